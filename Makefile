@@ -86,8 +86,8 @@ format: $(VENV)/.installed-dev ## format the sources and fix lint
 	@$(BIN)/ruff format --quiet .
 	@$(BIN)/ruff check --quiet --fix .
 
-bench: $(VENV)/.installed-bench ## every benchmark, or make bench NAME=decode [ARGS=--quick]
-	@$(QUIET_THREADS) $(BIN)/python -m benchmarks $(or $(NAME),all) $(ARGS)
+bench: $(VENV)/.installed-bench ## list the benchmarks, or run: make bench NAME=queue [ARGS=--quick]
+	@$(QUIET_THREADS) $(BIN)/python -m benchmarks $(NAME) $(ARGS)
 
 docs: $(VENV)/.installed-docs ## build the documentation into site/, with every link checked
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet && echo "make: open site/index.html"

@@ -1,33 +1,57 @@
-"""`python -m benchmarks NAME… | all [--quick | --plot]`: find the benchmarks in this folder and run them.
+"""`python -m benchmarks [NAME… | all]`: list the benchmarks in this folder, or run some of them.
 
-A benchmark is a module here with a function `run(quick: bool)`. It prints its table and writes its record; the status
-is 1 when one of them raised. One that also has `plot()` draws its picture in `docs/` from the record, without a run.
+A benchmark is a module here with a function `run(quick, …)`. It prints a table and, unless quick, writes its record to
+results/. The exit status is 1 if one of them raised. A benchmark that also has `plot()` draws a picture from its
+record in docs/pictures/. `--seeds`, `--only`, `--recipe`, `--steps` and changes of the recipe (`section.key=value`) go
+to benchmarks whose `run` takes them.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
+import inspect
 import pkgutil
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
 
-_FOLDER = Path(__file__).parent
-_NOT_BENCHMARKS = frozenset({"__main__", "measure"})
-
-
-def names() -> list[str]:
-    """Return the names of the modules in this folder that define `run`, sorted."""
-    found = {module.name for module in pkgutil.iter_modules([str(_FOLDER)])} - _NOT_BENCHMARKS
-    return sorted(name for name in found if "\ndef run(" in (_FOLDER / f"{name}.py").read_text())
+_FOLDER: Final = Path(__file__).parent
+#: Options that a benchmark's `run` may take.
+_OPTIONS: Final = ("seeds", "only", "recipe", "steps", "changes")
 
 
-def run_benchmarks(wanted: Sequence[str], *, quick: bool, plot: bool = False) -> int:
-    """Run, or plot, the named benchmarks in turn; return the exit status (2: unknown name, 1: one failed)."""
-    known = [name for name in names() if not plot or "\ndef plot(" in (_FOLDER / f"{name}.py").read_text()]
+def names(function: str = "run") -> dict[str, str]:
+    """Return the modules in this folder that define `function`, by name, with the first line of their docstrings.
+
+    The files are parsed and not imported: some need packages that not every installation has.
+    """
+    trees = {
+        module.name: ast.parse((_FOLDER / f"{module.name}.py").read_text())
+        for module in pkgutil.iter_modules([str(_FOLDER)])
+        if module.name != "__main__"
+    }
+    return {
+        name: (ast.get_docstring(tree) or "").partition("\n")[0]
+        for name, tree in sorted(trees.items())
+        if any(isinstance(node, ast.FunctionDef) and node.name == function for node in tree.body)
+    }
+
+
+def run_benchmarks(
+    wanted: Sequence[str],
+    *,
+    quick: bool = False,
+    plot: bool = False,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> int:
+    """Run, or plot, the named benchmarks in turn; return the exit status (2: bad arguments, 1: one failed)."""
+    known = list(names("plot" if plot else "run"))
     chosen = known if "all" in wanted else list(wanted)
     for name in chosen:
         if name not in known:
@@ -39,7 +63,10 @@ def run_benchmarks(wanted: Sequence[str], *, quick: bool, plot: bool = False) ->
         started = time.monotonic()
         try:
             module = importlib.import_module(f"benchmarks.{name}")
-            module.plot() if plot else module.run(quick=quick)
+            if unknown := options.keys() - inspect.signature(module.run).parameters:
+                print(f"{name} does not take {', '.join(sorted(unknown))}; leave that out", file=sys.stderr)
+                return 2
+            module.plot() if plot else module.run(quick=quick, **options)
         except Exception:  # one benchmark's failure must not lose the others' figures
             traceback.print_exc()
             failed.append(name)
@@ -52,11 +79,22 @@ def run_benchmarks(wanted: Sequence[str], *, quick: bool, plot: bool = False) ->
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="+", metavar="NAME", help=f"all, or any of: {', '.join(names())}")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: shows that it runs, not a figure")
+    parser.add_argument("words", nargs="*", metavar="NAME | section.key=value", help="default: list the benchmarks")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: checks that it runs, gives no figure")
     parser.add_argument("--plot", action="store_true", help="draw the picture of the record in docs/, without a run")
+    parser.add_argument("--seeds", type=int, nargs="+", help="run these seeds")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="run these parts of the benchmark")
+    parser.add_argument("--recipe", help="train this recipe instead of the benchmark's own")
+    parser.add_argument("--steps", type=int, help="optimizer steps of each run")
     given = parser.parse_args(arguments)
-    return run_benchmarks(given.names, quick=given.quick, plot=given.plot)
+    given.changes = [word for word in given.words if "=" in word]
+    chosen = [word for word in given.words if "=" not in word]
+    if not chosen:
+        width = max(map(len, names()))
+        print("\n".join(f"{name:{width}}  {line}" for name, line in names().items()))
+        return 0
+    options = {name: getattr(given, name) for name in _OPTIONS if getattr(given, name)}
+    return run_benchmarks(chosen, quick=given.quick, plot=given.plot, options=options)
 
 
 if __name__ == "__main__":

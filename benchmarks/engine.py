@@ -1,19 +1,16 @@
-"""Tokens/s of the torch engine over Hugging Face `generate` in static batches, on one thread.
+"""Compare tokens/s of the torch engine with Hugging Face `generate` in static batches, on one thread.
 
-    ours       every request at once to the engine, which has `concurrency` rows and fills a row as soon as it is free
-    generate   batches of `concurrency` in the order of incoming, each as long as its longest answer
+    ours       all requests at once; the engine has `concurrency` rows and refills a row as soon as it is free
+    generate   batches of `concurrency` requests in order, each as long as its longest answer
 
-Same model, prompts, sampling and answer lengths; only the tokens asked for count. Ours also returns log-probs. Loads:
-all answers equally long, and heavy tails (Pareto), where a static batch waits for its longest answer.
-Targets: at least 1 with equal lengths, at least 2 with heavy tails, hoped for 4.
+Both have the same model, prompts, sampling and answer lengths; only requested tokens count. Ours also returns
+log-probs. In one load all answers have equal length; in the other lengths are heavy-tailed (Pareto), and a static batch
+waits for its longest answer. Targets: at least 1 with equal lengths; at least 2 with heavy tails, goal 4.
 """
 
 from __future__ import annotations
 
-import asyncio
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +18,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import Paired, Row, paired, print_table, write_record
+from benchmarks.measure import Paired, Row, paired, print_table, seconds_of, write_record
+from benchmarks.served_engine import EngineOrder, LocalEngine, local
+from benchmarks.torch_step import load_model
 from inference_contract.schemas import ChatCompletionRequest
 from pipelinerl import rng
-from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.options import EngineOptions
-from pipelinerl.engines.torch.engine import load_runner
-from pipelinerl.models.tiny_decoder import DebugSize, DecoderShape, char_tokenizer, random_decoder
-from pipelinerl.models.tokenizer import ChatTokenizer
-from trainer_contract.types import Device
+from pipelinerl.models.tiny_decoder import DebugSize, DecoderShape, random_decoder
 
 TINY = DecoderShape(hidden=64, layers=2, heads=4, kv_heads=4, intermediate=128, vocab=56, max_positions=2048)
 CONTEXT = 320
@@ -37,7 +31,7 @@ CONTEXT = 320
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Answer lengths: at least `shortest`, Pareto with exponent `tail`, cut at `longest`; `tail` 0: all `shortest`."""
+    """A law of answer lengths: Pareto with exponent `tail` from `shortest`, cut at `longest`; tail 0 is constant."""
 
     name: str
     shortest: int
@@ -46,7 +40,7 @@ class Load:
     least_ratio: float
 
     def lengths(self, count: int) -> list[int]:
-        """One length for each request."""
+        """Return one length per request."""
         if self.tail == 0:
             return [self.shortest] * count
         random = rng.generator(0, "engine benchmark", self.name)
@@ -62,39 +56,38 @@ LOADS = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Prompts and how many tokens must follow each."""
+    """Prompts, and the number of tokens to sample after each."""
 
     prompts: list[list[int]]
     lengths: list[int]
 
     @classmethod
     def of(cls, load: Load, count: int, vocab: int) -> Job:
-        """`count` requests with prompts of 8 to 24 tokens."""
+        """Return `count` requests with prompts of 8 to 24 tokens."""
         random = rng.generator(1, "engine benchmark", load.name)
         sizes = random.integers(8, 25, count)
         return cls([random.integers(6, vocab, size).tolist() for size in sizes], load.lengths(count))
 
     @property
     def num_tokens(self) -> int:
-        """Tokens asked for."""
+        """The number of requested tokens."""
         return sum(self.lengths)
 
 
-async def ours(engine: BatchingEngine, job: Job) -> None:
-    """All requests at once."""
-    answers = await asyncio.gather(
-        *(
-            engine.complete(
-                ChatCompletionRequest(prompt_token_ids=prompt, max_tokens=length, seed=index, return_token_ids=True)
-            )
-            for index, (prompt, length) in enumerate(zip(job.prompts, job.lengths, strict=True))
-        )
+def ours(engine: LocalEngine, job: Job) -> None:
+    """Send all requests at once."""
+    pairs = zip(job.prompts, job.lengths, strict=True)
+    answers = engine.complete(
+        [
+            ChatCompletionRequest(prompt_token_ids=prompt, max_tokens=length, seed=seed, return_token_ids=True)
+            for seed, (prompt, length) in enumerate(pairs)
+        ]
     )
     assert [answer.usage.completion_tokens for answer in answers] == job.lengths
 
 
 def generate(model: Any, job: Job, concurrency: int) -> None:
-    """Static batches, padded on the left."""
+    """Generate in static batches, padded on the left."""
     for start in range(0, len(job.prompts), concurrency):
         prompts = job.prompts[start : start + concurrency]
         longest = max(map(len, prompts))
@@ -117,52 +110,26 @@ def generate(model: Any, job: Job, concurrency: int) -> None:
 
 
 def measure(path: Path, load: Load, concurrency: int, *, rounds: int, batches: int) -> tuple[Paired, dict[str, float]]:
-    """Tokens/s of both arms, and the engine's occupancy over all rounds."""
-    loop = asyncio.new_event_loop()
-    options = EngineOptions(
-        model_path=path,
-        model_id="m",
-        max_waiting=65536,
-        slots=concurrency,
-        context_length=CONTEXT,
-        device=Device.CPU,
-        threads=1,
-    )
-    tokenizer = ChatTokenizer(char_tokenizer(), ())  # no token ends an answer
-    engine = BatchingEngine(options, load=lambda: load_runner(options), tokenizer=tokenizer)
-    loop.run_until_complete(engine.start())
-    model = random_decoder_at(path)
+    """Return tokens/s of both arms, and the engine's occupancy over all rounds."""
+    model = load_model(path, torch.device("cpu"), torch.float32)
     job = Job.of(load, batches * concurrency, vocab=56)
 
     def rate(work: Callable[[], object]) -> Callable[[], float]:
-        def arm() -> float:
-            start = time.perf_counter()
-            work()
-            return job.num_tokens / (time.perf_counter() - start)
+        seconds = seconds_of(work)
+        return lambda: job.num_tokens / seconds()
 
-        return arm
-
-    arms = {
-        "ours": rate(lambda: loop.run_until_complete(ours(engine, job))),
-        "generate": rate(lambda: generate(model, job, concurrency)),
-    }
-    timings = paired(arms, rounds)
-    metrics = engine.metrics()
-    loop.run_until_complete(engine.close())
-    loop.close()
+    with local(EngineOrder(folder=path, slots=concurrency, context=CONTEXT)) as engine:
+        arms = {
+            "ours": rate(lambda: ours(engine, job)),
+            "generate": rate(lambda: generate(model, job, concurrency)),
+        }
+        timings, metrics = paired(arms, rounds), engine.engine.metrics()
     occupancy = metrics.occupied_slot_steps_total / (metrics.decode_steps_total * metrics.slots)
     return timings, {"occupancy": occupancy, "tokens": float(job.num_tokens)}
 
 
-def random_decoder_at(path: Path) -> Any:
-    """The model in `path` as transformers loads it."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, local_files_only=True).eval()
-
-
 def run(quick: bool = False) -> None:
-    """Measure, print, record."""
+    """Measure, print and record."""
     torch.set_num_threads(1)
     shapes: dict[str, DecoderShape | DebugSize] = {"0.3 MB": TINY}
     if not quick:
@@ -181,8 +148,4 @@ def run(quick: bool = False) -> None:
                     rows.append(Row("    tokens/s of ours", timings.median("ours")))
                     record[name] = {"ratio": ratio.as_dict(), **facts, **timings.as_dict()}
     print_table("engine: tokens/s over Hugging Face generate", rows)
-    write_record("engine", {"quick": quick, "loads": record})
-
-
-if __name__ == "__main__":
-    run(quick="--quick" in sys.argv)
+    write_record("engine", {"loads": record}, quick=quick)

@@ -1,26 +1,22 @@
-"""What the engine loses while the trainer trains beside it: tokens/s busy over tokens/s alone, at least 0.90.
+"""Measure how much of its speed the engine loses while the trainer trains on another core.
 
-The engine's process is pinned to one core, the trainer's to another; both belong to their owner alone. The engine
-decodes eight samples of a 3 MB decoder all the time, asked from within its own process (`served_engine.Load`): a client
-would disturb one of the two. Windows of some seconds follow one another, in turn forwards and backwards:
+The engine and the trainer are each pinned to a core of their own. The engine constantly decodes eight samples of a 3 MB
+decoder; the requests come from within its process (`served_engine.Load`), because a client would take part of a core.
+Windows of a few seconds alternate between four modes of the trainer's process:
 
-    alone       the trainer's process sleeps
-    spin        it runs a bare loop that touches no memory: what this machine itself takes when its other core works
-    training    it does RL steps through `TorchTrainer` (forward, backward, AdamW), one after the other
-    publishing  the same, and after every step it broadcasts the weights in flight, over HTTP and gloo
+    alone       it sleeps
+    spin        it runs a loop that touches no memory, which shows what the machine itself costs
+    training    it takes RL steps through `TorchTrainer` (forward, backward, AdamW)
+    publishing  the same, and it broadcasts the weights after every step, over HTTP and gloo
 
-`training` and `publishing` over `alone` are the figures. Over `spin` they say what is ours and what is the machine's:
-two threads of one core, or cores that others use too, slow one another whatever runs. Tokens are counted by the engine.
-Tokens for a second of the engine's own processor time leave out what other programs take of its core, and are shown
-beside the figures, not in place of them. Target 0.90, hoped for 0.98.
+The figures are `training` and `publishing` over `alone`: target 0.90, goal 0.98. Ratios to `spin` leave out what the
+machine costs: hardware threads of one core, or cores that others use, slow each other down.
 """
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,23 +24,22 @@ from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
-import psutil
 
-from benchmarks.measure import Interval, Paired, Row, paired, print_table, write_record
+from benchmarks.measure import Row, paired, print_table, write_record
+from benchmarks.processes import Child, spawned
 from benchmarks.served_engine import EngineOrder, Load, ServedEngine, served
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.models.tiny_decoder import DebugSize, random_decoder
 
 _LOAD: Final = Load(samples=8, tokens=256)
 _SETTLE_S: Final = 0.3
-_ANSWER_TIMEOUT_S: Final = 120.0
 
 
 class Mode(StrEnum):
-    """What the trainer's process does during a window."""
+    """The trainer's work during a window."""
 
     ALONE = "alone"
     SPIN = "spin"
@@ -54,56 +49,23 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TrainerOrder:
-    """The trainer's process: its model, its core, the engine that it publishes to."""
+    """The trainer's model, its core, and the engine that it publishes to."""
 
     folder: Path
     core: int
     url: str
 
 
-@final
-class Beside:
-    """The trainer's process, told from here what to do."""
-
-    def __init__(self, order: TrainerOrder) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_beside, args=(order, theirs), daemon=True)
-        self._process.start()
-        theirs.close()
-        self.rounds: dict[Mode, list[int]] = {mode: [] for mode in Mode}
-        self._mode = Mode.ALONE
-        self._answer()  # it is ready
-
-    def tell(self, mode: Mode) -> None:
-        """Do this from now on; returns when it is being done. What the last mode got done is added to `rounds`."""
-        self._pipe.send(mode)
-        done = self._answer()
-        if self._mode is not Mode.ALONE:
-            self.rounds[self._mode].append(done)
-        self._mode = mode
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.terminate()
-        self._process.join(10)
-
-    def _answer(self) -> int:
-        if not self._pipe.poll(_ANSWER_TIMEOUT_S):
-            raise TimeoutError(f"the trainer's process was silent for {_ANSWER_TIMEOUT_S:g} s")
-        return int(self._pipe.recv())
-
-
-def _beside(order: TrainerOrder, pipe: Connection) -> None:
+def _trainer(order: TrainerOrder, pipe: Connection) -> None:
     os.sched_setaffinity(0, {order.core})
     asyncio.run(_follow(order, pipe))
 
 
 async def _follow(order: TrainerOrder, pipe: Connection) -> None:
-    """Do what the pipe says, round after round; a new order is answered with the number of rounds of the last."""
+    """Work as the pipe says; answer each new mode with the number of rounds of the last one."""
     async with EngineClient(state_timeout_s=60.0) as client:
         work = await _work(order, client)
-        for mode in (Mode.TRAINING, Mode.PUBLISHING):  # everything is warm and joined before it is measured
+        for mode in (Mode.TRAINING, Mode.PUBLISHING):  # Warm up and join the group before anything is measured.
             await work[mode]()
         pipe.send(0)
         mode, rounds = Mode.ALONE, 0
@@ -121,7 +83,7 @@ async def _follow(order: TrainerOrder, pipe: Connection) -> None:
 
 
 async def _work(order: TrainerOrder, client: EngineClient) -> dict[Mode, Callable[[], Any]]:
-    """One round of each mode."""
+    """Return the work of one round of each mode."""
     import torch
 
     from benchmarks.trainer import RATE, ragged_batch
@@ -163,107 +125,62 @@ async def _work(order: TrainerOrder, client: EngineClient) -> dict[Mode, Callabl
     return {Mode.SPIN: spin, Mode.TRAINING: step, Mode.PUBLISHING: step_and_publish}
 
 
-@final
-class Meter:
-    """Reads the engine's own counter over a window."""
+def _arm(mode: Mode, engine: ServedEngine, trainer: Child, window_s: float, done: list[int]) -> Callable[[], float]:
+    """Return an arm that measures the engine's tokens/s during one window of `mode`."""
 
-    def __init__(self, engine: ServedEngine, beside: Beside, window_s: float) -> None:
-        self._engine = engine
-        self._process = psutil.Process(engine.pid)
-        self._beside = beside
-        self._window_s = window_s
-        self.per_cpu_second: dict[Mode, list[float]] = {mode: [] for mode in Mode}
+    def tokens_per_s() -> float:
+        trainer.call(mode)
+        time.sleep(_SETTLE_S)
+        first, began = _tokens(engine.url), time.monotonic()
+        time.sleep(window_s)
+        rate = (_tokens(engine.url) - first) / (time.monotonic() - began)
+        done.append(trainer.call(Mode.ALONE))
+        return rate
 
-    def arm(self, mode: Mode) -> Callable[[], float]:
-        """An arm: tokens/s of the engine during one window of `mode`."""
-
-        def tokens_per_s() -> float:
-            self._beside.tell(mode)
-            time.sleep(_SETTLE_S)
-            first, began, used = self._tokens(), time.monotonic(), self._cpu_seconds()
-            time.sleep(self._window_s)
-            tokens = self._tokens() - first
-            seconds, cpu_seconds = time.monotonic() - began, self._cpu_seconds() - used
-            self._beside.tell(Mode.ALONE)
-            self.per_cpu_second[mode].append(tokens / cpu_seconds)
-            return tokens / seconds
-
-        return tokens_per_s
-
-    def _tokens(self) -> float:
-        return asyncio.run(_metrics(self._engine.url))["generated_tokens_total"]
-
-    def _cpu_seconds(self) -> float:
-        times = self._process.cpu_times()
-        return float(times.user + times.system)
+    return tokens_per_s
 
 
-async def _metrics(url: str) -> dict[str, float]:
-    async with EngineClient(state_timeout_s=60.0) as client:
-        return await client.metrics(url)
+def _tokens(url: str) -> float:
+    async def generated() -> float:
+        async with EngineClient(state_timeout_s=60.0) as client:
+            return (await client.metrics(url))["generated_tokens_total"]
+
+    return asyncio.run(generated())
 
 
 def measure(*, rounds: int, window_s: float) -> dict[str, Any]:
-    """All windows, the table, and the record's payload."""
+    """Measure all windows, print the table and return the record's payload."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise RuntimeError(f"expected two cores, one for the engine and one for the trainer, got {len(cores)}")
+    done: dict[str, list[int]] = {mode.value: [] for mode in Mode}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         random_decoder(DebugSize.MB_3).save_pretrained(folder)
         order = EngineOrder(folder=folder, slots=_LOAD.samples, context=512, load=_LOAD, core=cores[0])
-        with served(order) as engine:
-            beside = Beside(TrainerOrder(folder, cores[1], engine.url))
-            try:
-                meter = Meter(engine, beside, window_s)
-                timings = paired({mode.value: meter.arm(mode) for mode in Mode}, rounds)
-            finally:
-                beside.close()
-    own = Paired({mode.value: tuple(meter.per_cpu_second[mode][-rounds:]) for mode in Mode})
-    per_window = {mode.value: float(np.median(done)) for mode, done in beside.rounds.items() if done}
-    print_table("engine_busy: tokens/s while the trainer trains beside it", _rows(timings, own, per_window))
+        with served(order) as engine, spawned(_trainer, TrainerOrder(folder, cores[1], engine.url)) as trainer:
+            arms = {mode.value: _arm(mode, engine, trainer, window_s, done[mode.value]) for mode in Mode}
+            timings = paired(arms, rounds)
+    per_window = {mode: float(np.median(counts)) for mode, counts in done.items()}
+    pairs = [(mode, base) for base in (Mode.ALONE, Mode.SPIN) for mode in (Mode.TRAINING, Mode.PUBLISHING)]
+    ratios = {f"{mode} / {base}": timings.ratio(mode, base) for mode, base in [*pairs, (Mode.SPIN, Mode.ALONE)]}
+    rows = [
+        Row(name, ratio, ">= 0.90 (goal 0.98)", ratio.median >= 0.90) if place < 2 else Row(name, ratio)
+        for place, (name, ratio) in enumerate(ratios.items())
+    ]
+    rows += [Row(f"    tokens/s, {mode}", timings.median(mode)) for mode in Mode]
+    rows += [Row(f"    steps per window, {mode}", per_window[mode]) for mode in (Mode.TRAINING, Mode.PUBLISHING)]
+    print_table("engine_busy: tokens/s of the engine while the trainer trains on another core", rows)
     return {
-        "ratios": {name: ratio.as_dict() for name, ratio in _ratios(timings).items()},
-        "ratios_per_cpu_second": {name: ratio.as_dict() for name, ratio in _ratios(own).items()},
+        "ratios": {name: ratio.as_dict() for name, ratio in ratios.items()},
         "tokens_per_s": timings.as_dict(),
-        "tokens_per_cpu_s": own.as_dict(),
         "rounds_per_window": per_window,
-        "cores": {"engine": cores[0], "trainer": cores[1], "siblings": _siblings(cores[0])},
         "load_average": os.getloadavg()[0],
         "window_s": window_s,
     }
 
 
-def _ratios(measured: Paired) -> dict[str, Interval]:
-    """The figures first."""
-    pairs = [(mode, base) for base in (Mode.ALONE, Mode.SPIN) for mode in (Mode.TRAINING, Mode.PUBLISHING)]
-    return {f"{mode} / {base}": measured.ratio(mode, base) for mode, base in [*pairs, (Mode.SPIN, Mode.ALONE)]}
-
-
-def _rows(timings: Paired, own: Paired, per_window: dict[str, float]) -> list[Row]:
-    figures = {f"{mode} / {Mode.ALONE}" for mode in (Mode.TRAINING, Mode.PUBLISHING)}
-    rows = []
-    for name, ratio in _ratios(timings).items():
-        met = ratio.median >= 0.90 if name in figures else None
-        rows.append(Row(name, ratio, ">= 0.90 (goal 0.98)" if name in figures else "", met))
-    rows += [Row(f"{name}, per cpu second", ratio) for name, ratio in _ratios(own).items()]
-    rows += [Row(f"    tokens/s {mode}", timings.median(mode)) for mode in Mode]
-    done = f"{per_window[Mode.TRAINING]:g} / {per_window[Mode.PUBLISHING]:g}"
-    return [*rows, Row("    steps per window, training / publishing", done)]
-
-
-def _siblings(core: int) -> str:
-    """The hardware threads that share a core with this one, as Linux writes them."""
-    file = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
-    return file.read_text().strip() if file.is_file() else "unknown"
-
-
-def run(quick: bool = False) -> dict[str, Any]:
-    """Measure, print, record."""
+def run(quick: bool = False) -> None:
+    """Measure, print and record."""
     payload = measure(rounds=3 if quick else 10, window_s=1.0 if quick else 3.0)
-    write_record("engine_busy", {"quick": quick, **payload})
-    return payload
-
-
-if __name__ == "__main__":
-    run(quick="--quick" in sys.argv)
+    write_record("engine_busy", payload, quick=quick)

@@ -1,18 +1,16 @@
 """Measure the cost of an actor's gateway: processor time of a turn, and memory of open episodes.
 
-    turn      an agent in another process sends a conversation of `CONTEXT` tokens in `MESSAGES` messages again and
-              again: processor time of the gateway's process for each request, and of a server that does nothing
-    memory    `OPEN` episodes of `CONTEXT` tokens each, all waiting for their next answer, each over a connection
+    turn      an agent in another process repeats a conversation of `CONTEXT` tokens in `MESSAGES` messages; measured
+              is the processor time of the gateway's process per request, and that of a server that does nothing
+    memory    `OPEN` episodes of `CONTEXT` tokens each, all waiting for an answer on a connection of their own
 
-No engine takes part: the sampler answers at once, and its completions are made beforehand.
+No engine takes part: the sampler answers at once with completions made beforehand.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
-import resource
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,6 +22,7 @@ from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
 from benchmarks.measure import Row, bootstrap_median, print_table, write_record
+from benchmarks.processes import Child, open_many_files, spawned
 from inference_contract.schemas import (
     AssistantMessage,
     ChatCompletion,
@@ -47,19 +46,16 @@ ROUNDS: Final = 7
 OPEN: Final = 2000
 _WORDS: Final = "the quick brown fox jumps over a lazy dog and then goes home "
 _DEADLINE_S: Final = 300.0
-#: Between two agents that connect: all at once would find the listener's queue full.
+#: Seconds between connections of agents; all at once would overflow the listener's queue.
 _APART_S: Final = 0.02
 
 
-def run(quick: bool) -> None:
+def run(quick: bool = False) -> None:
     """Measure, print and record."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    agents = _Agents()
-    try:
+    open_many_files()
+    with spawned(_agents) as agents:
         turns, plain = asyncio.run(_cost(agents, 2 if quick else ROUNDS))
         mib = asyncio.run(_memory(agents))
-    finally:
-        agents.close()
     gateway, server = bootstrap_median(turns), bootstrap_median(plain)
     print_table(
         "gateway",
@@ -69,11 +65,12 @@ def run(quick: bool) -> None:
             Row(f"{OPEN} open episodes, MiB", mib, "<= 400", mib <= 400),
         ],
     )
-    write_record("gateway", {"turn_ms": gateway.as_dict(), "server_ms": server.as_dict(), "open_mib": mib})
+    payload = {"turn_ms": gateway.as_dict(), "server_ms": server.as_dict(), "open_mib": mib}
+    write_record("gateway", payload, quick=quick)
 
 
 def conversation() -> list[dict[str, str]]:
-    """A conversation of about `CONTEXT` tokens, four characters each, which ends with a user's message."""
+    """Return a conversation of about `CONTEXT` tokens, four characters each, that ends with a user's message."""
     length = CONTEXT * 4 // MESSAGES
     text = (_WORDS * (length // len(_WORDS) + 1))[:length]
     roles = ["user", "assistant"] * (MESSAGES // 2)
@@ -81,7 +78,7 @@ def conversation() -> list[dict[str, str]]:
 
 
 def completion(prompt: Sequence[int], text: str) -> ChatCompletion:
-    """An answer of an engine."""
+    """Return an engine's answer."""
     choice = Choice(
         index=0,
         message=AssistantMessage(content=text),
@@ -105,7 +102,7 @@ def completion(prompt: Sequence[int], text: str) -> ChatCompletion:
 
 @final
 class _Sampler:
-    """Continues what it is given by tokens of its own making; holds answers back while `gate` is closed."""
+    """A sampler that answers at once, or holds its answers back while `gate` is closed."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
@@ -123,7 +120,7 @@ class _Sampler:
 
 @asynccontextmanager
 async def _opened(gateway: Gateway, sample: _Sampler, number: int) -> AsyncIterator[OpenEpisode]:
-    """An episode that knows the whole conversation but for its last message."""
+    """Open an episode that knows the whole conversation except its last message."""
     problem = Problem(problem_id="p", domain="d", messages=(Message("user", "a"),), ground_truth="")
     order = PromptOrder(
         order_id=f"o{number}",
@@ -143,8 +140,10 @@ async def _opened(gateway: Gateway, sample: _Sampler, number: int) -> AsyncItera
         yield opened
 
 
-async def _cost(agents: _Agents, rounds: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of processor time of a request, by round: of the gateway, and of a server that does nothing."""
+async def _cost(agents: Child, rounds: int) -> tuple[list[float], list[float]]:
+    """Return milliseconds of processor time per request by round, for the gateway and for a server that does
+    nothing.
+    """
     gateway, sample = Gateway(), _Sampler()
     async with gateway.serve(), _opened(gateway, sample, 0) as opened, _nothing() as nothing:
         urls = {"gateway": f"{opened.base_url()}/chat/completions", "nothing": f"{nothing}/chat/completions"}
@@ -152,13 +151,13 @@ async def _cost(agents: _Agents, rounds: int) -> tuple[list[float], list[float]]
         for number in range(rounds):
             for name in sorted(urls, reverse=bool(number % 2)):
                 began = time.process_time()
-                await agents.ask([urls[name]] * REQUESTS, at_once=1)
+                await asyncio.to_thread(agents.call, ([urls[name]] * REQUESTS, 1, 0.0))
                 took[name].append((time.process_time() - began) / REQUESTS * 1000)
     return took["gateway"], took["nothing"]
 
 
-async def _memory(agents: _Agents) -> float:
-    """MiB that the open episodes take."""
+async def _memory(agents: Child) -> float:
+    """Return the MiB that the open episodes take."""
     gateway, sample, process = Gateway(), _Sampler(), psutil.Process()
     sample.gate.clear()
     async with asyncio.timeout(_DEADLINE_S), AsyncExitStack() as stack:
@@ -166,18 +165,18 @@ async def _memory(agents: _Agents) -> float:
         before = process.memory_info().rss
         opened = [await stack.enter_async_context(_opened(gateway, sample, number)) for number in range(OPEN)]
         urls = [f"{each.base_url()}/chat/completions" for each in opened]
-        asking = asyncio.create_task(agents.ask(urls, at_once=OPEN, apart_s=_APART_S))
+        sending = asyncio.create_task(asyncio.to_thread(agents.call, (urls, OPEN, _APART_S), timeout_s=_DEADLINE_S))
         while sample.waiting < OPEN:
             await asyncio.sleep(0.1)
         taken = process.memory_info().rss - before
         sample.gate.set()
-        await asking
+        await sending
     return taken / 2**20
 
 
 @asynccontextmanager
 async def _nothing() -> AsyncIterator[str]:
-    """A server on the same stack that reads a request and answers as many bytes."""
+    """Serve a fixed answer on the gateway's stack; yield the base URL."""
     body = json.dumps({"choices": [{"message": {"content": "an answer"}}], "usage": {}}).encode()
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -194,34 +193,14 @@ async def _nothing() -> AsyncIterator[str]:
         yield url_of("127.0.0.1", listener.getsockname()[1])
 
 
-@final
-class _Agents:
-    """A process that asks on demand, so that its processor time is not the gateway's."""
-
-    def __init__(self) -> None:
-        self._ours, theirs = multiprocessing.Pipe()
-        self._process = multiprocessing.get_context("spawn").Process(target=_obey, args=(theirs,), daemon=True)
-        self._process.start()
-        assert self._ours.poll(_DEADLINE_S) and self._ours.recv() == "ready"
-
-    async def ask(self, urls: Sequence[str], *, at_once: int, apart_s: float = 0.0) -> None:
-        """Ask at these URLs, and wait until all have answered."""
-        self._ours.send((list(urls), at_once, apart_s))
-        assert await asyncio.to_thread(self._ours.poll, _DEADLINE_S) and self._ours.recv() == "done"
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.join(_DEADLINE_S)
-
-
-def _obey(connection: Connection) -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    connection.send("ready")
+def _agents(pipe: Connection) -> None:
+    """Send requests on demand from a process of its own, so that their processor time is not the gateway's."""
+    open_many_files()
+    pipe.send("ready")
     while True:
-        urls, at_once, apart_s = connection.recv()
+        urls, at_once, apart_s = pipe.recv()
         asyncio.run(_ask(urls, at_once=at_once, apart_s=apart_s))
-        connection.send("done")
+        pipe.send("done")
 
 
 async def _ask(urls: Sequence[str], *, at_once: int, apart_s: float) -> None:

@@ -1,9 +1,8 @@
-"""`gpu_check`'s questions about attention over packed rollouts: does torch's kernel (`varlen`) compute what buckets of
-padded segments do, and how much sooner?
+"""`gpu_check`'s part on attention over packed rollouts: torch's kernel (`varlen`) against buckets of padded segments.
 
-    ragged, shared, window   output and gradients of one layer in bf16, by the kernel and by buckets, against buckets in
-                             fp32; and the time of both, forward and back. Shared: eight answers to each prompt
-    step                     losses of three steps of the whole trainer, and the time of a step, by either
+ragged, shared, window   output and gradients of one layer in bf16, by the kernel and by buckets, against buckets in
+                         fp32, and the time of both, forward and backward. Shared: eight answers per prompt
+step                     losses of three steps of the whole trainer, and the time of a step, with either
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_device import Scale, wait
-from benchmarks.gpu_trainer import packed, random_batch, trainer_of
+from benchmarks.gpu_trainer import random_batch, trainer_of
 from benchmarks.measure import Paired, Row, paired, seconds_of
+from benchmarks.torch_step import packed
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
 from pipelinerl.trainers.torch.packed.attention import AttentionPlan
@@ -28,7 +28,7 @@ from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct
 from pipelinerl.trainers.torch.packed.varlen import VarlenKernel, VarlenPlan, torch_kernel
 from trainer_contract.types import MicroBatch, Precision
 
-#: Largest difference from fp32, of what is largest; of losses in bf16, absolute.
+#: Largest difference from fp32, relative to the largest value; of losses in bf16, absolute.
 _APART: Final = 2e-2
 _LOSS_APART: Final = 2e-2
 _ANSWERS: Final = 8
@@ -36,7 +36,7 @@ _RATE: Final = 1e-6
 
 
 class Layer(NamedTuple):
-    """One layer's attention over a micro-batch of `tokens`, by each of the two."""
+    """One layer's attention over a micro-batch of `tokens` tokens, by both implementations."""
 
     name: str
     tokens: int
@@ -45,12 +45,14 @@ class Layer(NamedTuple):
     window: int | None
 
     def apart(self) -> dict[str, float]:
-        """Of each the largest difference of output and gradients from buckets in fp32, relative to what is largest."""
+        """Return each one's largest difference of output and gradients from buckets in fp32, relative to the largest
+        value.
+        """
         exact = _attended(self.plans["buckets"], [each.float() for each in self.drawn], self.window)
         return {arm: _largest(_attended(plan, self.drawn, self.window), exact) for arm, plan in self.plans.items()}
 
     def timed(self, rounds: int) -> Paired:
-        """Seconds of each, forward and back."""
+        """Return the seconds of each, forward and backward."""
 
         def once(plan: AttentionPlan) -> None:
             _attended(plan, self.drawn, self.window)
@@ -60,11 +62,11 @@ class Layer(NamedTuple):
 
 
 def check_attention(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Nothing without CUDA, which is said."""
+    """Compare layers and whole steps; without CUDA report that nothing was checked."""
     if device.type != "cuda":
         return [Row("varlen against buckets", "not checked: the kernel is CUDA's")], {"checked": False}
     rows: list[Row] = []
-    found: dict[str, Any] = {"checked": True}
+    results: dict[str, Any] = {"checked": True}
     for layer in layers(torch_kernel(), scale, device, torch.bfloat16):
         apart, timings = layer.apart(), layer.timed(scale.rounds)
         met = apart["varlen"] <= _APART
@@ -73,25 +75,30 @@ def check_attention(folder: Path, scale: Scale, device: torch.device) -> tuple[l
             Row("    that of buckets in bf16", apart["buckets"]),
             Row("    buckets / varlen, time", timings.ratio("buckets", "varlen")),
         ]
-        found[layer.name] = {"apart": apart, "tokens": layer.tokens, "computed": len(layer.drawn[0]), **_times(timings)}
-    more, found["step"] = _steps(folder, scale, device)
-    return rows + more, found
+        results[layer.name] = {
+            "apart": apart,
+            "tokens": layer.tokens,
+            "computed": len(layer.drawn[0]),
+            **_times(timings),
+        }
+    more, results["step"] = _steps(folder, scale, device)
+    return rows + more, results
 
 
 def layers(kernel: VarlenKernel, scale: Scale, device: torch.device, dtype: torch.dtype) -> Iterator[Layer]:
-    """Of the heads and the tokens that the scale says, with this kernel."""
+    """Yield layers of the scale's heads and tokens, with this kernel."""
     ragged, window = random_batch(scale), scale.segment // 2
-    for name, batch, its in (("ragged", ragged, None), ("shared", _shared(scale), None), ("window", ragged, window)):
+    for name, batch, limit in (("ragged", ragged, None), ("shared", _shared(scale), None), ("window", ragged, window)):
         distinct = Distinct.of(batch)
         plans: dict[str, AttentionPlan] = {
             "varlen": VarlenPlan.of(batch.position_ids, device, distinct, kernel=kernel),
             "buckets": SegmentPlan.of(batch.position_ids, device, distinct),
         }
-        yield Layer(name, batch.num_tokens, plans, _drawn(scale, len(distinct.kept), device, dtype), its)
+        yield Layer(name, batch.num_tokens, plans, _drawn(scale, len(distinct.kept), device, dtype), limit)
 
 
 def _steps(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """The whole trainer, asked for the one and for the other."""
+    """Compare the whole trainer with either implementation."""
     batch, objective = random_batch(scale), resolve("pipelinerl")
     trainers = {arm: trainer_of(folder, device, Precision.BF16, {"attention": arm}) for arm in ("varlen", "buckets")}
 
@@ -118,18 +125,20 @@ def _times(timings: Paired) -> Mapping[str, Any]:
 
 
 def _shared(scale: Scale) -> MicroBatch:
-    """As many tokens as `random_batch` has, about, in groups of answers that begin with their prompt."""
+    """Return about as many tokens as `random_batch`, in groups of answers that share their prompt."""
     draw, prompt = generator(0, "gpu_check", "shared"), scale.segment // 2
     sequences = []
     for _ in range(max(1, scale.trained_tokens // (scale.segment * _ANSWERS))):
-        asked = draw.integers(0, scale.shape.vocab, prompt)
+        prompt_ids = draw.integers(0, scale.shape.vocab, prompt)
         for length in draw.integers(scale.segment // 4, scale.segment * 3 // 4, _ANSWERS):
-            sequences.append([*asked.tolist(), *draw.integers(0, scale.shape.vocab, length).tolist()])
-    return packed(sequences, prompt, [np.zeros(len(each) - prompt, np.float32) for each in sequences])
+            sequences.append([*prompt_ids.tolist(), *draw.integers(0, scale.shape.vocab, length).tolist()])
+    return packed(
+        sequences, [prompt] * len(sequences), [np.zeros(len(each) - prompt, np.float32) for each in sequences]
+    )
 
 
 def _drawn(scale: Scale, tokens: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Query, key, value, and the gradient of what attention makes of them."""
+    """Return query, key, value, and the gradient of the attention's output."""
     shape, draw = scale.shape, generator(0, "gpu_check", "attention")
     keys, width = shape.kv_heads or shape.heads, shape.hidden // shape.heads
     sizes = [(tokens, heads, width) for heads in (shape.heads, keys, keys, shape.heads)]
@@ -137,13 +146,13 @@ def _drawn(scale: Scale, tokens: int, device: torch.device, dtype: torch.dtype) 
 
 
 def _attended(plan: AttentionPlan, drawn: Sequence[Tensor], window: int | None) -> tuple[Tensor, ...]:
-    """Attention, and the gradients of query, key and value."""
+    """Return the attention's output, and the gradients of query, key and value."""
     inputs = [each.detach().requires_grad_() for each in drawn[:3]]
     attended = plan.attend(*inputs, window=window, scale=None)
     return attended.detach(), *torch.autograd.grad(attended, inputs, drawn[3])
 
 
-def _largest(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """The largest difference of any, each relative to what is largest in the exact one."""
-    pairs = zip(found, exact, strict=True)
+def _largest(results: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Return the largest difference of any tensor, relative to the largest exact value."""
+    pairs = zip(results, exact, strict=True)
     return max(float((ours.float() - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)

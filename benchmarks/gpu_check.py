@@ -1,28 +1,37 @@
-"""Every path that CUDA takes, checked by one command on one large GPU in some minutes: `make gpu-check`.
+"""Check every path that CUDA takes with one command on one large GPU: `make gpu-check`.
 
-Plain torch and transformers, a random decoder of 0.87 billion parameters in bf16; nothing is downloaded. In turn:
-correctness, decode rate and in-flight updates of the torch engine (`gpu_engine`), throughput and MFU of the torch
-trainer, its parity with the engine and its optimizer's state on the host (`gpu_trainer`), its attention by a kernel and
-by buckets (`gpu_attention`), the trainer's peak memory against what `pipelinerl check` predicts (`memory_prediction`),
-and a trainer of two processes over NCCL where there are two GPUs (`gpu_mesh`). A check that fails says why and the
-others go on.
+Needs plain torch and transformers; the model is a random decoder of 0.87 billion parameters in bf16, so nothing is
+downloaded. The parts, in order:
 
-Exit status: 0 all targets met, 1 something failed or missed its target, 3 there is no CUDA device and nothing was
-checked. The record is results/gpu_check.json.
+    correctness, decode, update      the torch engine: log-probs, decode rate, in-flight updates (`gpu_engine`)
+    parity, trainer, state           the torch trainer: agreement with the engine, throughput and MFU, optimizer state
+                                     on the host (`gpu_trainer`)
+    attention                        the trainer's attention kernel against padded buckets (`gpu_attention`)
+    memory                           peak memory against what `pipelinerl check` predicts (`memory_prediction`)
+    mesh                             a trainer of two processes over NCCL, given two GPUs (`gpu_mesh`)
 
-`--device cpu --quick` rehearses everything that is not CUDA's on a tiny decoder. It proves nothing about CUDA: no
-target is judged, no record is written.
+Each part runs in a process of its own for at most four minutes. A part that raises, dies or hangs is a missed row, and
+the next one starts. The record, gpu_check.json, is written after each part; `--only PART` keeps the record's others.
+
+The exit status is 0 if all targets are met, 1 if a part failed or missed its target, and 3 without a CUDA device.
+`--device cpu --quick` rehearses all but CUDA's own code on a tiny decoder: it judges no target, and writes a record
+only with `--results`.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import json
+import multiprocessing
+import os
+import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,12 +40,10 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks import gpu_attention, gpu_engine, gpu_mesh, gpu_trainer, memory_prediction
 from benchmarks.gpu_device import FULL, QUICK, Scale, describe, save_model
-from benchmarks.measure import Row, print_table, write_record
-from inference_contract.errors import ContractError
-from pipelinerl.errors import PipelineError
-from trainer_contract.errors import TrainerError
+from benchmarks.measure import RESULTS, Row, print_table, write_record
 
-Check = Callable[[Path, Scale, torch.device], tuple[list[Row], dict[str, Any]]]
+Checked = tuple[list[Row], dict[str, Any]]
+Check = Callable[[Path, Scale, torch.device], Checked]
 
 CHECKS: Final[Mapping[str, Check]] = {
     "correctness": gpu_engine.check_correctness,
@@ -50,60 +57,118 @@ CHECKS: Final[Mapping[str, Check]] = {
     "mesh": gpu_mesh.check_mesh,
 }
 NO_DEVICE: Final = 3
-
-#: What a check may fail with: torch's errors are RuntimeErrors, running out of memory among them.
-_FAILURES = (RuntimeError, ValueError, OSError, PipelineError, ContractError, TrainerError)
+LIMIT_S: Final = 240.0
 
 
-def check(device: torch.device, scale: Scale, chosen: Sequence[str]) -> tuple[list[Row], dict[str, Any]]:
-    """Run the checks one after the other on one model directory; a failed one is a missed row."""
+def attempt(part: str, folder: Path, scale: Scale, device: torch.device) -> Checked:
+    """Run one part in this process; an exception of any kind is a missed row."""
+    try:
+        return CHECKS[part](folder, scale, device)
+    except Exception as error:  # the other parts must still run
+        traceback.print_exc()
+        return failure(part, f"{type(error).__name__}: {error}")
+
+
+def failure(part: str, text: str) -> Checked:
+    """Return the row and the record of a part that failed."""
+    return [Row(f"{part} failed", (text.splitlines() or [""])[0][:100], "", False)], {"failed": text}
+
+
+def apart(part: str, folder: Path, scale: Scale, device: torch.device) -> Checked:
+    """Run one part in a process of its own, which is killed with its children after `LIMIT_S`."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=_part, args=(part, folder, scale, device, theirs))
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(LIMIT_S):
+            return failure(part, f"no result after {LIMIT_S:g} s; its output is above")
+        checked: Checked = ours.recv()
+        return checked
+    except EOFError:
+        process.join()
+        return failure(part, f"its process died with exit code {process.exitcode}; its output is above")
+    finally:
+        try:
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        except ProcessLookupError:
+            process.kill()  # it has no group yet, or has ended
+        process.join()
+
+
+def _part(part: str, folder: Path, scale: Scale, device: torch.device, result: Connection) -> None:
+    os.setpgid(0, 0)
+    transformers_logging.disable_progress_bar()
+    result.send(attempt(part, folder, scale, device))
+
+
+def check(
+    device: torch.device, scale: Scale, chosen: Sequence[str], done: Callable[[Mapping[str, Any]], None]
+) -> Checked:
+    """Run the parts one after the other on one model directory; `done` receives the results after each."""
     rows: list[Row] = []
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(scale, folder)
-        for kind in chosen:
+        for part in chosen:
             began = time.monotonic()
-            try:
-                more, found[kind] = CHECKS[kind](folder, scale, device)
-            except _FAILURES as error:
-                text = f"{type(error).__name__}: {error}"
-                more, found[kind] = [Row(f"{kind} failed", text.splitlines()[0][:100], "", False)], {"failed": text}
+            print(f"gpu_check: {part} …", file=sys.stderr, flush=True)
+            more, results[part] = apart(part, folder, scale, device)
+            results[part]["part_s"] = time.monotonic() - began
+            results[part]["missed"] = [row.name for row in more if row.met is False]
             rows += more
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-            print(f"{kind}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-    return rows, found
+            done(results)
+            print(f"gpu_check: {part} took {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    return rows, results
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, check, print, record."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal, no check")
-    parser.add_argument("--quick", action="store_true", help="a tiny decoder and few rounds")
-    parser.add_argument("--only", nargs="+", choices=tuple(CHECKS), default=tuple(CHECKS), help="some of the checks")
-    given = parser.parse_args(arguments)
-    if given.device == "cuda" and not torch.cuda.is_available():
+def run(
+    quick: bool = False, *, only: Sequence[str] = tuple(CHECKS), device: str = "cuda", results: Path | None = None
+) -> int:
+    """Check the parts, print and record; return the exit status."""
+    if device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: nothing was checked", file=sys.stderr)
         return NO_DEVICE
-    transformers_logging.disable_progress_bar()
-    device, began = torch.device(given.device), time.monotonic()
-    rows, found = check(device, QUICK if given.quick else FULL, given.only)
-    failed = any("failed" in result for result in found.values())
-    if device.type == "cpu":
+    kind, rehearsal = torch.device(device), device == "cpu"
+    where = results or (None if rehearsal else RESULTS)
+    known = _known(where, describe(kind), quick) if where else {}
+
+    def record(outcomes: Mapping[str, Any]) -> None:
+        if where:
+            payload = {"quick": quick, "device": describe(kind), "checks": {**known, **outcomes}}
+            write_record("gpu_check", payload, folder=where)
+
+    rows, outcomes = check(kind, QUICK if quick else FULL, only, record)
+    failed = any("failed" in result for result in outcomes.values())
+    if rehearsal:
         rows = [row if row.name.endswith(" failed") else replace(row, met=None) for row in rows]
         print_table("gpu_check: REHEARSAL on the cpu, which proves nothing about CUDA", rows)
         return int(failed)
-    minutes = (time.monotonic() - began) / 60
-    rows.append(Row("minutes for all of it", minutes, "<= 8", minutes <= 8))
-    print_table(f"gpu_check on {describe(device)}", rows)
-    missed = [row.name for row in rows if row.met is False]
-    path = write_record(
-        "gpu_check", {"quick": given.quick, "device": describe(device), "missed": missed, "checks": found}
-    )
-    print(f"\n{'all targets met' if not missed else f'{len(missed)} missed'}; recorded in {path}")
+    print_table(f"gpu_check on {describe(kind)}", rows)
+    missed = sum(row.met is False for row in rows)
+    print(f"\n{f'{missed} missed' if missed else 'all targets met'}; recorded in {where}")
     return int(bool(missed))
+
+
+def _known(folder: Path, device: str, quick: bool) -> dict[str, Any]:
+    """Return the parts that the record has of the same device and scale."""
+    path = folder / "gpu_check.json"
+    record = json.loads(path.read_text()) if path.exists() else {}
+    same = (record.get("device"), record.get("quick")) == (device, quick)
+    return dict(record["checks"]) if same else {}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and check."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal")
+    parser.add_argument("--quick", action="store_true", help="a tiny decoder and few rounds")
+    parser.add_argument("--only", nargs="+", choices=tuple(CHECKS), default=tuple(CHECKS), help="these parts")
+    parser.add_argument("--results", type=Path, help="folder of the record (default: benchmarks/results; cpu: none)")
+    given = parser.parse_args(arguments)
+    return run(given.quick, only=given.only, device=given.device, results=given.results)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What a device can do, measured: the figures that `gpu_check` divides by. Also how big its check is (`Scale`).
+"""Measured limits of a device, which `gpu_check` divides by, and the sizes of its checks (`Scale`).
 
-Every time here is taken with the device idle before and after, and is the best of several: a bound, not an average.
+Every time is taken with the device idle before and after, and is the best of several: a bound, not an average.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ class Scale:
     """Sizes of a check.
 
     Attributes:
-        slots: sequences decoded at once. prompt, answer: tokens of each.
+        slots: sequences decoded at once.
+        prompt, answer: tokens of each.
         parity_sequences: sequences whose log-probs are compared.
         trained_tokens: tokens of one trainer step, in segments of `segment` tokens on average.
-        copy_bytes, matmul: of the measurements of the device.
-        rounds: of each paired measurement. updates: weight updates in flight.
+        copy_bytes, matmul: sizes for measuring the device.
+        rounds: rounds of each paired measurement.
+        updates: in-flight weight updates.
     """
 
     shape: DecoderShape
@@ -43,7 +45,7 @@ class Scale:
     updates: int
 
 
-#: 0.87 billion parameters: large enough that a decode step is memory, small enough for two trainers on one GPU.
+#: 0.87 billion parameters: large enough for memory to dominate a decode step, small enough for two trainers on one GPU.
 FULL: Final = Scale(
     shape=DecoderShape(
         hidden=2048, layers=16, heads=16, kv_heads=8, intermediate=6144, vocab=32768, max_positions=4096
@@ -76,13 +78,13 @@ QUICK: Final = Scale(
 
 
 def wait(device: torch.device) -> None:
-    """Until everything that was asked of the device is done."""
+    """Wait until the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def best_seconds(work: Callable[[], object], device: torch.device, *, tries: int = 5) -> float:
-    """The fastest of several tries, after one that is forgotten."""
+    """Return the fastest of several tries, after one that is discarded."""
     times = []
     for number in range(tries + 1):
         wait(device)
@@ -95,20 +97,20 @@ def best_seconds(work: Callable[[], object], device: torch.device, *, tries: int
 
 
 def copy_seconds(num_bytes: int, device: torch.device) -> float:
-    """Copying `num_bytes` from one place of the device's memory to another."""
+    """Return the seconds of copying `num_bytes` within the device's memory."""
     origin = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(origin)
     return best_seconds(lambda: target.copy_(origin), device)
 
 
 def bytes_per_second(num_bytes: int, device: torch.device) -> float:
-    """Bandwidth of the device's memory: a copy reads and writes every byte."""
+    """Return the bandwidth of the device's memory; a copy reads and writes every byte."""
     return 2 * num_bytes / copy_seconds(num_bytes, device)
 
 
 def flops_per_second(size: int, device: torch.device) -> float:
-    """Peak of a bf16 matrix product of `size` x `size`."""
-    # Random numbers: a product of equal ones draws less power, and is faster than any that is needed.
+    """Return the peak rate of a bf16 matrix product of `size` x `size`."""
+    # A product of equal numbers draws less power and is unrealistically fast.
     numbers = generator(0, "gpu_check", "matmul").standard_normal((size, size), dtype=np.float32)
     left = torch.from_numpy(numbers).to(device, torch.bfloat16)
     right, out = left.T.contiguous(), torch.empty_like(left)
@@ -116,21 +118,13 @@ def flops_per_second(size: int, device: torch.device) -> float:
 
 
 def save_model(scale: Scale, folder: Path) -> None:
-    """The check's random decoder as a bf16 model directory."""
+    """Save the check's random decoder as a bf16 model directory."""
     model: Any = random_decoder(scale.shape)
     model.to(torch.bfloat16).save_pretrained(folder)
 
 
-def load_model(folder: Path, device: torch.device, dtype: torch.dtype, **options: Any) -> Any:
-    """The decoder as transformers loads it, in eval mode."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype, **options)
-    return model.eval().to(device)
-
-
 def describe(device: torch.device) -> str:
-    """Its name and memory."""
+    """Return the device's name and memory."""
     if device.type != "cuda":
         return "cpu"
     properties = torch.cuda.get_device_properties(device)

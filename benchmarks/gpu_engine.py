@@ -1,9 +1,9 @@
-"""`gpu_check`'s questions about the torch engine: are its numbers right, is it fast, what does an update cost?
+"""`gpu_check`'s parts on the torch engine: correctness, decode rate, and the cost of an update.
 
 correctness  log-probs of sampled tokens against a plain transformers forward of the same tokens: fp32 against fp32,
-             and bf16 against fp32 no worse than transformers' own bf16 is
-decode       tokens/s of full batches over what the memory allows: a step must read the weights and the cache once
-update       weights broadcast in flight to an engine in another process while it decodes, through the contract
+             and bf16 against fp32, no worse than transformers' own bf16
+decode       tokens/s of full batches over what memory allows: a step reads the weights and the cache once
+update       weights broadcast through the contract to an engine in another process while it decodes
 """
 
 from __future__ import annotations
@@ -22,28 +22,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.gpu_device import Scale, bytes_per_second, copy_seconds, load_model, wait
+from benchmarks import served_engine
+from benchmarks.gpu_device import Scale, bytes_per_second, copy_seconds, wait
 from benchmarks.measure import Row
-from benchmarks.served_engine import EngineOrder, Load, served
+from benchmarks.served_engine import EngineOrder, Load, LocalEngine, served
+from benchmarks.torch_step import load_model
 from inference_contract.schemas import ChatCompletionRequest
 from inference_contract.weights import Backend
 from pipelinerl import rng
-from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.http.client import EngineClient
-from pipelinerl.engines.options import EngineOptions
-from pipelinerl.engines.torch.engine import load_runner
-from pipelinerl.models.tiny_decoder import char_tokenizer
-from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.numerics.mismatch import mismatch
 from pipelinerl.system import http_client
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
-from trainer_contract.types import Device, WeightDType
+from trainer_contract.types import WeightDType
 
 
 @dataclass(frozen=True, slots=True)
 class SampledAnswer:
-    """A prompt, what the engine sampled after it, and the engine's log-probs f32 of that."""
+    """A prompt, the tokens that the engine sampled after it, and their log-probs as f32."""
 
     prompt: list[int]
     token_ids: list[int]
@@ -51,91 +48,63 @@ class SampledAnswer:
 
 
 def prompts(scale: Scale, count: int, *path: str | int) -> list[list[int]]:
-    """Random ones, of the scale's length."""
+    """Return random prompts of the scale's length."""
     draw = rng.generator(0, "gpu_check", *path)
     return draw.integers(6, scale.shape.vocab, (count, scale.prompt)).tolist()
 
 
-class _Local:
-    """An engine in this process, driven from synchronous code."""
-
-    def __init__(self, folder: Path, scale: Scale, device: torch.device, dtype: WeightDType) -> None:
-        options = EngineOptions(
-            model_path=folder,
-            model_id="gpu",
-            max_waiting=4096,
-            slots=scale.slots,
-            context_length=scale.prompt + scale.answer,
-            device=Device(device.type),
-            dtype=dtype,
-        )
-        tokenizer = ChatTokenizer(char_tokenizer(), ())  # no token ends a sample
-        self.engine = BatchingEngine(
-            options,
-            load=lambda: load_runner(options),
-            tokenizer=tokenizer,
-            prefill_tokens=scale.slots * scale.prompt,
-        )
-        self._runner = asyncio.Runner()
-        self._runner.run(self.engine.start())
-
-    def sample(self, asked: Sequence[list[int]], tokens: int) -> list[SampledAnswer]:
-        """One sample of `tokens` tokens for each prompt."""
-        return self._runner.run(self._sample(asked, tokens))
-
-    async def _sample(self, asked: Sequence[list[int]], tokens: int) -> list[SampledAnswer]:
-        answers = await asyncio.gather(
-            *(
-                self.engine.complete(
-                    ChatCompletionRequest(prompt_token_ids=prompt, max_tokens=tokens, seed=seed, return_token_ids=True)
-                )
-                for seed, prompt in enumerate(asked)
-            )
-        )
-        choices = [answer.choices[0] for answer in answers]
-        return [
-            SampledAnswer(prompt, list(choice.token_ids or ()), np.array(choice.token_logprobs, np.float32))
-            for prompt, choice in zip(asked, choices, strict=True)
-        ]
-
-    def close(self) -> None:
-        """Stop the engine and free its memory."""
-        self._runner.run(self.engine.close())
-        self._runner.close()
-
-
 @contextmanager
-def local(folder: Path, scale: Scale, device: torch.device, dtype: WeightDType) -> Iterator[_Local]:
-    """An engine for as long as the context lasts."""
-    engine = _Local(folder, scale, device, dtype)
-    try:
+def local(folder: Path, scale: Scale, device: torch.device, dtype: WeightDType) -> Iterator[LocalEngine]:
+    """Start an engine of the scale's size in this process."""
+    order = EngineOrder(
+        folder=folder,
+        slots=scale.slots,
+        context=scale.prompt + scale.answer,
+        device=device.type,
+        dtype=dtype.value,
+        prefill_tokens=scale.slots * scale.prompt,
+    )
+    with served_engine.local(order) as engine:
         yield engine
-    finally:
-        engine.close()
+
+
+def sample(engine: LocalEngine, token_ids: Sequence[list[int]], tokens: int) -> list[SampledAnswer]:
+    """Return one sample of `tokens` tokens for each prompt."""
+    answers = engine.complete(
+        [
+            ChatCompletionRequest(prompt_token_ids=prompt, max_tokens=tokens, seed=seed, return_token_ids=True)
+            for seed, prompt in enumerate(token_ids)
+        ]
+    )
+    return [
+        SampledAnswer(prompt, list(choice.token_ids or ()), np.array(choice.token_logprobs, np.float32))
+        for prompt, answer in zip(token_ids, answers, strict=True)
+        for choice in answer.choices
+    ]
 
 
 @torch.inference_mode()
 def forward_logprobs(model: Any, sampled: Sequence[SampledAnswer], device: torch.device) -> NDArray[np.float32]:
-    """What transformers says of the sampled tokens, [all of them], one plain forward for each sequence."""
-    found = []
+    """Return transformers' log-probs of all sampled tokens, from one plain forward per sequence."""
+    parts = []
     for each in sampled:
         tokens = torch.tensor([each.prompt + each.token_ids], device=device)
         logits = model(tokens, use_cache=False).logits[0, len(each.prompt) - 1 : -1].float()
         picked = torch.tensor(each.token_ids, device=device)[:, None]
-        found.append(logits.log_softmax(-1).gather(-1, picked)[:, 0].cpu().numpy())
-    return np.concatenate(found)
+        parts.append(logits.log_softmax(-1).gather(-1, picked)[:, 0].cpu().numpy())
+    return np.concatenate(parts)
 
 
 def check_correctness(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Engine against transformers."""
-    asked = prompts(scale, scale.parity_sequences, "correctness")
+    """Compare the engine with transformers."""
+    batch = prompts(scale, scale.parity_sequences, "correctness")
     exact = load_model(folder, device, torch.float32)
     with local(folder, scale, device, WeightDType.FLOAT32) as engine:
-        sampled = engine.sample(asked, scale.answer // 4)
+        sampled = sample(engine, batch, scale.answer // 4)
     ours = np.concatenate([each.logprobs for each in sampled])
     full = mismatch(ours, forward_logprobs(exact, sampled, device))
     with local(folder, scale, device, WeightDType.BFLOAT16) as engine:
-        sampled = engine.sample(asked, scale.answer // 4)
+        sampled = sample(engine, batch, scale.answer // 4)
     ours, truth = np.concatenate([each.logprobs for each in sampled]), forward_logprobs(exact, sampled, device)
     del exact
     half = mismatch(ours, truth)
@@ -150,8 +119,8 @@ def check_correctness(folder: Path, scale: Scale, device: torch.device) -> tuple
 
 
 def check_decode(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Decode rate of a full batch, by the difference of a long and a short answer, over the roofline."""
-    asked, short = prompts(scale, scale.slots, "decode"), scale.answer // 4
+    """Compare the decode rate of a full batch, from the difference of a long and a short answer, with the roofline."""
+    batch, short = prompts(scale, scale.slots, "decode"), scale.answer // 4
     bandwidth = bytes_per_second(scale.copy_bytes, device)
     seconds: dict[int, list[float]] = {short: [], scale.answer: []}
     with local(folder, scale, device, WeightDType.BFLOAT16) as engine:
@@ -159,7 +128,7 @@ def check_decode(folder: Path, scale: Scale, device: torch.device) -> tuple[list
             for tokens in seconds:
                 wait(device)
                 began = time.perf_counter()
-                engine.sample(asked, tokens)
+                sample(engine, batch, tokens)
                 if number:
                     seconds[tokens].append(time.perf_counter() - began)
         metrics = engine.engine.metrics()
@@ -196,8 +165,10 @@ class _Updates:
 
 
 def check_update(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Weights in flight. With two GPUs over NCCL, each side its own; with one they share it, and gloo goes by the host,
-    since NCCL refuses two ranks on one device."""
+    """Measure in-flight updates: over NCCL with two GPUs, else over gloo through the host.
+
+    NCCL refuses two ranks on one device.
+    """
     apart = device.type == "cuda" and torch.cuda.device_count() > 1
     backend = Backend.NCCL if apart else Backend.GLOO
     order = EngineOrder(
@@ -239,7 +210,7 @@ async def _updates(url: str, source: Any, backend: Backend, count: int) -> _Upda
         layout = (await client.models(url)).data[0].layout
         publisher = BroadcastPublisher(client, backend=backend)
         done = _Updates([], [], [], [], [], layout.num_bytes)
-        for version in range(1, count + 2):  # the first joins the group and is forgotten
+        for version in range(1, count + 2):  # the first joins the group and is discarded
             await plain.get("/notes")
             report = await publisher.publish(
                 Publication(
@@ -268,7 +239,7 @@ async def _updates(url: str, source: Any, backend: Backend, count: int) -> _Upda
 
 
 def _gaps(notes: Sequence[float]) -> list[float]:
-    """Times between consecutive decode steps."""
+    """Return the times between consecutive decode steps."""
     return np.diff([note for note in notes if note > 0]).tolist()
 
 
@@ -278,7 +249,7 @@ def _ms(*seconds: float) -> str:
 
 @contextmanager
 def _visible(device: str | None) -> Iterator[None]:
-    """Processes started in this context see this GPU alone; None: all of them."""
+    """Let processes started in this context see only this GPU; None: all of them."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     if device is not None:
         seen = before.split(",") if before else []

@@ -1,13 +1,11 @@
-"""`gpu_check`'s questions about the torch trainer: what does it cost over bare torch, how much of the device does it
-use, and does it agree with the engine?
+"""`gpu_check`'s parts on the torch trainer: cost over bare torch, utilisation, and agreement with the engine.
 
-    throughput  an RL step (forward, backward, clipping, AdamW) in bf16 through `TorchTrainer` over the same step in
-                plain torch on tensors made ready beforehand, packed alike
-    MFU         the step's floating-point operations, over its time, over the measured peak of a bf16 matrix product
-    parity      log-probs of what the engine sampled, against the trainer's forward of the same tokens: the importance
-                weights of on-policy data, which should be 1
-    state       the optimizer's state on the host, or in bf16: losses of three steps against those with neither, and the
-                time of a step over that of one with neither (pinned memory, copied on the stream that steps)
+throughput  an RL step (forward, backward, clipping, AdamW) in bf16 through `TorchTrainer`, over the same step in
+            plain torch on tensors made beforehand
+MFU         the step's floating-point operations, over its time, over the measured peak of a bf16 matrix product
+parity      log-probs of the engine's samples against the trainer's forward of the same tokens
+state       the optimizer's state on the host, or in bf16: losses of three steps, and the time of a step, against
+            fp32 state on the device
 """
 
 from __future__ import annotations
@@ -24,20 +22,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.gpu_device import Scale, flops_per_second, load_model, wait
-from benchmarks.gpu_engine import SampledAnswer, local, prompts
+from benchmarks import torch_step
+from benchmarks.gpu_device import Scale, flops_per_second, wait
+from benchmarks.gpu_engine import SampledAnswer, local, prompts, sample
 from benchmarks.measure import Row, paired, seconds_of
 from pipelinerl.numerics.mismatch import Mismatch, mismatch
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
-from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.varlen import VarlenPlan, torch_kernel
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec, WeightDType
 
 _RATE = 1e-6
-#: Options of the optimizer's state that are tried, and by how much losses may differ in bf16.
+#: Options of the optimizer's state that are tried, and how much losses may differ in bf16.
 _STATES: Final[Sequence[Mapping[str, str]]] = (
     {"place": "host"},
     {"moments": "bf16"},
@@ -46,41 +44,19 @@ _STATES: Final[Sequence[Mapping[str, str]]] = (
 _STATE_APART: Final = 2e-2
 
 
-def packed(token_ids: Sequence[Sequence[int]], prompt: int, behavior: Sequence[NDArray[np.float32]]) -> MicroBatch:
-    """Sequences back to back, each with a prompt of `prompt` tokens; advantages are random."""
-    lengths = np.array([len(each) for each in token_ids])
-    positions = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
-    mask, tokens = positions >= prompt, int(lengths.sum())
-    logprobs = np.zeros(tokens, np.float32)
-    logprobs[mask] = np.concatenate(list(behavior))
-    draw = generator(0, "gpu_check", "advantages")
-    return MicroBatch(
-        token_ids=np.concatenate([np.asarray(each) for each in token_ids]).astype(np.int32),
-        position_ids=positions,
-        segment_ids=np.repeat(np.arange(len(lengths)), lengths).astype(np.int32),
-        loss_mask=mask,
-        advantages=np.where(mask, draw.normal(size=tokens), 0.0).astype(np.float32),
-        weights=np.where(mask, 1.0 / len(lengths), 0.0).astype(np.float32),
-        behavior_logprobs=logprobs,
-        temperatures=np.ones(tokens, np.float32),
-        num_segments=len(lengths),
-    )
-
-
 def random_batch(scale: Scale) -> MicroBatch:
-    """Ragged segments, about `scale.trained_tokens` tokens in all."""
-    draw = generator(0, "gpu_check", "batch")
-    count = max(2, scale.trained_tokens // scale.segment)
-    prompt = scale.segment // 4
-    lengths = draw.integers(scale.segment // 2, scale.segment * 3 // 2, count)
-    sequences = [draw.integers(0, scale.shape.vocab, length).tolist() for length in lengths]
-    level = np.float32(-np.log(scale.shape.vocab))
-    return packed(sequences, prompt, [np.full(length - prompt, level, np.float32) for length in lengths])
+    """Return ragged segments of about `scale.trained_tokens` tokens in all."""
+    count, prompt = max(2, scale.trained_tokens // scale.segment), scale.segment // 4
+    lengths = generator(0, "gpu_check", "batch").integers(scale.segment // 2, scale.segment * 3 // 2, count).tolist()
+    return torch_step.random_batch(lengths, [prompt] * count, vocab=scale.shape.vocab)
 
 
 def step_flops(scale: Scale, batch: MicroBatch) -> float:
-    """Floating-point operations of forward and backward: 6 for each weight of a product and token (the output layer for
-    trained tokens only), and causal attention's two products of half of length² x width each."""
+    """Return the floating-point operations of forward and backward.
+
+    Each weight of a product costs 6 per token (the output layer for trained tokens only), and causal attention has two
+    products of half of length² x width each.
+    """
     shape = scale.shape
     kv = (shape.kv_heads or shape.heads) / shape.heads
     layer = shape.hidden**2 * (2 + 2 * kv) + 3 * shape.hidden * shape.intermediate
@@ -94,7 +70,7 @@ def step_flops(scale: Scale, batch: MicroBatch) -> float:
 def trainer_of(
     folder: Path, device: torch.device, precision: Precision, options: Mapping[str, Any] = MappingProxyType({})
 ) -> TorchTrainer:
-    """The trainer under test."""
+    """Start the trainer under test."""
     trainer = TorchTrainer()
     trainer.init_worker(
         TrainerSpec(model_path=folder, device=Device(device.type), precision=precision, options=options)
@@ -103,41 +79,18 @@ def trainer_of(
 
 
 def bare_step(folder: Path, batch: MicroBatch, device: torch.device) -> Callable[[], None]:
-    """The same step in plain torch."""
-    model = load_model(folder, device, torch.float32, attn_implementation=IMPLEMENTATION)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    inside = np.flatnonzero(batch.loss_mask)
-    tokens = torch.from_numpy(batch.token_ids.astype(np.int64)).to(device)
-    positions = torch.from_numpy(batch.position_ids.astype(np.int64)).to(device)
-    where = torch.from_numpy(inside).to(device)
-    is_cuda = device.type == "cuda"  # then the trainer attends by this kernel, too
-    plan_of = partial(VarlenPlan.of, kernel=torch_kernel()) if is_cuda else SegmentPlan.of
-    segments = plan_of(batch.position_ids, device)
-    coefficients = torch.from_numpy((batch.weights * batch.advantages)[inside]).to(device)
-    behavior = torch.from_numpy(batch.behavior_logprobs[inside]).to(device)
+    """Return the same step in plain torch, with the attention that the trainer takes on this device."""
 
     def bf16() -> AbstractContextManager[Any]:
         return torch.autocast(device.type, dtype=torch.bfloat16)
 
-    def step() -> None:
-        with bf16():
-            hidden = model.model(
-                input_ids=tokens[None], position_ids=positions[None], segments=segments, use_cache=False
-            ).last_hidden_state[0]
-            logits = model.lm_head(hidden[where - 1])
-        logprobs = -torch.nn.functional.cross_entropy(logits.float(), tokens[where], reduction="none")
-        loss = -(coefficients * (logprobs.detach() - behavior).exp() * logprobs).sum()
-        loss.backward()
-        loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    plan = partial(VarlenPlan.of, kernel=torch_kernel()) if device.type == "cuda" else SegmentPlan.of
+    rows = torch_step.laid_out(folder, batch, device=device, plan=plan, autocast=bf16)
+    return torch_step.bare_step(rows, learning_rate=_RATE)
 
 
 def check_throughput(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Trainer over bare loop, and MFU."""
+    """Compare the trainer with a bare loop, and measure MFU."""
     batch, objective = random_batch(scale), resolve("pipelinerl")
     peak = flops_per_second(scale.matmul, device)
     trainer, bare = trainer_of(folder, device, Precision.BF16), bare_step(folder, batch, device)
@@ -177,10 +130,10 @@ def check_throughput(folder: Path, scale: Scale, device: torch.device) -> tuple[
 
 
 def check_state(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Where the optimizer's state lies, and in what, against fp32 on the device."""
+    """Compare the places and dtypes of the optimizer's state with fp32 on the device."""
     batch, objective = random_batch(scale), resolve("pipelinerl")
     rows: list[Row] = []
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def measured(options: Mapping[str, Any]) -> tuple[NDArray[np.float64], float]:
         trainer = trainer_of(folder, device, Precision.BF16, {"optimizer": options})
@@ -203,12 +156,12 @@ def check_state(folder: Path, scale: Scale, device: torch.device) -> tuple[list[
         name, apart = ", ".join(map(str, options.values())), float(np.abs(losses - expected).max())
         rows.append(Row(f"state {name}: largest |Δ loss|", apart, f"<= {_STATE_APART:g}", apart <= _STATE_APART))
         rows.append(Row("    its step / one with fp32 moments on the device", taken / seconds))
-        found[name] = {"apart": apart, "slower": taken / seconds}
-    return rows, found
+        results[name] = {"apart": apart, "slower": taken / seconds}
+    return rows, results
 
 
 def check_parity(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Engine against trainer, fp32 and bf16."""
+    """Compare engine and trainer in fp32 and bf16."""
     full, half = (
         _disagreement(folder, scale, device, dtype, precision)
         for dtype, precision in ((WeightDType.FLOAT32, Precision.FP32), (WeightDType.BFLOAT16, Precision.BF16))
@@ -225,10 +178,11 @@ def _disagreement(
     folder: Path, scale: Scale, device: torch.device, dtype: WeightDType, precision: Precision
 ) -> Mismatch:
     with local(folder, scale, device, dtype) as engine:
-        sampled = engine.sample(prompts(scale, scale.parity_sequences, "parity"), scale.answer // 4)
+        sampled = sample(engine, prompts(scale, scale.parity_sequences, "parity"), scale.answer // 4)
     gc.collect()
     trainer = trainer_of(folder, device, precision)
-    batch = packed([each.prompt + each.token_ids for each in sampled], scale.prompt, _logprobs(sampled))
+    sequences = [each.prompt + each.token_ids for each in sampled]
+    batch = torch_step.packed(sequences, [scale.prompt] * len(sampled), _logprobs(sampled))
     theirs = trainer.forward([batch])[0][batch.loss_mask]
     trainer.close()
     return mismatch(np.concatenate(_logprobs(sampled)), theirs)

@@ -1,8 +1,8 @@
-"""How every benchmark measures, records and prints, so that a figure means the same thing in each of them.
+"""The harness of all benchmarks: measuring, recording and printing.
 
-A shared machine gets slower and faster by the second, so a time by itself says little. The arms are therefore run
-in turn within each round, in alternating order, and what is reported is the median over the rounds of the *paired*
-ratio, with a 95 % interval from a bootstrap over the rounds. Only ratios are to be trusted.
+A shared machine's speed changes by the second, so a time alone says little. The arms therefore run in turn within each
+round, in alternating order. The result is the median over the rounds of the *paired* ratio, with a 95 % interval from a
+bootstrap over the rounds. Trust ratios only.
 
     timings = paired({"ours": seconds_of(ours), "theirs": seconds_of(theirs)}, rounds=15)
     faster = timings.ratio("theirs", "ours")          # Interval(median, low, high)
@@ -46,27 +46,27 @@ class Interval:
         return f"{self.median:.4g} [{self.low:.4g}, {self.high:.4g}]"
 
     def as_dict(self) -> dict[str, float]:
-        """For a record."""
+        """Return the interval for a record."""
         return {"median": self.median, "low": self.low, "high": self.high}
 
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """What each arm measured, round by round: `samples[arm][round]`, in the unit that the arm returns."""
+    """Measurements of each arm by round, `samples[arm][round]`, in the unit that the arm returns."""
 
     samples: Mapping[str, tuple[float, ...]]
 
     def median(self, arm: str) -> float:
-        """Median of one arm."""
+        """Return the median of one arm."""
         return float(np.median(self.samples[arm]))
 
     def ratio(self, numerator: str, denominator: str) -> Interval:
-        """Median over the rounds of numerator / denominator."""
+        """Return the median over the rounds of numerator / denominator."""
         pairs = np.divide(self.samples[numerator], self.samples[denominator])
         return bootstrap_median(pairs.tolist())
 
     def as_dict(self) -> dict[str, Any]:
-        """Medians and every sample, for a record."""
+        """Return medians and all samples for a record."""
         return {
             "medians": {arm: self.median(arm) for arm in self.samples},
             "samples": {arm: list(values) for arm, values in self.samples.items()},
@@ -77,11 +77,12 @@ def paired(arms: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 1
     """Run every arm once per round, forwards in even rounds and backwards in odd ones.
 
     Args:
-        arms: by name, functions that do the work once and return what they measured (seconds, tokens/s, …).
-        rounds: measured rounds; warmup: rounds that are run first and forgotten.
+        arms: functions by name that do the work once and return a measurement (seconds, tokens/s, …).
+        rounds: measured rounds.
+        warmup: rounds that run first and are discarded.
 
     Raises:
-        ValueError: no arms, no rounds, or an arm measured something that is not finite and positive.
+        ValueError: no arms, no rounds, or an arm returned a number that is not finite and positive.
     """
     if not arms or rounds < 1:
         raise ValueError(f"expected at least one arm and one round, got {len(arms)} arms and {rounds} rounds")
@@ -99,7 +100,7 @@ def paired(arms: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 1
 
 
 def seconds_of(work: Callable[[], object]) -> Callable[[], float]:
-    """An arm that measures how long `work` takes on the wall clock."""
+    """Return an arm that measures the wall time of `work` in seconds."""
 
     def arm() -> float:
         start = time.perf_counter()
@@ -110,7 +111,7 @@ def seconds_of(work: Callable[[], object]) -> Callable[[], float]:
 
 
 def bootstrap_median(values: Sequence[float], *, draws: int = 4000) -> Interval:
-    """Median of `values` with the 95 % percentile interval of the bootstrap (Efron 1979); the draws are seeded."""
+    """Return the median with the 95 % percentile interval of the bootstrap (Efron 1979); the draws are seeded."""
     data = np.asarray(values, dtype=np.float64)
     picks = generator(0, "bootstrap", len(data)).integers(0, len(data), size=(draws, len(data)))
     low, high = np.quantile(np.median(data[picks], axis=1), [0.025, 0.975])
@@ -119,7 +120,7 @@ def bootstrap_median(values: Sequence[float], *, draws: int = 4000) -> Interval:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a benchmark's table; `met` is None where nothing is demanded."""
+    """A line of a benchmark's table; `met` is None without a target."""
 
     name: str
     value: object
@@ -128,7 +129,7 @@ class Row:
 
 
 def print_table(title: str, rows: Sequence[Row]) -> None:
-    """Print the rows, with a mark where a target is met or missed."""
+    """Print the rows and mark targets as met or missed."""
     mark = {True: "met", False: "MISSED", None: ""}
     cells = [("measure", "value", "target", "")]
     cells += [(row.name, _short(row.value), row.target, mark[row.met]) for row in rows]
@@ -140,17 +141,21 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
             print("  " + "  ".join("-" * width for width in widths[:3]))
 
 
-def write_record(name: str, payload: Mapping[str, Any], *, folder: Path = RESULTS) -> Path:
-    """Write `payload` with the facts of this machine to `<folder>/<name>.json`; NaN and infinity are refused."""
+def write_record(name: str, payload: Mapping[str, Any], *, quick: bool = False, folder: Path = RESULTS) -> None:
+    """Write `payload` with the facts of this machine to `<folder>/<name>.json`, unless the run was a quick one.
+
+    Raises:
+        ValueError: a number is NaN or infinite.
+    """
+    if quick:
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
     record = {"benchmark": name, "machine": machine_facts(), **payload}
-    path.write_text(_laid_out(record) + "\n")
-    return path
+    (folder / f"{name}.json").write_text(_laid_out(record) + "\n")
 
 
 def _laid_out(value: Any, margin: str = "") -> str:
-    """JSON that a person and a diff can read: what holds nothing but numbers and words takes one line."""
+    """Return JSON that people and diffs can read: a container of scalars takes one line."""
     nested = isinstance(value, Mapping | list | tuple) and any(
         isinstance(part, Mapping | list | tuple) for part in (value.values() if isinstance(value, Mapping) else value)
     )
@@ -164,7 +169,7 @@ def _laid_out(value: Any, margin: str = "") -> str:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What a reader must know to judge a figure: date, Python, libraries, processor, cores, memory."""
+    """Return what a reader needs to judge a figure: date, Python, libraries, processor, cores, memory."""
     versions = {}
     for library in _LIBRARIES:
         try:

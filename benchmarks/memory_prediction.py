@@ -1,10 +1,10 @@
-"""`pipelinerl check`'s prediction of the torch trainer's peak memory over what it takes: within 15 %.
+"""Compare the torch trainer's peak memory with the prediction of `pipelinerl check`: within 15 %.
 
-Of several decoders, and SmolLM2-135M where models/smollm2 has it; each whole and by LoRA, in fp32 and bf16, with and
-without checkpointing. On a CPU every allocation and release of a step is counted (torch's profiler), on CUDA it is
-`torch.cuda.max_memory_allocated`: so library workspaces and Python are not in it, as they are not in the prediction. A
-step is two micro-batches, so that the second finds the first one's gradient, after a step that has made the moments.
-The largest parameter lies beside it as it is gathered.
+Several decoders, and SmolLM2-135M if models/smollm2 has it, are trained whole and by LoRA, in fp32 and bf16, with and
+without checkpointing. On a CPU torch's profiler counts every allocation of a step; on CUDA the peak is
+`torch.cuda.max_memory_allocated`. Neither includes library workspaces and Python, and the prediction does not either. A
+step has two micro-batches, so that the second meets the first one's gradient, and follows a step that makes the
+moments. The largest parameter is kept as it is gathered.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.gpu_device import Scale
 from benchmarks.measure import Row, print_table, write_record
-from pipelinerl.commands.memory.trainer_memory import TrainerMemory
+from benchmarks.torch_step import random_batch
 from pipelinerl.models.model_shape import read_shape
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
+from pipelinerl.roles.memory.trainer_memory import TrainerMemory
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, OptimizerOptions, StatePlace
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec
@@ -36,7 +37,7 @@ from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec
 SMOLLM2: Final = Path(__file__).parents[1] / "models" / "smollm2"
 _TOLERANCE: Final = 0.15
 _RATE: Final = 1e-6
-#: Precision, LoRA's rank (0: whole), checkpointing.
+#: Precision, LoRA's rank (0: none), checkpointing.
 _VARIANTS: Final = (
     (Precision.FP32, 0, False),
     (Precision.FP32, 0, True),
@@ -46,31 +47,29 @@ _VARIANTS: Final = (
     (Precision.BF16, 16, False),
     (Precision.BF16, 16, True),
 )
-#: Of the optimizer's state, on a CPU of that on the host, too: whole models without checkpointing.
+#: Optimizer states to try on whole models without checkpointing; on a CPU, the host's memory counts as well.
 _STATES: Final = (
     (Precision.FP32, OptimizerOptions(moments=MomentDType.BF16)),
     (Precision.BF16, OptimizerOptions(place=StatePlace.HOST)),
     (Precision.BF16, OptimizerOptions(moments=MomentDType.BF16, place=StatePlace.HOST)),
 )
-#: Those that a CPU makes within minutes.
-_OF_SMOLLM2: Final = _VARIANTS[:3]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MemoryCase:
-    """A model, how it is trained, and the tokens of a micro-batch."""
+    """A model, the tokens of a micro-batch, and how the model is trained."""
 
     name: str
     path: Path
+    tokens: int
     precision: Precision
     rank: int
     checkpointing: bool
-    tokens: int
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
 
     @property
     def label(self) -> str:
-        """For the table."""
+        """The case's name in tables."""
         kind = f"LoRA {self.rank}" if self.rank else "whole"
         further = [", checkpointing"] if self.checkpointing else []
         if self.optimizer != OptimizerOptions():
@@ -78,43 +77,29 @@ class MemoryCase:
         return f"{self.name}, {kind}, {self.precision}{''.join(further)}, {self.tokens}"
 
 
-def run(quick: bool) -> list[dict[str, Any]]:
-    """Every case; prints predicted over measured, and writes the record."""
+def run(quick: bool = False) -> list[dict[str, Any]]:
+    """Measure every case, print and record."""
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="pipelinerl-memory-") as folder:
-        found = [measured(case, torch.device("cpu")) for case in _cases(Path(folder), quick=quick)]
-    print_table("trainer's peak memory, predicted / measured (and measured)", [_row(each) for each in found])
-    write_record("memory_prediction", {"quick": quick, "tolerance": _TOLERANCE, "cases": found})
-    return found
+        results = [measured(case, torch.device("cpu")) for case in _cases(Path(folder), quick=quick)]
+    print_table("trainer's peak memory, predicted / measured (and measured)", [_row(each) for each in results])
+    write_record("memory_prediction", {"tolerance": _TOLERANCE, "cases": results}, quick=quick)
+    return results
 
 
 def check_memory(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """`gpu_check`'s part: its own model, on the device; a rehearsal on a CPU counts allocations."""
-    cases = [
-        MemoryCase(
-            name="decoder",
-            path=folder,
-            precision=Precision.BF16,
-            rank=rank,
-            checkpointing=checkpointing,
-            tokens=scale.trained_tokens,
-            optimizer=optimizer,
-        )
-        for rank, checkpointing, optimizer in (
-            (0, False, OptimizerOptions()),
-            (0, True, OptimizerOptions()),
-            (16, False, OptimizerOptions()),
-            (0, True, OptimizerOptions(moments=MomentDType.BF16)),
-            (0, True, OptimizerOptions(place=StatePlace.HOST)),
-        )
-    ]
-    found = [measured(case, device) for case in cases]
-    return [_row(each) for each in found], {"cases": found}
+    """Check the scale's own model on the device; a rehearsal on a CPU counts allocations."""
+    bf16, host = OptimizerOptions(moments=MomentDType.BF16), OptimizerOptions(place=StatePlace.HOST)
+    variants = ((0, False), (0, True), (16, False), (0, True, bf16), (0, True, host))
+    cases = [MemoryCase("decoder", folder, scale.trained_tokens, Precision.BF16, *each) for each in variants]
+    results = [measured(case, device) for case in cases]
+    return [_row(each) for each in results], {"cases": results}
 
 
 def measured(case: MemoryCase, device: torch.device) -> dict[str, Any]:
-    """Bytes of the case, predicted and measured."""
-    trainer, batch = TorchTrainer(), _ragged(case.tokens, _vocab(case.path))
+    """Return the bytes of the case, predicted and measured."""
+    trainer, shape = TorchTrainer(), read_shape(case.path)
+    batch = _ragged(case.tokens, shape.vocab)
     trainer.init_worker(
         TrainerSpec(
             model_path=case.path,
@@ -124,7 +109,6 @@ def measured(case: MemoryCase, device: torch.device) -> dict[str, Any]:
             options={"optimizer": asdict(case.optimizer)} | ({"lora": {"rank": case.rank}} if case.rank else {}),
         )
     )
-    shape = read_shape(case.path)
     memory = TrainerMemory(
         shape=shape,
         precision=case.precision,
@@ -161,7 +145,7 @@ def _peak(trainer: TorchTrainer, batch: MicroBatch, device: torch.device) -> int
         held.clear()
 
     largest = max(int(np.prod(info.shape)) for info in trainer.weight_layout())
-    step()  # which makes the moments
+    step()  # makes the moments
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         step()
@@ -176,7 +160,7 @@ def _peak(trainer: TorchTrainer, batch: MicroBatch, device: torch.device) -> int
 
 
 def _standing(trainer: TorchTrainer) -> int:
-    """Bytes that are there between two steps: what a profiler that starts now does not see allocated."""
+    """Return the bytes allocated between two steps, which a profiler that starts now does not see."""
     worker: Any = trainer._worker
     moments = [each for state in worker.optimizer.state.values() for each in state.values()]
     tensors = [*worker.own.values(), *worker.masters.values(), *worker.trained.values(), *moments]
@@ -185,62 +169,22 @@ def _standing(trainer: TorchTrainer) -> int:
 
 
 def _ragged(tokens: int, vocab: int) -> MicroBatch:
-    """Rollouts of uneven lengths, a quarter of each a prompt."""
-    draw = generator(0, "memory_prediction", tokens)
-    lengths = draw.integers(64, 448, max(2, tokens // 256))
-    positions = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
-    mask = positions >= np.repeat(np.maximum(lengths // 4, 1), lengths)
-    count = len(positions)
-    return MicroBatch(
-        token_ids=draw.integers(0, vocab, count).astype(np.int32),
-        position_ids=positions,
-        segment_ids=np.repeat(np.arange(len(lengths)), lengths).astype(np.int32),
-        loss_mask=mask,
-        advantages=mask.astype(np.float32),
-        weights=(mask / count).astype(np.float32),
-        behavior_logprobs=np.where(mask, -np.log(vocab), 0.0).astype(np.float32),
-        temperatures=np.ones(count, np.float32),
-        num_segments=len(lengths),
-    )
-
-
-def _vocab(path: Path) -> int:
-    return read_shape(path).vocab
+    """Return rollouts of uneven lengths, a quarter of each a prompt."""
+    lengths = generator(0, "memory_prediction", tokens).integers(64, 448, max(2, tokens // 256))
+    return random_batch(lengths.tolist(), (lengths // 4).tolist(), vocab=vocab)
 
 
 def _cases(folder: Path, *, quick: bool) -> Iterator[MemoryCase]:
+    tokens = 1024 if quick else 2048
     for name, config in _configs().items():
-        path = folder / name
-        AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(path)
-        for precision, rank, checkpointing in _VARIANTS[: 3 if quick else None]:
-            yield MemoryCase(
-                name=name,
-                path=path,
-                precision=precision,
-                rank=rank,
-                checkpointing=checkpointing,
-                tokens=1024 if quick else 2048,
-            )
+        AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder / name)
+        for variant in _VARIANTS[: 3 if quick else None]:
+            yield MemoryCase(name, folder / name, tokens, *variant)
         for precision, optimizer in _STATES:
-            yield MemoryCase(
-                name=name,
-                path=path,
-                precision=precision,
-                rank=0,
-                checkpointing=False,
-                tokens=1024 if quick else 2048,
-                optimizer=optimizer,
-            )
+            yield MemoryCase(name, folder / name, tokens, precision, 0, False, optimizer)
     if not quick and (SMOLLM2 / "model.safetensors").is_file():
-        for precision, rank, checkpointing in _OF_SMOLLM2:
-            yield MemoryCase(
-                name="SmolLM2-135M",
-                path=SMOLLM2,
-                precision=precision,
-                rank=rank,
-                checkpointing=checkpointing,
-                tokens=512,
-            )
+        for precision, rank, checkpointing in _VARIANTS[:3]:  # the ones that a CPU computes within minutes
+            yield MemoryCase("SmolLM2-135M", SMOLLM2, 512, precision, rank, checkpointing)
 
 
 def _configs() -> Mapping[str, PreTrainedConfig]:
@@ -258,15 +202,6 @@ def _configs() -> Mapping[str, PreTrainedConfig]:
     }
 
 
-def _row(found: Mapping[str, Any]) -> Row:
-    ratio = found["ratio"]
-    return Row(
-        found["case"],
-        f"{ratio:.3f} ({found['measured'] / 2**20:,.0f} MiB)",
-        "0.85 to 1.15",
-        abs(ratio - 1) <= _TOLERANCE,
-    )
-
-
-if __name__ == "__main__":
-    run(quick="--quick" in sys.argv)
+def _row(result: Mapping[str, Any]) -> Row:
+    ratio, mib = result["ratio"], result["measured"] / 2**20
+    return Row(result["case"], f"{ratio:.3f} ({mib:,.0f} MiB)", "0.85 to 1.15", abs(ratio - 1) <= _TOLERANCE)

@@ -1,33 +1,63 @@
-"""A stand-in for devices: the bigram engine and trainer, which wait until as much time is over as a device would take.
+"""A whole run in one process with paced devices: a bigram engine and trainer that wait as long as devices would take.
 
-All else of a run is real. What is timed is then the schedule and what the parts around the devices cost, and hardly how
-busy this machine's few processors are. A recipe names the two as `benchmarks.paced:engine` and
-`benchmarks.paced:PacedTrainer`.
+    python -m benchmarks.paced FOLDER section.key=value …
+
+The controller, actor, engine's HTTP server, broadcast and training loop are a run's own; the streams are in memory and
+the verifier alternates. So the schedule and the cost of the parts around the devices decide the time, and hardly the
+load of this machine's processors. FOLDER receives the recipe, the events and the lengths of answers.
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
+import uvicorn
+
 from inference_contract.engine import Engine
+from pipelinerl.actor.actor import Actor, ActorSettings
+from pipelinerl.actor.single_turn import SingleTurn
+from pipelinerl.config.recipe import RunConfig, load, save
+from pipelinerl.controller.decisions.controller import Controller
+from pipelinerl.controller.service.service import ControllerService
+from pipelinerl.controller.state.inputs import EngineRegistered
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.bigram.engine import BigramRunner
 from pipelinerl.engines.external.worker.own_process import endpoints_of
+from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.engines.http.pool import EnginePool
+from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.observability.events import EventLog
+from pipelinerl.roles.controller_role import build_controller
+from pipelinerl.roles.trainer_role import canary_of, loop_settings
+from pipelinerl.roles.wiring import checkpoints_of, objective_of
+from pipelinerl.roles.workers import started
 from pipelinerl.simulation.hardware import EngineTimes, TrainerTimes
+from pipelinerl.streams.memory_stream import MemoryStream
+from pipelinerl.system.http_service import config_of, listen
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.training.loop import TrainingLoop
+from pipelinerl.training.publish.canary_check import LogprobCanaryChecker
+from pipelinerl.types import Outcome, Problem, Verdict
+from pipelinerl.verifiers.verifier import Judgement, SampledAnswer
+from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from trainer_contract.types import LossStats, MicroBatch, Objective
 
-#: What the devices take.
+#: Seconds that the devices take.
 ENGINE: Final = EngineTimes(step_s=0.03, row_s=0.0005)
 TRAINER: Final = TrainerTimes(token_s=0.001)
 _CONTEXT: Final = 160
+_DEADLINE_S: Final = 1200.0
+_FOLLOW_S: Final = 0.5
 _RECIPE: Final = """
 [run]
 name = "paced"
@@ -65,7 +95,7 @@ interval_steps = 1000000
 
 
 def paced_recipe(folder: Path) -> Path:
-    """A recipe and its model, written into `folder`; the recipe's path."""
+    """Write a recipe and its model into `folder`; return the recipe's path."""
     model = folder / "model"
     tokenizer = char_tokenizer(alphabet="0123456789")
     BigramModel.random(len(tokenizer), seed=0, scale=0.0, context_length=_CONTEXT).save(model)
@@ -76,22 +106,19 @@ def paced_recipe(folder: Path) -> Path:
 
 
 def engine(options: EngineOptions) -> Engine:
-    """The bigram engine, as slow as `ENGINE`."""
-    return BatchingEngine(
-        options,
-        load=lambda: _PacedRunner(
-            BigramRunner(
-                BigramModel.load(options.model_path), rows=options.slots, context_length=options.context_length
-            )
-        ),
-        tokenizer=ChatTokenizer.load(options.model_path),
-        endpoints=endpoints_of(options),
-    )
+    """Return the bigram engine, as slow as `ENGINE`."""
+
+    def runner() -> Any:
+        model = BigramModel.load(options.model_path)
+        return _PacedRunner(BigramRunner(model, rows=options.slots, context_length=options.context_length))
+
+    tokenizer = ChatTokenizer.load(options.model_path)
+    return BatchingEngine(options, load=runner, tokenizer=tokenizer, endpoints=endpoints_of(options))
 
 
 @final
 class _PacedRunner:
-    """A `ModelRunner` that takes its time over a decode step."""
+    """A model runner whose decode steps take as long as `ENGINE` says."""
 
     def __init__(self, runner: BigramRunner) -> None:
         self._runner = runner
@@ -117,7 +144,7 @@ class PacedTrainer:
         return getattr(self._trainer, name)
 
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Its gradient, no sooner than a device would have it."""
+        """Compute the gradient, and wait until a device would have it."""
         tokens = sum(len(each.token_ids) for each in micro_batches)
         until = time.monotonic() + TRAINER.token_s * tokens
         stats = self._trainer.backward(micro_batches, objective)
@@ -127,3 +154,111 @@ class PacedTrainer:
 
 def _wait(until: float) -> None:
     time.sleep(max(0.0, until - time.monotonic()))
+
+
+@final
+class _Alternating:
+    """A verifier that accepts every second answer; it keeps the lengths of all."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
+        """Return the verdicts at once."""
+        self.lengths += [len(answer.token_ids) for answer in answers]
+        outcomes = [Outcome.CORRECT if place % 2 else Outcome.WRONG for place in range(len(answers))]
+        return [Judgement(Verdict(outcome=each, reward=float(each is Outcome.CORRECT)), 0.0) for each in outcomes]
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+async def paced_run(recipe: Path, changes: Sequence[str], folder: Path) -> None:
+    """Run a recipe to its end and leave recipe, events and lengths in `folder`."""
+    config = load(recipe, changes)
+    folder.mkdir(parents=True)
+    save(config, folder / "recipe.toml")
+    options = EngineOptions(
+        model_path=config.model.resolved,
+        model_id="paced",
+        slots=config.engine.slots,
+        max_waiting=config.engine.max_waiting,
+        context_length=config.engine.context_length,
+    )
+    verifier, listener = _Alternating(), listen("127.0.0.1", 0)
+    settings = config_of(create_app(engine(options), token=None))
+    settings.lifespan, settings.timeout_graceful_shutdown = "auto", 1  # the lifespan starts the engine
+    server = uvicorn.Server(settings)
+    # A thread of its own: the engine must not share the event loop with the rest of the run.
+    serving = asyncio.create_task(asyncio.to_thread(lambda: asyncio.run(server.serve(sockets=[listener]))))
+    async with asyncio.timeout(_DEADLINE_S):
+        while not server.started:
+            if serving.done():
+                await serving
+            await asyncio.sleep(0.01)
+        await _train(config, folder, f"http://127.0.0.1:{listener.getsockname()[1]}", verifier)
+        server.should_exit = True
+        await serving
+    (folder / "lengths.json").write_text(json.dumps(verifier.lengths))
+
+
+async def _train(config: RunConfig, folder: Path, url: str, verifier: _Alternating) -> None:
+    objective, stream, client = objective_of(config), MemoryStream(), EngineClient()
+    workers, pool = started(config, objective, checkpoint=None), EnginePool(client)
+    events, controller = EventLog(folder / "events.jsonl"), build_controller(config, None)
+    service = ControllerService(controller, name="paced", stream=stream, probe=client, events=events)
+    actor = Actor(
+        ActorSettings(name="actor-0", groups_in_flight=config.groups_in_flight, block_s=0.05),
+        stream=stream,
+        maker_of=lambda domain: SingleTurn(pool, lambda _: verifier, attempts=config.actor.attempts),
+    )
+    loop = TrainingLoop(
+        loop_settings(config),
+        step=workers.step(),
+        objective=objective,
+        stream=stream,
+        publisher=BroadcastPublisher(client),
+        canary_checker=LogprobCanaryChecker(canary_of(config), client),
+        checkpoints=checkpoints_of(config, folder),
+        restored=None,
+    )
+
+    async def trained() -> None:
+        await loop.run()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(service.run())]
+            await asyncio.sleep(0)
+            pool.update([url])
+            await service.perform(EngineRegistered(now=0.0, url=url))
+            tasks += [group.create_task(each) for each in (actor.run(), _follow(controller, actor), trained())]
+            await service.finished.wait()
+            for task in tasks:
+                task.cancel()
+    finally:
+        await loop.close()
+        await client.close()
+        events.close()
+        workers.close()
+
+
+async def _follow(controller: Controller, actor: Actor) -> None:
+    """Tell the actor about versions and k, as its role does."""
+    while True:
+        actor.follow(model_version=controller.state.version, k=controller.state.knobs.k)
+        await asyncio.sleep(_FOLLOW_S)
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="a folder that does not exist yet")
+    parser.add_argument("changes", nargs="*", metavar="section.key=value", help="changes of the paced recipe")
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True)
+    asyncio.run(paced_run(paced_recipe(given.folder), given.changes, given.folder / "run"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,14 +1,13 @@
-"""Parity: do engine and trainer give the same log-prob to the same token under the same weights?
+"""Compare the log-probs of engine and trainer for the same tokens under the same weights.
 
-The real engine samples groups that share their prompts, at several temperatures, and gets new weights in flight; the
-real trainer recomputes every token with the weights that sampled it. fp32 must agree to 1e-5 for every token, bf16 to
-0.01 at P95. Tokens that followed the update in a sample that had begun before it read a fresh cache here
-(`recompute_kv`), so that every difference is numerics.
+The real engine samples groups that share their prompts, at several temperatures, and receives new weights in flight.
+The real trainer recomputes every token with the weights that sampled it. fp32 must agree to 1e-5 for every token, bf16
+to 0.01 at P95. Samples that an update reaches in flight recompute their cache (`recompute_kv`), so all differences are
+numerics.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import tempfile
@@ -41,36 +40,37 @@ from trainer_contract.types import Device, HeadPrecision, MicroBatch, Precision,
 TINY = MODELS / "tiny_speller"
 TEMPERATURES = (0.7, 1.0, 1.5)
 GROUP = 8
-#: Accepted, and hoped for.
+#: Targets, and the goal.
 FP32_MAX, BF16_P95, BF16_GOAL = 1e-5, 0.01, 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """What engine and trainer compute in."""
+    """The precision of engine and trainer."""
 
     precision: Precision
     head: HeadPrecision
 
     @property
     def name(self) -> str:
-        """For tables and records."""
+        """The arm's name in tables and records."""
         return f"{self.precision}, head {self.head}"
 
     @property
     def dtype(self) -> Any:
-        """Of the model directory, and so of the engine."""
+        """The dtype of the model directory, and so of the engine."""
         return "float32" if self.precision is Precision.FP32 else "bfloat16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """What one arm found, engine against trainer.
+    """Differences of one arm, engine against trainer.
 
     Attributes:
-        all_tokens: of both model versions. versions: by model version.
-        bit_equal: share of the tokens whose log-probs have the same bits.
-        switched: samples that the update reached in flight.
+        all_tokens: both model versions.
+        versions: by model version.
+        bit_equal: share of tokens whose log-probs have the same bits.
+        switched: number of samples that the update reached in flight.
     """
 
     all_tokens: Mismatch
@@ -80,11 +80,11 @@ class Parity:
 
 
 def measure(model: Path, arm: Arm, *, prompts: int, seed: int = 0) -> Parity:
-    """Sample, update in flight, recompute.
+    """Sample, update in flight, and recompute.
 
     Args:
         model: directory in the arm's dtype.
-        prompts: groups of `GROUP` samples each; their temperatures take turns.
+        prompts: number of groups of `GROUP` samples; temperatures alternate.
     """
     spec = TrainerSpec(model_path=model, precision=arm.precision, device=Device.CPU, head_precision=arm.head)
     rollouts = _sample_with_update(model, arm, spec, prompts=prompts, seed=seed)
@@ -114,7 +114,7 @@ def _is_switched(rollout: Rollout) -> bool:
 
 
 def _sample_with_update(model: Path, arm: Arm, spec: TrainerSpec, *, prompts: int, seed: int) -> list[Rollout]:
-    """`_sample`, again if the machine was so busy that every sample had ended before the update came."""
+    """Sample, and retry if every sample ended before the update came."""
     for attempt in range(5):
         rollouts = asyncio.run(_sample(model, arm, spec, prompts=prompts, seed=seed + attempt))
         if any(map(_is_switched, rollouts)):
@@ -123,7 +123,7 @@ def _sample_with_update(model: Path, arm: Arm, spec: TrainerSpec, *, prompts: in
 
 
 async def _sample(model: Path, arm: Arm, spec: TrainerSpec, *, prompts: int, seed: int) -> list[Rollout]:
-    """Groups over two model versions: the second is committed once the first group has ended."""
+    """Sample groups over two model versions; the second is committed when the first group has ended."""
     options = EngineOptions(
         model_path=model,
         model_id="m",
@@ -152,7 +152,7 @@ async def _sample(model: Path, arm: Arm, spec: TrainerSpec, *, prompts: int, see
 
 
 def _requests(model: Path, seed: int) -> Iterator[ChatCompletionRequest]:
-    """Prompts of random tokens: what a model is unsure of, it samples for long."""
+    """Yield prompts of random tokens, for which the model samples long answers."""
     vocab = ChatTokenizer.load(model).vocab_size
     for number in itertools.count():
         draw = generator(seed, "parity", number)
@@ -194,7 +194,7 @@ def _packed(rollouts: Sequence[Rollout]) -> list[MicroBatch]:
 
 
 def _trainer(spec: TrainerSpec, *, steps: int) -> TorchTrainer:
-    """A trainer `steps` optimizer steps behind the model; equal calls give equal bits, so it is the same each time."""
+    """Return a trainer after `steps` optimizer steps; equal calls give equal bits."""
     trainer = TorchTrainer()
     trainer.init_worker(spec)
     draw = generator(0, "parity step")
@@ -213,7 +213,7 @@ def _trainer(spec: TrainerSpec, *, steps: int) -> TorchTrainer:
 
 
 def model_in(folder: Path, dtype: Any) -> Path:
-    """The shipped model, converted to `dtype`, below `folder`."""
+    """Return the shipped model, converted to `dtype` below `folder` if necessary."""
     if dtype == "float32":
         return TINY
     path = folder / dtype
@@ -223,31 +223,26 @@ def model_in(folder: Path, dtype: Any) -> Path:
 
 
 def run(quick: bool = False) -> None:
-    """Measure, print, record."""
+    """Measure, print and record."""
     arms = [Arm(precision=precision, head=head) for precision in Precision for head in HeadPrecision]
     rows, record = [], {}
     with tempfile.TemporaryDirectory() as folder:
         for arm in arms:
-            found = measure(model_in(Path(folder), arm.dtype), arm, prompts=12 if quick else 60)
-            p95, largest = found.all_tokens.p95, found.all_tokens.max
+            result = measure(model_in(Path(folder), arm.dtype), arm, prompts=12 if quick else 60)
+            p95, largest = result.all_tokens.p95, result.all_tokens.max
             if arm.precision is Precision.FP32:
                 rows.append(Row(f"{arm.name}: max |Δ log-prob|", largest, "<= 1e-5", largest <= FP32_MAX))
             else:
                 target = f"<= {BF16_P95:g} (goal {BF16_GOAL:g})"
                 rows.append(Row(f"{arm.name}: P95 |Δ log-prob|", p95, target, p95 <= BF16_P95))
                 rows.append(Row("  max", largest))
-            rows.append(Row("  tokens with equal bits", f"{found.bit_equal:.1%} of {found.all_tokens.num_tokens:,}"))
+            rows.append(Row("  tokens with equal bits", f"{result.bit_equal:.1%} of {result.all_tokens.num_tokens:,}"))
             record[arm.name] = {
-                **asdict(found.all_tokens),
-                "bit_equal": found.bit_equal,
-                "by_version": {version: asdict(each) for version, each in found.versions.items()},
-                "samples_updated_in_flight": found.switched,
+                **asdict(result.all_tokens),
+                "bit_equal": result.bit_equal,
+                "by_version": {version: asdict(each) for version, each in result.versions.items()},
+                "samples_updated_in_flight": result.switched,
             }
     print_table("parity of engine and trainer, tiny_speller on the CPU", rows)
-    write_record("parity", {"arms": record, "temperatures": TEMPERATURES, "group_size": GROUP})
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer prompts")
-    run(quick=parser.parse_args().quick)
+    payload = {"arms": record, "temperatures": TEMPERATURES, "group_size": GROUP}
+    write_record("parity", payload, quick=quick)

@@ -1,32 +1,42 @@
-"""What of a run's processor time goes to parts that neither sample nor train: `make run`'s recipe, once it has begun.
+"""Measure the share of a run's processor time that neither samples nor trains, on `make run`'s recipe.
 
-Windows of a hundred steps each, of all processes that the run has started: the engine and the trainer, whole, with
-their HTTP and their streams; and the rest, which is plumbing: actor, controller, stream server, verifiers, launcher.
-The model is the smallest there is, so that no run spends a larger share on plumbing.
+After 50 steps, windows of a hundred steps each are measured. Engine and trainer count whole, with their HTTP and their
+streams; the rest is plumbing: actor, controller, stream server, verifiers and launcher. The model is the smallest that
+ships, so no run spends a larger share on plumbing.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
-from benchmarks.live_recipe import LiveRecipe, live_recipe
+import psutil
+
 from benchmarks.measure import Row, bootstrap_median, print_table, write_record
 from pipelinerl.config.recipe import load
+from pipelinerl.observability.events import EventFollower
+from pipelinerl.system import tied_process
 
 _COMPUTES: Final = ("engine", "trainer")
 _MOST: Final = 0.15
 _ACTOR_MS: Final = 0.2
-_STEPS: Final = 100
+_LEARNED: Final = 50
 _DEADLINE_S: Final = 600.0
 
 
 def run(quick: bool = False) -> None:
-    """Measure, print, record."""
-    steps, count = (20, 2) if quick else (_STEPS, 9)
-    with tempfile.TemporaryDirectory(prefix="plumbing-") as name, live_recipe(Path(name), learned=50) as live:
+    """Measure, print and record."""
+    steps, count = (20, 2) if quick else (100, 9)
+    with tempfile.TemporaryDirectory(prefix="plumbing-") as name, _live(Path(name)) as live:
+        live.wait(_LEARNED)
         windows = [_window(live, steps) for _ in range(count)]
     spent = [each for each, _ in windows]
     parts = sorted({part for each in spent for part in each}, key=lambda part: -spent[0].get(part, 0.0))
@@ -34,26 +44,79 @@ def run(quick: bool = False) -> None:
     plumbing = bootstrap_median([1 - sum(each[part] for part in _COMPUTES) / sum(each.values()) for each in spent])
     actor = bootstrap_median([1e3 * each["actor"] / rollouts for each, rollouts in windows])
     rows = [Row(f"{part}: share of the run's processor time", share) for part, share in shares.items()]
-    rows.append(Row("plumbing, all but engine and trainer", plumbing, f"<= {_MOST}", plumbing.median <= _MOST))
-    rows.append(Row("actor, ms of a processor for each rollout", actor, f"<= {_ACTOR_MS}", actor.median <= _ACTOR_MS))
-    print_table("where a run's processor time goes", rows)
-    payload: dict[str, Any] = {"quick": quick, "plumbing": plumbing.as_dict(), "actor_ms": actor.as_dict()}
-    write_record("plumbing", payload | {"shares": {part: share.as_dict() for part, share in shares.items()}})
+    rows.append(Row("plumbing: all but engine and trainer", plumbing, f"<= {_MOST}", plumbing.median <= _MOST))
+    rows.append(Row("actor's processor time of a rollout, ms", actor, f"<= {_ACTOR_MS}", actor.median <= _ACTOR_MS))
+    print_table("plumbing", rows)
+    payload: dict[str, Any] = {"plumbing": plumbing.as_dict(), "actor_ms": actor.as_dict()}
+    payload["shares"] = {part: share.as_dict() for part, share in shares.items()}
+    write_record("plumbing", payload, quick=quick)
 
 
-def _window(live: LiveRecipe, steps: int) -> tuple[dict[str, float], int]:
-    """Processor seconds of each part while the run takes so many steps, and the rollouts that it trained in them."""
-    live.read()
-    before, first, deadline = live.processor_s_by_part(), len(live.steps), time.monotonic() + _DEADLINE_S
-    while len(live.steps) - first < steps:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"the run took fewer than {steps} steps in {_DEADLINE_S:g} s")
-        time.sleep(0.25)
-        live.read()
-    after, taken = live.processor_s_by_part(), len(live.steps) - first
+@final
+class _Live:
+    """A run without an end: the steps it has taken, and the processor time of its processes."""
+
+    def __init__(self, launcher: psutil.Process, log: EventFollower) -> None:
+        self.steps = 0
+        self._launcher = launcher
+        self._log = log
+        self._seen: dict[int, tuple[str, float]] = {}
+
+    def wait(self, steps: int) -> None:
+        """Return once the run has taken `steps` steps."""
+        deadline = time.monotonic() + _DEADLINE_S
+        while self.steps < steps:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the run took {self.steps} of {steps} steps in {_DEADLINE_S:g} s; see its output")
+            time.sleep(0.25)
+            self.steps += sum(event["kind"] == "step" for event in self._log.new())
+
+    def processor_s(self) -> dict[str, float]:
+        """Return processor seconds so far by role; a process that has ended counts as last seen."""
+        with suppress(psutil.NoSuchProcess):
+            for process in (self._launcher, *self._launcher.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    seconds = sum(process.cpu_times()[:2])
+                    name, _ = self._seen.get(process.pid) or (_role(process.cmdline()), 0.0)
+                    self._seen[process.pid] = name, seconds
+        total: dict[str, float] = {}
+        for name, seconds in self._seen.values():
+            total[name] = total.get(name, 0.0) + seconds
+        return total
+
+
+def _role(command: Sequence[str]) -> str:
+    if "pipelinerl.cli" in command:
+        role = command[command.index("pipelinerl.cli") + 1]
+        return "launcher" if role == "run" else role
+    if any("valkey" in word or "redis-server" in word for word in command[:1]):
+        return "streams"
+    return "judging" if "pipelinerl.verifiers.worker_process" in command else "launcher"
+
+
+@contextmanager
+def _live(folder: Path) -> Iterator[_Live]:
+    """Start the tiny recipe without an end and without evaluations."""
+    overrides = ["run.steps=1000000", "run.name=live", f"run.directory={folder}", "evaluation.interval_steps=1000000"]
+    # The run would outlive a benchmark that is killed; a tied process does not.
+    tie = [tied_process.__file__, str(os.getpid()), signal.SIGTERM.name, "", "--"]
+    command = [sys.executable, "-S", "-E", *tie, sys.executable, "-m", "pipelinerl.cli", "run", "tiny", *overrides]
+    launcher = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
+    try:
+        yield _Live(psutil.Process(launcher.pid), EventFollower(folder / "live" / "events.jsonl"))
+    finally:
+        launcher.send_signal(signal.SIGTERM)
+        try:
+            launcher.wait(120)
+        except subprocess.TimeoutExpired:
+            os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.wait()
+
+
+def _window(live: _Live, steps: int) -> tuple[dict[str, float], int]:
+    """Return processor seconds by role while the run takes `steps` steps, and the rollouts that it trained."""
+    before, first = live.processor_s(), live.steps
+    live.wait(first + steps)
+    after, taken = live.processor_s(), live.steps - first
     spent = {part: seconds - before.get(part, 0.0) for part, seconds in after.items()}
     return spent, taken * load("tiny").training.rollouts_per_step
-
-
-if __name__ == "__main__":
-    run()

@@ -1,31 +1,27 @@
-"""How fast rollouts go through the queue, and how many bytes they take on it.
+"""Measure how many rollouts per second go through the queue, and how many bytes they take.
 
-    ours        encode ─ append in batches ─ read ─ decode          through RedisStream and records
-    ceiling     XADD and XREAD of the same bytes at the same depth   a blocking socket, answers cut but not looked into
-    transport   ours without the codec, on records made before     its ratio to the ceiling is the client's share
-    pickled     one pickled rollout for each XADD, read one at a time; `pickled groups`: one pickled group for each
+    ours             encode, append in batches, read, decode, through RedisStream and records
+    pickled          one pickled rollout per XADD, read one at a time
+    pickled groups   one pickled group per XADD
 
-All talk to one embedded server. The ceiling is what redis-benchmark would show; it is driven from here, since the wheel
-brings only the server. Targets: at most 10 bytes for each sampled token, and 4 times the rollouts/s of `pickled`.
+All use one embedded server. Targets: at most 10 bytes per sampled token, and 4 times the rollouts/s of `pickled`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import pickle
-import socket
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
-from urllib.parse import urlsplit
+from typing import Any
 
 import numpy as np
 from redis import Redis
 
-from benchmarks.measure import Interval, Paired, Row, paired, print_table, write_record
+from benchmarks.measure import Paired, Row, paired, print_table, write_record
 from pipelinerl.rng import generator
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.records import decode_group, encode_group
@@ -40,7 +36,7 @@ DEPTH = 32
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is sent: groups of `group_size` rollouts, a prompt, responses of `shortest` to `longest` tokens."""
+    """A workload: groups of `group_size` rollouts with a prompt and responses of `shortest` to `longest` tokens."""
 
     name: str
     num_groups: int
@@ -50,7 +46,7 @@ class Load:
     group_size: int = 16
 
     def groups(self) -> list[RolloutGroup]:
-        """The groups, drawn from the load's name. Long responses are sampled by up to three versions."""
+        """Return the groups, seeded by the load's name. Up to three versions sample a long response."""
         random = generator(0, "queue benchmark", self.name)
         return [self._group(random, number) for number in range(self.num_groups)]
 
@@ -82,7 +78,7 @@ LOADS = (
 
 
 async def ours(streams: RedisStream, groups: list[RolloutGroup]) -> None:
-    """Encode, append `DEPTH` groups at a time, read as many, decode."""
+    """Encode, append `DEPTH` groups at a time, read as many, and decode."""
     for start in range(0, len(groups), DEPTH):
         batch = [encode_group(group) for group in groups[start : start + DEPTH]]
         await streams.append("ours", batch, first_id=start + 1)
@@ -93,90 +89,26 @@ async def ours(streams: RedisStream, groups: list[RolloutGroup]) -> None:
             offset = entry.entry_id
 
 
-async def transport(streams: RedisStream, payloads: list[bytes]) -> None:
-    """Append and read as `ours` does, without encoding or decoding."""
-    for start in range(0, len(payloads), DEPTH):
-        await streams.append("transport", payloads[start : start + DEPTH], first_id=start + 1)
-    offset, arrived = START, 0
-    while arrived < len(payloads):
-        entries = await streams.read({"transport": offset}, count=DEPTH, block_s=5.0)
-        arrived += len(entries)
-        offset = entries[-1].entry_id
-
-
 def pickled(client: Redis, records: Sequence[object]) -> None:
-    """One XADD for each pickled record, then one XREAD for each, with redis-py's own blocking client."""
+    """Send one XADD per pickled record, then one XREAD per record, with redis-py's blocking client."""
     for record in records:
         client.xadd("pickled", {"p": pickle.dumps(record)})
     offset: bytes = START.encode()
     for _ in records:
         answer: Any = client.xread({"pickled": offset}, count=1, block=5000)
         ((offset, fields),) = answer[0][1]
-        pickle.loads(fields[b"p"])  # the baseline's own bytes
-
-
-@final
-class RawSocket:
-    """The least that a client must do: write commands, and take as many bytes as the answers have."""
-
-    def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        self._socket = socket.create_connection((parts.hostname, parts.port))
-        self._file = self._socket.makefile("rb", buffering=1 << 20)
-        self._socket.sendall(_wire(b"AUTH", (parts.password or "").encode()))
-        assert self._file.readline() == b"+OK\r\n"
-
-    def ceiling(self, payloads: list[bytes]) -> None:
-        """XADD in pipelines of `DEPTH`, then XREAD of `DEPTH`."""
-        for start in range(0, len(payloads), DEPTH):
-            batch = payloads[start : start + DEPTH]
-            adds = [
-                _wire(b"XADD", b"bench:raw", b"%d-0" % number, b"p", payload)
-                for number, payload in enumerate(batch, start + 1)
-            ]
-            self._socket.sendall(b"".join(adds))
-            for _ in batch:
-                self._bulk()
-        for start in range(0, len(payloads), DEPTH):
-            command = (b"XREAD", b"COUNT", b"%d" % DEPTH, b"STREAMS", b"bench:raw", b"%d-0" % start)
-            self._socket.sendall(_wire(*command))
-            self._lines(2)  # one stream: its name and its entries
-            self._bulk()
-            entries = int(self._file.readline()[1:])
-            for _ in range(entries):
-                self._lines(1)
-                self._bulk()
-                self._lines(1)
-                self._bulk()
-                self._bulk()
-
-    def close(self) -> None:
-        """Hang up."""
-        self._file.close()
-        self._socket.close()
-
-    def _lines(self, count: int) -> None:
-        for _ in range(count):
-            self._file.readline()
-
-    def _bulk(self) -> None:
-        self._file.read(int(self._file.readline()[1:]) + 2)
-
-
-def _wire(*parts: bytes) -> bytes:
-    return b"".join((b"*%d\r\n" % len(parts), *(b"$%d\r\n%s\r\n" % (len(part), part) for part in parts)))
+        pickle.loads(fields[b"p"])
 
 
 def measure(load: Load, url: str, *, rounds: int) -> tuple[Paired, dict[str, float]]:
-    """Rollouts/s of each arm, and bytes for each sampled token."""
+    """Return rollouts/s of each arm, and bytes per token."""
     groups = load.groups()
     payloads = [encode_group(group) for group in groups]
     num_rollouts = load.num_groups * load.group_size
-    # One pickled rollout at a time is slow; a part of the load is enough to know its rate.
+    # One pickled rollout at a time is slow; a part of the load suffices for its rate.
     few = groups[: max(8, load.num_groups // 8)]
     few_rollouts = len(few) * load.group_size
     admin = Redis.from_url(url, protocol=2)
-    raw = RawSocket(url)
     loop = asyncio.new_event_loop()
     streams = loop.run_until_complete(RedisStream.connect(url, namespace="bench"))
 
@@ -194,8 +126,6 @@ def measure(load: Load, url: str, *, rounds: int) -> tuple[Paired, dict[str, flo
 
     arms = {
         "ours": rate(awaited(lambda: ours(streams, groups)), num_rollouts),
-        "ceiling": rate(lambda: raw.ceiling(payloads), num_rollouts),
-        "transport": rate(awaited(lambda: transport(streams, payloads)), num_rollouts),
         "pickled": rate(lambda: pickled(admin, [r for group in few for r in group.rollouts]), few_rollouts),
         "pickled groups": rate(lambda: pickled(admin, few), few_rollouts),
         "encode": rate(lambda: [encode_group(group) for group in groups], num_rollouts),
@@ -206,7 +136,6 @@ def measure(load: Load, url: str, *, rounds: int) -> tuple[Paired, dict[str, flo
     finally:
         loop.run_until_complete(streams.close())
         loop.close()
-        raw.close()
         admin.close()
     size = sum(len(payload) for payload in payloads)
     sampled = sum(rollout.num_sampled_tokens for group in groups for rollout in group.rollouts)
@@ -220,44 +149,29 @@ def measure(load: Load, url: str, *, rounds: int) -> tuple[Paired, dict[str, flo
 
 
 def rows(load: Load, timings: Paired, sizes: dict[str, float]) -> list[Row]:
-    """The table of one load."""
-    of_ceiling = timings.ratio("ours", "ceiling")
-    client = timings.ratio("transport", "ceiling")
+    """Return the table of one load."""
     speed_up, of_groups = timings.ratio("ours", "pickled"), timings.ratio("ours", "pickled groups")
     size = sizes["bytes_per_sampled_token"]
     return [
         *(Row(f"{arm}, rollouts/s", timings.median(arm)) for arm in timings.samples),
-        Row("ours / ceiling", _short(of_ceiling)),
-        Row("transport / ceiling", _short(client)),
-        Row("ours / pickled groups", _short(of_groups)),
-        Row("ours / pickled", _short(speed_up), f">= {MIN_SPEED_UP:g}", speed_up.low >= MIN_SPEED_UP),
+        Row("ours / pickled groups", of_groups),
+        Row("ours / pickled", speed_up, f">= {MIN_SPEED_UP:g}", speed_up.low >= MIN_SPEED_UP),
         Row("bytes per sampled token", size, f"<= {MAX_BYTES_PER_TOKEN:g}", size <= MAX_BYTES_PER_TOKEN),
         Row("the same, pickled", sizes["pickled_bytes_per_sampled_token"]),
     ]
 
 
-def _short(ratio: Interval) -> str:
-    return f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
-
-
-def run(quick: bool = False) -> dict[str, Any]:
-    """Measure each load, print, and write the record."""
+def run(quick: bool = False) -> None:
+    """Measure each load, print and record."""
     payload: dict[str, Any] = {"depth": DEPTH}
     with tempfile.TemporaryDirectory() as folder, EmbeddedRedis(Path(folder) / "server") as server:
         for load in LOADS:
             timings, sizes = measure(load, server.url, rounds=3 if quick else 15)
             print_table(f"queue, {load.name} groups of {load.group_size}", rows(load, timings, sizes))
             payload[load.name] = {
-                "ours_over_ceiling": timings.ratio("ours", "ceiling").as_dict(),
-                "transport_over_ceiling": timings.ratio("transport", "ceiling").as_dict(),
                 "ours_over_pickled_groups": timings.ratio("ours", "pickled groups").as_dict(),
                 "ours_over_pickled": timings.ratio("ours", "pickled").as_dict(),
                 **sizes,
                 **timings.as_dict(),
             }
-    write_record("queue", payload)
-    return payload
-
-
-if __name__ == "__main__":
-    run()
+    write_record("queue", payload, quick=quick)

@@ -1,19 +1,16 @@
-"""How long a killed trainer, and a killed run, take until training may go on, against what nobody can do without.
+"""Measure how long a killed trainer and a killed run take to recover, against bare processes.
 
-    trainer    kill -9 of the trainer of a live run: from the start of its next process to the controller's directive
+    trainer    kill -9 of a live run's trainer: from the start of its next process to the controller's directive
     run        kill -9 of everything: from the start of `run --resume` to the controller's directive
-    restore    of larger checkpoints than those of that run: the trainer's process alone, until it could ask
 
-Each against the same processes, started in the same order on the same cores, which import what those of the run import,
-module by module; the trainer's then reads the bytes of the newest checkpoint. Neither arm has other work beside it: the
-launcher is stopped while the bare trainer starts, so that the run waits for a trainer in both.
-
-That the launcher waits half a second before it starts again what died is not part of either.
+Each is compared with the same processes, started in the same order on the same cores. They import the modules that the
+run's processes import, and the trainer's then reads the bytes of the newest checkpoint. The launcher is stopped while
+the bare trainer starts, so that the run waits for a trainer in both arms. The launcher's restart delay of half a second
+counts in neither.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import signal
@@ -27,16 +24,9 @@ from pathlib import Path
 from typing import Final, TypeVar, final
 
 import psutil
-import torch
 
 from benchmarks.measure import Paired, Row, paired, print_table, write_record
-from pipelinerl.models.tiny_decoder import DebugSize, char_tokenizer, random_decoder
 from pipelinerl.observability.events import read_events
-from pipelinerl.trainers.torch.trainer import TorchTrainer
-from pipelinerl.trainers.torch.worker import TorchWorker
-from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
-from pipelinerl.training.checkpoints.manifest import TrainingState
-from trainer_contract.types import Device, TrainerSpec
 
 _TARGET: Final = 1.5
 _PATIENCE_S: Final = 300.0
@@ -50,9 +40,9 @@ _RECIPE: Final = (
     "training.rollouts_per_step=64",
     "checkpoint.interval_steps=2",
 )
-#: A module's name in a line that Python writes when PYTHONPROFILEIMPORTTIME is set.
+#: Matches the module's name in a line that Python writes with PYTHONPROFILEIMPORTTIME.
 _IMPORTED: Final = re.compile(r"import time:\s+\d+ \|\s+\d+ \|\s+(\S+)$")
-#: Pins itself, imports what it is told to, in that order, and reads the files of a directory if it is given one.
+#: Pins itself to cores, imports modules in order, and reads the files of a directory if given one.
 _BARE: Final = """
 import importlib, os, pathlib, sys
 cores, modules, directory = sys.argv[1:]
@@ -68,33 +58,19 @@ if directory:
         if file.is_file():
             file.read_bytes()
 """
-#: What the trainer's role does before it asks what to do.
-_RESTORE: Final = """
-import os, sys
-from pathlib import Path
-from pipelinerl.config.recipe import load
-from pipelinerl.roles.wiring import checkpoints_of, objective_of
-from pipelinerl.roles import trainer_role
-from pipelinerl.roles.workers import started
-config = load("tiny", ["model.path=" + sys.argv[1]])
-path, state = checkpoints_of(config, Path(sys.argv[2])).latest()
-started(config, objective_of(config), checkpoint=path)
-"""
-
-
 T = TypeVar("T")
 
 
 @final
 class Live:
-    """A run in processes of its own, which may be killed."""
+    """A run in processes of its own that can be killed."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._launcher: subprocess.Popen[bytes] | None = None
 
     def start(self, arguments: Sequence[str], **environment: str) -> float:
-        """Launch; returns when (Unix seconds)."""
+        """Start the launcher and return the time in Unix seconds."""
         began = time.time()
         with (self.directory.parent / "launcher.log").open("ab") as log:
             self._launcher = subprocess.Popen(
@@ -103,7 +79,7 @@ class Live:
         return began
 
     def kill(self) -> None:
-        """Everything at once."""
+        """Kill all processes at once."""
         if self._launcher is not None:
             processes = [psutil.Process(self._launcher.pid), *self._children()]
             for process in processes:
@@ -113,14 +89,14 @@ class Live:
             self._launcher = None
 
     def signal_launcher(self, number: signal.Signals) -> None:
-        """Stop it, or let it go on."""
+        """Send the launcher a signal."""
         assert self._launcher is not None
         self._launcher.send_signal(number)
 
     def trainer(self, *, other_than: int = 0) -> psutil.Process:
-        """The trainer's process, waited for."""
+        """Return the trainer's process once it exists."""
 
-        def found() -> psutil.Process | None:
+        def running() -> psutil.Process | None:
             for process in self._children():
                 try:
                     words = process.cmdline()
@@ -130,19 +106,19 @@ class Live:
                     return process
             return None
 
-        return waited(found, "a trainer")
+        return waited(running, "a trainer")
 
     def times(self, kind: str) -> list[float]:
-        """Of the events of a kind, in Unix seconds."""
+        """Return the times of all events of a kind, in Unix seconds."""
         path = self.directory / "events.jsonl"
         return [event["time"] for event in (read_events(path) if path.is_file() else []) if event["kind"] == kind]
 
     def next(self, kind: str, *, after: float) -> float:
-        """When the next event of this kind came, waited for."""
+        """Return the time of the next event of this kind once it exists."""
         return waited(lambda: next((at for at in self.times(kind) if at > after), None), kind)
 
     def newest_checkpoint(self) -> Path:
-        """Its directory."""
+        """Return the directory of the newest checkpoint."""
         return max((self.directory / "checkpoints").glob("step-*"))
 
     def _children(self) -> list[psutil.Process]:
@@ -151,17 +127,17 @@ class Live:
 
 
 def waited(look: Callable[[], T | None], what: str) -> T:
-    """What `look` finds in the end."""
+    """Return the first result of `look` that is not None."""
     deadline = time.monotonic() + _PATIENCE_S
-    while (found := look()) is None:
+    while (result := look()) is None:
         if time.monotonic() > deadline:
             raise RuntimeError(f"{what} did not come within {_PATIENCE_S:g} s")
         time.sleep(_LOOK_S)
-    return found
+    return result
 
 
 def started_at(process: psutil.Process) -> float:
-    """In Unix seconds, to a hundredth: psutil's own answer rests on a boot time in whole seconds."""
+    """Return when a process started, in Unix seconds; psutil's answer is only precise to a second."""
     ticks = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s
@@ -169,27 +145,27 @@ def started_at(process: psutil.Process) -> float:
 
 @final
 class Bare:
-    """Processes that import what a run's import."""
+    """Processes that import the modules that a run's processes import."""
 
     def __init__(self, live: Live, folder: Path) -> None:
-        """`live` was started with PYTHONPROFILEIMPORTTIME."""
+        """Read the modules from the logs of `live`, which was started with PYTHONPROFILEIMPORTTIME."""
         self._folder = folder
         logs = {"launcher": live.directory.parent / "launcher.log"}
         logs |= {log.stem: log for log in (live.directory / "logs").glob("*.log")}
         for role, log in logs.items():
-            found = (_IMPORTED.match(line) for line in log.read_text(errors="replace").splitlines())
-            (folder / role).write_text("\n".join(match[1] for match in found if match))
+            matches = (_IMPORTED.match(line) for line in log.read_text(errors="replace").splitlines())
+            (folder / role).write_text("\n".join(match[1] for match in matches if match))
         cores = sorted(os.sched_getaffinity(0))
         self._cores = {"engine-0": cores[0], "trainer": cores[-1]} if len(cores) > 1 else {}  # as `launch.plan` does
 
     def trainer(self, checkpoint: Path) -> float:
-        """Seconds of a trainer's process that imports and reads."""
+        """Return the seconds of a trainer's process that imports and reads."""
         began = time.perf_counter()
         _end(self._start("trainer", checkpoint))
         return time.perf_counter() - began
 
     def run(self, checkpoint: Path) -> float:
-        """Seconds of a run's, each after those that it needs, until the trainer's and the engine's have ended."""
+        """Return the seconds of all processes, until the trainer's and the engine's have ended."""
         began = time.perf_counter()
         for role in ("launcher", "redis", "controller"):
             _end(self._start(role))
@@ -216,7 +192,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _live(folder: Path) -> Iterator[tuple[Live, Bare]]:
-    """A run that has a checkpoint, and its bare counterpart."""
+    """Yield a run that has a checkpoint, and its bare counterpart."""
     live = Live(folder / "run")
     where = [f"run.directory={folder}", "run.name=run"]
     try:
@@ -230,7 +206,7 @@ def _live(folder: Path) -> Iterator[tuple[Live, Bare]]:
 
 
 def killed_trainers(live: Live, bare: Bare, *, rounds: int) -> Paired:
-    """Both arms for a trainer, after one kill each round."""
+    """Measure both arms for the trainer, with one kill per round."""
     began = live.start(["--resume", str(live.directory)])
     live.next("checkpoint", after=began)
     samples: dict[str, list[float]] = {"bare": [], "recovery": []}
@@ -240,7 +216,7 @@ def killed_trainers(live: Live, bare: Bare, *, rounds: int) -> Paired:
         live.signal_launcher(signal.SIGSTOP)
         killed = time.time()
         trainer.kill()
-        time.sleep(1.0)  # what the others still had to do is done
+        time.sleep(1.0)  # lets the other processes finish their work
         samples["bare"].append(bare.trainer(live.newest_checkpoint()))
         live.signal_launcher(signal.SIGCONT)
         begins = started_at(live.trainer(other_than=trainer.pid))
@@ -250,7 +226,7 @@ def killed_trainers(live: Live, bare: Bare, *, rounds: int) -> Paired:
 
 
 def killed_runs(live: Live, bare: Bare, *, rounds: int) -> Paired:
-    """Both arms for a whole run."""
+    """Measure both arms for a whole run."""
 
     def recovery() -> float:
         began = live.start(["--resume", str(live.directory)])
@@ -262,59 +238,13 @@ def killed_runs(live: Live, bare: Bare, *, rounds: int) -> Paired:
     return paired({"bare": lambda: bare.run(live.newest_checkpoint()), "recovery": recovery}, rounds=rounds, warmup=1)
 
 
-def restores(size: DebugSize, folder: Path, *, rounds: int) -> tuple[Paired, int]:
-    """Both arms for a trainer's process with a checkpoint of a larger model; and the bytes of that."""
-    model = folder / "model"
-    random_decoder(size).save_pretrained(model)
-    char_tokenizer().save_pretrained(str(model))
-    trainer = TorchTrainer()
-    trainer.init_worker(TrainerSpec(model_path=model, device=Device.CPU))
-    worker = trainer._worker
-    assert isinstance(worker, TorchWorker)
-    for parameter in worker.model.parameters():  # no gradient is worth computing here
-        parameter.grad = torch.zeros_like(parameter)
-    worker.has_gradient = True
-    trainer.optimizer_step(learning_rate=0.0)
-    store = CheckpointStore(folder / "checkpoints", keep=1, model_directory=model)
-    captured = store.capture(
-        TrainingState(model_version=1, epoch=1, offsets={}, ledger={}, controller={}),
-        layout=trainer.weight_layout(),
-        weights=trainer.gather_weights(),
-        parts={"trainer": trainer.save_state},
-    )
-    checkpoint = store.commit(captured)
-    trainer.close()
-    command = [sys.executable, "-c", _RESTORE, str(model), str(folder)]
-    told = subprocess.run(
-        [command[0], "-X", "importtime", *command[1:]], capture_output=True, text=True, check=True, timeout=_PATIENCE_S
-    )
-    matches = (_IMPORTED.match(line) for line in told.stderr.splitlines())
-    (folder / "modules").write_text("\n".join(match[1] for match in matches if match))
-    plain = [sys.executable, "-c", _BARE, "", str(folder / "modules"), str(checkpoint)]
-    arms = {name: _seconds_of(words) for name, words in (("bare", plain), ("recovery", command))}
-    return paired(arms, rounds=rounds, warmup=1), sum(f.stat().st_size for f in checkpoint.rglob("*") if f.is_file())
-
-
-def _seconds_of(words: Sequence[str]) -> Callable[[], float]:
-    def arm() -> float:
-        began = time.perf_counter()
-        subprocess.run(words, check=True, timeout=_PATIENCE_S, capture_output=True)
-        return time.perf_counter() - began
-
-    return arm
-
-
 def run(quick: bool = False) -> None:
-    """Measure, print, record."""
+    """Measure, print and record."""
     rounds = 2 if quick else 9
     measured: dict[str, Paired] = {}
     with tempfile.TemporaryDirectory(prefix="pipelinerl-recovery-") as folder, _live(Path(folder)) as (live, bare):
         measured["trainer killed"] = killed_trainers(live, bare, rounds=rounds)
         measured["run killed"] = killed_runs(live, bare, rounds=rounds)
-    for size in (DebugSize.MB_24,) if quick else (DebugSize.MB_24, DebugSize.MB_310):
-        with tempfile.TemporaryDirectory(prefix="pipelinerl-recovery-") as folder:
-            timings, num_bytes = restores(size, Path(folder), rounds=rounds)
-            measured[f"restore of {num_bytes / 1e6:.0f} MB"] = timings
     rows, record = [], {}
     for name, timings in measured.items():
         ratio = timings.ratio("recovery", "bare")
@@ -322,11 +252,4 @@ def run(quick: bool = False) -> None:
         rows.append(Row("    seconds", f"{timings.median('recovery'):.3g} / {timings.median('bare'):.3g}"))
         record[name] = {"recovery_over_bare": ratio.as_dict(), **timings.as_dict()}
     print_table("recovery", rows)
-    if not quick:
-        write_record("recovery", record)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, small checkpoints")
-    run(quick=parser.parse_args().quick)
+    write_record("recovery", record, quick=quick)

@@ -1,18 +1,18 @@
 """Measure how much of each update survives rounding to bfloat16: `python -m benchmarks.rounding RUN`.
 
-RUN is a run of `examples/smollm2/json_facts.toml` whose engines kept float32, with every checkpoint kept:
+RUN is a run of `examples/smollm2/json_facts.toml` with float32 engines and every checkpoint kept:
 
     pipelinerl run examples/smollm2/json_facts.toml run.steps=4 checkpoint.interval_steps=1 checkpoint.keep=5
 
-Each checkpoint is rounded in four ways, and the rounded model reads reference answers of the task in fp32 arithmetic.
+Each checkpoint is rounded in four ways. The rounded model reads reference answers of the task in fp32 arithmetic.
 
     nearest    the plain cast
-    dithered   a fixed threshold for each weight (`numerics/dither.py`)
-    redrawn    the same, with other thresholds in each version
-    feedback   to the nearest, what that leaves out being added to the next version
+    dithered   a fixed threshold per weight (`numerics/dither.py`)
+    redrawn    the same, with new thresholds in each version
+    feedback   to the nearest, with the remainder added to the next version
 
-`learned` is the share of the log-likelihood gained so far that the rounded model shows, `seen` that of the weights'
-movement (⟨Δrounded, Δ⟩ ÷ ⟨Δ, Δ⟩); P95 is of |Δ log-prob| of a token between the fp32 model and the rounded one.
+`learned` is the share of the log-likelihood gained so far that the rounded model shows. `seen` is that of the weights'
+movement (⟨Δrounded, Δ⟩ ÷ ⟨Δ, Δ⟩). P95 is that of |Δ log-prob| of a token between the fp32 model and the rounded one.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ Weights = Mapping[str, Tensor]
 
 @final
 class Rounded:
-    """Weights of one version after another, in each of the four ways."""
+    """Rounded weights of consecutive versions, in each of the four ways."""
 
     def __init__(self) -> None:
         self._left_out: dict[str, Tensor] = {}
 
     def ways(self, weights: Weights, version: int) -> dict[str, dict[str, Tensor]]:
-        """Return the weights, rounded and in fp32 again, by the name of the way."""
+        """Return the rounded weights as fp32, by way."""
         fed = {name: each + self._left_out.get(name, 0.0) for name, each in weights.items()}
         feedback = {name: each.bfloat16().float() for name, each in fed.items()}
         self._left_out = {name: fed[name] - feedback[name] for name in weights}
@@ -67,12 +67,12 @@ def sequences(config: RunConfig, tokenizer: ChatTokenizer) -> list[tuple[list[in
 
 @torch.no_grad()
 def logprobs(model: Any, pairs: Sequence[tuple[list[int], list[int]]]) -> Tensor:
-    """Return f32 [N], of all tokens of the answers."""
-    found = []
+    """Return the log-probs of all answer tokens, f32 [N]."""
+    parts = []
     for prompt, answer in pairs:
         logits = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-        found.append(logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0])
-    return torch.cat(found)
+        parts.append(logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0])
+    return torch.cat(parts)
 
 
 def seen(rounded: Weights, weights: Weights, first: Weights) -> float:
@@ -83,7 +83,7 @@ def seen(rounded: Weights, weights: Weights, first: Weights) -> float:
 
 
 def measure(run_dir: Path) -> None:
-    """Print a line for each checkpoint and way."""
+    """Print a line per checkpoint and way."""
     config = load_run(run_dir)
     model = load_model(config.model.resolved, dtype=WeightDType.FLOAT32).eval()
     pairs = sequences(config, ChatTokenizer.load(config.model.resolved))
@@ -103,15 +103,15 @@ def measure(run_dir: Path) -> None:
         stored = load_file(folder / "model.safetensors")
         weights = {name: stored[name].float() for name in parameters}
         exact = read(weights)
-        for way, its in rounded.ways(weights, version).items():
-            got = read(its)
+        for way, values in rounded.ways(weights, version).items():
+            got = read(values)
             learned = float((got - before).mean() / (exact - before).mean())
             p95 = float((got - exact).abs().quantile(0.95))
-            print(f"{version:7}  {way:9} {learned:8.0%} {seen(its, weights, first):7.0%} {p95:8.4f}", flush=True)
+            print(f"{version:7}  {way:9} {learned:8.0%} {seen(values, weights, first):7.0%} {p95:8.4f}", flush=True)
 
 
 def main() -> None:
-    """Read the command line."""
+    """Parse the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="directory of the run")
     measure(parser.parse_args().run)

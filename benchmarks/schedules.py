@@ -1,57 +1,49 @@
-"""What each schedule is worth: conventional RL with G optimizer steps for a generation, and the asynchronous ones.
+"""Compare conventional RL, with G optimizer steps per generation, with the asynchronous schedules.
 
-    conventional G   generate G batches' worth, then take G optimizer steps; all cores generate, then all train
+    conventional G   generate G batches, then take G optimizer steps; all cores generate, then all train
     one step off     (j, k) = (1, 2): the engine samples the next batch while the trainer trains on the last
-    drain            (1, 8), and running answers end on old weights before an update
+    drain            (1, 8), and running answers finish on old weights before an update
     RLAX             (16, 32)
-    in flight        (1, 8), and running answers go on with new weights: PipelineRL
+    in flight        (1, 8), and running answers continue with new weights: PipelineRL
 
-The same code, prompts, noise, objective and number of rollouts: an arm differs in its schedule's flags alone, and each
-optimizer step is on as many rollouts in each. Cells are the rollouts of an optimizer step by a law of answers' lengths;
-each is run with every seed. For each arm: training reward against rollouts, seconds and sampled tokens, held-out
-accuracy of the last weights, ESS, age of tokens in optimizer steps, tokens that were thrown away. Nothing is demanded.
-
-Times are of whole runs on this machine, which must do nothing else; `--recipe` takes a task whose model is large enough
-that computing, and not the processes around it, decides. After each run it is said how long the rest will take.
+All arms share code, prompts, noise, objective, number of rollouts, and rollouts per optimizer step. They differ only in
+the keys of their schedule. A cell is a law of answer lengths and a number of rollouts per optimizer step; every arm of
+every cell runs with every seed. No target is set. Seconds are those of whole runs on an otherwise idle machine.
+`--recipe` takes a task whose model is large enough for compute to dominate.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from itertools import accumulate
-from statistics import fmean, median
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
-from benchmarks.comparison import Column, table
-from benchmarks.finished_run import FinishedRun, Points, discarded_share, steps_of, thinned, train, training_clock
-from benchmarks.measure import bootstrap_median, write_record
-from pipelinerl.config.recipe import load, to_table
-from pipelinerl.observability.run_history import Series
+from benchmarks.arms import Column, Figures, FinishedRun, Job, figures_of, measured, table
+from benchmarks.measure import bootstrap_median
 
 RECIPE: Final = "tiny"
 GENERATIONS: Final = (1, 2, 4, 8)
+#: Rewards whose time is reported.
+TARGETS: Final = (0.6, 0.7)
 _ASYNCHRONOUS: Final[Mapping[str, tuple[str, ...]]] = {
     "one step off": ("staleness.j=1", "staleness.k=2"),
     "drain": ("staleness.j=1", "staleness.k=8", "engine.on_update=drain"),
     "RLAX (16, 32)": ("staleness.j=16", "staleness.k=32"),
     "in flight": ("staleness.j=1", "staleness.k=8", "engine.on_update=continue"),
 }
-#: Words to spell, of the shipped task: (letters from, to, weight) of each domain.
+#: Words to spell, by law of lengths: (letters from, to, weight) of each domain.
 _WORDS: Final[Mapping[str, tuple[tuple[int, int, float], ...]]] = {
     "fixed": ((5, 5, 1.0),),
     "heavy-tailed": ((3, 3, 6.0), (5, 6, 2.0), (10, 12, 1.0)),
 }
+#: The held-out split has few distinct words of three letters.
+_HELD_OUT: Final = "evaluation.problems=96"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What the arms of a comparison have in common: a law of lengths, and the rollouts of an optimizer step."""
+    """A law of answer lengths, and the rollouts per optimizer step, which all arms of a comparison share."""
 
     lengths: str
     rollouts: int
@@ -59,13 +51,13 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """As the table says it."""
+        """The cell's name in tables."""
         return f"{self.lengths}, {self.rollouts} rollouts"
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """What it changes of the recipe."""
-        if self.lengths == "as the recipe":
+        """Changes of the recipe."""
+        if self.lengths not in _WORDS:
             return ()
         domains = ", ".join(
             f'{{ name = "words_{low}", source = "reasoning_gym:spell_backward", verifier = "reasoning_gym", '
@@ -73,19 +65,19 @@ class Cell:
             'answer_pattern = "[a-z]+" } }'
             for low, high, weight in _WORDS[self.lengths]
         )
-        return (f"domains=[{domains}]", "sampling.max_tokens=16", "engine.context_length=48")
+        return (f"domains=[{domains}]", "sampling.max_tokens=16", "engine.context_length=48", _HELD_OUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """An arm: `generation` is G, the optimizer steps for which is sampled at once; 1 in an asynchronous one."""
+    """An arm: its keys, and the optimizer steps per generation (1 if asynchronous)."""
 
     name: str
-    flags: tuple[str, ...]
+    keys: tuple[str, ...]
     generation: int = 1
 
     def changes(self, cell: Cell) -> tuple[str, ...]:
-        """What it changes of the recipe, beside the cell's."""
+        """Return the changes of the recipe, in addition to the cell's."""
         steps = max(1, cell.optimizer_steps // self.generation)
         return (
             f"training.rollouts_per_step={cell.rollouts * self.generation}",
@@ -94,38 +86,8 @@ class Schedule:
             f"evaluation.interval_steps={steps}",
             f"checkpoint.interval_steps={steps}",
             f"actor.groups_in_flight={max(64, cell.rollouts * self.generation // 8)}",
-            *self.flags,
+            *self.keys,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """One run of an arm.
-
-    Attributes:
-        accuracy: greedy, held out, of the last weights. completed: all steps were taken.
-        reward: mean over the last tenth of the steps. seconds: of the training, from before its first step.
-        area: mean training reward over the rollouts: how fast, by samples.
-        lag: optimizer steps from the weights that sampled a rollout's oldest token to those that it helped to make.
-        discarded: share of all sampled tokens, those of stale groups. ess: of the ratios π/μ.
-        by_samples, by_seconds, by_tokens: training reward against rollouts, seconds, sampled tokens.
-    """
-
-    arm: str
-    cell: str
-    seed: int
-    completed: bool
-    accuracy: float
-    reward: float
-    area: float
-    seconds: float
-    lag: float
-    discarded: float
-    ess: float
-    tokens_per_s: float
-    by_samples: Points
-    by_seconds: Points
-    by_tokens: Points
 
 
 COLUMNS: Final = (
@@ -133,68 +95,54 @@ COLUMNS: Final = (
     Column("reward at the end", "reward", ".3f"),
     Column("mean reward by samples", "area", ".3f"),
     Column("seconds", "seconds", ".0f"),
+    *(Column(f"seconds to {target}", f"seconds_to_{target}", ".1f") for target in TARGETS),
     Column("tokens/s", "tokens_per_s", ".0f"),
     Column("lag", "lag", ".1f"),
     Column("discarded", "discarded", ".1%"),
     Column("ESS", "ess", ".3f"),
+    Column("load", "load", ".1f"),
 )
 
 
 def schedules() -> list[Schedule]:
-    """Every arm."""
-    cores = len(os.sched_getaffinity(0))
-    conventional = [
-        Schedule(
-            name=f"conventional G = {generation}",
-            flags=("staleness.j=1", "staleness.k=1", f"launch.threads={cores}"),
-            generation=generation,
-        )
-        for generation in GENERATIONS
-    ]
-    return [*conventional, *(Schedule(name=name, flags=flags) for name, flags in _ASYNCHRONOUS.items())]
+    """Return every arm."""
+    synchronous = ("staleness.j=1", "staleness.k=1", f"launch.threads={len(os.sched_getaffinity(0))}")
+    conventional = [Schedule(name=f"conventional G = {g}", keys=synchronous, generation=g) for g in GENERATIONS]
+    return [*conventional, *(Schedule(name=name, keys=keys) for name, keys in _ASYNCHRONOUS.items())]
 
 
-def outcome(schedule: Schedule, cell: Cell, seed: int, run: FinishedRun) -> Outcome:
-    """The figures of a run.
+def figures(job: Job, run: FinishedRun) -> Figures:
+    """Return `figures_of` the run, its seconds to each reward (None if never reached), and its lag.
 
-    Raises:
-        ValueError: its steps do not report one of them.
+    `lag` is the mean number of optimizer steps between the weights that sampled a rollout's oldest token and the step
+    that trained it.
     """
-    steps = partial(steps_of, run.history)
-    reward, sampled, rollouts = steps("reward"), steps("sampled_tokens").y, steps("rollouts").y
-    clock = training_clock(run.history)
-    smooth, several = reward.smoothed().y, schedule.generation
-    return Outcome(
-        arm=schedule.name,
-        cell=cell.name,
-        seed=seed,
-        completed=run.completed,
-        accuracy=run.accuracy,
-        reward=run.history.last_reward or 0.0,
-        area=fmean(reward.y),
-        seconds=clock[-1],
-        lag=(fmean(steps("staleness_mean").y) - 1) * several + (several + 1) / 2,
-        discarded=discarded_share(run.history),
-        ess=fmean(steps("ess").y),
-        tokens_per_s=sum(sampled) / clock[-1],
-        by_samples=thinned(Series(tuple(accumulate(rollouts)), smooth)),
-        by_seconds=thinned(Series(clock, smooth)),
-        by_tokens=thinned(Series(tuple(accumulate(sampled)), smooth)),
-    )
+    row = figures_of(job, run)
+    several = next(each.generation for each in schedules() if each.name == job.arm)
+    seconds, rewards = row["by_seconds"]
+    for target in TARGETS:
+        reached = (at for at, reward in zip(seconds, rewards, strict=True) if reward >= target)
+        row[f"seconds_to_{target}"] = next(reached, None)
+    return row | {"lag": (row["age"] - 1) * several + (several + 1) / 2}
 
 
-def faster(outcomes: Sequence[Outcome], cell: Cell) -> Mapping[str, dict[str, float]]:
-    """Seconds of each arm over those of conventional G = 1, median over the seeds, with its interval."""
-    seconds = {(each.arm, each.seed): each.seconds for each in outcomes if each.cell == cell.name}
-    first = schedules()[0].name
-    return {
-        arm: bootstrap_median([seconds[arm, s] / seconds[first, s] for a, s in seconds if a == arm]).as_dict()
-        for arm in dict.fromkeys(arm for arm, _ in seconds)
-    }
+def faster(runs: Sequence[Figures]) -> Mapping[str, Any]:
+    """Return, by cell and arm, the median ratio of seconds to those of conventional G = 1, with its interval."""
+    seconds = {(row["cell"], row["arm"], row["seed"]): row["seconds"] for row in runs}
+    first, ratios = schedules()[0].name, dict[str, dict[str, Any]]()
+    for cell, arm in dict.fromkeys((cell, arm) for cell, arm, _ in seconds):
+        pairs = [
+            value / seconds[cell, first, seed]
+            for (c, a, seed), value in seconds.items()
+            if (c, a) == (cell, arm) and (cell, first, seed) in seconds
+        ]
+        if pairs:
+            ratios.setdefault(cell, {})[arm] = bootstrap_median(pairs).as_dict()
+    return {"seconds_over_conventional": ratios}
 
 
 def cells(*, quick: bool, recipe: str) -> list[Cell]:
-    """The grid; of another recipe its own lengths."""
+    """Return the grid; a recipe other than the tiny one keeps its own lengths."""
     laws = tuple(_WORDS) if recipe == RECIPE else ("as the recipe",)
     if quick:
         return [Cell(lengths=laws[-1], rollouts=64, optimizer_steps=8)]
@@ -202,51 +150,22 @@ def cells(*, quick: bool, recipe: str) -> list[Cell]:
 
 
 def run(
-    quick: bool = False, *, recipe: str = RECIPE, changes: Sequence[str] = (), optimizer_steps: int | None = None
-) -> list[Outcome]:
-    """Train every arm of every cell with every seed and print the tables; but for `quick`, record after each seed."""
-    grid = [
-        cell if optimizer_steps is None else replace(cell, optimizer_steps=optimizer_steps)
-        for cell in cells(quick=quick, recipe=recipe)
+    quick: bool = False,
+    *,
+    recipe: str = RECIPE,
+    changes: Sequence[str] = (),
+    seeds: Sequence[int] = (0, 1, 2),
+    steps: int | None = None,
+) -> None:
+    """Train every arm of every cell with every seed, print and record."""
+    grid = [replace(cell, optimizer_steps=steps or cell.optimizer_steps) for cell in cells(quick=quick, recipe=recipe)]
+    jobs = [
+        Job(each.name, seed, recipe, (*cell.changes, *each.changes(cell), *changes), cell.name)
+        for seed in seeds[: 1 if quick else None]
+        for cell in grid
+        for each in (schedules()[:: len(GENERATIONS) + 3] if quick else schedules())
     ]
-    shared = (*changes, "evaluation.problems=64") if quick else tuple(changes)
-    outcomes: list[Outcome] = []
-    took: list[float] = []
-    seeds, total = range(1 if quick else 3), len(grid) * len(schedules()) * (1 if quick else 3)
-    for seed in seeds:
-        for cell in grid:
-            for schedule in schedules():
-                began = time.monotonic()
-                finished = train(recipe, [*shared, *cell.changes, *schedule.changes(cell)], seed=seed)
-                outcomes.append(outcome(schedule, cell, seed, finished))
-                took.append(time.monotonic() - began)
-                left = (total - len(took)) * median(took) / 60
-                said = f"schedules: seed {seed}, {cell.name}, {schedule.name}: {outcomes[-1].accuracy:.3f}"
-                print(f"{said} after {took[-1]:.0f} s; the rest takes about {left:.0f} minutes", file=sys.stderr)
-        if not quick:  # a long benchmark that is interrupted keeps the seeds it has
-            record = {
-                "seeds": seed + 1,
-                "recipe": to_table(load(recipe, shared)),
-                "runs": [asdict(o) for o in outcomes],
-            }
-            ratios = {cell.name: faster(outcomes, cell) for cell in grid}
-            write_record("schedules", record | {"seconds_of_conventional": ratios})
+    runs = measured("schedules", jobs, figures, quick=quick, summary=faster)
     for cell in grid:
-        its = [each for each in outcomes if each.cell == cell.name]
-        print(f"\nschedules: {recipe}, {cell.name}; mean over the seeds [least, greatest]\n{table(its, COLUMNS)}")
-    return outcomes
-
-
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one seed, one cell, few steps; leaves no record")
-    parser.add_argument("--recipe", default=RECIPE, help="a recipe whose lengths are taken as they are")
-    parser.add_argument("--optimizer-steps", type=int, help="of each run (default: 400, quick 8)")
-    parser.add_argument("changes", nargs="*", metavar="section.key=value", help="of the recipe, in every arm")
-    given = parser.parse_args()
-    run(given.quick, recipe=given.recipe, changes=given.changes, optimizer_steps=given.optimizer_steps)
-
-
-if __name__ == "__main__":
-    main()
+        rows = [row for row in runs if row["cell"] == cell.name]
+        print(f"\nschedules: {recipe}, {cell.name}; mean over the seeds [lowest, highest]\n{table(rows, COLUMNS)}")

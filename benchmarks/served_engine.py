@@ -1,34 +1,33 @@
-"""`served`: a torch engine in a process of its own, behind the contract's routes, for the benchmarks that need one.
+"""Torch engines for benchmarks: `served` in a process of its own, `local` in this one.
 
-No token ends a sample: lengths are what is asked for. With a `Load` the engine keeps itself busy from its own event
-loop, so that no client takes part of a core. GET /notes answers with the ends of its decode steps since the last time,
-on the system's monotonic clock; the swap to new weights is a negative time. The process ends with the context.
+No token ends a sample, so every answer has the length that its request asks for. With a `Load` a served engine keeps
+itself busy from its own event loop: a client would take part of a core. GET /notes returns the ends of its decode steps
+since the last request, on the system's monotonic clock; a swap to new weights is a negative time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, final
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from inference_contract.schemas import ChatCompletionRequest
-
-_START_TIMEOUT_S: Final = 180.0
+from benchmarks.processes import spawned
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests without end: always one running and one waiting, each of `samples` samples of `tokens` tokens."""
+    """Endless requests, one running and one waiting, each for `samples` samples of `tokens` tokens."""
 
     samples: int
     tokens: int
@@ -36,7 +35,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOrder:
-    """What to serve. `core` pins the whole process; `device` and `dtype` are the engine's own words."""
+    """An engine's settings. `core` pins its process."""
 
     folder: Path
     slots: int
@@ -45,11 +44,12 @@ class EngineOrder:
     core: int | None = None
     device: str = "cpu"
     dtype: str = "float32"
+    prefill_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ServedEngine:
-    """Where it is."""
+    """Base URL and process id of an engine."""
 
     url: str
     pid: int
@@ -57,62 +57,105 @@ class ServedEngine:
 
 @contextmanager
 def served(order: EngineOrder) -> Iterator[ServedEngine]:
-    """The engine, once it answers.
+    """Start an engine and yield it once it answers.
 
     Raises:
-        RuntimeError: it did not start; its own output says why.
+        RuntimeError: the engine did not start.
     """
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=_serve, args=(order, theirs), daemon=True)
-    process.start()
-    theirs.close()
+    with spawned(_serve, order) as child:
+        yield ServedEngine(f"http://127.0.0.1:{child.first}", child.pid)
+
+
+@final
+class LocalEngine:
+    """An engine in this process, called from synchronous code."""
+
+    def __init__(self, order: EngineOrder) -> None:
+        self.engine = _engine(order, [])
+        self._runner = asyncio.Runner()
+        self._runner.run(self.engine.start())
+
+    def complete(self, requests: Sequence[ChatCompletionRequest]) -> list[ChatCompletion]:
+        """Return the answers to requests that are sent all at once."""
+        return self._runner.run(self._complete(requests))
+
+    async def _complete(self, requests: Sequence[ChatCompletionRequest]) -> list[ChatCompletion]:
+        return list(await asyncio.gather(*(self.engine.complete(each) for each in requests)))
+
+    def close(self) -> None:
+        """Stop the engine and free its memory."""
+        self._runner.run(self.engine.close())
+        self._runner.close()
+
+
+@contextmanager
+def local(order: EngineOrder) -> Iterator[LocalEngine]:
+    """Start an engine in this process for the duration of the context."""
+    engine = LocalEngine(order)
     try:
-        if not ours.poll(_START_TIMEOUT_S):
-            raise RuntimeError(f"the engine did not start within {_START_TIMEOUT_S:g} s")
-        try:
-            port = ours.recv()
-        except EOFError:
-            raise RuntimeError("the engine ended before it served; see its output above") from None
-        assert process.pid is not None
-        yield ServedEngine(f"http://127.0.0.1:{port}", process.pid)
+        yield engine
     finally:
-        process.terminate()
-        process.join(10)
+        engine.close()
+
+
+@final
+class _Stopwatch:
+    """A model runner that notes when each of its steps ends."""
+
+    def __init__(self, runner: Any, ends: list[float]) -> None:
+        self._runner = runner
+        self._ends = ends
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
+        answer: tuple[list[int], list[float]] = self._runner.decode(num_rows)
+        self._ends.append(time.monotonic())
+        return answer
+
+    def swap(self) -> None:
+        self._runner.swap()
+        self._ends.append(-time.monotonic())
+
+
+def _engine(order: EngineOrder, ends: list[float]) -> Any:
+    from pipelinerl.engines.batching.batching_engine import BatchingEngine
+    from pipelinerl.engines.options import EngineOptions
+    from pipelinerl.engines.torch.engine import load_runner
+    from pipelinerl.models.tiny_decoder import char_tokenizer
+    from pipelinerl.models.tokenizer import ChatTokenizer
+    from trainer_contract.types import Device, WeightDType
+
+    options = EngineOptions(
+        model_path=order.folder,
+        model_id="debug",
+        max_waiting=65536,
+        slots=order.slots,
+        context_length=order.context,
+        device=Device(order.device),
+        dtype=WeightDType(order.dtype),
+        threads=1 if order.device == "cpu" else None,
+    )
+    watched: Any = lambda: _Stopwatch(load_runner(options), ends)  # noqa: E731
+    prefill: dict[str, Any] = {} if order.prefill_tokens is None else {"prefill_tokens": order.prefill_tokens}
+    return BatchingEngine(options, load=watched, tokenizer=ChatTokenizer(char_tokenizer(), ()), **prefill)
 
 
 def _serve(order: EngineOrder, port: Connection) -> None:
-    """The process: sends its port once the engine is loaded."""
+    """Serve the engine; send its port once it is loaded."""
     if order.core is not None:
         os.sched_setaffinity(0, {order.core})
     import torch
     from transformers.utils import logging as transformers_logging
 
-    from benchmarks.update_pause import Stopwatch
-    from pipelinerl.engines.batching.batching_engine import BatchingEngine
     from pipelinerl.engines.http.server import create_app
-    from pipelinerl.engines.options import EngineOptions
-    from pipelinerl.engines.torch.engine import load_runner
-    from pipelinerl.models.tiny_decoder import char_tokenizer
-    from pipelinerl.models.tokenizer import ChatTokenizer
     from pipelinerl.system.http_service import listen, serve
-    from trainer_contract.types import Device, WeightDType
 
-    transformers_logging.disable_progress_bar()
     torch.set_num_threads(1)
-    options = EngineOptions(
-        model_path=order.folder,
-        model_id="debug",
-        max_waiting=4096,
-        slots=order.slots,
-        context_length=order.context,
-        device=Device(order.device),
-        dtype=WeightDType(order.dtype),
-        threads=1,
-    )
+    transformers_logging.disable_progress_bar()
     ends: list[float] = []
-    watched: Any = lambda: Stopwatch(load_runner(options), ends)  # noqa: E731
-    engine = BatchingEngine(options, load=watched, tokenizer=ChatTokenizer(char_tokenizer(), ()))
+    engine = _engine(order, ends)
     app = create_app(engine, token=None)
     starts = app.router.lifespan_context
 
@@ -123,14 +166,14 @@ def _serve(order: EngineOrder, port: Connection) -> None:
     @asynccontextmanager
     async def lifespan(application: Any) -> Any:
         async with starts(application):
-            asking = [asyncio.create_task(_ask(engine, order.load)) for _ in range(2)] if order.load else []
+            requests = [asyncio.create_task(_request(engine, order.load)) for _ in range(2)] if order.load else []
             port.send(listener.getsockname()[1])
             try:
                 yield
             finally:
-                for task in asking:
+                for task in requests:
                     task.cancel()
-                await asyncio.gather(*asking, return_exceptions=True)
+                await asyncio.gather(*requests, return_exceptions=True)
 
     app.router.lifespan_context = lifespan
     app.add_route("/notes", notes)
@@ -139,7 +182,7 @@ def _serve(order: EngineOrder, port: Connection) -> None:
         serve(app, listener)
 
 
-async def _ask(engine: Any, load: Load) -> None:
+async def _request(engine: Any, load: Load) -> None:
     request = ChatCompletionRequest(prompt_token_ids=[6, 7, 8], n=load.samples, max_tokens=load.tokens)
     while True:
         await engine.complete(request)

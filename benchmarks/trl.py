@@ -1,27 +1,23 @@
-"""Wall time of training to a held-out accuracy, ours over TRL's GRPOTrainer: at most 1.0 of it, hoped for 0.5.
+"""Compare the time to a held-out accuracy with TRL's GRPOTrainer: at most 1.0 of TRL's time, goal 0.5.
 
-Both arms train one recipe, here `tiny`: the same model directory, training problems of the same seed, reward, held-out
-problems and hyper-parameters (`trl_arm` says how TRL is told), on the same two cores, one arm after the other, each
-seed beginning with the other arm.
+Both arms train the recipe `tiny` with the same model directory, problems, reward, held-out problems and
+hyper-parameters (`trl_arm` translates them). They run on the same two cores, one after the other, in alternating order
+by seed.
 
-    ours   `pipelinerl run`, a process as any user starts it: launcher, stream server, controller, engine, actor and
-           trainer in processes of their own, HTTP between them. Read from its events.jsonl.
-    TRL    one process; torch's threads and their manner of waiting are first tried for some steps, the fastest is
-           taken. In fp32: with its own default, bf16, it learns more slowly where rates are small (docs/mismatch.md)
+    ours   `pipelinerl run` as a user starts it: launcher, stream server, controller, engine, actor and trainer in
+           processes of their own. Times come from its events.jsonl.
+    TRL    one process in fp32 (its default, bf16, learns more slowly: docs/understand/mismatch.md). Several thread
+           settings are tried for some steps, and the fastest is used.
 
-The clock of ours begins when the first evaluation ends, which is when the first training prompt may be issued, and ends
-with the record of the first evaluation that reaches the target. Nothing is subtracted: later evaluations run on the
-engine beside the training, and checkpoints are written. TRL's begins with its first step, with all problems made
-beforehand, and stands still during its evaluations; it writes no checkpoints. Both evaluate every
-`evaluation.interval_steps` steps, so a target is seen at the same steps. An arm that does not get there within the
-recipe's steps counts with all its time and is marked: if it is TRL's, the ratio is an upper bound; if ours, a miss.
-A step takes as long as from the end of the one before to its own, on the median: those with an evaluation beside them
-are few.
+Our clock starts at the end of the first evaluation, when the first training prompt may be issued. It stops at the first
+evaluation that reaches the target, and includes later evaluations and checkpoints. TRL's clock starts with its first
+step, stops during evaluations, and there are no checkpoints. Both evaluate every `evaluation.interval_steps` steps. An
+arm that misses the target counts with all its time and is marked. The time of a step is the median between the ends of
+consecutive steps.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -30,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -42,7 +38,7 @@ from pipelinerl.config.recipe import load, to_table
 from pipelinerl.observability.events import Event, read_events
 
 CORES: Final = 2
-#: How TRL's torch may use the cores: threads, and environment.
+#: Thread settings of TRL's torch: number of threads, and environment.
 MANNERS: Final[Mapping[str, tuple[int, dict[str, str]]]] = {
     "2 threads, spinning": (2, {"OMP_NUM_THREADS": "2"}),
     "2 threads, passive": (2, {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}),
@@ -56,14 +52,14 @@ Curve = list[tuple[int, float, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What both arms train: a recipe by name or path, and the most that ours may take of TRL's time."""
+    """The recipe that both arms train, by name or path, and our targets as shares of TRL's time."""
 
     recipe: str
     targets: Sequence[float]
     most_time: float
     most_time_per_step: float | None = None
     goal: float
-    probe_steps: int = 8  # that each of TRL's manners is tried for
+    probe_steps: int = 8  # steps that each thread setting is tried for
     probe_tries: int = 2
 
 
@@ -72,7 +68,7 @@ TINY: Final = Task(recipe="tiny", targets=(0.90, 0.95), most_time=1.0, goal=0.5)
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """When a curve first reached a target; not `reached`: its whole time."""
+    """The first evaluation that reached a target; if not `reached`, the last one."""
 
     step: int
     seconds: float
@@ -81,15 +77,14 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One training run: its curve, when each step ended in seconds of training, and the load of the machine when it
-    began."""
+    """One training run: its curve, the end of each step in seconds of training, and the machine's load at the start."""
 
     curve: Curve
     ends: Sequence[float]
     load: float
 
     def crossing(self, target: float) -> Crossing:
-        """The first evaluation at or above `target`; what was there before training does not count."""
+        """Return the first evaluation after training began at or above `target`."""
         for step, seconds, accuracy in self.curve:
             if step > 0 and accuracy >= target:
                 return Crossing(step, seconds, True)
@@ -98,30 +93,30 @@ class Arm:
 
     @property
     def seconds_per_step(self) -> float:
-        """On the median; the first step, before which nothing ended, is left out."""
+        """The median time between the ends of consecutive steps."""
         return statistics.median(end - before for before, end in pairwise(self.ends))
 
 
-#: Ours and TRL's, by seed.
+#: Our arm and TRL's, by seed.
 Pairs = Mapping[int, tuple[Arm, Arm]]
 
 
 def arm_of(events: Sequence[Event], load: float) -> Arm:
-    """Our arm; the clock begins with the record of the first evaluation.
+    """Return our arm; its clock starts with the record of the first evaluation.
 
     Raises:
         ValueError: the run was never evaluated after training began.
     """
-    found = [event for event in events if event["kind"] == "evaluation" and event["accuracy"] is not None]
-    if len(found) < 2:
-        raise ValueError(f"expected an evaluation before training and one after it, got {len(found)} in all")
-    began = found[0]["elapsed_s"]
-    curve = [(event["model_version"], event["elapsed_s"] - began, event["accuracy"]) for event in found]
+    evaluations = [event for event in events if event["kind"] == "evaluation" and event["accuracy"] is not None]
+    if len(evaluations) < 2:
+        raise ValueError(f"expected an evaluation before training and one after it, got {len(evaluations)} in all")
+    began = evaluations[0]["elapsed_s"]
+    curve = [(event["model_version"], event["elapsed_s"] - began, event["accuracy"]) for event in evaluations]
     return Arm(curve, [event["elapsed_s"] - began for event in events if event["kind"] == "step"], load)
 
 
 def ours(recipe: Path, *, seed: int, until: float) -> Arm:
-    """`pipelinerl run` until it has the accuracy."""
+    """Run `pipelinerl run` until it reaches the accuracy."""
     load_average = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="pipelinerl-trl-") as folder:
         chosen = [f"run.seed={seed}", f"run.until_accuracy={until}", f"run.directory={folder}", "run.name=ours"]
@@ -130,7 +125,7 @@ def ours(recipe: Path, *, seed: int, until: float) -> Arm:
 
 
 def theirs(recipe: Path, *, seed: int, until: float, manner: str) -> Arm:
-    """TRL until it has the accuracy."""
+    """Run TRL until it reaches the accuracy."""
     load_average, steps = os.getloadavg()[0], load(recipe).run.steps
     result = _trl(manner, recipe=str(recipe), seed=seed, steps=steps, until=until)
     points = [(step, seconds, accuracy) for step, seconds, accuracy in result["points"]]
@@ -138,7 +133,7 @@ def theirs(recipe: Path, *, seed: int, until: float, manner: str) -> Arm:
 
 
 def fastest_manner(recipe: Path, *, steps: int, tries_of_each: int) -> tuple[str, dict[str, float]]:
-    """The best way for TRL to use the cores, and seconds a step of each, the best of its tries, which take turns."""
+    """Return the fastest thread setting for TRL, and the best seconds per step of each; tries alternate."""
     tries: dict[str, list[float]] = {name: [] for name in MANNERS}
     for name in islice(cycle([*MANNERS, *list(MANNERS)[::-1]]), tries_of_each * len(MANNERS)):
         result = _trl(name, recipe=str(recipe), seed=0, steps=steps, evaluate=False)
@@ -148,17 +143,17 @@ def fastest_manner(recipe: Path, *, steps: int, tries_of_each: int) -> tuple[str
 
 
 def _trl(manner: str, **order: Any) -> Any:
-    """`trl_arm`'s answer to an order."""
+    """Return `trl_arm`'s answer to an order."""
     threads, environment = MANNERS[manner]
-    said = _call(["-m", "benchmarks.trl_arm", json.dumps({**order, "threads": threads})], environment)
-    return json.loads(said.splitlines()[-1])
+    output = _call(["-m", "benchmarks.trl_arm", json.dumps({**order, "threads": threads})], environment)
+    return json.loads(output.splitlines()[-1])
 
 
 def _call(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Run python with `arguments` on this benchmark's cores; returns its output.
+    """Run Python with `arguments` on this benchmark's cores and return its output.
 
     Raises:
-        RuntimeError: it failed; the message ends with what it said.
+        RuntimeError: the process failed; the message ends with its output.
     """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
     done = subprocess.run(
@@ -176,16 +171,16 @@ def _call(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def compared(pairs: Sequence[tuple[Arm, Arm]], target: float) -> tuple[Interval, bool]:
-    """Ours over TRL's time to `target`, paired by seed, and whether every arm of ours got there."""
+    """Return our time over TRL's to `target`, paired by seed, and whether all of our arms reached it."""
     crossings = [(mine.crossing(target), other.crossing(target)) for mine, other in pairs]
     ratio = bootstrap_median([mine.seconds / other.seconds for mine, other in crossings])
     return ratio, all(mine.reached for mine, _ in crossings)
 
 
 def measure(task: Task, recipe: Path, *, seeds: Sequence[int], known: Pairs) -> Iterator[dict[str, Any]]:
-    """After each seed the table, and the record's payload; `known` are pairs of earlier runs, which new ones replace.
+    """Yield the record's payload after each seed, which can take half an hour; print the table.
 
-    A seed can take half an hour: whoever stores each payload loses none that has been measured.
+    New pairs replace those of earlier runs in `known`.
     """
     manner, tried = fastest_manner(recipe, steps=task.probe_steps, tries_of_each=task.probe_tries)
     until, by_seed = max(task.targets), dict(known)
@@ -203,7 +198,7 @@ def measure(task: Task, recipe: Path, *, seeds: Sequence[int], known: Pairs) -> 
 
 
 def _payload(task: Task, by_seed: Pairs, manner: str, tried: Mapping[str, float]) -> dict[str, Any]:
-    """What is recorded of the seeds so far, whose table it prints."""
+    """Print the table of the seeds so far, and return the record's payload."""
     pairs = list(by_seed.values())
     ratios = {target: compared(pairs, target) for target in task.targets}
     per_step = bootstrap_median([mine.seconds_per_step / other.seconds_per_step for mine, other in pairs])
@@ -240,24 +235,26 @@ def _shown(crossing: Crossing) -> str:
     return f"{crossing.step} @ {crossing.seconds:.0f}" + ("" if crossing.reached else " (not reached)")
 
 
-def run(quick: bool = False, *, seeds: Sequence[int] = ()) -> None:
-    """Measure, print, record; given `seeds`, these alone, beside what the record has of the others."""
-    known = recorded(RESULTS / "trl.json", TINY.recipe) if seeds else {}
-    for payload in on_two_cores(TINY, seeds or range(1 if quick else 3), overrides=(), known=known):
-        write_record("trl", {"quick": quick, **payload})
+def run(quick: bool = False, *, seeds: Sequence[int] = (), changes: Sequence[str] = ()) -> None:
+    """Measure, print and record.
+
+    Given `seeds`, only these run, and the record's other seeds are kept. With `changes` of the recipe, which both arms
+    get, nothing is recorded.
+    """
+    known = recorded(RESULTS / "trl.json", TINY.recipe) if seeds and not changes else {}
+    for payload in on_two_cores(TINY, seeds or range(1 if quick or changes else 3), overrides=changes, known=known):
+        write_record("trl", payload, quick=quick or bool(changes))
 
 
 def recorded(record: Path, recipe: str, overrides: Sequence[str] = ()) -> Pairs:
-    """The pairs of a record, by seed.
+    """Return the pairs of a record, by seed.
 
     Raises:
-        ValueError: they are of another recipe.
+        ValueError: the record is of another recipe.
     """
     table = json.loads(record.read_text())
     if table["recipe"] != _portable(to_table(load(recipe, overrides))):
         raise ValueError(f"{record} is of another recipe than {recipe} is now: measure all seeds again")
-    if any("ends" not in entry for entry in table["ours"]):
-        raise ValueError(f"{record} does not say when each step ended: measure all seeds again")
 
     def arm(entry: dict[str, Any]) -> Arm:
         points = [(step, seconds, accuracy) for step, seconds, accuracy in entry["curve"]]
@@ -270,7 +267,7 @@ def recorded(record: Path, recipe: str, overrides: Sequence[str] = ()) -> Pairs:
 def on_two_cores(
     task: Task, seeds: Sequence[int], *, overrides: Sequence[str], known: Pairs
 ) -> Iterator[dict[str, Any]]:
-    """Measure on the first two cores that this process may use; a payload after each seed.
+    """Measure on the first two cores of this process; yield a payload after each seed.
 
     Raises:
         RuntimeError: TRL is not installed, or an arm failed.
@@ -279,10 +276,10 @@ def on_two_cores(
         raise RuntimeError("TRL is not installed; `make bench NAME=trl` installs it into the environment and runs this")
     table = to_table(load(task.recipe, overrides))
     allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(allowed)[:CORES])  # what is started from here on has these cores
+    os.sched_setaffinity(0, sorted(allowed)[:CORES])  # child processes inherit these cores
     try:
         with tempfile.TemporaryDirectory() as folder:
-            recipe = Path(folder) / "recipe.toml"  # one file for all arms, whatever happens to the shipped one
+            recipe = Path(folder) / "recipe.toml"  # one file for all arms, even if the shipped recipe changes meanwhile
             recipe.write_text(tomli_w.dumps(table))
             for payload in measure(task, recipe, seeds=seeds, known=known):
                 yield {"recipe": _portable(table), **payload}
@@ -291,29 +288,5 @@ def on_two_cores(
 
 
 def _portable(table: Mapping[str, Any]) -> Any:
-    """A recipe as a record has it, without where this checkout lies."""
+    """Return a recipe for a record, without the path of this checkout."""
     return json.loads(json.dumps(table).replace(f"{Path(__file__).parents[1]}/", ""))
-
-
-def main() -> None:
-    """The command line: the benchmark, or with overrides a closer look at one seed, which leaves no record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "overrides", nargs="*", metavar="SECTION.KEY=VALUE", help="changes of the recipe, for both arms"
-    )
-    parser.add_argument("--quick", action="store_true", help="one seed")
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=(), help="run these again, and keep the record's others"
-    )
-    parser.add_argument("--targets", type=float, nargs="+", default=TINY.targets)
-    given = parser.parse_args()
-    if given.overrides or given.targets != TINY.targets:
-        task = replace(TINY, targets=given.targets)
-        for _ in on_two_cores(task, given.seeds or [0], overrides=given.overrides, known={}):
-            pass
-    else:
-        run(quick=given.quick, seeds=given.seeds)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,15 +2,14 @@
 
     python -m benchmarks.trl_arm '{"recipe": "tiny", "seed": 0, "steps": 500, "threads": 2, …}'
 
-prints one line of JSON, an `ArmResult`. The clock runs from the beginning of training, with model and problems loaded,
-and stands still while held-out accuracy is measured.
+prints an `ArmResult` as one line of JSON. The clock starts with training, when model and problems are loaded, and stops
+during evaluations.
 
-How the recipe is said in TRL's words. The update is the recipe's: TRL takes one optimizer step for each generation, so
-that its ratio to the sampler is 1 and its gradient that of the recipe's `clipped_ratio` or `logprob` on such data;
-`loss_type="dr_grpo"` divides by samples x max tokens where `sequences` divides by samples, a constant that AdamW does
-not see, and the gradient's clip is divided likewise. AdamW, learning-rate schedule, group size, samples per step and
-sampling are the recipe's; `beta` is 0; dropout, gradient checkpointing, logging and saving are off. One difference
-stays: a recipe may leave out groups without signal and fill the step with others, for which TRL has no setting.
+TRL takes one optimizer step per generation, so its ratio to the sampler is 1 and its gradient equals that of the
+recipe's `clipped_ratio` or `logprob`. `loss_type="dr_grpo"` divides by samples x max tokens, `sequences` by samples:
+AdamW ignores the constant, and the gradient clip is divided by it. AdamW, learning-rate schedule, group size, samples
+per step and sampling are the recipe's. `beta` is 0; dropout, gradient checkpointing, logging and saving are off. One
+difference remains: a recipe may replace groups without signal, for which TRL has no setting.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ _SCALES = {adv.Scale.NONE: "none", adv.Scale.STD: "group"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmOrder:
-    """What to train: a recipe, by name or path. `until` ends it at this held-out accuracy; without `evaluate` it only
-    trains, to show how fast it is."""
+    """A recipe to train, by name or path, until a held-out accuracy of `until`; `evaluate=False` only times steps."""
 
     recipe: str
     seed: int
@@ -54,7 +52,9 @@ class ArmOrder:
 
 @dataclass(frozen=True, slots=True)
 class ArmResult:
-    """`points`: (step, seconds of training so far, held-out accuracy); `ends`: when each step ended, likewise."""
+    """Results: `points` are (step, seconds of training, held-out accuracy), `ends` the seconds at the end of each
+    step.
+    """
 
     points: list[tuple[int, float, float]]
     ends: list[float]
@@ -77,7 +77,7 @@ class Judge:
         self._runner.close()
 
     def rewards(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[float | None]:
-        """One reward for each answer; None where the verifier reached no judgement."""
+        """Return one reward per answer, None where the verifier reached no judgement."""
         return self._runner.run(self._rewards(problems, texts))
 
     async def _rewards(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[float | None]:
@@ -93,22 +93,22 @@ class Judge:
 @final
 @dataclass(slots=True)
 class Clock:
-    """Seconds of training: started once, held while something else is done."""
+    """Seconds of training; the clock can be paused."""
 
     now: Callable[[], float] = time.perf_counter
     _began: float = 0.0
     _held: float = 0.0
 
     def start(self) -> None:
-        """From here on."""
+        """Start at zero."""
         self._began, self._held = self.now(), 0.0
 
     def seconds(self) -> float:
-        """So far."""
+        """Return the seconds so far."""
         return self.now() - self._began - self._held
 
     def without(self, work: Callable[[], float]) -> float:
-        """Do `work` while the clock stands."""
+        """Do `work` while the clock is paused."""
         began = self.now()
         result = work()
         self._held += self.now() - began
@@ -126,13 +126,13 @@ class HeldOut:
     problems: list[Problem] = field(init=False)
 
     def __post_init__(self) -> None:
-        """The problems that our own evaluations use."""
-        asked = self.config.evaluation_sets[0]
-        source = held_out_problems(self.config, asked)[asked.name]
-        self.problems = [source.problem(index) for index in range(asked.problems)]
+        """Make the problems that our own evaluations use."""
+        wanted = self.config.evaluation_sets[0]
+        source = held_out_problems(self.config, wanted)[wanted.name]
+        self.problems = [source.problem(index) for index in range(wanted.problems)]
 
     def accuracy(self, model: Any) -> float:
-        """Correct over judged."""
+        """Return the share of judged answers that are correct."""
         import torch
 
         prompts = [self.tokenizer.encode_chat(problem.messages) for problem in self.problems]
@@ -158,15 +158,15 @@ class HeldOut:
 
 
 def until_end(token_ids: list[int], ends: Sequence[int]) -> list[int]:
-    """The tokens before the first one that ends a sample."""
+    """Return the tokens before the first one that ends a sample."""
     return token_ids[: next((at for at, token in enumerate(token_ids) if token in ends), len(token_ids))]
 
 
 def grpo_arguments(config: RunConfig, *, steps: int, folder: str) -> dict[str, Any]:
-    """GRPOConfig's arguments for a recipe.
+    """Return GRPOConfig's arguments for a recipe.
 
     Raises:
-        ValueError: TRL has no words for the recipe's objective.
+        ValueError: TRL cannot express the recipe's objective.
     """
     sampling = config.sampling
     objective = resolve(config.objective, max_tokens=sampling.max_tokens)
@@ -175,11 +175,11 @@ def grpo_arguments(config: RunConfig, *, steps: int, folder: str) -> dict[str, A
         plain and isinstance(objective.agg, agg.Sequences) and isinstance(term, grad1.ClippedRatio | grad1.LogProb)
     ):
         raise ValueError(
-            f"expected the aggregation `sequences`, `clipped_ratio` or `logprob` and no second term, for which TRL has "
-            f"words; got {config.objective!r}"
+            "expected an objective that TRL can express (aggregation `sequences`; `clipped_ratio` or `logprob`; no "
+            f"second term), got {config.objective!r}"
         )
     length = objective.agg.length
-    assert not isinstance(length, agg.Length), "the recipe says the most tokens of an answer"
+    assert not isinstance(length, agg.Length), "max_tokens resolves the length"
     scale = getattr(objective.adv, "scale", None)
     if scale not in _SCALES:
         raise ValueError(f"expected advantages scaled by {', '.join(_SCALES)}, got {objective.adv!r}")
@@ -279,7 +279,7 @@ def _dataset(problems: Sequence[Problem]) -> Any:
 
 
 def _optimizers(model: Any, config: RunConfig) -> tuple[Any, Any]:
-    """The optimizer and schedule of our own trainer."""
+    """Return the optimizer and schedule of our own trainer."""
     import torch
 
     given = config.optimizer
@@ -301,7 +301,7 @@ def _optimizers(model: Any, config: RunConfig) -> tuple[Any, Any]:
 
 
 def quiet() -> None:
-    """No network, no chatter: set before TRL and transformers are imported."""
+    """Turn off network and messages; call it before TRL and transformers are imported."""
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
@@ -317,7 +317,7 @@ def quiet() -> None:
 
 
 def main() -> None:
-    """Train as ordered; the result is the last line of the output."""
+    """Train as ordered; the last line of the output is the result."""
     quiet()
     result = train(ArmOrder(**json.loads(sys.argv[1])))
     print(json.dumps(asdict(result)))

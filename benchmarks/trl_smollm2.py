@@ -1,8 +1,7 @@
-"""A real language model on two cores: how far SmolLM2-135M comes in half an hour, and how long TRL takes to get there.
+"""Train SmolLM2-135M on two cores: the accuracy within half an hour, and the time compared with TRL's.
 
-Both arms train `examples/smollm2/json_facts.toml`, three seeds, as `benchmarks/trl.py` does and says: the same model
-directory, sentences, rewards, hyper-parameters and held-out sentences, answered greedily. The model is fetched with the
-example's own script when it is not there: `pip install 'pipelinerl[smollm2]'` first.
+Both arms train `examples/smollm2/json_facts.toml` with three seeds, as `benchmarks/trl.py` describes. Install `pip
+install 'pipelinerl[smollm2]'` first; the example's own script fetches the model.
 """
 
 from __future__ import annotations
@@ -25,23 +24,28 @@ SMOLLM2: Final = Task(
     most_time_per_step=0.25,
     goal=0.2,
     probe_steps=1,
-    probe_tries=1,  # of most of a minute each
+    probe_tries=1,  # a step takes most of a minute
 )
-PICTURE: Final = Path(__file__).parents[1] / "docs" / "smollm2.png"
+PICTURE: Final = Path(__file__).parents[1] / "docs" / "pictures" / "smollm2.png"
 STEPS: Final = 30
 HALF_AN_HOUR_S: Final = 1800.0
 GAIN: Final = 0.25
 _FETCH_S: Final = 1800.0
 
 
+def fetch_model() -> None:
+    """Download the model if it is missing."""
+    subprocess.run([sys.executable, str(EXAMPLE / "fetch_model.py")], check=True, timeout=_FETCH_S)
+
+
 def gain(arm: Arm) -> float:
-    """The best held-out accuracy within half an hour, less that before training."""
+    """Return the best held-out accuracy within half an hour, minus that before training."""
     return max(accuracy for _, seconds, accuracy in arm.curve if seconds <= HALF_AN_HOUR_S) - arm.curve[0][2]
 
 
 def run(quick: bool = False, *, seeds: Sequence[int] = ()) -> None:
-    """Measure, print, record; given `seeds`, these alone, beside what the record has of the others."""
-    subprocess.run([sys.executable, str(EXAMPLE / "fetch_model.py")], check=True, timeout=_FETCH_S)
+    """Measure, print and record; given `seeds`, only these run, and the record's other seeds are kept."""
+    fetch_model()
     overrides = [f"run.steps={STEPS}"]
     known = recorded(RESULTS / "trl_smollm2.json", SMOLLM2.recipe, overrides) if seeds else {}
     for payload in on_two_cores(SMOLLM2, seeds or range(1 if quick else 3), overrides=overrides, known=known):
@@ -49,7 +53,7 @@ def run(quick: bool = False, *, seeds: Sequence[int] = ()) -> None:
         shown = ", ".join(f"{100 * each:+.0f}" for each in gains)
         least = Row("held-out points won in 30 minutes, by seed", shown, f">= {100 * GAIN:g}", min(gains) >= GAIN)
         print_table("SmolLM2-135M on the example's task", [least])
-        write_record("trl_smollm2", {"quick": quick, "gains": gains, **payload})
+        write_record("trl_smollm2", {"gains": gains, **payload}, quick=quick)
 
 
 def plot(record: Path = RESULTS / "trl_smollm2.json", picture: Path = PICTURE) -> None:

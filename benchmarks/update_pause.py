@@ -1,18 +1,18 @@
-"""How long tokens stop while an engine takes new weights, against the time of copying as many bytes.
+"""Measure how long tokens stop while an engine takes new weights, against a memcpy of as many bytes.
 
-A torch engine with a random decoder runs in a process of its own and decodes; another process is the trainer, which
-publishes through HTTP and gloo, and steps back (nice) where both share a core, as a trainer has a machine of its own.
-The end of each decode step is noted inside the engine's decode thread, on the system's monotonic clock. Per update:
+A torch engine with a random decoder decodes in a process of its own. The trainer is another process, which publishes
+through HTTP and gloo, at a lower priority (nice) because the two share cores. The engine's decode thread notes the end
+of each step. Per update:
 
     longest   the longest time between two steps from PREPARE to the answer to COMMIT
-    swap      the time between the two steps around the swap itself
-    control   the longest time between two steps in as long a while without an update
-    step      the median step of that while
-    memcpy    copying the model's bytes once, the engine idle: what an update in place would stop decoding for, at least
+    swap      the time between the two steps around the swap
+    control   the longest time between two steps in an equally long period without an update
+    step      the median step of that period
+    memcpy    one copy of the model's bytes while the engine is idle: the least that an in-place update would stop for
 
-`extra` is longest − step. On one core the trainer, the receiving thread and the decode thread take turns, which is in
-`longest` and would not be with a core for each; `swap` is what the design itself costs.
-Targets: at 24 MB no gap longer by more than one step than any without an update; at 310 MB extra/memcpy at most 0.1.
+`extra` is longest − step. On one core the trainer, the receiving thread and the decode thread take turns, which adds to
+`longest`; `swap` is the cost of the design itself. Targets: at 24 MB, (longest − control) / step at most 1; at 310 MB,
+extra / memcpy at most 0.1.
 """
 
 from __future__ import annotations
@@ -20,114 +20,50 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
 import torch
-from starlette.requests import Request
-from starlette.responses import JSONResponse
 
 from benchmarks.measure import Interval, Row, bootstrap_median, print_table, write_record
+from benchmarks.served_engine import EngineOrder, served
 from inference_contract.schemas import ChatCompletionRequest
 from inference_contract.weights import WeightLayout
-from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.batching.model_runner import ModelRunner
 from pipelinerl.engines.http.client import EngineClient
-from pipelinerl.engines.http.server import create_app
-from pipelinerl.engines.options import EngineOptions
-from pipelinerl.engines.torch.engine import load_runner
-from pipelinerl.models.tiny_decoder import DebugSize, char_tokenizer, random_decoder
-from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.models.tiny_decoder import DebugSize, random_decoder
 from pipelinerl.system import http_client
-from pipelinerl.system.http_service import listen, serve
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
 
 SLOTS: Final = 4
 CONTEXT: Final = 2048
+_NAMES: Final = ("longest", "swap", "control", "step", "memcpy", "pause", "total")
 
 
-@final
-class Stopwatch:
-    """A runner that notes when each of its steps ended; everything else is the runner's own."""
-
-    def __init__(self, runner: ModelRunner, ends: list[float]) -> None:
-        self._runner = runner
-        self._ends = ends
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
-        """One step."""
-        answer = self._runner.decode(num_rows)
-        self._ends.append(time.monotonic())
-        return answer
-
-    def swap(self) -> None:
-        """The swap, noted as a negative time."""
-        self._runner.swap()
-        self._ends.append(-time.monotonic())
+#: Seconds of each update, by name.
+Samples = dict[str, list[float]]
 
 
-def _engine(folder: str, port: Connection) -> None:
-    """The engine's process: sends its port; GET /notes gives what was noted since the last time."""
-    torch.set_num_threads(1)
-    options = EngineOptions(
-        model_path=Path(folder), model_id="debug", slots=SLOTS, max_waiting=4096, context_length=CONTEXT, threads=1
-    )
-    ends: list[float] = []
-    watched: Any = lambda: Stopwatch(load_runner(options), ends)  # noqa: E731
-    # No token ends a sample: lengths are what is asked for.
-    tokenizer = ChatTokenizer(char_tokenizer(), ())
-    engine = BatchingEngine(options, load=watched, tokenizer=tokenizer)
-
-    async def notes(_: Request) -> JSONResponse:
-        taken, ends[:] = list(ends), []
-        return JSONResponse(taken)
-
-    app = create_app(engine, token=None)
-    app.add_route("/notes", notes)
-    listener = listen("127.0.0.1", 0)
-    port.send(listener.getsockname()[1])
-    serve(app, listener)
-
-
-@final
-@dataclass(slots=True)
-class Samples:
-    """Seconds, one of each per update."""
-
-    longest: list[float] = field(default_factory=list)
-    swap: list[float] = field(default_factory=list)
-    control: list[float] = field(default_factory=list)
-    step: list[float] = field(default_factory=list)
-    memcpy: list[float] = field(default_factory=list)
-    pause: list[float] = field(default_factory=list)
-    total: list[float] = field(default_factory=list)
-
-    def ratio(self, above: Sequence[float], minus: Sequence[float], below: Sequence[float]) -> Interval:
-        """Median of (above − minus) / below."""
-        rows = zip(above, minus, below, strict=True)
-        return bootstrap_median([(a - m) / b for a, m, b in rows])
+def _ratio(samples: Samples, above: str, minus: str | None, below: str) -> Interval:
+    """Return the median of (above − minus) / below."""
+    subtracted = samples[minus] if minus else [0.0] * len(samples[above])
+    rows = zip(samples[above], subtracted, samples[below], strict=True)
+    return bootstrap_median([(a - m) / b for a, m, b in rows])
 
 
 def _gaps(notes: Sequence[float], start: float, end: float) -> list[float]:
-    """Times between consecutive steps that touch [start, end]."""
+    """Return the times between consecutive steps that touch [start, end]."""
     steps = [note for note in notes if note > 0]
     return [b - a for a, b in zip(steps, steps[1:], strict=False) if b >= start and a <= end]  # noqa: RUF007
 
 
 def _around_swap(notes: Sequence[float]) -> float:
-    """The time between the steps before and after the last swap."""
+    """Return the time between the steps before and after the last swap."""
     at = max(row for row, note in enumerate(notes) if note < 0)
     before = next(note for note in reversed(notes[:at]) if note > 0)
     after = next(note for note in notes[at:] if note > 0)
@@ -135,7 +71,7 @@ def _around_swap(notes: Sequence[float]) -> float:
 
 
 def _trainer(url: str, rounds: int) -> tuple[Samples, int]:
-    """The trainer's process: every round with the engine at `url`."""
+    """Run every round against the engine at `url`, in the trainer's process."""
     torch.set_num_threads(1)
     return asyncio.run(_measure(url, rounds))
 
@@ -144,11 +80,12 @@ async def _measure(url: str, rounds: int) -> tuple[Samples, int]:
     async with EngineClient(state_timeout_s=60.0) as client, http_client.async_session(url) as plain:
         layout = (await client.models(url)).data[0].layout
         publisher = BroadcastPublisher(client)
-        samples, source = Samples(), _parameters(layout)
+        source = _parameters(layout)
+        samples: Samples = {name: [] for name in _NAMES}
         spare = np.empty(layout.num_bytes, np.uint8)
-        for number in range(-1, rounds):  # the first touches every page once and is forgotten
+        for number in range(-1, rounds):  # the first touches every page and is discarded
             memcpy = _copy_seconds(spare)
-            asking = asyncio.create_task(_keep_busy(client, url))
+            requests = asyncio.create_task(_keep_busy(client, url))
             await _steps(client, url, 8)
             began = time.monotonic()
             publication = Publication(
@@ -157,25 +94,21 @@ async def _measure(url: str, rounds: int) -> tuple[Samples, int]:
             report = await publisher.publish(publication)
             ended = time.monotonic()
             await asyncio.sleep(ended - began + 0.1)
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            requests.cancel()
+            await asyncio.gather(requests, return_exceptions=True)
             notes = (await plain.get("/notes", timeout=60.0)).json()
             if number < 0:
                 continue
             during, after = _gaps(notes, began, ended), _gaps(notes, ended + 0.05, ended + 0.05 + ended - began)
-            samples.longest.append(max(during))
-            samples.control.append(max(after))
-            samples.step.append(float(np.median(after)))
-            samples.swap.append(_around_swap(notes))
-            samples.memcpy.append(memcpy)
-            samples.pause.append(report.pauses_s[url])
-            samples.total.append(report.total_s)
+            row = (max(during), _around_swap(notes), max(after), float(np.median(after)), memcpy)
+            for name, seconds in zip(_NAMES, (*row, report.pauses_s[url], report.total_s), strict=True):
+                samples[name].append(seconds)
         await publisher.close()
     return samples, layout.num_bytes
 
 
 def _parameters(layout: WeightLayout) -> list[tuple[str, Any]]:
-    """Small constant weights: what they are does not matter to time."""
+    """Return small constant weights: their values do not affect time."""
     return [(p.name, torch.full(p.shape, 0.01, dtype=getattr(torch, p.dtype.value))) for p in layout.parameters]
 
 
@@ -188,14 +121,13 @@ async def _steps(client: EngineClient, url: str, count: int, *, timeout_s: float
 
 
 async def _keep_busy(client: EngineClient, url: str) -> None:
-    """Keep every slot decoding."""
     request = ChatCompletionRequest(prompt_token_ids=[6, 7, 8], n=SLOTS, max_tokens=CONTEXT - 8, seed=1)
     while True:
         await client.chat(url, request)
 
 
 def _copy_seconds(target: np.ndarray[Any, Any]) -> float:
-    """Best of three copies of as many bytes."""
+    """Return the best of three copies of as many bytes."""
     origin = np.zeros_like(target)
     origin[::4096] = 1
     took = []
@@ -207,51 +139,33 @@ def _copy_seconds(target: np.ndarray[Any, Any]) -> float:
 
 
 def _size(size: DebugSize, rounds: int) -> tuple[Samples, int]:
-    """All rounds with a model of this size."""
+    """Run all rounds with a model of this size."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         random_decoder(size).save_pretrained(folder)
-        char_tokenizer().save_pretrained(folder, save_jinja_files=False)
-        ours, theirs = spawn.Pipe()
-        engine = spawn.Process(target=_engine, args=(folder, theirs), daemon=True)
-        engine.start()
-        try:
-            with ProcessPoolExecutor(1, mp_context=spawn, initializer=os.nice, initargs=(10,)) as apart:
-                return apart.submit(_trainer, f"http://127.0.0.1:{ours.recv()}", rounds).result(timeout=600)
-        finally:
-            engine.terminate()
-            engine.join(10)
+        with (
+            served(EngineOrder(folder=Path(folder), slots=SLOTS, context=CONTEXT)) as engine,
+            ProcessPoolExecutor(1, mp_context=spawn, initializer=os.nice, initargs=(10,)) as apart,
+        ):
+            return apart.submit(_trainer, engine.url, rounds).result(timeout=600)
 
 
-def run(quick: bool = False) -> dict[str, Any]:
-    """Measure, print, record."""
+def run(quick: bool = False) -> None:
+    """Measure, print and record."""
     sizes = (DebugSize.MB_3,) if quick else (DebugSize.MB_3, DebugSize.MB_24, DebugSize.MB_310)
     payload: dict[str, Any] = {}
     rows: list[Row] = []
     for size in sizes:
         samples, num_bytes = _size(size, rounds=3 if quick else 9)
-        none = [0.0] * len(samples.step)
-        in_steps = samples.ratio(samples.longest, samples.control, samples.step)
-        extra = samples.ratio(samples.longest, samples.step, samples.memcpy)
-        swap = samples.ratio(samples.swap, samples.step, samples.memcpy)
-        pause = samples.ratio(samples.pause, none, samples.memcpy)
-        name = f"{num_bytes / 1e6:.1f} MB"
-        median = {key: float(np.median(values)) * 1e3 for key, values in _columns(samples).items()}
+        in_steps, extra = _ratio(samples, "longest", "control", "step"), _ratio(samples, "longest", "step", "memcpy")
+        swap, pause = _ratio(samples, "swap", "step", "memcpy"), _ratio(samples, "pause", None, "memcpy")
+        name, middle, large = f"{num_bytes / 1e6:.1f} MB", size is DebugSize.MB_24, size is DebugSize.MB_310
+        median = {key: float(np.median(values)) * 1e3 for key, values in samples.items()}
         rows += [
             Row(f"{name}: step / longest / control / swap [ms]", _listed(median, "step", "longest", "control", "swap")),
             Row(f"{name}: memcpy / pause / whole update [ms]", _listed(median, "memcpy", "pause", "total")),
-            Row(
-                f"{name}: (longest - control) / step",
-                in_steps,
-                "<= 1" if size is DebugSize.MB_24 else "",
-                in_steps.median <= 1 if size is DebugSize.MB_24 else None,
-            ),
-            Row(
-                f"{name}: extra / memcpy",
-                extra,
-                "<= 0.1" if size is DebugSize.MB_310 else "",
-                extra.median <= 0.1 if size is DebugSize.MB_310 else None,
-            ),
+            Row(f"{name}: (longest - control) / step", in_steps, *(("<= 1", in_steps.median <= 1) if middle else ())),
+            Row(f"{name}: extra / memcpy", extra, *(("<= 0.1", extra.median <= 0.1) if large else ())),
             Row(f"{name}: (swap - step) / memcpy", swap),
             Row(f"{name}: engine's own pause / memcpy", pause),
         ]
@@ -262,22 +176,11 @@ def run(quick: bool = False) -> dict[str, Any]:
             "swap_over_memcpy": swap.as_dict(),
             "pause_over_memcpy": pause.as_dict(),
             "median_ms": median,
-            "samples_s": _columns(samples),
+            "samples_s": samples,
         }
     print_table("update_pause: how long tokens stop for new weights", rows)
-    if not quick:
-        write_record("update_pause", payload)
-    return payload
-
-
-def _columns(samples: Samples) -> dict[str, list[float]]:
-    names = ("longest", "swap", "control", "step", "memcpy", "pause", "total")
-    return {name: list(getattr(samples, name)) for name in names}
+    write_record("update_pause", payload, quick=quick)
 
 
 def _listed(median: dict[str, float], *names: str) -> str:
     return " / ".join(f"{median[name]:.2f}" for name in names)
-
-
-if __name__ == "__main__":
-    run(quick="--quick" in sys.argv)

@@ -1,13 +1,12 @@
-"""What verification costs: math answers a second, an actor's processor time, and what hostile answers do to others.
+"""Measure the cost of verification: math answers/s, an actor's processor time, and hostile answers.
 
-    throughput   the math verifier's answers/s that need `math-verify`, beside the library called bare, in as many
-                 processes of their own as there are cores, each given its share at once
-    actor        processor time of the verifying process for each rollout, in groups of 8
-    hostile      `hostile_texts`: tokens, a million characters, 9**9**9**9, unbalanced LaTeX, NUL, bidi; groups of them
-                 are judged beside groups of ordinary answers, whose latency is compared with what it is without
+    throughput   answers/s that need `math-verify`, compared with the bare library in one process per core
+    actor        processor time of the verifying process per rollout, in groups of 8
+    hostile      groups of `hostile_texts` (special tokens, a million characters, 9**9**9**9, unbalanced LaTeX, NUL,
+                 bidi) are judged together with ordinary groups, whose latency is compared with that alone
 
-Targets: 0.7 of the bare library; of an answer that is hostile, no failure of ours scored 0, no verdict later than the
-deadline and a second after it was asked for; the others' 95th percentile at most twice what it is without.
+Targets: 0.7 of the bare library's throughput; no hostile answer gets a reward of 0 for a failure of ours, and every
+verdict comes within the deadline plus a second; the ordinary groups' P95 at most doubles.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ LEAST_OF_BARE = 0.7
 MOST_OF_P95 = 2.0
 GROUP = 8
 _DEADLINE_S = 2.0
-#: After the question, its waiting included.
+#: From the request, including the time in the queue.
 MOST_LATE_S = _DEADLINE_S + 1.0
-#: Groups of ordinary and of hostile answers that are judged at once.
+#: Ordinary and hostile groups that are judged at once.
 _AT_ONCE = 2
-#: Ordinary groups go on for as long as hostile ones do, with so many times the answers that are asked for, at most.
+#: Ordinary groups repeat while hostile ones last, at most this many times.
 _MOST_TURNS = 16
 
 _HOSTILE = (
@@ -69,12 +68,12 @@ _HOSTILE = (
 
 
 def hostile_texts(count: int) -> list[str]:
-    """So many answers that are meant to break, stall or deceive a verifier; the same ones each time."""
+    """Return answers that are meant to break, stall or deceive a verifier, the same ones each time."""
     return [_HOSTILE[number % len(_HOSTILE)].format(n=number) for number in range(count)]
 
 
-def run(quick: bool) -> None:
-    """Measure, print the table and write the record."""
+def run(quick: bool = False) -> None:
+    """Measure, print and record."""
     texts = hostile_texts(100 if quick else 1000)
     ratio, rates = throughput(pairs=60 if quick else 600, rounds=2 if quick else 9)
     costs = {name: asyncio.run(processor_ms(name, groups=10 if quick else 200)) for name in _DOMAINS}
@@ -87,32 +86,29 @@ def run(quick: bool) -> None:
         *(Row(f"actor's processor time, {name} (ms/rollout)", cost) for name, cost in costs.items()),
         Row("hostile answers", len(texts)),
         *(Row(f"… {outcome}", with_them.outcomes[outcome]) for outcome in Outcome),
-        Row("… slowest verdict after its question (s)", late, f"<= {MOST_LATE_S:g}", late <= MOST_LATE_S),
+        Row("… slowest verdict after its request (s)", late, f"<= {MOST_LATE_S:g}", late <= MOST_LATE_S),
         Row("… verdicts later than that", sum(each > MOST_LATE_S for each in with_them.hostile_s), "0"),
         Row("other groups' P95 alone (s)", alone.p95_s),
-        Row("… beside hostile ones (s)", with_them.p95_s),
-        Row("… beside hostile ones, ratio", p95, f"<= {MOST_OF_P95:g}", p95 <= MOST_OF_P95),
+        Row("… with hostile ones (s)", with_them.p95_s),
+        Row("… with hostile ones, ratio", p95, f"<= {MOST_OF_P95:g}", p95 <= MOST_OF_P95),
     ]  # fmt: skip
     print_table("verifiers", rows)
-    if not quick:
-        write_record(
-            "verifiers",
-            {
-                "of_bare": ratio.as_dict(),
-                "answers_per_s": rates,
-                "actor_ms_per_rollout": costs,
-                "hostile": {str(outcome): number for outcome, number in with_them.outcomes.items()},
-                "slowest_hostile_s": late,
-                "p95_s": {"alone": alone.p95_s, "beside": with_them.p95_s},
-            },
-        )
+    payload = {
+        "of_bare": ratio.as_dict(),
+        "answers_per_s": rates,
+        "actor_ms_per_rollout": costs,
+        "hostile": {str(outcome): number for outcome, number in with_them.outcomes.items()},
+        "slowest_hostile_s": late,
+        "p95_s": {"alone": alone.p95_s, "beside": with_them.p95_s},
+    }
+    write_record("verifiers", payload, quick=quick)
 
 
 # --- throughput -------------------------------------------------------------------------------------------------------
 
 
 def expressions(count: int) -> list[tuple[str, str]]:
-    """(truth, answer) pairs that text alone does not decide, half of them equal."""
+    """Return (truth, answer) pairs that text alone does not decide, half of them equal."""
     noise = generator(0, "verifier benchmark")
     made = []
     for number in range(count):
@@ -128,22 +124,22 @@ def expressions(count: int) -> list[tuple[str, str]]:
 
 
 def throughput(*, pairs: int, rounds: int) -> tuple[Interval, dict[str, float]]:
-    """Answers/s of the verifier ÷ those of the bare library, and both."""
-    asked = expressions(pairs)
+    """Return the verifier's answers/s over the bare library's, and both rates."""
+    wanted = expressions(pairs)
     cores = len(os.sched_getaffinity(0))
     with multiprocessing.get_context("spawn").Pool(cores) as bare, asyncio.Runner() as runner:
         verifier = open_verifier(DomainSection(name="math", source="addition"))
-        shares = [asked[core::cores] for core in range(cores)]
+        shares = [wanted[core::cores] for core in range(cores)]
 
         def ours() -> float:
             began = time.perf_counter()
-            runner.run(_all_judged(verifier, asked))
-            return len(asked) / (time.perf_counter() - began)
+            runner.run(_all_judged(verifier, wanted))
+            return len(wanted) / (time.perf_counter() - began)
 
         def library() -> float:
             began = time.perf_counter()
             bare.map(bare_equal, shares, chunksize=1)
-            return len(asked) / (time.perf_counter() - began)
+            return len(wanted) / (time.perf_counter() - began)
 
         timings = paired({"ours": ours, "bare": library}, rounds=rounds)
         runner.run(verifier.close())
@@ -151,7 +147,7 @@ def throughput(*, pairs: int, rounds: int) -> tuple[Interval, dict[str, float]]:
 
 
 def bare_equal(pairs: Sequence[tuple[str, str]]) -> list[bool]:
-    """What `math-verify` says, called as its documentation calls it, without its timeouts."""
+    """Return what `math-verify` decides, called as its documentation shows, without its timeouts."""
     from math_verify import parse, verify
 
     return [
@@ -177,7 +173,7 @@ _DOMAINS = ("reasoning_gym", "math as text", "math in a worker", "own function i
 
 
 async def processor_ms(name: str, *, groups: int) -> float:
-    """Of this process, for each rollout."""
+    """Return this process's processor time per rollout, in milliseconds."""
     source = open_source("reasoning_gym:spell_backward", domain="d", split=Split.TRAIN, seed=0)
     problems = [source.problem(number) for number in range(groups)]
     with tempfile.TemporaryDirectory() as folder:
@@ -205,8 +201,8 @@ async def processor_ms(name: str, *, groups: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """Latencies of ordinary groups, and what became of the hostile answers."""
+class Latencies:
+    """Latencies of ordinary and hostile groups, and the outcomes of the hostile answers."""
 
     ordinary_s: tuple[float, ...] = ()
     hostile_s: tuple[float, ...] = ()
@@ -217,26 +213,26 @@ class Beside:
         """The latency that one ordinary group in twenty exceeds."""
         return float(np.quantile(self.ordinary_s, 0.95))
 
-    def with_(self, other: Beside) -> Beside:
-        """Both together."""
-        return Beside(
+    def with_(self, other: Latencies) -> Latencies:
+        """Return both together."""
+        return Latencies(
             self.ordinary_s + other.ordinary_s, self.hostile_s + other.hostile_s, self.outcomes + other.outcomes
         )
 
 
-def both(texts: Sequence[str], *, groups: int, parts: int) -> tuple[Beside, Beside]:
-    """Without hostile answers and with them, in turns, so that what else the machine does meets both alike."""
-    alone, with_them = Beside(), Beside()
+def both(texts: Sequence[str], *, groups: int, parts: int) -> tuple[Latencies, Latencies]:
+    """Measure without and with hostile answers in turn, so that other load on the machine affects both alike."""
+    alone, with_them = Latencies(), Latencies()
     for part in range(parts):
-        alone = alone.with_(asyncio.run(beside([], groups=groups // parts)))
-        with_them = with_them.with_(asyncio.run(beside(texts[part::parts], groups=groups // parts)))
+        alone = alone.with_(asyncio.run(judged_with([], groups=groups // parts)))
+        with_them = with_them.with_(asyncio.run(judged_with(texts[part::parts], groups=groups // parts)))
     return alone, with_them
 
 
-async def beside(hostile: Sequence[str], *, groups: int) -> Beside:
-    """Judge ordinary groups for as long as the hostile ones last, and for so many groups at least."""
+async def judged_with(hostile: Sequence[str], *, groups: int) -> Latencies:
+    """Judge at least `groups` ordinary groups, and more while the hostile ones last."""
     verifier = open_verifier(DomainSection(name="math", source="addition", verifier_timeout_s=_DEADLINE_S))
-    ordinary = expressions(_MOST_TURNS * groups * GROUP)  # sympy remembers what it has compared
+    ordinary = expressions(_MOST_TURNS * groups * GROUP)  # sympy caches comparisons
     latencies: list[float] = []
     seconds: list[float] = []
     outcomes: Counter[Outcome] = Counter()
@@ -267,4 +263,4 @@ async def beside(hostile: Sequence[str], *, groups: int) -> Beside:
         await asyncio.gather(*(judge() for judge in (judge_ordinary, judge_hostile) for _ in range(_AT_ONCE)))
     finally:
         await verifier.close()
-    return Beside(tuple(latencies), tuple(seconds), outcomes)
+    return Latencies(tuple(latencies), tuple(seconds), outcomes)

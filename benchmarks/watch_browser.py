@@ -1,8 +1,8 @@
-"""How soon the live page of a long run is drawn in a browser, and how many frames it holds while somebody zooms.
+"""Measure how fast a browser draws the live page of a long run, and the frame rate while zooming.
 
-The run has 10⁵ steps (a tenth with --quick). `pipelinerl watch` is started on it as a process and opened in Debian's
-chromium, without a display. A wheel event comes with every frame, in and out by turns, and the times of the frames are
-taken by `requestAnimationFrame`: on the charts over the steps, and on the timeline.
+The run has 10⁵ steps (a tenth with --quick). `pipelinerl watch` serves it as a process, and Debian's chromium opens it
+without a display. Every frame gets a wheel event, alternately in and out. `requestAnimationFrame` takes the times of
+the frames, on the charts over the steps and on the timeline.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FRAMES: Final = 240
 _TARGET_FPS: Final = 30.0
 _TARGET_S: Final = 2.0
 
-#: Wheels over the middle of an element, once a frame, and returns how long each frame took, in milliseconds.
+#: Sends wheel events to the middle of an element, one per frame, and returns the milliseconds of each frame.
 _ZOOMING: Final = """([selector, frames, ctrlKey]) => new Promise((done) => {
   const element = document.querySelector(selector);
   const box = element.getBoundingClientRect();
@@ -43,12 +43,12 @@ _ZOOMING: Final = """([selector, frames, ctrlKey]) => new Promise((done) => {
 })"""
 
 
-def run(quick: bool) -> None:
-    """Measure, print the table and write the record."""
+def run(quick: bool = False) -> None:
+    """Measure, print and record."""
     steps = 10_000 if quick else 100_000
     with tempfile.TemporaryDirectory(prefix="pipelinerl-watch-") as folder:
         run_dir = _long_run(Path(folder), steps)
-        with served(run_dir) as (_, link):
+        with served(run_dir) as link:
             figures = _measured(link)
     opened, charts, timeline = figures["opened_s"], _rate(figures["charts_ms"]), _rate(figures["timeline_ms"])
     rows = [
@@ -58,11 +58,11 @@ def run(quick: bool) -> None:
     ]
     print_table(f"the page of {steps:,} steps in a browser", rows)
     rates = {"charts_fps": charts, "timeline_fps": timeline}
-    write_record("watch_browser", {"quick": quick, "steps": steps, "target_fps": _TARGET_FPS, **rates, **figures})
+    write_record("watch_browser", {"steps": steps, "target_fps": _TARGET_FPS, **rates, **figures}, quick=quick)
 
 
 def _long_run(folder: Path, steps: int) -> Path:
-    """The directory of a run that has been killed after so many steps."""
+    """Write the directory of a run that was killed after `steps` steps."""
     run_dir = folder / "long"
     run_dir.mkdir()
     recipes.save(recipes.load("tiny"), run_dir / "recipe.toml")
@@ -95,7 +95,7 @@ def _measured(link: str) -> dict[str, Any]:
         page = browser.new_page(viewport={"width": 1440, "height": 900})
         page.set_default_timeout(_DEADLINE_MS)
         page.goto(link)
-        # As the page itself asks: all that lies there has been read, so that what is opened next is whole.
+        # Wait until the server has read all events, so that the next page is complete.
         page.wait_for_function(
             "() => fetch('/api/run').then((answer) => answer.json()).then((run) => run.loading.events === 1)"
         )
@@ -112,7 +112,6 @@ def _measured(link: str) -> dict[str, Any]:
 
 
 def _quantiles(frames_ms: list[float]) -> dict[str, float]:
-    """Of the times of frames."""
     return {
         "mean": float(np.mean(frames_ms)),
         "p50": float(np.median(frames_ms)),
@@ -122,5 +121,5 @@ def _quantiles(frames_ms: list[float]) -> dict[str, float]:
 
 
 def _rate(frames_ms: dict[str, float]) -> float:
-    """Frames in a second."""
+    """Return frames per second."""
     return 1e3 / frames_ms["mean"]

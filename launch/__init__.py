@@ -1,5 +1,6 @@
-"""Starts the processes of a run and keeps them alive. `plan` says which (pure), `local` runs them on this machine.
+"""Start the processes of a run and keep them alive: on this machine, or one host's share of them (`launch.cluster`).
 
-The launcher knows the roles by name only: it imports the configuration, the observability room and the error tree,
-never a role, an engine or a trainer, so that it starts in a moment and stays small.
+`plan` says which processes there are (pure), `placement` where they run (pure), `supervisor` runs them. The launcher
+imports the descriptions of roles, the configuration and observability, but no code that a role runs, so it starts
+quickly and stays small.
 """

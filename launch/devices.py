@@ -1,7 +1,8 @@
-"""Which GPUs a run may use, as a value: what the NVIDIA driver lists, narrowed by the user's CUDA_VISIBLE_DEVICES.
+"""The GPUs that a run may use, as a value: those that the NVIDIA driver lists, narrowed by CUDA_VISIBLE_DEVICES.
 
-No CUDA library is loaded: `nvidia-smi` is asked, or /proc/driver/nvidia is read where there is none. `read_devices` is
-pure. TPUs and other accelerators are not looked for; who may use them is the user's to say (docs/understand/tpu.md).
+No CUDA library is loaded: the list comes from `nvidia-smi`, or from /proc/driver/nvidia if that program is missing.
+`read_devices` is pure. TPUs and other accelerators are not detected; the user assigns them to processes
+(docs/understand/tpu.md).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pipelinerl.errors import UserError
 
 VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 
-#: The driver may have to wake the GPUs first, which takes seconds without its persistence mode.
+#: Without persistence mode the driver wakes the GPUs first, which takes seconds.
 _DEADLINE_S: Final = 30.0
 _QUERY: Final = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,mig.mode.current", "--format=csv,noheader,nounits")
 _INSTANCES: Final = ("nvidia-smi", "-L")
@@ -28,7 +29,7 @@ _PROC: Final = Path("/proc/driver/nvidia/gpus")
 
 
 class Origin(StrEnum):
-    """Who says which devices there are."""
+    """The source of the list of devices."""
 
     DRIVER = "driver"
     """The driver, which counts in the order of the PCI bus."""
@@ -38,7 +39,7 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class VisibleDevice:
-    """A GPU, or an instance of one, by the name that CUDA_VISIBLE_DEVICES has for it; its memory, where it is known."""
+    """A GPU or an instance of one (MIG): its name in CUDA_VISIBLE_DEVICES, and its memory if known."""
 
     name: str
     memory_mib: int | None = None
@@ -46,7 +47,7 @@ class VisibleDevice:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The devices that a run may use; a recipe speaks of them by their index here."""
+    """The devices that a run may use; recipes refer to them by their index here."""
 
     each: tuple[VisibleDevice, ...] = ()
     origin: Origin = Origin.DRIVER
@@ -55,24 +56,24 @@ class Devices:
         return len(self.each)
 
     def label(self, index: int) -> str:
-        """What people call it, such as `GPU 1`, or `GPU 1 (MIG-…)` where CUDA has another name for it."""
+        """Return a name for people, such as `GPU 1`, or `GPU 1 (MIG-…)` if CUDA has another name for it."""
         name = self.each[index].name
         return f"GPU {index}" if name == str(index) else f"GPU {index} ({name})"
 
     def environment(self, indices: Sequence[int]) -> Mapping[str, str]:
-        """What shows these devices, and no other, to a process; nothing for a process that needs none."""
+        """Return the environment that shows a process these devices only; empty for a process that needs none."""
         if not indices:
             return {}
         shown = {VARIABLE: ",".join(self.each[index].name for index in indices)}
-        # CUDA by itself counts the fastest first; the user's own indices keep the order that they were meant in.
+        # By default CUDA counts the fastest GPU first. The user's own indices keep their order.
         return shown | ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.origin is Origin.DRIVER else {})
 
 
 def devices_for(config: RunConfig, environ: Mapping[str, str]) -> Devices:
-    """The devices of this machine that the run may use; not looked for when nothing in the recipe could use one.
+    """Return the devices of this machine that the run may use. Skip detection if nothing in the recipe could use a GPU.
 
     Raises:
-        UserError: the driver does not answer in time, or CUDA_VISIBLE_DEVICES names what is not there.
+        UserError: the driver does not answer in time, or CUDA_VISIBLE_DEVICES names a device that does not exist.
     """
     if not (config.gpus_of_engine() or config.gpus_of_trainer):
         return Devices()
@@ -85,15 +86,15 @@ def devices_for(config: RunConfig, environ: Mapping[str, str]) -> Devices:
 
 
 def read_devices(gpus: str, *, instances: str = "", visible: str | None = None) -> Devices:
-    """The devices in what `nvidia-smi` answers.
+    """Parse the output of `nvidia-smi`.
 
     Args:
-        gpus: a line for each GPU: index, UUID, MiB of memory, whether it is divided into instances (MIG).
-        instances: the answer of `nvidia-smi -L`, where a GPU is divided: its instances are then the devices.
-        visible: CUDA_VISIBLE_DEVICES, whose names are kept as they are; None when it is not set.
+        gpus: a line per GPU: index, UUID, memory in MiB, MIG mode.
+        instances: output of `nvidia-smi -L` if a GPU is divided (MIG); its instances are then the devices.
+        visible: CUDA_VISIBLE_DEVICES, whose names are kept; None if it is not set.
 
     Raises:
-        UserError: `visible` names what is not there.
+        UserError: `visible` names a device that does not exist.
     """
     rows = [[field.strip() for field in line.split(",")] for line in gpus.splitlines() if line.strip()]
     if visible is not None:
@@ -108,14 +109,14 @@ def read_devices(gpus: str, *, instances: str = "", visible: str | None = None) 
 
 
 def _named(rows: list[list[str]], visible: str) -> Iterator[VisibleDevice]:
-    """The devices that CUDA_VISIBLE_DEVICES names, up to the first that CUDA takes for none."""
+    """Yield the devices that CUDA_VISIBLE_DEVICES names, up to the first word that CUDA would ignore."""
     sizes = {row[2] for row in rows}
     for name in takewhile(_names_something, (part.strip() for part in visible.split(","))):
         if name.startswith("MIG-"):
             yield VisibleDevice(name)
             continue
         if name.isdecimal():
-            # Which GPU an index means depends on CUDA_DEVICE_ORDER, so its memory is known where all have the same.
+            # CUDA_DEVICE_ORDER decides which GPU an index means, so its memory is known only if all GPUs have the same.
             same = [row for row in rows if len(sizes) == 1 and row[3] != "Enabled"] if int(name) < len(rows) else None
         else:
             same = [row for row in rows if row[1].startswith(name)] or None
@@ -130,7 +131,7 @@ def _names_something(name: str) -> bool:
 
 
 def _instances_of(uuid: str, listing: str) -> list[str]:
-    """UUIDs of the instances of one GPU in `nvidia-smi -L`."""
+    """Return the UUIDs of one GPU's instances in the output of `nvidia-smi -L`."""
     names: list[str] = []
     inside = False
     for line in listing.splitlines():
@@ -146,7 +147,7 @@ def _mebibytes(text: str) -> int | None:
 
 
 def _answer(command: Sequence[str]) -> str:
-    """What it writes; nothing when it fails, as it does where there is no driver or no GPU."""
+    """Return the command's output; empty if it fails, which it does without a driver or a GPU."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S)
     except subprocess.TimeoutExpired:
@@ -158,8 +159,8 @@ def _answer(command: Sequence[str]) -> str:
 
 
 def _from_proc(gpus: Path) -> Iterator[str]:
-    """Lines as `nvidia-smi` writes them, of the driver's own files, which know neither memory nor instances."""
+    """Yield lines like those of `nvidia-smi` from the driver's own files, without memory and instances."""
     folders = sorted(gpus.iterdir()) if gpus.is_dir() else []
-    for index, folder in enumerate(folders):  # named for their place on the PCI bus
+    for index, folder in enumerate(folders):  # named for their PCI address
         uuid = re.search(r"GPU UUID:\s*(\S+)", (folder / "information").read_text())
         yield f"{index}, {uuid[1] if uuid else ''}, , "

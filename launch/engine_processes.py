@@ -1,8 +1,10 @@
-"""`EngineProcesses`: the processes of the engines that come and go while a run is live, as its controller wants them.
+"""`EngineProcesses`: starts and stops engines of a live run as its controller requests, and assigns devices to them.
 
-The controller says in its status whom it has requested and to_stop; it is asked all the time, and says the whole each
-time, so that nothing is lost if either of the two is away for a while. The launcher owns the processes: they end with
-it, however it ends. Of a run on several hosts they are on the head.
+The controller's status lists the requested engines and those to stop, completely each time, so nothing is lost if the
+controller or the launcher is away for a while. The launcher owns the processes, which end with it. In a run on several
+hosts they are on the head.
+
+Processes share a device only as far as their memory shares allow; a process without a share has its devices to itself.
 """
 
 from __future__ import annotations
@@ -10,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import final
 
-from launch.device_pool import DevicePool
-from launch.placement import Assignment
+from launch.placement import ROUNDING, Assignment
 from launch.plan import Launch
 from launch.supervisor import Supervisor
 from pipelinerl.observability.status import RequestedEngine, RunStatus
@@ -20,23 +21,27 @@ from pipelinerl.system.ports import free_ports
 
 @final
 class EngineProcesses:
-    """Makes the supervisor run what the status asks for.
+    """Makes the supervisor run the requested engines.
 
     Args:
-        give_up: tells the controller of an engine that cannot be had; called with each status until that says so, too.
+        give_up: tells the controller that an engine cannot start; called with each status that still requests it.
     """
 
     def __init__(self, supervisor: Supervisor, launch: Launch, *, give_up: Callable[[str], None]) -> None:
         self._supervisor = supervisor
         self._launch = launch
         self._give_up = give_up
-        self._ports = set(launch.ports.all)
-        self._devices = DevicePool(launch.config, launch.placement_of_head)
+        placement = launch.placement
+        self._ports = set(launch.ports.values())
+        self._devices = placement.head.devices
+        self._held = {
+            name: on for name, on in placement.assignments.items() if placement.host_of(name) is placement.head
+        }
 
     def follow(self, status: RunStatus) -> None:
-        """Start who is wanted and not there yet, stop who is to_stop."""
-        for name in self._devices.holders & self._supervisor.ended:
-            self._devices.give_back(name)
+        """Start engines that were requested and do not run yet, and stop engines that are to stop."""
+        for name in self._held.keys() & self._supervisor.ended:
+            del self._held[name]
         for requested in status.fleet.requested:
             if requested.name in status.fleet.to_stop:
                 continue
@@ -48,18 +53,52 @@ class EngineProcesses:
             self._supervisor.stop_engine(name)
 
     def _start(self, requested: RequestedEngine) -> None:
-        """Start an engine on devices that are free; while others are being given back, wait for the next status."""
-        on = self._devices.take(requested.name, type=requested.type)
-        if on is None and self._devices.holders & self._supervisor.stopping:
+        """Start an engine on free devices. If a process that holds devices is stopping, wait for the next status."""
+        on = self._take_devices(requested)
+        if on is None and self._held.keys() & self._supervisor.stopping:
             return
         spec = self._launch.engine(requested.name, port=self._port(), type=requested.type, on=on or Assignment())
         if on is None:
-            self._supervisor.refuse(spec, self._devices.refusal(requested.name, type=requested.type))
+            self._supervisor.refuse(spec, self._refusal(requested))
         else:
             self._supervisor.add(spec)
 
     def _port(self) -> int:
-        """A free one, also of those that were given to processes which have not bound theirs yet, or are down."""
+        """Return a free port that no process of the run was given: one that is down will bind its port again."""
         port = next(port for port in free_ports(len(self._ports) + 1) if port not in self._ports)
         self._ports.add(port)
         return port
+
+    def _take_devices(self, requested: RequestedEngine) -> Assignment | None:
+        """Return devices for an engine, unused ones first; None if too few are free."""
+        config = self._launch.config
+        needs = config.gpus_of_engine(requested.type) if self._devices.each else 0
+        if not needs:
+            return Assignment()
+        share = config.engine.memory_share
+        wanted = share if share is not None and config.weights.backend != "nccl" else 1.0
+        used = [self._used(index) for index in range(len(self._devices))]
+        fitting = [index for index in range(len(used)) if used[index] + wanted <= 1.0 + ROUNDING]
+        chosen = sorted(sorted(fitting, key=lambda index: used[index])[:needs])
+        if len(chosen) < needs:
+            return None
+        self._held[requested.name] = Assignment(tuple(chosen), share)
+        return self._held[requested.name]
+
+    def _used(self, index: int) -> float:
+        """Return the assigned fraction of a device's memory."""
+        return sum(1.0 if each.share is None else each.share for each in self._held.values() if index in each.indices)
+
+    def _refusal(self, requested: RequestedEngine) -> str:
+        """Return why an engine gets no devices, and how to free some."""
+        needs = self._launch.config.gpus_of_engine(requested.type)
+        holders = [
+            (self._devices.label(i), ", ".join(name for name, on in self._held.items() if i in on.indices) or "free")
+            for i in range(len(self._devices))
+        ]
+        state = "; ".join(f"{label}: {names}" for label, names in holders)
+        return (
+            f"{requested.name} takes {needs} GPU{'s' if needs > 1 else ''}, and too few are free ({state}); take an "
+            "engine out first, or start the run with an engine.memory_share and a trainer.memory_share that leave room "
+            "for another"
+        )

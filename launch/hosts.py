@@ -1,17 +1,17 @@
-"""The hosts of a run as values: their names, addresses, GPUs, and what each may do; read from the command line.
+"""The hosts of a run as values: names, addresses, GPUs and roles, as the command line gives them.
 
     a                          the host a, which others reach by that name
-    a=10.0.0.1:gpus=8          by that address; with eight GPUs
+    a=10.0.0.1:gpus=8          reached at that address; with eight GPUs
     b:gpus=0,roles=trainer     a host for the trainer alone; roles are engine, trainer and actor, joined by +
 
-The first is the head: it runs the streams, the controller and what else has no host of its own.
+The first host is the head. It runs the streams, the controller, and every process that has no host of its own.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
@@ -19,13 +19,13 @@ from launch.devices import Devices, VisibleDevice
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import RecipeError, UserError
 
-#: Letters, digits, dots, dashes: it is a word of a command line, of a file's name and of a host's.
+#: Letters, digits, dots and dashes: the name is used in command lines, file names and host names.
 _NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _EXAMPLE: Final = "NAME, NAME=ADDRESS or NAME=ADDRESS:gpus=8,roles=engine+actor"
 
 
 class HostRole(StrEnum):
-    """What a host may be given to do; streams, controller and parameter servers go with the head."""
+    """A kind of process that a host may run; the others follow the head or the trainer."""
 
     ENGINE = "engine"
     TRAINER = "trainer"
@@ -37,8 +37,8 @@ class Host:
     """One machine of a run.
 
     Attributes:
-        address: what others reach it by, and what its processes bind: a name or a number.
-        devices: GPUs that the run may use there; on another machine than this one by number only.
+        address: name or number that its processes bind and others connect to.
+        devices: GPUs that the run may use there; numbered only, unless it is this machine.
     """
 
     name: str
@@ -48,11 +48,11 @@ class Host:
 
     @property
     def word(self) -> str:
-        """The word of a command line that says the same."""
+        """The argument of `--host` that describes this host."""
         return f"{self.name}={self.address}:gpus={len(self.devices)},roles={'+'.join(sorted(self.roles))}"
 
     def to_json(self) -> dict[str, Any]:
-        """For a file that other hosts read."""
+        """Return a table for a file that other hosts read."""
         return {
             "name": self.name,
             "address": self.address,
@@ -62,89 +62,42 @@ class Host:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Host:
-        """Read what `to_json` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        """Read the table that `to_json` returns. Raises KeyError, TypeError or ValueError for anything else."""
         roles = frozenset(HostRole(role) for role in fields["roles"])
         devices = numbered_devices(int(fields["gpus"]))
         return cls(name=str(fields["name"]), address=str(fields["address"]), devices=devices, roles=roles)
 
 
-#: This machine, by its loopback: the host of a run that has only one.
+#: This machine by its loopback address: the only host of a run on one machine.
 LOCALHOST: Final = Host(name="localhost", address="127.0.0.1")
 
 
-@dataclass(frozen=True, slots=True)
-class HostAssignment:
-    """Which host each process is on; one of which nothing is said is on the head."""
-
-    hosts: tuple[Host, ...] = (LOCALHOST,)
-    by_process: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def head(self) -> Host:
-        """The first host."""
-        return self.hosts[0]
-
-    @property
-    def are_several(self) -> bool:
-        """Is the run on more than one machine?"""
-        return len(self.hosts) > 1
-
-    def of(self, process: str) -> Host:
-        """The host of a process, by the process' name."""
-        return self.named(self.by_process.get(process, self.head.name))
-
-    def named(self, name: str) -> Host:
-        """The host of that name.
-
-        Raises:
-            UserError: there is none.
-        """
-        for host in self.hosts:
-            if host.name == name:
-                return host
-        raise UserError(f"this run has no host {name!r}; its hosts are {', '.join(host.name for host in self.hosts)}")
-
-    def knowing(self, name: str, devices: Devices) -> HostAssignment:
-        """The same, with what the host of that name has found out about its own GPUs.
-
-        Raises:
-            UserError: it has fewer than the plan counts on.
-        """
-        planned = len(self.named(name).devices)
-        if len(devices) < planned:
-            raise UserError(
-                f"the plan gives host {name} {planned} GPU{'s' if planned > 1 else ''}, and it has "
-                f"{len(devices) or 'none'}; say --host {name}:gpus={len(devices)}, or start it on a host that has them"
-            )
-        own = Devices(devices.each[:planned], devices.origin)
-        return replace(self, hosts=tuple(replace(h, devices=own) if h.name == name else h for h in self.hosts))
-
-
 def numbered_devices(count: int) -> Devices:
-    """That many GPUs of some machine, by number."""
+    """Return GPUs of some machine by number, `count` of them."""
     return Devices(tuple(VisibleDevice(str(index)) for index in range(count)))
 
 
 def read_hosts(config: RunConfig, words: Sequence[str], *, count: int | None, gpus: int | None) -> tuple[Host, ...]:
-    """The hosts that a command line names.
+    """Read the hosts that a command line names.
 
     Args:
-        words: one for each host, as above. count: or only how many; they are called host-0, host-1, …
-        gpus: of each host that does not say so itself.
+        words: one argument per host, in the form above.
+        count: only the number of hosts, which are then called host-0, host-1, …
+        gpus: GPUs of each host whose argument does not say so.
 
     Raises:
-        UserError: a word is not of that form, two hosts share a name, or there are both words and a count.
-        RecipeError: the recipe could use GPUs, and nothing is said of how many a host has.
+        UserError: an argument has another form, two hosts share a name, or both words and a count are given.
+        RecipeError: the recipe could use GPUs, and the number of a host's GPUs is not given.
     """
     if words and count is not None:
-        raise UserError("say --hosts N or --host for each host, not both")
+        raise UserError("pass --hosts N or --host for each host, not both")
     if count is not None and count < 1:
         raise UserError(f"--hosts must be 1 or above, got {count}")
     words = words or [f"host-{number}" for number in range(count or 0)]
     hosts = tuple(_read(word, gpus, may_use=bool(config.gpus_of_engine() or config.gpus_of_trainer)) for word in words)
     names = [host.name for host in hosts]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"hosts must have names of their own, got {twice[0]} twice")
+        raise UserError(f"host names must be unique, got {twice[0]} twice")
     return hosts
 
 
@@ -154,15 +107,15 @@ def _read(word: str, gpus: int | None, *, may_use: bool) -> Host:
     if not _NAME.fullmatch(name) or (address and not _NAME.fullmatch(address)):
         raise UserError(f"--host must be {_EXAMPLE}, got {word!r}")
     options = dict(_option(part, word) for part in rest.split(",")) if rest else {}
-    said = options.get("gpus", gpus)
-    if said is None and may_use:
+    given = options.get("gpus", gpus)
+    if given is None and may_use:
         raise RecipeError(
-            f"engines or trainer of this recipe may use GPUs, and nothing says how many {name} has: say "
+            f"engines or trainer of this recipe may use GPUs, and the number of GPUs of {name} is not given; pass "
             f"--host {name}:gpus=8 (0 for none), or --gpus for all hosts"
         )
     try:
         roles = frozenset(HostRole(role) for role in options.get("roles", "+".join(HostRole)).split("+"))
-        if (count := int(said or 0)) < 0:
+        if (count := int(given or 0)) < 0:
             raise ValueError
         devices = numbered_devices(count)
     except ValueError:

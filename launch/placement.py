@@ -1,35 +1,41 @@
-"""Which devices each role of a run gets, and how much of their memory: pure, and refused in a sentence if it cannot be.
+"""The place of each process of a run: its host, its devices, and its share of their memory. Pure.
 
-Where there are enough devices, each engine has its own, from the first on, and the trainer has the last. On a machine
-with a single one all share it. Anything else that is shared is shared on purpose: `launch.engine_devices` and
-`launch.trainer_devices` say which roles are where. Whoever shares a device is told its share of the memory; what a
-recipe leaves open is divided so that a tenth stays free for what no share counts: CUDA's contexts and libraries.
+On one host with enough devices, each engine has its own, counted from the first, and the trainer has the last ones. All
+processes share a single device. With several devices, processes share one only if `launch.engine_devices` and
+`launch.trainer_devices` say so. Processes on a shared device get shares of its memory. Shares that the recipe leaves
+open are chosen so that a tenth of the memory stays free for CUDA's contexts and libraries.
+
+On several hosts (`spread`), the trainer is on the first host with room for it, on its last GPUs. A torch trainer that
+fits on no host is spread over them, rank by rank. Engines fill the other hosts first, from their first GPUs on; without
+GPUs they are assigned in turn. Actors and verifiers are assigned in turn to hosts with engines. Parameter servers are
+on the trainer's host, so uploads stay there. No GPU is shared.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Final, final
 
 from launch.devices import Devices, Origin
+from launch.hosts import LOCALHOST, Host, HostRole
 from pipelinerl.config.recipe import RunConfig
-from pipelinerl.errors import RecipeError
+from pipelinerl.errors import RecipeError, UserError
 
 TRAINER: Final = "trainer"
 
-#: Most of a shared device's memory that is given out where the recipe does not say how much.
+#: Fraction of a shared device's memory that is assigned if the recipe does not say how much.
 _GIVEN_OUT: Final = 0.9
-#: That much of it is the trainer's, when engines share it with one.
+#: The trainer's part of it on a device that it shares with engines.
 _TRAINERS: Final = 0.45
-#: Sums of shares are compared up to this: they are decimal fractions.
-_ROUNDING: Final = 1e-6
+#: Tolerance when sums of shares, which are decimal fractions, are compared.
+ROUNDING: Final = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The devices of one process, by index, and its share of the memory of each; None: all of it."""
+    """The devices of one process, by index, and its share of each device's memory; None for all of it."""
 
     indices: tuple[int, ...] = ()
     share: float | None = None
@@ -37,52 +43,97 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Who is where: assignments by the process' name, of those that use a device."""
+    """The hosts and devices of the processes of a run.
 
-    devices: Devices = field(default_factory=Devices)
+    Attributes:
+        hosts: the hosts of the run; the first is the head.
+        host_by_process: the host of each process, by name; a process that is not listed runs on the head.
+        assignments: the devices of each process that uses some, by name.
+    """
+
+    hosts: tuple[Host, ...] = (LOCALHOST,)
+    host_by_process: Mapping[str, str] = field(default_factory=dict)
     assignments: Mapping[str, Assignment] = field(default_factory=dict)
 
-    def of(self, name: str) -> Assignment:
-        """That of a process; no devices for one that uses none."""
-        return self.assignments.get(name, Assignment())
+    @property
+    def head(self) -> Host:
+        """The first host."""
+        return self.hosts[0]
+
+    def of(self, process: str) -> Assignment:
+        """Return the devices of a process; none if it uses none."""
+        return self.assignments.get(process, Assignment())
+
+    def host_of(self, process: str) -> Host:
+        """Return the host of a process."""
+        return self.host(self.host_by_process.get(process, self.head.name))
+
+    def host(self, name: str) -> Host:
+        """Return the host of that name.
+
+        Raises:
+            UserError: there is none.
+        """
+        for host in self.hosts:
+            if host.name == name:
+                return host
+        raise UserError(f"this run has no host {name!r}; its hosts are {', '.join(host.name for host in self.hosts)}")
+
+    def knowing(self, name: str, devices: Devices) -> Placement:
+        """Return the placement with the devices that a host has found in itself.
+
+        Raises:
+            UserError: there is no such host, or it has fewer devices than planned.
+        """
+        planned = len(self.host(name).devices)
+        if len(devices) < planned:
+            raise UserError(
+                f"the plan gives host {name} {planned} GPU{'s' if planned > 1 else ''}, and it has "
+                f"{len(devices) or 'none'}; pass --host {name}:gpus={len(devices)}, or use a host that has them"
+            )
+        own = Devices(devices.each[:planned], devices.origin)
+        return replace(self, hosts=tuple(replace(h, devices=own) if h.name == name else h for h in self.hosts))
 
     def bytes_of(self, name: str) -> int | None:
-        """What a process may take of each of its devices; None where it uses none, or one of unknown size."""
-        assignment = self.of(name)
-        sizes = [self.devices.each[index].memory_mib for index in assignment.indices]
+        """Return the bytes that a process may use on each of its devices; None without devices or if unknown."""
+        assignment, devices = self.of(name), self.host_of(name).devices
+        sizes = [devices.each[index].memory_mib for index in assignment.indices]
         known = [size for size in sizes if size is not None]
         return int(min(known) * 2**20 * (assignment.share or 1.0)) if known and len(known) == len(sizes) else None
 
     def describe(self) -> str:
-        """Say in one line which process has which devices."""
+        """Describe in one line which process has which devices, in a run on one host."""
         if not self.assignments:
             return "everything computes on the CPU"
-        shared = [index for index in range(len(self.devices)) if len(list(_on(self.assignments, index))) > 1]
-        unused = [index for index in range(len(self.devices)) if not list(_on(self.assignments, index))]
+        devices = self.head.devices
+        shared = [index for index in range(len(devices)) if len(list(_on(self.assignments, index))) > 1]
+        unused = [index for index in range(len(devices)) if not list(_on(self.assignments, index))]
         parts = [", ".join(f"{name} on {self._where(each)}" for name, each in self.assignments.items())]
-        parts += [f"shared: {', '.join(map(self.devices.label, shared))}"] if shared else []
-        parts += [f"free: {', '.join(map(self.devices.label, unused))}"] if unused else []
+        parts += [f"shared: {', '.join(map(devices.label, shared))}"] if shared else []
+        parts += [f"free: {', '.join(map(devices.label, unused))}"] if unused else []
         return "; ".join(parts)
 
     def _where(self, assignment: Assignment) -> str:
-        labels = " + ".join(map(self.devices.label, assignment.indices))
+        devices = self.head.devices
+        labels = " + ".join(map(devices.label, assignment.indices))
         if assignment.share is None:
             return labels
-        memory = self.devices.each[assignment.indices[0]].memory_mib
+        memory = devices.each[assignment.indices[0]].memory_mib
         much = "" if memory is None else f", {assignment.share * memory / 1024:.1f} GiB"
         return f"{labels} ({assignment.share:g} of its memory{much})"
 
 
 def place(config: RunConfig, devices: Devices) -> Placement:
-    """The placement that the recipe asks for, on these devices.
+    """Return the placement of a run on one host's devices.
 
     Raises:
-        RecipeError: there are too few, or what is said of them contradicts itself.
+        RecipeError: there are too few devices, or the recipe contradicts itself.
     """
     check_uses(config)
+    here = (replace(LOCALHOST, devices=devices),)
     if not devices.each:
         check_none_is_needed(config, devices)
-        return Placement(devices)
+        return Placement(here)
     _check_counts(config, devices)
     indices = _indices(config, devices)
     shares = _shares(config, indices, devices)
@@ -91,13 +142,13 @@ def place(config: RunConfig, devices: Devices) -> Placement:
             if len(together := [name for name in indices if index in indices[name]]) > 1:
                 raise RecipeError(
                     'weights.backend = "nccl" needs a GPU for each engine and for the trainer, and '
-                    f"{devices.label(index)} is that of {' and '.join(together)}; place them apart, or say gloo"
+                    f"{devices.label(index)} is that of {' and '.join(together)}; place them apart, or use gloo"
                 )
-    return Placement(devices, {name: Assignment(indices[name], shares[name]) for name in indices})
+    return Placement(here, assignments={name: Assignment(indices[name], shares[name]) for name in indices})
 
 
 def check_uses(config: RunConfig) -> None:
-    """Raise RecipeError for devices and shares of roles that use none on any machine."""
+    """Raise RecipeError for devices or shares of roles that never use a GPU."""
     engine, trainer, launch = config.engine, config.trainer, config.launch
     roles = (
         ("engine", engine, config.gpus_of_engine(), launch.engine_devices),
@@ -108,13 +159,13 @@ def check_uses(config: RunConfig) -> None:
             continue
         why = f"{role}.device is cpu" if section.device == "cpu" else f"{role}.type {section.type} uses no GPU"
         if devices:
-            raise RecipeError(f"launch.{role}_devices: {why}; leave it out")
+            raise RecipeError(f"launch.{role}_devices: {why}; remove it")
         if section.memory_share is not None:
-            raise RecipeError(f"{role}.memory_share is of a GPU's memory, and {why}; leave it out")
+            raise RecipeError(f"{role}.memory_share is of a GPU's memory, and {why}; remove it")
 
 
 def _check_counts(config: RunConfig, devices: Devices) -> None:
-    """Raise RecipeError for named devices that are not there, or not as many as their processes take."""
+    """Raise RecipeError for named devices that do not exist, or whose number does not fit the process."""
     named = config.launch.engine_devices
     if named and len(named) != config.engine.count:
         raise RecipeError(
@@ -132,15 +183,17 @@ def _check_counts(config: RunConfig, devices: Devices) -> None:
 
 
 def check_none_is_needed(config: RunConfig, devices: Devices) -> None:
-    """Raise RecipeError when the recipe insists on GPUs: there are none."""
-    asked = list(dict.fromkeys(key for key, _ in _explicit(config)))
+    """Raise RecipeError if the recipe insists on GPUs and there are none."""
+    keys = list(dict.fromkeys(key for key, _ in _explicit(config)))
     for role, section, needs in (
         ("engine", config.engine, config.gpus_of_engine()),
         ("trainer", config.trainer, config.gpus_of_trainer),
     ):
-        asked += [f"{role}.device=cuda"] if section.device == "cuda" and needs else []
-    if asked:
-        raise RecipeError(f"{' and '.join(asked)} ask for GPUs, and there {_there(devices)}; leave that out")
+        keys += [f"{role}.device=cuda"] if section.device == "cuda" and needs else []
+    if keys:
+        raise RecipeError(
+            f"{' and '.join(keys)} require GPUs, and there {_there(devices)}; remove {'them' if keys[1:] else 'it'}"
+        )
 
 
 def _explicit(config: RunConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -151,7 +204,7 @@ def _explicit(config: RunConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _indices(config: RunConfig, devices: Devices) -> dict[str, tuple[int, ...]]:
-    """Devices by process: as the recipe says, and the others apart from them."""
+    """Return devices by process: those that the recipe names, then free ones for the others."""
     named = {index for _, indices in _explicit(config) for index in indices}
     free = [index for index in range(len(devices)) if index not in named]
     each, trainers = config.gpus_of_engine(), config.gpus_of_trainer
@@ -180,20 +233,20 @@ def _too_few(config: RunConfig, devices: Devices, *, engines: int, trainer: int,
         remedies.append(
             "name the devices, which may then be shared, in launch.engine_devices and launch.trainer_devices"
         )
-    remedies.append("say engine.device=cpu or trainer.device=cpu")
-    asked = f"{wanted} GPU{'s are' if wanted > 1 else ' is'} asked for, {' and '.join(words)}"
-    return f"{asked}, and there {_there(devices)}{left}; {', or '.join(remedies)}"
+    remedies.append("set engine.device=cpu or trainer.device=cpu")
+    needed = f"{wanted} GPU{'s are' if wanted > 1 else ' is'} needed, {' and '.join(words)}"
+    return f"{needed}, and there {_there(devices)}{left}; {', or '.join(remedies)}"
 
 
 def _there(devices: Devices) -> str:
-    """`is 1`, `are 4`: as the driver says, or as the user's variable leaves."""
+    """Return `is 1` or `are 4`, and whether CUDA_VISIBLE_DEVICES limits them."""
     count = len(devices)
     where = ", as CUDA_VISIBLE_DEVICES says" if devices.origin is Origin.VARIABLE else ""
     return (f"is {count or 'none'}" if count < 2 else f"are {count}") + where
 
 
 def _shares(config: RunConfig, indices: Mapping[str, tuple[int, ...]], devices: Devices) -> dict[str, float | None]:
-    """The share of each process: the recipe's, else what is left of the devices that it shares with others."""
+    """Return each process's share: the recipe's, else what the other processes on its devices leave."""
     requested = {name: _requested_share(config, name) for name in indices}
     shares = dict(requested)
     for index in range(len(devices)):
@@ -210,15 +263,15 @@ def _requested_share(config: RunConfig, name: str) -> float | None:
 
 
 def _divided(here: Sequence[str], requested: Mapping[str, float | None], *, label: str) -> dict[str, float]:
-    """Shares of one device; those that are open get equal parts, but the trainer up to half of all."""
+    """Return the shares of one device. Open shares are equal, but the trainer gets up to half of all."""
     stated = {name: share for name in here if (share := requested[name]) is not None}
     still_open = [name for name in here if name not in stated]
     left = (_GIVEN_OUT if still_open else 1.0) - sum(stated.values())
-    if left < -_ROUNDING or (still_open and left < _ROUNDING):
+    if left < -ROUNDING or (still_open and left < ROUNDING):
         shares = " and ".join(f"{name} {share:g}" for name, share in stated.items())
         none = f", which leaves nothing for {' and '.join(still_open)}" if still_open else ", more than all of it"
         raise RecipeError(
-            f"of the memory of {label} {shares} is asked for{none}; lower engine.memory_share or trainer.memory_share"
+            f"shares of the memory of {label} are {shares}{none}; lower engine.memory_share or trainer.memory_share"
         )
     engines = [name for name in still_open if name != TRAINER]
     of_trainer = 0.0
@@ -227,10 +280,111 @@ def _divided(here: Sequence[str], requested: Mapping[str, float | None], *, labe
     divided = stated | {name: (left - of_trainer) / len(engines) for name in engines}
     divided |= {TRAINER: of_trainer} if TRAINER in still_open else {}
     return {
-        name: share if name in stated else math.floor(share * 1000 + _ROUNDING) / 1000
-        for name, share in divided.items()
+        name: share if name in stated else math.floor(share * 1000 + ROUNDING) / 1000 for name, share in divided.items()
     }
 
 
 def _on(assignments: Mapping[str, Assignment], index: int) -> Iterator[str]:
     return (name for name, each in assignments.items() if index in each.indices)
+
+
+def spread(config: RunConfig, hosts: Sequence[Host]) -> Placement:
+    """Return the host of each process that the run begins with, and its GPUs there.
+
+    Raises:
+        RecipeError: the hosts have too few GPUs, or lack a role that the run needs.
+    """
+    if len(hosts) == 1:
+        return replace(place(config, hosts[0].devices), hosts=tuple(hosts))
+    check_uses(config)
+    if config.launch.engine_devices or config.launch.trainer_devices:
+        raise RecipeError(
+            "launch.engine_devices and launch.trainer_devices name the GPUs of one host, and the run has "
+            f"{len(hosts)}; remove them, and pass the number of each host with --host NAME:gpus=8"
+        )
+    if not any(len(host.devices) for host in hosts):
+        check_none_is_needed(config, Devices())
+    allocator = _HostAllocator(config, hosts)
+    trainers = allocator.place_trainer()
+    engines = allocator.place_engines(after=trainers)
+    allocator.assign_in_turn("actor", config.actor.count, HostRole.ACTOR, first=engines)
+    allocator.assign_in_turn("verifier", config.verification.services, HostRole.ACTOR, first=engines)
+    allocator.host_by_process |= {
+        f"parameter-server-{number}": trainers[0] for number in range(config.servers_to_start)
+    }
+    return Placement(tuple(hosts), allocator.host_by_process, allocator.assignments)
+
+
+@final
+class _HostAllocator:
+    """The free GPUs of each host, and the assignments made so far."""
+
+    def __init__(self, config: RunConfig, hosts: Sequence[Host]) -> None:
+        self._config = config
+        self._hosts = hosts
+        self._computing = any(len(host.devices) for host in hosts)
+        self._free = {host.name: list(range(len(host.devices))) for host in hosts}
+        self.host_by_process: dict[str, str] = {}
+        self.assignments: dict[str, Assignment] = {}
+
+    def place_trainer(self) -> list[str]:
+        """Assign hosts to the trainer's processes; return these hosts, rank 0's first."""
+        config, able = self._config, self._able(HostRole.TRAINER)
+        needs = config.gpus_of_trainer if self._computing else 0
+        ranks = [TRAINER, *(f"{TRAINER}-rank-{rank}" for rank in range(1, config.trainer_processes))]
+        roomy = [name for name in able if len(self._free[name]) >= needs]
+        if roomy:
+            self.host_by_process |= dict.fromkeys(ranks, roomy[0])
+            self._take(TRAINER, roomy[0], needs, config.trainer.memory_share, last=True)
+            return [roomy[0]]
+        if len(ranks) < needs or sum(len(self._free[name]) for name in able) < needs:
+            raise RecipeError(
+                self._too_few("the trainer", needs, "add some with --host NAME:gpus=8, or lower its mesh")
+            )
+        slots = [name for name in able for _ in self._free[name]]
+        for rank, name in zip(ranks, slots, strict=False):
+            self.host_by_process[rank] = name
+            self._take(rank, name, 1, config.trainer.memory_share)
+        return list(dict.fromkeys(self.host_by_process[rank] for rank in ranks))
+
+    def place_engines(self, *, after: Sequence[str]) -> list[str]:
+        """Assign hosts to the engines, preferring hosts without the trainer (`after`); return these hosts."""
+        config, able = self._config, self._able(HostRole.ENGINE)
+        able = [name for name in able if name not in after] + [name for name in able if name in after]
+        needs, count = config.gpus_of_engine() if self._computing else 0, config.engine.count
+        if not needs:
+            return self.assign_in_turn("engine", count, HostRole.ENGINE, first=able)
+        for number in range(count):
+            roomy = [name for name in able if len(self._free[name]) >= needs]
+            if not roomy:
+                remedy = "add some with --host NAME:gpus=8, or lower engine.count or engine.devices"
+                raise RecipeError(self._too_few(f"engine-{number} of {count}", needs, remedy))
+            self.host_by_process[f"engine-{number}"] = roomy[0]
+            self._take(f"engine-{number}", roomy[0], needs, config.engine.memory_share)
+        return list(dict.fromkeys(self.host_by_process[f"engine-{number}"] for number in range(count)))
+
+    def assign_in_turn(self, kind: str, count: int, role: HostRole, *, first: Sequence[str]) -> list[str]:
+        """Assign `count` processes without GPUs in turn to hosts that have the role; return the hosts that got some."""
+        able = self._able(role)
+        order = [name for name in first if name in able] or able
+        self.host_by_process |= {f"{kind}-{number}": order[number % len(order)] for number in range(count)}
+        return order[:count]
+
+    def _able(self, role: HostRole) -> list[str]:
+        able = [host.name for host in self._hosts if role in host.roles]
+        if not able:
+            raise RecipeError(
+                f"no host has the role {role}; pass --host NAME:roles={role} for one of them, or no roles"
+            )
+        return able
+
+    def _take(self, process: str, host: str, count: int, share: float | None, *, last: bool = False) -> None:
+        if count:
+            free = self._free[host]
+            taken = free[-count:] if last else free[:count]
+            self._free[host] = [index for index in free if index not in taken]
+            self.assignments[process] = Assignment(tuple(taken), share)
+
+    def _too_few(self, who: str, needs: int, remedy: str) -> str:
+        free = ", ".join(f"{name} {len(left) or 'none'}" for name, left in self._free.items())
+        return f"{who} takes {needs} GPU{'s' if needs > 1 else ''} of one host, and free are: {free}; {remedy}"

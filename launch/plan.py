@@ -1,66 +1,48 @@
-"""Which processes a run consists of, as a value: pure, so that it can be printed, compared and tested.
+"""The processes of a run as a value: pure, so that it can be printed, compared and tested.
 
     redis ──▶ controller ──▶ engine-0 … engine-N
-                        ├──▶ parameter-server-0 … ──▶ trainer      (servers only where weights are pulled)
-                        ├──▶ trainer-rank-1 … trainer-rank-R       (only where the trainer is of several processes)
-                        ├──▶ tracker                           (only where the recipe names trackers)
-                        ├──▶ verifier-0 … verifier-V               (only where services judge)
-                        └──▶ actor-0 … actor-M          ▶ = is started once the one before is healthy
+                        ├──▶ parameter-server-0 … ──▶ trainer      (servers only if weights are pulled)
+                        ├──▶ trainer-rank-1 … trainer-rank-R       (only if the trainer has several processes)
+                        ├──▶ tracker                               (only if the recipe names trackers)
+                        ├──▶ verifier-0 … verifier-V               (only if verifier services judge)
+                        └──▶ actor-0 … actor-M          ▶ = starts once the process before it is healthy
 
-Every process is `python -m pipelinerl.cli <role>` with the arguments
+Every process is `python -m pipelinerl.cli ROLE …`. `pipelinerl.roles.catalogue` describes each role: its options, its
+start and stop order, and what its exit means. Processes stop in the order actors, trainer, engines,
+parameter servers, controller, tracker and redis, so that each still finds the services that it needs. The controller's
+exit with status 0 completes the run; processes that die are restarted. Engines and trainer see only the GPUs that
+`launch.placement` assigns to them, and get their share of the memory if they share one.
 
-    --recipe <run>/recipe.toml --run-dir <run> --name <name> --token-file <file> --controller-url …
-
-where the stream server is the embedded one, `--redis-url`, and, where it serves HTTP, `--port`. They stop in the order
-actors, trainer, engines, parameter servers, controller, tracker and redis, so that each finds what it needs. The
-controller's exit with status 0 completes the run. What dies is started again. Engines and trainer see the GPUs that
-`placement` gives them and no other, and are told their share of the memory where they share one.
-
-Where there are several hosts (`launch.spread` says which process is on which), each is addressed by its host's, and
-binds that; `Plan.of_host` is the share of one, whose supervisor waits for what is elsewhere by its health address.
+On several hosts each process binds its host's address and is reached there. `Plan.of_host` is the share of one host;
+its supervisor waits for processes of other hosts through their health addresses.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from itertools import islice
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
-from launch.hosts import LOCALHOST, Host, HostAssignment
-from launch.placement import TRAINER, Assignment, Placement
-from launch.spread import spread
+from launch.hosts import LOCALHOST, Host
+from launch.placement import TRAINER, Assignment, Placement, spread
 from pipelinerl.config.recipe import RunConfig
+from pipelinerl.roles import catalogue as roles
+from pipelinerl.roles.role import REDIS_PASSWORD_VARIABLE, OnExit, Role, RoleOptions
 
-#: Up to this many cores a process of its own core is worth more than the scheduler's freedom.
+#: Up to this number of cores, pinning a process to its own core beats leaving it to the scheduler.
 _SMALL_MACHINE = 8
 
-#: How threads of one process wait for each other. Many share few cores, so none spins for long; but several that sleep
-#: at once are woken so slowly that two of them decode half as fast as one.
-_ALONE = {"OMP_WAIT_POLICY": "PASSIVE"}
-_TOGETHER = {"GOMP_SPINCOUNT": "20000"}
-#: The C library asks a name server for 5 s, twice, before it gives up. torch's TCPStore looks up the name of each peer
-#: that connects: where no server knows it, that bounds what a new weight group waits for it.
+#: How the threads of one process wait for each other. Many processes share few cores, so no thread spins for long. But
+#: threads that sleep are woken so slowly that two sleeping threads decode half as fast as one.
+_ONE_THREAD = {"OMP_WAIT_POLICY": "PASSIVE"}
+_SEVERAL_THREADS = {"GOMP_SPINCOUNT": "20000"}
+#: By default the C library asks a name server twice, for 5 s each. torch's TCPStore looks up the name of each peer that
+#: connects, so these options bound the delay of a new weight group if no server knows the name.
 _RESOLVER = "timeout:1 attempts:2"
-#: Names the file with the password of the streams that the launcher started, for roles on whatever host.
-_PASSWORD_VARIABLE = "PIPELINERL_REDIS_PASSWORD_FILE"
-
-
-class OnExit(StrEnum):
-    """What the end of a process means. Exit status 2 (what the user gave is wrong) is never worth another try."""
-
-    RESTART = "restart"
-    """It should have gone on: start it again, within its budget."""
-    DONE = "done"
-    """Status 0 is the end of its work, while the run goes on; any other is a death, as above."""
-    COMPLETE = "complete"
-    """Status 0 completes the run; any other is a death, as above."""
-    SPARE = "spare"
-    """Started again within its budget, like any other; after that the run goes on without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +52,14 @@ class ProcessSpec:
     Attributes:
         argv: program and arguments.
         env: added to the launcher's environment.
-        health: `http://…` that answers 200, or `redis://host:port/<file of its password>` that answers PING, once it is
-            ready; None: at once.
+        health: address that answers once the process is ready: `http://…` with 200, or
+            `redis://host:port/<password file>` to PING. None if the process is ready at once.
         after: names of the processes that must be healthy before this one is started.
-        restarts: how often it may be started again; staying up for a while gives the budget back.
-        stop_order: lower stops earlier; equal ones together.
-        group: those of one group live and die together: when one has died, all are started again.
-        cpu: cores it may run on; None: all.
+        restarts: how often it may be restarted; uptime restores the budget.
+        stop_order: processes with lower numbers stop earlier; equal ones stop together.
+        group: if one process of a group dies, all of them are restarted.
+        cpu: cores that it may run on; None for all.
         host: name of the host that it runs on.
-        log_name: file below the run's `logs/`.
     """
 
     name: str
@@ -95,16 +76,19 @@ class ProcessSpec:
 
     @property
     def log_name(self) -> str:
-        """The name of the process' log file."""
+        """The file name of its log, below the run's `logs/`."""
         return f"{self.name}.log"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The processes in the order in which they may start; `elsewhere` are health addresses of other hosts', by name.
+    """The processes in the order in which they may start.
+
+    Attributes:
+        elsewhere: health addresses of processes on other hosts, by name.
 
     Raises:
-        ValueError: two share a name, or one waits for a process that does not come before it.
+        ValueError: two processes share a name, or one waits for a process that does not precede it.
     """
 
     specs: tuple[ProcessSpec, ...]
@@ -120,290 +104,249 @@ class Plan:
             seen.add(spec.name)
 
     def spec(self, name: str) -> ProcessSpec:
-        """The process of that name; KeyError when there is none."""
+        """Return the process of that name. Raises KeyError if there is none."""
         for spec in self.specs:
             if spec.name == name:
                 return spec
         raise KeyError(name)
 
     def of_host(self, host: str) -> Plan:
-        """The share of one host."""
+        """Return the share of one host."""
         others = {spec.name: spec.health for spec in self.specs if spec.host != host and spec.health is not None}
         return Plan(tuple(spec for spec in self.specs if spec.host == host), others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ports:
-    """Ports of the services; `redis` is None when the recipe names a server of its own."""
-
-    controller: int
-    engines: tuple[int, ...]
-    redis: int | None = None
-    parameter_servers: tuple[int, ...] = ()
-    verifiers: tuple[int, ...] = ()
-    trainer: int | None = None
-    """Where the processes of a trainer of several meet."""
-
-    @property
-    def all(self) -> frozenset[int]:
-        """Every port of the run."""
-        single = (port for port in (self.redis, self.trainer) if port is not None)
-        return frozenset((self.controller, *self.engines, *single, *self.parameter_servers, *self.verifiers))
-
-    @staticmethod
-    def count(config: RunConfig) -> int:
-        """Count the ports that the run needs."""
-        redis, meeting = config.streams.redis_url is None, config.trainer_processes > 1
-        return 1 + config.engine.count + redis + config.servers_to_start + config.verification.services + meeting
-
-    @classmethod
-    def of(cls, config: RunConfig, free: Sequence[int]) -> Ports:
-        """Hand out one free port to each process that listens."""
-        left = iter(free)
-        return cls(
-            controller=next(left),
-            engines=tuple(islice(left, config.engine.count)),
-            redis=next(left) if config.streams.redis_url is None else None,
-            parameter_servers=tuple(islice(left, config.servers_to_start)),
-            verifiers=tuple(islice(left, config.verification.services)),
-            trainer=next(left) if config.trainer_processes > 1 else None,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What all processes of one launch are told; `cores` are the usable ones of this machine.
+    """One launch of a run: what its processes need to know.
 
-    `placement` is of the processes with which the run begins, and `homes` says which host each is on: this machine's
-    loopback, where nothing else is said.
+    Attributes:
+        ports: by name of the process; the trainer's is where its processes meet. Without an embedded stream server
+            there is none for `redis`.
+        placement: of the processes that the run begins with.
+        cores: usable cores of this machine; none if the run is planned for other machines.
     """
 
     config: RunConfig
     run_dir: Path
-    ports: Ports
-    token_file: Path
-    cores: Sequence[int]
+    ports: Mapping[str, int]
     placement: Placement = field(default_factory=Placement)
-    homes: HostAssignment = field(default_factory=HostAssignment)
+    cores: Sequence[int] = ()
     python: str = sys.executable
 
-    def at(self, name: str, port: int | None) -> str:
-        """`host:port` of a process that listens."""
-        return f"{self.homes.of(name).address}:{port}"
+    @classmethod
+    def on(cls, hosts: Sequence[Host], config: RunConfig, *, ports: Iterable[int], **rest: Any) -> Launch:
+        """Place the run on these hosts; `ports` gives as many ports as the run needs.
+
+        Raises:
+            RecipeError: the recipe cannot be placed on the hosts.
+        """
+        by_name = dict(zip(listening(config), ports, strict=False))
+        return cls(config=config, ports=by_name, placement=spread(config, hosts), **rest)
+
+    @property
+    def token_file(self) -> Path:
+        """The file with the run's bearer token."""
+        return self.run_dir / "tokens.json"
+
+    def at(self, name: str) -> str:
+        """Return `host:port` of a process that listens."""
+        return f"{self.placement.host_of(name).address}:{self.ports[name]}"
 
     def assignment_of(self, name: str) -> Assignment:
-        """The devices of a process; of the ranks of a trainer each has its own, of those of its host."""
+        """Return the devices of a process; each rank of a trainer has one of its own, on its host."""
         on, rank = self.placement.of(name), rank_of(name)
-        if rank is None or self.ports.trainer is None or (rank and on.indices):
+        if rank is None or TRAINER not in self.ports or (rank and on.indices):
             return on
         whole = self.placement.of(TRAINER)
         return replace(whole, indices=whole.indices[rank : rank + 1])
 
-    @property
-    def placement_of_head(self) -> Placement:
-        """That of the processes of the head, on its own devices."""
-        head = self.homes.head
-        own = {name: on for name, on in self.placement.assignments.items() if self.homes.of(name) is head}
-        return replace(self.placement, assignments=own)
-
     def spec(
         self,
+        role: Role,
         name: str,
-        role: str,
         *,
         port: int | None = None,
-        arguments: Sequence[str] = (),
+        changes: Sequence[str] = (),
+        own: Mapping[str, object] | None = None,
         shown: Mapping[str, str] | None = None,
+        after: Sequence[str] = (),
         **rest: object,
     ) -> ProcessSpec:
-        """A process in its role; `arguments` are its own, `shown` is the environment of its devices."""
-        config, ports, home = self.config, self.ports, self.homes.of(name)
-        argv = [self.python, "-m", "pipelinerl.cli", role, "--recipe", str(self.run_dir / "recipe.toml")]
-        argv += ["--run-dir", str(self.run_dir), "--name", name, "--token-file", str(self.token_file)]
-        if ports.redis is not None:  # a server of the user's is read from the recipe: its address may hold a secret
-            argv += ["--redis-url", f"redis://{self.at('redis', ports.redis)}/0"]
-        argv += ["--controller-url", f"http://{self.at('controller', ports.controller)}"]
-        argv += [] if port is None or home.address == LOCALHOST.address else ["--host", home.address]
-        argv += [] if port is None else ["--port", str(port)]
-        argv += arguments
-        env = self._environment(shown or {})
-        health = {} if port is None or role == "redis" else {"health": f"http://{home.address}:{port}/health"}
-        rest = {"restarts": config.launch.restarts, "host": home.name, **health, **rest}
-        return ProcessSpec(name=name, argv=tuple(argv), env=env, **rest)  # type: ignore[arg-type]
+        """Return a process in a role.
 
-    def engine(self, name: str, *, port: int, type: str | None = None, on: Assignment = Assignment()) -> ProcessSpec:
-        """An engine on its devices; one with a `type` was requested of a live run, which does not fail with it."""
-        config = self.config
+        Args:
+            changes: changes of the recipe that this process alone gets.
+            own: options that only this role has.
+            shown: environment that shows the process its devices.
+            after: processes that it waits for in addition to those of its role.
+            rest: fields of `ProcessSpec` that differ from the role's.
+        """
+        home, streams = self.placement.host_of(name), "redis" in self.ports
+        if role.port is not None:
+            port = port or self.ports[name]
+        options = RoleOptions(
+            recipe=str(self.run_dir / "recipe.toml"),
+            name=name,
+            run_dir=self.run_dir,
+            # The address of the user's own server may hold a password, so processes read it from the recipe.
+            redis_url=f"redis://{self.at('redis')}/0" if streams else None,
+            controller_url=f"http://{self.at('controller')}",
+            token_file=self.token_file,
+            host=home.address,
+            port=port or 0,
+            changes=list(changes),
+        )
+        fields = {
+            "health": None if port is None else f"http://{home.address}:{port}/health",
+            "after": (*(each for each in role.after if each != "redis" or streams), *after),
+            "on_exit": role.on_exit,
+            "stop_order": role.stop_order,
+            "restarts": self.config.launch.restarts,
+            "host": home.name,
+            **rest,
+        }
+        argv = (self.python, "-m", "pipelinerl.cli", *role.arguments(options, **(own or {})))
+        return ProcessSpec(name=name, argv=argv, env=self._environment(shown or {}), **fields)  # type: ignore[arg-type]
+
+    def engine(
+        self, name: str, *, port: int | None = None, type: str | None = None, on: Assignment | None = None
+    ) -> ProcessSpec:
+        """Return an engine. With a type it was requested of a live run, which then continues if the engine fails."""
+        config, on = self.config, self.placement.of(name) if on is None else on
         engine_cores, _ = _pinning(config, self.cores)
         number = int(name.rpartition("-")[2])
-        cpu = engine_cores[number % len(engine_cores)] if engine_cores else None
-        arguments = _share_setting("engine.memory_share", on, config.engine.memory_share)
-        if type is not None:
-            arguments += ("--type", type)
-            # The recipe's options are those of its own type.
-            arguments += ("--set", "engine.options={}") if config.engine.options and type != config.engine.type else ()
-        on_exit = OnExit.RESTART if type is None else OnExit.SPARE
-        shown = self._shown(self.homes.of(name), type or config.engine.type, config.engine.device, on)
+        changes = _share_setting("engine.memory_share", on, config.engine.memory_share)
+        if config.engine.options and type not in (None, config.engine.type):
+            changes += ("engine.options={}",)  # the recipe's options are for its own type
         return self.spec(
-            name, "engine", port=port, arguments=arguments, shown=shown, after=("controller",), stop_order=2, cpu=cpu,
-            on_exit=on_exit,
-        )  # fmt: skip
+            roles.engine,
+            name,
+            port=port,
+            changes=changes,
+            own={"type": type},
+            shown=self._shown(name, type or config.engine.type, config.engine.device, on),
+            cpu=engine_cores[number % len(engine_cores)] if engine_cores else None,
+            on_exit=OnExit.RESTART if type is None else OnExit.SPARE,
+        )
 
-    def trainer(self, *, after: Sequence[str], arguments: Sequence[str] = ()) -> ProcessSpec:
-        """The trainer's process on its devices; of several processes rank 0, on the first of them."""
-        on, several = self.placement.of(TRAINER), self.ports.trainer is not None
+    def trainer(self) -> ProcessSpec:
+        """Return the trainer, or rank 0 of several processes; it waits for the parameter servers."""
+        several = TRAINER in self.ports
         _, cpu = _pinning(self.config, self.cores)
+        servers = [roles.parameter_server.numbered(number) for number in range(self.config.servers_to_start)]
+        urls = ", ".join(f'"http://{self.at(server)}"' for server in servers)
         return self.spec(
+            roles.trainer,
             TRAINER,
-            "trainer",
-            arguments=(*arguments, *self._trainer_settings(on)),
+            changes=(*([f"parameter_server.urls=[{urls}]"] if servers else []), *self._trainer_settings),
             shown=self._trainer_shown(TRAINER),
-            after=tuple(after),
-            on_exit=OnExit.DONE,
-            stop_order=1,
+            after=servers,
             group=TRAINER if several else None,
             cpu=None if several else cpu,
         )
 
-    def trainer_rank(self, rank: int, *, after: Sequence[str]) -> ProcessSpec:
-        """A further process of the trainer, on a device of its own. It ends with rank 0, so it is stopped later."""
-        config, on = self.config, self.placement.of(TRAINER)
-        name = f"{TRAINER}-rank-{rank}"
-        argv = [self.python, "-m", "pipelinerl.cli", "trainer-rank", "--rank", str(rank)]
-        argv += ["--recipe", str(self.run_dir / "recipe.toml"), *self._trainer_settings(on)]
-        return ProcessSpec(
-            name=name,
-            argv=tuple(argv),
-            env=self._environment(self._trainer_shown(name)),
-            after=tuple(after),
-            on_exit=OnExit.DONE,
-            restarts=config.launch.restarts,
-            stop_order=2,
+    def trainer_rank(self, rank: int) -> ProcessSpec:
+        """Return a further process of the trainer, on a device of its own. It ends with rank 0, so it stops later."""
+        name = roles.trainer_rank.numbered(rank)
+        return self.spec(
+            roles.trainer_rank,
+            name,
+            changes=self._trainer_settings,
+            own={"rank": rank},
+            shown=self._trainer_shown(name),
             group=TRAINER,
-            host=self.homes.of(name).name,
         )
 
-    def _trainer_settings(self, on: Assignment) -> tuple[str, ...]:
+    @property
+    def _trainer_settings(self) -> tuple[str, ...]:
+        on = self.placement.of(TRAINER)
         share = _share_setting("trainer.memory_share", on, self.config.trainer.memory_share)
-        if self.ports.trainer is None:
+        if TRAINER not in self.ports:
             return share
-        meeting = f'coordinator="{self.at(TRAINER, self.ports.trainer)}",token_file={json.dumps(str(self.token_file))}'
-        return (*share, "--set", f"trainer.options.distributed={{{meeting}}}")
+        meeting = f'coordinator="{self.at(TRAINER)}",token_file={json.dumps(str(self.token_file))}'
+        return (*share, f"trainer.options.distributed={{{meeting}}}")
 
     def _trainer_shown(self, name: str) -> Mapping[str, str]:
         section = self.config.trainer
-        return self._shown(self.homes.of(name), section.type, section.device, self.assignment_of(name))
+        return self._shown(name, section.type, section.device, self.assignment_of(name))
 
     def _environment(self, shown: Mapping[str, str]) -> Mapping[str, str]:
-        password = {_PASSWORD_VARIABLE: str(self._redis_password)} if self._streams_are_elsewhere else {}
+        # A role looks for the embedded server's password by itself only at this machine's loopback address.
+        away = "redis" in self.ports and self.placement.head.address != LOCALHOST.address
         return {
             "OMP_NUM_THREADS": str(self.config.launch.threads),
-            **(_ALONE if self.config.launch.threads == 1 else _TOGETHER),
+            **(_ONE_THREAD if self.config.launch.threads == 1 else _SEVERAL_THREADS),
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
             "RES_OPTIONS": _RESOLVER,
-            **password,
+            **({REDIS_PASSWORD_VARIABLE: str(self._redis_password)} if away else {}),
             **shown,
         }
+
+    def redis(self) -> ProcessSpec:
+        """Return the embedded stream server."""
+        health = f"redis://{self.at('redis')}{quote(str(self._redis_password))}"
+        return self.spec(roles.redis, "redis", health=health)
 
     @property
     def _redis_password(self) -> Path:
         return self.run_dir / "redis" / "password"
 
-    @property
-    def _streams_are_elsewhere(self) -> bool:
-        """Is the embedded server at an address at which a role does not look for its password by itself?"""
-        return self.ports.redis is not None and self.homes.of("redis").address != LOCALHOST.address
-
-    def _shown(self, home: Host, type: str, device: str, on: Assignment) -> Mapping[str, str]:
-        """The environment that shows a process its devices."""
-        devices = home.devices if self.homes.are_several else self.placement.devices
+    def _shown(self, name: str, type: str, device: str, on: Assignment) -> Mapping[str, str]:
+        """Return the environment that shows a process its devices."""
+        devices = self.placement.host_of(name).devices
         if type == "jax" and device == "cpu" and devices.each:
-            return {"JAX_PLATFORMS": "cpu"}  # whatever it computes with, JAX takes memory of each GPU that it sees
+            return {"JAX_PLATFORMS": "cpu"}  # JAX takes memory of each GPU that it sees
         return devices.environment(on.indices)
 
 
-def plan(
-    config: RunConfig,
-    *,
-    run_dir: Path,
-    ports: Ports,
-    token_file: Path,
-    cores: Sequence[int],
-    hosts: Sequence[Host] = (LOCALHOST,),
-    python: str = sys.executable,
-) -> Plan:
-    """The processes of a run of `config` on these hosts; `cores` are the usable ones of the host that asks.
-
-    Raises:
-        RecipeError: the recipe cannot be placed on the hosts.
-    """
-    homes, placement = spread(config, hosts)
-    return processes_of(
-        Launch(
-            config=config,
-            run_dir=run_dir,
-            ports=ports,
-            token_file=token_file,
-            cores=cores,
-            placement=placement,
-            homes=homes,
-            python=python,
-        )
-    )
-
-
 def rank_of(name: str) -> int | None:
-    """The rank of a trainer's process, by its name; None for all others."""
+    """Return the rank of a trainer's process by its name; None for other processes."""
     number = name.removeprefix(f"{TRAINER}-rank-")
     return 0 if name == TRAINER else int(number) if number != name else None
 
 
+def listening(config: RunConfig) -> Iterator[str]:
+    """Yield the names of the processes that need a port, in the order in which they get theirs."""
+    yield "controller"
+    yield from map(roles.engine.numbered, range(config.engine.count))
+    yield from ["redis"] if config.streams.redis_url is None else []
+    yield from map(roles.parameter_server.numbered, range(config.servers_to_start))
+    yield from map(roles.verifier.numbered, range(config.verification.services))
+    yield from [TRAINER] if config.trainer_processes > 1 else []
+
+
 def processes_of(launch: Launch) -> Plan:
-    """The processes with which a run begins."""
-    config, ports, spec = launch.config, launch.ports, launch.spec
-    embedded = ports.redis is not None
-    specs = []
-    if embedded:
-        health = f"redis://{launch.at('redis', ports.redis)}{quote(str(launch.run_dir / 'redis' / 'password'))}"
-        specs.append(spec("redis", "redis", port=ports.redis, health=health, stop_order=5))
-    after = ("redis",) if embedded else ()
-    complete = OnExit.COMPLETE
-    specs.append(spec("controller", "controller", port=ports.controller, after=after, on_exit=complete, stop_order=4))
-    after = ("controller",)
-    engines = {f"engine-{number}": port for number, port in enumerate(ports.engines)}
-    specs += [launch.engine(name, port=port, on=launch.placement.of(name)) for name, port in engines.items()]
-    servers = {f"parameter-server-{number}": port for number, port in enumerate(ports.parameter_servers)}
-    specs += [spec(name, "parameter-server", port=port, after=after, stop_order=3) for name, port in servers.items()]
-    arguments = ("--set", _servers_setting([launch.at(*server) for server in servers.items()])) if servers else ()
-    specs.append(launch.trainer(after=(*after, *servers), arguments=arguments))
-    specs += [launch.trainer_rank(rank, after=after) for rank in range(1, config.trainer_processes)]
-    specs += [
-        spec(f"verifier-{number}", "verifier", port=port, after=after, on_exit=OnExit.DONE, stop_order=2)
-        for number, port in enumerate(ports.verifiers)
-    ]
-    specs += [spec(f"actor-{number}", "actor", after=after, stop_order=0) for number in range(config.actor.count)]
-    if config.trackers.chosen:  # it is stopped after the controller, whose last word it tells
-        specs.append(spec("tracker", "tracker", after=after, on_exit=OnExit.SPARE, stop_order=5))
-    return Plan(tuple(specs))
+    """Return the processes that the run begins with."""
+    config = launch.config
 
+    def several(role: Role, count: int) -> Iterator[ProcessSpec]:
+        return (launch.spec(role, role.numbered(number)) for number in range(count))
 
-def _servers_setting(addresses: Sequence[str]) -> str:
-    """The change of the recipe that tells the trainer where the parameter servers are."""
-    urls = ", ".join(f'"http://{address}"' for address in addresses)
-    return f"parameter_server.urls=[{urls}]"
+    return Plan((
+        *([launch.redis()] if "redis" in launch.ports else []),
+        launch.spec(roles.controller, "controller"),
+        *(launch.engine(roles.engine.numbered(number)) for number in range(config.engine.count)),
+        *several(roles.parameter_server, config.servers_to_start),
+        launch.trainer(),
+        *(launch.trainer_rank(rank) for rank in range(1, config.trainer_processes)),
+        *several(roles.verifier, config.verification.services),
+        *several(roles.actor, config.actor.count),
+        *([launch.spec(roles.tracker, "tracker")] if config.trackers.chosen else []),
+    ))  # fmt: skip
 
 
 def _share_setting(key: str, on: Assignment, recipes: float | None) -> tuple[str, ...]:
-    """The change of the recipe that tells a process its share, unless the recipe does."""
-    return () if on.share in (None, recipes) else ("--set", f"{key}={on.share}")
+    """Return the change of the recipe that gives a process its share of a device, unless the recipe does."""
+    return () if on.share in (None, recipes) else (f"{key}={on.share}",)
 
 
 def _pinning(config: RunConfig, cores: Sequence[int]) -> tuple[list[tuple[int, ...]], tuple[int, ...] | None]:
-    """Cores for the engines, dealt in turn, and for the trainer: the last core is the trainer's, the others theirs.
+    """Return cores for the engines, assigned in turn, and for the trainer, which gets the last core.
 
-    Decode and training are the two that never rest. Left to the scheduler they meet on one core again and again, each
-    time for a whole time slice, which the engine shows as a pause. The rest is light and goes where there is room.
+    Decoding and training never rest. The scheduler often puts both on one core for a whole time slice, which shows up
+    as a pause of the engine. The other processes are light and run wherever there is room.
     """
     fits = 2 <= len(cores) <= _SMALL_MACHINE and config.launch.threads == 1
     if config.launch.pin == "none" or not fits:

@@ -1,10 +1,9 @@
-"""One process of a run: started in a group of its own, its output in its log, asked and then made to stop.
+"""One process of a run: runs in a process group of its own, logs to its file, and stops on request or by force.
 
-Promises: `start` returns at once; after `finish` nothing of its process group is alive; waiting is the supervisor's.
+`start` returns at once. After `finish` no process of its group is alive. The supervisor does all the waiting.
 
-`RestartBudget` says whether, and when, one that has died is started again. A crash loop ends within seconds, four
-unlucky kills in an hour end nothing: what counts are deaths that are not yet forgiven, one for each `FORGIVEN_EVERY_S`
-that the process was up.
+`RestartBudget` decides whether and when a dead process is restarted. It counts recent deaths: each `FORGIVEN_EVERY_S`
+of uptime forgives one. So a crash loop ends the run within seconds, while four unlucky kills in an hour do not.
 """
 
 from __future__ import annotations
@@ -27,37 +26,38 @@ import httpx
 from launch.plan import ProcessSpec
 from pipelinerl.observability.restarts import FORGIVEN_EVERY_S
 from pipelinerl.observability.status import RestartStatus
+from pipelinerl.roles.role import RESTARTED_VARIABLE
 from pipelinerl.system import http_client, tied_process
 
 _PROBE_TIMEOUT_S = 0.5
 _TAIL_BYTES = 32768
 _FIRST_BACKOFF_S: Final = 0.5
 _LONGEST_BACKOFF_S: Final = 30.0
-#: One that was up this long is no crash loop: it is started again as if it were its first death.
+#: After this uptime a death is no crash loop, so the process restarts with the shortest delay.
 _SETTLED_S: Final = 10.0
 
 
 @final
 @dataclass(slots=True)
 class RestartBudget:
-    """Of one process, which may have `limit` deaths that are not forgiven; `deaths` are all of them."""
+    """The restarts of one process: at most `limit` unforgiven deaths; `deaths` counts all of them."""
 
     limit: int
     deaths: int = 0
     unforgiven: float = 0.0
 
     def is_spent_by(self, up_s: float) -> bool:
-        """Would a death after `up_s` seconds be one too many?"""
+        """True if a death after `up_s` seconds exceeds the limit."""
         return self._after(up_s) > self.limit
 
     def died(self, up_s: float) -> float:
-        """Count a death after `up_s` seconds; returns in how many seconds to start it again."""
+        """Count a death after `up_s` seconds; return the delay of the restart in seconds."""
         before = round(max(0.0, self._after(up_s) - 1.0))
         self.deaths, self.unforgiven = self.deaths + 1, self._after(up_s)
         return _FIRST_BACKOFF_S if up_s > _SETTLED_S else min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2**before)
 
     def status(self, name: str) -> RestartStatus:
-        """For whoever looks at the run."""
+        """Return the state for the run's status."""
         return RestartStatus(name=name, deaths=self.deaths, unforgiven=self.unforgiven, limit=self.limit)
 
     def _after(self, up_s: float) -> float:
@@ -65,7 +65,7 @@ class RestartBudget:
 
 
 class State(StrEnum):
-    """Where a process is in its life, as the supervisor sees it."""
+    """The state of a process, as the supervisor sees it."""
 
     WAITING = "waiting"
     """for those that it is to start after"""
@@ -78,13 +78,9 @@ class State(StrEnum):
     ENDED = "ended"
 
 
-#: Tells a role that it is started again while its run goes on: see `pipelinerl controller --continue`.
-_RESTARTED: Final = "PIPELINERL_RESTARTED"
-
-
 @final
 class Process:
-    """The current incarnation of a spec."""
+    """The current instance of a spec's process."""
 
     def __init__(self, spec: ProcessSpec, logs: Path) -> None:
         self.spec = spec
@@ -97,7 +93,7 @@ class Process:
         self._child: subprocess.Popen[bytes] | None = None
 
     def start(self, now: float) -> int:
-        """Start it; returns its process group."""
+        """Start it; return its process group."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         cores = ",".join(map(str, self.spec.cpu or ()))
         tie = [tied_process.__file__, str(os.getpid()), "SIGKILL", cores, "--"]
@@ -109,38 +105,38 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.spec.env, **({_RESTARTED: "1"} if self.budget.deaths else {})},
+                env={**os.environ, **self.spec.env, **({RESTARTED_VARIABLE: "1"} if self.budget.deaths else {})},
                 start_new_session=True,
             )
         self.state, self.started_at = State.STARTING, now
         return self._child.pid
 
     def note(self, line: str) -> None:
-        """Write a line to its log, as its last word."""
+        """Append a line to its log."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "a", opener=_private) as log:
             log.write(f"{line}\n")
 
     @property
     def pid(self) -> int | None:
-        """Process id, which is its group's too; None when it does not run."""
+        """The process id, which is also the group's; None if it does not run."""
         return None if self._child is None else self._child.pid
 
     def exit_status(self) -> int | None:
-        """None while it runs; negative when a signal ended it."""
+        """Return the exit status: None while it runs, negative if a signal ended it."""
         return None if self._child is None else self._child.poll()
 
     def answers(self) -> bool:
-        """Does it answer its health check now?"""
+        """Return whether its health check succeeds now."""
         return self.spec.health is None or answers(self.spec.health)
 
     def ask_to_stop(self) -> None:
-        """SIGTERM to the process itself, which stops its own children in its own way."""
+        """Send SIGTERM to the process itself, which stops its own children."""
         if self._child is not None and self._child.poll() is None:
             self._child.terminate()
 
     def finish(self) -> None:
-        """SIGKILL to whatever of its group is left, and collect it."""
+        """Kill what is left of its process group, and collect it."""
         if self._child is None:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -149,7 +145,7 @@ class Process:
         self._child = None
 
     def last_lines(self, count: int = 12) -> str:
-        """The end of what it wrote since it was last started, indented; JSON log lines as their message."""
+        """Return the end of its output since the last start, indented; JSON log lines are reduced to their message."""
         try:
             with self.log.open("rb") as log:
                 end = log.seek(0, os.SEEK_END)
@@ -162,12 +158,12 @@ class Process:
 
 
 def _private(path: str, flags: int) -> int:
-    """Open a log that its owner alone may read, since a user's reward function prints into it."""
+    """Open a log that only its owner may read, because a user's reward function prints into it."""
     return os.open(path, flags, 0o600)
 
 
 def exit_words(status: int) -> str:
-    """Say in words how a process ended."""
+    """Describe how a process ended."""
     if status >= 0:
         return f"exit status {status}"
     try:
@@ -177,7 +173,7 @@ def exit_words(status: int) -> str:
 
 
 def answers(address: str) -> bool:
-    """Does whoever has this health address (see `ProcessSpec.health`) say that it is ready?"""
+    """Return whether the service at a health address (see `ProcessSpec.health`) is ready."""
     parts = urlsplit(address)
     if parts.scheme == "redis":
         with contextlib.suppress(OSError):
@@ -189,7 +185,7 @@ def answers(address: str) -> bool:
 
 
 def _plays_ping_pong(address: tuple[str, int], password: Path) -> bool:
-    """Is it a stream server with that password, and done reading its file?"""
+    """Return whether a stream server accepts that password there and has loaded its data."""
     words = f"AUTH {password.read_text()}\r\nPING\r\n".encode()
     with socket.create_connection(address, _PROBE_TIMEOUT_S) as link, link.makefile("rb") as answers:
         link.sendall(words)

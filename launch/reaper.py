@@ -1,7 +1,7 @@
-"""Run by path, beside a launcher: `python -S -E reaper.py`, with the launcher's pipe as stdin.
+"""Run by path next to a launcher: `python -S -E reaper.py`, with a pipe from the launcher as stdin.
 
-It reads `+GROUP` and `-GROUP` lines, the process groups that live, and when the pipe closes, which it also does when
-the launcher is killed, it kills what is left: the children of a run's processes, which no parent can speak for.
+It reads `+GROUP` and `-GROUP` lines: process groups that were started and that ended. The pipe closes when the launcher
+exits, even by SIGKILL. The reaper then kills the remaining groups, including grandchildren of the launcher.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What `pipelinerl run --resume RUN section.key=value …` may change of a run's recipe, and how the change is recorded.
+"""The changes that `pipelinerl run --resume RUN section.key=value …` may make to a run's recipe, and their record.
 
-A checkpoint binds what its state was made with: the model, the objective, the problems drawn so far. That is refused by
-name, with the reason. All else may change. The changed recipe replaces `recipe.toml`, whose first lines, comments, say
-what was changed at which step: the report shows them with the recipe.
+A checkpoint is tied to what its state was made with: the model, the objective, the problems drawn so far. Changes of
+these are rejected by name, with the reason; everything else may change. The changed recipe replaces `recipe.toml`. The
+comments at its top say what was changed at which step, and the report shows them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MADE_WITH: Final = "the trainer's state in the checkpoint was made with it"
 _STEPS: Final = "the steps taken so far were taken with it"
 _ASKED: Final = "accuracies before and after the change could not be compared"
 
-#: Why a part of the recipe cannot change on a resumed run. Of several prefixes of a key the longest decides.
+#: Why a key of the recipe cannot change on a resumed run. The longest matching prefix of a key decides.
 BOUND: Final[Mapping[str, str]] = {
     "run": _MAY_CHANGE,
     "run.name": "it names the run's directory",
@@ -71,7 +71,7 @@ BOUND: Final[Mapping[str, str]] = {
     "launch": _MAY_CHANGE,
 }
 
-#: The key of the recipe that sets a knob.
+#: The recipe's key for each knob.
 _KEY_OF_KNOB: Final[Mapping[str, str]] = {
     "j": "staleness.j",
     "k": "staleness.k",
@@ -85,10 +85,10 @@ _LISTS_BY_NAME: Final = ("domains", "evaluations")
 
 
 def change_recipe(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
-    """Return the recipe of the run in `run_dir` with these overrides; nothing is written.
+    """Return the recipe of the run in `run_dir` with these overrides; write nothing.
 
     Raises:
-        UserError: a change cannot be made on a resumed run, or not from here; the message names each with its reason.
+        UserError: a change is not allowed on a resumed run, or not from this host; the message gives a reason for each.
     """
     before, after = load_run(run_dir), load_run(run_dir, overrides)
     changed = differences(before, after)
@@ -99,18 +99,18 @@ def change_recipe(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
         )
     refused = [f"{key} cannot change on a resumed run: {reason}" for key in changed if (reason := _reason(key))]
     refused += [
-        f"{key} was changed while the run was live, and that holds: set it again once the run goes on: "
+        f"{key} was changed while the run was live, which takes precedence; set it once the run is live again: "
         f"pipelinerl knobs set {run_dir} {knob}=…"
         for knob, key in _live_knobs(run_dir).items()
         if key in changed
     ]
     if refused:
-        raise RecipeError("; ".join(refused) + "; leave it out, or start another run")
+        raise RecipeError("; ".join(refused) + "; remove it, or start another run")
     return after
 
 
 def record_change(run_dir: Path, after: RunConfig, *, step: int) -> list[str]:
-    """Make `after` the run's recipe from `step` on; returns the changes in words, with which the file begins.
+    """Make `after` the run's recipe from `step` on; return a description of each change.
 
     Raises:
         UserError: the run is live.
@@ -126,7 +126,7 @@ def record_change(run_dir: Path, after: RunConfig, *, step: int) -> list[str]:
 
 
 def differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[str, str]]:
-    """Return keys of the recipe whose values differ, each with both values as text; `-` where there is none."""
+    """Return the keys whose values differ, each with both values as text; `-` for a missing value."""
     old, new = dict(_flat(to_table(before))), dict(_flat(to_table(after)))
     return {
         key: (old.get(key, "-"), new.get(key, "-"))
@@ -146,7 +146,7 @@ def _flat(table: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _reason(key: str) -> str:
-    """Return why this key is bound; empty where it may change. A key of no known section is bound."""
+    """Return why this key must not change; empty if it may. Keys of unknown sections must not."""
     section, _, rest = key.partition(".")
     path = [section, *rest.split(".")] if rest else [section]
     if section in _LISTS_BY_NAME and len(path) > 1:
@@ -170,7 +170,7 @@ def _live_knobs(run_dir: Path) -> dict[str, str]:
 
 
 def _notes(recipe: Path) -> list[str]:
-    """Return the comments with which the file begins."""
+    """Return the comments at the top of the file."""
     notes = []
     for line in recipe.read_text().splitlines():
         if not line.startswith("# "):

@@ -1,7 +1,7 @@
-"""`pipelinerl run`: make the run's directory, start its processes, show progress, leave a report and a summary.
+"""`pipelinerl run`: make the run's directory, start its processes, show progress, write a report and a summary.
 
-Three things happen at once and none waits for another: the supervisor's loop in the main thread, a thread that asks the
-controller for its status, and the run itself.
+Three things proceed independently: the supervisor's loop in the main thread, a thread that polls the controller's
+status, and the run itself.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ from rich.markup import escape
 from launch import run_directory
 from launch.cluster.head import HeadNode
 from launch.cluster.membership import Members, read_members, write_members
-from launch.cluster.share import launch_in, launch_on
 from launch.devices import devices_for
 from launch.engine_processes import EngineProcesses
 from launch.hosts import LOCALHOST, Host
-from launch.placement import TRAINER, Placement, check_uses, place
-from launch.plan import Launch, Ports, processes_of
+from launch.placement import TRAINER, Placement, check_uses, place, spread
+from launch.plan import Launch, listening, processes_of
 from launch.run_directory import RunDirectory
-from launch.spread import spread
 from launch.supervisor import RunOutcome, RunResult, Supervisor
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import UserError
@@ -46,18 +44,18 @@ POLL_S = 0.5
 
 
 class ControllerCalls(Protocol):
-    """What the launcher asks of the run's controller; satisfied by `ControllerClient`, which it knows by this alone."""
+    """The calls that the launcher makes to the run's controller; `ControllerClient` satisfies it."""
 
     def status(self) -> RunStatus:
-        """Return what the run is doing; raises UserError when the controller does not answer."""
+        """Return the run's status. Raises UserError if the controller does not answer."""
         ...
 
     def remove_engine(self, engine: str) -> None:
-        """Take out an engine that will not come; raises likewise, and when nobody has that name."""
+        """Remove an engine that cannot start. Raises UserError, also if the controller knows no such engine."""
         ...
 
     def suspend(self) -> None:
-        """End the run with its state saved; raises likewise."""
+        """End the run with its state saved. Raises UserError if the controller does not answer."""
         ...
 
     def close(self) -> None:
@@ -65,17 +63,17 @@ class ControllerCalls(Protocol):
         ...
 
 
-#: Makes them for a URL and a bearer token.
+#: Returns the client for a URL and a bearer token.
 Connect = Callable[[str, str], ControllerCalls]
 
 
 def prepare(config: RunConfig, *, claim: Callable[[RunConfig], bool], members: Members | None) -> Path:
-    """Make the directory of a run, ready to go on in; returns its path.
+    """Make the directory of a run, ready for `resume`; return its path.
 
     Raises:
-        UserError: the run cannot be on these hosts, which is refused before anything is made.
+        UserError: the run does not fit on these hosts. Nothing is made then.
     """
-    spread(config, (_this_machine(config),) if members is None else members.hosts)
+    spread(config, (this_machine(config),) if members is None else members.hosts)
     directory = run_directory.create(config, claim=claim)
     if members is not None:
         write_members(directory.path, members)
@@ -83,27 +81,37 @@ def prepare(config: RunConfig, *, claim: Callable[[RunConfig], bool], members: M
 
 
 def resume(path: Path, *, connect: Connect) -> int:
-    """Go on with a run from its newest checkpoint, as the head of its hosts; returns the exit status."""
+    """Run from the newest checkpoint, as the head of the run's hosts; return the exit status."""
     directory = run_directory.open_run(path)
     members = read_members(path)
     if members is not None:
-        launch = launch_on(members, members.hosts[0].name, directory)
-    else:
-        homes, placement = spread(directory.config, (_this_machine(directory.config),))
-        ports = Ports.of(directory.config, free_ports(Ports.count(directory.config)))
-        launch = launch_in(directory, homes, placement, ports)
+        return _launch(directory, launch_on(members, members.hosts[0].name, directory), connect)
+    config, cores = directory.config, sorted(os.sched_getaffinity(0))
+    ports = free_ports(len(list(listening(config))))
+    launch = Launch.on([this_machine(config)], config, run_dir=directory.path, ports=ports, cores=cores)
     return _launch(directory, launch, connect)
 
 
-def _this_machine(config: RunConfig) -> Host:
+def launch_on(members: Members, host: str, directory: RunDirectory) -> Launch:
+    """Return the launch of a run on several hosts as `host` sees it, which is this machine.
+
+    Raises:
+        UserError: the run has no such host, or this machine has fewer GPUs than the plan assigns to it.
+    """
+    launch = members.launch(directory.config, directory.path, cores=sorted(os.sched_getaffinity(0)))
+    return replace(launch, placement=launch.placement.knowing(host, devices_for(directory.config, os.environ)))
+
+
+def this_machine(config: RunConfig) -> Host:
+    """Return this machine as the only host of a run, with the devices that the run may use."""
     return replace(LOCALHOST, devices=devices_for(config, os.environ))
 
 
 def describe_placement(config: RunConfig) -> str:
-    """Where the roles would be, for `pipelinerl check`, whose recipe may be for another machine than this one.
+    """Describe where the processes would compute, for `pipelinerl check`. The recipe may be for another machine.
 
     Raises:
-        UserError: there are devices, and the recipe does not fit them.
+        UserError: there are devices, and the recipe does not fit on them.
     """
     check_uses(config)
     devices = devices_for(config, os.environ)
@@ -113,10 +121,12 @@ def describe_placement(config: RunConfig) -> str:
 
 
 def memory_limits(config: RunConfig) -> Mapping[str, int]:
-    """Bytes that the trainer and each engine may take of a device here, by kind; `all`: of this host, without GPUs.
+    """Return how many bytes the trainer and each engine may use of a device here, by kind.
+
+    Without GPUs, the key `all` has the memory of this host.
 
     Raises:
-        UserError: there are devices, and the recipe does not fit them.
+        UserError: there are devices, and the recipe does not fit on them.
     """
     devices = devices_for(config, os.environ)
     placement = place(config, devices) if devices.each else Placement()
@@ -128,10 +138,10 @@ def memory_limits(config: RunConfig) -> Mapping[str, int]:
 
 
 def report(path: Path) -> list[Path]:
-    """Write the learning curve and the report of the run in `path`; returns the files.
+    """Write the learning curve and the report of the run in `path`; return the files.
 
     Raises:
-        UserError: there is no run in `path`, or no room for a report.
+        UserError: there is no run in `path`, or the report cannot be written.
     """
     try:
         files = write_report(path)
@@ -147,11 +157,11 @@ def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
     with directory.locked():
         config, before = directory.config, len(_events_of(directory))
         token = json.loads(directory.tokens.read_text())["token"]
-        controller = connect(f"http://{launch.at('controller', launch.ports.controller)}", token)
+        controller = connect(f"http://{launch.at('controller')}", token)
         console.print(f"run [bold]{config.run.name}[/] in {directory.path}", highlight=False)
         watch = f"in the browser: pipelinerl watch {directory.path}"
         console.print(watch, highlight=False, markup=False, soft_wrap=True)
-        if launch.placement.assignments and not launch.homes.are_several:
+        if launch.placement.assignments and len(launch.placement.hosts) == 1:
             console.print(launch.placement.describe(), highlight=False, markup=False)
         with ProgressDisplay(console) as progress, _StatusReader(controller) as reader:
 
@@ -167,7 +177,7 @@ def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
             head = HeadNode(launch, read_members(directory.path), announce)
             head.begin()
             supervisor = Supervisor(
-                processes_of(launch).of_host(launch.homes.head.name),
+                processes_of(launch).of_host(launch.placement.head.name),
                 directory.path,
                 start_timeout_s=config.launch.start_timeout_s,
                 grace_s=config.launch.grace_s,
@@ -186,24 +196,24 @@ def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
     return result.exit_status
 
 
-def show_end(result: RunResult, directory: RunDirectory, told: Sequence[Event], console: Console) -> None:
-    """How the run has ended and how to go on; `told` are the events of this launch, of which there may be none."""
-    kinds = {event["kind"] for event in told}
-    if kinds & {"step", "evaluation"}:  # else there is nothing to draw, which takes seconds
+def show_end(result: RunResult, directory: RunDirectory, events: Sequence[Event], console: Console) -> None:
+    """Show how the run ended and how to resume it; `events` are the events of this launch, possibly none."""
+    kinds = {event["kind"] for event in events}
+    if kinds & {"step", "evaluation"}:  # otherwise there is nothing to draw, and drawing takes seconds
         try:
             _show_report(directory, console)
-        except UserError as error:  # how the run has ended is said all the same
+        except UserError as error:  # a missing report must not hide how the run ended
             console.print(str(error), highlight=False, soft_wrap=True, markup=False)
-    # What ended before it trained would end so again, and its sentence says what to mend.
+    # A run that failed before it trained would fail again; its message says what to fix.
     if result.outcome is RunOutcome.FAILED and "trainer_ready" in kinds:
-        console.print(f"to go on from its newest checkpoint: pipelinerl run --resume {directory.path}", soft_wrap=True)
+        console.print(f"to resume from its newest checkpoint: pipelinerl run --resume {directory.path}", soft_wrap=True)
     style = {RunOutcome.COMPLETED: "green", RunOutcome.STOPPED: "yellow", RunOutcome.FAILED: "red"}[result.outcome]
-    message = _why_it_ended(result.outcome, directory, told) or result.message
+    message = _why_it_ended(result.outcome, directory, events) or result.message
     console.print(f"[{style}]{result.outcome}[/]: {escape(message)}", highlight=False, soft_wrap=True)
 
 
 def _suspends(controller: ControllerCalls) -> bool:
-    """Ask for the run's state to be saved; a controller that does not answer cannot see to that."""
+    """Ask the controller to save the run's state; return whether it answered."""
     try:
         controller.suspend()
     except UserError:
@@ -212,36 +222,36 @@ def _suspends(controller: ControllerCalls) -> bool:
 
 
 def _tell_nodes(head: HeadNode, directory: RunDirectory, result: RunResult) -> None:
-    """A run that its controller was told to suspend has completed for its launcher, and is not over for the nodes."""
+    """Tell the other nodes how the run ended. A suspended run has completed for its launcher, but not for the nodes."""
     if not head.leads:
         return
     last = tell(_events_of(directory)).finished or {}
     if result.outcome is RunOutcome.COMPLETED and last.get("kind") == "run_suspended":
-        result = RunResult(RunOutcome.STOPPED, f"suspended; go on with: pipelinerl run --resume {directory.path}")
+        result = RunResult(RunOutcome.STOPPED, f"suspended; resume with: pipelinerl run --resume {directory.path}")
     head.end(_judged(result, last))
 
 
 def _judged(result: RunResult, last: Event) -> RunResult:
-    """Return the result as failed if the controller has recorded that: all processes may have ended well before."""
+    """Return a failed result if the controller recorded a failure, even if all processes ended with status 0."""
     if result.outcome is RunOutcome.COMPLETED and last.get("kind") == "run_failed":
         return RunResult(RunOutcome.FAILED, str(last.get("reason", "")))
     return result
 
 
 def _events_of(directory: RunDirectory) -> list[Event]:
-    """Those of all its launches; none where they cannot be read."""
+    """Return the events of all launches of the run; none if they cannot be read."""
     try:
         return read_events(directory.events)
     except (OSError, ValueError):
         return []
 
 
-def _why_it_ended(outcome: RunOutcome, directory: RunDirectory, told: Sequence[Event]) -> str:
-    """The controller's sentence, if it has ended the run; else nothing."""
-    last = tell(told).finished or {}
+def _why_it_ended(outcome: RunOutcome, directory: RunDirectory, events: Sequence[Event]) -> str:
+    """Return the reason that the controller recorded, if it ended the run; else an empty string."""
+    last = tell(events).finished or {}
     match outcome, last.get("kind"):
         case RunOutcome.COMPLETED, "run_suspended":
-            return f"{last.get('reason', 'suspended')}; go on with: pipelinerl run --resume {directory.path}"
+            return f"{last.get('reason', 'suspended')}; resume with: pipelinerl run --resume {directory.path}"
         case (RunOutcome.COMPLETED, "run_finished") | (RunOutcome.FAILED, "run_failed"):
             return str(last.get("reason", ""))
     return ""
@@ -255,7 +265,7 @@ def _show_report(directory: RunDirectory, console: Console) -> None:
 
 
 class _StatusReader:
-    """A thread that keeps the controller's newest status at hand; silence is no error, the run may be starting."""
+    """A thread that polls the controller's status. It ignores errors, because the run may be starting."""
 
     def __init__(self, controller: ControllerCalls) -> None:
         self._controller = controller
@@ -274,12 +284,12 @@ class _StatusReader:
         self._controller.close()
 
     def take(self) -> RunStatus | None:
-        """What came since the last call."""
+        """Return the newest status since the last call, if any."""
         status, self._newest = self._newest, None
         return status
 
     def give_up(self, engine: str) -> None:
-        """Tell the controller, soon, that a requested engine will not come; once more if its status still wants it."""
+        """Tell the controller at the next poll that a requested engine cannot start."""
         self._given_up.add(engine)
 
     def _read(self) -> None:

@@ -1,10 +1,10 @@
 """The directory of a run: made once, resumed many times, used by one launcher at a time.
 
 runs/tiny/
-  recipe.toml      the resolved recipe, whole: no base, no overrides; it may hold a secret, and is its owner's only
-  layout           number of the layout, by which a run of another version is refused
-  tokens.json      bearer token and password of this run, readable by its owner only
-  events.jsonl     what happened (written by the controller)
+  recipe.toml      the resolved recipe, complete, readable by its owner only, since it may hold a secret
+  layout           number of the directory's layout; a run of another layout is refused
+  tokens.json      bearer token of this launch, readable by its owner only
+  events.jsonl     the run's events (written by the controller)
   checkpoints/     (written by the training loop)
   logs/            one file per process
   report.html, learning_curve.png, …
@@ -33,7 +33,7 @@ _LOCK = ".lock"
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """Where a run lives, and the recipe it runs by."""
+    """The directory of a run, and its recipe."""
 
     path: Path
     config: RunConfig
@@ -45,7 +45,7 @@ class RunDirectory:
 
     @property
     def tokens(self) -> Path:
-        """The secret of this launch: `{"token": …}`."""
+        """The path of this launch's secret: `{"token": …}`."""
         return self.path / "tokens.json"
 
     @property
@@ -55,12 +55,12 @@ class RunDirectory:
 
     @property
     def logs(self) -> Path:
-        """Folder of the processes' logs."""
+        """The folder of the processes' logs."""
         return self.path / "logs"
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory for this launcher; its bearer token is made anew.
+        """Hold the directory for this launcher, with a new bearer token.
 
         Raises:
             UserError: another launcher holds it.
@@ -80,12 +80,12 @@ class RunDirectory:
 
 
 def _lock(path: Path) -> BaseFileLock:
-    """A lock that the kernel frees when its holder dies, on whatever machine; a mere file would stay."""
+    """Return a lock that the kernel frees when its holder dies. A plain lock file would stay behind."""
     return FileLock(path, timeout=0, mode=0o600, fallback_to_soft=False)
 
 
 def holder_of(path: Path) -> str | None:
-    """The process id of the launcher that runs the directory; None when nobody does."""
+    """Return the process id of the launcher that holds the directory; None if there is none."""
     lock = path / _LOCK
     if not lock.is_file():
         return None
@@ -97,7 +97,7 @@ def holder_of(path: Path) -> str | None:
 
 
 def namesakes(config: RunConfig) -> Iterator[Path]:
-    """The directories of earlier runs by this name: tiny, tiny-2, tiny-3, …, as far as they follow one another."""
+    """Yield the directories of earlier runs of this name, without a gap: tiny, tiny-2, tiny-3, …"""
     for number in count(1):
         path = _numbered(config, number).run_directory
         if not os.path.lexists(path):
@@ -106,10 +106,10 @@ def namesakes(config: RunConfig) -> Iterator[Path]:
 
 
 def refuse_namesake(config: RunConfig, *, by_hand: Callable[[Path], str]) -> None:
-    """Return when no run of this name is live; a second one would share the machine, which nobody may have meant.
+    """Return if no run of this name is live: a second run on this machine is rarely intended.
 
     Args:
-        by_hand: says of a directory without a launcher who runs there; empty for nobody.
+        by_hand: describes who runs in a directory without a launcher; empty if nothing runs there.
 
     Raises:
         UserError: one is live; the message says what to type.
@@ -119,8 +119,8 @@ def refuse_namesake(config: RunConfig, *, by_hand: Callable[[Path], str]) -> Non
         if runner:
             raise UserError(
                 f"a run of this name is live in {path} ({runner}): to look at it, pipelinerl top {path}; to end it, "
-                f"pipelinerl stop {path}; to go on with it once it has ended, pipelinerl run --resume {path}; to start "
-                "another one beside it on this machine, add --new"
+                f"pipelinerl stop {path}; to resume it once it has ended, pipelinerl run --resume {path}; to start "
+                "another run on this machine, add --new"
             )
 
 
@@ -130,10 +130,10 @@ def _numbered(config: RunConfig, number: int) -> RunConfig:
 
 
 def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda config: True) -> RunDirectory:
-    """Make the directory of a new run. A name that is taken gets a number: tiny, tiny-2, tiny-3, …
+    """Make the directory of a new run. If its name is taken, append a number: tiny, tiny-2, tiny-3, …
 
     Args:
-        claim: takes the name wherever else the run will write; False when it is taken there.
+        claim: claims the name at other places that the run writes to; returns False if it is taken there.
 
     Raises:
         UserError: the directory cannot be made.
@@ -162,17 +162,17 @@ def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda con
 
 
 def refuse_taken(path: Path) -> None:
-    """Return when a run can be begun in this very directory.
+    """Return if a run can begin in this very directory.
 
     Raises:
-        UserError: something else lies there.
+        UserError: the path exists.
     """
     if path.exists():
         raise UserError(f"{path} exists, and holds no run: expected {path / 'recipe.toml'} or nothing; move it away")
 
 
 def open_run(path: Path) -> RunDirectory:
-    """The directory of a run that was started before; nothing is changed.
+    """Return the directory of a run that was started before; change nothing.
 
     Raises:
         UserError: there is no run in `path`, or another version of the project began it.

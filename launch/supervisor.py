@@ -1,24 +1,22 @@
 """The supervisor: runs a plan on this machine until it completes, fails or is stopped.
 
-What it waits for, and how long:
+| state       | waits for                                       | until             | then                           |
+|-------------|-------------------------------------------------|-------------------|--------------------------------|
+| waiting     | health of the processes it starts after         | their deadlines   | starting                       |
+| waiting     | the same, for processes on other hosts          | `start_timeout_s` | fails the run, naming it       |
+| starting    | its health check                                | `start_timeout_s` | fails the run, showing its log |
+| healthy     | its exit                                        | –                 | what `OnExit` says, or failure |
+| backing off | ½, 1, 2, 4, … seconds (`RestartBudget`)         | –                 | starting                       |
+| saving      | the end of the run, which was asked to suspend  | `save_s`          | stopping                       |
+| stopping    | exit after SIGTERM, by `stop_order`             | `grace_s` each    | SIGKILL to the group           |
 
-| state       | waits for                                | until             | then                           |
-|-------------|------------------------------------------|-------------------|--------------------------------|
-| waiting     | health of what it is to start after      | their deadlines   | starting                       |
-| waiting     | the same of what is on another host      | `start_timeout_s` | fails the run, naming it       |
-| starting    | its health check                         | `start_timeout_s` | fails the run, showing its log |
-| healthy     | its exit                                 | –                 | what `OnExit` says, or failure |
-| backing off | ½, 1, 2, 4, … seconds (`RestartBudget`)  | –                 | starting                       |
-| saving      | the run's end, as it was told to suspend | `save_s`          | stopping                       |
-| stopping    | exit after SIGTERM, by `stop_order`      | `grace_s` each    | SIGKILL to the group           |
+When a process of a group dies, the others of the group are killed and all are restarted together. The set of processes
+may change while the run is up: `add` starts a process, `stop_engine` stops one for good.
 
-Those of one group live and die together: when one has died, the others are killed, and all are started again at once.
-The set may change while the run is up: `add` starts a process, `stop_engine` stops one for good.
-
-Promises: no process of the run outlives the supervisor, however it ends (see `tied_process` and `reaper`). Ctrl-C or
-SIGTERM suspends the run, which saves its state, and stops in order; a second one kills at once. The result says what
-happened and how to go on. It must run in the main thread: signals arrive there, and the kernel ties the children to the
-thread that started them.
+No process of the run outlives the supervisor, however it ends (see `tied_process` and `reaper`). Ctrl-C or SIGTERM
+suspends the run: it saves its state and stops in order. A second one kills it at once. The result says what happened
+and how to resume. The supervisor must run in the main thread: signals arrive there, and the kernel ties child processes
+to the thread that started them.
 """
 
 from __future__ import annotations
@@ -37,20 +35,21 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, final
 
-from launch.plan import OnExit, Plan, ProcessSpec
+from launch.plan import Plan, ProcessSpec
 from launch.process import Process, State, answers, exit_words
 from pipelinerl.observability.restarts import write_restarts
 from pipelinerl.observability.status import RestartStatus
+from pipelinerl.roles.role import OnExit
 
 _REAPER = Path(__file__).with_name("reaper.py")
 _TICK_S = 0.02
 _PROBE_EVERY_S = 0.1
-#: The exit status of an error of the user's: another try would end the same.
+#: Exit status of a user error, which a restart cannot fix.
 _USER_ERROR = 2
 
 
 class RunOutcome(StrEnum):
-    """How a run ended for its launcher."""
+    """The outcome of a run for its launcher."""
 
     COMPLETED = "completed"
     STOPPED = "stopped"
@@ -59,14 +58,14 @@ class RunOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The end of a run: what happened, in words a user can act on, and the exit status of the launcher."""
+    """The end of a run: the outcome, a message that a user can act on, and the launcher's exit status."""
 
     outcome: RunOutcome
     message: str
 
     @property
     def exit_status(self) -> int:
-        """0 completed, 1 failed, 130 stopped by the user."""
+        """0 if completed, 1 if failed, 130 if stopped by the user."""
         return {RunOutcome.COMPLETED: 0, RunOutcome.FAILED: 1, RunOutcome.STOPPED: 130}[self.outcome]
 
 
@@ -75,15 +74,16 @@ class Supervisor:
     """Runs one plan once.
 
     Args:
-        plan: what to run.
+        plan: the processes.
         run_dir: the run's directory; logs go to its `logs/`.
-        start_timeout_s: how long each process may take to become healthy; grace_s: to stop; save_s: the run to end,
-            once it is told to suspend.
-        suspend: tells it; returns whether it has heard. Called by Ctrl-C or SIGTERM, must return within seconds.
-        announce: is told, in one sentence each, what the user should know (deaths, restarts, stopping).
+        start_timeout_s: deadline for each process to become healthy.
+        grace_s: deadline for each stage of processes to stop.
+        save_s: deadline for the run to end after it was asked to suspend.
+        suspend: asks the run to save its state after Ctrl-C or SIGTERM, within seconds; returns whether it arrived.
+        announce: receives sentences for the user (deaths, restarts, stopping).
         on_tick: called about every `tick_every_s` while the run is up; must return quickly.
-        on_end: is told how the run ended, before anything is stopped for that.
-        tell_restarts: is told of those that have died, when it begins and at each death; may raise OSError.
+        on_end: receives the result before anything is stopped.
+        tell_restarts: receives the restarts at the start and after each death; may raise OSError.
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class Supervisor:
         self._on_end = on_end
         self._write_restarts = tell_restarts or partial(write_restarts, run_dir)
         self._elsewhere = dict(plan.elsewhere)
-        self._reached: set[str] = set()  # of those elsewhere, who has answered
+        self._reached: set[str] = set()  # processes on other hosts that have answered
         self._began_at = 0.0
         self._start_timeout_s = start_timeout_s
         self._grace_s = grace_s
         self._save_s = save_s
         self._suspend = suspend
-        self._saved_by: float | None = None  # it is told to suspend, and waited for until then
+        self._saved_by: float | None = None  # deadline after a request to suspend
         self._announce = announce
         self._on_tick = on_tick
         self._tick_every_s = tick_every_s
@@ -123,39 +123,39 @@ class Supervisor:
         self._reaper: IO[str] | None = None
 
     def run(self) -> RunResult:
-        """Start everything, keep it alive, stop everything; returns when nothing of the run is left."""
+        """Start everything, keep it alive, stop everything; return once no process of the run is left."""
         with self._signals(), self._reaping():
             self._began_at = time.monotonic()
             try:
-                self._tell_restarts()  # in place of what the launcher before has left
+                self._tell_restarts()  # replaces what an earlier launcher wrote
                 self._watch()
                 assert self._result is not None
                 self._on_end(self._result)
             finally:
                 self._stop()
-        assert self._result is not None  # _watch returns with one, or raises what on_tick raised
+        assert self._result is not None  # _watch returns with a result, or raises what on_tick raised
         return self._result
 
     @property
     def spared(self) -> frozenset[str]:
-        """Names of those that are beyond help, and that the run goes on without."""
+        """The names of processes that failed for good and that the run continues without."""
         return frozenset(self._spared)
 
     @property
     def ended(self) -> frozenset[str]:
-        """Names of those that have ended for good: nothing of their process groups is left."""
+        """The names of processes that ended for good: no process of their groups is left."""
         return self._in(State.ENDED)
 
     @property
     def stopping(self) -> frozenset[str]:
-        """Names of those that are about to end."""
+        """The names of processes that are being stopped."""
         return self._in(State.STOPPING)
 
     def _in(self, state: State) -> frozenset[str]:
         return frozenset(name for name, process in self._processes.items() if process.state is state)
 
     def knows(self, name: str) -> bool:
-        """Is there, or was there, a process of this name?"""
+        """Return whether the run has, or had, a process of this name."""
         return name in self._processes
 
     def add(self, spec: ProcessSpec) -> None:
@@ -166,8 +166,8 @@ class Supervisor:
         self._processes[spec.name] = Process(spec, self._run_dir / "logs")
 
     def refuse(self, spec: ProcessSpec, reason: str) -> None:
-        """The run goes on without this process, which cannot be had for a reason of the launcher's; see its log."""
-        self._announce(f"the run goes on without {spec.name}: {reason}")
+        """Record that the run continues without this process, and write the reason into its log."""
+        self._announce(f"the run continues without {spec.name}: {reason}")
         process = Process(spec, self._run_dir / "logs")
         process.note(f"pipelinerl: {reason}")
         process.state = State.ENDED
@@ -175,7 +175,7 @@ class Supervisor:
         self._spared.add(spec.name)
 
     def stop_engine(self, name: str) -> None:
-        """Stop this process for good, if it runs; called by `on_tick`, again and again if one likes."""
+        """Stop this process for good if it runs; called by `on_tick`, any number of times."""
         process = self._processes.get(name)
         if process is None or process.state in (State.STOPPING, State.ENDED):
             return
@@ -189,7 +189,7 @@ class Supervisor:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of what runs now, by name."""
+        """The process ids of running processes, by name."""
         return {name: process.pid for name, process in self._processes.items() if process.pid is not None}
 
     def _watch(self) -> None:
@@ -207,7 +207,7 @@ class Supervisor:
             time.sleep(_TICK_S)
 
     def _saves(self, now: float) -> bool:
-        """After an interrupt: may the run go on, to save its state?"""
+        """Return whether the run may continue after an interrupt, to save its state."""
         if self._interrupts > 1:
             return False
         if self._saved_by is None:
@@ -221,10 +221,10 @@ class Supervisor:
         return True
 
     def _stopped(self) -> None:
-        self.end(RunOutcome.STOPPED, f"go on with: pipelinerl run --resume {self._run_dir}")
+        self.end(RunOutcome.STOPPED, f"resume with: pipelinerl run --resume {self._run_dir}")
 
     def _advance(self, process: Process, now: float) -> None:
-        """Move one process one step on in the table above."""
+        """Advance one process by one transition of the table above."""
         if self._result is not None or process.state is State.ENDED:
             return
         if process.state is State.WAITING:
@@ -243,7 +243,7 @@ class Supervisor:
             self._await_health(process, now)
 
     def _is_healthy(self, name: str, waiting: Process, now: float) -> bool:
-        """May `waiting` be started, as far as the process `name` goes, which may be on another host?"""
+        """Return whether the process `name`, perhaps on another host, is ready for `waiting` to start."""
         if name in self._processes:
             return self._processes[name].state is State.HEALTHY
         if name in self._reached:
@@ -256,7 +256,7 @@ class Supervisor:
             self._fail(
                 waiting,
                 f"{waiting.spec.name} waits for {name}, which did not answer {self._elsewhere[name]} within "
-                f"{self._start_timeout_s:g} s; is its host up, and does the network let this one through?",
+                f"{self._start_timeout_s:g} s; check that its host is up and reachable",
             )
         self._probed_at[name] = time.monotonic()
         return name in self._reached
@@ -299,17 +299,17 @@ class Supervisor:
             return
         wait_s = budget.died(up_s)
         process.state, process.due = State.BACKING_OFF, now + wait_s
-        self._announce(f"{words}; starting it again in {wait_s:g} s ({budget.unforgiven:.0f} of {spec.restarts})")
+        self._announce(f"{words}; restarting it in {wait_s:g} s ({budget.unforgiven:.0f} of {spec.restarts})")
         self._restart_with(process)
         self._tell_restarts()
 
     def _restart_with(self, died: Process) -> None:
-        """The others of its group begin anew with it: what they were in the middle of waits for it for ever."""
+        """Restart the others of its group too, which would wait for the dead process forever."""
         for process in self._processes.values():
             if process is died or died.spec.group is None or process.spec.group != died.spec.group:
                 continue
-            if process.pid is not None or process.state is State.ENDED:  # one was told that all was done, as it was not
-                self._announce(f"{process.spec.name} is started again with it")
+            if process.pid is not None or process.state is State.ENDED:  # an ended one may not be done
+                self._announce(f"restarting {process.spec.name} with it")
                 self._forget(process)
                 process.state, process.due = State.BACKING_OFF, died.due
 
@@ -318,13 +318,13 @@ class Supervisor:
         try:
             self._write_restarts(tuple(died))
         except OSError as error:
-            self._announce(f"the restarts are not written to {self._run_dir}: {error.strerror}")
+            self._announce(f"cannot write the restarts to {self._run_dir}: {error.strerror}")
 
     def _fail(self, process: Process, words: str) -> None:
-        """A process is beyond help, and so is the run unless it can do without."""
+        """Give up on a process: end the run, unless it can continue without the process."""
         words = f"{words}; its log {process.log} ends:\n{process.last_lines()}"
         if process.spec.on_exit is OnExit.SPARE:
-            self._announce(f"the run goes on without {process.spec.name}: {words}")
+            self._announce(f"the run continues without {process.spec.name}: {words}")
             self._spared.add(process.spec.name)
             self._forget(process)
             process.state = State.ENDED
@@ -332,11 +332,11 @@ class Supervisor:
             self.end(RunOutcome.FAILED, words)
 
     def end(self, outcome: RunOutcome, message: str) -> None:
-        """End the run, in so many words; called by `on_tick` too, for what it alone knows of."""
+        """End the run with this result; `on_tick` may call it too."""
         self._result = RunResult(outcome, message)
 
     def _stop(self) -> None:
-        """Stop order by stop order: ask, wait for the grace, kill."""
+        """Stop the processes by stop order: SIGTERM, wait for the grace period, kill."""
         if self._result is not None and self._result.outcome is RunOutcome.STOPPED and self._interrupts < 2:
             self._announce("stopping; press Ctrl-C again to kill at once")
         alive = [process for process in self._processes.values() if process.pid is not None]
@@ -366,7 +366,7 @@ class Supervisor:
 
     def _tell_reaper(self, sign: str, group: int) -> None:
         if self._reaper is not None:
-            with contextlib.suppress(BrokenPipeError):  # somebody killed the reaper; the leashes still hold
+            with contextlib.suppress(BrokenPipeError):  # the reaper was killed; children are still tied to this process
                 self._reaper.write(f"{sign}{group}\n")
                 self._reaper.flush()
 
@@ -389,7 +389,7 @@ class Supervisor:
             self._interrupts += 1
 
         handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        wanted = [number for number in handled if signal.getsignal(number) is not signal.SIG_IGN]  # nohup stays nohup
+        wanted = [number for number in handled if signal.getsignal(number) is not signal.SIG_IGN]  # for nohup
         before = {number: signal.signal(number, note) for number in wanted}
         try:
             yield

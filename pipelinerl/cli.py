@@ -32,8 +32,6 @@ from pipelinerl.commands.engines import Run, engines_app
 from pipelinerl.commands.evaluation.command_line import add_evaluation_commands
 from pipelinerl.commands.from_checkout import bench, chaos
 from pipelinerl.commands.oubliette.command_line import oubliette_app
-from pipelinerl.commands.processes.role_commands import roles_app
-from pipelinerl.commands.processes.role_options import hide_password
 from pipelinerl.commands.simulation.command_line import simulate
 from pipelinerl.commands.top.command_line import top
 from pipelinerl.commands.watch.command_line import watch
@@ -41,12 +39,14 @@ from pipelinerl.config import recipe as recipes
 from pipelinerl.enums import Skill
 from pipelinerl.errors import PipelineError, RecipeError, UserError
 from pipelinerl.observability.redaction import without_secrets
+from pipelinerl.roles.catalogue import ROLES
+from pipelinerl.roles.role import hide_password
 from pipelinerl.system.files import system_words, working_directory
 from pipelinerl.system.garbage import collect_rarely
 from pipelinerl.system.process_end import run_process
 
 if TYPE_CHECKING:
-    from pipelinerl.commands.memory.prediction import MemoryPrediction
+    from pipelinerl.roles.memory.prediction import MemoryPrediction
 
 app = typer.Typer(
     name="pipelinerl",
@@ -98,10 +98,10 @@ def run(
     from launch import run as launching
     from launch.resumed_recipe import change_recipe, record_change
     from launch.run_directory import open_run, refuse_namesake
-    from pipelinerl.commands.memory.disk import refuse_full_disk
-    from pipelinerl.commands.memory.machine_defaults import settled
     from pipelinerl.commands.remote import started_by_hand
     from pipelinerl.roles import resumption
+    from pipelinerl.roles.memory.disk import refuse_full_disk
+    from pipelinerl.roles.memory.machine_defaults import settled
 
     if resume is not None:
         changes = [*([] if recipe is None else [recipe]), *(overrides or [])]
@@ -166,8 +166,8 @@ def check(
     """
     from launch.run import describe_placement, memory_limits
     from pipelinerl.commands.check import findings
-    from pipelinerl.commands.memory import disk, prediction as memory
-    from pipelinerl.commands.memory.machine_defaults import settled
+    from pipelinerl.roles.memory import disk, prediction as memory
+    from pipelinerl.roles.memory.machine_defaults import settled
 
     config = recipes.load(recipe, overrides or [])
     limit = None if device_gib is None else int(device_gib * 2**30)
@@ -191,7 +191,7 @@ def check(
 
 
 def _predicted(config: recipes.RunConfig) -> MemoryPrediction:
-    from pipelinerl.commands.memory import prediction as memory
+    from pipelinerl.roles.memory import prediction as memory
     from pipelinerl.roles.wiring import objective_of
 
     return memory.predict(config, objective_of(config))
@@ -199,7 +199,7 @@ def _predicted(config: recipes.RunConfig) -> MemoryPrediction:
 
 def _memory_lines(predicted: MemoryPrediction, limits: Mapping[str, int]) -> Iterator[str]:
     """Yield a line on what is trained, and the predicted device memory of each process."""
-    from pipelinerl.commands.memory import prediction as memory
+    from pipelinerl.roles.memory import prediction as memory
 
     if (line := memory.trainable(predicted)) is not None:
         yield line
@@ -457,7 +457,8 @@ def _refuse(config: recipes.RunConfig) -> None:
 
 
 add_cluster_commands(app, connect=_connect, claim=_claim, refuse=_refuse)
-app.add_typer(roles_app)
+for _role in ROLES:
+    app.command(_role.subcommand, rich_help_panel="Roles (each is one process; `run` starts them all)")(_role.command)
 
 
 def _knob_lines(knobs: Mapping[str, Any], within: str = "") -> Iterator[str]:

@@ -20,10 +20,10 @@ import pytest
 
 from launch.run_directory import create
 from pipelinerl import cli
-from pipelinerl.commands.processes.role_options import LOCAL_REDIS
 from pipelinerl.config.recipe import MODELS, load
 from pipelinerl.roles import process
-from pipelinerl.roles.process import REDIS_VARIABLE, TOKEN_VARIABLE
+from pipelinerl.roles.process import TOKEN_VARIABLE
+from pipelinerl.roles.role import LOCAL_REDIS, REDIS_VARIABLE
 from pipelinerl.system.http_service import listen
 from tests.patience import PATIENCE_S
 

@@ -1,4 +1,4 @@
-"""A run on several hosts: what the plan says of each, the supervisor of one (`node`), and what starts these elsewhere.
+"""Runs on several hosts: one supervisor per host (`node`), led by the head, and launchers that start the nodes.
 
-Slurm, Kubernetes and Ray have no rules of their own: each starts `pipelinerl node` on every host, and ends it.
+Slurm, Kubernetes and Ray add no rules of their own: each starts `pipelinerl node` on every host, and stops it.
 """

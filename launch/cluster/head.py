@@ -1,11 +1,11 @@
-"""`HeadNode`: what the launcher of a run does for the other nodes: tells them of the launch, and listens to them.
+"""`HeadNode`: the head's communication with the other nodes of a run.
 
-| it waits for                        | how long                         | then                                |
-|-------------------------------------|----------------------------------|-------------------------------------|
-| a node that is up to say that it is | `SILENCE_S` without a new record | says so; the run goes on without it |
-| nodes to stop, at the run's end     | `launch.grace_s`, and two beats  | names them, and stops its own share |
+| it waits for                      | how long                         | then                                   |
+|-----------------------------------|----------------------------------|----------------------------------------|
+| the next record of a running node | `SILENCE_S`                      | reports it as gone; the run continues  |
+| nodes to stop, at the run's end   | `launch.grace_s`, and two beats  | names them, and stops its own share    |
 
-A run of one machine has none, and nothing is written.
+A run on one machine has no other nodes and writes no records.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ _LOOK_S: Final = 0.05
 
 @final
 class HeadNode:
-    """Made by the launcher once it holds the run's directory; `members` is None where there are no other nodes."""
+    """The head's part of the launcher, made once the launcher holds the run's directory.
+
+    Args:
+        members: the hosts of the run; None for a run on one machine.
+    """
 
     def __init__(self, launch: Launch, members: Members | None, announce: Callable[[str], None]) -> None:
         self._launch = launch
@@ -46,15 +50,15 @@ class HeadNode:
         self._looked_at = float("-inf")
         self._record: LaunchRecord | None = None
         if members is not None:
-            # Each launch has a token of its own; this tells launches apart, and does not give it away.
+            # Each launch has a new token. Its digest identifies the launch without revealing the token.
             id = hashlib.sha256(launch.token_file.read_bytes()).hexdigest()[:16]
             self._record = LaunchRecord(id=id, members=members)
-            self._own = NodeFile(launch.run_dir, launch.homes.head.name, id)
+            self._own = NodeFile(launch.run_dir, launch.placement.head.name, id)
             self._others = OtherNodes(launch.run_dir, id, [host.name for host in members.hosts[1:]])
 
     @property
     def leads(self) -> bool:
-        """Are there hosts to tell anything?"""
+        """True if the run has several hosts."""
         return self._record is not None
 
     def begin(self) -> None:
@@ -68,7 +72,7 @@ class HeadNode:
                 )
 
     def follow(self, supervisor: Supervisor) -> None:
-        """Say that the head is up, and hear the others; called on each tick."""
+        """Report that the head is up, and read the records of the others; called on each tick."""
         now = time.monotonic()
         if self._record is None or now - self._looked_at < BEAT_S:
             return
@@ -80,7 +84,7 @@ class HeadNode:
         for host in sorted(up - self._up):
             self._announce(f"host {host} is up")
         for host in sorted(self._up - up):
-            self._announce(f"host {host} is gone; the run goes on, and waits for it where it cannot do without")
+            self._announce(f"host {host} is gone; the run continues, and waits for it if it needs it")
         self._up = up
         if self._others.restarts() != before:
             with suppress(OSError):
@@ -89,12 +93,12 @@ class HeadNode:
             supervisor.end(RunOutcome.FAILED, failure)
 
     def tell_restarts(self, restarts: tuple[RestartStatus, ...]) -> None:
-        """Write down whose processes have died, the other nodes' with its own. Raises OSError."""
+        """Write the restarts of this host's processes and of the other nodes'. Raises OSError."""
         self._restarts = restarts
         self._write_restarts()
 
     def end(self, result: RunResult) -> None:
-        """Tell the nodes how the run has ended, and let them stop first what needs the head's streams."""
+        """Tell the nodes how the run ended, and wait for them to stop: their processes need the head's streams."""
         if self._record is None:
             return
         with suppress(OSError):

@@ -1,15 +1,15 @@
-"""A run under Kubernetes: manifests in which the pod of each host runs `pipelinerl node`; pure, no API server is asked.
+"""A run under Kubernetes: manifests in which each host's pod runs `pipelinerl node`. Pure; no API server is contacted.
 
-| object | for what |
+| object | purpose |
 |---|---|
 | ConfigMap `NAME-recipe` | the recipe, resolved, without secrets |
 | PersistentVolumeClaim `NAME-runs` | the run's directory, for all pods: checkpoints, logs, streams, token (0600) |
 | Service `NAME`, headless | a name for each pod, `host-0.NAME`, before it is ready |
-| Services `NAME-controller`, `NAME-redis`, … | one for each role that listens, for whoever looks for it by its role |
-| Job `NAME-HOST`, one for each host | a pod that comes back when it was evicted, or its node died |
+| Services `NAME-controller`, `NAME-redis`, … | one for each role that listens, for clients that look it up by role |
+| Job `NAME-HOST`, one for each host | a pod that is replaced after an eviction or the loss of its node |
 
-A pod that is told to end has `launch.save_s` to save, and a minute; its place is taken by another, which goes on.
-Status 1 or 2 ends its Job: the run has failed, and another try would end the same.
+A pod that is asked to end has `launch.save_s` plus a minute to save; the pod that replaces it resumes. Exit status 1 or
+2 ends its Job: the run failed, and a retry would fail the same way.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -28,17 +29,16 @@ import tomli_w
 
 from launch.cluster.membership import Members
 from launch.hosts import Host
-from launch.plan import Launch, Plan, Ports, ProcessSpec, processes_of
-from launch.spread import spread
+from launch.plan import Plan, ProcessSpec, processes_of
 from pipelinerl.config.recipe import RunConfig, to_table
 from pipelinerl.errors import UserError
 from pipelinerl.observability.redaction import without_secrets
 
-#: Where a pod finds its recipe.
+#: Path of the recipe in a pod.
 RECIPE_FOLDER: Final = "/mnt/recipe"
-#: On top of `launch.save_s`: for stopping what then runs.
+#: Time to stop processes, on top of `launch.save_s`.
 _GRACE_S: Final = 60
-#: Pods of one host that may die of themselves before its Job, and with it the run, has failed.
+#: Pods of one host that may fail on their own before its Job, and with it the run, fails.
 _RETRIES: Final = 6
 _APPLY_S: Final = 120.0
 _LABEL: Final = "pipelinerl.dev/run"
@@ -46,26 +46,26 @@ _HOST_LABEL: Final = "pipelinerl.dev/host"
 
 
 def manifests(config: RunConfig, members: Members, *, run_dir: Path, image: str) -> list[dict[str, Any]]:
-    """The objects of a run whose directory is `run_dir` in every pod, below the mount of the shared volume.
+    """Return the objects of a run. Its directory is `run_dir` in every pod, below the mount of the shared volume.
 
     Raises:
-        UserError: a name of the run's, or of a host's, is none that Kubernetes takes; or the recipe holds a password.
+        UserError: Kubernetes does not accept the name of the run or of a host, or the recipe holds a password.
     """
     name = config.run.name
     for word in (name, *(host.name for host in members.hosts)):
         if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", word):
             raise UserError(
-                f"Kubernetes takes names of small letters, digits and dashes, up to 40, got {word!r}; change run.name "
+                f"Kubernetes names are up to 40 lower-case letters, digits and dashes, got {word!r}; change run.name "
                 "or --host"
             )
     hosts = tuple(_in_pods(host, name) for host in members.hosts)
-    plan = _plan(config, Members(hosts=hosts, first_port=members.first_port), run_dir)
+    plan = processes_of(replace(members, hosts=hosts).launch(config, run_dir))
     labels = {_LABEL: name}
     recipe = tomli_w.dumps(to_table(config))
     if recipe != without_secrets(recipe):
         raise UserError(
-            "the recipe holds an address with a password beside streams.redis_url, and a ConfigMap would show it to "
-            "everybody who may read this namespace: leave it out, and give it to the pods in another way"
+            "the recipe holds a password outside streams.redis_url, and a ConfigMap would show it to every reader of "
+            "this namespace; remove it, and pass it to the pods in another way"
         )
     claim = {
         "accessModes": ["ReadWriteMany"],
@@ -89,13 +89,13 @@ def manifests(config: RunConfig, members: Members, *, run_dir: Path, image: str)
 
 
 def manifest_text(objects: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()) -> str:
-    """The objects as YAML, after the notes as its comments."""
+    """Return the objects as YAML, after the notes as comments."""
     comments = "".join(f"# {note}\n" for note in notes)
     return comments + "".join("---\n" + "\n".join(_yaml(each)) + "\n" for each in objects)
 
 
 def notes_for(config: RunConfig) -> list[str]:
-    """What its user has to bring."""
+    """Return what the user has to provide."""
     name, url = config.run.name, config.streams.redis_url
     notes = [
         f"kubectl apply --filename this file; kubectl logs --follow job/{name}-HOST; kubectl delete --selector "
@@ -108,10 +108,10 @@ def notes_for(config: RunConfig) -> list[str]:
 
 
 def apply(text: str, folder: Path, name: str) -> str:
-    """Write the manifests and hand them to kubectl; returns a sentence.
+    """Write the manifests and pass them to kubectl; return a sentence for the user.
 
     Raises:
-        UserError: there is no kubectl here, or it refuses them.
+        UserError: kubectl is missing or refuses them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-kubernetes.yaml"
@@ -129,24 +129,8 @@ def apply(text: str, folder: Path, name: str) -> str:
 
 
 def _in_pods(host: Host, run: str) -> Host:
-    """The host as its pods are found: by the name that the headless service gives them."""
+    """Return the host with the name that the headless service gives its pod as address."""
     return Host(name=host.name, address=f"{host.name}.{run}", devices=host.devices, roles=host.roles)
-
-
-def _plan(config: RunConfig, members: Members, run_dir: Path) -> Plan:
-    homes, placement = spread(config, members.hosts)
-    first = members.first_port
-    return processes_of(
-        Launch(
-            config=config,
-            run_dir=run_dir,
-            ports=Ports.of(config, range(first, first + Ports.count(config))),
-            token_file=run_dir / "tokens.json",
-            cores=(),
-            placement=placement,
-            homes=homes,
-        )
-    )
 
 
 def _object(api: str, kind: str, name: str, labels: Mapping[str, str], **rest: object) -> dict[str, Any]:
@@ -154,7 +138,7 @@ def _object(api: str, kind: str, name: str, labels: Mapping[str, str], **rest: o
 
 
 def _listening(plan: Plan) -> dict[str, list[ProcessSpec]]:
-    """Processes that listen, by role."""
+    """Return the processes that listen, by role."""
     roles: dict[str, list[ProcessSpec]] = {}
     for spec in plan.specs:
         if spec.health is not None:
@@ -163,7 +147,7 @@ def _listening(plan: Plan) -> dict[str, list[ProcessSpec]]:
 
 
 def _role_service(run: str, role: str, specs: Sequence[ProcessSpec], labels: Mapping[str, str]) -> dict[str, Any]:
-    """A role's ports on the hosts that have it: on the only one, or on all, each of which has some of them."""
+    """Return the service of a role. It selects the role's host if there is one, else all hosts."""
     hosts = {spec.host for spec in specs}
     selector = dict(labels) | ({_HOST_LABEL: next(iter(hosts))} if len(hosts) == 1 else {})
     spec = {"selector": selector, "ports": [_port(each) for each in specs], "clusterIP": "None"}
@@ -171,7 +155,7 @@ def _role_service(run: str, role: str, specs: Sequence[ProcessSpec], labels: Map
 
 
 def _port(spec: ProcessSpec) -> dict[str, Any]:
-    """A service's port. Its name has 15 characters at most, for pods' sake."""
+    """Return a service's port. Pods limit port names to 15 characters."""
     name = spec.name.replace("parameter-server", "weights")
     return {"name": name, "port": urlsplit(spec.health or "").port}
 
@@ -198,7 +182,7 @@ def _job(
     if len(host.devices):
         container["resources"] = {"limits": {"nvidia.com/gpu": len(host.devices)}}
     served = [spec for spec in share.specs if (spec.health or "").startswith("http")]
-    if served:  # the supervisor in the pod starts again what dies: no probe may kill it
+    if served:  # the pod's own supervisor restarts processes, so no probe may kill the pod
         probe = {"httpGet": {"path": "/health", "port": urlsplit(served[0].health or "").port}, "periodSeconds": 5}
         container["ports"] = [
             {"name": _port(spec)["name"][:15].rstrip("-"), "containerPort": _port(spec)["port"]} for spec in served
@@ -227,7 +211,7 @@ def _job(
 
 
 def _environment(config: RunConfig) -> list[dict[str, Any]]:
-    """The address of the user's own streams holds a password: it comes from a secret."""
+    """Return the environment of a pod; the address of the user's own streams comes from a secret."""
     always: list[dict[str, Any]] = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
     if config.streams.redis_url is None:
         return always
@@ -236,7 +220,7 @@ def _environment(config: RunConfig) -> list[dict[str, Any]]:
 
 
 def _yaml(value: Any) -> Iterator[str]:
-    """Lines of YAML for tables, lists and scalars; scalars are JSON's, which are YAML's too."""
+    """Yield the value as lines of YAML; scalars are written as JSON, which is valid YAML."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _entry(f"{key}:", item)
@@ -250,7 +234,7 @@ def _yaml(value: Any) -> Iterator[str]:
 
 
 def _entry(key: str, item: Any) -> Iterator[str]:
-    # What YAML takes for the end of a line, and TOML does not, stands in no block.
+    # A block keeps "\n" only, so text with other line separators becomes a JSON string.
     if isinstance(item, str) and "\n" in item and [*item.splitlines(), ""] == item.split("\n"):
         yield f"{key} |"
         yield from (f"  {line}" if line else "" for line in item.splitlines())

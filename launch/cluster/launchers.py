@@ -1,7 +1,7 @@
-"""What can start a run's nodes on other machines, by the word after `--on`: how a plan is shown for it, how it begins.
+"""The launchers that start a run's nodes on other machines, chosen by `--on`.
 
-To add one: a member of `Launcher`, a line in `rendered` and one in `start_on`, and a file that renders `pipelinerl
-node` for each host.
+To add one: a member of `Launcher`, a line in `rendered`, a line in `start_on`, and a file that starts `pipelinerl node`
+on each host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipelinerl.errors import UserError
 
 
 class Launcher(StrEnum):
-    """What starts nodes."""
+    """A system that starts nodes."""
 
     SLURM = "slurm"
     KUBERNETES = "kubernetes"
@@ -28,7 +28,7 @@ class Launcher(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterTarget:
-    """Where a run is to be: by what, on which hosts, with what its user adds for that."""
+    """The target of a run: the launcher, the hosts, and options for the launcher."""
 
     by: Launcher
     members: Members
@@ -38,10 +38,10 @@ class ClusterTarget:
 
 
 def read_launcher(word: str) -> tuple[Launcher, str | None]:
-    """The launcher of `--on`, with its address, if the word is one: `ray://host:10001`.
+    """Parse `--on` into a launcher and its address, if it has one: `ray://host:10001`.
 
     Raises:
-        UserError: the word names none.
+        UserError: there is no such launcher.
     """
     if word.startswith("ray://"):
         return Launcher.RAY, word
@@ -52,15 +52,13 @@ def read_launcher(word: str) -> tuple[Launcher, str | None]:
 
 
 def rendered(config: RunConfig, where: ClusterTarget, run_dir: Path) -> str:
-    """What the launcher is given for a run in `run_dir`; nothing is started."""
+    """Return what the launcher would be given for a run in `run_dir`; start nothing."""
     if where.by is Launcher.SLURM:
         return slurm.slurm_script(config, where.members, run_dir=run_dir, extra=where.slurm_options)
     if where.by is Launcher.RAY:
         return ray.describe(config, where.members)
     if where.image is None:
-        raise UserError(
-            "--on kubernetes must know the container image: say --image REGISTRY/NAME:TAG, with this project"
-        )
+        raise UserError("--on kubernetes needs a container image with this project; pass --image REGISTRY/NAME:TAG")
     objects = kubernetes.manifests(config, where.members, run_dir=run_dir, image=where.image)
     return kubernetes.manifest_text(objects, kubernetes.notes_for(config))
 
@@ -72,12 +70,12 @@ def start_on(
     claim: Callable[[RunConfig], bool],
     announce: Callable[[str], None] = print,
 ) -> int:
-    """Begin a run there; returns the exit status: 0 when it is begun, or, under Ray, that of the run when it is over.
+    """Start a run; return the exit status: 0 once it is submitted, or, under Ray, that of the finished run.
 
-    Under Kubernetes its directory is on a volume of the cluster's, where its head makes it.
+    Under Kubernetes the run's directory is on a volume of the cluster, where its head makes it.
 
     Raises:
-        UserError: it cannot be; the message says what to do.
+        UserError: it cannot start; the message says what to do.
     """
     if where.by is Launcher.KUBERNETES:
         run_dir = config.run_directory

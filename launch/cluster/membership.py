@@ -1,11 +1,11 @@
-"""What the nodes of a run tell each other, as files in the run's directory, which all of them see.
+"""Messages between the nodes of a run, as files in the run's directory, which all nodes see.
 
-    cluster/hosts.json     the hosts of the run and the first of its ports, as it was begun with
-    cluster/launch.json    written by the head: which launch is under way, its hosts and ports, and how it ended
-    cluster/node-b.json    written by the node of host b: the launch that it serves, a counter that grows, how it is
+    cluster/hosts.json     the hosts of the run and the first of its ports, from when it began
+    cluster/launch.json    written by the head: the current launch, its hosts and ports, and how it ended
+    cluster/node-b.json    written by the node of host b: the launch that it serves, a growing counter, its state
 
-A file is replaced whole, and has one writer. No clock is compared: a node is silent when its file has not changed for
-a while on the reader's own clock, which bears file systems that show changes after seconds.
+Each file has one writer and is replaced as a whole. Clocks of different hosts are never compared: a node is silent if
+its file has not changed for a while by the reader's own clock. File systems may show changes with seconds of delay.
 """
 
 from __future__ import annotations
@@ -16,48 +16,59 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import count
 from pathlib import Path
 from typing import Any, Final, final
 
 import msgspec
 
 from launch.hosts import Host
+from launch.plan import Launch
 from launch.supervisor import RunOutcome, RunResult
+from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.observability.status import RestartStatus
 from pipelinerl.system.files import write_private
 
-#: A node writes that often that it is there.
+#: Interval of a node's heartbeats.
 BEAT_S: Final = 1.0
-#: A node of which nothing has come for so long is lost, or its file system is.
+#: After this time without a heartbeat, a node or its file system is lost.
 SILENCE_S: Final = 20.0
-#: Ports of a run on several hosts begin here, below those of outgoing connections, unless its user says otherwise.
+#: First port of a run on several hosts by default; below the range of outgoing connections.
 FIRST_PORT: Final = 20000
 
 
 class NodeState(StrEnum):
-    """What a node says of itself."""
+    """The state of a node, as it reports it."""
 
     UP = "up"
     FAILED = "failed"
-    """One of its processes is beyond help, and with it the run."""
+    """One of its processes failed for good, and with it the run."""
     LEFT = "left"
-    """It was told to stop, while the run goes on."""
+    """It was stopped while the run continues."""
     ENDED = "ended"
-    """It has stopped its share, since the run is over."""
+    """It stopped its share, because the run is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Members:
-    """The hosts of a run, the head first, and the first of the ports that its services take."""
+    """The hosts of a run, the head first, and the first of its ports."""
 
     hosts: tuple[Host, ...]
     first_port: int = FIRST_PORT
 
+    def launch(self, config: RunConfig, run_dir: Path, *, cores: Sequence[int] = ()) -> Launch:
+        """Return the launch of a run on these hosts.
+
+        Raises:
+            RecipeError: the recipe cannot be placed on them.
+        """
+        return Launch.on(self.hosts, config, run_dir=run_dir, ports=count(self.first_port), cores=cores)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRecord:
-    """What the head says: `id` is this launch's; `result` is None while it is under way."""
+    """The head's record: the launch's `id`, its hosts, and its result; None while it is under way."""
 
     id: str
     members: Members
@@ -65,7 +76,7 @@ class LaunchRecord:
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node says: the launch that it serves, how it is, whose deaths it has seen; `beat` changes each time."""
+    """A node's record: its launch, its state, its restarts, and a counter (`beat`) that always changes."""
 
     launch: str
     beat: int
@@ -75,13 +86,13 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_members(run_dir: Path, members: Members) -> None:
-    """Note, in the directory of a run that begins, on which hosts it is to be. Raises OSError."""
+    """Record the hosts of a run that begins. Raises OSError."""
     folder_of(run_dir).mkdir(exist_ok=True)
     write_private(folder_of(run_dir) / "hosts.json", json.dumps(_members_json(members), indent=1))
 
 
 def read_members(run_dir: Path) -> Members | None:
-    """The hosts that a run was begun with; None for a run of one machine.
+    """Return the hosts that a run began with; None for a run on one machine.
 
     Raises:
         UserError: the file is damaged.
@@ -92,11 +103,11 @@ def read_members(run_dir: Path) -> Members | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} cannot be read: {error}; name the hosts anew by --host") from None
+        raise UserError(f"{path} cannot be read: {error}; pass the hosts again with --host") from None
 
 
 def write_launch(run_dir: Path, record: LaunchRecord) -> None:
-    """Tell the nodes. Raises OSError."""
+    """Write the head's record. Raises OSError."""
     result = None if record.result is None else [str(record.result.outcome), record.result.message]
     table = {"id": record.id, **_members_json(record.members), "result": result}
     folder_of(run_dir).mkdir(exist_ok=True)
@@ -104,7 +115,7 @@ def write_launch(run_dir: Path, record: LaunchRecord) -> None:
 
 
 def read_launch(run_dir: Path) -> LaunchRecord | None:
-    """What the head says; None while it says nothing that can be read."""
+    """Return the head's record; None if there is no readable one."""
     try:
         table = json.loads((folder_of(run_dir) / "launch.json").read_text())
         result = table["result"] and RunResult(RunOutcome(table["result"][0]), str(table["result"][1]))
@@ -114,7 +125,7 @@ def read_launch(run_dir: Path) -> LaunchRecord | None:
 
 
 def folder_of(run_dir: Path) -> Path:
-    """The folder of these files."""
+    """Return the folder of these files."""
     return run_dir / "cluster"
 
 
@@ -131,7 +142,7 @@ def _members_of(table: Any) -> Members:
 
 @final
 class NodeFile:
-    """What one node says of itself; what cannot be written, for want of room, say, is written with the next beat."""
+    """Writes one node's record; a record that cannot be written is written with the next heartbeat."""
 
     def __init__(self, run_dir: Path, host: str, launch: str) -> None:
         self._path = node_path(run_dir, host)
@@ -139,17 +150,17 @@ class NodeFile:
         self._written_at = float("-inf")
 
     def beat(self) -> None:
-        """Say that the node is there, if it has not just done so."""
+        """Write a heartbeat, unless the record was written a moment ago."""
         if time.monotonic() - self._written_at >= BEAT_S:
             self._write()
 
     def tell_restarts(self, restarts: tuple[RestartStatus, ...]) -> None:
-        """Say which of its processes have died."""
+        """Report the restarts of the node's processes."""
         self._record = msgspec.structs.replace(self._record, restarts=restarts)
         self._write()
 
     def tell(self, state: NodeState, message: str = "") -> None:
-        """Say how the node is, at once."""
+        """Report the node's state at once."""
         self._record = msgspec.structs.replace(self._record, state=state, message=message)
         self._write()
 
@@ -161,7 +172,7 @@ class NodeFile:
 
 
 def node_path(run_dir: Path, host: str) -> Path:
-    """The file in which the node of a host says how it is."""
+    """Return the path of a node's record."""
     return folder_of(run_dir) / f"node-{host}.json"
 
 
@@ -176,43 +187,43 @@ class LastHeartbeat:
 @final
 @dataclass(slots=True)
 class OtherNodes:
-    """What the head knows of the other nodes of its launch."""
+    """The records of the other nodes of a launch, as last read."""
 
     run_dir: Path
     launch: str
     hosts: Sequence[str]
-    heard: dict[str, LastHeartbeat] = field(default_factory=dict)
+    heartbeats: dict[str, LastHeartbeat] = field(default_factory=dict)
 
     def read(self, now: float) -> None:
-        """Look into their files."""
+        """Read the other nodes' files."""
         for host in self.hosts:
             try:
                 record = msgspec.json.decode(node_path(self.run_dir, host).read_bytes(), type=NodeRecord)
             except (OSError, msgspec.MsgspecError):
                 continue
-            if record.launch == self.launch and (host not in self.heard or self.heard[host].record != record):
-                self.heard[host] = LastHeartbeat(record, now)
+            if record.launch == self.launch and (host not in self.heartbeats or self.heartbeats[host].record != record):
+                self.heartbeats[host] = LastHeartbeat(record, now)
 
     def up(self, now: float) -> frozenset[str]:
-        """Hosts whose nodes serve this launch, and were heard of a moment ago."""
+        """Return the hosts whose nodes serve this launch and sent a heartbeat recently."""
         return frozenset(
             host
-            for host, heard in self.heard.items()
-            if heard.record.state is NodeState.UP and now - heard.at <= SILENCE_S
+            for host, last in self.heartbeats.items()
+            if last.record.state is NodeState.UP and now - last.at <= SILENCE_S
         )
 
     def failure(self) -> str | None:
-        """Why a node says that the run cannot go on; None while none does."""
-        for host, heard in self.heard.items():
-            if heard.record.state is NodeState.FAILED:
-                return f"on host {host}: {heard.record.message}"
+        """Return why a node reports that the run failed; None if no node does."""
+        for host, last in self.heartbeats.items():
+            if last.record.state is NodeState.FAILED:
+                return f"on host {host}: {last.record.message}"
         return None
 
     def restarts(self) -> tuple[RestartStatus, ...]:
-        """Those of their processes that have died."""
-        return tuple(each for heard in self.heard.values() for each in heard.record.restarts)
+        """Return the restarts of the nodes' processes."""
+        return tuple(each for last in self.heartbeats.values() for each in last.record.restarts)
 
 
 def ended(record: LaunchRecord, result: RunResult) -> LaunchRecord:
-    """The same launch, which is over."""
+    """Return the record with the result of its launch."""
     return replace(record, result=result)

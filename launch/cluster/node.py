@@ -1,17 +1,17 @@
-"""`pipelinerl node`: one host's share of a run, under a supervisor with the rules of a run on one machine.
+"""`pipelinerl node`: run one host's share of a run, supervised as a run on one machine is.
 
-The head's node is the launcher itself, which serves its own share (`launch.run.resume`). Any other does this:
+The head's node is the launcher itself, which runs its own share (`launch.run.resume`). Any other node does this:
 
-| it waits for                                | how long   | then                                                   |
-|---------------------------------------------|------------|--------------------------------------------------------|
-| a launch that is under way (`launch.json`)  | `HEAD_S`   | refuses, and says what to start                        |
-| health of the controller, on the head       | the recipe's `start_timeout_s` | fails the run, naming it           |
-| a word of the head                          | `HEAD_S`   | stops its share                                        |
-| the run's end, which the head says          | –          | stops its share, and ends as the head does             |
+| it waits for                                | how long   | then                                             |
+|---------------------------------------------|------------|--------------------------------------------------|
+| a launch that is under way (`launch.json`)  | `HEAD_S`   | refuses, and says what to start                  |
+| health of the controller, on the head       | `launch.start_timeout_s` | fails the run, naming it           |
+| a heartbeat of the head                     | `HEAD_S`   | stops its share                                  |
+| the result of the run, from the head        | –          | stops its share, and exits with the head's status |
 
-It serves one launch after the other: where the head was started again, all begin anew with the new token. When this
-node is killed, its processes end with it; started again, it starts them again. SIGTERM stops its share and lets a
-trainer save first; the run goes on.
+It serves one launch after another: if the head restarts, all nodes restart their processes with the new token. If this
+node is killed, its processes end with it; once restarted, it starts them again. SIGTERM stops its share and lets a
+trainer save first, while the run continues.
 """
 
 from __future__ import annotations
@@ -37,18 +37,17 @@ from launch.cluster.membership import (
     read_members,
     write_members,
 )
-from launch.cluster.share import launch_on
 from launch.placement import TRAINER
 from launch.plan import processes_of
-from launch.run import Connect, prepare, resume
+from launch.run import Connect, launch_on, prepare, resume
 from launch.supervisor import RunOutcome, RunResult, Supervisor
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import UserError
 
-#: A head that is not heard for so long is not coming back.
+#: After this time without a heartbeat, the head is not coming back.
 HEAD_S: Final = 600.0
 _LOOK_S: Final = 0.1
-#: Whoever waits longer says so.
+#: A node that waits longer says so.
 _SILENT_S: Final = 5.0
 
 
@@ -62,14 +61,14 @@ def run_node(
     refuse: Callable[[RunConfig], None],
     connect: Connect,
 ) -> int:
-    """Run the share of the host `name`, as the head of the run if it is that; returns the exit status.
+    """Run the share of the host `name`, as the head of the run if it is the first host; return the exit status.
 
-    `members_of` gives the hosts of the command line, if it names any: then they take the place of those that the run
-    was begun with, for schedulers that choose other hosts each time. Where there is no run in `run_dir` yet, the head
-    begins it there, by `recipe`. The head looks at the recipe with `refuse` before it makes or starts anything.
+    `members_of` returns the hosts of the command line, if it names any. They replace the hosts that the run began with,
+    because a scheduler may choose other hosts each time. If there is no run in `run_dir` yet, the head begins one there
+    from `recipe`. The head checks the recipe with `refuse` before it makes or starts anything.
 
     Raises:
-        UserError: this host has no part in the run, its share cannot be run, or the recipe is refused.
+        UserError: the run has no such host, its share cannot run, or the recipe is refused.
     """
     if recipe is not None and not (run_dir / "recipe.toml").is_file():
         config = _in(run_dir, load(recipe))
@@ -92,16 +91,16 @@ def run_node(
 
 
 def _in(run_dir: Path, config: RunConfig) -> RunConfig:
-    """The same run in that directory."""
+    """Return the recipe with that run directory."""
     section = config.run.model_copy(update={"directory": run_dir.parent, "name": run_dir.name})
     return config.model_copy(update={"run": section})
 
 
 def serve_share(run_dir: Path, host: str, *, announce: Callable[[str], None] = print, head_s: float = HEAD_S) -> int:
-    """Run the share of `host` until the run is over; returns the exit status, which is the head's.
+    """Run the share of `host` until the run is over; return the head's exit status.
 
     Raises:
-        UserError: no launch comes, this host has no part in it or too few GPUs, or another node serves it.
+        UserError: there is no launch, the run has no such host, it has too few GPUs, or another node serves it.
     """
     record = _await_launch(run_dir, host, announce, head_s)
     with _claimed(run_dir, host):
@@ -133,7 +132,7 @@ class _Share:
         self._head = OtherNodes(run_dir, record.id, [record.members.hosts[0].name])
         self._began_at = time.monotonic()
         self._looked_at = float("-inf")
-        self._told: RunResult | None = None
+        self._result: RunResult | None = None
         self.superseded = False
         directory = run_directory.open_run(run_dir)
         launch = launch_on(record.members, host, directory)
@@ -151,11 +150,11 @@ class _Share:
         )
 
     def serve(self) -> RunResult:
-        """Run it to its end, or to the launch's."""
+        """Run it until it ends or the launch does."""
         self._file.tell(NodeState.UP)
         result = self._supervisor.run()
-        if result.outcome is not RunOutcome.FAILED or self._told is not None:
-            self._file.tell(NodeState.LEFT if self._told is None else NodeState.ENDED)
+        if result.outcome is not RunOutcome.FAILED or self._result is not None:
+            self._file.tell(NodeState.LEFT if self._result is None else NodeState.ENDED)
         return result
 
     def _follow(self) -> None:
@@ -171,23 +170,23 @@ class _Share:
             self._end_with(RunResult(RunOutcome.STOPPED, "the head began another launch"))
         elif record is not None and record.result is not None:
             self._end_with(record.result)
-        elif now - max((heard.at for heard in self._head.heard.values()), default=self._began_at) > self._head_s:
+        elif now - max((last.at for last in self._head.heartbeats.values()), default=self._began_at) > self._head_s:
             head = self._record.members.hosts[0].name
-            words = f"host {head}, the head, was not heard for {self._head_s:g} s; start its node again"
+            words = f"host {head}, the head, sent no heartbeat for {self._head_s:g} s; restart its node"
             self._end_with(RunResult(RunOutcome.FAILED, words))
 
     def _end_with(self, result: RunResult) -> None:
-        self._told = result
+        self._result = result
         self._supervisor.end(result.outcome, result.message)
 
     def _end(self, result: RunResult) -> None:
-        """Before anything is stopped: what fails here ends the run, and the head must know why."""
-        if self._told is None and result.outcome is RunOutcome.FAILED:
+        """Report a failure to the head before anything is stopped, since it ends the whole run."""
+        if self._result is None and result.outcome is RunOutcome.FAILED:
             self._file.tell(NodeState.FAILED, result.message)
 
 
 def _await_launch(run_dir: Path, host: str, announce: Callable[[str], None], head_s: float) -> LaunchRecord:
-    """The launch under way, or a completed one; what was stopped or has failed may be begun again."""
+    """Wait for a launch that is under way or completed. A launch that stopped or failed may be followed by another."""
     began = time.monotonic()
     deadline, tell_at = began + head_s, began + _SILENT_S
     while True:

@@ -1,20 +1,21 @@
-"""A run on a Ray cluster: a placement group with a bundle for each host, and in each an actor that runs the node.
+"""A run on a Ray cluster: a placement group with a bundle for each host, and an actor in each that runs the node.
 
-Ray finds machines, holds their GPUs, and brings a machine's share back when it was lost. It starts `pipelinerl node` as
-a process of its own on each and no more: no role imports ray, and nothing of a run goes through the object store.
+Ray finds machines, reserves their GPUs, and replaces a lost machine. On each it only starts `pipelinerl node` as a
+separate process: no role imports ray, and no data of the run passes through the object store.
 
 | it waits for                          | how long          | then                                                   |
 |---------------------------------------|-------------------|--------------------------------------------------------|
 | a placement group                     | `PLACED_S`        | refuses, and says what each host takes                 |
 | the head's node                       | –                 | ends with its status                                   |
-| a node that died to be there again    | –                 | the run goes on meanwhile, as without any host         |
-| … on a machine of another address     | –                 | begins all nodes anew: the run goes on from checkpoint |
-| Ctrl-C: the run to be saved           | `launch.save_s`   | kills                                                  |
+| the replacement of a node that died   | –                 | the run continues meanwhile, as without any host       |
+| … on a machine of another address     | –                 | restarts all nodes: the run resumes from a checkpoint  |
+| the run to be saved, after Ctrl-C     | `launch.save_s`   | kills                                                  |
 
-A node may die `launch.restarts` times. Ray notices after some seconds that a machine is lost; until then it sends an
-actor there, which never runs: another is asked for until one answers.
+A node may die `launch.restarts` times. Ray notices a lost machine only after some seconds. Until then it places actors
+there, which never run; a new actor is requested until one answers.
 
-What it needs: the run's directory and the model on a file system that all machines see, and this project on each.
+Requirements: all machines see the run's directory and the model on a shared file system, and have this project
+installed.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ from pipelinerl.system import tied_process
 PLACED_S: Final = 120.0
 _ASK_S: Final = 60.0
 _LOOK_S: Final = 1.0
-#: Until an actor is asked for again whose machine was lost before it ran.
+#: Delay before a new actor is requested in place of one that never ran.
 _AGAIN_S: Final = 2.0
-#: On top of `launch.save_s`: for stopping what then runs.
+#: Time to stop processes, on top of `launch.save_s`.
 _STOP_S: Final = 10.0
 
 
 def bundles_of(members: Members) -> list[dict[str, float]]:
-    """What each host takes of Ray's resources."""
+    """Return the resources that each host takes from Ray."""
     gpus = [len(host.devices) for host in members.hosts]
     return [{"CPU": 1.0, **({"GPU": float(count)} if count else {})} for count in gpus]
 
 
 def describe(config: RunConfig, members: Members) -> str:
-    """What Ray would be asked for; nothing is started."""
+    """Describe what Ray would be asked for; start nothing."""
     lines = [f"placement group {config.run.name}, strategy STRICT_SPREAD:"]
     for host, bundle in zip(members.hosts, bundles_of(members), strict=True):
         takes = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
@@ -63,14 +64,14 @@ def describe(config: RunConfig, members: Members) -> str:
 
 @final
 class NodeProcess:
-    """What runs in a bundle, as a Ray actor: the node, as a process of its own that ends with the actor."""
+    """The Ray actor in a bundle: runs the node as a separate process that ends with the actor."""
 
     def address(self) -> str:
-        """The address of this machine by which Ray's others reach it."""
+        """Return the address of this machine in the Ray cluster."""
         return str(_ray().util.get_node_ip_address())
 
     def serve(self, words: Sequence[str], output: str) -> int:
-        """Run `pipelinerl node` with these words until it ends; returns its exit status."""
+        """Run `pipelinerl node` with these arguments until it ends; return its exit status."""
         tie = [tied_process.__file__, str(os.getpid()), "SIGTERM", "", "--"]
         command = [sys.executable, "-S", "-E", *tie, sys.executable, "-m", "pipelinerl.cli", "node", *words]
         with open(output, "ab") as log:
@@ -81,7 +82,10 @@ class NodeProcess:
 def run_on_ray(
     address: str | None, config: RunConfig, members: Members, run_dir: Path, announce: Callable[[str], None]
 ) -> int:
-    """Run until the run is over; returns the head's status. `address` is a cluster's; None: the one of this machine.
+    """Run until the run is over; return the head's status.
+
+    Args:
+        address: address of a cluster; None for the one on this machine.
 
     Raises:
         UserError: ray is not installed, no cluster answers, or it cannot hold the hosts.
@@ -92,7 +96,7 @@ def run_on_ray(
     except (ConnectionError, RuntimeError) as error:
         raise UserError(
             f"no Ray cluster answers at {address or 'this machine'}: {error}; start one with `ray start --head`, and "
-            "say --on ray://HOST:10001 from another machine"
+            "pass --on ray://HOST:10001 from another machine"
         ) from None
     try:
         return _Nodes(ray, config, members, run_dir, announce).run()
@@ -112,26 +116,26 @@ class _Nodes:
         self._members = members
         self._run_dir = run_dir
         self._announce = announce
-        self._group = self._placed()
+        self._group = self._place_group()
         self._left = dict.fromkeys((host.name for host in members.hosts), config.launch.restarts)
         self._actors: dict[str, Any] = {}
         self._hosts: dict[str, Host] = {}
-        self._asked: dict[Any, str] = {}
+        self._locating: dict[Any, str] = {}
         self._serving: dict[Any, str] = {}
         self._due: dict[str, float] = {}
         self._interrupts = 0
         self._kill_at = float("inf")
 
     def run(self) -> int:
-        """Begin all nodes, and look after them."""
+        """Start all nodes, and restart those that die."""
         before = [(each, signal.signal(each, self._interrupted)) for each in (signal.SIGINT, signal.SIGTERM)]
         try:
             self._begin_all()
             while True:
-                for reference in self._news():
-                    if reference in self._asked:
-                        self._answered(self._asked.pop(reference), reference)
-                    elif reference in self._serving:  # not, if all have been begun anew meanwhile
+                for reference in self._ready():
+                    if reference in self._locating:
+                        self._located(self._locating.pop(reference), reference)
+                    elif reference in self._serving:  # false if all nodes restarted meanwhile
                         status = self._ended(self._serving.pop(reference), reference)
                         if status is not None:
                             return status
@@ -148,7 +152,7 @@ class _Nodes:
                 signal.signal(number, handler)
             self._ray.util.remove_placement_group(self._group)
 
-    def _placed(self) -> Any:
+    def _place_group(self) -> Any:
         bundles = bundles_of(self._members)
         group = self._ray.util.placement_group(bundles, strategy="STRICT_SPREAD", name=self._config.run.name)
         if group.wait(timeout_seconds=PLACED_S):
@@ -158,13 +162,13 @@ class _Nodes:
         there = "; ".join(f"CPU {each.get('CPU', 0):g}, GPU {each.get('GPU', 0):g}" for each in alive)
         raise UserError(
             f"Ray has no room for {len(bundles)} hosts, each on a machine of its own, within {PLACED_S:g} s:\n"
-            f"{describe(self._config, self._members)}\nits machines have: {there}; add machines, or say fewer "
+            f"{describe(self._config, self._members)}\nits machines have: {there}; add machines, or lower "
             "--hosts or --gpus"
         )
 
-    def _news(self) -> list[Any]:
-        """Answers and ends, if any have come within `_LOOK_S`."""
-        awaited = [*self._asked, *self._serving]
+    def _ready(self) -> list[Any]:
+        """Return the references that are ready, waiting up to `_LOOK_S` for one."""
+        awaited = [*self._locating, *self._serving]
         if not awaited:  # Ray refuses to wait for nothing
             time.sleep(_LOOK_S)
             return []
@@ -174,12 +178,12 @@ class _Nodes:
     def _begin_all(self) -> None:
         for actor in self._actors.values():
             self._ray.kill(actor)
-        self._actors, self._hosts, self._asked, self._serving, self._due = {}, {}, {}, {}, {}
+        self._actors, self._hosts, self._locating, self._serving, self._due = {}, {}, {}, {}, {}
         for host in self._members.hosts:
             self._begin(host.name)
 
     def _begin(self, name: str) -> None:
-        """Ask for an actor on the host's machine; what runs there is begun once it says where that is."""
+        """Request an actor on the host's machine; its node starts once the actor has reported its address."""
         takes = bundles_of(self._members)[self._number(name)]
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -187,10 +191,10 @@ class _Nodes:
         remote = self._ray.remote(NodeProcess)
         actor = remote.options(num_cpus=takes["CPU"], num_gpus=takes.get("GPU", 0), scheduling_strategy=where).remote()
         self._actors[name] = actor
-        self._asked[actor.address.remote()] = name
+        self._locating[actor.address.remote()] = name
 
-    def _answered(self, name: str, reference: Any) -> None:
-        """An actor says where it is, or has none to be: its machine was lost, and Ray has not noticed yet."""
+    def _located(self, name: str, reference: Any) -> None:
+        """Handle an actor's address, or its failure: its machine was lost, and Ray had not noticed yet."""
         try:
             address = str(self._ray.get(reference, timeout=_ASK_S))
         except self._ray.exceptions.RayActorError:
@@ -198,12 +202,12 @@ class _Nodes:
             return
         before = self._hosts.get(name)
         if before is not None and before.address != address:
-            self._announce(f"{name} is on another machine now: all nodes begin anew, from the checkpoint")
+            self._announce(f"{name} moved to another machine; restarting all nodes from the checkpoint")
             self._begin_all()
             return
         self._hosts[name] = replace(self._members.hosts[self._number(name)], address=address)
-        if len(self._hosts) == len(self._members.hosts):  # each is told of all
-            for each in set(self._actors) - {*self._serving.values(), *self._asked.values(), *self._due}:
+        if len(self._hosts) == len(self._members.hosts):  # each node needs the addresses of all
+            for each in set(self._actors) - {*self._serving.values(), *self._locating.values(), *self._due}:
                 self._serve(each)
 
     def _number(self, name: str) -> int:
@@ -214,11 +218,11 @@ class _Nodes:
         hosts = [word for host in located for word in ("--host", host.word)]
         words = [str(self._run_dir), "--name", name, "--first-port", str(self._members.first_port), *hosts]
         output = self._run_dir / "cluster" / f"node-{name}.out"
-        self._announce(f"{name} is {self._hosts[name].address}; it writes to {output}")
+        self._announce(f"{name} is {self._hosts[name].address}; its output goes to {output}")
         self._serving[self._actors[name].serve.remote(words, str(output))] = name
 
     def _ended(self, name: str, reference: Any) -> int | None:
-        """A node has ended, or its machine; returns the run's status, if that is it."""
+        """Handle the end of a node or its machine; return the run's exit status if it is over."""
         head = self._members.hosts[0].name
         try:
             status = int(self._ray.get(reference, timeout=_ASK_S))
@@ -228,13 +232,13 @@ class _Nodes:
         if status <= 2 or status == 130:
             del self._actors[name]
             if status and name != head:
-                self._announce(f"{name} ended with status {status}; it says why in {self._run_dir / 'cluster'}")
+                self._announce(f"{name} ended with status {status}; see its output in {self._run_dir / 'cluster'}")
             return status if name == head else None
         self._left[name] -= 1
         if self._left[name] < 0:
-            self._announce(f"{name} died again and again; its output is in {self._run_dir / 'cluster'}")
+            self._announce(f"{name} died too often; its output is in {self._run_dir / 'cluster'}")
             return 1
-        self._announce(f"{name} died; beginning it again")
+        self._announce(f"{name} died; restarting it")
         self._ray.kill(self._actors[name])
         self._begin(name)
         return None
@@ -243,7 +247,7 @@ class _Nodes:
         self._interrupts += 1
 
     def _suspend(self) -> None:
-        """Have the run saved; the head ends with it."""
+        """Ask the run to save its state; the head ends with it."""
         self._announce("saving; press Ctrl-C again to kill at once")
         self._kill_at = time.monotonic() + self._config.launch.save_s + _STOP_S
         words = [sys.executable, "-m", "pipelinerl.cli", "stop", str(self._run_dir), "--suspend"]
@@ -254,7 +258,7 @@ class _Nodes:
 
 
 def _ray() -> Any:
-    """The library, which is an extra.
+    """Return the library, which is an extra.
 
     Raises:
         UserError: it is not installed.

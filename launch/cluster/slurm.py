@@ -1,15 +1,15 @@
-"""A run under Slurm: a batch script that starts `pipelinerl node` on every host of its allocation, and submits itself.
+"""A run under Slurm: a batch script that starts `pipelinerl node` on every host of its allocation, and its submission.
 
-The script is one for all lives of the job:
+The same script runs each time the job is requeued:
 
-- One `srun` step for each host. A step whose node dies without a word is begun again, `launch.restarts` times; the
-  others go on meanwhile (`--no-kill`; `--kill-on-bad-exit` ends only the step of the host concerned).
-- Hosts are those of the allocation, at the addresses that Slurm has for them (`NodeAddr`), the first being the head.
-- Before the time limit Slurm sends SIGTERM to the script, which suspends the run; then the job is requeued, and its
-  next life goes on from the checkpoint, on whatever hosts it gets, without being told.
+- Each host has an `srun` step. A step whose node is killed is restarted up to `launch.restarts` times, while the
+  others continue (`--no-kill`; `--kill-on-bad-exit` ends only the step of that host).
+- The hosts are those of the allocation, at the addresses that Slurm has for them (`NodeAddr`). The first is the head.
+- Before the time limit, Slurm sends SIGTERM to the script, which suspends the run. The job is then requeued, and
+  resumes from the checkpoint on whatever hosts it gets.
 - Its status is the head's: 0 completed, 1 failed.
 
-What it needs: the run's directory and the model on a file system that all hosts see, and this Python on each.
+Requirements: all hosts see the run's directory and the model on a shared file system, and have this Python.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from launch.hosts import Host
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import UserError
 
-#: On top of `launch.save_s`: for the command that suspends, and for stopping what then runs.
+#: Time for the suspend command and for stopping processes, on top of `launch.save_s`.
 _NOTICE_S: Final = 60
 _SUBMIT_S: Final = 60.0
 
@@ -55,7 +55,7 @@ suspend() {{
 }}
 trap suspend TERM
 
-# The share of one host. One that dies without a word (killed: a status above 128) is begun again.
+# Run the share of one host. A node that was killed (status above 128) is restarted.
 serve() {{
     trap - TERM
     local status tries=0
@@ -64,7 +64,7 @@ serve() {{
             "${{pipelinerl[@]}}" node "$run" --name "$1" "${{hosts[@]}}"
         status=$?
         if (( status <= 128 || status == 130 || ++tries > {restarts} )); then return "$status"; fi
-        echo "the node of $1 ended with status $status; beginning it again ($tries of {restarts})"
+        echo "the node of $1 ended with status $status; restarting it ($tries of {restarts})"
         sleep 1
     done
 }}
@@ -79,9 +79,9 @@ while (( status > 128 )) && kill -0 "$head" 2> /dev/null; do  # a signal ended t
     wait "$head"
     status=$?
 done
-if (( status <= 1 )); then wait; fi  # the others stop by themselves, when the head has told them
+if (( status <= 1 )); then wait; fi  # the other nodes stop when the head tells them
 if [ -n "$suspended" ]; then
-    echo "suspended; the next life of this job goes on"
+    echo "suspended; the requeued job will resume"
     exec scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"
@@ -89,15 +89,18 @@ exit "$status"
 
 
 def slurm_script(config: RunConfig, members: Members, *, run_dir: Path, extra: Sequence[str] = ()) -> str:
-    """The batch script of a run; pure. `extra` are options of sbatch, such as `--partition=gpu`, as the user has them.
+    """Return the batch script of a run; pure.
+
+    Args:
+        extra: the user's options for sbatch, such as `--partition=gpu`.
 
     Raises:
-        UserError: the hosts are not alike, and have no names by which Slurm could be asked for them.
+        UserError: the hosts differ in GPUs and are not named, so Slurm cannot be asked for them.
     """
     hosts = members.hosts
     named = not all(re.fullmatch(r"host-\d+", host.name) for host in hosts)
     if not named and len({len(host.devices) for host in hosts}) > 1:
-        raise UserError("hosts that are not alike must be named as Slurm names them: say --host NAME:gpus=8 for each")
+        raise UserError("hosts with different numbers of GPUs need Slurm's names; pass --host NAME:gpus=8 for each")
     most = max(len(host.devices) for host in hosts)
     directives = [
         f"--job-name={config.run.name}",
@@ -125,10 +128,10 @@ def slurm_script(config: RunConfig, members: Members, *, run_dir: Path, extra: S
 
 
 def submit(script: str, run_dir: Path) -> str:
-    """Write the script into the run's directory and hand it to Slurm; returns a sentence with the job's number.
+    """Write the script into the run's directory and submit it; return a sentence with the job's number.
 
     Raises:
-        UserError: there is no Slurm here, or it refuses the job.
+        UserError: sbatch is missing or refuses the job.
     """
     path = run_dir / "slurm.sh"
     path.write_text(script)
@@ -145,12 +148,14 @@ def submit(script: str, run_dir: Path) -> str:
             f"sbatch did not answer within {_SUBMIT_S:g} s; is slurmctld up (scontrol ping)? Then: sbatch {path}"
         ) from None
     if done.returncode:
-        raise UserError(f"sbatch refused {path}: {done.stderr.strip()}; change it by --slurm, such as --partition=gpu")
+        raise UserError(
+            f"sbatch refused {path}: {done.stderr.strip()}; change it with --slurm, such as --slurm=--partition=gpu"
+        )
     job = done.stdout.strip().partition(";")[0]
     return f"submitted as job {job}; follow it with: tail -f {run_dir}/slurm-{job}.out, or pipelinerl status {run_dir}"
 
 
 def _names(hosts: Sequence[Host]) -> str:
-    """Hosts that the user has named, with what was said of each."""
+    """Return shell declarations of the hosts that the user named, with their options."""
     more = " ".join(f"[{host.name}]=:gpus={len(host.devices)},roles={'+'.join(sorted(host.roles))}" for host in hosts)
     return f"names=({' '.join(host.name for host in hosts)})\ndeclare -A more=({more})"

@@ -1,6 +1,6 @@
-"""A plan for people and for programs: who runs where, with which ports, devices, environment and rules.
+"""A plan for people and for programs: which process runs where, with which ports, devices, environment and rules.
 
-What it shows holds no secret: tokens and passwords are named by their files.
+The output holds no secrets: tokens and passwords are named by their files.
 """
 
 from __future__ import annotations
@@ -9,23 +9,25 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from launch.plan import Launch, OnExit, ProcessSpec, processes_of, rank_of
+from launch.placement import TRAINER
+from launch.plan import Launch, ProcessSpec, processes_of, rank_of
+from pipelinerl.roles.role import OnExit
 
 _ON_EXIT = {
     OnExit.RESTART: "",
     OnExit.DONE: "done with status 0",
     OnExit.COMPLETE: "status 0 completes the run",
-    OnExit.SPARE: "the run goes on without it",
+    OnExit.SPARE: "the run continues without it",
 }
 
 
 def plan_lines(launch: Launch) -> Iterator[str]:
-    """Hosts with their processes, and below them what all processes have in common."""
+    """Yield each host with its processes, then what all processes have in common."""
     plan = processes_of(launch)
     shared = _shared_environment(plan.specs)
     name_width = max(len(spec.name) for spec in plan.specs)
     address_width = max(len(_address(spec)) for spec in plan.specs)
-    for host in launch.homes.hosts:
+    for host in launch.placement.hosts:
         here = [spec for spec in plan.specs if spec.host == host.name]
         named = host.name if host.name == host.address else f"{host.name} ({host.address})"
         yield f"host {named}: {len(host.devices) or 'no'} GPU{'' if len(host.devices) == 1 else 's'}"
@@ -43,12 +45,12 @@ def plan_lines(launch: Launch) -> Iterator[str]:
 
 
 def plan_json(launch: Launch) -> dict[str, Any]:
-    """The same, whole, with every process' argv."""
+    """Return the whole plan for programs, with every process's arguments."""
     plan = processes_of(launch)
     return {
         "run_dir": str(launch.run_dir),
         "token_file": str(launch.token_file),
-        "hosts": [host.to_json() for host in launch.homes.hosts],
+        "hosts": [host.to_json() for host in launch.placement.hosts],
         "processes": [_process_json(launch, spec) for spec in plan.specs],
     }
 
@@ -88,18 +90,18 @@ def _devices(launch: Launch, name: str) -> str:
     on = launch.assignment_of(name)
     if not on.indices:
         return "CPU"
-    home = launch.homes.of(name)
+    home = launch.placement.host_of(name)
     return " + ".join(_labels(launch, home.name, on.indices)) + ("" if on.share is None else f" ({on.share:g} of it)")
 
 
 def _labels(launch: Launch, host: str, indices: tuple[int, ...]) -> Iterator[str]:
-    devices = launch.homes.named(host).devices
+    devices = launch.placement.host(host).devices
     return (devices.label(index) for index in indices)
 
 
 def _meeting(launch: Launch, spec: ProcessSpec) -> Iterator[str]:
-    if rank_of(spec.name) == 0 and launch.ports.trainer is not None:
-        yield f"its ranks meet at {launch.at(spec.name, launch.ports.trainer)}"
+    if rank_of(spec.name) == 0 and TRAINER in launch.ports:
+        yield f"its ranks meet at {launch.at(TRAINER)}"
 
 
 def _rules(spec: ProcessSpec) -> Iterator[str]:

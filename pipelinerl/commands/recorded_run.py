@@ -24,7 +24,7 @@ from pipelinerl.errors import RecordError, UserError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.observability.events import Event, read_events
 from pipelinerl.observability.run_history import tell
-from pipelinerl.roles.process import REDIS_VARIABLE
+from pipelinerl.roles.role import REDIS_VARIABLE
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.open_stream import open_stream
 from pipelinerl.streams.records import decode_group

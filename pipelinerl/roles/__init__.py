@@ -1,1 +1,1 @@
-"""One file per process of a run: the composition roots, where parts that do not know each other are joined."""
+"""Composition roots: one file per process of a run, where parts that do not know each other are joined."""

@@ -1,11 +1,11 @@
 """An actor's process: streams, engine pool, verifiers, episodes and their gateway.
 
-Promises: no order is claimed before the controller has said which engines there are, so that an actor that cannot reach
-it takes no work from others, and one that was started first waits.
+The actor claims no order before the controller has named the engines. An actor that cannot reach the controller
+therefore takes no work from others, and an actor may start before the controller.
 
 | waits for | at most | who unblocks it |
 |---|---|---|
-| the controller's first answer | – | the controller; a warning names its URL and what came instead |
+| the controller's first answer | – | the controller; a warning gives its URL and the error |
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.errors import AddressError, TokenRefused, UserError
 from pipelinerl.roles.episodes import open_episodes
-from pipelinerl.roles.judging import JudgeBudget
 from pipelinerl.roles.process import Identity, freeze_gc
-from pipelinerl.roles.verification import open_filter, open_verifier, rules_of
+from pipelinerl.roles.verification import JudgeBudget, open_filter, open_verifier, rules_of
 from pipelinerl.verifiers.group_filter import GroupFilter
 from pipelinerl.verifiers.service.calls import ServicePatience
 from pipelinerl.verifiers.service.client import RemoteVerifier, VerifierServices
@@ -35,14 +34,14 @@ from pipelinerl.verifiers.worker_pool import default_workers
 
 log = logging.getLogger("pipelinerl")
 
-#: The actor whose ties between engines go by the engines' names; every other has an order of its own.
+#: The actor that breaks ties between engines by their names; every other actor has an order of its own.
 _FIRST = "actor-0"
-#: How often an actor asks the controller what it is to work by.
+#: Interval between requests for the actor's assignment.
 REFRESH_S = 0.5
 
 
 async def run(identity: Identity) -> None:
-    """Work until the process is told to stop."""
+    """Work until the process is stopped."""
     config = identity.config
     services = _verifier_services(identity)
     verifiers = _verifiers(identity, services)
@@ -79,9 +78,9 @@ async def run(identity: Identity) -> None:
     try:
         async with asyncio.TaskGroup() as group, gateway:
             starting = group.create_task(_start([*judges, *players]))
-            heard = asyncio.Event()
-            refresh = group.create_task(_follow_controller(identity, pool, actor, heard, services))
-            await heard.wait()
+            assigned = asyncio.Event()
+            refresh = group.create_task(_follow_controller(identity, pool, actor, assigned, services))
+            await assigned.wait()
             freeze_gc()
             await actor.run()
             refresh.cancel()
@@ -97,35 +96,37 @@ async def run(identity: Identity) -> None:
 def _with_gateway(
     pool: EnginePool, domains: Mapping[str, EpisodeDomain], *, attempts: int
 ) -> tuple[AbstractAsyncContextManager[None], Episodes | None]:
-    """What makes groups of episodes, and the gateway that it needs, to be entered; nothing where no domain has them."""
+    """Return the gateway of episodes, to be entered, and their player; nothing without environments."""
     if not domains:
         return nullcontext(), None
-    from pipelinerl.environments.gateway import Gateway  # with a server's libraries, which no other actor needs
+    from pipelinerl.environments.gateway import Gateway  # imports a server's libraries, which other actors do not need
 
     gateway = Gateway()
     return gateway.serve(), Episodes(gateway, pool, domains, attempts=attempts)
 
 
 def _verifier_services(identity: Identity) -> VerifierServices:
-    """The run's verifier services, of which none is known yet, and none asked where actors judge by themselves."""
+    """Return the run's verifier services, which are not known yet and stay unused if actors judge by themselves."""
     section = identity.config.verification
     patience = ServicePatience(grace_s=section.grace_s, silence_s=section.silence_s, timeout_s=section.timeout_s)
     return VerifierServices(token=identity.token, patience=patience)
 
 
 def _verifiers(identity: Identity, services: VerifierServices) -> dict[str, GroupVerifier]:
-    """What judges each domain: services, or this process's own workers."""
+    """Return what judges each domain: verifier services, or this process's own workers."""
     config = identity.config
     judged = [domain for domain in config.domains if domain.has_verifier]
     if config.verification.uses_services:
         return {each.name: RemoteVerifier(services, domain=each.name, rules=rules_of(each)) for each in judged}
-    purse = JudgeBudget(identity.run_dir / "judging" / identity.name, config.actor.count)
-    return {domain.name: open_verifier(domain, purse=purse) for domain in judged}
+    budget = JudgeBudget(identity.run_dir / "judging" / identity.name, config.actor.count)
+    return {domain.name: open_verifier(domain, budget=budget) for domain in judged}
 
 
 async def _start(judges: Sequence[GroupVerifier | GroupFilter | Player]) -> None:
-    """Bring up what judges and plays, as many at once as there are workers by default: a domain that is slow to come
-    up would else be missing from the first steps. Each is bounded by its own time to start."""
+    """Start judges and players, with as many starting at once as there are workers by default.
+
+    Otherwise a domain that starts slowly would be missing from the first steps. Each start has its own timeout.
+    """
     at_once = asyncio.Semaphore(default_workers())
 
     async def started(judge: GroupVerifier | GroupFilter | Player) -> None:
@@ -136,9 +137,11 @@ async def _start(judges: Sequence[GroupVerifier | GroupFilter | Player]) -> None
 
 
 async def _follow_controller(
-    identity: Identity, pool: EnginePool, actor: Actor, heard: asyncio.Event, services: VerifierServices
+    identity: Identity, pool: EnginePool, actor: Actor, assigned: asyncio.Event, services: VerifierServices
 ) -> None:
-    """Keep engines, services, concurrency and freshness as the controller says; one that is lost changes nothing.
+    """Follow the controller's assignment: engines, services, concurrency and freshness.
+
+    An assignment holds until the next one.
 
     Raises:
         AddressError: the controller refuses the token.
@@ -152,7 +155,7 @@ async def _follow_controller(
                 raise AddressError(f"the controller at {controller.url} refuses this actor's token") from None
             except UserError as error:
                 if reachable:
-                    until = "what it said last holds" if heard.is_set() else "this actor claims no orders"
+                    until = "the last assignment holds" if assigned.is_set() else "this actor claims no orders"
                     log.warning("%s; until one does, %s", error, until)
                 reachable = False
             else:
@@ -163,5 +166,5 @@ async def _follow_controller(
                 services.update(assignment.verifiers)
                 actor.resize(assignment.groups_in_flight)
                 actor.follow(model_version=assignment.model_version, k=assignment.staleness_bound)
-                heard.set()
+                assigned.set()
             await asyncio.sleep(REFRESH_S)

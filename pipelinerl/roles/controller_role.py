@@ -47,16 +47,16 @@ from pipelinerl.system.files import write_private
 from pipelinerl.system.http_service import listen, serve_until, url_of
 from pipelinerl.training.checkpoints.manifest import TrainingState
 
-#: How long it is looked whether a controller lives: at least one heartbeat of an actor that works for it.
+#: How long to look for a live controller: at least one heartbeat of an actor that works for it.
 _LOOK_S: Final = 5.0
-#: Hosts of a stream server that others would look for on their own machine; None is a socket in the file system.
-_HERE: Final = (None, "127.0.0.1", "::1", "localhost")
+#: Hosts of a stream server that mean the local machine; None is a socket in the file system.
+_LOCAL_HOSTS: Final = (None, "127.0.0.1", "::1", "localhost")
 
 log = logging.getLogger("pipelinerl")
 
 
 def build_controller(config: RunConfig, restored: TrainingState | None) -> Controller:
-    """The controller of a run, continuing from a checkpoint when there is one."""
+    """Return the controller of a run, which continues from a checkpoint if there is one."""
     training: Mixture = training_problems(config)
     held_out = held_out_problems(config)
     knobs = knobs_of(config)
@@ -73,18 +73,18 @@ def build_controller(config: RunConfig, restored: TrainingState | None) -> Contr
 
 
 def overruled(config: RunConfig, knobs: Knobs) -> list[str]:
-    """A sentence for each knob that was changed while the run was live and differs from its recipe."""
+    """Return a sentence for each knob that was changed while the run was live and differs from the recipe."""
     recipe = knobs_of(config).to_json()
     return [
-        f"{name} is {value}, as it was set while the run was live; the recipe says {recipe[name]}: "
-        "`pipelinerl knobs set` changes it"
+        f"{name} is {value}, set while the run was live; the recipe has {recipe[name]}; change it with "
+        "`pipelinerl knobs set`"
         for name, value in knobs.to_json().items()
         if value != recipe[name]
     ]
 
 
 def settings_of(config: RunConfig) -> ControllerSettings:
-    """The controller's part of the recipe."""
+    """Return the controller's part of the recipe."""
     no_signal = config.training.no_signal or no_signal_of(config.objective)
     filters = no_signal is NoSignal.FILTER or config.curation.filter is not None
     return ControllerSettings(
@@ -109,7 +109,7 @@ def settings_of(config: RunConfig) -> ControllerSettings:
 
 
 def plan_of(config: RunConfig, sets: Iterable[HeldOutSet]) -> EvaluationPlan:
-    """What an evaluation of these sets asks, and how."""
+    """Return the plan of an evaluation of these sets."""
     return EvaluationPlan(
         sets=tuple(
             EvaluationSet(
@@ -131,13 +131,13 @@ def plan_of(config: RunConfig, sets: Iterable[HeldOutSet]) -> EvaluationPlan:
 
 
 async def run(identity: Identity, *, start: Start) -> None:
-    """Serve until the run is over or the process is told to stop.
+    """Serve until the run is over or the process is stopped.
 
-    Afresh, it goes on from the run's newest checkpoint; from its journal, where a controller that died left off.
+    `Start.AFRESH` continues from the run's newest checkpoint, `Start.FROM_JOURNAL` where a dead controller left off.
 
     Raises:
-        UserError: it would begin a run where another of its name is live, or has its copies; or the directory's run is
-            of another layout.
+        UserError: the run would begin while another run of its name is live or has copies at its location, or the
+            directory has another layout.
     """
     check_layout(identity.run_dir)
     checkpoints = checkpoints_of(identity.config, identity.run_dir)
@@ -153,7 +153,7 @@ async def run(identity: Identity, *, start: Start) -> None:
             if begins:
                 await _refuse_namesake(identity, stream)
                 await _drop_rollouts(stream)
-            _leave_recipe(identity, begins=begins)
+            _write_recipe(identity, begins=begins)
             controller = build_controller(identity.config, latest[1] if latest else None)
             for sentence in overruled(identity.config, controller.state.knobs) if start is Start.AFRESH else ():
                 log.warning(sentence)
@@ -180,7 +180,7 @@ async def run(identity: Identity, *, start: Start) -> None:
 
 
 def _samples_of(identity: Identity) -> SampleLog | None:
-    """Where evaluations' answers are kept; None where the recipe wants no samples."""
+    """Return the log of evaluations' answers; None if the recipe keeps no samples."""
     section = identity.config.samples
     if section.log == "off":
         return None
@@ -193,7 +193,7 @@ async def _serve(identity: Identity, service: ControllerService, listener: socke
     try:
         await serve_until(create_api(service, token=identity.token), listener, over=running)
         if running.done():
-            running.result()  # raises what stopped it, if it was not the end of the run
+            running.result()  # raises what stopped it, unless the run ended
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -201,7 +201,7 @@ async def _serve(identity: Identity, service: ControllerService, listener: socke
 
 
 def _age(history: Path) -> float:
-    """Seconds that the run has been going, by its event log; 0 for a new one.
+    """Return for how many seconds the run has been going, by its event log; 0 for a new run.
 
     Raises:
         UserError: the log is damaged.
@@ -211,53 +211,53 @@ def _age(history: Path) -> float:
     except FileNotFoundError:
         return 0.0
     except ValueError as error:
-        raise UserError(f"{error}; remove that line to go on") from None
+        raise UserError(f"{error}; remove that line to continue") from None
 
 
 async def _refuse_namesake(identity: Identity, stream: Stream) -> None:
-    """A run that begins must not take the streams of one that is live.
+    """Return if no live run uses these streams.
 
     Raises:
-        UserError: that is what it would do.
+        UserError: a run of this name is live.
     """
     if await Journal.is_being_written(stream, for_s=_LOOK_S):
         name = identity.config.run.name
         raise UserError(
-            f"a run named {name!r} is live at this stream server, and {identity.run_dir} is not its directory: give "
-            "this one another run.name; a controller that is to take over says --continue"
+            f"a run named {name!r} is live at this stream server, and {identity.run_dir} is not its directory; "
+            "choose another run.name, or take over with --continue"
         )
 
 
 async def _drop_rollouts(stream: Stream) -> None:
-    """What a dead run of this name has left there: a trainer that begins would take it for its own."""
+    """Delete rollouts that a dead run of this name left, so that a new trainer does not train on them."""
     for partition in await stream.streams(ROLLOUTS):
         time_ms, number = parse_id(await stream.last_id(partition))
         await stream.trim(partition, before=f"{time_ms}-{number + 1}")
 
 
-def _leave_recipe(identity: Identity, *, begins: bool) -> None:
-    """Leave what it takes to go on with the run where no launcher has: the recipe, and which server has the streams.
+def _write_recipe(identity: Identity, *, begins: bool) -> None:
+    """Write the recipe and the address of the streams, which resuming needs, if no launcher has written them.
 
-    One on this machine is left out: who goes on may be on another, and starts its own.
+    A stream server on this machine is left out: the run may be resumed on another machine, which starts its own.
 
     Raises:
-        UserError: the run begins, and its location holds another's copies, which its own would push out.
+        UserError: the run begins, and its location holds the copies of another run, which would be replaced.
     """
     path, config = identity.run_dir / "recipe.toml", identity.config
     if path.exists():
         return
-    if urlsplit(identity.redis_url).hostname not in _HERE:
+    if urlsplit(identity.redis_url).hostname not in _LOCAL_HOSTS:
         streams = config.streams.model_copy(update={"redis_url": SecretStr(identity.redis_url)})
         config = config.model_copy(update={"streams": streams})
     url, taken = config.checkpoint.url_of(config.run.name), False
     try:
         taken = not claim(config)
-    except (OSError, UserError) as error:  # it may be the trainer's alone to write to
-        log.warning("%s cannot be resumed from yet, the recipe is not there: %s", url, error)
+    except (OSError, UserError) as error:  # perhaps only the trainer may write there
+        log.warning("%s cannot be resumed from yet, because the recipe cannot be written there: %s", url, error)
     if taken and begins:
         raise UserError(
-            f"{url} holds the copies of a run, and {identity.run_dir} is not its directory: give this one another "
-            f"run.name, or go on with that one: pipelinerl run --resume {url}"
+            f"{url} holds the copies of a run, and {identity.run_dir} is not its directory; choose another "
+            f"run.name, or resume that run: pipelinerl run --resume {url}"
         )
     write_layout(identity.run_dir)
     save(config, path)
@@ -265,22 +265,22 @@ def _leave_recipe(identity: Identity, *, begins: bool) -> None:
 
 @dataclass(frozen=True)
 class _Endpoint:
-    """What was left in the run's directory, and where."""
+    """The file in the run's directory that tells local commands where the controller is."""
 
     path: Path
     text: str
 
     def withdraw(self) -> None:
-        """Take it away, unless a controller that has taken over has left its own."""
+        """Remove the file, unless a controller that took over has replaced it."""
         with suppress(FileNotFoundError):
             if self.path.read_text() == self.text:
                 self.path.unlink()
 
 
 def _advertise(identity: Identity, bound: tuple[Any, ...]) -> _Endpoint:
-    """Leave address and token in the run's directory, for its owner's commands alone; `bound` is (host, port, …).
+    """Write address and token into the run's directory for its owner's commands; `bound` is (host, port, …).
 
-    Who reads it is on this machine: where the controller listens everywhere, loopback reaches it.
+    Its readers are on this machine, so a controller that listens on all interfaces is reached by loopback.
     """
     host, port = bound[:2]
     if ip_address(host).is_unspecified:

@@ -1,12 +1,14 @@
-"""`dtypes_of`: in what a run's weights lie in their directory, travel, and are kept by its engines.
+"""`dtypes_of`: the dtypes of a run's weights in the model directory, on the wire, and in its engines.
 
-    trainer, fp32 ── weights.dtype ──▶ on the wire, which the digest is of ── engine.dtype, .weights ──▶ an engine
+    trainer, fp32 ── weights.dtype ──▶ wire, which is hashed ── engine.dtype, engine.weights ──▶ engine
 
-Engines default to the directory's dtype; what travels does, too, but for engines that keep float32: they are sent it.
-(Weights that begin as bfloat16 lie on its grid, so that, rounded to it, they stand still until they have moved by half
-of their last bit, which at a rate of 2e-5 takes most of them five steps and more: the sampler would be as many steps
-older than its version says.) The receiver converts, so any float32, bfloat16 and float16 may meet; what would lose the
-run is refused here, in one sentence, and by the engine when it is given its first update.
+Engines use the directory's dtype by default. So does the wire, unless engines keep float32: then float32 is sent.
+Rounded to bfloat16, weights that began as bfloat16 would not change before they have moved by half of their last bit.
+At a rate of 2e-5 this takes most weights five steps or more, so the sampler would be that many steps older than its
+version says.
+
+The receiver converts, so float32, bfloat16 and float16 may be combined. Combinations that would ruin the run are
+rejected here in one sentence, and by the engine at its first update.
 """
 
 from __future__ import annotations
@@ -29,22 +31,22 @@ class Dtypes:
     engine: WeightDType
 
     def coarsest(self, config: RunConfig) -> str:
-        """The coarsest format that weights have, or are computed with, between trainer and engine: of `TOLERANCES`."""
+        """Return the coarsest format of `TOLERANCES` that weights pass through from trainer to engine."""
         trainer = "float32" if config.trainer.precision is Precision.FP32 else "bfloat16"
         formats = [trainer, self.wire.value, self.engine.value, config.engine.weights.value]
         return max((each for each in formats if each in TOLERANCES), key=list(TOLERANCES).index)
 
 
 def sent_in(config: RunConfig) -> WeightDType | None:
-    """In which weights travel; None: as the directory has them."""
+    """Return the dtype of weights on the wire; None for that of the directory."""
     return config.weights.dtype or (WeightDType.FLOAT32 if config.engine.dtype is WeightDType.FLOAT32 else None)
 
 
 def dtypes_of(config: RunConfig) -> Dtypes:
-    """Read them from the recipe and the model directory.
+    """Read the dtypes from the recipe and the model directory.
 
     Raises:
-        ModelError: the directory's dtype is none that weights are served in.
+        ModelError: weights of the directory's dtype cannot be served.
         RecipeError: the combination makes no sense; the message says which key to change.
     """
     model = model_dtype(config.model.resolved)
@@ -53,16 +55,16 @@ def dtypes_of(config: RunConfig) -> Dtypes:
     if wire is WeightDType.FLOAT16 and model is not WeightDType.FLOAT16:
         raise RecipeError(
             f"weights.dtype must not be float16 for the weights of {config.model.resolved}, which are {model} and may "
-            "lie beyond its range; say bfloat16, or leave it out"
+            "lie beyond its range; use bfloat16, or remove it"
         )
     if config.trainer.type == "bigram" and (wire, model) != (WeightDType.FLOAT32, WeightDType.FLOAT32):
         raise RecipeError(f"trainer.type 'bigram' gathers float32, got weights.dtype {wire} of a model in {model}")
     if config.engine.type == "bigram" and engine is not WeightDType.FLOAT32:
-        raise RecipeError(f"engine.type 'bigram' computes in float32, got engine.dtype {engine}; leave it out")
+        raise RecipeError(f"engine.type 'bigram' computes in float32, got engine.dtype {engine}; remove it")
     rounds = wire is WeightDType.FLOAT32 and engine is not wire
     if config.model.head_precision is HeadPrecision.FP32 and rounds:
         raise RecipeError(
             f"model.head_precision=fp32 has the trainer compute with the head that travels, in weights.dtype {wire}, "
-            f"and the engine would round it to engine.dtype {engine}; say weights.dtype={engine} or engine.dtype={wire}"
+            f"and the engine would round it to engine.dtype {engine}; set weights.dtype={engine} or engine.dtype={wire}"
         )
     return Dtypes(model=model, wire=wire, engine=engine)

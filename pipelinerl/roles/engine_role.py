@@ -35,18 +35,18 @@ from pipelinerl.weights.parameter_server.download import WeightPuller
 
 log = logging.getLogger("pipelinerl")
 
-#: How often it is seen to that an engine still runs.
+#: Interval between checks that the engine still runs.
 WATCH_S = 0.5
-#: Imports torch: the first join of a group would, too, and everybody would wait for it.
+#: Imports torch, so that the first join of a weight group does not: all its members would wait for it.
 _GROUPS = "pipelinerl.weights.broadcast.collective"
-#: How long an engine that could not reach the streams lets them be.
+#: How long to wait before connecting to the streams again.
 _AGAIN_S = 10.0
 
 
 def build_engine(identity: Identity) -> Engine:
-    """The engine that the recipe names."""
+    """Make the engine that the recipe names."""
     config = identity.config
-    server = _server_of(identity)  # before libraries are imported, for which a refusal need not wait
+    server = _server_of(identity)  # fails before slow imports
     build = registry.load("engine.type", registry.ENGINES, config.engine.type)
     of_the_run = {
         "model_path": config.model.resolved,
@@ -65,9 +65,9 @@ def build_engine(identity: Identity) -> Engine:
 
 
 def _server_of(identity: Identity) -> str | None:
-    """The server that this engine stands for: engine-2 for the third of `engine.servers`."""
+    """Return the server that this engine represents: engine-2 the third of `engine.servers`."""
     if identity.config.engine.type not in registry.SERVER_ENGINES:
-        return None  # whatever the recipe's other engines are: one may be swapped for another type
+        return None  # its type may differ from the recipe's, if it was added to a live run
     servers = identity.config.engine.servers
     number = identity.name.rpartition("-")[2]
     index = int(number) if number.isdecimal() else 0
@@ -80,10 +80,10 @@ def _server_of(identity: Identity) -> str | None:
 
 
 async def run(identity: Identity) -> None:
-    """Serve until the process is told to stop.
+    """Serve until the process is stopped.
 
     Raises:
-        EngineUnreachable: the engine has stopped by itself; another process may do better, so this one ends.
+        EngineUnreachable: the engine stopped by itself. Another process may do better, so this one ends.
     """
     with listen(identity.host, identity.port) as listener:
         url = offered_url(listener.getsockname(), identity.controller_url) if identity.controller_url else ""
@@ -95,7 +95,7 @@ async def run(identity: Identity) -> None:
         try:
             await serve_until(app, listener, over=stopped)
             if stopped.done():
-                raise EngineUnreachable("the engine has stopped by itself; what ended it is said above")
+                raise EngineUnreachable("the engine stopped by itself; the log above says why")
         finally:
             for task in (stopped, offer, follows):
                 if task is not None:
@@ -105,11 +105,11 @@ async def run(identity: Identity) -> None:
 
 
 def offered_url(bound: tuple[Any, ...], controller_url: str, *, what: str = "engine") -> str:
-    """Where others reach the engine, or what else it is, that listens at `bound`, (host, port, …).
+    """Return the URL that others can reach a service at that listens at `bound`, (host, port, …).
 
     Raises:
-        UserError: nowhere, as far as the controller can tell, which is on another machine; or its URL is none.
-        AddressError: nobody knows the controller's host yet, or no route leads there.
+        UserError: it is not reachable from the controller's machine, or the controller's URL is invalid.
+        AddressError: the controller's host is unknown, or no route leads there.
     """
     host, port = bound[:2]
     facing = _address_towards(controller_url)
@@ -117,8 +117,8 @@ def offered_url(bound: tuple[Any, ...], controller_url: str, *, what: str = "eng
         host = facing
     if ip_address(host).is_loopback and not ip_address(facing).is_loopback:
         raise UserError(
-            f"the controller at {controller_url} is not at this machine's loopback address, but this {what} is, at "
-            f"{host}, where nobody else reaches it; start it with --host {facing}"
+            f"the controller at {controller_url} is not on loopback, but this {what} listens at {host} only, "
+            f"where other machines cannot reach it; start it with --host {facing}"
         )
     return url_of(host, port)
 
@@ -131,11 +131,11 @@ def _address_towards(controller_url: str) -> str:
     except ValueError as error:
         raise UserError(f"the controller's URL must be like http://host:8000, got {controller_url}: {error}") from None
     except OSError as error:
-        raise AddressError(f"no way leads to the controller at {controller_url}: {error.strerror or error}") from error
+        raise AddressError(f"no route to the controller at {controller_url}: {error.strerror or error}") from error
 
 
 async def _stopped(engine: Engine) -> None:
-    """Settle once the engine has started; return once it serves no more."""
+    """Freeze garbage collection once the engine has started; return when it stops serving."""
     while not _started(engine):
         await asyncio.sleep(WATCH_S)
     freeze_gc()
@@ -152,7 +152,7 @@ def _started(engine: Engine) -> bool:
 
 
 async def _follow(identity: Identity, engine: Engine, url: str) -> None:
-    """Take what is announced, if anything is; an engine that cannot reach the streams is told by requests."""
+    """Follow announcements of weights if there are any. Without the streams, an engine is updated by requests."""
     if not identity.config.weights.announced_to(identity.config.engine.count):
         return
     while not _started(engine):
@@ -165,12 +165,12 @@ async def _follow(identity: Identity, engine: Engine, url: str) -> None:
             finally:
                 await stream.close()
         except AddressError as error:
-            log.warning("this engine hears no announcements of weights, and is asked instead: %s", error)
+            log.warning("this engine receives no announcements of weights and is updated by requests: %s", error)
         await asyncio.sleep(_AGAIN_S)
 
 
 async def _offer(identity: Identity, url: str) -> None:
-    """Say to the controller, again and again, that this engine is there, once it is."""
+    """Register this engine with the controller, repeatedly, once it answers."""
     incarnation = f"{os.getpid()}-{time.time_ns()}"
     reachable, again_s = True, OFFER_S
     async with (

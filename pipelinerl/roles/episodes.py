@@ -1,4 +1,4 @@
-"""Makes what plays a domain's episodes, by its section of the recipe."""
+"""Opens what plays a domain's episodes, as its section of the recipe says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipelinerl.verifiers.verifier import GroupVerifier
 
 
 def open_episodes(config: RunConfig, verifiers: Mapping[str, GroupVerifier]) -> dict[str, EpisodeDomain]:
-    """The domains with an environment, by name; nothing is started before the first episode. To be closed."""
+    """Return the domains with an environment, by name, to be closed. Nothing starts before the first episode."""
     return {
         domain.name: EpisodeDomain(
             player=_player(domain),

@@ -1,4 +1,4 @@
-"""A parameter server's process: its memory, its persistent copy, its routes."""
+"""The process of a parameter server: versions in memory, a persistent copy, HTTP routes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipelinerl.weights.parameter_server.version_table import VersionTable
 
 
 async def run(identity: Identity) -> None:
-    """Serve until the process is told to stop; begins with what it saved in an earlier life, of this run."""
+    """Serve weights until the process is stopped, beginning with the versions that it saved earlier in this run."""
     config = identity.config.parameter_server
     with listen(identity.host, identity.port) as listener:
         server = ParameterServer(
@@ -25,10 +25,10 @@ async def run(identity: Identity) -> None:
 
 
 def store_of(identity: Identity) -> SnapshotStore:
-    """Below the run's directory, or a place of this run and server at `parameter_server.copies`.
+    """Return the store below the run's directory, or the one at `parameter_server.copies`.
 
-    What another run of this name has left there is dropped: its versions would be taken for ours. The run's directory
-    remembers whose it is.
+    Snapshots that another run of this name left at `copies` are deleted, so that they are not served as this run's. A
+    file in the run's directory records which store is its own.
     """
     copies, own = identity.config.parameter_server.copies, identity.run_dir / "weights"
     if copies is None:

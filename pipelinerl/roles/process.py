@@ -1,7 +1,7 @@
-"""What every role needs when its process starts: who it is, where its peers are, its secrets, its log.
+"""The start of a role's process: its name, its peers' addresses, its secrets, its log, and how it ends.
 
-A role is started by the launcher or by hand, with the same arguments. Its main catches what is meant for people: a
-`UserError` is one sentence on stderr and exit status 2; anything else leaves a traceback in the log and status 1.
+The launcher and users start roles with the same arguments. A `UserError` is printed as one sentence on stderr and ends
+the process with status 2; any other exception leaves a traceback in the log and ends it with status 1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -24,10 +24,12 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from pipelinerl.config.recipe import RunConfig
+from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import AddressError, UserError
 from pipelinerl.observability.logs import ProcessLog, configure
 from pipelinerl.observability.redaction import without_secrets
+from pipelinerl.roles.memory.machine_defaults import settled
+from pipelinerl.roles.role import LOCAL_REDIS, REDIS_PASSWORD_VARIABLE, RoleOptions
 from pipelinerl.streams.open_stream import open_stream
 from pipelinerl.streams.stream import Stream
 from pipelinerl.system.files import make_private
@@ -35,18 +37,14 @@ from pipelinerl.system.garbage import collect_as_usual
 
 log = logging.getLogger("pipelinerl")
 
-#: Where a token may also come from, when no file is named.
+#: The bearer token, if no file is named.
 TOKEN_VARIABLE = "PIPELINERL_TOKEN"
-#: Where the address of the streams may come from, with its password, when no argument gives it; before the recipe.
-REDIS_VARIABLE = "PIPELINERL_REDIS_URL"
-#: The file with the password of an embedded server that is on another host than this role; the launcher names it.
-REDIS_PASSWORD_VARIABLE = "PIPELINERL_REDIS_PASSWORD_FILE"
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """One role's process: its recipe, its name, and the addresses of its peers."""
+    """The process of a role: its recipe, its name, and the addresses of its peers."""
 
     config: RunConfig
     run_dir: Path
@@ -59,23 +57,43 @@ class Identity:
 
     @property
     def launch(self) -> str:
-        """Tells this launch of the run from others, by the token that was made for it, and does not give that away."""
+        """An id of this launch of the run, derived from its token without revealing it."""
         return "" if self.token is None else hashlib.sha256(self.token.encode()).hexdigest()[:16]
 
     async def stream(self) -> Stream:
-        """The run's streams. Raises AddressError when the server does not answer."""
+        """Open the run's streams. Raises AddressError if the server does not answer."""
         return await open_stream(_with_password(self.redis_url, self.run_dir), namespace=self.config.run.name)
 
     def log(self) -> ProcessLog:
-        """Begin to log under this role's name."""
+        """Start to log under this role's name."""
         return configure(run=self.config.run.name, role=self.name)
 
 
-def read_token(token_file: Path | None) -> str | None:
-    """The bearer token of the run: from the file, else from the environment, else none.
+def identity_of(options: RoleOptions, changes: Sequence[str] = ()) -> Identity:
+    """Return the identity of a process with these options; `changes` of the recipe follow those of the command line.
 
     Raises:
-        UserError: the file does not hold one.
+        RecipeError, UserError: the recipe or the token file cannot be used.
+    """
+    config = settled(load(options.recipe, [*(options.changes or []), *changes]))
+    of_recipe, run_dir = config.streams.redis_url, options.run_dir or config.run_directory
+    return Identity(
+        config=config,
+        run_dir=run_dir,
+        name=options.name,
+        redis_url=options.redis_url or (of_recipe.get_secret_value() if of_recipe else LOCAL_REDIS),
+        controller_url=options.controller_url.rstrip("/"),
+        token=None if options.no_token else token_of(options.token_file, run_dir),
+        host=options.host,
+        port=options.port,
+    )
+
+
+def read_token(token_file: Path | None) -> str | None:
+    """Return the bearer token from the file, else from the environment, else None.
+
+    Raises:
+        UserError: the file holds no token.
     """
     if token_file is None:
         return os.environ.get(TOKEN_VARIABLE) or None
@@ -84,15 +102,18 @@ def read_token(token_file: Path | None) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         token = None
     if not isinstance(token, str) or not token:
-        raise UserError(f'{token_file} must hold {{"token": "…"}}; the launcher makes it as runs/<name>/tokens.json')
+        raise UserError(f'{token_file} must hold {{"token": "…"}}; the launcher writes it to runs/<name>/tokens.json')
     return token
 
 
 def token_of(token_file: Path | None, run_dir: Path) -> str:
-    """The bearer token of a role: as `read_token`, else the one in the run's directory, which is made if need be.
+    """Return the bearer token of a role: as `read_token`, else the one in the run's directory, which is made if needed.
 
-    So roles that are started one by one on a machine agree on a token that nobody had to think of, and none serves
-    without. Raises UserError as `read_token` does, and where no token can be left.
+    So roles that are started one by one on a machine share a token without the user's help, and none serves without
+    one.
+
+    Raises:
+        UserError: as `read_token`, and if no token can be written.
     """
     given = read_token(token_file)
     if given is not None:
@@ -102,23 +123,23 @@ def token_of(token_file: Path | None, run_dir: Path) -> str:
         run_dir.mkdir(parents=True, exist_ok=True)
         if make_private(shared, json.dumps({"token": secrets.token_urlsafe(32)})):
             print(
-                f"pipelinerl: no token was given, so one was made: {shared}. Roles in this directory find it there; "
-                f"others take it by --token-file or ${TOKEN_VARIABLE}",
+                f"pipelinerl: no token was given, so one was made: {shared}. Roles with this directory find it there; "
+                f"pass it to others with --token-file or ${TOKEN_VARIABLE}",
                 file=sys.stderr,
             )
     except OSError as error:
         raise UserError(
-            f"no token was given, and none can be left at {shared}: {error.strerror}; say --token-file, "
-            f"${TOKEN_VARIABLE}, or --no-token to serve whatever program asks on this machine"
+            f"no token was given, and none can be written to {shared}: {error.strerror}; pass --token-file, set "
+            f"${TOKEN_VARIABLE}, or pass --no-token to serve every program on this machine"
         ) from None
     return str(read_token(shared))
 
 
 def freeze_gc() -> None:
-    """What has been loaded stays: take it out of garbage collection.
+    """Exclude everything loaded so far from garbage collection.
 
-    A full collection stops every thread of the process until it has looked at every object; with torch and transformers
-    loaded that is a pause of 0.2 s and more in whatever is under way, a weight update or a decode step.
+    A full collection stops every thread until it has visited each object. With torch and transformers loaded, that
+    pauses a weight update or a decode step by 0.2 s and more.
     """
     gc.collect()
     gc.freeze()
@@ -126,7 +147,7 @@ def freeze_gc() -> None:
 
 
 def _with_password(redis_url: str, run_dir: Path) -> str:
-    """The embedded server's password lies beside its data, so that it need not stand in a command line."""
+    """Add the embedded server's password, which is stored with its data so that no command line needs it."""
     parts, named = urlsplit(redis_url), os.environ.get(REDIS_PASSWORD_VARIABLE)
     password = Path(named) if named else run_dir / "redis" / "password"
     is_ours = named is not None or parts.hostname in ("127.0.0.1", "localhost")
@@ -136,12 +157,12 @@ def _with_password(redis_url: str, run_dir: Path) -> str:
 
 
 def run_until_signalled(role: Callable[[Identity], Coroutine[Any, Any, None]], identity: Identity) -> None:
-    """Run a role on uvloop; SIGTERM and SIGINT cancel it, and its `finally` clauses put things in order.
+    """Run a role on uvloop; SIGTERM and SIGINT cancel it, and its `finally` clauses clean up.
 
-    Until it waits for the first time a role imports and loads, for many seconds, in which the loop hears nothing: a
-    signal cancels it in the middle of that.
+    A role imports and loads for many seconds before its first await. The event loop handles no signals meanwhile, so a
+    signal then raises CancelledError in the running code.
 
-    Exits the process: 0 when its work was done, 143 when a signal stopped it, 2 after a user error, 1 after any other.
+    Exits the process: 0 when its work is done, 143 after a signal, 2 after a user error, 1 after any other.
     """
     identity.log()
 
@@ -151,19 +172,19 @@ def run_until_signalled(role: Callable[[Identity], Coroutine[Any, Any, None]], i
             signal.signal(number, _cancel_here)
         task = asyncio.ensure_future(role(identity))
 
-        def hear() -> None:
+        def handle_signals() -> None:
             for number in _ENDING:
                 loop.add_signal_handler(number, task.cancel)
 
-        loop.call_soon(hear)  # the turn after the task's first
+        loop.call_soon(handle_signals)  # after the first turn of the task
         await task
 
     try:
         uvloop.run(guarded())
     except asyncio.CancelledError:
         log.info("stopped by a signal")
-        sys.exit(128 + signal.SIGTERM)  # not 0: for the launcher, a role that was killed has not done its work
-    except Exception as error:  # the process' own main: whatever it is, it is said once and ends the process
+        sys.exit(128 + signal.SIGTERM)  # not 0: the launcher would take the role's work for done
+    except Exception as error:  # the main of the process: any error ends it
         sys.exit(_status_of(error))
 
 
@@ -172,11 +193,11 @@ def _cancel_here(_number: int, _frame: FrameType | None) -> None:
 
 
 def _status_of(error: BaseException) -> int:
-    """Say what went wrong and return the exit status."""
+    """Report the error and return the exit status."""
     causes = _leaves(error)
     if all(isinstance(cause, UserError) for cause in causes):
         print(without_secrets("\n".join(f"pipelinerl: {cause}" for cause in causes)), file=sys.stderr)
-        # A peer that cannot be reached may come back: the supervisor should try again.
+        # An unreachable peer may come back, so the supervisor should restart this process.
         return 1 if any(isinstance(cause, AddressError) for cause in causes) else 2
     for cause in causes:
         log.error("%s: %s", type(cause).__name__, cause, exc_info=cause)
@@ -184,7 +205,7 @@ def _status_of(error: BaseException) -> int:
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
-    """What has really happened, each once: a failure may reach a group by two of its tasks."""
+    """Return the errors in nested groups, each once: two tasks of a group may fail with the same error."""
     if isinstance(error, BaseExceptionGroup):
         return list(dict.fromkeys(leaf for child in error.exceptions for leaf in _leaves(child)))
     return [error]

@@ -1,11 +1,11 @@
-"""`pipelinerl run --resume`: the directory of a run to go on with, brought here from its location where need be.
+"""`pipelinerl run --resume`: find the directory of a run, or restore it from its location.
 
-A path goes on from the newest whole checkpoint in it. A URL, `s3://bucket/runs/tiny`, is brought to where its recipe
-says that the run lives, with its newest whole checkpoint and its events; then the same. The streams are not part of it:
+A path resumes from the newest complete checkpoint in it. A URL, `s3://bucket/runs/tiny`, is first downloaded to the
+directory that its recipe names: the newest complete checkpoint, the recipe and the events. Streams are not copied;
 orders in flight are issued again.
 
-A location holds the recipe of each run that copies its checkpoints there, from before it begins: so the name is taken,
-and a run that never got as far as a checkpoint can be begun again.
+Each run that copies its checkpoints to a location writes its recipe there before it begins. This claims the name, and
+lets a run without any checkpoint begin again.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ from pipelinerl.training.checkpoints.retention import Retention
 
 log = logging.getLogger("pipelinerl")
 
-#: What tells a URL from a path.
+#: Distinguishes a URL from a path.
 _SCHEME: Final = "://"
 _RECIPE: Final = "recipe.toml"
 
 
 def directory_of(where: str) -> Path:
-    """The directory of the run in `where`, a path or a URL, ready to go on.
+    """Return the directory of the run in `where`, a path or a URL, ready to resume.
 
     Raises:
-        UserError: there is nothing to go on with, there are two places to go on from, or the run in the directory is of
-            another layout.
+        UserError: there is no run, there are two places to resume from, or the run has another layout.
     """
     if _SCHEME in where:
-        return _brought(where.rstrip("/"))
+        return _restored(where.rstrip("/"))
     run_dir = Path(where)
     check_layout(run_dir)
     if (run_dir / _RECIPE).is_file():
@@ -55,7 +54,7 @@ def newest_step(config: RunConfig, run_dir: Path) -> int:
 
 
 def claim(config: RunConfig) -> bool:
-    """Take the run's name at the recipe's location, if it has one; False when another run has taken it."""
+    """Claim the run's name at the recipe's location, if it has one; return False if another run holds it."""
     url = config.checkpoint.url_of(config.run.name)
     if url is None:
         return True
@@ -66,8 +65,8 @@ def claim(config: RunConfig) -> bool:
     return True
 
 
-def _brought(url: str) -> Path:
-    """Make the run's directory from its location: it is there whole, or not at all."""
+def _restored(url: str) -> Path:
+    """Restore the run's directory from its location, completely or not at all."""
     try:
         recipe = Storage(url).read(_RECIPE)
     except FileNotFoundError:
@@ -78,25 +77,25 @@ def _brought(url: str) -> Path:
         raise RecipeError(f"{url}/{_RECIPE}: not valid TOML: {error}") from None
     if run_dir.exists():
         raise UserError(
-            f"{run_dir} exists, and {url} is to be brought there: go on with what is there by --resume {run_dir}, or "
+            f"{run_dir} exists, and {url} would be restored there; resume what is there with --resume {run_dir}, or "
             "move it away"
         )
     draft = run_dir.with_name(f".{run_dir.name}-arriving")
-    checkpoint = _fetched(CheckpointCopies(url, retention=Retention(1)), draft)
+    checkpoint = _fetch_newest(CheckpointCopies(url, retention=Retention(1)), draft)
     if checkpoint is None:
-        log.warning("%s holds no whole checkpoint: the run begins again", url)
-    if not (draft / _RECIPE).is_file():  # nor has a checkpoint one whose trainer has a directory of its own
+        log.warning("%s holds no complete checkpoint; the run begins again", url)
+    if not (draft / _RECIPE).is_file():  # a trainer with a directory of its own copies no recipe
         (draft / _RECIPE).write_bytes(recipe)
     if checkpoint is not None:
         _bring_model(checkpoint, draft, run_dir)
-    (draft / _RECIPE).chmod(0o600)  # whoever goes on may write the password of their stream server into it
-    write_layout(draft)  # whichever it was of: neither streams nor journal come along
+    (draft / _RECIPE).chmod(0o600)  # users may write the password of their stream server into it
+    write_layout(draft)  # of the current layout: neither streams nor journal are copied
     draft.rename(run_dir)
     return run_dir
 
 
-def _fetched(copies: CheckpointCopies, draft: Path) -> Path | None:
-    """Fetch the newest whole checkpoint, if there is one, and what lies with it into the new directory `draft`."""
+def _fetch_newest(copies: CheckpointCopies, draft: Path) -> Path | None:
+    """Download the newest complete checkpoint, if there is one, and the files copied with it to `draft`."""
     for copy in copies.newest():
         shutil.rmtree(draft, ignore_errors=True)
         checkpoint = draft / "checkpoints" / copy.name
@@ -114,9 +113,9 @@ def _fetched(copies: CheckpointCopies, draft: Path) -> Path | None:
 
 
 def _bring_model(checkpoint: Path, draft: Path, run_dir: Path) -> None:
-    """Where the model that the run began with is not on this machine, let the checkpoint's stand for it.
+    """Replace the run's model, if this machine lacks it, by the checkpoint's.
 
-    Its configuration and tokenizer are the same, and weights are those of the checkpoint anyhow; but for a reference.
+    Configuration and tokenizer are the same, and the weights come from the checkpoint anyway, except for a reference.
 
     Raises:
         UserError: the objective needs the weights that the run began with.
@@ -125,9 +124,13 @@ def _bring_model(checkpoint: Path, draft: Path, run_dir: Path) -> None:
     if config.model.resolved.is_dir():
         return
     if "ref_logprobs" in objective_of(config).passes and (config.reference is None or config.reference.path is None):
-        raise UserError(f"{config.model.resolved} is not on this machine, and is the reference of this run: bring it")
+        raise UserError(
+            f"{config.model.resolved} is not on this machine, and is the reference of this run; copy it here"
+        )
     if config.trainer.options.get("lora") is not None:
-        raise UserError(f"{config.model.resolved} is not on this machine, and is the base of this run's LoRA: bring it")
+        raise UserError(
+            f"{config.model.resolved} is not on this machine, and is the base of this run's LoRA; copy it here"
+        )
     (draft / "model").mkdir()
     for file in checkpoint.iterdir():
         if file.is_file() and file.name != MANIFEST:
@@ -137,7 +140,7 @@ def _bring_model(checkpoint: Path, draft: Path, run_dir: Path) -> None:
 
 
 def _refuse_older(config: RunConfig, run_dir: Path) -> None:
-    """A run that went on elsewhere must not begin again behind its own back."""
+    """Return if no newer checkpoint exists at the run's location: the run may have continued elsewhere."""
     copies = copies_of(config, run_dir)
     there = next(copies.newest(), None) if copies is not None else None
     if copies is None or there is None:
@@ -145,8 +148,8 @@ def _refuse_older(config: RunConfig, run_dir: Path) -> None:
     here = newest_step(config, run_dir)
     if here < _step(there.name):
         raise UserError(
-            f"this run went on elsewhere: its newest checkpoint in {run_dir} is of step {here}, in {copies.url} of "
-            f"step {_step(there.name)}; move {run_dir} away and go on by --resume {copies.url}"
+            f"this run continued elsewhere: its newest checkpoint in {run_dir} is of step {here}, in {copies.url} of "
+            f"step {_step(there.name)}; move {run_dir} away and use --resume {copies.url}"
         )
 
 

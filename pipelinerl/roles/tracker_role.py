@@ -1,12 +1,12 @@
-"""The tracker's process: reads the run's event log and takes its figures to the recipe's trackers.
+"""The tracker's process: reads the run's event log and forwards its figures to the recipe's trackers.
 
-    thread, one a tracker   waits for              unblocked by
-    feed                    new events             the clock, twice a second
-                            a tracker that fails   its next try, after 1, 2, 4, … 30 s
+    thread (one per tracker)  waits for              unblocked by
+    feed                      new events             the clock, twice a second
+                              a tracker that failed  its retry, after 1, 2, 4, … 30 s
 
-Nothing of the run waits for it, and it asks nothing of any role. A tracker that fails (a disk that is full, a server
-that is away, a bug of its package) is opened again, from where it stood. When the process is told to stop, which the
-launcher does after the controller has ended, it takes what is there to the trackers first.
+No other process waits for it, and it sends requests to no role. A tracker that fails (full disk, unreachable server, a
+bug in its package) is reopened and continues where it stopped. The launcher stops this process after the controller; it
+forwards all events before it ends.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ log = logging.getLogger("pipelinerl")
 _POLL_S: Final = 0.5
 _FIRST_RETRY_S: Final = 1.0
 _RETRY_S: Final = 30.0
-#: So long may the last events take, W&B's and trackio's sending included; the launcher has `launch.grace_s`.
+#: Deadline for the last events, including the uploads of W&B and trackio; the launcher allows `launch.grace_s`.
 _END_S: Final = 60.0
 
 
 async def run(identity: Identity) -> None:
-    """Feed the trackers until the process is told to stop.
+    """Feed the trackers until the process is stopped.
 
     Raises:
         UserError: the recipe names no tracker, or one whose package is not installed.
@@ -73,27 +73,27 @@ def feed_until(
     *,
     first_retry_s: float = _FIRST_RETRY_S,
 ) -> None:
-    """Feed one tracker until `stop` is set, and what is there by then; whatever it raises is tried again."""
+    """Feed one tracker until `stop` is set and all events are forwarded; retry after any error."""
     pause_s = first_retry_s
     while True:
         try:
             with closing(TrackerFeed(run_dir, name, open_tracker)) as feed:
                 while True:
-                    stopping = stop.is_set()  # before the last look
+                    stopping = stop.is_set()  # set before the last read
                     while feed.advance():
                         pause_s = first_retry_s
                     if stopping:
                         return
                     stop.wait(_POLL_S)
-        except Exception as error:  # foreign packages raise what they like; the thread is this tracker's main
-            log.warning("%s: %s: %s; the run goes on, tried again in %g s", name, type(error).__name__, error, pause_s)
+        except Exception as error:  # third-party packages raise anything; this is the main of the tracker's thread
+            log.warning("%s: %s: %s; the run continues, retrying in %g s", name, type(error).__name__, error, pause_s)
         if stop.wait(pause_s):
             return
         pause_s = min(2 * pause_s, _RETRY_S)
 
 
 def trackers_of(config: RunConfig, run_dir: Path) -> dict[str, OpenTracker]:
-    """How to open each tracker that the recipe names.
+    """Return how to open each tracker that the recipe names.
 
     Raises:
         UserError: a package is missing.
@@ -102,7 +102,7 @@ def trackers_of(config: RunConfig, run_dir: Path) -> dict[str, OpenTracker]:
         if sentence := missing_package(name):
             raise UserError(sentence)
     section = config.trackers
-    recipe = table_without_secrets(to_table(config))  # any address in it may hold a password, and a tracker sends it on
+    recipe = table_without_secrets(to_table(config))  # addresses may hold passwords, and trackers upload the recipe
     tracked = TrackedRun(name=config.run.name, directory=run_dir, recipe=recipe)
 
     def wandb(bookmark: Bookmark | None) -> Tracker:
@@ -121,7 +121,7 @@ def trackers_of(config: RunConfig, run_dir: Path) -> dict[str, OpenTracker]:
 
 
 def open_tensorboard(directory: Path, bookmark: Bookmark | None) -> Tracker:
-    """Event files in that directory."""
+    """Open a tracker that writes event files to this directory."""
     from pipelinerl.observability.trackers.tensorboard import TensorBoardTracker
 
     return TensorBoardTracker(directory, bookmark)

@@ -1,4 +1,4 @@
-"""The process of a trainer's rank above 0: it joins rank 0 (`pipelinerl trainer`) and obeys it until that ends."""
+"""The process of a trainer's rank above 0: it joins rank 0 (`pipelinerl trainer`) and follows it until that ends."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _LOST: Final = 1
 
 
 def run(config: RunConfig, *, rank: int) -> Never:
-    """Follow rank 0, then end the process: with status 0 when rank 0 says that its work is done, 1 when it died, hangs
-    or failed, which another start may mend, and 2 when it cannot be joined.
+    """Follow rank 0, then end the process.
 
-    It ends at once: JAX's own exit asks rank 0, which is gone by then, and aborts when that does not answer.
+    The exit status is 0 if rank 0 finished its work, 1 if it died, hung or failed (a restart may help), and 2 if it
+    cannot be joined. The process exits without cleanup: JAX's own exit would contact rank 0, which is gone, and abort.
 
     Raises:
-        RecipeError: the recipe's trainer is none of several processes, or has no such rank.
+        RecipeError: the recipe's trainer has a single process, or has no such rank.
     """
     section = config.trainer
     distributed = section.options.get("distributed")
@@ -49,18 +49,18 @@ def run(config: RunConfig, *, rank: int) -> Never:
 
 
 def outlast_notice(save_s: float) -> None:
-    """SIGTERM reaches the ranks of a machine that is taken away together: rank 0, which saves first, needs the others.
+    """Survive the first SIGTERM, which reaches all ranks of a machine together: rank 0 needs the others to save.
 
-    It ends them when it ends, or this one does after `save_s`; a second SIGTERM ends it at once.
+    Rank 0 ends them when it ends. This process ends by itself after `save_s`; a second SIGTERM ends it at once.
     """
 
-    def told(number: int, _frame: object) -> None:
+    def start_deadline(number: int, _frame: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         timer = threading.Timer(save_s, os._exit, (128 + number,))
         timer.daemon = True
         timer.start()
 
-    signal.signal(signal.SIGTERM, told)
+    signal.signal(signal.SIGTERM, start_deadline)
 
 
 def _follow_jax(options: Mapping[str, Any]) -> None:
@@ -93,5 +93,5 @@ def _leave(error: TrainerError | None, status: int) -> Never:
     os._exit(status)
 
 
-#: By the type of trainer, how its ranks follow.
+#: Makes a rank follow, by the type of its trainer.
 _FOLLOW: Final[Mapping[str, Callable[[Mapping[str, Any]], None]]] = {"torch": _follow_torch, "jax": _follow_jax}

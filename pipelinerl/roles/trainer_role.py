@@ -42,9 +42,9 @@ log = logging.getLogger("pipelinerl")
 
 
 async def run(identity: Identity) -> None:
-    """Train until the controller says stop, or the process is told to: by SIGTERM it saves its state first.
+    """Train until the controller stops it. After SIGTERM, save the state first.
 
-    Whoever sends that (a scheduler that takes the machine away) starts a trainer again, here or elsewhere.
+    A scheduler that sends SIGTERM starts the trainer again, on this machine or another.
     """
     config = identity.config
     process_log = identity.log()
@@ -73,7 +73,7 @@ async def run(identity: Identity) -> None:
     try:
         await loop.run()
         if notice.was_given:
-            raise asyncio.CancelledError  # its work is not done
+            raise asyncio.CancelledError  # the work is not done
     except BaseException:
         leave_undone()
         raise
@@ -88,7 +88,7 @@ async def run(identity: Identity) -> None:
 
 @final
 class SigtermHandler:
-    """SIGTERM: the trainer may save its state, within `save_s`; a second one, like SIGINT, ends it at once."""
+    """Handles SIGTERM: the trainer may save its state within `save_s`. A second SIGTERM cancels it."""
 
     def __init__(self, training: TrainingLoop, *, save_s: float) -> None:
         self.was_given = False
@@ -103,27 +103,30 @@ class SigtermHandler:
         if self.was_given:
             self._task.cancel()
             return
-        log.info("told to end: the state is saved first, within %g s", self._save_s)
+        log.info("stopping: saving the state first, within %g s", self._save_s)
         self.was_given = True
         self._training.leave()
         self._events.call_later(self._save_s, self._task.cancel)
 
 
 def publisher_of(identity: Identity, control: EngineControl, stream: Stream) -> Publisher:
-    """What takes the weights to the engines, as the recipe says; announcements go by `stream`.
+    """Return what sends the weights to the engines, as the recipe says.
+
+    Args:
+        stream: carries announcements of versions to pull.
 
     Raises:
-        RecipeError: they are to be pulled, and no parameter server is named; or broadcast by what is not there.
+        RecipeError: weights are pulled without a parameter server, or broadcast by a backend that torch lacks.
     """
     weights = identity.config.weights
     if weights.transport is Transport.BROADCAST:
         if not offers(weights.backend):
-            raise RecipeError(f"weights.backend is {weights.backend}, which torch cannot use here; say gloo")
+            raise RecipeError(f"weights.backend is {weights.backend}, which torch cannot use here; use gloo")
         return BroadcastPublisher(control, host=weights.host, backend=weights.backend)
     servers = identity.config.parameter_server
     if not servers.urls:
         raise RecipeError(
-            "weights.transport is pull, and the trainer was told of no parameter server: name them with --set "
+            "weights.transport is pull, and no parameter server is named; name them with --set "
             "'parameter_server.urls=[\"http://host:port\"]', as the launcher does"
         )
     announcer = StreamAnnouncer(stream) if weights.announced_to(identity.config.engine.count) else None
@@ -132,7 +135,7 @@ def publisher_of(identity: Identity, control: EngineControl, stream: Stream) -> 
 
 
 def canary_of(config: RunConfig) -> Canary:
-    """The run's first problem, and the tolerance of the coarsest format that weights have on their way."""
+    """Return the run's first problem, with the tolerance of the coarsest format that weights have on their way."""
     problem = training_problems(config).problem(0)
     replay, coarsest = config.trainer.routing_replay, dtypes_of(config).coarsest(config)
     routed_apart = replay is RoutingReplay.OFF and mixture_of(config.model.resolved) is not None
@@ -144,7 +147,7 @@ def canary_of(config: RunConfig) -> Canary:
 
 
 def samples_of(identity: Identity) -> TrainingSamples | None:
-    """What keeps samples of the steps in the run's directory; None where the recipe wants none."""
+    """Return what records samples of the steps; None if the recipe keeps no samples."""
     config, section = identity.config, identity.config.samples
     if section.log == "off":
         return None
@@ -157,7 +160,7 @@ def samples_of(identity: Identity) -> TrainingSamples | None:
 
 
 def loop_settings(config: RunConfig) -> LoopSettings:
-    """The training loop's part of the recipe."""
+    """Return the training loop's part of the recipe."""
     return LoopSettings(
         micro_batch_tokens=config.trainer.token_budget,
         tokens_per_step=config.training.tokens_per_step,

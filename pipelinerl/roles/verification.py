@@ -1,46 +1,67 @@
-"""What judges a domain's answers, by its section of the recipe: a registered verifier, a user's code, or a sum."""
+"""Opens what judges a domain's answers: a registered verifier, an LLM judge, a user's code, or a weighted sum."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import inspect
 import json
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+from urllib.parse import quote
 
 from pipelinerl import registry
 from pipelinerl.config.domains import DomainSection
+from pipelinerl.config.judging import JudgeSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.verification import DEFAULT_VERIFIER
-from pipelinerl.errors import RecipeError
-from pipelinerl.roles.judging import JudgeBudget, open_judge
+from pipelinerl.engines.http.openai_client import OpenAIServer, models_at
+from pipelinerl.errors import AddressError, RecipeError
 from pipelinerl.system.references import is_reference
 from pipelinerl.verifiers.group_filter import GroupFilter
+from pipelinerl.verifiers.judge.judge import Judge, JudgeServer, JudgeSettings
+from pipelinerl.verifiers.judge.scores import ScoreFormat
+from pipelinerl.verifiers.judge.spending import Spending
 from pipelinerl.verifiers.service.served_domain import ServedDomain
 from pipelinerl.verifiers.user_code import AsyncReward, PooledReward, RewardFunction, Shielded
 from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier
 from pipelinerl.verifiers.weighted import WeightedPart, WeightedSum
 
-#: Verifiers that keep their deadlines themselves, in processes of their own.
+#: Verifiers that enforce their deadlines themselves, in worker processes.
 _POOLED: Final = frozenset({"math_answer", "reasoning_gym"})
-#: Verifiers that say the same of the same answer each time. Whether a user's code does, nobody knows.
+#: Verifiers whose verdict on an answer never changes. User code may be anything.
 _DETERMINISTIC: Final = _POOLED | {"instruction_following", "oubliette"}
-#: Keys of a domain on which its verdicts depend, beside the code.
+#: Keys of a domain that determine its verdicts, in addition to the code.
 _JUDGING: Final = {"correct_at", "instructions", "judge", "oubliette"}
-#: Keys of a domain's `oubliette` that say where programs run, and not how they are judged.
+#: Keys of a domain's `oubliette` that say where programs run, not how they are judged.
 _PLACES: Final = {"url", "key_variable", "repository"}
 
+_FIRST_PAUSE_S: Final = 0.2
+_LONGEST_PAUSE_S: Final = 5.0
 
-def open_verifier(domain: DomainSection, *, purse: JudgeBudget | None = None) -> GroupVerifier:
-    """What judges the domain's answers; nothing is started before the first answer. To be closed.
 
-    The domain must have a verifier (`has_verifier`). `purse` is for a judge whose budget is a run's.
+class JudgeBudget(NamedTuple):
+    """A process's part of a run's budget for judging: the folder of its account, and how many processes share it."""
+
+    folder: Path
+    sharers: int
+
+
+def open_verifier(domain: DomainSection, *, budget: JudgeBudget | None = None) -> GroupVerifier:
+    """Open what judges the domain's answers, to be closed; nothing starts before the first answer.
+
+    The domain must have a verifier (`has_verifier`).
+
+    Args:
+        budget: the share of the run's budget, for an LLM judge.
 
     Raises:
-        RecipeError: a name is unknown, or a user's code cannot be loaded or called.
+        RecipeError: a name is unknown, or user code cannot be loaded or called.
     """
-    opened = {where: _opened(domain, where, name, purse) for where, name in names_of(domain)}
+    opened = {where: _open(domain, where, name, budget) for where, name in names_of(domain)}
     if not domain.rewards:
         return next(iter(opened.values()))
     parts = [
@@ -51,9 +72,9 @@ def open_verifier(domain: DomainSection, *, purse: JudgeBudget | None = None) ->
 
 
 def rules_of(domain: DomainSection) -> str:
-    """A digest of how the domain's answers are judged: equal where two recipes, on any machines, judge alike.
+    """Return a digest of how the domain's answers are judged, equal for recipes that judge alike on any machines.
 
-    A user's file counts by what it contains, wherever it lies.
+    A user's file is identified by its contents.
     """
     texts = []
     for _, name in names_of(domain):
@@ -67,11 +88,11 @@ def rules_of(domain: DomainSection) -> str:
     return hashlib.sha256(json.dumps(judging, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def served_domain(domain: DomainSection, *, purse: JudgeBudget | None) -> ServedDomain:
-    """The domain as a verifier service judges it; raises as `open_verifier`."""
+def served_domain(domain: DomainSection, *, budget: JudgeBudget | None) -> ServedDomain:
+    """Return the domain as a verifier service judges it. Raises like `open_verifier`."""
     names = {name for _, name in names_of(domain)}
     return ServedDomain(
-        verifier=open_verifier(domain, purse=purse),
+        verifier=open_verifier(domain, budget=budget),
         rules=rules_of(domain),
         kept=names <= _DETERMINISTIC,
         tier=_sandbox_of(domain) if "oubliette" in names else "",
@@ -79,12 +100,12 @@ def served_domain(domain: DomainSection, *, purse: JudgeBudget | None) -> Served
 
 
 def _sandbox_of(domain: DomainSection) -> str:
-    """How strong the sandbox is at least, and whether another machine has it."""
+    """Return the minimal tier of the sandbox, and whether it is on another machine."""
     return f"remote {domain.oubliette.tier}" if domain.oubliette.url else domain.oubliette.tier.value
 
 
 def open_filter(config: RunConfig) -> GroupFilter | None:
-    """What says of the recipe's finished groups whether they train; nothing is started. To be closed.
+    """Open the recipe's group filter, to be closed; nothing starts.
 
     Raises:
         RecipeError: it cannot be loaded or called.
@@ -100,7 +121,7 @@ def open_filter(config: RunConfig) -> GroupFilter | None:
 
 
 def names_of(domain: DomainSection) -> Iterator[tuple[str, str]]:
-    """(key, name) of each part that judges."""
+    """Yield (key, name) of each part that judges."""
     if not domain.has_verifier:
         return
     if not domain.rewards:
@@ -110,7 +131,7 @@ def names_of(domain: DomainSection) -> Iterator[tuple[str, str]]:
 
 
 def user_code(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(key, reference) of each part of the recipe that is a user's code."""
+    """Yield (key, reference) of each part of the recipe that is user code."""
     for where, entries, name in (
         ("engine.type", registry.ENGINES, config.engine.type),
         ("trainer.type", registry.TRAINERS, config.trainer.type),
@@ -130,7 +151,7 @@ def user_code(config: RunConfig) -> Iterator[tuple[str, str]]:
                 yield where, name
 
 
-def _opened(domain: DomainSection, where: str, name: str, purse: JudgeBudget | None) -> GroupVerifier:
+def _open(domain: DomainSection, where: str, name: str, budget: JudgeBudget | None) -> GroupVerifier:
     thing = registry.load(where, registry.VERIFIERS, name)
     deadline_s, workers = domain.verifier_timeout_s, domain.verifier_workers
     if name == "instruction_following":
@@ -139,7 +160,7 @@ def _opened(domain: DomainSection, where: str, name: str, purse: JudgeBudget | N
             thing(score=section.score, matching=section.matching, deadline_s=deadline_s, workers=workers)
         )
     if name == "judge":
-        return open_judge(domain, purse=purse)
+        return open_judge(domain, budget=budget)
     if name == "oubliette":
         return PerAnswerVerifier(thing(domain.oubliette.rules, deadline_s=deadline_s, workers=workers))
     if name in _POOLED:
@@ -147,7 +168,7 @@ def _opened(domain: DomainSection, where: str, name: str, purse: JudgeBudget | N
     if not registry.is_user_code(registry.VERIFIERS, name):
         return PerAnswerVerifier(thing(), deadline_s=deadline_s)
     if hasattr(thing, "verify"):
-        return PerAnswerVerifier(Shielded(_made(where, thing)), deadline_s=deadline_s)
+        return PerAnswerVerifier(Shielded(_instance_of(where, thing)), deadline_s=deadline_s)
     try:
         reward = RewardFunction.of_callable(thing)
     except RecipeError as error:
@@ -157,11 +178,74 @@ def _opened(domain: DomainSection, where: str, name: str, purse: JudgeBudget | N
     return PooledReward(name, reward, correct_at=domain.correct_at, deadline_s=deadline_s, workers=workers)
 
 
-def _made(where: str, thing: Any) -> Any:
-    """A user's verifier: an object, or a class that needs no arguments."""
+def _instance_of(where: str, thing: Any) -> Any:
+    """Return a user's verifier: the object itself, or an instance of the class."""
     if not inspect.isclass(thing):
         return thing
     try:
         return thing()
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # user code raises anything
         raise RecipeError(f"{where}: {thing.__name__}() failed: {type(error).__name__}: {error}") from None
+
+
+def open_judge(domain: DomainSection, *, budget: JudgeBudget | None) -> Judge:
+    """Open the domain's judge. Without a `budget` its account starts at 0 and it has the whole budget.
+
+    Raises:
+        RecipeError: the domain names no server, or its key is missing.
+    """
+    where, section = f"domains.{domain.name}", domain.judge
+    if section is None:
+        raise RecipeError(f'{where}.judge must name a server: judge = {{ url = "http://host:port" }}')
+    try:
+        key = section.key
+    except RecipeError as error:
+        raise RecipeError(f"{where}.{error}") from None
+    token = None if key is None else key.get_secret_value()
+    sharers = 1 if budget is None else budget.sharers
+    bounded = section.most_calls is not None or section.most_tokens is not None
+    spending = Spending(
+        where=where,
+        most_calls=_share(section.most_calls, sharers),
+        most_tokens=_share(section.most_tokens, sharers),
+        file=budget.folder / f"{quote(domain.name, safe='')}.json" if budget is not None and bounded else None,
+    )
+    return Judge(
+        _judge_settings(section, domain.correct_at),
+        open_server=lambda: _open_server(section, token),
+        spending=spending,
+    )
+
+
+async def _open_server(section: JudgeSection, token: str | None) -> JudgeServer:
+    """Connect to the server. If the recipe names no model, ask for one until the timeout of a vote."""
+    model, deadline, pause_s = section.model, time.monotonic() + section.timeout_s, _FIRST_PAUSE_S
+    while model is None:
+        try:
+            model = (await models_at(section.url, token=token))[0]["id"]
+        except AddressError:
+            if time.monotonic() + pause_s >= deadline:
+                raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    return OpenAIServer(section.url, model=model, token=token, deadline_s=section.timeout_s)
+
+
+def _judge_settings(section: JudgeSection, correct_at: float) -> JudgeSettings:
+    pattern = None if section.pattern is None else re.compile(section.pattern)
+    return JudgeSettings(
+        rubric=section.template,
+        format=ScoreFormat(low=section.low, high=section.high, pattern=pattern),
+        votes=section.votes,
+        least_agreement=section.least_agreement,
+        correct_at=correct_at,
+        temperature=section.temperature,
+        max_tokens=section.max_tokens,
+        most_chars=section.most_chars,
+        concurrency=section.concurrency,
+        remembered=section.remembered,
+    )
+
+
+def _share(most: int | None, sharers: int) -> int | None:
+    return None if most is None else max(1, most // sharers)

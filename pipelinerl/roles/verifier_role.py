@@ -1,12 +1,12 @@
 """A verifier service's process: the recipe's verifiers behind `verifiers/service`, leased to the actors of a run.
 
-Promises: it serves no domain below the sandbox that the recipe asks for, and names what is missing; actors hear of it
-once its verifiers are up, and no more once it is to end; a drain lets it end by itself, with status 0.
+It serves a domain only with the sandbox that the recipe asks for, and otherwise names what is missing. Actors use it
+once its verifiers have started, until it begins to end. After a drain it ends by itself, with status 0.
 
 | waits for | at most | who unblocks it |
 |---|---|---|
-| the controller, to take its offer | – | the controller; a warning names its URL and what came instead |
-| the controller, to take it back at the end | `_GOODBYE_S` | the controller, or the lease runs out |
+| the controller, to accept its lease | – | the controller; a warning gives its URL and the error |
+| the controller, to withdraw it at the end | `_GOODBYE_S` | the controller, or the lease expires |
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from pipelinerl.config.domains import DomainSection
 from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.roles.engine_role import offered_url
-from pipelinerl.roles.judging import JudgeBudget
 from pipelinerl.roles.process import Identity, freeze_gc
-from pipelinerl.roles.verification import served_domain
+from pipelinerl.roles.verification import JudgeBudget, served_domain
 from pipelinerl.system.http_service import listen, serve_until
 from pipelinerl.verifiers.oubliette.runs import SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.verifier import open_runner
@@ -35,27 +34,27 @@ from pipelinerl.verifiers.service.wire import VerifierLease
 
 log = logging.getLogger("pipelinerl")
 
-#: How often a service says that it is there; the controller forgets one that has not for `routes.LEASE_S`.
+#: Interval of lease renewals; the controller forgets a service after `routes.LEASE_S` without one.
 OFFER_S: Final = 2.0
 _GOODBYE_S: Final = 2.0
 
 
 async def run(identity: Identity, *, only: Sequence[str] = ()) -> None:
-    """Serve the domains that are named, or all, until the process is told to stop or has been drained.
+    """Serve the named domains, or all, until the process is stopped or drained.
 
     Raises:
-        RecipeError: there is no such domain, or its verifier or sandbox cannot be had here.
+        RecipeError: there is no such domain, or its verifier or sandbox is not available here.
     """
     config = identity.config
     domains = _chosen(config.domains, only)
-    purse = JudgeBudget(identity.run_dir / "judging" / identity.name, max(1, config.verification.services))
+    budget = JudgeBudget(identity.run_dir / "judging" / identity.name, max(1, config.verification.services))
     with listen(identity.host, identity.port) as listener:
         url = ""
         if identity.controller_url:
             url = offered_url(listener.getsockname(), identity.controller_url, what="verifier service")
         await _try_sandboxes(domains)
         service = VerifierService(
-            {domain.name: served_domain(domain, purse=purse) for domain in domains if domain.has_verifier},
+            {domain.name: served_domain(domain, budget=budget) for domain in domains if domain.has_verifier},
             cache=VerdictCache(config.verification.cache_mb << 20),
         )
         drained = asyncio.create_task(service.drained.wait())
@@ -78,10 +77,10 @@ def _chosen(domains: Sequence[DomainSection], only: Sequence[str]) -> list[Domai
 
 
 async def _try_sandboxes(domains: Sequence[DomainSection]) -> None:
-    """Open each sandbox that is asked for, which attacks it, and close it; a service of another machine is asked.
+    """Open each required sandbox, which attacks it as a test, and close it; a remote sandbox service is asked instead.
 
     Raises:
-        RecipeError: one cannot be had; the message names the cause.
+        RecipeError: one is not available; the message gives the cause.
     """
     sandboxes: dict[tuple[Tier, str], DomainSection] = {}
     for domain in domains:
@@ -96,7 +95,7 @@ async def _try_sandboxes(domains: Sequence[DomainSection]) -> None:
 
 
 async def _lease(identity: Identity, service: VerifierService, url: str) -> None:
-    """Say to the controller, again and again, that this service is there, until it takes nothing new."""
+    """Renew the lease at the controller until this service accepts no more work."""
     await service.started.wait()
     freeze_gc()
     lease = VerifierLease(url=url, incarnation=f"{os.getpid()}-{time.time_ns()}", domains=service.rules)

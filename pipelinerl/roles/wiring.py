@@ -1,4 +1,7 @@
-"""Parts of a recipe that several processes read, as the values they stand for. Imports no array library but numpy."""
+"""Parts of a recipe that several processes read, as the values they stand for.
+
+Imports no array library except numpy.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ from trainer_contract.types import RoutingShape
 
 
 def checkpoints_of(config: RunConfig, run_dir: Path) -> CheckpointStore:
-    """The checkpoints below the run's directory, copied to the recipe's location."""
+    """Return the checkpoints below the run's directory, which are copied to the recipe's location."""
     return CheckpointStore(
         run_dir / "checkpoints",
         keep=config.checkpoint.keep,
@@ -46,7 +49,7 @@ def checkpoints_of(config: RunConfig, run_dir: Path) -> CheckpointStore:
 
 
 def copies_of(config: RunConfig, run_dir: Path) -> CheckpointCopies | None:
-    """The copies of the run's checkpoints, if its recipe names a location."""
+    """Return the copies of the run's checkpoints; None if the recipe names no location."""
     url = config.checkpoint.url_of(config.run.name)
     if url is None:
         return None
@@ -55,11 +58,11 @@ def copies_of(config: RunConfig, run_dir: Path) -> CheckpointCopies | None:
 
 
 def objective_of(config: RunConfig) -> PolicyObjective:
-    """The recipe's objective, whose passes have somebody to make them and whose slots do something in this run.
+    """Return the recipe's objective, which the trainer can compute and whose slots all have an effect.
 
     Raises:
-        RecipeError: the trainer cannot make a pass; a section is given for a pass that the objective does not need; or
-            a slot would do nothing.
+        RecipeError: the trainer cannot make a forward pass that the objective needs, a section configures a pass that
+            the objective does not need, or a slot would do nothing.
     """
     objective = resolve(config.objective, max_tokens=config.sampling.max_tokens)
     for sentence in _unsupported(config, objective):
@@ -70,35 +73,35 @@ def objective_of(config: RunConfig) -> PolicyObjective:
 
 
 def routing_of(config: RunConfig) -> RoutingShape | None:
-    """The routers whose choices the trainer replays; None where the recipe replays none.
+    """Return the routers whose choices the trainer replays; None if the recipe replays none.
 
     Raises:
-        RecipeError: the engine does not tell them, the trainer does not replay them, or the model has none.
+        RecipeError: the engine does not report them, the trainer does not replay them, or the model has none.
     """
     replay = config.trainer.routing_replay
     if replay is RoutingReplay.OFF:
         return None
-    said = f'trainer.routing_replay = "{replay}"'
+    setting = f'trainer.routing_replay = "{replay}"'
     if config.engine.type not in registry.TELLS_ROUTING and not is_reference(config.engine.type):
         raise RecipeError(
-            f"{said} needs an engine that tells which experts computed each token, which is "
+            f"{setting} needs an engine that reports which experts computed each token: "
             f"{' or '.join(sorted(registry.TELLS_ROUTING))}; engine.type is {config.engine.type!r}"
         )
     if config.trainer.type not in registry.REPLAYS_ROUTING and not is_reference(config.trainer.type):
-        raise RecipeError(f"{said} needs trainer.type torch, got {config.trainer.type!r}")
+        raise RecipeError(f"{setting} needs trainer.type torch, got {config.trainer.type!r}")
     try:
         return replayed_routing(config.model.resolved)
     except ModelError as error:
-        raise RecipeError(f"{said}: {error}") from None
+        raise RecipeError(f"{setting}: {error}") from None
 
 
 def mini_batching_of(config: RunConfig) -> MiniBatching:
-    """How batches are divided into optimizer steps."""
+    """Return how batches are divided into optimizer steps."""
     return MiniBatching(**shared_values(config.training, MiniBatching), seed=config.run.seed)
 
 
 def setting_of(config: RunConfig) -> Setting:
-    """What decides whether the objective's slots do anything in this run."""
+    """Return the settings that decide whether the objective's slots have an effect in this run."""
     recomputed = config.training.old_logprobs is OldLogprobs.RECOMPUTE
     return Setting(
         group_sizes={config.key_of_group_size(each): config.group_size_of(each) for each in config.trained_domains},
@@ -118,7 +121,7 @@ def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]
         ):
             yield (
                 f"domains.{domain.name}.reward.mean group needs groups, and {config.key_of_group_size(domain)} is 1: "
-                'every reward would be 0; raise it, or take mean = "batch"'
+                'every reward would be 0; raise it, or use mean = "batch"'
             )
         if domain.reward is not None and credits_turns(objective.adv) and domain.reward.shaping.rescales:
             yield (
@@ -133,17 +136,17 @@ def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]
         yield 'kl_control: the objective has no KL term to control; remove the section, or set objective.grad2 = "kl"'
     read = "old_logprobs" in passes or config.training.target_kl is not None
     if config.training.old_logprobs is not OldLogprobs.RECOMPUTE and not read:
-        yield "training.old_logprobs: the objective reads none; leave it out"
+        yield "training.old_logprobs: the objective reads none; remove it"
     pair = {getattr(weight, name, None) for name in ("numerator", "denominator")}
     if config.training.old_logprobs is OldLogprobs.BEHAVIOR and pair == {Policy.OLD, Policy.BEHAVIOR}:
         yield (
-            "training.old_logprobs must not be behavior beside is_weight, which divides old by behavior and would "
-            "always be 1; take recompute or sampling_weights"
+            "training.old_logprobs must not be behavior with an is_weight that divides old by behavior, which would "
+            "always be 1; use recompute or sampling_weights"
         )
 
 
 def knobs_of(config: RunConfig) -> Knobs:
-    """The knobs as the recipe sets them."""
+    """Return the knobs as the recipe sets them."""
     bounds = config.staleness.bounds
     return Knobs(
         j=bounds.j,
@@ -163,10 +166,10 @@ def knobs_of(config: RunConfig) -> Knobs:
 
 
 def elastic_of(config: RunConfig) -> ElasticRule | None:
-    """When engines come and go by the run's own figures; None where the recipe names no limits of their number.
+    """Return the rule by which engines are added and removed; None if the recipe sets no limits of their number.
 
     Raises:
-        RecipeError: a type cannot be started by name, or the run begins with fewer engines, or more, than there may be.
+        RecipeError: a type cannot be started by name, or the initial number of engines is outside the limits.
     """
     for type, limits in config.elastic.types.items():
         own = registry.is_user_code(registry.ENGINES, type)
@@ -184,31 +187,31 @@ def elastic_of(config: RunConfig) -> ElasticRule | None:
 
 
 def servers_of(config: RunConfig) -> tuple[str, ...]:
-    """The servers that the engines stand for, one for each; none where the engines' models run in their own processes.
+    """Return the servers that engines stand for, one each; none if the engines' models run in their own processes.
 
     Raises:
-        RecipeError: there are too few, or some that no engine stands for.
+        RecipeError: there are too few servers, or engines of this type use none.
     """
     section = config.engine
     if section.type not in registry.SERVER_ENGINES:
         if section.servers:
             raise RecipeError(
                 f"engine.servers are for the types {' and '.join(sorted(registry.SERVER_ENGINES))}, got engine.type "
-                f"{section.type}; leave them out"
+                f"{section.type}; remove them"
             )
     elif len(section.servers) < section.count:
         raise RecipeError(
             f"engine.servers must name one server for each of the {section.count} engines, got {len(section.servers)}; "
-            'say engine.servers=["http://host:port"]'
+            'set engine.servers=["http://host:port"]'
         )
     return section.servers
 
 
 def check_engine_options(config: RunConfig) -> None:
-    """Look at the names in `engine.options`; which of them the engine's library has is seen when the engine is made.
+    """Check the names in `engine.options`. The engine itself checks which of them its library has.
 
     Raises:
-        RecipeError: the engine's type takes none, or one is set by the recipe elsewhere.
+        RecipeError: the engine's type takes no options, or the recipe sets one of them elsewhere.
     """
     options, chosen = config.engine.options, config.engine.type
     if not options:
@@ -216,22 +219,22 @@ def check_engine_options(config: RunConfig) -> None:
     if chosen in registry.SERVER_ENGINES:
         raise RecipeError(
             f"engine.options {', '.join(options)} would not reach a server that runs already; start the server with "
-            "them, and leave them out"
+            "them, and remove them here"
         )
     if registry.is_user_code(registry.ENGINES, chosen):
-        return  # it checks them itself
+        return  # it checks its own options
     if chosen not in registry.ENGINES_WITH_OPTIONS:
         raise RecipeError(f"engine.type {chosen!r} knows no options, got {', '.join(options)}; remove them")
     registry.resolve(registry.ENGINES_WITH_OPTIONS[chosen])(options)
 
 
 def training_problems(config: RunConfig) -> Mixture:
-    """Problems to train on: problem i is a function of (seed, mixture, i)."""
+    """Return the problems to train on: problem i is a function of (seed, mixture, i)."""
     return problems_of(config, Split.TRAIN, seed=config.run.seed)
 
 
 def problems_of(config: RunConfig, split: Split, *, seed: int) -> Mixture:
-    """The mixture over one split, in the order that `seed` gives; shares are kept within a step."""
+    """Return the mixture of one split, ordered by `seed`; the domains' shares hold within each step."""
     domains = [
         Domain(name=each.name, weight=each.weight, source=_source_of(each, split, seed=seed))
         for each in config.trained_domains
@@ -240,19 +243,21 @@ def problems_of(config: RunConfig, split: Split, *, seed: int) -> Mixture:
 
 
 def held_out_problems(config: RunConfig, *sets: HeldOutSet) -> dict[str, Mixture]:
-    """Problems never trained on, by the name of their evaluation set (by default of all); the same for every seed, so
-    that runs can be compared. Data that several sets have in common is opened once."""
+    """Return problems that are never trained on, by the name of their evaluation set (by default all sets).
+
+    They are the same for every seed, so that runs can be compared. Data that several sets share is opened once.
+    """
     opened: dict[tuple[str, str], ProblemSource] = {}
     mixtures: dict[str, Mixture] = {}
-    for asked in sets or config.evaluation_sets:
-        domains = [domain for domain in config.domains if domain.name in asked.domains]
+    for held_out in sets or config.evaluation_sets:
+        domains = [domain for domain in config.domains if domain.name in held_out.domains]
         for domain in domains:
-            if (domain.name, asked.split) not in opened:
-                opened[domain.name, asked.split] = _source_of(domain, Split(asked.split), seed=0)
-        # Shares are kept over any number of problems, so that fewer of them are the first of more.
-        mixtures[asked.name] = Mixture(
+            if (domain.name, held_out.split) not in opened:
+                opened[domain.name, held_out.split] = _source_of(domain, Split(held_out.split), seed=0)
+        # Shares hold for any number of problems, so a smaller evaluation is the beginning of a larger one.
+        mixtures[held_out.name] = Mixture(
             [
-                Domain(name=each.name, weight=each.weight or 1.0, source=opened[each.name, asked.split])
+                Domain(name=each.name, weight=each.weight or 1.0, source=opened[each.name, held_out.split])
                 for each in domains
             ],
             seed=0,
@@ -262,7 +267,6 @@ def held_out_problems(config: RunConfig, *sets: HeldOutSet) -> dict[str, Mixture
 
 
 def _source_of(domain: DomainSection, split: Split, *, seed: int) -> ProblemSource:
-    """One split of a domain."""
     return open_source(
         domain.source,
         domain=domain.name,

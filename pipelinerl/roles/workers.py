@@ -1,4 +1,4 @@
-"""The workers of the trainer's process, from the recipe: the policy, and the critic and reference that it needs."""
+"""The workers of the trainer's process: the policy, and the critic and reference that the objective needs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainer_contract.types import Head, TrainerSpec
 @final
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Up to three models, on the same devices: of one process, or of all of the trainer's."""
+    """Up to three models on the same devices, in one process or spread over all of the trainer's processes."""
 
     policy: Trainer
     critic: Critic | None
@@ -41,7 +41,7 @@ class Workers:
     entropy: EntropyMeter
 
     def step(self) -> TrainStep:
-        """The step that the workers take together."""
+        """Return the training step of these workers."""
         passes = ForwardPasses(
             policy=self.policy,
             critic=self.critic.worker if self.critic else None,
@@ -61,11 +61,11 @@ class Workers:
 def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path | None, version: int = 0) -> Workers:
     """Start the workers that the objective needs, from the newest checkpoint, of `version`, if there is one.
 
-    The reference alone never comes from a checkpoint: it is what the policy was before the first step.
+    The reference never comes from a checkpoint: it is the policy before the first step.
 
     Raises:
-        ModelError: a model, device or head cannot be had; says of which worker.
-        RecipeError: the checkpoint is of another recipe: it lacks the state of a worker, or that is of another model.
+        ModelError: a model, device or head is not available; the message names the worker.
+        RecipeError: the checkpoint belongs to another recipe: a worker's state is missing or of another model.
     """
     policy = _worker(config, "trainer", spec_of(config, restore_from=checkpoint and checkpoint / "trainer"))
     critic = reference = None
@@ -104,7 +104,7 @@ def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path |
 
 
 def _entropy_meter(config: RunConfig) -> EntropyMeter:
-    """What measures the answers that the sample log keeps, before others."""
+    """Return the meter of entropies, which measures answers in the sample log first."""
     most = config.samples.groups_per_step if config.samples.log == "on" else 0
     return EntropyMeter(
         config.figures.interval(config.trainer.type),
@@ -113,7 +113,7 @@ def _entropy_meter(config: RunConfig) -> EntropyMeter:
 
 
 def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
-    """The backend's part of the recipe, for the policy."""
+    """Return the backend's part of the recipe, for the policy."""
     return TrainerSpec(
         **shared_values(config.trainer, TrainerSpec),
         model_path=config.model.resolved,
@@ -127,7 +127,7 @@ def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
 
 
 def _history(config: RunConfig, policy: Trainer, checkpoint: Path | None, version: int) -> WeightHistory | None:
-    """A history of the checkpoint's versions and of the policy's own, since what either of them sampled may train."""
+    """Return the versions in the checkpoint and the policy's own: rollouts that they sampled may be trained on."""
     if config.training.old_logprobs is not OldLogprobs.SAMPLING_WEIGHTS:
         return None
     layout = policy.weight_layout()
@@ -146,20 +146,20 @@ def _worker(config: RunConfig, name: str, spec: TrainerSpec) -> Trainer:
         worker.init_worker(spec)
     except SpecError as error:
         raise ModelError(f"{name}: {error}") from error
-    except StateError as error:  # its files are what was saved: the digests were right
+    except StateError as error:  # the files are undamaged: their digests match
         raise RecipeError(_unfit(name, spec, error)) from error
     return worker
 
 
 def _unfit(name: str, spec: TrainerSpec, error: StateError) -> str:
-    """Why the saved state of a worker is none for this recipe, and what to do."""
+    """Explain why a worker's saved state does not fit this recipe, and what to do."""
     state = spec.restore_from
     if spec.head is Head.VALUE and state is not None and not state.is_dir():
         return (
-            f"objective: it needs a {name}, and the checkpoint {state.parent} has none, for the run went without so "
-            f"far; go on with the objective that it had, or begin another run from the model in {state.parent}"
+            f"objective: it needs a {name}, and the checkpoint {state.parent} has none, because the run used none; "
+            f"resume with its objective, or start another run from the model in {state.parent}"
         )
     return (
-        f"trainer.type, model.path: the {name}'s state in the checkpoint is of others ({error}); go on with those that "
-        "the run had, or begin another run"
+        f"trainer.type, model.path: the {name}'s state in the checkpoint belongs to others ({error}); resume with "
+        "those of the run, or start another run"
     )

@@ -1,7 +1,8 @@
-"""`gpu_check` on a machine without a GPU: it refuses to pretend, and its rehearsal runs."""
+"""`gpu_check` without a GPU: it checks nothing, and its rehearsal runs."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from benchmarks import gpu_attention, gpu_check
-from benchmarks.gpu_device import QUICK, Scale
+from benchmarks.gpu_device import QUICK, save_model
 from benchmarks.gpu_trainer import random_batch, step_flops
+from benchmarks.measure import Row
 from pipelinerl.models.tiny_decoder import DecoderShape
 from tests.fakes.varlen_kernel import varlen_attention
 from trainer_contract.batch import check as check_batch
@@ -21,25 +23,36 @@ SMALL = replace(QUICK, answer=16, parity_sequences=2, trained_tokens=128, rounds
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_cuda_nothing_was_checked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_cuda_nothing_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main([]) == gpu_check.NO_DEVICE == 3
     out, err = capsys.readouterr()
     assert err.strip() == "no CUDA device: nothing was checked"
     assert not out
 
 
-def test_the_rehearsal_of_what_runs_in_one_process() -> None:
-    rows, found = gpu_check.check(CPU, SMALL, ["correctness", "parity", "decode", "trainer"])
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_model(SMALL, path)
+    return path
+
+
+@pytest.mark.parametrize("part", ["correctness", "parity"])
+def test_log_probs_agree_in_a_rehearsal(part: str, folder: Path) -> None:
+    rows, result = gpu_check.attempt(part, folder, SMALL, CPU)
     assert not [row.name for row in rows if row.name.endswith("failed")]
-    assert found["correctness"]["fp32_max"] < 1e-4
-    assert found["parity"]["fp32_max"] < 1e-4
-    # Of the CPU's own roofline, measured beside whatever else runs: only the order of magnitude is sure.
-    assert 0 < found["decode"]["of_roofline"] < 10
-    assert 0 < found["trainer"]["mfu"] < 10
+    assert result["fp32_max"] < 1e-4
 
 
-def test_attention_is_compared() -> None:
-    """With the kernel's fake, in fp32; the check itself wants CUDA."""
+@pytest.mark.parametrize(("part", "figure"), [("decode", "of_roofline"), ("trainer", "mfu")])
+def test_rates_are_measured_in_a_rehearsal(part: str, figure: str, folder: Path) -> None:
+    rows, result = gpu_check.attempt(part, folder, SMALL, CPU)
+    assert not [row.name for row in rows if row.name.endswith("failed")]
+    assert 0 < result[figure] < 10, "only the order of magnitude is certain on a busy CPU"
+
+
+def test_attention_kernel_agrees_with_buckets() -> None:
+    """The kernel is a verified fake, in fp32; the check itself needs CUDA."""
     scale = replace(SMALL, segment=24)
     layers = {each.name: each for each in gpu_attention.layers(varlen_attention, scale, CPU, torch.float32)}
     for layer in layers.values():
@@ -56,33 +69,57 @@ def test_attention_is_timed() -> None:
 
 
 @pytest.mark.slow
-def test_the_rehearsal_of_an_optimizers_state_on_the_host() -> None:
-    rows, found = gpu_check.check(CPU, SMALL, ["state"])
+def test_optimizer_state_on_the_host_is_rehearsed(folder: Path) -> None:
+    rows, result = gpu_check.attempt("state", folder, SMALL, CPU)
     assert all(row.met is not False for row in rows) and len(rows) == 6
-    assert found["state"]["host"]["apart"] <= 1e-6
+    assert result["host"]["apart"] <= 1e-6
 
 
 @pytest.mark.slow
-def test_the_rehearsal_of_an_update_in_flight() -> None:
-    rows, found = gpu_check.check(CPU, SMALL, ["update"])
-    assert not [row.name for row in rows if row.name.endswith("failed")]
-    assert len(found["update"]["seconds"]["pause"]) == SMALL.updates
+def test_whole_rehearsal_runs_to_the_end_and_records_each_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu_check.main(["--device", "cpu", "--quick", "--results", str(tmp_path)]) == 0
+    checks = json.loads((tmp_path / "gpu_check.json").read_text())["checks"]
+    assert list(checks) == list(gpu_check.CHECKS)
+    messages = capsys.readouterr().err
+    assert all(f"gpu_check: {part} …" in messages for part in checks)
 
 
-def test_a_check_that_fails_is_a_missed_row_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(folder: Path, scale: Scale, device: torch.device) -> None:
-        raise RuntimeError("no kernel image is available\nlong story")
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, AttributeError, ImportError, AssertionError])
+def test_part_that_raises_is_a_missed_row(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise error("no kernel image is available\nlong story")
 
-    monkeypatch.setattr(gpu_check, "CHECKS", {"decode": broken, "trainer": lambda *_: ([], {"mfu": 1.0})})
-    rows, found = gpu_check.check(CPU, SMALL, ["decode", "trainer"])
-    assert [(row.name, row.value, row.met) for row in rows] == [
-        ("decode failed", "RuntimeError: no kernel image is available", False)
-    ]
-    assert found["trainer"] == {"mfu": 1.0}
+    monkeypatch.setattr(gpu_check, "CHECKS", {"decode": broken})
+    ((row,), result) = gpu_check.attempt("decode", Path(), SMALL, CPU)
+    assert (row.name, row.met) == ("decode failed", False)
+    assert str(row.value).startswith(f"{error.__name__}: ") and "long story" not in str(row.value)
+    assert "long story" in result["failed"]
 
 
-def test_floating_point_operations_by_hand() -> None:
-    """One layer of width 4 with one head, feed-forward 8, vocabulary 10; segments of known lengths."""
+def test_hanging_part_is_killed_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "LIMIT_S", 0.01)
+    seen: list[list[str]] = []
+    rows, results = gpu_check.check(CPU, SMALL, ["decode", "mesh"], lambda found: seen.append(list(found)))
+    assert [row.name for row in rows] == ["decode failed", "mesh failed"]
+    assert "no result after 0.01 s" in results["decode"]["failed"]
+    assert seen == [["decode"], ["decode", "mesh"]], "the record is written after each part"
+
+
+def test_record_keeps_other_parts_of_the_same_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "apart", lambda part, *_: ([Row(part, 1.0)], {"figure": part}))
+    monkeypatch.setattr(gpu_check, "save_model", lambda *_: None)
+    for part in ("decode", "memory"):
+        gpu_check.main(["--device", "cpu", "--quick", "--only", part, "--results", str(tmp_path)])
+    checks = json.loads((tmp_path / "gpu_check.json").read_text())["checks"]
+    assert {name: each["figure"] for name, each in checks.items()} == {"decode": "decode", "memory": "memory"}
+    gpu_check.main(["--device", "cpu", "--only", "decode", "--results", str(tmp_path)])
+    assert list(json.loads((tmp_path / "gpu_check.json").read_text())["checks"]) == ["decode"]
+
+
+def test_floating_point_operations_of_a_known_shape() -> None:
+    """The shape has one layer of width 4 with one head, feed-forward 8, vocabulary 10."""
     shape = DecoderShape(hidden=4, layers=1, heads=1, intermediate=8, vocab=10)
     batch = random_batch(replace(SMALL, shape=shape, trained_tokens=64, segment=16))
     check_batch(batch, vocab_size=10)

@@ -1,4 +1,4 @@
-"""Paired measuring: order, ratios by hand, records that a reader can judge."""
+"""Paired measurements, tables and records."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import names, run_benchmarks
+from benchmarks.__main__ import main, names, run_benchmarks
 from benchmarks.measure import Interval, Paired, Row, bootstrap_median, paired, print_table, seconds_of, write_record
 from tests.patience import SOON_S
 
 
-def test_arms_alternate_and_the_warmup_is_forgotten() -> None:
+def test_arms_alternate_and_warmup_is_discarded() -> None:
     ran: list[str] = []
 
     def arm(name: str, value: float) -> float:
@@ -25,13 +25,13 @@ def test_arms_alternate_and_the_warmup_is_forgotten() -> None:
     assert measured.median("a") == 6
 
 
-def test_the_ratio_is_that_of_the_pairs() -> None:
-    """The machine slows by ten in round 2: the pairs do not care, the ratio of the medians would."""
+def test_ratio_is_the_median_of_paired_ratios() -> None:
+    """The machine slows tenfold in round 2, which would change a ratio of medians."""
     measured = Paired({"slow": (2.0, 20.0, 2.2), "fast": (1.0, 10.0, 1.1)})
     assert measured.ratio("slow", "fast") == Interval(pytest.approx(2.0), pytest.approx(2.0), pytest.approx(2.0))
 
 
-def test_the_interval_holds_the_median_and_is_the_same_each_time() -> None:
+def test_interval_contains_the_median_and_is_deterministic() -> None:
     values = [1.0, 1.2, 0.9, 1.1, 1.05, 0.95, 1.3, 1.0, 1.15]
     interval = bootstrap_median(values)
     assert interval.median == 1.05
@@ -40,40 +40,41 @@ def test_the_interval_holds_the_median_and_is_the_same_each_time() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_meaningless_measurement_is_refused(value: float) -> None:
+def test_meaningless_measurement_is_rejected(value: float) -> None:
     with pytest.raises(ValueError, match="'a' must measure a finite positive number"):
         paired({"a": lambda: value}, rounds=1)
 
 
-def test_nothing_to_measure_is_refused() -> None:
+def test_empty_measurement_is_rejected() -> None:
     with pytest.raises(ValueError, match="at least one arm"):
         paired({}, rounds=3)
 
 
-def test_seconds() -> None:
+def test_seconds_of_measures_wall_time() -> None:
     import time
 
     assert 0.02 <= seconds_of(lambda: time.sleep(0.02))() < SOON_S
 
 
-def test_a_record_names_its_machine(tmp_path: Path) -> None:
-    path = write_record("x", {"speed_up": Interval(2.0, 1.9, 2.1).as_dict()}, folder=tmp_path / "results")
-    record = json.loads(path.read_text())
+def test_record_names_its_machine(tmp_path: Path) -> None:
+    write_record("x", {"speed_up": Interval(2.0, 1.9, 2.1).as_dict()}, folder=tmp_path / "results")
+    record = json.loads((tmp_path / "results" / "x.json").read_text())
     assert record["speed_up"] == {"median": 2.0, "low": 1.9, "high": 2.1}
     assert {"date", "python", "processor", "cores", "memory_gib", "libraries"} <= record["machine"].keys()
     with pytest.raises(ValueError):
         write_record("x", {"bad": float("nan")}, folder=tmp_path)
 
 
-def test_a_record_has_a_line_for_each_row_of_numbers(tmp_path: Path) -> None:
+def test_record_has_a_line_per_row_of_numbers(tmp_path: Path) -> None:
     payload = {"fleets": [{"engines": 4, "samples": {"real": (1.5, 2.5), "none": []}}], "none": {}, "by_step": {1: 2}}
-    text = write_record("x", payload, folder=tmp_path).read_text()
+    write_record("x", payload, folder=tmp_path)
+    text = (tmp_path / "x.json").read_text()
     assert '      "samples": {\n        "real": [1.5, 2.5],\n        "none": []\n      }\n' in text
     assert json.loads(text)["fleets"] == [{"engines": 4, "samples": {"real": [1.5, 2.5], "none": []}}]
     assert json.loads(text)["by_step"] == {"1": 2}
 
 
-def test_the_table_marks_what_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_marks_missed_targets(capsys: pytest.CaptureFixture[str]) -> None:
     print_table("t", [Row("speed-up", Interval(2, 1.9, 2.1), ">= 2", False), Row("time", 0.12345)])
     out = capsys.readouterr().out
     assert "2 [1.9, 2.1]" in out
@@ -81,7 +82,24 @@ def test_the_table_marks_what_is_missed(capsys: pytest.CaptureFixture[str]) -> N
     assert "0.1235" in out
 
 
-def test_unknown_benchmarks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_run_leaves_no_record(tmp_path: Path) -> None:
+    write_record("x", {"a": 1}, quick=True, folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_benchmark_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_benchmarks(["no-such"], quick=True) == 2
     assert "no benchmark is called 'no-such'" in capsys.readouterr().err
+
+
+def test_option_that_a_benchmark_does_not_take_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["queue", "--seeds", "1"]) == 2
+    assert "queue does not take seeds; leave that out" in capsys.readouterr().err
+
+
+def test_benchmarks_are_listed_with_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(names())
     assert "measure" not in names()
+    assert all(len(line) <= 125 and line.endswith(".") for line in lines)

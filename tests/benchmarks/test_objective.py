@@ -1,4 +1,4 @@
-"""The arms of the objective's benchmark do the same work: else their times would compare nothing."""
+"""Arms of the objective benchmark do the same work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from benchmarks.objective import HANDS, PROMPT, SAMPLED, arms, micro_batch
 
 
-def test_all_arms_have_the_same_gradient() -> None:
+def test_arms_have_equal_gradients() -> None:
     works = arms(4 * (PROMPT + SAMPLED))
     gradient = works["slots"]()
     for name in HANDS:

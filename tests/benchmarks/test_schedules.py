@@ -1,12 +1,15 @@
-"""Arms of the schedules benchmark differ in their schedule alone, with as many rollouts and optimizer steps."""
+"""Arms of the schedules benchmark differ in their schedule alone, with equal rollouts and optimizer steps."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.schedules import RECIPE, Cell, Schedule, cells, schedules
+from benchmarks.arms import FinishedRun, Job
+from benchmarks.schedules import RECIPE, Cell, Schedule, cells, faster, figures, schedules
 from pipelinerl.config.recipe import RunConfig, load
-from pipelinerl.roles.wiring import mini_batching_of, objective_of
+from pipelinerl.observability.run_history import tell
+from pipelinerl.roles.wiring import held_out_problems, mini_batching_of, objective_of
+from tests.benchmarks.test_arms import events_of
 
 CELLS = cells(quick=False, recipe=RECIPE)
 
@@ -16,7 +19,7 @@ def config_of(schedule: Schedule, cell: Cell) -> RunConfig:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_every_arm_has_as_many_rollouts_and_optimizer_steps(cell: Cell) -> None:
+def test_arms_have_equal_rollouts_and_optimizer_steps(cell: Cell) -> None:
     for config in (config_of(schedule, cell) for schedule in schedules()):
         assert config.run.steps * config.training.rollouts_per_step == cell.rollouts * cell.optimizer_steps
         assert config.optimizer_steps == cell.optimizer_steps
@@ -34,6 +37,32 @@ def test_arms_differ_in_their_schedule_alone() -> None:
         assert objective_of(config) == objective_of(plain)
 
 
-def test_the_grid_is_of_both_laws_of_length() -> None:
+def test_grid_has_both_laws_of_length() -> None:
     assert {cell.lengths for cell in CELLS} == {"fixed", "heavy-tailed"}
     assert len({schedule.name for schedule in schedules()}) == 8
+
+
+@pytest.mark.parametrize("cell", CELLS[::2], ids=lambda cell: cell.name)
+def test_held_out_split_has_enough_problems(cell: Cell) -> None:
+    config = config_of(schedules()[0], cell)
+    wanted = config.evaluation_sets[0]
+    source = held_out_problems(config, wanted)[wanted.name]
+    assert len({source.problem(index).problem_id for index in range(wanted.problems)}) == wanted.problems
+
+
+def test_seconds_to_a_reward_are_those_of_the_curve() -> None:
+    run = FinishedRun(config=load(RECIPE), history=tell(events_of(8)), completed=True, accuracy=0.5)
+    row = figures(Job("conventional G = 2", 0, RECIPE, ()), run)
+    assert (row["seconds_to_0.6"], row["seconds_to_0.7"]) == (6.0, 7.0)
+    assert row["lag"] == pytest.approx((2.0 - 1) * 2 + 1.5)
+
+
+def test_ratio_to_conventional_is_paired_by_seed() -> None:
+    first = schedules()[0].name
+    times = {first: (10.0, 20.0), "drain": (5.0, 10.0)}
+    rows = [
+        {"cell": "c", "arm": arm, "seed": seed, "seconds": seconds}
+        for arm, both in times.items()
+        for seed, seconds in enumerate(both)
+    ]
+    assert faster(rows)["seconds_over_conventional"]["c"]["drain"]["median"] == 0.5

@@ -1,53 +1,37 @@
-"""Statistics of the benchmarks against numbers made by hand."""
+"""Statistics of the benchmarks against known numbers."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from benchmarks.engine_memory import Held, bytes_per_update
 from benchmarks.measure import Interval, Paired, bootstrap_median
 from benchmarks.trl import Arm, Crossing, arm_of, compared
 
 
-def test_a_constant_has_no_interval() -> None:
+def test_interval_of_a_constant_is_empty() -> None:
     assert bootstrap_median([0.7, 0.7, 0.7]) == Interval(0.7, 0.7, 0.7)
 
 
-def test_the_median_of_pairs_withstands_an_outlier_and_its_interval_shows_it() -> None:
+def test_median_resists_an_outlier_that_the_interval_may_include() -> None:
     interval = bootstrap_median([1.0, 1.0, 1.0, 1.0, 50.0])
     assert interval.median == 1.0
     assert interval.low == 1.0
     assert interval.high == 1.0 or interval.high == 50.0
 
 
-def test_the_interval_covers_as_often_as_it_says() -> None:
-    """400 samples of 25 normal numbers: the true median, 0, lies in about 95 % of the intervals."""
+def test_interval_covers_the_median_95_percent_of_the_time() -> None:
+    """The true median of 400 samples of 25 normal numbers, 0, lies in about 95 % of the intervals."""
     draw = np.random.Generator(np.random.PCG64(7))
     intervals = [bootstrap_median(draw.normal(size=25).tolist(), draws=500) for _ in range(400)]
     covered = np.mean([interval.low <= 0.0 <= interval.high for interval in intervals])
     assert 0.90 <= covered <= 0.99
 
 
-def test_ratios_are_of_pairs_in_their_order() -> None:
+def test_ratio_pairs_samples_in_order() -> None:
     measured = Paired({"a": (1.0, 4.0, 9.0), "b": (2.0, 2.0, 3.0)})
     assert measured.ratio("a", "b").median == 2.0  # of 0.5, 2 and 3
     assert measured.ratio("b", "a").median == 0.5
-
-
-def test_the_slope_is_that_of_the_second_half() -> None:
-    """A start-up that grows fast counts for nothing; then 3 bytes an update."""
-    resident = [1000 * step for step in range(50)] + [50_000 + 3 * step for step in range(50)]
-    assert bytes_per_update(resident) == pytest.approx(3.0)
-    assert bytes_per_update([5, 5, 5, 5]) == pytest.approx(0.0)
-    with pytest.raises(ValueError, match="at least 3 updates"):
-        bytes_per_update([1])
-
-
-def test_what_an_engine_holds_beyond_its_due() -> None:
-    baseline = Held(private=300, weights=1, cache=0)
-    assert Held(private=300 + 2 * 100 + 40, weights=100, cache=40).beyond(baseline) == 0
-    assert Held(private=300 + 3 * 100 + 40, weights=100, cache=40).beyond(baseline) == 100
 
 
 def event(kind: str, elapsed_s: float, **fields: float) -> dict[str, object]:
@@ -67,24 +51,24 @@ EVENTS = [
 ]
 
 
-def test_our_clock_begins_when_the_first_evaluation_ends() -> None:
+def test_our_clock_starts_at_the_end_of_the_first_evaluation() -> None:
     assert arm_of(EVENTS, 0.0).curve == [(0, 0.0, 0.91), (50, 28.0, 0.80), (100, 60.0, 0.92), (150, 87.0, 0.90)]
     with pytest.raises(ValueError, match="got 1 in all"):
         arm_of(EVENTS[:3], 0.0)
 
 
-def test_a_target_is_crossed_by_training_and_only_once() -> None:
+def test_target_reached_before_training_does_not_count() -> None:
     arm = arm_of(EVENTS, 0.0)
     assert arm.crossing(0.90) == Crossing(100, 60.0, True)
     assert arm.crossing(0.95) == Crossing(150, 87.0, False)
 
 
-def test_a_step_takes_what_is_between_two_ends_on_the_median() -> None:
+def test_step_time_is_the_median_between_ends() -> None:
     arm = arm_of(EVENTS, 0.0)
     assert arm.ends == [2.0, 4.5, 18.0, 20.5] and arm.seconds_per_step == 2.5
 
 
-def test_a_target_that_ours_never_reached_is_not_met_however_long_the_other_took() -> None:
+def test_target_that_ours_never_reached_is_missed() -> None:
     quick = Arm([(0, 0.0, 0.4), (10, 20.0, 0.95)], [], load=0.0)
     slow = Arm([(0, 0.0, 0.4), (10, 40.0, 0.95)], [], load=0.0)
     never = Arm([(0, 0.0, 0.4), (10, 20.0, 0.41)], [], load=0.0)

@@ -1,4 +1,4 @@
-"""The arms of the TIS benchmark are the note's objectives; its figures are those that steps report."""
+"""Arms of the TIS benchmark are the note's objectives; its figures come from the steps."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.comparison import table
-from benchmarks.finished_run import FinishedRun
-from benchmarks.tis import COLUMNS, RECIPE, Arm, Outcome, arms, draw, outcome
+from benchmarks.arms import FinishedRun, Job
+from benchmarks.tis import ARMS, RECIPE, figures, plot
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.enums import WeightFormat
 from pipelinerl.numerics import causes
@@ -20,7 +19,7 @@ from pipelinerl.observability.events import Event
 from pipelinerl.observability.run_history import tell
 
 EPSILON_LOW, EPSILON_HIGH = 0.2, 0.28
-#: log π, log π_old, log μ and advantage of some tokens: on and off policy, beyond the clip and beyond the cap.
+#: log π, log π_old, log μ and advantage of tokens: on and off policy, beyond the clip and beyond the cap.
 TOKENS = [
     (-1.0, -1.0, -1.0, 1.0),
     (-1.0, -1.0, -2.5, 1.0),
@@ -46,8 +45,8 @@ def _columns() -> dict[str, object]:
     }
 
 
-def _by_hand(name: str) -> list[float]:
-    """d loss / d log π of each token by the note's formulas: −w · A · r where PPO's minimum is not the clipped one."""
+def _expected(name: str) -> list[float]:
+    """Return d loss / d log π of each token by the note: −w · A · r unless PPO's minimum is the clipped term."""
     gradients = []
     for current, old, behavior, advantage in TOKENS:
         correction = float(np.exp(old - behavior))
@@ -59,21 +58,21 @@ def _by_hand(name: str) -> list[float]:
     return gradients
 
 
-def _config(arm: Arm) -> RunConfig:
-    return load(RECIPE, list(arm.changes))
+def _config(arm: str) -> RunConfig:
+    return load(RECIPE, ARMS[arm])
 
 
-@pytest.mark.parametrize("arm", arms([WeightFormat.INT8]), ids=lambda arm: arm.name)
-def test_an_arm_is_the_notes_objective(arm: Arm) -> None:
+@pytest.mark.parametrize("arm", ARMS)
+def test_arm_is_the_notes_objective(arm: str) -> None:
     objective = resolve(_config(arm).objective)
     gradient = objective.prediction_gradient(np.array(TOKENS)[:, 0], _columns())
-    assert gradient.tolist() == pytest.approx(_by_hand(arm.name.split()[-1]))
+    assert gradient.tolist() == pytest.approx(_expected(arm.split()[-1]))
 
 
 def test_arms_differ_in_objective_and_weights_only() -> None:
-    reference, native, *others = (_config(arm) for arm in arms([WeightFormat.INT8, WeightFormat.INT4]))
+    reference, native, *others = (_config(arm) for arm in ARMS)
     assert reference.model_dump() == load(RECIPE).model_dump()
-    assert {other.engine.weights for other in others} == {WeightFormat.INT8, WeightFormat.INT4}
+    assert {other.engine.weights for other in others} == {WeightFormat.INT8}
     assert native.engine == reference.engine
     for other in (native, *others):
         engine = other.engine.model_copy(update={"weights": WeightFormat.NATIVE})
@@ -82,9 +81,9 @@ def test_arms_differ_in_objective_and_weights_only() -> None:
 
 
 def _events(steps: int) -> list[Event]:
-    """A run whose steps report what real ones do."""
-    objective = resolve(_config(arms([WeightFormat.INT8])[-1]).objective)
-    figures = statistics(objective, Tokens.of(np.array(TOKENS)[:, 0], _columns()))
+    """Return the events of a run whose steps report what real ones do."""
+    objective = resolve(_config(list(ARMS)[-1]).objective)
+    reported = statistics(objective, Tokens.of(np.array(TOKENS)[:, 0], _columns()))
     current, old, behavior, _ = np.array(TOKENS, np.float32).T
     size = len(TOKENS)
     sampled = causes.SampledTokens(
@@ -95,48 +94,42 @@ def _events(steps: int) -> list[Event]:
         turn_versions=np.array([3] * (size - 2) + [2] * 2),
         responses=np.arange(size),
     )
-    figures |= causes.figures(sampled, held_version=3, cuts={})
+    reported |= causes.figures(sampled, held_version=3, cuts={})
     events: list[Event] = [{"kind": "run_started", "time": 0.0, "elapsed_s": 0.0}]
     for step in range(1, steps + 1):
         scaled = {"logprob_difference_mean": 0.1 * step, "ess": 1.0 - 0.1 * step}
-        events.append({"kind": "step", "time": 0.0, "elapsed_s": step, "step": step, **figures, **scaled})
+        events.append({"kind": "step", "time": 0.0, "elapsed_s": step, "step": step, **reported, **scaled})
         events.append(
             {"kind": "evaluation", "time": 0.0, "elapsed_s": step, "model_version": step, "accuracy": 0.1 * step}
         )
     return events
 
 
-def _outcome(name: str, *, seed: int = 0, trained: float = 0.5, completed: bool = True) -> Outcome:
-    return outcome(Arm(name, ()), seed, FinishedRun(history=tell(_events(4)), accuracy=trained, completed=completed))
+def _finished(events: list[Event]) -> FinishedRun:
+    return FinishedRun(config=load(RECIPE), history=tell(events), completed=True, accuracy=0.5)
 
 
-def test_the_figures_are_those_of_the_steps() -> None:
-    seen = _outcome("native")
-    assert (seen.steps, seen.trained) == (4, 0.5)
-    assert seen.served == pytest.approx(0.4)
-    assert seen.mismatch == pytest.approx(0.25)
-    assert seen.numerics == pytest.approx(4 * 1.5 / 5)
-    assert seen.response_max == pytest.approx(2 * (np.exp(-1) - np.exp(-2.5) + np.exp(-0.5) - np.exp(-2)) / 5)
-    assert seen.ess == pytest.approx(0.75)
-    assert seen.mismatch_max == pytest.approx(1.5)
-    assert seen.truncated == pytest.approx(2 / 7)  # exp(1.5) is above 2, twice
-    assert seen.clipped == pytest.approx(2 / 7)  # exp(0.6) up, exp(-0.6) down
+JOB = Job("native PPO", 0, RECIPE, ())
 
 
-def test_a_figure_that_steps_do_not_report_is_named() -> None:
+def test_figures_come_from_the_steps() -> None:
+    row = figures(JOB, _finished(_events(4)))
+    assert row["accuracy"] == 0.5
+    assert row["curves"]["accuracy"][1][-1] == pytest.approx(0.4)
+    assert row["mismatch"] == pytest.approx(0.25)
+    assert row["numerics"] == pytest.approx(4 * 1.5 / 5)
+    assert row["ess"] == pytest.approx(0.75)
+    assert row["truncated"] == pytest.approx(2 / 7, abs=1e-6), "exp(1.5) is above 2, twice"
+    assert row["clipped"] == pytest.approx(2 / 7, abs=1e-6), "exp(0.6) up, exp(-0.6) down"
+
+
+def test_missing_figure_is_named() -> None:
     events = [{key: value for key, value in event.items() if key != "ess"} for event in _events(2)]
     with pytest.raises(ValueError, match="to report ess"):
-        outcome(Arm("native", ()), 0, FinishedRun(history=tell(events), accuracy=0.5, completed=True))
+        figures(JOB, _finished(events))
 
 
-def test_the_table_has_a_row_for_each_arm_and_says_which_broke_down() -> None:
-    runs = [_outcome("native"), _outcome("int8 PPO", completed=False), _outcome("native", seed=1, trained=0.75)]
-    heading, rule, native, ppo = table(runs, COLUMNS).splitlines()
-    assert heading.count("|") == rule.count("|") == native.count("|")
-    assert native.startswith("| native | 0.625 [0.500, 0.750] | 0.400 | 0.25 | 1.5 | 1.2 |")
-    assert ppo.startswith("| int8 PPO (1 of 1 broke down) | 0.500 |")
-
-
-def test_the_figure_is_a_picture(tmp_path: Path) -> None:
-    runs = [_outcome(name, seed=seed) for name in ("native", "int8 PPO") for seed in range(2)]
-    assert draw(runs, tmp_path / "docs" / "tis.png").read_bytes().startswith(b"\x89PNG")
+def test_picture_is_drawn(tmp_path: Path) -> None:
+    row = figures(JOB, _finished(_events(4)))
+    runs = [{**row, "arm": name} for name in ARMS for _ in range(2)]
+    assert plot(runs, tmp_path / "docs" / "tis.png").read_bytes().startswith(b"\x89PNG")

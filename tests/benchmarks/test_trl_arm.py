@@ -1,4 +1,4 @@
-"""TRL's arm: the same problems, reward and update as the recipe; TRL itself runs in the slow test only."""
+"""TRL's arm has the recipe's problems, reward and update; TRL itself runs in the slow test only."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from pipelinerl.roles.wiring import training_problems
 from tests.patience import PATIENCE_S
 
 
-def test_rewards_are_the_verifiers() -> None:
+def test_rewards_come_from_the_verifiers() -> None:
     config = load(TINY.recipe)
     problem = training_problems(config).problem(3)
     with Judge(config) as judge:
         assert judge.rewards([problem, problem], [problem.ground_truth, problem.ground_truth + "x"]) == [1.0, 0.0]
 
 
-def test_the_arguments_are_the_recipes() -> None:
+def test_arguments_come_from_the_recipe() -> None:
     config = load(TINY.recipe, ["optimizer.grad_clip=0.5", "sampling.max_tokens=10"])
     given = grpo_arguments(config, steps=7, folder="f")
     assert given["loss_type"] == "dr_grpo"
@@ -38,19 +38,19 @@ def test_the_arguments_are_the_recipes() -> None:
     assert given["scale_rewards"] == "none"
 
 
-def test_the_clip_is_the_recipes() -> None:
+def test_clip_comes_from_the_recipe() -> None:
     grad1 = '{ kind = "clipped_ratio", epsilon_low = 0.1, epsilon_high = 0.3 }'
     given = grpo_arguments(load(TINY.recipe, [f"objective.grad1={grad1}"]), steps=7, folder="f")
     assert (given["epsilon"], given["epsilon_high"]) == (0.1, 0.3)
     assert "epsilon" not in grpo_arguments(load(TINY.recipe, ["objective.grad1=logprob"]), steps=7, folder="f")
 
 
-def test_an_objective_that_trl_cannot_have_is_refused() -> None:
-    with pytest.raises(ValueError, match="for which TRL has words"):
+def test_objective_that_trl_cannot_express_is_rejected() -> None:
+    with pytest.raises(ValueError, match="that TRL can express"):
         grpo_arguments(load(TINY.recipe, ["objective=grpo"]), steps=7, folder="f")
 
 
-def test_the_clock_stands_still_on_demand() -> None:
+def test_clock_pauses() -> None:
     times = iter([10.0, 11.0, 14.0, 20.0])
     clock = Clock(now=lambda: next(times))
     clock.start()  # at 10
@@ -58,13 +58,13 @@ def test_the_clock_stands_still_on_demand() -> None:
     assert clock.seconds() == 7.0  # 20 - 10 - 3
 
 
-def test_answers_end_where_the_model_says() -> None:
+def test_answers_end_at_the_first_end_token() -> None:
     assert until_end([7, 8, 4, 9], ends=[4]) == [7, 8]
     assert until_end([7, 8], ends=[4]) == [7, 8]
     assert until_end([4], ends=[4]) == []
 
 
-def test_greedy_accuracy_of_the_shipped_model_is_what_it_was_made_for() -> None:
+def test_greedy_accuracy_of_the_shipped_model_leaves_room_to_learn() -> None:
     config = load(TINY.recipe, ["evaluation.problems=128"])
     path = config.model.resolved
     with Judge(config) as judge:
@@ -92,7 +92,7 @@ def test_trl_trains(tmp_path: Path) -> None:
     assert result["ends"][1] > result["ends"][0] > 0 and result["points"][1][1] > 0
 
 
-def test_the_language_models_recipe_can_be_said_in_trls_words() -> None:
+def test_smollm2_recipe_translates_to_trl() -> None:
     config = load(SMOLLM2.recipe)
     given = grpo_arguments(config, steps=7, folder="f")
     assert (given["scale_rewards"], given["num_generations"], given["max_completion_length"]) == ("group", 8, 40)
@@ -103,6 +103,6 @@ def test_the_language_models_recipe_can_be_said_in_trls_words() -> None:
         assert judge.rewards([problem] * 3, [problem.ground_truth, wrong, "no"]) == [1.0, 0.3, 0.0]
 
 
-def test_what_was_won_is_won_within_half_an_hour() -> None:
+def test_gain_counts_half_an_hour_only() -> None:
     curve = [(0, 0.0, 0.5), (5, 900.0, 0.75), (10, 1801.0, 1.0)]
     assert gain(Arm(curve, [], load=0.0)) == 0.25

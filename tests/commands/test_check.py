@@ -102,8 +102,8 @@ def test_shipped_recipes_can_run(recipe: Path) -> None:
         ("engine.options.zzz=1", "engine.type 'torch' knows no options, got zzz; remove them"),
         ("reference.path=/r", "reference: the objective reads no ref_logprobs; remove the section"),
         ("kl_control.target=0.1", "kl_control: the objective has no KL term to control"),
-        ("training.old_logprobs=behavior", "training.old_logprobs: the objective reads none; leave it out"),
-        ("training.old_logprobs=sampling_weights", "training.old_logprobs: the objective reads none; leave it out"),
+        ("training.old_logprobs=behavior", "training.old_logprobs: the objective reads none; remove it"),
+        ("training.old_logprobs=sampling_weights", "training.old_logprobs: the objective reads none; remove it"),
     ],
 )
 def test_invalid_names_are_refused_quickly(override: str, sentence: str) -> None:
@@ -230,7 +230,7 @@ def test_gpu_recipe_can_be_checked_without_a_gpu() -> None:
 
 
 def test_impossible_pass_is_refused() -> None:
-    with pytest.raises(UserError, match="must not be behavior beside is_weight, which divides old by behavior"):
+    with pytest.raises(UserError, match="must not be behavior with an is_weight that divides old by behavior"):
         objective_of(load("tiny", ["objective=ppo_tis", "training.old_logprobs=behavior"]))
 
 

@@ -53,9 +53,9 @@ def test_invalid_judge_settings_are_rejected_by_name(judge: dict[str, Any], sent
 
 
 def test_judge_verifier_and_judge_table_require_each_other() -> None:
-    assert "domains.d.judge must say whom to ask" in refused(verifier="judge")
+    assert "domains.d.judge must name a server" in refused(verifier="judge")
     assert "judge configures the verifier judge, which this domain does not use" in refused(judge={"url": URL})
-    assert "domains.d.judge must say whom to ask" in refused(rewards=[{"function": "judge"}])
+    assert "domains.d.judge must name a server" in refused(rewards=[{"function": "judge"}])
 
 
 @pytest.mark.parametrize("url", [f"{URL}", f"{URL}/", f"{URL}/v1", f"{URL}/v1/"])

@@ -75,7 +75,7 @@ def test_engine_that_cannot_start_costs_the_run_nothing(tmp_path: Path) -> None:
         until_serving(run, "engine-0")
         assert engines(run, "add", "--type", "vllm_server", "--no-wait") == "asked for engine-1\n"
         assert swap_to_and_fro(run, ["bigram"], times=1) == "engine-2"
-        assert "the run goes on without engine-1" in run.output and "engine.servers must name a server" in run.output
+        assert "the run continues without engine-1" in run.output and "engine.servers must name a server" in run.output
         heading, first, second, _ = engines(run, "list").splitlines()
         assert heading.split()[:3] == ["name", "type", "lifecycle"]
         assert (first.split()[:3], second.split()[:3]) == (

@@ -106,7 +106,7 @@ def test_roles_on_two_hosts(tmp_path: Path, transport: str) -> None:
         run.start(two, "engine", "--host", two.address, "--port", "8001", name="engine-0")
         hidden = run.start(two, "engine", "--port", "8002", name="hidden")
         assert hidden.wait(PATIENCE_S) == 2
-        assert f"where nobody else reaches it; start it with --host {two.address}" in run.said("hidden")
+        assert f"where other machines cannot reach it; start it with --host {two.address}" in run.said("hidden")
         run.start(one, "engine", "--host", "0.0.0.0", "--port", "8001", name="engine-1")
         run.until(lambda: any(event["engines"] == 2 for event in events("publish")), "a publication to both")
         reached = step()

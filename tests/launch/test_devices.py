@@ -1,4 +1,4 @@
-"""Which GPUs there are, read from what `nvidia-smi` and the driver's files say, and from CUDA_VISIBLE_DEVICES."""
+"""Devices are read from the output of `nvidia-smi`, the driver's files, and CUDA_VISIBLE_DEVICES."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-22bb)
 """
 
 
-def test_all_that_the_driver_lists() -> None:
+def test_all_devices_of_the_driver_are_listed() -> None:
     assert read_devices(TWO) == Devices((VisibleDevice("0", 81559), VisibleDevice("1", 81559)))
     assert read_devices("") == Devices()
     assert read_devices(TWO).environment((1, 0)) == {"CUDA_VISIBLE_DEVICES": "1,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -49,19 +49,19 @@ def test_instances_of_a_divided_gpu_are_devices() -> None:
         ("NoDevFiles", []),
     ],
 )
-def test_what_the_user_lets_be_seen(visible: str, devices: list[VisibleDevice]) -> None:
+def test_cuda_visible_devices_limits_the_devices(visible: str, devices: list[VisibleDevice]) -> None:
     found = read_devices(TWO, visible=visible)
     assert (list(found.each), found.origin) == (devices, Origin.VARIABLE)
     assert "CUDA_DEVICE_ORDER" not in found.environment(range(len(devices))), "the user's indices keep their order"
 
 
-def test_memory_is_unknown_where_the_order_would_decide_it() -> None:
+def test_memory_is_unknown_if_it_depends_on_the_device_order() -> None:
     assert read_devices(UNEQUAL, visible="0").each == (VisibleDevice("0"),)
     assert read_devices(UNEQUAL, visible="GPU-22bb").each == (VisibleDevice("GPU-22bb", 81559),)
 
 
 @pytest.mark.parametrize("visible", ["2", "GPU-33"])
-def test_a_device_that_is_not_there(visible: str) -> None:
+def test_unknown_visible_device_is_rejected(visible: str) -> None:
     with pytest.raises(
         UserError, match=rf"CUDA_VISIBLE_DEVICES names {visible}, and this machine has the GPUs 0 \(GPU-1"
     ):
@@ -70,7 +70,7 @@ def test_a_device_that_is_not_there(visible: str) -> None:
 
 
 def on_path(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program of the name `nvidia-smi`, found before any other."""
+    """Put a program named `nvidia-smi` first on the path."""
     folder.mkdir()
     program = folder / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{script}\n")
@@ -78,19 +78,19 @@ def on_path(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
-def test_the_driver_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvidia_smi_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = f"case $1 in -L) cat <<'E'\n{LISTING}E\n;; *) cat <<'E'\n{DIVIDED}E\n;; esac"
     on_path(tmp_path / "bin", script, monkeypatch)
     assert devices_for(load("tiny"), {}) == read_devices(DIVIDED, instances=LISTING)
     assert devices_for(load("tiny"), {"CUDA_VISIBLE_DEVICES": "1"}).each == (VisibleDevice("1", 81559),)
 
 
-def test_a_driver_that_fails_has_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_nvidia_smi_means_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_path(tmp_path / "bin", "echo NVIDIA-SMI has failed; exit 9", monkeypatch)
     assert devices_for(load("tiny"), {}) == Devices()
 
 
-def test_a_driver_that_hangs_is_no_riddle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_nvidia_smi_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_path(tmp_path / "bin", "exec sleep 600", monkeypatch)
     monkeypatch.setattr(counting, "_DEADLINE_S", 0.2)
     with pytest.raises(UserError, match=r"nvidia-smi did not answer within 0\.2 s, so which GPUs there are is unknown"):
@@ -99,7 +99,7 @@ def test_a_driver_that_hangs_is_no_riddle(tmp_path: Path, monkeypatch: pytest.Mo
     assert devices_for(nobody_asks, {}) == Devices(), "what uses no GPU does not wait for it"
 
 
-def test_without_nvidia_smi_the_drivers_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_files_are_read_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for place, uuid in (("0000:3b:00.0", "GPU-22bb"), ("0000:07:00.0", "GPU-11aa")):
         (tmp_path / "gpus" / place).mkdir(parents=True)
         (tmp_path / "gpus" / place / "information").write_text(f"Model: \t\t NVIDIA A100\nGPU UUID: \t {uuid}\n")

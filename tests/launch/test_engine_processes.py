@@ -1,25 +1,26 @@
-"""Who is requested is started once, who is to_stop is stopped, however often the controller says so."""
+"""Requested engines start once and stopped engines stop, however often the status repeats the request."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count as ports_from
 from pathlib import Path
 
 from launch.devices import Devices, VisibleDevice
 from launch.engine_processes import EngineProcesses
 from launch.placement import place
-from launch.plan import Launch, OnExit, Plan, Ports, processes_of
+from launch.plan import Launch, Plan, listening, processes_of
 from launch.process import State
 from launch.supervisor import Supervisor
 from pipelinerl.config.recipe import parse
 from pipelinerl.observability.status import FleetStatus, RequestedEngine, RunStatus
+from pipelinerl.roles.role import OnExit
 from pipelinerl.system.ports import free_ports
 
 LAUNCH = Launch(
     config=parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}]}),
     run_dir=Path("/runs/x"),
-    ports=Ports(controller=5000, engines=(5001,), redis=5002),
-    token_file=Path("/runs/x/tokens.json"),
+    ports={"controller": 5000, "engine-0": 5001, "redis": 5002},
     cores=(0, 1),
     python="py",
 )
@@ -38,7 +39,7 @@ def status(*requested: str, to_stop: tuple[str, ...] = ()) -> RunStatus:
     )
 
 
-def test_an_engine_that_was_hired_is_one_like_the_recipes_but_for_its_type_and_its_end() -> None:
+def test_requested_engine_differs_from_the_recipes_in_type_and_exit_rule() -> None:
     recipes, requested = LAUNCH.engine("engine-0", port=5001), LAUNCH.engine("engine-1", port=5001, type="bigram")
     assert (recipes.on_exit, requested.on_exit) == (OnExit.RESTART, OnExit.SPARE)
     assert [*requested.argv[:-2], "--type", "bigram"] == [
@@ -47,7 +48,7 @@ def test_an_engine_that_was_hired_is_one_like_the_recipes_but_for_its_type_and_i
     assert requested.health == "http://127.0.0.1:5001/health" and requested.cpu == recipes.cpu
 
 
-def test_the_status_says_the_whole_each_time(tmp_path: Path) -> None:
+def test_repeated_status_starts_each_engine_once(tmp_path: Path) -> None:
     supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
     staff = EngineProcesses(supervisor, LAUNCH, give_up=nobody)
     for _ in range(2):
@@ -59,16 +60,16 @@ def test_the_status_says_the_whole_each_time(tmp_path: Path) -> None:
     assert supervisor.pids == {}
 
 
-def test_no_hired_engine_is_given_the_port_of_a_process_that_is_down(tmp_path: Path) -> None:
-    """Nothing listens there for a moment: whoever is started again would find its port taken, and fail the run."""
-    ports = Ports.of(LAUNCH.config, free_ports(Ports.count(LAUNCH.config)))
+def test_requested_engine_never_gets_the_port_of_a_dead_process(tmp_path: Path) -> None:
+    """Nothing listens on the port for a moment, but the restarted process needs it again."""
+    ports = dict(zip(listening(LAUNCH.config), free_ports(3), strict=True))
     supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
     EngineProcesses(supervisor, replace(LAUNCH, ports=ports), give_up=nobody).follow(status("engine-1", "engine-2"))
     given = {int(str(process.spec.health).split(":")[2].split("/")[0]) for process in supervisor._processes.values()}
-    assert len(given) == 2 and not given & ports.all
+    assert len(given) == 2 and not given & set(ports.values())
 
 
-def test_the_controller_hears_of_an_engine_that_cannot_be_had_until_it_wants_it_no_more(tmp_path: Path) -> None:
+def test_controller_is_told_of_a_failed_engine_while_it_requests_it(tmp_path: Path) -> None:
     told: list[str] = []
     supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
     staff = EngineProcesses(supervisor, LAUNCH, give_up=told.append)
@@ -80,11 +81,11 @@ def test_the_controller_hears_of_an_engine_that_cannot_be_had_until_it_wants_it_
 
 
 def on_gpus(count: int, tmp_path: Path, **engine: object) -> tuple[Supervisor, EngineProcesses, list[str], list[str]]:
-    """A launch on so many GPUs whose supervisor has begun nothing yet, and what is announced and given up."""
+    """Return an idle launch on `count` GPUs, with its announcements and its given-up engines."""
     sections = {"engine": {"type": "torch", **engine}, "trainer": {"memory_share": 0.4} if engine else {}}
     config = parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})
     devices = Devices(tuple(VisibleDevice(str(index)) for index in range(count)))
-    ports = Ports.of(config, range(5000, 5000 + Ports.count(config)))
+    ports = dict(zip(listening(config), ports_from(5000), strict=False))
     launch = replace(LAUNCH, config=config, ports=ports, placement=place(config, devices))
     announced: list[str] = []
     given_up: list[str] = []
@@ -101,7 +102,7 @@ def seen_by(supervisor: Supervisor, name: str) -> str:
     return supervisor._processes[name].spec.env["CUDA_VISIBLE_DEVICES"]
 
 
-def test_who_comes_later_gets_devices_that_are_free_and_gives_them_back(tmp_path: Path) -> None:
+def test_later_engines_get_free_devices_and_return_them(tmp_path: Path) -> None:
     supervisor, staff, _, given_up = on_gpus(4, tmp_path)
     staff.follow(wants("engine-1", "engine-2"))
     assert [seen_by(supervisor, name) for name in ("engine-0", "engine-1", "engine-2", "trainer")] == [
@@ -110,15 +111,15 @@ def test_who_comes_later_gets_devices_that_are_free_and_gives_them_back(tmp_path
         "2",
         "3",
     ]
-    staff.follow(wants("engine-2", to_stop=("engine-1",)))  # it never ran, and has ended at once
+    staff.follow(wants("engine-2", to_stop=("engine-1",)))  # it never ran, so it ended at once
     staff.follow(wants("engine-2", "engine-3", to_stop=("engine-1",)))
     assert seen_by(supervisor, "engine-3") == "1"
     assert given_up == []
 
 
-def test_an_engine_of_the_recipe_that_was_dismissed_leaves_its_device_to_the_next(tmp_path: Path) -> None:
+def test_stopped_engine_of_the_recipe_frees_its_device(tmp_path: Path) -> None:
     supervisor, staff, announced, given_up = on_gpus(2, tmp_path)
-    supervisor._processes["engine-0"].state = State.STOPPING  # as it does after a SIGTERM
+    supervisor._processes["engine-0"].state = State.STOPPING  # the state after SIGTERM
     staff.follow(wants("engine-1", to_stop=("engine-0",)))
     assert not supervisor.knows("engine-1"), "it waits for the device that is being given back"
     supervisor._processes["engine-0"].state = State.ENDED
@@ -127,19 +128,19 @@ def test_an_engine_of_the_recipe_that_was_dismissed_leaves_its_device_to_the_nex
     assert (announced, given_up) == (["starting engine-1"], [])
 
 
-def test_where_no_device_is_free_an_engine_is_refused_with_a_sentence_in_its_log(tmp_path: Path) -> None:
+def test_engine_without_a_free_device_is_refused_in_its_log(tmp_path: Path) -> None:
     supervisor, staff, announced, given_up = on_gpus(2, tmp_path)
     for _ in range(2):
         staff.follow(wants("engine-1"))
     sentence = "engine-1 takes 1 GPU, and too few are free (GPU 0: engine-0; GPU 1: trainer); take an engine out first"
-    assert [text.startswith(f"the run goes on without engine-1: {sentence}") for text in announced] == [True]
+    assert [text.startswith(f"the run continues without engine-1: {sentence}") for text in announced] == [True]
     assert (tmp_path / "logs" / "engine-1.log").read_text().startswith(f"pipelinerl: {sentence}")
     assert given_up == ["engine-1"], "the controller is told until it wants it no more"
     staff.follow(wants("engine-2", type="bigram"))
     assert supervisor.knows("engine-2") and "CUDA_VISIBLE_DEVICES" not in supervisor._processes["engine-2"].spec.env
 
 
-def test_on_one_gpu_there_is_room_for_another_engine_where_the_recipes_shares_leave_it(tmp_path: Path) -> None:
+def test_one_gpu_has_room_for_an_engine_if_the_shares_allow_it(tmp_path: Path) -> None:
     supervisor, staff, _, given_up = on_gpus(1, tmp_path, memory_share=0.3)
     staff.follow(wants("engine-1"))
     assert seen_by(supervisor, "engine-1") == "0"
@@ -148,13 +149,13 @@ def test_on_one_gpu_there_is_room_for_another_engine_where_the_recipes_shares_le
     assert given_up == ["engine-2"], "0.4 + 0.3 + 0.3 is all of it"
 
 
-def test_a_device_that_nobody_is_on_comes_before_one_that_has_room(tmp_path: Path) -> None:
+def test_unused_device_is_preferred_to_a_shared_one(tmp_path: Path) -> None:
     supervisor, staff, _, _ = on_gpus(3, tmp_path, memory_share=0.3)  # engine-0 and the trainer are on 0 and 2
     staff.follow(wants("engine-1"))
     assert seen_by(supervisor, "engine-1") == "1"
 
 
-def test_an_engine_of_another_type_does_not_get_the_options_of_the_recipes(tmp_path: Path) -> None:
+def test_engine_of_another_type_does_not_get_the_recipes_options(tmp_path: Path) -> None:
     supervisor, staff, _, _ = on_gpus(4, tmp_path, type="vllm", options={"block_size": 32})
     staff.follow(wants("engine-1"))
     staff.follow(wants("engine-1", "engine-2", type="vllm"))

@@ -1,4 +1,4 @@
-"""A run of a name that is live is not joined by another one unless somebody asks for that."""
+"""A run does not start while another run of its name is live, unless the user asks for it."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def controller_url() -> Iterator[str]:
         yield url
 
 
-def test_runs_that_are_over_are_in_nobodys_way(config: RunConfig) -> None:
+def test_finished_runs_do_not_block_a_new_one(config: RunConfig) -> None:
     refuse_namesake(config, by_hand=started_by_hand)
     create(config), create(config)
     refuse_namesake(config, by_hand=started_by_hand)
 
 
-def test_a_live_run_of_this_name_is_named_whichever_number_it_has(config: RunConfig) -> None:
+def test_live_namesake_is_found_under_any_number(config: RunConfig) -> None:
     create(config)
     second = create(config)
     with (
@@ -54,13 +54,11 @@ def test_a_live_run_of_this_name_is_named_whichever_number_it_has(config: RunCon
     refuse_namesake(config, by_hand=started_by_hand)
 
 
-def test_a_live_run_whose_services_were_started_by_hand_is_found_by_its_controller(
-    config: RunConfig, controller_url: str
-) -> None:
+def test_live_run_of_separate_services_is_found_by_its_controller(config: RunConfig, controller_url: str) -> None:
     directory = create(config)
     address = directory.path / "controller.json"
     address.write_text(json.dumps({"url": controller_url, "token": None}))
     with pytest.raises(UserError, match=f"started by hand, controller at {controller_url}"):
         refuse_namesake(config, by_hand=started_by_hand)
-    address.write_text(json.dumps({"url": "http://127.0.0.1:9", "token": None}))  # left by one that was killed
+    address.write_text(json.dumps({"url": "http://127.0.0.1:9", "token": None}))  # left by a killed controller
     refuse_namesake(config, by_hand=started_by_hand)

@@ -1,6 +1,6 @@
-"""Placements of a run: golden files for 0, 1, 2, 4 and 8 GPUs, and what is refused.
+"""Placements of a run: golden files for 0, 1, 2, 4 and 8 GPUs, and refusals.
 
-`PIPELINERL_WRITE_GOLDEN=1 python -m pytest tests/launch/test_placement.py` writes the golden files anew; read the
+`PIPELINERL_WRITE_GOLDEN=1 python -m pytest tests/launch/test_placement.py` rewrites the golden files; read the
 difference before you keep it.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from launch.devices import Devices, Origin, VisibleDevice
 from launch.hosts import LOCALHOST
 from launch.placement import place
-from launch.plan import Ports, ProcessSpec, plan
+from launch.plan import Launch, ProcessSpec, processes_of
 from pipelinerl.config.recipe import RunConfig, parse
 from pipelinerl.errors import RecipeError
 
@@ -66,21 +67,13 @@ def gpus(count: int) -> Devices:
 
 
 def written(config: RunConfig, devices: Devices) -> list[str]:
-    """The plan as far as devices are concerned, or why there is none."""
-    ports = Ports.of(config, range(5000, 5000 + Ports.count(config)))
+    """Return the devices of each process in the plan, or why there is no plan."""
+    host = replace(LOCALHOST, devices=devices)
     try:
-        made = plan(
-            config,
-            run_dir=RUN,
-            ports=ports,
-            token_file=RUN / "t",
-            cores=range(64),
-            hosts=[replace(LOCALHOST, devices=devices)],
-            python="py",
-        )
+        launch = Launch.on([host], config, run_dir=RUN, ports=count(5000), cores=range(64), python="py")
     except RecipeError as error:
         return [f"refused: {error}"]
-    return [f"check: {place(config, devices).describe()}", *(_line(spec) for spec in made.specs)]
+    return [f"check: {launch.placement.describe()}", *map(_line, processes_of(launch).specs)]
 
 
 def _line(spec: ProcessSpec) -> str:
@@ -101,14 +94,14 @@ def test_golden(name: str) -> None:
     assert file.read_text() == text
 
 
-def test_there_is_no_golden_file_without_its_recipe() -> None:
+def test_every_golden_file_has_a_recipe() -> None:
     assert {file.stem for file in GOLDEN.glob("*.txt")} == set(RECIPES)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", RECIPES)
-def test_no_device_is_given_out_more_than_once_over(name: str, count: int) -> None:
-    """Whatever the recipe: a process without a share is alone on its devices, and shares of one add up to 1 at most."""
+def test_devices_are_never_assigned_beyond_their_capacity(name: str, count: int) -> None:
+    """A process without a share has its devices to itself; the shares of a device add up to 1 at most."""
     try:
         placement = place(config_of(RECIPES[name]), gpus(count))
     except RecipeError:
@@ -118,7 +111,7 @@ def test_no_device_is_given_out_more_than_once_over(name: str, count: int) -> No
         assert len(here) <= 1 or sum(1.0 if share is None else share for share in here) <= 1.0 + 1e-9
 
 
-def test_the_memory_that_a_process_may_take_is_its_share_of_the_smallest_of_its_devices() -> None:
+def test_memory_limit_is_the_share_of_the_smallest_device() -> None:
     alone, shared = (place(config_of({}), gpus(count)) for count in (2, 1))
     assert alone.bytes_of("trainer") == 81559 * 2**20
     assert shared.bytes_of("trainer") == int(81559 * 2**20 * 0.45)
@@ -131,12 +124,12 @@ def test_the_memory_that_a_process_may_take_is_its_share_of_the_smallest_of_its_
         (
             {"engine": {"memory_share": 0.6}, "trainer": {"memory_share": 0.6}},
             1,
-            "engine-0 0.6 and trainer 0.6 is asked",
+            "engine-0 0.6 and trainer 0.6, more than all",
         ),
         (
             {"engine": {"memory_share": 0.95}},
             1,
-            "of GPU 0 engine-0 0.95 is asked for, which leaves nothing for trainer",
+            "of GPU 0 are engine-0 0.95, which leaves nothing for trainer",
         ),
         ({"launch": {"engine_devices": [[0], [1]]}}, 4, "a list for each of the 1 engines, got 2"),
         ({"launch": {"engine_devices": [[0, 1]]}}, 4, r"each engine takes 1 different devices by engine\.devices, got"),
@@ -152,17 +145,17 @@ def test_the_memory_that_a_process_may_take_is_its_share_of_the_smallest_of_its_
             4,
             "trainer_devices: trainer.device is cpu",
         ),
-        ({"engine": {"type": "bigram", "memory_share": 0.5}}, 4, "and engine.type bigram uses no GPU; leave it out"),
-        ({"launch": {"trainer_devices": [0]}}, 0, "launch.trainer_devices ask for GPUs, and there is none"),
+        ({"engine": {"type": "bigram", "memory_share": 0.5}}, 4, "and engine.type bigram uses no GPU; remove it"),
+        ({"launch": {"trainer_devices": [0]}}, 0, "launch.trainer_devices require GPUs, and there is none"),
     ],
 )
-def test_refused(sections: dict[str, dict[str, object]], count: int, sentence: str) -> None:
+def test_impossible_placements_are_refused(sections: dict[str, dict[str, object]], count: int, sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence) as refused:
         place(config_of(sections), gpus(count))
     assert "\n" not in str(refused.value)
 
 
-def test_the_users_own_names_and_order_reach_the_processes() -> None:
+def test_names_and_order_of_cuda_visible_devices_reach_the_processes() -> None:
     devices = Devices((VisibleDevice("3"), VisibleDevice("GPU-aa"), VisibleDevice("MIG-bb")), Origin.VARIABLE)
     assert written(config_of({"engine": {"count": 2}}), devices) == [
         "check: engine-0 on GPU 0 (3), engine-1 on GPU 1 (GPU-aa), trainer on GPU 2 (MIG-bb)",
@@ -173,5 +166,5 @@ def test_the_users_own_names_and_order_reach_the_processes() -> None:
         "trainer      CUDA_VISIBLE_DEVICES=MIG-bb",
         "actor-0",
     ]
-    with pytest.raises(RecipeError, match=r"5 GPUs are asked for, .*, and there are 3, as CUDA_VISIBLE_DEVICES says"):
+    with pytest.raises(RecipeError, match=r"5 GPUs are needed, .*, and there are 3, as CUDA_VISIBLE_DEVICES says"):
         place(config_of({"engine": {"count": 4}}), devices)

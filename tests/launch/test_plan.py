@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 
 import pytest
 
-from launch.plan import OnExit, Plan, Ports, ProcessSpec, plan
+from launch.hosts import LOCALHOST
+from launch.plan import Launch, Plan, ProcessSpec, listening, processes_of
 from pipelinerl.config.recipe import RunConfig, parse
+from pipelinerl.roles.role import OnExit
 
 RUN = Path("/runs/x")
 
@@ -17,11 +20,10 @@ def _config(**sections: object) -> RunConfig:
 
 
 def _plan(config: RunConfig, cores: tuple[int, ...] = (0, 1)) -> Plan:
-    ports = Ports.of(config, range(5000, 5000 + Ports.count(config)))
-    return plan(config, run_dir=RUN, ports=ports, token_file=RUN / "tokens.json", cores=cores, python="py")
+    return processes_of(Launch.on([LOCALHOST], config, run_dir=RUN, ports=count(5000), cores=cores, python="py"))
 
 
-def test_order_ports_and_duties() -> None:
+def test_order_ports_and_exit_rules() -> None:
     made = _plan(_config(engine={"count": 2}, actor={"count": 2}))
     names = [spec.name for spec in made.specs]
     assert names == ["redis", "controller", "engine-0", "engine-1", "trainer", "actor-0", "actor-1"]
@@ -36,17 +38,17 @@ def test_order_ports_and_duties() -> None:
     ]  # fmt: skip
 
 
-def test_verifier_services_are_started_beside_the_engines_and_stopped_with_them() -> None:
+def test_verifier_services_start_and_stop_with_the_engines() -> None:
     config = _config(verification={"services": 2})
     made = _plan(config)
     assert [spec.name for spec in made.specs][-3:] == ["verifier-0", "verifier-1", "actor-0"]
-    assert Ports.count(config) == Ports.count(_config()) + 2
+    assert len(list(listening(config))) == len(list(listening(_config()))) + 2
     spec = made.spec("verifier-1")
     assert (spec.health, spec.after, spec.on_exit) == ("http://127.0.0.1:5004/health", ("controller",), OnExit.DONE)
     assert spec.argv[3] == "verifier" and spec.stop_order > made.spec("actor-0").stop_order
 
 
-def test_every_process_is_a_role_with_the_same_words() -> None:
+def test_every_process_is_a_role_with_the_common_options() -> None:
     for spec in _plan(_config()).specs:
         assert spec.argv[:4] == ("py", "-m", "pipelinerl.cli", spec.name.split("-")[0])
         given = dict(zip(spec.argv[4::2], spec.argv[5::2], strict=True))
@@ -60,15 +62,15 @@ def test_every_process_is_a_role_with_the_same_words() -> None:
         assert spec.env["OMP_NUM_THREADS"] == "1"
 
 
-def test_threads_that_work_together_do_not_sleep_at_once() -> None:
+def test_processes_with_several_threads_spin_before_they_sleep() -> None:
     for spec in _plan(_config(launch={"threads": 2})).specs:
         assert spec.env["OMP_NUM_THREADS"] == "2"
         assert "OMP_WAIT_POLICY" not in spec.env and int(spec.env["GOMP_SPINCOUNT"]) > 0
 
 
-def test_where_weights_are_pulled_servers_start_before_the_trainer_which_is_told_of_them() -> None:
+def test_parameter_servers_start_before_the_trainer_and_are_named_to_it() -> None:
     config = _config(weights={"transport": "pull"}, parameter_server={"replicas": 2})
-    assert Ports.count(config) == 5
+    assert len(list(listening(config))) == 5
     made = _plan(config)
     names = [spec.name for spec in made.specs]
     assert names == [
@@ -85,15 +87,15 @@ def test_where_weights_are_pulled_servers_start_before_the_trainer_which_is_told
     assert order["trainer"] < order["engine-0"] < order["parameter-server-0"] < order["controller"] < order["redis"]
 
 
-def test_given_parameter_servers_are_used_and_none_started() -> None:
+def test_parameter_servers_of_the_recipe_are_used_and_none_started() -> None:
     config = _config(weights={"transport": "pull"}, parameter_server={"urls": ["http://store:8100"]})
     assert "parameter-server-0" not in [spec.name for spec in _plan(config).specs]
     assert "--set" not in _plan(config).spec("trainer").argv, "the recipe names them"
 
 
-def test_a_given_redis_is_used_and_none_started() -> None:
+def test_stream_server_of_the_recipe_is_used_and_none_started() -> None:
     config = _config(streams={"redis_url": "redis://:s3cret@db:6379/3"})
-    assert Ports.count(config) == 2
+    assert list(listening(config)) == ["controller", "engine-0"]
     made = _plan(config)
     assert "redis" not in [spec.name for spec in made.specs]
     assert made.spec("controller").after == ()
@@ -121,7 +123,7 @@ def test_pinning(cores: tuple[int, ...], sections: dict[str, object], engines: l
     assert all(spec.cpu is None for spec in made.specs if spec.name.split("-")[0] in ("redis", "controller", "actor"))
 
 
-def test_a_plan_that_cannot_start_is_refused() -> None:
+def test_plan_with_an_impossible_order_is_rejected() -> None:
     a, b = ProcessSpec(name="a", argv=("x",), after=("b",)), ProcessSpec(name="b", argv=("x",))
     with pytest.raises(ValueError, match="a waits for b, which must come before it"):
         Plan((a, b))
@@ -129,9 +131,9 @@ def test_a_plan_that_cannot_start_is_refused() -> None:
         Plan((b, b))
 
 
-def test_a_trainer_of_several_processes_is_one_group_that_meets_at_a_port_of_its_own() -> None:
+def test_trainer_of_several_processes_is_one_group_with_a_meeting_port() -> None:
     config = _config(trainer={"options": {"mesh": {"dp_replicate": 2, "dp_shard": 2}}})
-    assert Ports.count(config) == Ports.count(_config()) + 1
+    assert list(listening(config)) == [*listening(_config()), "trainer"]
     made = _plan(config)
     members = [spec for spec in made.specs if spec.group == "trainer"]
     assert [spec.name for spec in members] == ["trainer", "trainer-rank-1", "trainer-rank-2", "trainer-rank-3"]
@@ -140,11 +142,11 @@ def test_a_trainer_of_several_processes_is_one_group_that_meets_at_a_port_of_its
         assert spec.argv[3] == ("trainer-rank" if rank else "trainer")
         assert spec.argv[spec.argv.index("--set") + 1] == meeting
         assert (spec.cpu, spec.on_exit) == (None, OnExit.DONE)
-        assert rank == 0 or spec.argv[4:8] == ("--rank", str(rank), "--recipe", "/runs/x/recipe.toml")
+        assert rank == 0 or spec.argv[4:8] == ("--recipe", "/runs/x/recipe.toml", "--rank", str(rank))
     assert min(spec.stop_order for spec in members[1:]) > made.spec("trainer").stop_order, "it ends them"
 
 
-def test_a_trainer_of_one_process_is_no_group_nor_is_one_whose_ranks_others_start() -> None:
+def test_trainer_of_one_process_or_with_foreign_ranks_has_no_group() -> None:
     distributed = {"coordinator": "10.0.0.1:8476", "token_file": "/t"}
     for options in ({}, {"mesh": {"dp_shard": 1}}, {"mesh": {"dp_shard": 2}, "distributed": distributed}):
         made = _plan(_config(trainer={"options": options}))
@@ -152,7 +154,7 @@ def test_a_trainer_of_one_process_is_no_group_nor_is_one_whose_ranks_others_star
         assert made.spec("trainer").group is None and "--set" not in made.spec("trainer").argv
 
 
-def test_a_tracker_is_a_process_that_the_run_can_do_without_and_that_hears_its_last_word() -> None:
+def test_tracker_is_optional_and_stops_after_the_controller() -> None:
     assert "tracker" not in [spec.name for spec in _plan(_config()).specs]
     made = _plan(_config(trackers={"tensorboard": True}))
     tracker = made.spec("tracker")

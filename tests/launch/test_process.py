@@ -1,4 +1,4 @@
-"""Whom a health check takes for healthy; a crash loop ends soon, and unlucky kills end nothing."""
+"""Health checks, restart budgets and logs of single processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def healthy(port: int, password: Path) -> bool:
     return Process(spec, password.parent).answers()
 
 
-def test_a_stream_server_is_healthy_once_it_plays_ping_pong_by_its_password(tmp_path: Path) -> None:
+def test_stream_server_is_healthy_once_it_answers_ping_with_its_password(tmp_path: Path) -> None:
     folder = tmp_path / "a run #1"
     with EmbeddedRedis(folder) as server:
         port = int(server.url.rpartition(":")[2])
@@ -36,7 +36,7 @@ def test_a_stream_server_is_healthy_once_it_plays_ping_pong_by_its_password(tmp_
 @pytest.mark.parametrize(
     "said", [b"", b"+OK\r\n", b"+OK\r\n-LOADING Redis is loading the dataset in memory\r\n", b"SSH-2.0\r\n"]
 )
-def test_one_that_only_accepts_is_not_healthy(tmp_path: Path, said: bytes) -> None:
+def test_server_that_only_accepts_connections_is_not_healthy(tmp_path: Path, said: bytes) -> None:
     (tmp_path / "password").write_text("secret")
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -52,7 +52,7 @@ def test_one_that_only_accepts_is_not_healthy(tmp_path: Path, said: bytes) -> No
         answering.join()
 
 
-def test_a_crash_loop_ends_and_backs_off_before() -> None:
+def test_crash_loop_backs_off_and_exhausts_the_budget() -> None:
     budget, waits = RestartBudget(3), []
     while not budget.is_spent_by(1.0):
         waits.append(budget.died(1.0))
@@ -60,8 +60,8 @@ def test_a_crash_loop_ends_and_backs_off_before() -> None:
 
 
 @pytest.mark.parametrize("up_s", [FORGIVEN_EVERY_S, 600.0, 900.0])
-def test_unlucky_kills_end_nothing_however_many(up_s: float) -> None:
-    """The fourth of an hour would have been the last, if none of the lives before was 300 s long."""
+def test_rare_deaths_never_exhaust_the_budget(up_s: float) -> None:
+    """Without forgiveness by uptime, the fourth death would end the run."""
     budget = RestartBudget(3)
     for _ in range(100):
         assert not budget.is_spent_by(up_s)
@@ -69,18 +69,18 @@ def test_unlucky_kills_end_nothing_however_many(up_s: float) -> None:
     assert budget.deaths == 100 and budget.unforgiven < 2.0
 
 
-def test_deaths_that_come_faster_than_they_are_forgiven_are_a_crash_loop() -> None:
+def test_deaths_faster_than_forgiveness_exhaust_the_budget() -> None:
     budget = RestartBudget(3)
     while not budget.is_spent_by(FORGIVEN_EVERY_S / 2):
         budget.died(FORGIVEN_EVERY_S / 2)
     assert budget.deaths == 5
 
 
-def test_without_a_budget_the_first_death_is_the_last() -> None:
+def test_first_death_exhausts_an_empty_budget() -> None:
     assert RestartBudget(0).is_spent_by(1e6)
 
 
-def test_who_looks_at_the_run_sees_them(tmp_path: Path) -> None:
+def test_restarts_are_visible_in_the_status(tmp_path: Path) -> None:
     assert read_restarts(tmp_path) == ()
     write_restarts(tmp_path, (RestartStatus(name="trainer", deaths=5, unforgiven=1.0, limit=3),))
     (read,) = read_restarts(tmp_path)
@@ -91,7 +91,7 @@ def test_who_looks_at_the_run_sees_them(tmp_path: Path) -> None:
     assert read_restarts(tmp_path) == ()
 
 
-def test_a_log_is_its_owners_alone(tmp_path: Path) -> None:
+def test_log_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     process = Process(ProcessSpec(name="actor", argv=("x",)), tmp_path)
     process.note("a reward function printed this")
     assert process.log.stat().st_mode & 0o777 == 0o600

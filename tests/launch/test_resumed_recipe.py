@@ -1,4 +1,4 @@
-"""Which changes of a recipe `pipelinerl run --resume` takes, which it refuses and why, and what it leaves behind."""
+"""Changes of a recipe that `pipelinerl run --resume` accepts, rejects with a reason, and records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.fakes.checkpoints import model_directory
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run of two domains."""
+    """Make the directory of a run with two domains."""
     table: dict[str, Any] = {
         "model": {"path": str(model_directory(tmp_path / "model"))},
         "domains": [{"name": "d", "source": "s"}, {"name": "e", "source": "s"}],
@@ -31,7 +31,7 @@ def changed(run_dir: Path, *overrides: str) -> list[str]:
     return record_change(run_dir, change_recipe(run_dir, overrides), step=3)
 
 
-def test_what_may_change_is_recorded_in_the_recipe_with_the_step(run_dir: Path) -> None:
+def test_change_is_recorded_in_the_recipe_with_its_step(run_dir: Path) -> None:
     said = changed(run_dir, "run.steps=45", "optimizer.learning_rate=1e-5", "staleness.k=4", "domains.e.weight=0.5")
     assert [line.partition(" (was")[0] for line in said] == [
         "resumed at step 3: domains.e.weight = 0.5",
@@ -53,7 +53,7 @@ def test_the_report_shows_the_changes(run_dir: Path) -> None:
     assert "resumed at step 3: run.steps = 45 (was 30)" in write_report(run_dir).html.read_text()
 
 
-def test_a_change_to_the_value_that_it_has_is_none(run_dir: Path) -> None:
+def test_change_to_the_present_value_is_no_change(run_dir: Path) -> None:
     before = (run_dir / "recipe.toml").read_text()
     assert changed(run_dir, "run.steps=30", "run.seed=0") == []
     assert (run_dir / "recipe.toml").read_text() == before
@@ -73,14 +73,14 @@ def test_a_change_to_the_value_that_it_has_is_none(run_dir: Path) -> None:
         ("evaluation.problems=3", "evaluation.problems cannot change .* could not be compared"),
     ],
 )
-def test_what_the_checkpoint_binds_is_refused_by_name(run_dir: Path, override: str, reason: str) -> None:
+def test_change_that_contradicts_the_checkpoint_is_rejected_by_name(run_dir: Path, override: str, reason: str) -> None:
     before = (run_dir / "recipe.toml").read_text()
     with pytest.raises(RecipeError, match=reason):
         changed(run_dir, "run.steps=45", override)
     assert (run_dir / "recipe.toml").read_text() == before, "nothing of it is changed"
 
 
-def test_a_knob_that_was_changed_live_is_changed_live_again(run_dir: Path) -> None:
+def test_knob_that_was_changed_live_must_be_changed_live_again(run_dir: Path) -> None:
     knobs = {"time": 1.0, "kind": "knobs", "changes": {"k": 9}, "who": "ada", "step": 2}
     (run_dir / "events.jsonl").write_text(json.dumps(knobs) + "\n")
     with pytest.raises(RecipeError, match=r"staleness.k was changed while the run was live.* knobs set .* k=…"):
@@ -88,7 +88,7 @@ def test_a_knob_that_was_changed_live_is_changed_live_again(run_dir: Path) -> No
     assert changed(run_dir, "optimizer.learning_rate=1e-5")
 
 
-def test_the_recipe_of_a_live_run_is_left_as_it_is(run_dir: Path) -> None:
+def test_recipe_of_a_live_run_is_not_changed(run_dir: Path) -> None:
     with open_run(run_dir).locked(), pytest.raises(UserError, match="is being run by process"):
         changed(run_dir, "run.steps=45")
     assert open_run(run_dir).config.run.steps == 30

@@ -1,4 +1,4 @@
-"""What the launcher says last: of this launch, whatever the directory tells of those before it."""
+"""The launcher's last message is about this launch, whatever earlier launches recorded."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TRAINED = {"kind": "trainer_ready", "epoch": 1, "elapsed_s": 1.0}
 
 
 @pytest.mark.parametrize(("events", "advised"), [([], False), ([BEGUN], False), ([BEGUN, TRAINED], True)])
-def test_what_never_trained_is_not_advised_to_go_on(
+def test_run_that_never_trained_is_not_advised_to_resume(
     tmp_path: Path, events: list[dict[str, object]], advised: bool
 ) -> None:
-    """Its checkpoints are damaged, or an engine cannot come: it would end so again, and the sentence says why."""
+    """Damaged checkpoints or a missing engine would fail again; the message says why."""
     console = Console(file=StringIO(), width=200)
     refused = RunResult(RunOutcome.FAILED, "controller ended (exit status 2): no checkpoint is whole")
     show_end(refused, RunDirectory(tmp_path, load("tiny")), events, console)

@@ -26,7 +26,7 @@ def _config(directory: Path, **sections: object) -> RunConfig:
     )
 
 
-def test_the_written_recipe_is_the_whole_recipe(tmp_path: Path) -> None:
+def test_written_recipe_is_complete(tmp_path: Path) -> None:
     config = _config(tmp_path, optimizer={"learning_rate": 1e-6}, staleness={"j": 1, "k": math.inf})
     made = create(config)
     assert made.path == tmp_path / "tiny"
@@ -35,13 +35,13 @@ def test_the_written_recipe_is_the_whole_recipe(tmp_path: Path) -> None:
     assert stat.S_IMODE(made.recipe.stat().st_mode) == 0o600, "it may hold the password of a stream server"
 
 
-def test_a_taken_name_gets_a_number(tmp_path: Path) -> None:
+def test_taken_name_gets_a_number(tmp_path: Path) -> None:
     names = [create(_config(tmp_path)).path.name for _ in range(3)]
     assert names == ["tiny", "tiny-2", "tiny-3"]
     assert open_run(tmp_path / "tiny-3").config.run.name == "tiny-3"
 
 
-def test_a_name_that_cannot_be_taken_elsewhere_leaves_no_directory(tmp_path: Path) -> None:
+def test_name_taken_at_the_location_leaves_no_directory(tmp_path: Path) -> None:
     def refuses(config: RunConfig) -> bool:
         raise UserError("nobody answers there")
 
@@ -50,8 +50,8 @@ def test_a_name_that_cannot_be_taken_elsewhere_leaves_no_directory(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_leaves_no_half_of_a_directory(tmp_path: Path) -> None:
-    """The next run took it for one that there was, and went to tiny-2."""
+def test_full_disk_leaves_no_partial_directory(tmp_path: Path) -> None:
+    """The next run would take it for an existing run, and continue as tiny-2."""
     allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, allowed[1]))
     try:
@@ -62,12 +62,12 @@ def test_a_full_disk_leaves_no_half_of_a_directory(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_home_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_in_the_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert _config(Path("~/runs")).run_directory == tmp_path / "runs" / "tiny"
 
 
-def test_the_token_is_private_and_new_at_each_launch(tmp_path: Path) -> None:
+def test_token_is_private_and_new_at_each_launch(tmp_path: Path) -> None:
     made = create(_config(tmp_path))
     seen = []
     for _ in range(2):
@@ -79,7 +79,7 @@ def test_the_token_is_private_and_new_at_each_launch(tmp_path: Path) -> None:
     assert seen[0] != seen[1]
 
 
-def test_one_launcher_at_a_time(tmp_path: Path) -> None:
+def test_directory_has_one_launcher_at_a_time(tmp_path: Path) -> None:
     made = create(_config(tmp_path))
     with made.locked():
         before = made.tokens.read_text()
@@ -90,7 +90,7 @@ def test_one_launcher_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_directory_without_a_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no run"):
         open_run(tmp_path)
     (tmp_path / "recipe.toml").write_text("run = 3")
@@ -99,7 +99,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         open_run(tmp_path)
     (tmp_path / "file").write_text("")
     (tmp_path / "away").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="away/tiny cannot be made"):  # it was tried again for ever
+    with pytest.raises(UserError, match="away/tiny cannot be made"):  # it was retried forever
         create(_config(tmp_path / "away"))
     with pytest.raises(UserError, match="cannot be made"):
         create(_config(tmp_path / "file"))

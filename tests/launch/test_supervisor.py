@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.plan import OnExit, Plan, ProcessSpec
+from launch.plan import Plan, ProcessSpec
 from launch.supervisor import RunOutcome, RunResult, Supervisor
+from pipelinerl.roles.role import OnExit
 from pipelinerl.system.ports import free_ports, is_free
 from tests.patience import PATIENCE_S, SOON_S
 
@@ -59,7 +60,7 @@ def _soon(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:
     return True
 
 
-def test_a_run_completes_and_leaves_nothing(tmp_path: Path) -> None:
+def test_completed_run_leaves_no_process(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     pid_file = tmp_path / "pid"
     service = _spec("service", f"import os; open({str(pid_file)!r}, 'w').write(str(os.getpid()))\n" + SERVE, port,
@@ -72,7 +73,7 @@ def test_a_run_completes_and_leaves_nothing(tmp_path: Path) -> None:
     assert is_free(port)
 
 
-def test_started_only_after_what_it_needs_is_healthy(tmp_path: Path) -> None:
+def test_process_starts_after_its_dependencies_are_healthy(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     slow = _spec("slow", "import time; time.sleep(0.4)\n" + SERVE, port, health=f"http://127.0.0.1:{port}/")
     probe = f"import socket; socket.create_connection(('127.0.0.1', {port}))"
@@ -80,7 +81,7 @@ def test_started_only_after_what_it_needs_is_healthy(tmp_path: Path) -> None:
     assert (result.outcome, said) == (RunOutcome.COMPLETED, [])
 
 
-def test_restart_budget_is_kept_and_then_the_run_fails_with_the_log(tmp_path: Path) -> None:
+def test_exhausted_restart_budget_fails_the_run_with_the_log(tmp_path: Path) -> None:
     flaky = _spec("flaky", f"open({str(tmp_path / 'starts')!r}, 'a').write('x'); print('no luck'); raise SystemExit(3)",
                   restarts=2)  # fmt: skip
     result, said = _run([flaky], tmp_path)
@@ -89,12 +90,12 @@ def test_restart_budget_is_kept_and_then_the_run_fails_with_the_log(tmp_path: Pa
     assert "    no luck" in result.message
     assert (tmp_path / "starts").read_text() == "xxx"
     assert said == [
-        "flaky ended (exit status 3); starting it again in 0.5 s (1 of 2)",
-        "flaky ended (exit status 3); starting it again in 1 s (2 of 2)",
+        "flaky ended (exit status 3); restarting it in 0.5 s (1 of 2)",
+        "flaky ended (exit status 3); restarting it in 1 s (2 of 2)",
     ]
 
 
-def test_what_is_killed_is_started_again(tmp_path: Path) -> None:
+def test_killed_process_is_restarted(tmp_path: Path) -> None:
     marker = tmp_path / "second"
     code = (
         f"import os, pathlib, signal; m = pathlib.Path({str(marker)!r})\n"
@@ -103,11 +104,11 @@ def test_what_is_killed_is_started_again(tmp_path: Path) -> None:
     )
     result, said = _run([_spec("main", code, on_exit=OnExit.COMPLETE)], tmp_path)
     assert result.outcome is RunOutcome.COMPLETED
-    assert said == ["main ended (killed by SIGKILL); starting it again in 0.5 s (1 of 3)"]
+    assert said == ["main ended (killed by SIGKILL); restarting it in 0.5 s (1 of 3)"]
 
 
-def test_those_of_one_group_live_and_die_together(tmp_path: Path) -> None:
-    """One dies when both have begun: each begins again, which the run waits for, and only one death is counted."""
+def test_group_is_restarted_together(tmp_path: Path) -> None:
+    """One process dies when both have started; both restart, which the run waits for, and one death is counted."""
     begin = "import os, pathlib, sys, time; d = pathlib.Path(sys.argv[1]); me = sys.argv[2]\n" + (
         "with (d / me).open('a') as file: file.write('x')\n"
         "def begun(times, *names):\n"
@@ -123,13 +124,13 @@ def test_those_of_one_group_live_and_die_together(tmp_path: Path) -> None:
     ]
     result, said = _run(specs, tmp_path)
     assert result.outcome is RunOutcome.COMPLETED
-    died = "rank-1 ended (exit status 1); starting it again in 0.5 s (1 of 3)"
-    assert said == [died, "rank-0 is started again with it"]
+    died = "rank-1 ended (exit status 1); restarting it in 0.5 s (1 of 3)"
+    assert said == [died, "restarting rank-0 with it"]
     assert (tmp_path / "apart").read_text() == "x"
 
 
-def test_one_that_was_done_begins_again_with_its_group(tmp_path: Path) -> None:
-    """It was sent home by one that met an error of its own."""
+def test_finished_process_restarts_with_its_group(tmp_path: Path) -> None:
+    """A process that failed had wrongly told it that all work was done."""
     here = f"import pathlib, time; d = pathlib.Path({str(tmp_path)!r})\n"
     done = here + "with (d / 'home').open('a') as file: file.write('x')"
     sends = here + (
@@ -147,11 +148,11 @@ def test_one_that_was_done_begins_again_with_its_group(tmp_path: Path) -> None:
     ]
     result, said = _run(specs, tmp_path)
     assert result.outcome is RunOutcome.COMPLETED
-    died = "rank-0 ended (exit status 1); starting it again in 0.5 s (1 of 3)"
-    assert said == [died, "rank-1 is started again with it"]
+    died = "rank-0 ended (exit status 1); restarting it in 0.5 s (1 of 3)"
+    assert said == [died, "restarting rank-1 with it"]
 
 
-def test_one_that_is_done_is_left_in_peace(tmp_path: Path) -> None:
+def test_finished_process_is_not_restarted(tmp_path: Path) -> None:
     starts = tmp_path / "starts"
     done = _spec("trainer", f"open({str(starts)!r}, 'a').write('x')", on_exit=OnExit.DONE)
     wait = f"import os, time\nwhile not os.path.exists({str(starts)!r}): time.sleep(0.01)\ntime.sleep(1.0)"
@@ -160,7 +161,7 @@ def test_one_that_is_done_is_left_in_peace(tmp_path: Path) -> None:
     assert (result.outcome, said, starts.read_text()) == (RunOutcome.COMPLETED, [], "x")
 
 
-def test_an_error_of_the_user_is_not_tried_again(tmp_path: Path) -> None:
+def test_user_error_is_not_retried(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     line = '{"level": "error", "message": "port taken", "time": 1}'
     result, said = _run([_spec("engine-0", f"print({line!r}); raise SystemExit(2)", restarts=9)], tmp_path)
@@ -171,7 +172,7 @@ def test_an_error_of_the_user_is_not_tried_again(tmp_path: Path) -> None:
     assert is_free(port)
 
 
-def test_a_start_that_takes_too_long_names_the_culprit(tmp_path: Path) -> None:
+def test_slow_start_fails_the_run_and_names_the_process(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     mute = _spec("engine-0", "print('loading', flush=True); " + SLEEP, health=f"http://127.0.0.1:{port}/health")
     result, _ = _run([mute], tmp_path, start_timeout_s=0.6)
@@ -180,13 +181,13 @@ def test_a_start_that_takes_too_long_names_the_culprit(tmp_path: Path) -> None:
     assert result.message.endswith("    loading")
 
 
-def test_a_program_that_does_not_exist_is_a_failure_with_its_name(tmp_path: Path) -> None:
+def test_missing_program_fails_the_run_and_is_named(tmp_path: Path) -> None:
     result, _ = _run([ProcessSpec(name="ghost", argv=("/no/such/program",), restarts=0)], tmp_path)
     assert result.outcome is RunOutcome.FAILED
     assert "/no/such/program" in result.message
 
 
-def test_ctrl_c_stops_in_order_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_ctrl_c_stops_in_order_and_says_how_to_resume(tmp_path: Path) -> None:
     order = tmp_path / "order"
 
     def polite(name: str, stop_order: int) -> ProcessSpec:
@@ -206,7 +207,7 @@ def test_ctrl_c_stops_in_order_and_says_how_to_go_on(tmp_path: Path) -> None:
     specs = [polite("c", 2), polite("a", 0), polite("b", 1)]
     result, said = _run(specs, tmp_path, on_tick=interrupt_when_ready, tick_every_s=0.5)
     assert (result.outcome, result.exit_status) == (RunOutcome.STOPPED, 130)
-    assert result.message == f"go on with: pipelinerl run --resume {tmp_path}"
+    assert result.message == f"resume with: pipelinerl run --resume {tmp_path}"
     assert order.read_text() == "abc"
     assert said == ["stopping; press Ctrl-C again to kill at once"]
 
@@ -214,7 +215,7 @@ def test_ctrl_c_stops_in_order_and_says_how_to_go_on(tmp_path: Path) -> None:
 def _interrupted_run(
     tmp_path: Path, main: str, *, suspend: Callable[[], bool], interrupts: int = 1, save_s: float = PATIENCE_S
 ) -> tuple[RunResult, list[str]]:
-    """A run whose only process completes it, interrupted as soon as that process has said something."""
+    """Run one process that completes the run; interrupt the supervisor as soon as the process prints."""
     log = tmp_path / "logs" / "main.log"
     told = [0]
 
@@ -235,12 +236,12 @@ def test_ctrl_c_lets_the_run_save_before_it_stops(tmp_path: Path) -> None:
     )
 
     def suspend() -> bool:
-        asked.touch(exist_ok=False)  # asked once
+        asked.touch(exist_ok=False)  # called once
         return True
 
     result, said = _interrupted_run(tmp_path, main, suspend=suspend)
     assert (result.outcome, result.exit_status) == (RunOutcome.STOPPED, 130)
-    assert result.message == f"go on with: pipelinerl run --resume {tmp_path}"
+    assert result.message == f"resume with: pipelinerl run --resume {tmp_path}"
     assert said[0].startswith("saving; press Ctrl-C again to kill at once")
 
 
@@ -253,7 +254,7 @@ def test_ctrl_c_lets_the_run_save_before_it_stops(tmp_path: Path) -> None:
     ],
     ids=["not in time", "again", "nobody hears"],
 )
-def test_a_run_that_does_not_save_is_stopped_all_the_same(
+def test_run_that_does_not_save_in_time_is_stopped(
     tmp_path: Path, hears: bool, interrupts: int, save_s: float, says: str
 ) -> None:
     main = f"print('up', flush=True)\n{SLEEP}"
@@ -262,7 +263,7 @@ def test_a_run_that_does_not_save_is_stopped_all_the_same(
     assert any(line.startswith(says) for line in said), said
 
 
-def test_one_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
+def test_process_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "stubborn.log"
     main = f"import pathlib, time\nwhile not pathlib.Path({str(log)!r}).read_text(): time.sleep(0.01)"
     specs = [_spec("stubborn", STUBBORN), _spec("main", main, on_exit=OnExit.COMPLETE)]
@@ -273,7 +274,7 @@ def test_one_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> N
     assert time.monotonic() - start < SOON_S
 
 
-def test_a_second_ctrl_c_does_not_wait_for_the_grace(tmp_path: Path) -> None:
+def test_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "stubborn.log"
     interrupted_at: list[float] = []
 
@@ -326,7 +327,7 @@ def test_nothing_survives_a_killed_supervisor(tmp_path: Path) -> None:
     assert _soon(lambda: not _alive(child) and not _alive(grandchild))
 
 
-def test_an_error_of_the_display_still_stops_everything(tmp_path: Path) -> None:
+def test_error_in_on_tick_stops_all_processes(tmp_path: Path) -> None:
     seen: list[int] = []
     supervisor: Supervisor
 
@@ -343,14 +344,14 @@ def test_an_error_of_the_display_still_stops_everything(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_cores_are_set(tmp_path: Path) -> None:
+def test_process_runs_on_its_cores(tmp_path: Path) -> None:
     core = max(os.sched_getaffinity(0))
     code = "import os; print(sorted(os.sched_getaffinity(0)))"
     _run([_spec("main", code, on_exit=OnExit.COMPLETE, cpu=(core,))], tmp_path)
     assert (tmp_path / "logs" / "main.log").read_text() == f"[{core}]\n"
 
 
-def test_ports_are_different_free_and_seen_when_taken() -> None:
+def test_free_ports_are_distinct_and_detected_when_taken() -> None:
     ports = free_ports(8)
     assert len(set(ports)) == 8
     assert all(is_free(port) for port in ports)
@@ -366,7 +367,7 @@ def test_ports_are_different_free_and_seen_when_taken() -> None:
 
 
 def _changing(run_dir: Path, script: Callable[[Supervisor, list[str]], bool]) -> tuple[RunResult, list[str]]:
-    """A run in whose ticks `script` may add and stop_engine; it ends once that has returned True."""
+    """Run until `script`, which is called at each tick and may add or stop processes, returns True."""
     seen = run_dir / "seen"
     wait = f"import os, time\nwhile not os.path.exists({str(seen)!r}): time.sleep(0.01)"
     main = _spec("main", wait, on_exit=OnExit.COMPLETE)
@@ -389,7 +390,7 @@ def _changing(run_dir: Path, script: Callable[[Supervisor, list[str]], bool]) ->
     return supervisor.run(), said
 
 
-def test_what_is_added_runs_and_what_is_dismissed_ends(tmp_path: Path) -> None:
+def test_added_process_runs_and_stopped_process_ends(tmp_path: Path) -> None:
     seen: list[int] = []
 
     def script(supervisor: Supervisor, _: list[str]) -> bool:
@@ -408,7 +409,7 @@ def test_what_is_added_runs_and_what_is_dismissed_ends(tmp_path: Path) -> None:
     assert said == ["starting spare", "stopping spare"], "it has not died, it was to_stop"
 
 
-def test_what_is_dismissed_and_does_not_listen_is_killed(tmp_path: Path) -> None:
+def test_stopped_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     seen: list[int] = []
 
     def script(supervisor: Supervisor, _: list[str]) -> bool:
@@ -424,7 +425,7 @@ def test_what_is_dismissed_and_does_not_listen_is_killed(tmp_path: Path) -> None
     assert not any(_alive(pid) for pid in seen)
 
 
-def test_the_run_goes_on_without_a_spare_that_cannot_be_had(tmp_path: Path) -> None:
+def test_run_continues_without_a_failed_spare_process(tmp_path: Path) -> None:
     broken = _spec("spare", "print('no such type'); raise SystemExit(2)", on_exit=OnExit.SPARE)
 
     def script(supervisor: Supervisor, said: list[str]) -> bool:
@@ -434,17 +435,17 @@ def test_the_run_goes_on_without_a_spare_that_cannot_be_had(tmp_path: Path) -> N
 
     result, said = _changing(tmp_path, script)
     assert result.outcome is RunOutcome.COMPLETED
-    assert said[1].startswith("the run goes on without spare: spare ended (exit status 2); its log")
+    assert said[1].startswith("the run continues without spare: spare ended (exit status 2); its log")
     assert "no such type" in said[1]
 
 
-def test_a_name_is_given_once(tmp_path: Path) -> None:
+def test_process_names_are_unique(tmp_path: Path) -> None:
     supervisor = Supervisor(Plan((_spec("main", SLEEP),)), tmp_path)
     with pytest.raises(ValueError, match="must be unique, got 'main' again"):
         supervisor.add(_spec("main", SLEEP))
 
 
-def test_what_is_elsewhere_is_waited_for_by_its_health_address(tmp_path: Path) -> None:
+def test_process_on_another_host_is_awaited_by_its_health_address(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     address = f"http://127.0.0.1:{port}/"
     main = _spec("main", "print('worked')", after=("elsewhere",), on_exit=OnExit.COMPLETE)
@@ -463,7 +464,7 @@ def test_what_is_elsewhere_is_waited_for_by_its_health_address(tmp_path: Path) -
     assert late.message.startswith(f"main waits for elsewhere, which did not answer {address} within 0 s")
 
 
-def test_an_end_from_without_is_told_before_anything_is_stopped(tmp_path: Path) -> None:
+def test_external_end_is_reported_before_anything_stops(tmp_path: Path) -> None:
     pids: list[int] = []
 
     def tick() -> None:

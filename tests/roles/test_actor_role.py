@@ -1,4 +1,4 @@
-"""The process of an actor: it waits for its controller before it takes work, and tells when it loses it."""
+"""An actor's process waits for its controller before it takes work, and reports when it loses it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def identity(tmp_path: Path) -> Iterator[Identity]:
 
 @pytest.fixture
 def engine() -> Iterator[str]:
-    """Its weights are the run's."""
+    """Serve an engine with the run's weights."""
     made = ScriptedEngine(token=TOKEN)
     made._serving = (1, 0)
     with in_thread(create_app(made, token=TOKEN)) as url:
@@ -70,7 +70,7 @@ def engine() -> Iterator[str]:
 async def controller(
     identity: Identity, *engines: str, token: str = TOKEN, verifiers: Sequence[Any] = ()
 ) -> AsyncIterator[None]:
-    """One that names these engines and verifier services, where the actor looks for it."""
+    """Serve a controller that names these engines and verifier services."""
     told = {"serving": engines, "finishing": [], "groups_in_flight": 4, "model_version": 0, "k": None}
     told["verifiers"] = verifiers
     app = FastAPI(openapi_url=None)
@@ -130,10 +130,10 @@ async def indices(stream: Stream) -> list[int]:
     return [decode_group(entry.payload).index for entry in entries]
 
 
-async def test_it_claims_nothing_before_it_has_heard_its_controller(
+async def test_actor_claims_no_order_before_its_controller_answers(
     identity: Identity, engine: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Which may be started later, may end, and come back; each turn is told once."""
+    """The controller may start later, end, and return; each change is logged once."""
     monkeypatch.setattr(actor_role, "REFRESH_S", 0.02)
     caplog.set_level(logging.INFO, "pipelinerl")
     stream = await identity.stream()
@@ -155,7 +155,7 @@ async def test_it_claims_nothing_before_it_has_heard_its_controller(
         async with controller(identity, engine):
             await until(role, said(" answers"))
             await until(role, lambda: indices(stream))
-        await until(role, said("what it said last holds"))
+        await until(role, said("the last assignment holds"))
         async with controller(identity, engine):
             await until(role, said(" answers"))
             await asyncio.sleep(0.2)
@@ -163,7 +163,7 @@ async def test_it_claims_nothing_before_it_has_heard_its_controller(
     await stream.close()
 
 
-async def test_what_is_no_controller_is_named_and_waited_for(
+async def test_service_that_is_no_controller_is_named_and_retried(
     identity: Identity, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = FastAPI(openapi_url=None)
@@ -177,14 +177,14 @@ async def test_what_is_no_controller_is_named_and_waited_for(
         await until(role, warned)
 
 
-async def test_it_ends_when_the_controller_refuses_its_token(identity: Identity) -> None:
+async def test_actor_ends_when_the_controller_refuses_its_token(identity: Identity) -> None:
     async with controller(identity, token="another"), acting(identity) as role:
         with pytest.raises(ExceptionGroup) as ended:
             await asyncio.wait_for(role, DEADLINE_S)
     assert ended.group_contains(AddressError, match="refuses this actor's token")
 
 
-#: What workers import, the actor has imported too: only they leave a mark.
+#: The actor imports what its workers import, so only the workers leave a mark.
 JUDGE = """
 import sys
 from pathlib import Path
@@ -199,8 +199,8 @@ def judge(correct=(), completion=""):
 """
 
 
-async def test_what_judges_comes_up_with_the_actor_before_any_answer(identity: Identity, tmp_path: Path) -> None:
-    """No controller has answered yet. One that cannot come up leaves the others alone: its answers will say why."""
+async def test_judges_start_with_the_actor_before_any_answer(identity: Identity, tmp_path: Path) -> None:
+    """No controller has answered yet. A judge that cannot start does not affect the others; its answers say why."""
     for name in ("broken", "math", "code", "filter"):
         (tmp_path / f"{name}.py").write_text(JUDGE)
     domains = tuple(
@@ -216,7 +216,7 @@ async def test_what_judges_comes_up_with_the_actor_before_any_answer(identity: I
 
 
 async def test_answers_are_judged_by_the_services_that_the_controller_names(identity: Identity, engine: str) -> None:
-    """Which may join after the actor has begun to ask."""
+    """The services may join after the actor has sent its first requests."""
     domain = identity.config.domains[0].model_copy(update={"name": "words", "verifier": "math_answer"})
     section = VerificationSection(judged_in=VerifierLocation.SERVICES)
     config = identity.config.model_copy(update={"domains": (domain,), "verification": section})
@@ -248,6 +248,6 @@ assert not (heavy := {"torch", "fastapi", "uvicorn", "matplotlib"} & sys.modules
 """
 
 
-def test_it_is_light() -> None:
-    """There may be one beside each engine; with torch its memory would be three times as much."""
+def test_actor_does_not_import_torch() -> None:
+    """An actor may run next to each engine; torch would triple its memory."""
     subprocess.run([sys.executable, "-c", _LIGHT], check=True, timeout=PATIENCE_S)

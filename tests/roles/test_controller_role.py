@@ -1,4 +1,4 @@
-"""What the controller is built from when its run goes on, and what it leaves for those who go on with the run."""
+"""The controller of a resumed run, and the files that it leaves for resuming and for local commands."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ from tests.patience import PATIENCE_S
 DEADLINE_S = PATIENCE_S
 
 
-def test_it_says_which_knobs_an_edited_recipe_does_not_change() -> None:
+def test_knobs_that_an_edited_recipe_does_not_change_are_named() -> None:
     config = load("tiny", ["optimizer.learning_rate=1e-5"])
     knobs = knobs_of(config)
     assert overruled(config, knobs) == []
     (sentence,) = overruled(config, knobs.patched({"learning_rate": 0.5}))
     assert sentence == (
-        "learning_rate is 0.5, as it was set while the run was live; the recipe says 1e-05: `pipelinerl knobs set` "
-        "changes it"
+        "learning_rate is 0.5, set while the run was live; the recipe has 1e-05; change it with `pipelinerl knobs set`"
     )
 
 
@@ -64,7 +63,7 @@ def identity(config: RunConfig, redis_url: str, *, host: str = "127.0.0.1") -> I
 
 @asynccontextmanager
 async def serving(who: Identity, *, start: Start = Start.AFRESH) -> AsyncIterator[Path]:
-    """A controller at work, and the file that says where."""
+    """Run a controller; yield the file that gives its address."""
     endpoint = who.run_dir / "controller.json"
     role = asyncio.create_task(controller_role.run(who, start=start))
     try:
@@ -83,7 +82,7 @@ async def serving(who: Identity, *, start: Start = Start.AFRESH) -> AsyncIterato
     ("host", "reached_at"),
     [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::1", "[::1]"), ("::", "[::1]")],
 )
-async def test_the_commands_of_its_machine_reach_it_wherever_it_listens(
+async def test_local_commands_reach_it_wherever_it_listens(
     tmp_path: Path, redis_url: str, host: str, reached_at: str
 ) -> None:
     async with serving(identity(config_in(tmp_path), redis_url, host=host)) as endpoint:
@@ -94,7 +93,7 @@ async def test_the_commands_of_its_machine_reach_it_wherever_it_listens(
     assert not endpoint.exists()
 
 
-async def test_a_run_of_roles_started_apart_can_be_gone_on_with(tmp_path: Path, redis_url: str) -> None:
+async def test_run_of_separate_roles_can_be_resumed(tmp_path: Path, redis_url: str) -> None:
     config = config_in(tmp_path / "runs", f"checkpoint.location=memory://{tmp_path.name}")
     async with serving(identity(config, redis_url)) as endpoint:
         directory = open_run(endpoint.parent)
@@ -105,7 +104,7 @@ async def test_a_run_of_roles_started_apart_can_be_gone_on_with(tmp_path: Path, 
     assert to_table(open_run(directory.path).config) == to_table(config)
 
 
-async def test_the_recipe_that_is_there_stays_as_it_is(tmp_path: Path, redis_url: str) -> None:
+async def test_existing_recipe_is_kept(tmp_path: Path, redis_url: str) -> None:
     config = config_in(tmp_path)
     config.run_directory.mkdir()
     recipe = config.run_directory / "recipe.toml"
@@ -115,48 +114,46 @@ async def test_the_recipe_that_is_there_stays_as_it_is(tmp_path: Path, redis_url
         assert recipe.read_text() == "# edited since\n"
 
 
-def test_the_recipe_names_a_stream_server_that_any_machine_reaches(tmp_path: Path) -> None:
+def test_recipe_names_a_stream_server_on_another_machine(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     config.run_directory.mkdir()
-    controller_role._leave_recipe(identity(config, "redis://:secret@db.lab:6379/0"), begins=True)
+    controller_role._write_recipe(identity(config, "redis://:secret@db.lab:6379/0"), begins=True)
     address = open_run(config.run_directory).config.streams.redis_url
     assert address is not None and address.get_secret_value() == "redis://:secret@db.lab:6379/0"
 
 
-def test_a_location_that_takes_no_recipe_does_not_keep_the_run_from_beginning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unwritable_location_does_not_stop_a_new_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = config_in(tmp_path, "checkpoint.location=nosuchscheme://bucket")
     config.run_directory.mkdir()
-    controller_role._leave_recipe(identity(config, "redis://127.0.0.1:6379/0"), begins=True)
+    controller_role._write_recipe(identity(config, "redis://127.0.0.1:6379/0"), begins=True)
     assert "nosuchscheme://bucket/tiny cannot be resumed from yet" in caplog.text
 
 
-def test_a_new_run_does_not_push_out_the_copies_of_another_of_its_name(tmp_path: Path) -> None:
-    """Its first checkpoint would remove those of later steps, as a run does that went on from before them."""
+def test_new_run_does_not_replace_copies_of_another_of_its_name(tmp_path: Path) -> None:
+    """Its first checkpoint would delete those of later steps, as a run resumed from an earlier step does."""
     location = f"checkpoint.location=memory://{tmp_path.name}"
     first, second = (identity(config_in(tmp_path / place, location), "redis://") for place in ("here", "there"))
     for each in (first, second):
         each.run_dir.mkdir(parents=True)
-    controller_role._leave_recipe(first, begins=True)
-    with pytest.raises(UserError, match=r"holds the copies of a run, .* is not its directory: give this one another"):
-        controller_role._leave_recipe(second, begins=True)
+    controller_role._write_recipe(first, begins=True)
+    with pytest.raises(UserError, match=r"holds the copies of a run, .* is not its directory; choose another"):
+        controller_role._write_recipe(second, begins=True)
     assert not (second.run_dir / "recipe.toml").exists(), "it is asked again when it is started again"
-    controller_role._leave_recipe(second, begins=False)  # a controller that goes on elsewhere with the same run
+    controller_role._write_recipe(second, begins=False)  # a controller that continues the same run elsewhere
     assert (second.run_dir / "recipe.toml").exists()
 
 
-async def test_a_new_run_does_not_take_the_streams_of_a_live_one_of_its_name(
+async def test_new_run_does_not_take_the_streams_of_a_live_one_of_its_name(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controller_role, "_LOOK_S", DEADLINE_S)  # it is told at once
+    monkeypatch.setattr(controller_role, "_LOOK_S", DEADLINE_S)  # it finds the live run at once
     first, second = (identity(config_in(tmp_path / place), redis_url) for place in ("here", "there"))
     async with serving(first) as endpoint:
         found = json.loads(endpoint.read_text())
         headers = {"authorization": f"Bearer {found['token']}"}
         async with httpx.AsyncClient(base_url=found["url"], headers=headers, trust_env=False) as http:
 
-            async def say() -> None:  # any input that is journaled: in a live run the actors' heartbeats are
+            async def say() -> None:  # any journaled input, such as the actors' heartbeats in a live run
                 (await http.patch("/knobs", json={"temperature": 0.9})).raise_for_status()
 
             async def be_heard() -> None:
@@ -177,9 +174,7 @@ async def test_a_new_run_does_not_take_the_streams_of_a_live_one_of_its_name(
         assert (second.run_dir / "events.jsonl").exists(), "a name is free once nobody lives by it"
 
 
-async def test_a_run_that_begins_takes_nothing_that_a_dead_one_of_its_name_has_left(
-    tmp_path: Path, redis_url: str
-) -> None:
+async def test_new_run_takes_nothing_that_a_dead_one_of_its_name_left(tmp_path: Path, redis_url: str) -> None:
     stream = await open_stream(redis_url, namespace="tiny")
     await stream.append(ROLLOUTS + "actor-0", [b"of another model", b"of another model"])
     async with serving(identity(config_in(tmp_path), redis_url)), asyncio.timeout(DEADLINE_S):
@@ -194,16 +189,16 @@ async def test_a_run_that_begins_takes_nothing_that_a_dead_one_of_its_name_has_l
     await stream.close()
 
 
-async def test_who_is_taken_over_leaves_the_address_of_the_other(tmp_path: Path, redis_url: str) -> None:
+async def test_replaced_controller_keeps_the_address_of_its_successor(tmp_path: Path, redis_url: str) -> None:
     who = identity(config_in(tmp_path), redis_url)
     async with serving(who) as endpoint, asyncio.timeout(DEADLINE_S):
         with controller_of(who.run_dir) as first:
-            await asyncio.to_thread(first.status)  # its journal is there
+            await asyncio.to_thread(first.status)  # its journal exists
         async with serving(who, start=Start.FROM_JOURNAL), httpx.AsyncClient(trust_env=False) as http:
             while address_of(who.run_dir).url == first.url:
                 await asyncio.sleep(0.01)
             with controller_of(who.run_dir) as second:
-                await asyncio.to_thread(second.change_knobs, {"temperature": 0.9})  # what is journaled fences the first
+                await asyncio.to_thread(second.change_knobs, {"temperature": 0.9})  # fences the first
                 with suppress(httpx.TransportError):
                     while await http.get(f"{first.url}/health"):
                         await asyncio.sleep(0.05)
@@ -212,14 +207,14 @@ async def test_who_is_taken_over_leaves_the_address_of_the_other(tmp_path: Path,
     assert not endpoint.exists()
 
 
-async def test_a_run_with_a_past_in_its_directory_does_not_look_who_lives(
+async def test_run_with_a_history_does_not_look_for_a_live_namesake(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(controller_role, "_LOOK_S", 10 * DEADLINE_S)
     who = identity(config_in(tmp_path), redis_url)
     events = who.run_dir / "events.jsonl"
     async with serving(who), asyncio.timeout(DEADLINE_S):
-        while "run_started" not in events.read_text():  # it leaves a journal behind
+        while "run_started" not in events.read_text():  # its journal is there
             await asyncio.sleep(0.01)
     events.write_text('{"kind": "step", "elapsed_s": 3.0}\n')
     async with serving(who) as endpoint:

@@ -1,4 +1,4 @@
-"""In what a run's weights lie, travel and are kept: resolved from recipe and directory, and refused in one sentence."""
+"""The dtypes of weights in the directory, on the wire and in engines, and combinations that are rejected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ SHIPPED = MODELS / "tiny_speller"
 
 
 def directory(path: Path, dtype: torch.dtype, *, config: str | None = None, keep: str = " ") -> Path:
-    """The shipped model in `dtype`, but for parameters whose name has `keep`; config.json names `config`, if any."""
+    """Write the shipped model in `dtype`, except parameters whose name contains `keep`.
+
+    config.json names the dtype `config`, if given.
+    """
     shutil.copytree(SHIPPED, path)
     table = json.loads((path / "config.json").read_text())
     table.pop("dtype", None)
@@ -38,7 +41,7 @@ def recipe(path: Path, *overrides: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_config_without_dtype_is_that_of_most_bytes(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_config_without_dtype_takes_the_dtype_of_most_bytes(tmp_path: Path, dtype: torch.dtype) -> None:
     path = directory(tmp_path / "model", dtype, keep="norm")
     assert model_dtype(path).value == str(dtype).removeprefix("torch.")
     loaded = load_model(path, dtype=model_dtype(path).value)
@@ -55,7 +58,7 @@ def test_older_and_nested_configs_are_read(tmp_path: Path) -> None:
         model_dtype(path)
 
 
-def test_the_index_says_which_files_are_the_models(tmp_path: Path) -> None:
+def test_index_names_the_files_of_the_model(tmp_path: Path) -> None:
     path = directory(tmp_path / "model", torch.float32)
     (path / "consolidated.safetensors").write_text("the same weights once more, in their maker's format")
     assert weight_files(path) == [path / "model.safetensors"]
@@ -68,14 +71,14 @@ def test_the_index_says_which_files_are_the_models(tmp_path: Path) -> None:
         weight_files(path)
 
 
-def test_weights_that_are_pickled_alone_are_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_pickled_weights_are_rejected(tmp_path: Path) -> None:
     path = directory(tmp_path / "model", torch.float32)
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"only in pytorch_model\.bin, a pickle, which may run code and is not loaded"):
         check_directory(path)
 
 
-def test_the_directorys_dtype_but_for_engines_that_keep_float32_and_the_canary_suits_the_coarsest(
+def test_wire_follows_the_directory_unless_engines_keep_float32(
     tmp_path: Path,
 ) -> None:
     path = directory(tmp_path / "model", torch.bfloat16, config="bfloat16")
@@ -98,11 +101,11 @@ def test_the_directorys_dtype_but_for_engines_that_keep_float32_and_the_canary_s
         (["engine.type=bigram"], "engine.type 'bigram' computes in float32, got engine.dtype bfloat16"),
         (
             ["model.head_precision=fp32", "weights.dtype=float32"],
-            "model.head_precision=fp32 has the trainer compute .* say weights.dtype=bfloat16 or engine.dtype=float32",
+            "model.head_precision=fp32 has the trainer compute .* set weights.dtype=bfloat16 or engine.dtype=float32",
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(tmp_path: Path, overrides: list[str], sentence: str) -> None:
+def test_contradictory_dtypes_are_rejected(tmp_path: Path, overrides: list[str], sentence: str) -> None:
     path = directory(tmp_path / "model", torch.bfloat16, config="bfloat16")
     with pytest.raises(RecipeError, match=sentence):
         dtypes_of(recipe(path, *overrides))

@@ -1,4 +1,4 @@
-"""The process of an engine lives as long as the engine does, so that whoever supervises it can start another."""
+"""The process of an engine ends with the engine, so that its supervisor can start another."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def _until_ready(http: httpx.AsyncClient, role: asyncio.Task[None]) -> Non
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine's thread dies of it
-async def test_it_ends_when_the_engine_has_stopped_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_process_ends_when_the_engine_stops_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     server = SglangServer(AutoModelForCausalLM.from_pretrained(MODELS / "tiny_speller"), context_length=64)
     with in_thread(create_app(server)) as stock:
@@ -54,12 +54,12 @@ async def test_it_ends_when_the_engine_has_stopped_by_itself(tmp_path: Path, mon
             httpx.post(f"{stock}/update_weight_version", json=theirs).raise_for_status()
             answer = await http.post("/v1/chat/completions", json={"prompt_token_ids": [7, 9], "max_tokens": 4})
             assert answer.status_code == 503
-        with pytest.raises(EngineUnreachable, match="has stopped by itself"):
+        with pytest.raises(EngineUnreachable, match="stopped by itself"):
             await asyncio.wait_for(role, READY_S)
 
 
-def test_an_engine_offers_an_address_at_which_others_reach_it(outward: str) -> None:
-    """What listens everywhere is offered where the controller sees it; nobody can be sent to 0.0.0.0."""
+def test_engine_offers_an_address_that_others_can_reach(outward: str) -> None:
+    """A service on all interfaces is offered at the address that faces the controller, never as 0.0.0.0."""
     here, away = "http://127.0.0.1:8000", "http://198.51.100.7:8000"
     assert offered_url(("127.0.0.1", 8001), here) == "http://127.0.0.1:8001"
     assert offered_url(("0.0.0.0", 8001), here) == "http://127.0.0.1:8001"
@@ -68,20 +68,22 @@ def test_an_engine_offers_an_address_at_which_others_reach_it(outward: str) -> N
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_a_controller_that_nobody_can_find_yet_is_looked_for_again_by_the_next_process(host: str) -> None:
-    """What faces it is not known; an address of this machine alone would be refused for ever."""
-    with pytest.raises(AddressError, match=r"no way leads to the controller at http://nowhere\.invalid:8000"):
+def test_unknown_controller_host_is_left_to_the_next_process(host: str) -> None:
+    """The address that faces it is unknown, and a loopback address would be refused forever."""
+    with pytest.raises(AddressError, match=r"no route to the controller at http://nowhere\.invalid:8000"):
         offered_url((host, 8001), "http://nowhere.invalid:8000")
 
 
-def test_a_controllers_url_that_is_none_is_a_sentence() -> None:
+def test_invalid_controller_url_is_reported() -> None:
     with pytest.raises(UserError, match=r"must be like http://host:8000, got http://10\.0\.0\.1:port"):
         offered_url(("0.0.0.0", 8001), "http://10.0.0.1:port")
 
 
 @pytest.mark.parametrize("loopback", ["127.0.0.1", "127.0.1.1"])
-def test_an_engine_that_nobody_would_reach_is_refused_before_it_loads_its_model(loopback: str, outward: str) -> None:
-    with pytest.raises(UserError, match=f"at {loopback}, where nobody else reaches it; start it with --host "):
+def test_unreachable_engine_is_rejected_before_its_model_loads(loopback: str, outward: str) -> None:
+    with pytest.raises(
+        UserError, match=f"at {loopback} only, where other machines cannot reach it; start it with --host "
+    ):
         offered_url((loopback, 8001), f"http://{outward}:8000")
 
 
@@ -99,10 +101,8 @@ print("torch" in sys.modules)
 
 
 @pytest.mark.parametrize(("transport", "has_torch"), [("broadcast", True), ("pull", False)])
-def test_an_engine_of_numpy_has_torch_before_it_serves_if_it_is_to_join_a_group(
-    tmp_path: Path, transport: str, has_torch: bool
-) -> None:
-    """Imported by the first join, it would keep everybody waiting for a second."""
+def test_numpy_engine_that_joins_a_group_imports_torch_first(tmp_path: Path, transport: str, has_torch: bool) -> None:
+    """Importing it in the first join would delay the whole group by a second."""
     words = [str(bigram_recipe(tmp_path / "bigram")), f"weights.transport={transport}"]
     built = subprocess.run([sys.executable, "-c", _BUILD, *words], capture_output=True, text=True, timeout=PATIENCE_S)
     assert built.stdout == f"{has_torch}\n", built.stderr

@@ -1,4 +1,4 @@
-"""What a recipe may say of environments."""
+"""Environments in a recipe: rewards, contradictions and user code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def domain(**fields: Any) -> DomainSection:
     return DomainSection.model_validate(GAME | fields)
 
 
-def test_an_environment_rewards_by_itself_unless_a_verifier_is_named() -> None:
+def test_environment_rewards_by_itself_unless_a_verifier_is_named() -> None:
     assert not list(names_of(domain()))
     assert [name for _, name in names_of(domain(verifier="math_answer"))] == ["math_answer"]
 
@@ -34,7 +34,7 @@ def test_an_environment_rewards_by_itself_unless_a_verifier_is_named() -> None:
         ({"environment": None, "episode": {"max_turns": 2}}, "episode configures an environment or a command"),
     ],
 )
-def test_what_contradicts_itself_is_refused(fields: dict[str, Any], said: str) -> None:
+def test_contradictions_are_rejected(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         domain(**fields)
 
@@ -53,7 +53,7 @@ def test_episodes_and_replayed_routing_exclude_each_other() -> None:
         ("import absent_module", "game.py:1: ModuleNotFoundError"),
     ],
 )
-def test_code_that_cannot_play_is_refused_with_its_place(code: str, said: str, tmp_path: Path) -> None:
+def test_code_that_cannot_play_is_rejected_with_its_key(code: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "game.py").write_text(code)
     with pytest.raises(RecipeError, match=f"domains.d.environment: .*{said}"):
         check_environment(domain(environment=f"{tmp_path}/game.py:play"))

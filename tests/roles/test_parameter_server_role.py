@@ -1,4 +1,4 @@
-"""The parameter server's process as the launcher starts it: liveness, the token, what it saves, and how it stops."""
+"""The parameter server's process as the launcher starts it: liveness, token, snapshots and stop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.patience import PATIENCE_S
 from tests.weights.parameter_server.test_snapshot_store import save
 
 
-def test_the_process_serves_saves_and_ends_at_a_signal(tmp_path: Path) -> None:
+def test_process_serves_saves_and_stops_at_a_signal(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     tokens = tmp_path / "tokens.json"
     tokens.write_text(json.dumps({"token": TOKEN}))
@@ -58,8 +58,8 @@ def test_the_process_serves_saves_and_ends_at_a_signal(tmp_path: Path) -> None:
         process.wait(PATIENCE_S)
 
 
-def test_copies_are_those_of_the_run_alone(tmp_path: Path) -> None:
-    """Else the versions of another run, or of one before of this name, would be taken for ours."""
+def test_copies_of_other_runs_are_ignored(tmp_path: Path) -> None:
+    """Otherwise the versions of another run, or of an earlier one of this name, would be served."""
 
     def store(run: str, directory: str) -> SnapshotStore:
         config = load("tiny", [f"run.name={run}", f"parameter_server.copies={tmp_path}/copies"])
@@ -80,7 +80,7 @@ def test_copies_are_those_of_the_run_alone(tmp_path: Path) -> None:
     assert list(store("a", "elsewhere/a").newest()) == [], "begun afresh by the same name"
 
 
-async def test_the_trainer_publishes_as_the_recipe_says() -> None:
+async def test_trainer_publishes_as_the_recipe_says() -> None:
     def identity(*changes: str) -> Identity:
         return Identity(
             config=load("tiny", changes),
@@ -97,5 +97,5 @@ async def test_the_trainer_publishes_as_the_recipe_says() -> None:
         assert isinstance(
             publisher_of(identity("weights.transport=pull", pulled), client, MemoryStream()), PullPublisher
         )
-        with pytest.raises(RecipeError, match="the trainer was told of no parameter server"):
+        with pytest.raises(RecipeError, match="no parameter server is named"):
             publisher_of(identity("weights.transport=pull"), client, MemoryStream())

@@ -1,4 +1,4 @@
-"""What every role does when it starts and ends: its secrets, the exit status, the sentence on stderr."""
+"""Start and end of every role: its secrets, its exit status, its message on stderr."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def identity(run_dir: Path, *, redis_url: str = "memory://") -> Identity:
     )
 
 
-def test_what_has_been_loaded_costs_a_full_collection_nothing_any_more() -> None:
+def test_frozen_objects_are_not_collected() -> None:
     program = (
         "import gc, time, torch\n"
         "from pipelinerl.roles.process import freeze_gc\n"
@@ -40,7 +40,7 @@ def test_what_has_been_loaded_costs_a_full_collection_nothing_any_more() -> None
     assert float(done.stdout) < 0.1, done.stderr
 
 
-def test_a_token_comes_from_its_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_comes_from_its_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "tokens.json"
     file.write_text(json.dumps({"token": "secret"}))
     monkeypatch.setenv(TOKEN_VARIABLE, "other")
@@ -49,7 +49,7 @@ def test_a_token_comes_from_its_file_or_the_environment(tmp_path: Path, monkeypa
     assert read_token(None) is None
 
 
-def test_a_launch_is_told_by_its_token_which_it_does_not_give_away(tmp_path: Path) -> None:
+def test_launch_id_does_not_reveal_the_token(tmp_path: Path) -> None:
     first, second = (replace(identity(tmp_path), token=token).launch for token in ("token-1", "token-2"))
     assert first != second and "token" not in first
     assert identity(tmp_path).launch == ""
@@ -58,8 +58,8 @@ def test_a_launch_is_told_by_its_token_which_it_does_not_give_away(tmp_path: Pat
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", '"secret"', "{}", '{"token": null}', '{"token": ""}', '{"token": 3}', "\udcff"]
 )
-def test_a_file_without_a_token_is_refused(tmp_path: Path, content: str) -> None:
-    """An empty or absent token must never be taken for "none", which would let everybody in."""
+def test_file_without_a_token_is_rejected(tmp_path: Path, content: str) -> None:
+    """An empty or missing token must never mean "no token", which would disable authentication."""
     file = tmp_path / "tokens.json"
     file.write_text(content, errors="surrogateescape")
     with pytest.raises(UserError, match=r"tokens.json must hold \{\"token\": \"…\"\}"):
@@ -97,7 +97,7 @@ def test_exit_status_and_sentence(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_no_success_and_is_put_in_order_first(tmp_path: Path, number: int) -> None:
+def test_signal_is_no_success_and_lets_the_role_clean_up(tmp_path: Path, number: int) -> None:
     happened: list[str] = []
 
     async def role(_: Identity) -> None:
@@ -114,8 +114,8 @@ def test_a_signal_is_no_success_and_is_put_in_order_first(tmp_path: Path, number
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_role_that_is_still_loading(tmp_path: Path, number: int) -> None:
-    """Which imports torch, and hears nothing by the event loop: the launcher waited 5 s for it, and then for others."""
+def test_signal_ends_a_role_that_is_still_loading(tmp_path: Path, number: int) -> None:
+    """A role that imports torch does not run its event loop, and the launcher used to wait 5 s for it."""
     happened: list[str] = []
 
     async def role(_: Identity) -> None:
@@ -131,14 +131,14 @@ def test_a_signal_ends_a_role_that_is_still_loading(tmp_path: Path, number: int)
     assert (ended.value.code, happened) == (143, ["in order"])
 
 
-def test_work_that_is_done_returns(tmp_path: Path) -> None:
+def test_finished_work_returns(tmp_path: Path) -> None:
     async def role(given: Identity) -> None:
         await (await given.stream()).close()
 
     run_until_signalled(role, identity(tmp_path))
 
 
-async def test_the_password_of_the_embedded_server_is_found_beside_its_data(tmp_path: Path) -> None:
+async def test_password_of_the_embedded_server_is_found_with_its_data(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path / "redis") as server:
         bare = server.url.replace(f":{(tmp_path / 'redis' / 'password').read_text()}@", "")
         assert "@" not in bare
@@ -152,7 +152,7 @@ async def test_the_password_of_the_embedded_server_is_found_beside_its_data(tmp_
 
 
 @pytest.mark.parametrize("url", ["http://x", "redis://127.0.0.1:notaport/0", "redis://127.0.0.1:99999/0", ""])
-async def test_addresses_that_are_none(tmp_path: Path, url: str) -> None:
+async def test_invalid_addresses_are_reported(tmp_path: Path, url: str) -> None:
     (tmp_path / "redis").mkdir()
     (tmp_path / "redis" / "password").write_text("secret")
     with pytest.raises(AddressError) as refused:

@@ -1,4 +1,4 @@
-"""Going on with a run: from its directory, from its location when nothing else is left, and never from two places."""
+"""Resuming a run: from its directory, from its location if nothing else is left, and never from two places."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def url_of(config: RunConfig) -> str:
 
 
 def begun(config: RunConfig) -> tuple[Path, CheckpointStore]:
-    """A run that has begun, and its checkpoints."""
+    """Return the directory of a run that has begun, and its checkpoints."""
     directory = create(config, claim=resumption.claim)
     return directory.path, checkpoints_of(directory.config, directory.path)
 
 
-def test_a_name_that_is_taken_at_the_location_gets_a_number(config: RunConfig, tmp_path: Path) -> None:
+def test_name_taken_at_the_location_gets_a_number(config: RunConfig, tmp_path: Path) -> None:
     begun(config)
-    shutil.rmtree(tmp_path / "runs")  # another machine
+    shutil.rmtree(tmp_path / "runs")  # as on another machine
     path, _ = begun(config)
     assert path.name == "tiny-2"
     assert resumption.claim(load(path / "recipe.toml")) is False
@@ -55,7 +55,7 @@ def test_a_name_that_is_taken_at_the_location_gets_a_number(config: RunConfig, t
     assert resumption.claim(elsewhere) is True
 
 
-def test_a_path_is_gone_on_with_where_it_is(config: RunConfig) -> None:
+def test_path_is_resumed_in_place(config: RunConfig) -> None:
     path, store = begun(config)
     store.copy(save(store, 3))
     assert resumption.directory_of(str(path)) == path
@@ -64,7 +64,7 @@ def test_a_path_is_gone_on_with_where_it_is(config: RunConfig) -> None:
     )
 
 
-def test_a_url_becomes_the_runs_directory_with_checkpoint_recipe_and_events(config: RunConfig) -> None:
+def test_url_becomes_the_runs_directory_with_checkpoint_recipe_and_events(config: RunConfig) -> None:
     path, store = begun(config)
     (path / "events.jsonl").write_text('{"kind": "run_started"}\n')
     for version in (3, 6):
@@ -79,7 +79,7 @@ def test_a_url_becomes_the_runs_directory_with_checkpoint_recipe_and_events(conf
     assert [entry.name for entry in path.parent.iterdir()] == [path.name], "no draft is left"
 
 
-def test_no_secret_goes_to_the_location_or_is_the_worlds_to_read(config: RunConfig) -> None:
+def test_no_secret_is_copied_or_readable_by_others(config: RunConfig) -> None:
     url = "redis://ada:s3cret@db:6379/3?db=1&password=s3cret&timeout=9"
     path, store = begun(config.model_copy(update={"streams": StreamsSection(redis_url=url)}))
     address = load(path / "recipe.toml").streams.redis_url
@@ -96,8 +96,8 @@ def test_no_secret_goes_to_the_location_or_is_the_worlds_to_read(config: RunConf
     assert stat.S_IMODE((path / "recipe.toml").stat().st_mode) == 0o600
 
 
-def test_a_checkpoint_without_a_recipe_is_gone_on_with_by_the_locations(config: RunConfig) -> None:
-    """Its trainer was started by hand, on another machine than the controller, and had a run directory of its own."""
+def test_checkpoint_without_a_recipe_uses_the_locations_recipe(config: RunConfig) -> None:
+    """Its trainer was started on another machine than the controller, with a run directory of its own."""
     path, store = begun(config)
     (path / "recipe.toml").unlink()
     store.copy(save(store, 3))
@@ -106,7 +106,7 @@ def test_a_checkpoint_without_a_recipe_is_gone_on_with_by_the_locations(config: 
     assert to_table(load(path / "recipe.toml")) == to_table(config)
 
 
-def test_a_damaged_copy_is_skipped_loudly(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_copy_is_skipped_and_logged(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
     path, store = begun(config)
     for version in (3, 6):
         store.copy(save(store, version))
@@ -120,7 +120,7 @@ def test_a_damaged_copy_is_skipped_loudly(config: RunConfig, caplog: pytest.LogC
     assert [found.name for found in checkpoints_of(config, path).all()] == ["step-000003"]
 
 
-def test_a_model_that_is_not_here_comes_with_the_checkpoint(config: RunConfig) -> None:
+def test_missing_model_is_taken_from_the_checkpoint(config: RunConfig) -> None:
     path, store = begun(config)
     store.copy(save(store, 3))
     shutil.rmtree(path)
@@ -135,34 +135,34 @@ def test_a_model_that_is_not_here_comes_with_the_checkpoint(config: RunConfig) -
     assert to_table(moved.model_copy(update={"model": config.model})) == to_table(config), "nothing else has changed"
 
 
-def test_a_reference_must_be_brought(config: RunConfig) -> None:
+def test_missing_reference_is_rejected(config: RunConfig) -> None:
     path, store = begun(config.model_copy(update={"objective": {"preset": "grpo", "grad2": "kl"}}))
     store.copy(save(store, 3))
     shutil.rmtree(path)
     shutil.rmtree(config.model.resolved)
-    with pytest.raises(UserError, match="is the reference of this run: bring it"):
+    with pytest.raises(UserError, match="is the reference of this run; copy it here"):
         resumption.directory_of(url_of(config))
     assert not path.exists()
 
 
-def test_a_run_without_a_checkpoint_begins_again(config: RunConfig) -> None:
+def test_run_without_a_checkpoint_begins_again(config: RunConfig) -> None:
     path, _ = begun(config)
     shutil.rmtree(path)
     assert resumption.directory_of(url_of(config)) == path
     assert sorted(entry.name for entry in path.iterdir()) == ["layout", "recipe.toml"]
 
 
-def test_two_places_to_go_on_from_are_one_too_many(config: RunConfig) -> None:
+def test_two_places_to_resume_from_are_rejected(config: RunConfig) -> None:
     path, store = begun(config)
     store.copy(save(store, 3))
-    with pytest.raises(UserError, match=f"go on with what is there by --resume {path}"):
+    with pytest.raises(UserError, match=f"resume what is there with --resume {path}"):
         resumption.directory_of(url_of(config))
     store.copy(save(store, 6))  # as another machine would have done
     shutil.rmtree(path / "checkpoints" / "step-000006")
-    with pytest.raises(UserError, match=r"went on elsewhere: .* of step 3, .* of step 6"):
+    with pytest.raises(UserError, match=r"continued elsewhere: .* of step 3, .* of step 6"):
         resumption.directory_of(str(path))
 
 
-def test_where_there_is_no_run_it_says_what_was_expected(tmp_path: Path) -> None:
+def test_place_without_a_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no run; expected <checkpoint\.location>/<run\.name>"):
         resumption.directory_of(f"file://{tmp_path}/nothing")

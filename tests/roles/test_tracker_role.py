@@ -1,4 +1,4 @@
-"""The tracker's process: a run does not notice what happens to it, and nothing of the run is lost or doubled there."""
+"""The tracker's process never disturbs a run, and no figure is lost or duplicated."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ RUN: Final = TrackedRun(name="tiny", directory=Path("/runs/tiny"), recipe={"run"
 
 
 def _fed_to(live: LiveRun) -> int:
-    """The last step that the position names."""
+    """Return the last step that the tracker's position names."""
     place = live.directory / "trackers" / "tensorboard.json"
     return int(json.loads(place.read_bytes())["reader"]["last_step"]) if place.is_file() else 0
 
 
-@pytest.mark.slow  # in short, with other deaths: tests/end_to_end/test_live_run.py
-def test_a_run_does_not_notice_that_its_tracker_is_killed(tmp_path: Path) -> None:
-    """And every step of the run is in the event files, once, the last one, too."""
+@pytest.mark.slow  # tests/end_to_end/test_live_run.py has a short form with other deaths
+def test_run_is_not_affected_when_its_tracker_is_killed(tmp_path: Path) -> None:
+    """Each step of the run is in the event files once, including the last one."""
     directory = tmp_path / "run"
     with launched(endless_run(directory, "trackers.tensorboard=true"), directory) as live:
         live.until(lambda _: _fed_to(live) > 0, "a figure reaches the tracker")
@@ -59,7 +59,7 @@ def test_a_run_does_not_notice_that_its_tracker_is_killed(tmp_path: Path) -> Non
     assert [each["name"] for each in deaths] == ["tracker"]
 
 
-def test_a_disk_that_is_full_for_a_while_costs_no_figure(tmp_path: Path) -> None:
+def test_full_disk_loses_no_figure(tmp_path: Path) -> None:
     place = tmp_path / "disk"
     if reason := small_disk.why_not(place):
         pytest.skip(f"no small disk can be mounted here: {reason}")
@@ -71,7 +71,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_figure(tmp_path: Path) -> None
     assert told == {"failed": True, "rewards": [[number, 0.5] for number in range(1, 6)]}
 
 
-def test_whatever_a_tracker_raises_is_tried_again_until_the_process_is_told_to_stop(tmp_path: Path) -> None:
+def test_any_tracker_error_is_retried_until_the_process_stops(tmp_path: Path) -> None:
     stop, tries = threading.Event(), list[int]()
     (tmp_path / "events.jsonl").write_text(json.dumps(run(1)[0]) + "\n")
 
@@ -87,7 +87,7 @@ def test_whatever_a_tracker_raises_is_tried_again_until_the_process_is_told_to_s
 
 @final
 class RecordedRun:
-    """Stands for a run of W&B's or trackio's package: what it was begun with, what it was told."""
+    """Fake run of the packages of W&B and trackio: records how it was opened and what was logged."""
 
     def __init__(self, **begun: Any) -> None:
         self.begun, self.rows, self.finished = begun, list[tuple[int, dict[str, float]]](), False
@@ -107,7 +107,7 @@ class RecordedRun:
 
 @final
 class Package:
-    """Stands for the package."""
+    """Fake of the package."""
 
     def __init__(self) -> None:
         self.run = RecordedRun()
@@ -117,7 +117,7 @@ class Package:
         return self.run
 
 
-def test_wandb_goes_on_in_the_run_of_its_bookmark() -> None:
+def test_wandb_continues_the_run_of_its_bookmark() -> None:
     package = Package()
     opened = partial(WandbTracker, RUN, project="p", entity=None, mode="offline", wandb=package)
     first = opened(None)
@@ -140,7 +140,7 @@ def test_wandb_goes_on_in_the_run_of_its_bookmark() -> None:
     assert package.run.rows == [(4, {"reward": 0.75, "time": 9.5})]
 
 
-def test_an_evaluation_that_training_has_passed_stands_in_wandb_by_its_version() -> None:
+def test_late_evaluation_is_logged_to_wandb_by_its_version() -> None:
     package = Package()
     made = WandbTracker(RUN, None, project="p", entity=None, mode="offline", wandb=package)
     assert ("eval/*", {"step_metric": "eval/version"}) in package.run.axes
@@ -151,7 +151,7 @@ def test_an_evaluation_that_training_has_passed_stands_in_wandb_by_its_version()
     assert package.run.rows[2] == (9, {"eval/held_out/accuracy": 0.5, "eval/version": 5.0}), "of step 5 none is taken"
 
 
-def test_trackio_is_told_each_row_once_and_goes_on_in_the_run_of_its_bookmark() -> None:
+def test_trackio_logs_each_row_once_and_continues_the_run_of_its_bookmark() -> None:
     package = Package()
     made = TrackioTracker(RUN, None, project="p", space_id=None, trackio=package)
     assert package.run.begun == {
@@ -166,7 +166,7 @@ def test_trackio_is_told_each_row_once_and_goes_on_in_the_run_of_its_bookmark() 
     assert package.run.finished
     again = TrackioTracker(RUN, bookmark, project="p", space_id=None, trackio=package)
     assert package.run.begun["resume"] == "allow"
-    for told in (again, again):  # taken again from a checkpoint
+    for told in (again, again):  # repeated from a checkpoint
         told.rewind(2)
         told.log(2, {"eval/held_out/accuracy": 0.25}, time=8.0)
         told.log(3, {"reward": 0.25}, time=8.0)
@@ -176,8 +176,8 @@ def test_trackio_is_told_each_row_once_and_goes_on_in_the_run_of_its_bookmark() 
 
 
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_a_server_that_is_away_costs_no_figure(tmp_path: Path, package: str) -> None:
-    """Neither when it cannot be begun with, nor when it goes away later: each step is told, once it is there again."""
+def test_unreachable_server_loses_no_figure(tmp_path: Path, package: str) -> None:
+    """The server may be unreachable at first or later; each step is logged once it is back."""
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in run(5)))
     stop, away, said = threading.Event(), iter([True, False, False]), list[tuple[int, float]]()
 
@@ -214,7 +214,7 @@ def _config(**trackers: Any) -> RunConfig:
     return parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "trackers": trackers})
 
 
-def test_the_recipe_names_its_trackers() -> None:
+def test_recipe_names_its_trackers() -> None:
     assert list(trackers_of(_config(tensorboard=True), Path("/runs/x"))) == ["tensorboard"]
     assert _config().trackers.chosen == ()
     chosen = _config(wandb={"project": "p", "mode": "offline"}, trackio={"project": "p"}).trackers.chosen
@@ -222,10 +222,10 @@ def test_the_recipe_names_its_trackers() -> None:
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_no_address_of_the_recipe_goes_to_a_tracker_with_its_password(
+def test_no_password_of_the_recipe_reaches_a_tracker(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Whichever key of the recipe has it: trackers send the recipe to a server of somebody else's."""
+    """Trackers upload the recipe to third-party servers, whichever key holds the address."""
     package = Package()
     monkeypatch.setitem(sys.modules, name, package)
     monkeypatch.setattr(tracker, "find_spec", lambda _: package)
@@ -238,7 +238,7 @@ def test_no_address_of_the_recipe_goes_to_a_tracker_with_its_password(
     assert "hunter2" not in begun and "https://data.lab/x" in begun and "ftp://host" in begun
 
 
-def test_a_package_that_is_missing_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_rejected_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracker, "find_spec", lambda name: None)
     config = load("tiny", ["trackers.wandb={project='p'}"])
     for refused in (lambda: refuse(config), lambda: trackers_of(config, Path("/runs/x"))):
@@ -246,7 +246,7 @@ def test_a_package_that_is_missing_is_refused_before_the_run(monkeypatch: pytest
             refused()
 
 
-def test_a_run_that_is_over_is_tracked_by_a_command_once(tmp_path: Path) -> None:
+def test_finished_run_is_tracked_once_by_a_command(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in run(3)))
     board = tmp_path / "board"
     assert track_run(tmp_path, board) == f"{board}; view it with: tensorboard --logdir {board}"

@@ -1,4 +1,4 @@
-"""A rank above 0 outlasts the notice by which rank 0 saves its state."""
+"""A rank above 0 survives the first SIGTERM, while rank 0 saves its state."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def rank(save_s: float) -> subprocess.Popen[str]:
     return process
 
 
-def test_it_goes_on_until_rank_0_has_saved() -> None:
+def test_rank_survives_until_rank_0_has_saved() -> None:
     process = rank(3600.0)
     said, _ = process.communicate("are you there?\n", timeout=PATIENCE_S)
     assert (said, process.returncode) == ("still here\n", 0)
 
 
 @pytest.mark.parametrize(("save_s", "again", "status"), [(0.05, False, 143), (3600.0, True, -signal.SIGTERM)])
-def test_it_ends_after_its_time_or_when_told_twice(save_s: float, again: bool, status: int) -> None:
+def test_rank_ends_after_its_deadline_or_a_second_signal(save_s: float, again: bool, status: int) -> None:
     process = rank(save_s)
     if again:
         assert process.stdin is not None and process.stdout is not None

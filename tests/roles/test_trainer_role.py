@@ -19,11 +19,11 @@ from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 
 
-def test_the_loop_knows_the_models_vocabulary() -> None:
+def test_loop_knows_the_models_vocabulary() -> None:
     assert loop_settings(load("tiny")).vocab_size == 57
 
 
-def test_the_publishers_part_of_a_recipe(tmp_path: Path) -> None:
+def test_publisher_follows_the_recipe(tmp_path: Path) -> None:
     identity = Identity(
         config=load("tiny", ["weights.timeout_s=900"]),
         run_dir=tmp_path,
@@ -36,7 +36,7 @@ def test_the_publishers_part_of_a_recipe(tmp_path: Path) -> None:
     stream = MemoryStream()
     assert isinstance(publisher_of(identity, EngineClient(), stream), BroadcastPublisher)
     pulled = replace(identity, config=load("tiny", ["weights.transport=pull"]))
-    with pytest.raises(RecipeError, match="the trainer was told of no parameter server"):
+    with pytest.raises(RecipeError, match="no parameter server is named"):
         publisher_of(pulled, EngineClient(), stream)
 
 
@@ -61,14 +61,14 @@ def test_truncated_rollouts_train_or_are_masked_as_the_recipe_says() -> None:
     ("overrides", "interval"),
     [([], 10), (["trainer.type=jax"], 0), (["trainer.type=jax", "figures.exact_entropy_interval=3"], 3)],
 )
-def test_how_often_the_exact_entropy_is_measured(overrides: list[str], interval: int) -> None:
+def test_exact_entropy_interval_follows_the_recipe(overrides: list[str], interval: int) -> None:
     config = load("tiny", overrides)
     assert config.figures.interval(config.trainer.type) == interval
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
-def test_nccl_without_cuda_is_refused_before_anything_is_published(tmp_path: Path) -> None:
+def test_nccl_without_cuda_is_rejected_before_anything_is_published(tmp_path: Path) -> None:
     config = load("tiny", ["weights.backend=nccl"])
     identity = Identity(config=config, run_dir=tmp_path, name="trainer", redis_url="", controller_url="", token=None)
-    with pytest.raises(RecipeError, match=r"weights.backend is nccl, which torch cannot use here; say gloo"):
+    with pytest.raises(RecipeError, match=r"weights.backend is nccl, which torch cannot use here; use gloo"):
         publisher_of(identity, EngineClient(), MemoryStream())

@@ -1,4 +1,4 @@
-"""The process of a verifier service: whom it tells that it is there, whose rules it keeps, and how it ends."""
+"""The process of a verifier service: its lease, its rules, and how it ends."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def identity(directory: Path, controller_url: str, *, verifier: str | None = Non
 
 
 class Controller:
-    """Notes who is there, as a controller does."""
+    """Records leases as a controller does."""
 
     def __init__(self) -> None:
         self.leases: dict[str, VerifierLease] = {}
@@ -82,7 +82,7 @@ async def serving(made: Identity, controller: Controller) -> AsyncIterator[tuple
         await asyncio.gather(role, return_exceptions=True)
 
 
-async def test_it_is_leased_judges_and_leaves_when_it_is_drained(tmp_path: Path) -> None:
+async def test_service_is_leased_judges_and_leaves_when_drained(tmp_path: Path) -> None:
     controller = Controller()
     with in_thread(controller.app) as url:
         made = identity(tmp_path, url)
@@ -96,11 +96,11 @@ async def test_it_is_leased_judges_and_leaves_when_it_is_drained(tmp_path: Path)
             assert [judgement.verdict.outcome for judgement in judged] == [Outcome.CORRECT, Outcome.WRONG]
             async with httpx.AsyncClient(headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False) as http:
                 assert (await http.post(f"{lease.url}/drain")).json() == {"queue": 0}
-            await asyncio.wait_for(role, PATIENCE_S)  # by itself, and without an error
+            await asyncio.wait_for(role, PATIENCE_S)  # it ends by itself, without an error
         assert controller.leases == {}
 
 
-async def test_it_takes_its_leave_when_it_is_stopped(tmp_path: Path) -> None:
+async def test_stopped_service_withdraws_its_lease(tmp_path: Path) -> None:
     controller = Controller()
     with in_thread(controller.app) as url:
         async with serving(identity(tmp_path, url), controller) as (_, role):
@@ -109,7 +109,7 @@ async def test_it_takes_its_leave_when_it_is_stopped(tmp_path: Path) -> None:
             assert role.done() and controller.leases == {}
 
 
-async def test_below_the_sandbox_that_is_asked_for_it_does_not_serve(
+async def test_service_without_the_required_sandbox_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(*_: object, **__: object) -> None:
@@ -120,12 +120,12 @@ async def test_below_the_sandbox_that_is_asked_for_it_does_not_serve(
         await verifier_role.run(identity(tmp_path, "", verifier="oubliette"))
 
 
-async def test_a_domain_that_the_recipe_lacks_is_named(tmp_path: Path) -> None:
+async def test_domain_missing_from_the_recipe_is_named(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="--domain must be one of words; got maths"):
         await verifier_role.run(identity(tmp_path, ""), only=["maths"])
 
 
-def test_rules_are_equal_where_verdicts_are_and_nowhere_else(tmp_path: Path) -> None:
+def test_rules_are_equal_exactly_if_verdicts_are(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     for directory in (here, there):
         directory.mkdir()
@@ -142,10 +142,8 @@ def test_rules_are_equal_where_verdicts_are_and_nowhere_else(tmp_path: Path) -> 
     ("verifier", "kept"),
     [("math_answer", True), ("instruction_following", True), ("oubliette", True), (None, False)],
 )
-async def test_verdicts_are_kept_where_the_verifier_is_known_to_repeat_itself(
-    tmp_path: Path, verifier: str | None, kept: bool
-) -> None:
+async def test_verdicts_of_deterministic_verifiers_are_cached(tmp_path: Path, verifier: str | None, kept: bool) -> None:
     (section,) = identity(tmp_path, "", verifier=verifier).config.domains
-    served = served_domain(section, purse=None)
+    served = served_domain(section, budget=None)
     await served.verifier.close()
     assert (served.kept, served.tier) == (kept, "default" if verifier == "oubliette" else "")

@@ -1,4 +1,4 @@
-"""Policy, critic and reference in one process: an exact resume of all three, and refusals that say of which."""
+"""Policy, critic and reference in one process: exact resumption, and errors that name the worker."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def groups(step: int) -> list[RolloutGroup]:
 
 
 def steps(config: RunConfig, workers: Workers, objective: AdaptiveObjective, numbers: range) -> list[dict[str, float]]:
-    """Steps as the loop makes them; their figures."""
+    """Take steps as the loop does; return their figures."""
     step, told = workers.step(), []
     for number in numbers:
         batch = build(groups(number), objective=objective.current, token_budget=20, producing=number + 1)
@@ -83,7 +83,7 @@ def weights(workers: Workers) -> list[np.ndarray]:
     return [array for worker in each for array in weights_of(worker).values()]
 
 
-def test_a_resumed_run_continues_all_three_to_the_bit(config: RunConfig, tmp_path: Path) -> None:
+def test_resumed_run_continues_all_three_bit_exactly(config: RunConfig, tmp_path: Path) -> None:
     recipe = objective_of(config)
     assert config.kl_control is not None
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=config.model.resolved)
@@ -149,7 +149,7 @@ def test_every_key_of_the_recipe_reaches_the_backend() -> None:
     assert same == {"head"}, "which is not the recipe's to choose; what is new in the spec is missing above"
 
 
-def test_only_the_workers_that_are_needed_are_started(tmp_path: Path) -> None:
+def test_only_required_workers_start(tmp_path: Path) -> None:
     BigramModel.random(VOCAB, seed=1).save(tmp_path / "model")
     plain = config_of("bigram", str(tmp_path / "model"), objective="grpo", critic=None, kl_control=None)
     workers = started(plain, objective_of(plain), checkpoint=None)
@@ -164,7 +164,7 @@ def test_only_the_workers_that_are_needed_are_started(tmp_path: Path) -> None:
         ({"reference": {"path": "/nope"}}, "^reference: /nope"),
     ],
 )
-def test_a_model_that_is_missing_is_named(sections: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+def test_missing_model_is_named(sections: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     BigramModel.random(VOCAB, seed=1).save(tmp_path / "model")
     config = config_of("bigram", str(tmp_path / "model"), **sections)
     with pytest.raises(ModelError, match=sentence):
@@ -172,7 +172,7 @@ def test_a_model_that_is_missing_is_named(sections: dict[str, Any], sentence: st
 
 
 def saved(config: RunConfig, tmp_path: Path) -> Path:
-    """A checkpoint of a run that has just begun."""
+    """Save a checkpoint of a run that has just begun."""
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=config.model.resolved)
     workers = started(config, objective_of(config), checkpoint=None)
     captured = store.capture(
@@ -186,9 +186,7 @@ def saved(config: RunConfig, tmp_path: Path) -> Path:
     return path
 
 
-def test_a_checkpoint_without_a_critic_is_refused_by_an_objective_that_needs_one(
-    config: RunConfig, tmp_path: Path
-) -> None:
+def test_checkpoint_without_a_critic_is_rejected_if_the_objective_needs_one(config: RunConfig, tmp_path: Path) -> None:
     kind, model = config.trainer.type, str(config.model.path)
     before = saved(config_of(kind, model, objective="grpo", critic=None, kl_control=None), tmp_path)
     with pytest.raises(RecipeError, match=rf"^objective: it needs a critic, and the checkpoint {before} has none"):
@@ -196,7 +194,7 @@ def test_a_checkpoint_without_a_critic_is_refused_by_an_objective_that_needs_one
 
 
 @pytest.mark.parametrize("other", ["model", "type"])
-def test_a_checkpoint_of_another_model_or_trainer_is_refused_by_the_recipes_keys(other: str, tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_or_trainer_is_rejected(other: str, tmp_path: Path) -> None:
     BigramModel.random(VOCAB, seed=1).save(tmp_path / "model")
     shape = DecoderShape(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=VOCAB, max_positions=64)
     random_decoder(shape).save_pretrained(tmp_path / "decoder")
@@ -212,7 +210,7 @@ def test_a_checkpoint_of_another_model_or_trainer_is_refused_by_the_recipes_keys
 
 
 def in_flight(step: int, *, oldest: int) -> list[RolloutGroup]:
-    """Groups whose rollouts began at version `oldest` and were continued by each one up to that of the step."""
+    """Make groups whose rollouts began at version `oldest` and continued through each version up to the step's."""
     versions = range(oldest, step + 1)
     made = []
     for each in groups(step):
@@ -227,7 +225,7 @@ def in_flight(step: int, *, oldest: int) -> list[RolloutGroup]:
 
 
 def lockstep(config: RunConfig, step: TrainStep, numbers: range, *, k: int) -> list[dict[str, float]]:
-    """Steps on tokens of the last k versions, each published before it samples."""
+    """Take steps on tokens of the last k versions, each published before it samples."""
     objective, told = objective_of(config), []
     for number in numbers:
         step.will_sample(number, acceptance=k)
@@ -242,7 +240,7 @@ def lockstep(config: RunConfig, step: TrainStep, numbers: range, *, k: int) -> l
 
 @pytest.fixture
 def sampling(config: RunConfig) -> RunConfig:
-    """Both backends with `old_logprobs` at the sampling weights."""
+    """Return the recipe for both backends with `old_logprobs` at the sampling weights."""
     return config_of(
         config.trainer.type,
         str(config.model.path),
@@ -253,7 +251,7 @@ def sampling(config: RunConfig) -> RunConfig:
     )
 
 
-def test_the_weights_of_the_last_versions_are_resumed_to_the_bit(sampling: RunConfig, tmp_path: Path) -> None:
+def test_weights_of_the_last_versions_are_resumed_bit_exactly(sampling: RunConfig, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=sampling.model.resolved)
     first = started(sampling, objective_of(sampling), checkpoint=None)
     step = first.step()
@@ -275,9 +273,7 @@ def test_the_weights_of_the_last_versions_are_resumed_to_the_bit(sampling: RunCo
     again.close()
 
 
-def test_a_checkpoint_without_a_history_trains_on_what_its_own_weights_sampled(
-    sampling: RunConfig, tmp_path: Path
-) -> None:
+def test_checkpoint_without_a_history_trains_on_its_own_weights_samples(sampling: RunConfig, tmp_path: Path) -> None:
     first = started(sampling, objective_of(sampling), checkpoint=None)
     lockstep(sampling, first.step(), range(2), k=2)
     (tmp_path / "old" / "trainer").mkdir(parents=True)

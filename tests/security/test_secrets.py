@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.commands.processes.role_options import RoleOptions, without_password
 from pipelinerl.config.recipe import RunConfig, load, parse, save, to_table
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.logs import configure
 from pipelinerl.observability.report import write_report
-from pipelinerl.roles.process import TOKEN_VARIABLE, Identity, token_of
+from pipelinerl.roles.process import TOKEN_VARIABLE, Identity, identity_of, token_of
+from pipelinerl.roles.role import RoleOptions, without_password
 from pipelinerl.streams.open_stream import open_stream
 from tests.patience import PATIENCE_S
 
@@ -110,8 +110,8 @@ def test_user_decides_where_no_token_can_be_stored(tmp_path: Path, monkeypatch: 
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--no-token"):
         token_of(None, tmp_path / "file" / "run")
-    assert RoleOptions(name="a", run_dir=tmp_path, no_token=True).identity().token is None
-    assert RoleOptions(name="a", run_dir=tmp_path).identity().token
+    assert identity_of(RoleOptions(name="a", run_dir=tmp_path, no_token=True)).token is None
+    assert identity_of(RoleOptions(name="a", run_dir=tmp_path)).token
 
 
 @pytest.mark.parametrize("spelled", [["--redis-url", URLS[0]], [f"--redis-url={URLS[0]}"]])

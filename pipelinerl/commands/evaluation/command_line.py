@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from pipelinerl.commands.processes.role_options import Changes
 from pipelinerl.config import recipe as recipes
+from pipelinerl.roles.role import Changes
 
 
 def add_evaluation_commands(app: typer.Typer) -> None:

@@ -4,7 +4,7 @@
     for event in log: timeline.feed(event)
     timeline.window(0.0, 3600.0, points=1500)       # plain values, as returned by `GET /api/timeline`
 
-Feeding an event takes microseconds and a window milliseconds, for any length of run (`benchmarks/timeline.py`). Memory:
+Feeding an event takes microseconds and a window milliseconds, for any length of run. Memory:
 26 bytes per span and about 300 per traced group. A step has three spans, one more if it is published, and two for each
 engine that receives its weights. Callers that use several threads must hold a lock.
 """

@@ -16,7 +16,7 @@ served from the event loop that serves everything else, since on few cores the s
 transports write straight into the buffer from which the engine will serve.
 
 Including digest and request, a pull of 310 MB takes 1.4 times as long as a copy through shared memory, and 6.3 times by
-HTTP. A gloo broadcast takes 5.3 times (`pipelinerl bench parameter_server`). More than two streams gain little on one
+HTTP. A gloo broadcast takes 5.3 times. More than two streams gain little on one
 host; between hosts they use bandwidth that one TCP window cannot.
 """
 

@@ -1,4 +1,4 @@
-"""The head of a run on several hosts: it hears the others, and ends the run with them."""
+"""The head of a run on several hosts reads the other nodes' records and tells them how the run ended."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from launch.cluster.head import HeadNode
 from launch.cluster.membership import Members, NodeFile, NodeState, read_launch, write_members
 from launch.hosts import read_hosts
-from launch.plan import Launch, OnExit, Plan, Ports, ProcessSpec
-from launch.spread import spread
+from launch.plan import Launch, Plan, ProcessSpec
 from launch.supervisor import RunOutcome, RunResult, Supervisor
 from pipelinerl.config.recipe import parse
 from pipelinerl.observability.restarts import read_restarts
 from pipelinerl.observability.status import RestartStatus
+from pipelinerl.roles.role import OnExit
 from tests.patience import PATIENCE_S, SOON_S
 
 DONE = RunResult(RunOutcome.COMPLETED, "completed")
@@ -28,18 +28,13 @@ def _launch(run_dir: Path, grace_s: float) -> tuple[Launch, Members]:
     table = {"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "engine": engine}
     config = parse({**table, "trainer": {"type": "bigram"}, "launch": {"grace_s": grace_s}})
     members = Members(hosts=read_hosts(config, ["a", "b"], count=None, gpus=None))
-    homes, placement = spread(config, members.hosts)
-    token = run_dir / "tokens.json"
-    token.write_text(json.dumps({"token": "of this launch"}))
-    ports = Ports.of(config, range(20000, 20010))
-    launch = Launch(config=config, run_dir=run_dir, ports=ports, token_file=token, cores=(), placement=placement,
-                    homes=homes)  # fmt: skip
+    (run_dir / "tokens.json").write_text(json.dumps({"token": "of this launch"}))
     write_members(run_dir, members)
-    return launch, members
+    return members.launch(config, run_dir), members
 
 
 def _head(run_dir: Path, said: list[str], *, grace_s: float = PATIENCE_S) -> tuple[HeadNode, str]:
-    """A head that has begun, and the launch's id."""
+    """Return a head that has begun, and the launch's id."""
     launch, members = _launch(run_dir, grace_s)
     head = HeadNode(launch, members, said.append)
     head.begin()
@@ -48,14 +43,14 @@ def _head(run_dir: Path, said: list[str], *, grace_s: float = PATIENCE_S) -> tup
     return head, record.id
 
 
-def test_the_launch_is_named_without_its_token(tmp_path: Path) -> None:
+def test_launch_id_does_not_reveal_the_token(tmp_path: Path) -> None:
     said: list[str] = []
     _, id = _head(tmp_path, said)
     assert said == [f"waiting for host b: pipelinerl node {tmp_path} --name b"]
     assert "of this launch" not in (tmp_path / "cluster" / "launch.json").read_text() and len(id) == 16
 
 
-def test_a_host_that_fails_ends_the_run_and_is_named(tmp_path: Path) -> None:
+def test_failure_of_a_host_ends_the_run_and_names_the_host(tmp_path: Path) -> None:
     said: list[str] = []
     head, id = _head(tmp_path, said)
     NodeFile(tmp_path, "b", id).tell(NodeState.FAILED, "engine-0 ended (exit status 2)")
@@ -75,7 +70,7 @@ def test_a_host_that_fails_ends_the_run_and_is_named(tmp_path: Path) -> None:
     assert record is not None and record.result == result, "the other hosts stop for the same reason"
 
 
-def test_the_others_stop_first(tmp_path: Path) -> None:
+def test_other_nodes_stop_before_the_head(tmp_path: Path) -> None:
     said: list[str] = []
     head, id = _head(tmp_path, said)
     node = NodeFile(tmp_path, "b", id)
@@ -98,7 +93,7 @@ def test_the_others_stop_first(tmp_path: Path) -> None:
     assert not any("did not stop" in line for line in said)
 
 
-def test_one_that_does_not_stop_is_named(tmp_path: Path) -> None:
+def test_node_that_does_not_stop_is_named(tmp_path: Path) -> None:
     said: list[str] = []
     head, id = _head(tmp_path, said, grace_s=0.01)
     NodeFile(tmp_path, "b", id).tell(NodeState.UP)
@@ -106,7 +101,7 @@ def test_one_that_does_not_stop_is_named(tmp_path: Path) -> None:
     assert said[-1] == "b did not stop in time; stopping the head"
 
 
-def test_deaths_on_all_hosts_are_shown_together(tmp_path: Path) -> None:
+def test_restarts_of_all_hosts_are_written_together(tmp_path: Path) -> None:
     head, id = _head(tmp_path, [])
     own, others = (RestartStatus(name=name, deaths=1, unforgiven=1.0, limit=3) for name in ("trainer", "engine-0"))
     NodeFile(tmp_path, "b", id).tell_restarts((others,))
@@ -116,7 +111,7 @@ def test_deaths_on_all_hosts_are_shown_together(tmp_path: Path) -> None:
     assert [each.name for each in read_restarts(tmp_path)] == ["trainer", "engine-0"]
 
 
-def test_a_run_of_one_machine_tells_nobody(tmp_path: Path) -> None:
+def test_run_on_one_machine_writes_no_records(tmp_path: Path) -> None:
     launch, _ = _launch(tmp_path, SOON_S)
     (tmp_path / "cluster" / "hosts.json").unlink()
     head = HeadNode(launch, None, pytest.fail)

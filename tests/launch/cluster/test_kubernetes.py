@@ -1,4 +1,4 @@
-"""Kubernetes: manifests by the published schemas, and pods that run them as processes until the run completes."""
+"""Kubernetes: manifests checked against the published schemas, and pods that run as processes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _jobs(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     ],
     ids=["plain", "pull", "own_redis", "ends_of_lines_that_are_none_in_toml"],
 )
-def test_manifests_are_those_of_the_published_schemas(sections: dict[str, object]) -> None:
+def test_manifests_match_the_published_schemas(sections: dict[str, object]) -> None:
     validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate holds the schemas (extra dev)")
     text = kubernetes.manifest_text(_manifests(**sections), ["a note"])
     objects = list(yaml.safe_load_all(text))
@@ -63,7 +63,7 @@ def test_manifests_are_those_of_the_published_schemas(sections: dict[str, object
     assert "s3cret" not in text
 
 
-def test_a_pod_has_time_to_save_and_only_what_cannot_succeed_fails_its_job() -> None:
+def test_pod_has_time_to_save_and_only_final_failures_fail_its_job() -> None:
     jobs = _jobs(_manifests(launch={"save_s": 300.0}))
     assert sorted(jobs) == ["x-head", "x-worker"]
     pod = jobs["x-worker"]["template"]["spec"]
@@ -74,7 +74,7 @@ def test_a_pod_has_time_to_save_and_only_what_cannot_succeed_fails_its_job() -> 
     assert rules[0]["onExitCodes"]["values"] == [1, 2], "130 and 137 are another try's"
 
 
-def test_services_are_those_of_the_plan() -> None:
+def test_services_follow_from_the_plan() -> None:
     objects = _manifests(engine={"count": 2}, weights={"transport": "pull"})
     services = {each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "Service"}
     assert sorted(services) == ["x", "x-controller", "x-engine", "x-parameter-server", "x-redis"]
@@ -82,26 +82,26 @@ def test_services_are_those_of_the_plan() -> None:
     assert [port["port"] for port in services["x-engine"]["ports"]] == [20001, 20002]
 
 
-def test_a_password_of_the_streams_comes_from_a_secret() -> None:
+def test_password_of_the_streams_comes_from_a_secret() -> None:
     jobs = _jobs(_manifests(streams={"redis_url": "redis://:s3cret@db:6379/0"}))
     env = {each["name"]: each for each in jobs["x-head"]["template"]["spec"]["containers"][0]["env"]}
     assert env["PIPELINERL_REDIS_URL"]["valueFrom"] == {"secretKeyRef": {"name": "x-streams", "key": "url"}}
 
 
-def test_another_password_is_refused_since_a_config_map_is_no_secret() -> None:
+def test_recipe_with_another_password_is_rejected() -> None:
     places = {"path": "https://u:s3cret@data.lab/x"}
-    with pytest.raises(UserError, match="an address with a password") as refused:
+    with pytest.raises(UserError, match="a password outside streams") as refused:
         _manifests(domains=[{"name": "d", "source": "s", "parameters": places}])
     assert "s3cret" not in str(refused.value)
 
 
 @pytest.mark.parametrize("words", [("Head:gpus=1", "b:gpus=1"), ("a.b:gpus=1", "c:gpus=1")])
-def test_names_that_kubernetes_does_not_take_are_refused(words: tuple[str, ...]) -> None:
-    with pytest.raises(UserError, match="small letters, digits and dashes"):
+def test_names_that_kubernetes_does_not_accept_are_rejected(words: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match="lower-case letters, digits and dashes"):
         _manifests(words)
 
 
-def test_without_kubectl_the_manifests_stay_and_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifests_are_kept_and_named_without_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=rf"kubectl is not on PATH.*--filename {tmp_path}/x-kubernetes\.yaml"):
         kubernetes.apply("---\n", tmp_path, "x")
@@ -112,7 +112,7 @@ def test_without_kubectl_the_manifests_stay_and_are_named(tmp_path: Path, monkey
 
 @contextmanager
 def _pods(folder: Path, *changes: str) -> Iterator[tuple[Kubelet, Path]]:
-    """The pods of a small run on two hosts, one engine on each."""
+    """Start the pods of a small run on two hosts, one engine on each."""
     runs = folder / "runs"
     runs.mkdir()
     recipe = bigram_recipe(folder / "bigram")
@@ -155,7 +155,7 @@ def _stop(directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_pod_that_dies_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_dead_pod_is_replaced_and_the_run_continues(tmp_path: Path) -> None:
     with _pods(tmp_path, "run.steps=100000") as (kubelet, directory):
         head, worker = kubelet.pods
         _until(kubelet, lambda: len(_events(directory, "engine_verified")) == 2, "both engines")
@@ -169,7 +169,7 @@ def test_a_pod_that_dies_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_head_that_dies_is_replaced_and_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+def test_dead_head_is_replaced_and_resumes_from_the_checkpoint(tmp_path: Path) -> None:
     with _pods(tmp_path, "run.steps=100000", "checkpoint.interval_steps=5") as (kubelet, directory):
         head, _ = kubelet.pods
         _until(kubelet, lambda: _events(directory, "checkpoint"), "a checkpoint")

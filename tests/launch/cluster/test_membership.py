@@ -1,4 +1,4 @@
-"""What nodes tell each other by files, and what the node of a host does that nobody waits for."""
+"""Records of nodes, and a host's node without a launch to serve."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def test_members_and_launches_survive_their_files(tmp_path: Path) -> None:
     assert all(path.stat().st_mode & 0o077 == 0 for path in folder_of(tmp_path).iterdir())
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_damaged_file_is_named(tmp_path: Path) -> None:
     write_members(tmp_path, MEMBERS)
     (folder_of(tmp_path) / "hosts.json").write_text('{"hosts": []')
-    with pytest.raises(UserError, match=r"hosts\.json cannot be read.*by --host"):
+    with pytest.raises(UserError, match=r"hosts\.json cannot be read.*with --host"):
         read_members(tmp_path)
     (folder_of(tmp_path) / "launch.json").write_text("{")
     assert read_launch(tmp_path) is None, "it may be under way on a file system that shows files late"
 
 
-def test_a_node_is_up_while_its_file_changes(tmp_path: Path) -> None:
+def test_node_is_up_while_its_file_changes(tmp_path: Path) -> None:
     folder_of(tmp_path).mkdir()
     node, others = NodeFile(tmp_path, "b", "one"), OtherNodes(tmp_path, "one", ["b"])
     others.read(100.0)
@@ -76,7 +76,7 @@ def test_a_node_is_up_while_its_file_changes(tmp_path: Path) -> None:
     assert others.up(201.0) == frozenset() and others.failure() is None
 
 
-def test_a_node_of_another_launch_has_no_say(tmp_path: Path) -> None:
+def test_node_of_another_launch_is_ignored(tmp_path: Path) -> None:
     folder_of(tmp_path).mkdir()
     others = OtherNodes(tmp_path, "two", ["b"])
     NodeFile(tmp_path, "b", "one").tell(NodeState.FAILED, "engine-0 ended")
@@ -87,7 +87,7 @@ def test_a_node_of_another_launch_has_no_say(tmp_path: Path) -> None:
     assert others.failure() == "on host b: engine-0 ended"
 
 
-def test_deaths_are_told(tmp_path: Path) -> None:
+def test_restarts_are_reported(tmp_path: Path) -> None:
     folder_of(tmp_path).mkdir()
     died = (RestartStatus(name="engine-1", deaths=2, unforgiven=1.0, limit=3),)
     NodeFile(tmp_path, "b", "one").tell_restarts(died)
@@ -96,12 +96,12 @@ def test_deaths_are_told(tmp_path: Path) -> None:
     assert others.restarts() == died
 
 
-def test_what_cannot_be_written_is_no_end(tmp_path: Path) -> None:
-    NodeFile(tmp_path, "b", "one").tell(NodeState.UP)  # there is no folder
+def test_unwritable_node_state_is_ignored(tmp_path: Path) -> None:
+    NodeFile(tmp_path, "b", "one").tell(NodeState.UP)  # the folder is missing
     assert not node_path(tmp_path, "b").exists()
 
 
-def test_a_node_that_nothing_is_begun_for_says_what_to_start(tmp_path: Path) -> None:
+def test_node_without_a_launch_says_what_to_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"host b waited 0 s .*pipelinerl run --resume {tmp_path}"):
         serve_share(tmp_path, "b", head_s=0.0)
     write_launch(tmp_path, ended(LAUNCH, RunResult(RunOutcome.STOPPED, "suspended")))
@@ -109,7 +109,7 @@ def test_a_node_that_nothing_is_begun_for_says_what_to_start(tmp_path: Path) -> 
         serve_share(tmp_path, "b", head_s=0.0)
 
 
-def test_a_node_that_waits_says_for_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_node_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(node, "_SILENT_S", 0.0)
     with pytest.raises(UserError):
@@ -117,14 +117,14 @@ def test_a_node_that_waits_says_for_what(tmp_path: Path, monkeypatch: pytest.Mon
     assert said[0] == f"host b waits for a launch of the run in {tmp_path}, 0.05 s at most"
 
 
-def test_a_node_that_comes_after_the_end_has_nothing_to_do(tmp_path: Path) -> None:
+def test_node_started_after_the_end_exits_at_once(tmp_path: Path) -> None:
     said: list[str] = []
     write_launch(tmp_path, ended(LAUNCH, RunResult(RunOutcome.COMPLETED, "completed")))
     assert serve_share(tmp_path, "b", announce=said.append, head_s=0.0) == 0
     assert said == ["the run is over: completed"]
 
 
-def test_a_node_is_refused_where_another_serves_its_host_or_the_run_has_none(tmp_path: Path) -> None:
+def test_node_is_rejected_if_its_host_is_served_or_unknown(tmp_path: Path) -> None:
     config = parse(
         {
             "model": {"path": "m"},

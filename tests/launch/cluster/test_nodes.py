@@ -1,4 +1,4 @@
-"""A run on two hosts, each with a supervisor of its own; one is killed in the middle, comes back, and the run ends."""
+"""A run on two hosts, each with its own supervisor: one host is killed in the middle and returns, and the run ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TIE = (sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SI
 
 @contextmanager
 def _node(host: Host, run_dir: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`pipelinerl node` on a host; killed with the block, if it lives."""
+    """Run `pipelinerl node` on a host within the block, and kill it afterwards."""
     words = [*_TIE, *host.enter, *CLI, "node", str(run_dir), "--name", "b"]
     with log.open("ab") as output:
         process = subprocess.Popen(words, stdout=output, stderr=output, env={**os.environ, "PYTHONUNBUFFERED": "1"})
@@ -33,7 +33,7 @@ def _node(host: Host, run_dir: Path, log: Path) -> Iterator[subprocess.Popen[byt
 
 
 def _verified(run: LiveRun) -> int:
-    """How often an engine of the second host was found to compute what the trainer does."""
+    """Count the canaries that an engine of the second host passed."""
     return sum("//10.77.0.2:" in event["url"] for event in run.events("engine_verified"))
 
 
@@ -45,7 +45,7 @@ def _begun(run: LiveRun) -> bool:
     return (run.directory / "cluster" / "launch.json").is_file()
 
 
-def test_a_host_is_killed_and_the_run_goes_on_and_ends(tmp_path: Path) -> None:
+def test_run_continues_and_ends_after_a_host_is_killed(tmp_path: Path) -> None:
     directory, log = tmp_path / "run", tmp_path / "b.out"
     with two_hosts() as (one, two):
         hosts = ["--host", f"a={one.address}", "--host", f"b={two.address}:roles=engine"]
@@ -62,7 +62,7 @@ def test_a_host_is_killed_and_the_run_goes_on_and_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_host_that_was_killed_comes_back_and_takes_its_place(tmp_path: Path) -> None:
+def test_killed_host_returns_and_takes_its_place(tmp_path: Path) -> None:
     directory, log = tmp_path / "run", tmp_path / "b.out"
     changes = ("engine.count=2", "actor.count=2")
     with two_hosts() as (one, two):

@@ -1,7 +1,7 @@
-"""Plans of several hosts: golden files of what `pipelinerl plan` prints, and what is refused.
+"""Plans of several hosts: golden files of the output of `pipelinerl plan`, and refusals.
 
-`PIPELINERL_WRITE_GOLDEN=1 python -m pytest tests/launch/cluster/test_plan_of_hosts.py` writes the golden files anew;
-read the difference before you keep it.
+`PIPELINERL_WRITE_GOLDEN=1 python -m pytest tests/launch/cluster/test_plan_of_hosts.py` rewrites the golden files; read
+the difference before you keep it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ import pytest
 from launch.cluster.table import plan_json, plan_lines
 from launch.devices import Devices, Origin, VisibleDevice
 from launch.hosts import Host, numbered_devices, read_hosts
-from launch.plan import Launch, Plan, Ports, processes_of
-from launch.spread import spread
+from launch.placement import spread
+from launch.plan import Launch, Plan, processes_of
 from pipelinerl.config.recipe import RunConfig, parse
 from pipelinerl.errors import RecipeError, UserError
 
@@ -44,10 +45,7 @@ def _config(**sections: object) -> RunConfig:
 
 
 def _launch(config: RunConfig, hosts: Sequence[Host]) -> Launch:
-    homes, placement = spread(config, hosts)
-    ports = Ports.of(config, range(20000, 20000 + Ports.count(config)))
-    return Launch(config=config, run_dir=RUN, ports=ports, token_file=RUN / "tokens.json", cores=(),
-                  placement=placement, homes=homes, python="py")  # fmt: skip
+    return Launch.on(hosts, config, run_dir=RUN, ports=count(20000), python="py")
 
 
 def _planned(words: Sequence[str], **sections: object) -> Launch:
@@ -66,7 +64,7 @@ def test_golden(case: str) -> None:
     assert shown == path.read_text()
 
 
-def test_each_process_is_on_one_host_and_is_addressed_by_it() -> None:
+def test_each_process_has_one_host_and_its_address() -> None:
     launch = _planned(TWO, engine={"count": 3})
     plan = processes_of(launch)
     shares = [plan.of_host("a"), plan.of_host("b")]
@@ -80,7 +78,7 @@ def test_each_process_is_on_one_host_and_is_addressed_by_it() -> None:
     assert not any("127.0.0.1" in " ".join(spec.argv) for spec in plan.specs)
 
 
-def test_secrets_are_named_by_their_files_alone() -> None:
+def test_secrets_are_named_by_their_files_only() -> None:
     shown = json.dumps(plan_json(_planned(TWO)))
     assert json.loads(shown)["token_file"] == "/runs/x/tokens.json"
     config = _config(streams={"redis_url": "redis://:s3cret@db:6379/3"})
@@ -88,8 +86,8 @@ def test_secrets_are_named_by_their_files_alone() -> None:
     assert "s3cret" not in json.dumps(plan_json(launch)) + "".join(plan_lines(launch))
 
 
-def test_name_servers_are_not_waited_for() -> None:
-    """The C library asks for 5 s, twice; torch's TCPStore asks it for the name of each peer."""
+def test_name_server_timeouts_are_short() -> None:
+    """By default the C library asks twice, for 5 s each; torch's TCPStore looks up the name of each peer."""
     assert {spec.env["RES_OPTIONS"] for spec in processes_of(_planned(TWO)).specs} == {"timeout:1 attempts:2"}
 
 
@@ -107,8 +105,8 @@ def test_ranks_of_one_trainer_are_one_group_with_a_device_each() -> None:
 @pytest.mark.parametrize(
     ("words", "sections", "refusal"),
     [
-        (("a", "b"), {}, "nothing says how many a has: say --host a:gpus=8"),
-        (("a:gpus=1", "b:gpus=1"), {"engine": {"count": 2}}, "engine-1 of 2 takes 1 GPU .* a none, b none; say more"),
+        (("a", "b"), {}, "number of GPUs of a is not given; pass --host a:gpus=8"),
+        (("a:gpus=1", "b:gpus=1"), {"engine": {"count": 2}}, "engine-1 of 2 takes 1 GPU .* a none, b none; add some"),
         (
             ("a:gpus=4", "b:gpus=1"),
             {"engine": {"devices": 2, "type": "vllm", "count": 2}},
@@ -117,7 +115,7 @@ def test_ranks_of_one_trainer_are_one_group_with_a_device_each() -> None:
         (("a:gpus=1", "b:gpus=1"), {"trainer": {"options": MESH}}, "the trainer takes 4 GPUs"),
         (("a:gpus=2,roles=engine", "b:gpus=2,roles=actor"), {}, "no host has the role trainer"),
         (TWO, {"launch": {"trainer_devices": [0]}}, "name the GPUs of one host, and the run has 2"),
-        (("a:gpus=0", "b:gpus=0"), {"trainer": {"device": "cuda"}}, "trainer.device=cuda ask for GPUs"),
+        (("a:gpus=0", "b:gpus=0"), {"trainer": {"device": "cuda"}}, "trainer.device=cuda require GPUs"),
         (("a", "a"), {}, "got a twice"),
         (("a:gpu=8",), {}, "--host knows gpus and roles"),
         (("a:gpus=many",), {}, "with a number of gpus"),
@@ -143,15 +141,15 @@ def test_hosts_may_be_counted() -> None:
         read_hosts(_config(), ["a"], count=2, gpus=4)
 
 
-def test_a_host_shows_its_own_devices_and_is_refused_with_too_few() -> None:
-    homes, _ = spread(_config(), [Host(name=n, address=n, devices=numbered_devices(1)) for n in "ab"])
-    own = homes.knowing("b", Devices((VisibleDevice("GPU-1"), VisibleDevice("GPU-2")), Origin.VARIABLE))
-    assert own.named("b").devices == Devices((VisibleDevice("GPU-1"),), Origin.VARIABLE)
-    assert own.named("a") == homes.named("a")
-    with pytest.raises(UserError, match="host b 1 GPU, and it has none; say --host b:gpus=0"):
-        homes.knowing("b", Devices())
+def test_host_shows_its_own_devices_and_is_rejected_with_too_few() -> None:
+    placement = spread(_config(), [Host(name=n, address=n, devices=numbered_devices(1)) for n in "ab"])
+    own = placement.knowing("b", Devices((VisibleDevice("GPU-1"), VisibleDevice("GPU-2")), Origin.VARIABLE))
+    assert own.host("b").devices == Devices((VisibleDevice("GPU-1"),), Origin.VARIABLE)
+    assert own.host("a") == placement.host("a")
+    with pytest.raises(UserError, match="host b 1 GPU, and it has none; pass --host b:gpus=0"):
+        placement.knowing("b", Devices())
     with pytest.raises(UserError, match="has no host 'c'; its hosts are a, b"):
-        homes.named("c")
+        placement.host("c")
 
 
 def test_hosts_survive_their_file() -> None:
@@ -159,13 +157,13 @@ def test_hosts_survive_their_file() -> None:
     assert Host.from_json(json.loads(json.dumps(host.to_json()))) == host
 
 
-def test_a_plan_may_wait_for_what_is_elsewhere_and_for_nothing_else() -> None:
+def test_plan_may_wait_for_processes_on_other_hosts_only() -> None:
     spec = processes_of(_planned(TWO)).spec("engine-0")
     assert Plan((spec,), {"controller": "http://a/health"}).specs == (spec,)
     with pytest.raises(ValueError, match="engine-0 waits for controller"):
         Plan((spec,))
 
 
-def test_too_few_gpus_is_an_error_of_the_recipe() -> None:
+def test_too_few_gpus_are_a_recipe_error() -> None:
     with pytest.raises(RecipeError):
         _planned(("a:gpus=0", "b:gpus=1"))

@@ -1,4 +1,4 @@
-"""Ray: what it is asked for, and a real cluster of two nodes, which runs a node in each bundle."""
+"""Ray: the requested resources, and a real cluster of two nodes, which runs a node in each bundle."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.patience import PATIENCE_S
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "run": {"name": "x"}})
 
-#: A cluster of two nodes, in a process of its own, since Ray leaves threads behind. Nodes of a run that is over end at
-#: once, so that this tries Ray's part alone.
+#: A cluster of two nodes, in a separate process because Ray leaves threads behind. The run is already over, so nodes
+#: end at once and only Ray's part is tested.
 _CLUSTER = """
 import os, sys
 from pathlib import Path
@@ -55,7 +55,7 @@ finally:
 """
 
 
-def test_a_bundle_holds_what_its_host_takes() -> None:
+def test_bundle_has_the_resources_of_its_host() -> None:
     members = Members(hosts=read_hosts(CONFIG, ["a:gpus=8", "b:gpus=0"], count=None, gpus=None))
     assert launcher.bundles_of(members) == [{"CPU": 1.0, "GPU": 8.0}, {"CPU": 1.0}]
     assert launcher.describe(CONFIG, members).splitlines() == [
@@ -65,13 +65,13 @@ def test_a_bundle_holds_what_its_host_takes() -> None:
     ]
 
 
-def test_the_words_of_a_host_say_the_same_of_it() -> None:
+def test_word_of_a_host_is_read_as_the_same_host() -> None:
     (host,) = read_hosts(CONFIG, ["a=10.0.0.1:gpus=2,roles=engine"], count=None, gpus=None)
     assert read_hosts(CONFIG, [host.word], count=None, gpus=None) == (host,)
     assert host.devices == numbered_devices(2)
 
 
-def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_ray_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     members = Members(hosts=read_hosts(CONFIG, ["a:gpus=0"], count=None, gpus=None))
     with pytest.raises(UserError, match=r"pip install 'pipelinerl\[ray\]'"):
@@ -79,12 +79,12 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tm
 
 
 @pytest.mark.slow
-def test_a_real_cluster_of_two_nodes_runs_a_node_in_each_bundle(tmp_path: Path) -> None:
+def test_real_cluster_of_two_nodes_runs_a_node_in_each_bundle(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    with TemporaryDirectory(prefix="ray-") as short:  # its sockets' paths have 107 characters at most
+    with TemporaryDirectory(prefix="ray-") as short:  # paths of its sockets are limited to 107 characters
         done = subprocess.run(
             [sys.executable, "-c", _CLUSTER, str(run_dir)],
             env={**environment, "RAY_TMPDIR": short, "HOME": short},
@@ -102,20 +102,20 @@ def test_a_real_cluster_of_two_nodes_runs_a_node_in_each_bundle(tmp_path: Path) 
 
 
 def _served(run: LiveRun) -> int:
-    """How often an engine was found to compute what the trainer does."""
+    """Count the canaries that engines passed."""
     return len(run.events("engine_verified"))
 
 
 @pytest.mark.slow
-def test_a_lost_machine_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
-    """Ray chooses which host is on it: the head's, whose run goes on from the checkpoint, or the other."""
+def test_lost_machine_is_replaced_and_the_run_continues(tmp_path: Path) -> None:
+    """Ray decides which host is on it: the head, whose run resumes from the checkpoint, or the other."""
     directory = tmp_path / "run"
     words = [*endless_run(directory, "engine.count=2"), "--on", "ray", "--hosts", "2", "--first-port", "23000"]
     with ray_cluster() as cluster, launched(words, directory, environment=cluster.environment) as run:
         run.until(lambda run: _served(run) == 2, "an engine on both machines")
         run.until_step(3)
         cluster.lose()
-        run.until(lambda run: "died; beginning it again" in run.output, "the loss to be noticed")
+        run.until(lambda run: "died; restarting it" in run.output, "the loss to be noticed")
         cluster.replace()
         verified = _served(run)
         run.until(lambda run: _served(run) > verified, "an engine on the other machine")

@@ -40,7 +40,7 @@ def _script(words: tuple[str, ...], *, count: int | None = None, gpus: int | Non
     return slurm.slurm_script(config, members, run_dir=RUN, **rest)
 
 
-def test_the_script_asks_for_what_the_plan_takes_and_for_notice_before_the_time_limit() -> None:
+def test_script_requests_resources_of_the_plan_and_early_notice() -> None:
     script = _script((), count=2, extra=("--partition=gpu", "--time=4:00:00"))
     directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
     assert {"--nodes=2", "--gpus-per-node=8", "--requeue", "--no-kill", "--signal=B:TERM@105"} <= set(directives)
@@ -50,19 +50,19 @@ def test_the_script_asks_for_what_the_plan_takes_and_for_notice_before_the_time_
     assert '--host "$name=${address:-$name}:gpus=8"' in script
 
 
-def test_named_hosts_keep_their_order_and_what_was_said_of_each() -> None:
+def test_named_hosts_keep_their_order_and_options() -> None:
     script = _script(("t7:gpus=4,roles=trainer", "e1:gpus=8,roles=engine+actor"))
     assert "#SBATCH --nodelist=t7,e1" in script and "#SBATCH --gpus-per-node=8" in script
     assert "names=(t7 e1)\ndeclare -A more=([t7]=:gpus=4,roles=trainer [e1]=:gpus=8,roles=actor+engine)" in script
 
 
-def test_hosts_that_are_not_alike_need_names() -> None:
-    with pytest.raises(UserError, match="must be named as Slurm names them"):
+def test_hosts_with_different_gpus_need_names() -> None:
+    with pytest.raises(UserError, match="need Slurm's names"):
         _script(("host-0:gpus=1", "host-1:gpus=2"))
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the script is bash's")
-def test_the_script_is_bash() -> None:
+def test_script_is_valid_bash() -> None:
     for script in (_script((), count=3), _script(("a", "b"))):
         done = subprocess.run(
             ["bash", "-n"], input=script, text=True, capture_output=True, timeout=PATIENCE_S, check=False
@@ -70,7 +70,7 @@ def test_the_script_is_bash() -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_without_slurm_the_script_stays_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_is_kept_and_named_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=rf"sbatch is not on PATH.*sbatch {tmp_path}/slurm\.sh"):
         slurm.submit("#!/bin/bash\n", tmp_path)
@@ -79,7 +79,7 @@ def test_without_slurm_the_script_stays_and_is_named(tmp_path: Path, monkeypatch
 
 # --- a real cluster: the script with a stand-in for the program, then whole runs --------------------------------------
 
-#: Takes the script's words as `pipelinerl` does: `node` serves until it is told to end, `stop` tells it to.
+#: Takes the script's arguments like `pipelinerl`: `node` serves until it is stopped, `stop` stops it.
 _PROGRAM = """
 import os, sys, time
 from pathlib import Path
@@ -100,14 +100,14 @@ def _lives(run_dir: Path, name: str, life: int) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-#: Slurm would hold a requeued job for two minutes. At once is too soon: a node refuses a credential that is not newer
-#: than the second in which it ended the job's life before ("Job credential revoked"), and the job is lost.
+#: Slurm would hold a requeued job for two minutes. An immediate start fails: a node refuses a credential from the
+#: second in which it ended the job before ("Job credential revoked"), and the job is lost.
 _SOON = "now+5"
 
 
 @pytest.mark.slow
-def test_the_script_on_a_real_cluster(tmp_path: Path) -> None:
-    """A killed step is begun again; notice suspends the run, and the job's next life begins its nodes anew."""
+def test_script_on_a_real_cluster(tmp_path: Path) -> None:
+    """A killed step is restarted. Notice suspends the run, and the requeued job starts its nodes again."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (tmp_path / "program.py").write_text(_PROGRAM)
@@ -160,7 +160,7 @@ def _until(cluster: SlurmCluster, directory: Path, reached: Callable[[], object]
 
 
 @pytest.mark.slow
-def test_a_run_on_a_real_cluster_of_two_nodes(tmp_path: Path) -> None:
+def test_run_on_a_real_cluster_of_two_nodes(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with slurm_cluster(tmp_path / "slurm") as cluster:
         job = _submitted(cluster, light_run(directory, "run.steps=4", "engine.count=2"))
@@ -173,7 +173,7 @@ def test_a_run_on_a_real_cluster_of_two_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_given_notice_goes_on_in_its_jobs_next_life(tmp_path: Path) -> None:
+def test_run_that_was_given_notice_resumes_in_the_requeued_job(tmp_path: Path) -> None:
     directory = tmp_path / "run"
 
     def made() -> list[int]:

@@ -21,7 +21,7 @@ from pipelinerl.errors import EngineUnreachable, RecipeError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.registry import ENGINES, load
-from pipelinerl.roles.judging import JudgeBudget, open_judge
+from pipelinerl.roles.verification import JudgeBudget, open_judge
 from pipelinerl.types import Message, Outcome, Problem, Sampling, Verdict
 from pipelinerl.verifiers.judge.judge import Judge, JudgeSettings
 from pipelinerl.verifiers.judge.scores import ScoreFormat
@@ -44,7 +44,7 @@ async def judging(
 ) -> AsyncIterator[Judge]:
     section = {"url": f"{url}/v1", "timeout_s": PATIENCE_S, **judge}
     domain = DomainSection(name="d/e", source="addition", verifier="judge", correct_at=correct_at, judge=section)  # type: ignore[arg-type]
-    opened = open_judge(domain, purse=purse)
+    opened = open_judge(domain, budget=purse)
     try:
         yield opened
     finally:

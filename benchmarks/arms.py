@@ -1,0 +1,253 @@
+"""Train whole `pipelinerl run`s as the arms of a benchmark, each with several seeds, and compare them.
+
+`measured` records each run when it ends and skips the runs that the record has, so an interrupted benchmark can be
+continued. `table` prints an arm per row: the mean over its seeds and their range.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Final
+
+from benchmarks.measure import RESULTS, write_record
+from benchmarks.trl_arm import HeldOut, Judge
+from pipelinerl.config.recipe import RunConfig, load
+from pipelinerl.models.checkpoint import load_model
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.observability.events import read_events
+from pipelinerl.observability.run_history import RunHistory, Series, tell
+from pipelinerl.roles.wiring import checkpoints_of
+
+PICTURES: Final = Path(__file__).parents[1] / "docs" / "pictures"
+_DEADLINE_S: Final = 7200.0
+#: Points of a curve in a record.
+_POINTS: Final = 200
+
+#: x and y of a curve, as a record holds them.
+Points = tuple[tuple[float, ...], tuple[float, ...]]
+#: The figures of one run, as a record holds them; `arm`, `seed` and `completed` are always present.
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedRun:
+    """Events of a run that has ended; `completed` if it took all of its steps."""
+
+    config: RunConfig
+    history: RunHistory
+    completed: bool
+    accuracy: float | None = None
+    """Greedy accuracy on held-out problems, of the last checkpoint in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run of an arm: a recipe, and the keys that it changes."""
+
+    arm: str
+    seed: int
+    recipe: str
+    changes: tuple[str, ...]
+    cell: str = ""
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """The part of a record's row that identifies this run."""
+        return {
+            "arm": self.arm,
+            "seed": self.seed,
+            "cell": self.cell,
+            "recipe": Path(self.recipe).name,
+            "changes": list(self.changes),
+        }
+
+
+def train(job: Job, *, judged: bool = True) -> FinishedRun:
+    """Run the job in processes of its own; `judged` measures the accuracy of the last checkpoint, too.
+
+    Raises:
+        RuntimeError: the run ended before it had an evaluation, a step and a checkpoint.
+    """
+    with tempfile.TemporaryDirectory(prefix="pipelinerl-arm-") as folder:
+        changes = [*job.changes, f"run.seed={job.seed}", f"run.directory={folder}", "run.name=arm"]
+        command = [sys.executable, "-m", "pipelinerl.cli", "run", job.recipe, *changes]
+        done = subprocess.run(command, text=True, capture_output=True, timeout=_DEADLINE_S)
+        config = load(job.recipe, changes)
+        log = config.run_directory / "events.jsonl"
+        history = tell(read_events(log) if log.exists() else [])
+        checkpoint = checkpoints_of(config, config.run_directory).latest()
+        if checkpoint is None or not history.evaluations or not history.steps:
+            output = (done.stdout + done.stderr)[-3000:]
+            raise RuntimeError(f"{' '.join(command[4:])} exited with {done.returncode}, nothing to measure:\n{output}")
+        accuracy = None
+        if judged:
+            with Judge(config) as judge:
+                held_out = HeldOut(config, judge, ChatTokenizer.load(checkpoint[0]))
+                accuracy = held_out.accuracy(load_model(checkpoint[0]))
+    completed = len(history.steps) >= config.run.steps
+    return FinishedRun(config=config, history=history, completed=completed, accuracy=accuracy)
+
+
+def measured(
+    benchmark: str,
+    jobs: Sequence[Job],
+    figures: Callable[[Job, FinishedRun], Figures],
+    *,
+    quick: bool,
+    judged: bool = True,
+    summary: Callable[[Sequence[Figures]], Mapping[str, Any]] = lambda _: {},
+) -> list[Figures]:
+    """Return the figures of every job: from the record where it has them, else by running the job.
+
+    Args:
+        benchmark: name of the record, which is written after each run unless `quick`.
+        summary: further entries of the record, computed from the runs so far.
+    """
+    known = [] if quick else recorded(benchmark)
+    rows: list[Figures] = []
+    seconds: list[float] = []
+    for number, job in enumerate(jobs):
+        row = next((each for each in known if job.key.items() <= each.items()), None)
+        if row is None:
+            began = time.monotonic()
+            row = job.key | figures(job, train(job, judged=judged)) | {"load": os.getloadavg()[0]}
+            seconds.append(time.monotonic() - began)
+            left = (len(jobs) - number - 1) * median(seconds) / 60
+            name = ", ".join(part for part in (f"seed {job.seed}", job.cell, job.arm) if part)
+            print(f"{benchmark}: {name}: {seconds[-1]:.0f} s; at most {left:.0f} min left", file=sys.stderr, flush=True)
+        rows.append(row)
+        write_record(benchmark, {**summary(rows), "runs": rows}, quick=quick)
+    return rows
+
+
+def recorded(benchmark: str) -> list[Figures]:
+    """Return the runs of a benchmark's record."""
+    path = RESULTS / f"{benchmark}.json"
+    return json.loads(path.read_text())["runs"] if path.exists() else []
+
+
+def figures_of(job: Job, run: FinishedRun) -> Figures:
+    """Return the figures that every comparison of schedules or bounds shows.
+
+    `accuracy` is held out and greedy, of the last weights. `reward` is the mean over the last tenth of the steps,
+    `area` over all of them. `seconds` are of training. `age` is the number of versions between a rollout's oldest token
+    and the step that trained it, `discarded` the share of sampled tokens whose groups were stale, `ess` that of π / μ;
+    all three are means over the steps. `by_samples`, `by_seconds`, `by_tokens`: curves of the reward; `ess_by_step`.
+
+    Raises:
+        ValueError: the steps do not report one of them.
+    """
+    steps = partial(steps_of, run.history)
+    reward, ess, sampled = steps("reward"), steps("ess"), steps("sampled_tokens").y
+    clock, smooth = training_clock(run.history), reward.smoothed().y
+    return {
+        "completed": run.completed,
+        "accuracy": run.accuracy,
+        "reward": run.history.last_reward or 0.0,
+        "area": fmean(reward.y),
+        "seconds": clock[-1],
+        "age": fmean(steps("staleness_mean").y),
+        "discarded": discarded_share(run.history),
+        "ess": fmean(ess.y),
+        "tokens_per_s": sum(sampled) / clock[-1],
+        "by_samples": thinned(Series(tuple(accumulate(steps("rollouts").y)), smooth)),
+        "by_seconds": thinned(Series(clock, smooth)),
+        "by_tokens": thinned(Series(tuple(accumulate(sampled)), smooth)),
+        "ess_by_step": thinned(ess.smoothed()),
+    }
+
+
+def training_clock(history: RunHistory) -> tuple[float, ...]:
+    """Return the seconds of training at the end of each step, from when the first began to wait for rollouts."""
+    ended = history.series(history.steps, "elapsed_s", x="step").y
+    began = ended[0] - steps_of(history, "step_s").y[0] - steps_of(history, "wait_s").y[0]
+    return tuple(at - began for at in ended)
+
+
+def discarded_share(history: RunHistory) -> float:
+    """Return the share of sampled tokens that were dropped with stale groups."""
+    stale = steps_of(history, "stale_tokens").y[-1]
+    return stale / (stale + sum(steps_of(history, "sampled_tokens").y))
+
+
+def steps_of(history: RunHistory, field: str) -> Series:
+    """Return a figure over the steps.
+
+    Raises:
+        ValueError: the steps do not report it.
+    """
+    series = history.by_step(field)
+    if not series:
+        raise ValueError(f"expected the run's steps to report {field}, got {sorted(history.steps[0])}")
+    return series
+
+
+def thinned(series: Series) -> Points:
+    """Return as many points and digits of a curve as a picture shows."""
+    every = max(1, len(series.x) // _POINTS)
+    return tuple(float(f"{x:.6g}") for x in series.x[::every]), tuple(float(f"{y:.4g}") for y in series.y[::every])
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A figure in a table: its heading, its key in `Figures`, and its format."""
+
+    heading: str
+    key: str
+    form: str
+
+
+def by_arm(runs: Sequence[Figures]) -> Mapping[str, list[Figures]]:
+    """Group runs by arm, in the order in which the arms first appear."""
+    arms: dict[str, list[Figures]] = {}
+    for each in runs:
+        arms.setdefault(each["arm"], []).append(each)
+    return arms
+
+
+def table(runs: Sequence[Figures], columns: Sequence[Column]) -> str:
+    """Return a Markdown table: per arm the mean over its seeds, and their range in brackets where they differ."""
+    lines = ["| arm | " + " | ".join(column.heading for column in columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name, arm in by_arm(runs).items():
+        cells = [_spread([run[column.key] for run in arm], column.form) for column in columns]
+        broken = sum(not run["completed"] for run in arm)
+        mark = f" ({broken} of {len(arm)} incomplete)" if broken else ""
+        lines.append(f"| {name}{mark} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _spread(values: Sequence[float | None], form: str) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "never"
+    mean, low, high = (format(value, form) for value in (fmean(known), min(known), max(known)))
+    spread = mean if low == high else f"{mean} [{low}, {high}]"
+    return spread if len(known) == len(values) else f"{spread} ({len(known)} of {len(values)})"
+
+
+def panels(path: Path, draw: Callable[[Sequence[Any]], None]) -> Path:
+    """Save a picture of four panels, which `draw` fills, to `path`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(2, 2).flat)
+    draw(axes)
+    for each in axes:
+        each.grid(color="#e4e7ec", linewidth=0.8)
+        each.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, facecolor="white", metadata={"Software": None})
+    return path

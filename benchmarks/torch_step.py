@@ -1,0 +1,134 @@
+"""Packed micro-batches, and an RL step in plain torch: what the benchmarks of the torch trainer compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pipelinerl.rng import generator
+from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION
+from pipelinerl.trainers.torch.packed.segments import SegmentPlan
+from trainer_contract.types import MicroBatch
+
+_CPU: Final = torch.device("cpu")
+
+
+def load_model(folder: Path, device: torch.device, dtype: torch.dtype, **options: Any) -> Any:
+    """Return a model directory's decoder as transformers loads it, in eval mode."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype, **options)
+    return model.eval().to(device)
+
+
+def packed(
+    token_ids: Sequence[Sequence[int]], prompts: Sequence[int], behavior: Sequence[NDArray[np.float32]]
+) -> MicroBatch:
+    """Pack sequences back to back; each begins with a prompt of `prompts[i]` tokens. Advantages are random."""
+    lengths = np.array([len(each) for each in token_ids])
+    positions = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
+    mask, tokens = positions >= np.repeat(np.asarray(prompts), lengths), int(lengths.sum())
+    logprobs = np.zeros(tokens, np.float32)
+    logprobs[mask] = np.concatenate(list(behavior))
+    draw = generator(0, "benchmarks", "advantages")
+    return MicroBatch(
+        token_ids=np.concatenate([np.asarray(each) for each in token_ids]).astype(np.int32),
+        position_ids=positions,
+        segment_ids=np.repeat(np.arange(len(lengths)), lengths).astype(np.int32),
+        loss_mask=mask,
+        advantages=np.where(mask, draw.normal(size=tokens), 0.0).astype(np.float32),
+        weights=np.where(mask, 1.0 / len(lengths), 0.0).astype(np.float32),
+        behavior_logprobs=logprobs,
+        temperatures=np.ones(tokens, np.float32),
+        num_segments=len(lengths),
+    )
+
+
+def random_batch(lengths: Sequence[int], prompts: Sequence[int], *, vocab: int, seed: int = 0) -> MicroBatch:
+    """Return a micro-batch of random tokens in segments of these lengths, their prompts included."""
+    draw, level = generator(seed, "benchmarks", "batch"), np.float32(-np.log(vocab))
+    sequences = [draw.integers(0, vocab, length).tolist() for length in lengths]
+    sampled = [np.full(length - prompt, level, np.float32) for length, prompt in zip(lengths, prompts, strict=True)]
+    return packed(sequences, prompts, sampled)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A batch as rows [R, L], padded at the end, or as one packed row; `where` picks the tokens that train."""
+
+    model: Any
+    inputs: dict[str, Any]
+    where: tuple[torch.Tensor, torch.Tensor]
+    targets: torch.Tensor
+    coefficients: torch.Tensor
+    behavior: torch.Tensor
+    autocast: Callable[[], AbstractContextManager[Any]]
+
+    def backward(self) -> torch.Tensor:
+        """Compute PipelineRL's loss, written out, and its gradient."""
+        rows, columns = self.where
+        with self.autocast():
+            hidden = self.model.model(**self.inputs, use_cache=False).last_hidden_state
+            logits = self.model.lm_head(hidden[rows, columns - 1])
+        logprobs = -torch.nn.functional.cross_entropy(logits.float(), self.targets, reduction="none")
+        ratio = (logprobs.detach() - self.behavior).exp()
+        loss = -(self.coefficients * ratio * logprobs).sum()
+        loss.backward()
+        return loss
+
+
+def laid_out(
+    path: Path,
+    batch: MicroBatch,
+    *,
+    device: torch.device = _CPU,
+    plan: Callable[[Any, torch.device], Any] | None = SegmentPlan.of,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Rows:
+    """Lay a batch out for a model of its own: packed under an attention `plan`, or padded for SDPA without one."""
+    inside = np.flatnonzero(batch.loss_mask)
+    tokens = torch.from_numpy(batch.token_ids.astype(np.int64))
+    rows, columns = torch.from_numpy(batch.segment_ids).long(), torch.from_numpy(batch.position_ids).long()
+    if plan is not None:
+        inputs = {
+            "input_ids": tokens[None],
+            "position_ids": columns[None],
+            "segments": plan(batch.position_ids, device),
+        }
+        where = (torch.zeros(len(inside), dtype=torch.long), torch.from_numpy(inside))
+    else:
+        padded = torch.zeros(batch.num_segments, int(batch.position_ids.max()) + 1, dtype=torch.long)
+        attention = torch.zeros_like(padded)
+        padded[rows, columns], attention[rows, columns] = tokens, 1
+        inputs, where = {"input_ids": padded, "attention_mask": attention}, (rows[inside], columns[inside])
+    attention_of = IMPLEMENTATION if plan is not None else "sdpa"
+    return Rows(
+        model=load_model(path, device, torch.float32, attn_implementation=attention_of),
+        inputs={name: each.to(device) if isinstance(each, torch.Tensor) else each for name, each in inputs.items()},
+        where=(where[0].to(device), where[1].to(device)),
+        targets=tokens[inside].to(device),
+        coefficients=torch.from_numpy((batch.weights * batch.advantages)[inside]).to(device),
+        behavior=torch.from_numpy(batch.behavior_logprobs[inside]).to(device),
+        autocast=autocast,
+    )
+
+
+def bare_step(rows: Rows, *, learning_rate: float) -> Callable[[], None]:
+    """Return an optimizer step in plain torch: loss, gradient, clipping and AdamW on tensors made beforehand."""
+    parameters = list(rows.model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+    def step() -> None:
+        rows.backward().item()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0).item()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step

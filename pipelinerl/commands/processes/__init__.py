@@ -1,1 +1,0 @@
-"""The commands that are one process of a run each."""

@@ -1,0 +1,127 @@
+"""The roles: every kind of process that a run consists of, as `pipelinerl ROLE` starts it and as the launcher does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from pipelinerl.config import recipe as recipes
+from pipelinerl.roles.role import RESTARTED_VARIABLE, OnExit, Role, RoleOptions
+
+if TYPE_CHECKING:  # it imports the streams, which `pipelinerl --help` does not need
+    from pipelinerl.roles.process import Identity
+
+
+@partial(Role, name="trainer-rank", takes=frozenset({"recipe", "changes"}), on_exit=OnExit.DONE, stop_order=2)
+def trainer_rank(
+    options: RoleOptions,
+    rank: Annotated[int, typer.Option(help="1 and above, below trainer.options.distributed.processes.")],
+) -> None:
+    """Run a further process of a trainer with several (trainer.options.distributed); it follows `trainer`, rank 0."""
+    from pipelinerl.roles import trainer_rank_role
+
+    trainer_rank_role.run(recipes.load(options.recipe, options.changes or []), rank=rank)
+
+
+@partial(Role, name="redis", port=6379, after=(), stop_order=5)
+def redis(options: RoleOptions) -> None:
+    """Run the embedded stream server; its password is in <run>/redis/password."""
+    from pipelinerl.roles.process import identity_of
+    from pipelinerl.streams.embedded_redis import command
+    from pipelinerl.system.http_service import listen
+
+    identity = identity_of(options)
+    listen(identity.host, identity.port).close()  # raises if the port is taken; the server would only log it
+    argv = command(identity.run_dir / "redis", identity.port, host=identity.host)
+    os.execv(argv[0], argv)
+
+
+@partial(Role, name="controller", port=8000, after=("redis",), on_exit=OnExit.COMPLETE, stop_order=4)
+def controller(
+    options: RoleOptions,
+    go_on: Annotated[
+        bool,
+        typer.Option("--continue", envvar=RESTARTED_VARIABLE, help="Continue where a controller of this run died."),
+    ] = False,
+) -> None:
+    """Issue prompts, and own version, knobs and fleet, until the run is over."""
+    from pipelinerl.controller.service.service import Start
+    from pipelinerl.roles import controller_role
+
+    _run(options, partial(controller_role.run, start=Start.FROM_JOURNAL if go_on else Start.AFRESH))
+
+
+@partial(Role, name="engine-0", port=8001, stop_order=2)
+def engine(
+    options: RoleOptions,
+    type: Annotated[str | None, typer.Option(help="Engine type (default: the recipe's).")] = None,
+    model: Annotated[str | None, typer.Option(help="Model directory (default: the recipe's).")] = None,
+) -> None:
+    """Serve inference in the run of the controller, or alone with --controller-url ''."""
+    from pipelinerl.roles import engine_role
+
+    chosen = {"engine.type": type, "model.path": model}
+    _run(options, engine_role.run, changes=[f"{key}={value}" for key, value in chosen.items() if value])
+
+
+@partial(Role, name="parameter-server-0", port=8100, stop_order=3)
+def parameter_server(options: RoleOptions) -> None:
+    """Hold versions of the weights in memory, for engines to pull (weights.transport=pull)."""
+    from pipelinerl.roles import parameter_server_role
+
+    _run(options, parameter_server_role.run)
+
+
+@partial(Role, name="verifier-0", port=8200, on_exit=OnExit.DONE, stop_order=2)
+def verifier(
+    options: RoleOptions,
+    domain: Annotated[list[str] | None, typer.Option(help="Judge only this domain; repeatable (default: all).")] = None,
+) -> None:
+    """Judge answers for the actors of a run (verification.services); joins through the controller, on any machine."""
+    from pipelinerl.roles import verifier_role
+
+    _run(options, partial(verifier_role.run, only=domain or ()))
+
+
+@partial(Role, name="actor-0", stop_order=0)
+def actor(options: RoleOptions) -> None:
+    """Sample answers from the engines, verify them, and stream the groups."""
+    from pipelinerl.roles import actor_role
+
+    _run(options, actor_role.run)
+
+
+@partial(Role, name="trainer", on_exit=OnExit.DONE, stop_order=1)
+def trainer(options: RoleOptions) -> None:
+    """Train on the streamed groups and publish weights, from the newest checkpoint of the run on."""
+    from pipelinerl.roles import trainer_role
+
+    _run(options, trainer_role.run)
+
+
+@partial(
+    Role, name="tracker", on_exit=OnExit.SPARE, stop_order=5
+)  # after the controller, whose last events it forwards
+def tracker(options: RoleOptions) -> None:
+    """Forward the run's figures to the recipe's trackers (TensorBoard, W&B, trackio); the run does not wait for it."""
+    from pipelinerl.roles import tracker_role
+
+    _run(options, tracker_role.run)
+
+
+def _run(
+    options: RoleOptions, main: Callable[[Identity], Coroutine[Any, Any, None]], *, changes: Sequence[str] = ()
+) -> None:
+    from pipelinerl.roles.process import identity_of, run_until_signalled
+
+    run_until_signalled(main, identity_of(options, changes))
+
+
+#: In the order in which `pipelinerl --help` lists them.
+ROLES: Final[tuple[Role, ...]] = (
+    trainer_rank, redis, controller, engine, parameter_server, verifier, actor, trainer, tracker,
+)  # fmt: skip

@@ -1,0 +1,83 @@
+"""Prediction of the disk space that a run needs, and the check against free space."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.enums import OldLogprobs
+from pipelinerl.errors import UserError
+from pipelinerl.models.checkpoint import weight_files
+from pipelinerl.models.model_shape import BYTES
+from pipelinerl.roles.dtypes import dtypes_of
+from pipelinerl.roles.memory.prediction import MemoryPrediction, gib
+from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType
+
+#: Events, logs and the stream server's files of a run of usual length.
+_BESIDE: Final = 256 * 2**20
+
+
+def checkpoint_bytes(config: RunConfig, predicted: MemoryPrediction) -> int:
+    """Return the size of a checkpoint: the weights as they are sent, fp32 masters and both moments."""
+    trainer = predicted.trainer
+    if trainer is None:  # unpredicted backend: four times the model's size
+        return 4 * sum(file.stat().st_size for file in weight_files(config.model.resolved))
+    count, trained = trainer.shape.count, trainer.adapters if trainer.rank else trainer.shape.count
+    state = (12 if trainer.moments is MomentDType.FP32 else 8) * trained * (2 if trainer.values else 1)
+    sent = BYTES[dtypes_of(config).wire] * count
+    history = 0
+    if config.training.old_logprobs is OldLogprobs.SAMPLING_WEIGHTS:
+        bounds = config.staleness.bounds
+        history = math.ceil(min(bounds.k, config.run.steps) / bounds.j) * sent
+    return sent + state + history
+
+
+def run_bytes(config: RunConfig, predicted: MemoryPrediction) -> int:
+    """Return the maximum size of the run directory: checkpoints, one more during a write, samples and logs."""
+    made = math.ceil(config.run.steps / config.checkpoint.interval_steps) + 1
+    kept = min(made, config.checkpoint.keep + config.checkpoint.keep_best + 1)
+    samples = config.samples.max_bytes if config.samples.log == "on" else 0
+    return kept * checkpoint_bytes(config, predicted) + samples + _BESIDE
+
+
+def free_bytes(directory: Path) -> int:
+    """Return the free bytes on the file system of `directory`, which need not exist yet."""
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    return shutil.disk_usage(there).free
+
+
+def disk_line(config: RunConfig, predicted: MemoryPrediction) -> str:
+    """Return one line on what the run writes, and on the free space there."""
+    each, free = checkpoint_bytes(config, predicted), free_bytes(config.run_directory)
+    kept = config.checkpoint.keep + config.checkpoint.keep_best
+    return (
+        f"up to {gib(run_bytes(config, predicted))} in {config.run_directory}, where {gib(free)} are free: "
+        f"{kept} checkpoints of {gib(each)} and one more while it is written, samples, logs"
+    )
+
+
+def disk_faults(config: RunConfig, predicted: MemoryPrediction) -> Iterator[str]:
+    """Yield a sentence if the run does not fit: the knobs, and values that fit."""
+    needed, free = run_bytes(config, predicted), free_bytes(config.run_directory)
+    if needed <= free or free == 0:  # pseudo file systems report 0; creating the directory will tell
+        return
+    kept = config.checkpoint.keep + config.checkpoint.keep_best
+    fewer = {"keep": 1, "keep_best": 0}
+    changed = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=fewer)})
+    least = run_bytes(changed, predicted)
+    if kept > 1 and least <= free:
+        remedy = f"set checkpoint.keep=1 checkpoint.keep_best=0 ({gib(least)}), or choose another run.directory"
+    else:
+        remedy = f"choose a run.directory with {gib(least if kept > 1 else needed)} free"
+    place = config.run_directory
+    yield f"run.directory: the run writes up to {gib(needed)} and {gib(free)} are free in {place}; {remedy}"
+
+
+def refuse_full_disk(config: RunConfig, predicted: MemoryPrediction) -> None:
+    """Raise UserError if the run does not fit on its disk."""
+    for sentence in disk_faults(config, predicted):
+        raise UserError(sentence)

@@ -1,0 +1,292 @@
+"""The memory table of `pipelinerl check`: the memory of each process, whether it fits, and the knobs that would help.
+
+Nothing heavy is imported and no weight is read. Trainers and engines of other types, and external servers, cannot be
+predicted and are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
+
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.models import bigram
+from pipelinerl.models.checkpoint import model_type
+from pipelinerl.models.model_shape import BYTES, ModelShape, read_shape
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.roles.dtypes import dtypes_of
+from pipelinerl.roles.memory.trainer_memory import TrainerMemory
+from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, lora_of, share_of
+from pipelinerl.trainers.torch.mesh import GradientSum
+from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, StatePlace, optimizer_of
+from pipelinerl.trainers.torch.options import gradients_of, mesh_of
+from trainer_contract.types import Precision, WeightDType
+
+_ENGINES: Final = frozenset({"torch", "jax", "vllm"})
+_SHARDS: Final = (2, 4, 8, 16, 32, 64)
+#: Bits of a quantised weight by format; the few scales per row are neglected.
+_BITS: Final = {"int8": 8, "int4": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """Memory of an engine on `devices`: weights, receive buffer, and cache of `slots` sequences of `context` tokens."""
+
+    shape: ModelShape
+    dtype: WeightDType
+    wire: WeightDType
+    slots: int
+    context: int
+    weights: str = "native"
+    devices: int = 1
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """Bytes on each device, by purpose."""
+        shape, size = self.shape, BYTES[self.dtype]
+        linear = sum(map(math.prod, shape.linear.values()))
+        saved = linear * (8 * size - _BITS[self.weights]) // 8 if self.weights in _BITS else 0
+        cache = 2 * shape.layers * self.slots * self.context * shape.kv_heads * shape.head_dim * size
+        sizes = {
+            "weights": shape.count * size - saved,
+            "receive buffer": shape.count * BYTES[self.wire],
+            "keys and values": cache,
+        }
+        return {name: -(-each // self.devices) for name, each in sizes.items()}
+
+    @property
+    def total(self) -> int:
+        """Bytes on each device."""
+        return sum(self.parts.values())
+
+    @property
+    def host(self) -> int:
+        """Bytes on the host that are counted separately: none."""
+        return 0
+
+
+class Footprint(Protocol):
+    """Memory of a process on each of its devices."""
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """Bytes by purpose."""
+        ...
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak."""
+        ...
+
+    @property
+    def host(self) -> int:
+        """Bytes on the host that are not in `total`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPrediction:
+    """Memory of the trainer and of each engine; None if their type is not predicted."""
+
+    trainer: TrainerMemory | None
+    engine: EngineMemory | None
+    engines: int
+
+    @property
+    def by_process(self) -> dict[str, Footprint]:
+        """The predicted footprints, by kind of process."""
+        footprints: dict[str, Footprint] = {}
+        footprints |= {} if self.trainer is None else {"trainer": self.trainer}
+        return footprints if self.engine is None else footprints | {"engine": self.engine}
+
+
+def predict(config: RunConfig, objective: PolicyObjective) -> MemoryPrediction:
+    """Predict the memory of a recipe that `check` has accepted.
+
+    Raises:
+        ModelError: the model's sizes cannot be read.
+    """
+    path = config.model.resolved
+    if model_type(path) == bigram.MODEL_TYPE:
+        return MemoryPrediction(None, None, 0)
+    shape = read_shape(path)
+    return MemoryPrediction(_trainer(config, shape, objective), _engine(config, shape), config.engine.count)
+
+
+def _trainer(config: RunConfig, shape: ModelShape, objective: PolicyObjective) -> TrainerMemory | None:
+    section = config.trainer
+    if section.type != "torch":
+        return None
+    lora, mesh = lora_of(section.options), mesh_of(_without_meeting(section.options))
+    optimizer, longest = optimizer_of(section.options), config.engine.context_length
+    tokens = max(longest, min(section.token_budget, longest * config.training.rollouts_per_step))
+    answer_share = min(1.0, config.sampling.max_tokens / longest)
+    return TrainerMemory(
+        shape=shape,
+        precision=section.precision,
+        tokens=tokens,
+        trained=max(1, int(tokens * answer_share)),
+        checkpointing=section.gradient_checkpointing,
+        rank=0 if lora is None else lora.rank,
+        targets=None if lora is None else lora.targets,
+        shards=mesh.shards,
+        cp=mesh.cp,
+        wire=dtypes_of(config).wire,
+        values="values" in objective.passes,
+        reference="ref_logprobs" in objective.passes,
+        moments=optimizer.moments,
+        place=optimizer.place,
+        gradients=gradients_of(section.options),
+    )
+
+
+def _engine(config: RunConfig, shape: ModelShape) -> EngineMemory | None:
+    section, dtypes = config.engine, dtypes_of(config)
+    if section.type not in _ENGINES:
+        return None
+    return EngineMemory(
+        shape=shape,
+        dtype=dtypes.engine,
+        wire=dtypes.wire,
+        slots=section.slots,
+        context=section.context_length,
+        weights=section.weights.value,
+        devices=section.devices,
+    )
+
+
+def trainable(prediction: MemoryPrediction) -> str | None:
+    """Return a line such as `LoRA: 1.2 M of 135 M parameters train`; None if all train or the type is unknown."""
+    trainer = prediction.trainer
+    if trainer is None or not trainer.rank:
+        return None
+    return f"LoRA: {share_of(trainer.adapters, trainer.shape.count)}"
+
+
+def lines(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> Iterator[str]:
+    """Yield a line for each process, and one with advice if it exceeds its limit in bytes.
+
+    `limits` has the kind of process as key; `all` limits the sum of all processes, on a machine without GPUs.
+    """
+    for kind, its in prediction.by_process.items():
+        limit = limits.get(kind)
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in its.parts.items())
+        on_host = f"; {gib(its.host)} on the host" if its.host else ""
+        yield f"{kind}: {gib(its.total)}" + (f" of {gib(limit)}" if limit else "") + f" at the peak ({parts}){on_host}"
+        if limit is not None and its.total > limit:
+            yield f"{kind}: more than the {gib(limit)} that it has; {_advice(its, limit)}"
+    whole, limit = _of_all(prediction), limits.get("all")
+    if limit is not None and whole > limit:
+        advice = _advice(_Together(prediction), limit)
+        yield f"all processes together: {gib(whole)}, more than the {gib(limit)} of this machine; {advice}"
+
+
+def fits(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> bool:
+    """Return True if every process is within its limit, and all together within that of `all`."""
+    each = [its.total <= limits.get(kind, its.total) for kind, its in prediction.by_process.items()]
+    return all(each) and _of_all(prediction) <= limits.get("all", math.inf)
+
+
+def _of_all(prediction: MemoryPrediction) -> int:
+    its = prediction.trainer
+    trainer = 0 if its is None else (its.total + its.host) * its.shards
+    return trainer + (0 if prediction.engine is None else prediction.engine.total * prediction.engines)
+
+
+def _advice(footprint: Footprint, limit: int) -> str:
+    """Return the knobs that suffice on their own, or the best one and its result if none does."""
+    tried = list(_changes(footprint))
+    enough: dict[str, str] = {}  # by knob, its smallest sufficient change
+    for name, changed in tried:
+        if changed.total <= limit:
+            enough.setdefault(name.partition("=")[0], f"{name} ({gib(changed.total)})")
+    if enough:
+        return f"it would fit with {', or with '.join(enough.values())}"
+    if not tried:
+        return "use a larger device"
+    name, least = min(tried, key=lambda each: each[1].total)
+    return f"no single knob is enough; the best is {name} ({gib(least.total)}): change several, or use more devices"
+
+
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """All processes of a machine without GPUs, as one footprint."""
+
+    prediction: MemoryPrediction
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        return {"processes": self.total}
+
+    @property
+    def total(self) -> int:
+        return _of_all(self.prediction)
+
+    @property
+    def host(self) -> int:
+        return 0
+
+
+def _changes(footprint: Footprint) -> Iterator[tuple[str, Footprint]]:
+    """Yield possible changes of the recipe with the resulting footprint."""
+    if isinstance(footprint, TrainerMemory):
+        yield from _trainer_changes(footprint)
+    elif isinstance(footprint, _Together):
+        its = footprint.prediction
+        if its.trainer is not None:
+            for name, changed in _trainer_changes(its.trainer):
+                if isinstance(changed, TrainerMemory) and changed.shards == its.trainer.shards:
+                    yield name, _Together(replace(its, trainer=changed))
+        if its.engine is not None:
+            for name, changed in _changes(its.engine):
+                if isinstance(changed, EngineMemory):
+                    yield name, _Together(replace(its, engine=changed))
+    elif isinstance(footprint, EngineMemory):
+        for slots in _halves(footprint.slots, 8):
+            yield f"engine.slots={slots}", replace(footprint, slots=slots)
+        if footprint.dtype is WeightDType.FLOAT32:
+            yield "engine.dtype=bfloat16", replace(footprint, dtype=WeightDType.BFLOAT16)
+
+
+def _trainer_changes(trainer: TrainerMemory) -> Iterator[tuple[str, Footprint]]:
+    if not trainer.checkpointing:
+        yield "trainer.gradient_checkpointing=true", replace(trainer, checkpointing=True)
+    for tokens in _halves(trainer.tokens, 1024):
+        share = tokens / trainer.tokens
+        fewer = replace(trainer, tokens=tokens, trained=max(1, int(trainer.trained * share)))
+        yield f"trainer.micro_batch_tokens={tokens}", fewer
+    if trainer.precision is Precision.FP32:
+        yield "trainer.precision=bf16", replace(trainer, precision=Precision.BF16)
+    if trainer.place is StatePlace.DEVICE:
+        if trainer.moments is MomentDType.FP32:
+            yield "trainer.options.optimizer.moments=bf16", replace(trainer, moments=MomentDType.BF16)
+        yield "trainer.options.optimizer.place=host", replace(trainer, place=StatePlace.HOST)
+    if not trainer.rank and trainer.shards == 1:
+        rank = LoraOptions().rank
+        yield f"trainer.options.lora.rank={rank}", replace(trainer, rank=rank)
+    if trainer.shards > 1 and trainer.gradients is GradientSum.WHOLE:
+        yield "trainer.options.gradients=divided", replace(trainer, gradients=GradientSum.DIVIDED)
+    for shards in _SHARDS:
+        if shards > trainer.shards and trainer.cp == 1:
+            yield f"trainer.options.mesh.dp_shard={shards}", replace(trainer, shards=shards)
+        if trainer.shards == 1 and trainer.shape.heads % shards == 0:
+            yield f"trainer.options.mesh.cp={shards}", replace(trainer, shards=shards, cp=shards)
+
+
+def _halves(number: int, least: int) -> Sequence[int]:
+    """Return the number halved repeatedly, down to `least`."""
+    halves = []
+    while (number := number // 2) >= least:
+        halves.append(number)
+    return halves
+
+
+def _without_meeting(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "distributed"}
+
+
+def gib(size: int) -> str:
+    """Format bytes as `3.1 GiB`, or `12 MiB` below one GiB."""
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"

@@ -1,0 +1,199 @@
+"""`Role`: one kind of process, described once for the command line and for the launcher.
+
+    @partial(Role, name="engine-0", port=8001, stop_order=2)
+    def engine(options: RoleOptions, type: Annotated[str | None, typer.Option(help="…")] = None) -> None:
+        from pipelinerl.roles import engine_role
+        …
+
+`engine.command` is the function behind `pipelinerl engine`; `engine.arguments(options, type="torch")` are the arguments
+with which the launcher starts the same process. Both come from the fields of `RoleOptions` and from the parameters of
+the decorated function. A description loads no role: the function imports what it runs.
+
+A password on a command line shows up in every user's process list; one in the environment does not. A role whose
+`--redis-url` holds a password therefore replaces itself at once (`hide_password`) and passes the address to itself in
+`$PIPELINERL_REDIS_URL`. The password is still visible for some tenths of a second, and in the shell's history.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Final, final, get_type_hints
+
+import typer
+
+from pipelinerl.observability.redaction import without_secrets
+
+LOCAL_REDIS: Final = "redis://127.0.0.1:6379/0"
+_REDIS_OPTION: Final = "--redis-url"
+
+#: Address of the streams, password included, for a role without `--redis-url`; takes precedence over the recipe.
+REDIS_VARIABLE: Final = "PIPELINERL_REDIS_URL"
+#: File with the password of an embedded server that runs on another host than the role. The launcher sets it.
+REDIS_PASSWORD_VARIABLE: Final = "PIPELINERL_REDIS_PASSWORD_FILE"
+#: Set by the launcher for a process that it restarts while the run continues.
+RESTARTED_VARIABLE: Final = "PIPELINERL_RESTARTED"
+
+RoleRecipe = Annotated[str, typer.Option("--recipe", help="Recipe of the run; the same for every role.")]
+Changes = Annotated[list[str] | None, typer.Option("--set", help="Change of the recipe: section.key=value.")]
+
+
+class OnExit(StrEnum):
+    """The launcher's reaction to the end of a process. It never restarts one with exit status 2, a user error."""
+
+    RESTART = "restart"
+    """Restart it, within its budget."""
+    DONE = "done"
+    """Status 0 ends its work while the run continues; any other status restarts it."""
+    COMPLETE = "complete"
+    """Status 0 completes the run; any other status restarts it."""
+    SPARE = "spare"
+    """Restart it within its budget; after that the run continues without it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleOptions:
+    """The options that all roles have: which run, the process's name, its peers, and where it listens."""
+
+    recipe: RoleRecipe = "tiny"
+    name: Annotated[str, typer.Option("--name", help="Name of this process, unique within the run.")]
+    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="The run's directory (default: by the recipe).")] = (
+        None
+    )
+    redis_url: Annotated[
+        str | None,
+        typer.Option(
+            _REDIS_OPTION,
+            envvar=REDIS_VARIABLE,
+            help="Address of the streams (default: by the recipe, else redis://127.0.0.1:6379/0).",
+        ),
+    ] = None
+    controller_url: Annotated[str, typer.Option("--controller-url", help="URL of the controller.")] = (
+        "http://127.0.0.1:8000"
+    )
+    token_file: Annotated[
+        Path | None,
+        typer.Option("--token-file", help="Bearer token (default: $PIPELINERL_TOKEN, else the run directory's)."),
+    ] = None
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="Serve every program on this machine without a token.")
+    ] = False
+    host: Annotated[str, typer.Option("--host", help="Address to bind.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option("--port", help="Port to bind.")] = 0
+    changes: Changes = None
+
+
+_COMMON: Final = {field.name: field.default for field in fields(RoleOptions)}
+
+
+@final
+@dataclass(frozen=True)
+class Role:
+    """One kind of process of a run.
+
+    Attributes:
+        main: runs the process; takes `RoleOptions`, then the role's own options. Its docstring is the command's help.
+        name: default of `--name`.
+        stop_order: processes with a lower number are stopped earlier.
+        port: default of `--port`; None for a role that does not listen, which has neither `--host` nor `--port`.
+        takes: names of the fields of `RoleOptions` that are options of this role.
+        after: processes that must be healthy before the launcher starts this one.
+    """
+
+    main: Callable[..., None]
+    name: str
+    stop_order: int
+    port: int | None = None
+    takes: frozenset[str] = frozenset(_COMMON)
+    after: tuple[str, ...] = ("controller",)
+    on_exit: OnExit = OnExit.RESTART
+
+    @property
+    def subcommand(self) -> str:
+        """The subcommand of `pipelinerl` that runs this role."""
+        return self.main.__name__.replace("_", "-")
+
+    def numbered(self, number: int) -> str:
+        """Return the name of one of several processes in this role."""
+        return f"{self.subcommand}-{number}"
+
+    @cached_property
+    def parameters(self) -> tuple[inspect.Parameter, ...]:
+        """The options of the command: common ones, the role's own, then `changes`."""
+        hints = get_type_hints(RoleOptions, include_extras=True)
+        taken = self.takes - ({"host", "port"} if self.port is None else set())
+        defaults = {**_COMMON, "name": self.name, "port": self.port}
+        *common, changes = (
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hints[name])
+            for name in _COMMON
+            if name in taken
+        )
+        _, *own = inspect.signature(self.main, eval_str=True).parameters.values()
+        return (*common, *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own), changes)
+
+    @property
+    def command(self) -> Callable[..., None]:
+        """The function for typer, whose signature has the options and which runs the process."""
+
+        def command(**values: Any) -> None:
+            common = {key: values.pop(key) for key in _COMMON if key in values}
+            self.main(RoleOptions(**{"name": self.name, **common}), **values)
+
+        described: Any = command
+        described.__doc__ = self.main.__doc__
+        described.__signature__ = inspect.Signature(self.parameters)
+        described.__annotations__ = {each.name: each.annotation for each in self.parameters}
+        return command
+
+    def arguments(self, options: RoleOptions, **own: object) -> list[str]:
+        """Return the arguments of `pipelinerl` that start this role with these options; defaults are left out."""
+        words = [self.subcommand]
+        for parameter in self.parameters:
+            name, default = parameter.name, _COMMON.get(parameter.name, parameter.default)
+            value = getattr(options, name) if name in _COMMON else own.get(name)
+            if value is None or value == default:
+                continue
+            for each in value if isinstance(value, list) else [value]:
+                words += [_flag(parameter)] if each is True else [_flag(parameter), str(each)]
+        return words
+
+
+def _flag(parameter: inspect.Parameter) -> str:
+    """Return the option's name as typer derives it; in an annotation, typer takes the name as `default`."""
+    (option,) = parameter.annotation.__metadata__
+    return option.default if isinstance(option.default, str) else f"--{parameter.name.replace('_', '-')}"
+
+
+def hide_password() -> None:
+    """Replace this process by one without a password in its arguments; return if they hold none."""
+    moved = without_password(sys.orig_argv, os.environ)
+    if moved is not None:
+        arguments, environment = moved
+        os.execve(sys.executable, [sys.executable, *arguments[1:]], dict(environment))
+
+
+def without_password(
+    arguments: Sequence[str], environment: Mapping[str, str]
+) -> tuple[list[str], dict[str, str]] | None:
+    """Return equivalent arguments and environment, with the streams' address in the latter if it holds a password.
+
+    Return None if the arguments hold no password.
+    """
+    kept, address, rest = list[str](), "", iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if name == _REDIS_OPTION:
+            value = value if equals else next(rest, "")
+            if value != without_secrets(value):
+                address = value
+                continue
+            kept += [argument] if equals else [argument, value]
+        else:
+            kept.append(argument)
+    return (kept, {**environment, REDIS_VARIABLE: address}) if address else None

@@ -1,0 +1,89 @@
+"""Arms of training benchmarks: figures of a run, tables, and records that are resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import arms
+from benchmarks.arms import Column, FinishedRun, Job, figures_of, measured, table
+from pipelinerl.config.recipe import load
+from pipelinerl.observability.events import Event
+from pipelinerl.observability.run_history import tell
+
+JOB = Job("a", 0, "tiny", ())
+
+
+def finished(events: list[Event], *, accuracy: float = 0.5) -> FinishedRun:
+    return FinishedRun(config=load("tiny"), history=tell(events), completed=True, accuracy=accuracy)
+
+
+def events_of(steps: int) -> list[Event]:
+    events: list[Event] = [{"kind": "run_started", "time": 0.0, "elapsed_s": 0.0}]
+    for step in range(1, steps + 1):
+        figures = {"reward": 0.1 * step, "ess": 0.9, "staleness_mean": 2.0, "rollouts": 8, "sampled_tokens": 90}
+        timing = {"wait_s": 0.5, "step_s": 0.5, "stale_tokens": 10 * step}
+        events.append({"kind": "step", "time": 0.0, "elapsed_s": 5.0 + step, "step": step, **figures, **timing})
+    return events
+
+
+def test_figures_come_from_the_steps() -> None:
+    row = figures_of(JOB, finished(events_of(4)))
+    assert (row["accuracy"], row["age"], row["ess"]) == (0.5, 2.0, pytest.approx(0.9))
+    assert (row["reward"], row["area"]) == (pytest.approx(0.4), pytest.approx(0.25))
+    assert row["discarded"] == pytest.approx(40 / (40 + 360))
+    assert row["tokens_per_s"] == pytest.approx(360 / 4), "the first step began one second before it ended"
+    assert row["by_samples"][0] == (8.0, 16.0, 24.0, 32.0)
+    assert row["by_seconds"][0] == pytest.approx((1.0, 2.0, 3.0, 4.0))
+
+
+def test_missing_figure_is_named() -> None:
+    events = [{key: value for key, value in event.items() if key != "stale_tokens"} for event in events_of(2)]
+    with pytest.raises(ValueError, match="to report stale_tokens"):
+        figures_of(JOB, finished(events))
+
+
+def test_table_has_a_row_per_arm_and_marks_incomplete_runs() -> None:
+    def row(arm: str, value: float | None, completed: bool = True) -> dict[str, Any]:
+        return {"arm": arm, "value": value, "completed": completed}
+
+    runs = [
+        row("a", 0.5),
+        row("b", 0.5, completed=False),
+        row("a", 0.75),
+        row("c", None),
+        row("d", 1.0),
+        row("d", None),
+    ]
+    heading, rule, *lines = table(runs, [Column("held-out", "value", ".3f")]).splitlines()
+    assert heading.count("|") == rule.count("|") == 3
+    assert lines == [
+        "| a | 0.625 [0.500, 0.750] |",
+        "| b (1 of 1 incomplete) | 0.500 |",
+        "| c | never |",
+        "| d | 1.000 (1 of 2) |",
+    ]
+
+
+def test_recorded_runs_are_not_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path, trained = tmp_path / "b.json", list[str]()
+
+    def record(name: str, payload: dict[str, Any], *, quick: bool) -> None:
+        path.write_text(json.dumps(payload))
+
+    def train(job: Job, *, judged: bool) -> FinishedRun:
+        trained.append(f"{job.arm}{job.seed}{job.changes}")
+        return finished([])
+
+    monkeypatch.setattr(arms, "RESULTS", tmp_path)
+    monkeypatch.setattr(arms, "write_record", record)
+    monkeypatch.setattr(arms, "train", train)
+    jobs = [Job("a", 0, "tiny", ("x=1",)), Job("a", 1, "tiny", ("x=1",))]
+    measured("b", jobs[:1], lambda job, run: {"value": job.seed}, quick=False)
+    rows = measured("b", jobs, lambda job, run: {"value": job.seed}, quick=False)
+    measured("b", [Job("a", 0, "tiny", ("x=2",))], lambda job, run: {"value": job.seed}, quick=False)
+    assert trained == ["a0('x=1',)", "a1('x=1',)", "a0('x=2',)"]
+    assert [row["value"] for row in rows] == [0, 1]

@@ -1,0 +1,79 @@
+"""Machine-dependent defaults are resolved from the memory's size and recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.config.recipe import RunConfig, load
+from pipelinerl.errors import UserError
+from pipelinerl.roles.memory import disk, machine_defaults
+from pipelinerl.roles.memory.machine_defaults import settled
+from pipelinerl.roles.memory.prediction import fits, lines, predict
+from pipelinerl.roles.wiring import objective_of
+from pipelinerl.system.accelerators import has_accelerator
+from tests.roles.test_dtypes import directory
+
+GIB = 2**30
+
+
+def recipe(*overrides: str) -> RunConfig:
+    return load("tiny", ["trainer.micro_batch_tokens=auto", "engine.context_length=64", *overrides])
+
+
+def test_micro_batch_is_the_largest_that_fits() -> None:
+    config = recipe()
+    whole = settled(config, {"all": 64 * GIB})
+    assert whole.trainer.micro_batch_tokens == 16384
+    needed = predict(whole, objective_of(config)).by_process
+    limit = sum(each.total for each in needed.values())
+    smaller = settled(config, {"all": limit})
+    assert smaller.trainer.micro_batch_tokens in (1024, 2048, 4096, 8192)
+    assert settled(smaller, {"all": 64 * GIB}) == smaller, "what is recorded stays"
+
+
+def test_too_small_machine_is_advised_a_knob_and_its_value() -> None:
+    config = recipe("trainer.micro_batch_tokens=16384")
+    predicted = predict(config, objective_of(config))
+    whole = sum(each.total for each in predicted.by_process.values())
+    limits = {"all": int(0.9 * whole)}
+    assert not fits(predicted, limits=limits)
+    assert "it would fit with" in "".join(lines(predicted, limits=limits))
+    assert "trainer.micro_batch_tokens=" in "".join(lines(predicted, limits=limits))
+
+
+@pytest.mark.parametrize(
+    ("device", "here", "dtype"), [("cpu", True, "float32"), ("auto", False, "float32"), ("auto", True, "auto")]
+)
+def test_engines_of_a_half_precision_model_use_float32_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, here: bool, dtype: str
+) -> None:
+    import torch
+
+    monkeypatch.setattr(machine_defaults, "has_accelerator", lambda: here)
+    model = directory(tmp_path / "model", torch.bfloat16)
+    assert settled(recipe(f"model.path={model}", f"engine.device={device}")).engine.dtype == dtype
+    given = settled(recipe(f"model.path={model}", "engine.dtype=bfloat16"))
+    assert given.engine.dtype == "bfloat16", "the recipe's own word counts"
+
+
+def test_accelerator_is_found_by_its_device_file_unless_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert not has_accelerator(tmp_path)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia0").touch()
+    assert has_accelerator(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not has_accelerator(tmp_path)
+
+
+def test_run_that_exceeds_the_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = recipe(f"run.directory={tmp_path}", "checkpoint.keep=50", "samples.log=off", "checkpoint.interval_steps=1")
+    predicted = predict(config, objective_of(config))
+    disk.refuse_full_disk(config, predicted)
+    each = disk.checkpoint_bytes(config, predicted)
+    monkeypatch.setattr(disk, "free_bytes", lambda _: 256 * 2**20 + 10 * each)
+    with pytest.raises(UserError, match=r"checkpoint\.keep=1 checkpoint\.keep_best=0"):
+        disk.refuse_full_disk(config, predicted)
+    assert "50 checkpoints of" in disk.disk_line(config, predicted)

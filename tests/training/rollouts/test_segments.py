@@ -87,7 +87,7 @@ def gradient(trainer: BigramTrainer, micro_batches: Sequence[MicroBatch], object
 # --- the tree --------------------------------------------------------------------------------------------------------
 
 
-def test_segments_are_the_paths_to_the_turns_that_none_continues() -> None:
+def test_segments_are_the_paths_to_the_last_turns() -> None:
     one = forked()
     numbers = {id(turn): number for number, turn in enumerate(one.turns)}
     paths = [[numbers[id(turn)] for turn in segment.turns] for segment in one.segments]
@@ -97,7 +97,7 @@ def test_segments_are_the_paths_to_the_turns_that_none_continues() -> None:
     assert one.num_sampled_tokens == 9 and one.num_tokens == 7 + 9 + 5
 
 
-def test_a_linear_episode_is_one_segment_with_and_without_parents() -> None:
+def test_linear_episode_is_one_segment_with_and_without_parents() -> None:
     one = linear()
     ((turns, trained),) = one.segments
     assert turns == one.turns and list(trained) == [0, 1, 2]
@@ -250,7 +250,7 @@ def _a_ratio_for_each_segment(batch: TrainBatch) -> Iterator[MicroBatch]:
         (_a_ratio_for_each_segment, "topr"),
     ],
 )
-def test_a_mutant_has_another_gradient(
+def test_mutants_change_the_gradient(
     mutant: Callable[[TrainBatch], Iterator[MicroBatch]], choice: str, trainer: BigramTrainer
 ) -> None:
     objective = resolve(choice)
@@ -272,7 +272,7 @@ def test_tokens_of_the_environment_have_no_gradient(trainer: BigramTrainer) -> N
 # --- what follows rollouts through a step ----------------------------------------------------------------------------
 
 
-def test_an_episode_of_several_segments_weighs_as_one_rollout() -> None:
+def test_branching_episode_weighs_as_one_rollout() -> None:
     objective = resolve("grpo")
     batch = batch_of(episodes(), objective)
     totals = np.zeros(5)
@@ -298,7 +298,7 @@ def test_every_token_keeps_its_version_and_the_sampler_log_prob() -> None:
     assert not its.behavior_versions[~its.loss_mask].any()
 
 
-def test_a_group_is_as_old_as_its_oldest_token_that_trains() -> None:
+def test_group_is_as_old_as_its_oldest_trainable_token() -> None:
     made = replace(group(0), rollouts=(forked(), linear()))
     assert made.oldest_version == 3
     assert not is_stale(made, producing=7, bounds=StalenessBounds(1, 4))
@@ -330,7 +330,7 @@ def test_credit_by_turns_reaches_the_tokens_of_each_turn_in_every_segment() -> N
     assert got == pytest.approx(expected)
 
 
-def test_equal_totals_are_a_signal_where_turns_get_the_credit() -> None:
+def test_equal_totals_are_a_signal_for_credit_by_turns() -> None:
     turns = [((0, 1), (2,)), ((4,), (5,))]
     early, late = (episode(turns, reward=1.0, rewards=rewards) for rewards in ((1.0, 0.0), (0.0, 1.0)))
     made = replace(group(0), rollouts=(early, late))
@@ -346,14 +346,14 @@ def test_equal_totals_are_a_signal_where_turns_get_the_credit() -> None:
         assert batcher.num_waiting == waits
 
 
-def test_a_branching_episode_can_be_computed() -> None:
+def test_branching_episode_passes_the_fault_check() -> None:
     made = replace(group(0), rollouts=(forked(), linear()))
     assert fault_of(made, vocab_size=VOCAB) == ""
     assert "token_ids must lie in" in fault_of(made, vocab_size=9)
 
 
 @pytest.mark.parametrize("ids", [[0, 0, 1, 1, 1], [-1, -1, -1, 0, 0], [0, 0, 0, 2, 2]])
-def test_rollout_ids_that_are_not_of_whole_segments_are_refused(ids: list[int]) -> None:
+def test_rollout_ids_must_cover_whole_segments(ids: list[int]) -> None:
     batch = alone([rollout(prompt=(1, 2), sampled=(3,)), rollout(prompt=(1,), sampled=(3,))])
     with pytest.raises(BatchError, match="rollout_ids must"):
         check(replace(batch, rollout_ids=np.array(ids, np.int32)), vocab_size=VOCAB)

@@ -27,7 +27,7 @@ from inference_contract.weights import Backend, Connections
 from pipelinerl.errors import AddressError, DeadlineError, UpdateError
 from pipelinerl.system.addresses import address_towards, without_name_servers
 from pipelinerl.system.ports import family_of
-from pipelinerl.weights.broadcast import nccl
+from pipelinerl.weights.broadcast import torch_nccl
 
 #: A blocking wait on the store cannot be interrupted, and torch prints two warnings each time one times out. The code
 #: polls the store instead. The poll interval is this share of the time waited so far, within these bounds.
@@ -173,7 +173,7 @@ class Collective:
             if self._backend is Backend.GLOO:
                 work.wait(options.timeout)  # raises what the work failed with
             else:
-                nccl.wait_for(work, deadline=deadline)
+                torch_nccl.wait_for(work, deadline=deadline)
         except RuntimeError as error:
             group = work = None  # both keep connections open, and the traceback keeps this frame alive
             self.close()
@@ -185,7 +185,7 @@ class Collective:
         """Leave the group; peers that wait for this rank in a collective fail at once. Idempotent."""
         group, self._group = self._group, None
         if group is not None and self._backend is Backend.NCCL:
-            nccl.abort(group)
+            torch_nccl.abort(group)
 
 
 def offers(backend: Backend) -> bool:
@@ -212,7 +212,7 @@ def _process_group(
     if not offers(backend):
         raise UpdateError("backend nccl needs CUDA, which torch does not find here; use gloo")
     device = torch.device("cuda", torch.cuda.current_device())
-    return nccl.connect(dist, store, rank=rank, size=size, device=device, timeout_s=remaining_s)
+    return torch_nccl.connect(dist, store, rank=rank, size=size, device=device, timeout_s=remaining_s)
 
 
 def _meet(group: Any, deadline: float) -> None:

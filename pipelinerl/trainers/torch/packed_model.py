@@ -216,7 +216,7 @@ def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = 
         raise SpecError(f"model_path: {error}") from error
     follow_autocast(model)
     if gradient_checkpointing:
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        _checkpoint_layers(model)
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -224,6 +224,14 @@ def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = 
                 setattr(module, "jitter_noise", 0.0)  # noqa: B010  # torch's stubs know parameters and modules alone
     model.train(gradient_checkpointing)  # checkpointing needs train mode; otherwise eval mode disables dropout
     return ReadableModel(model, reader)
+
+
+def _checkpoint_layers(model: PreTrainedModel) -> None:
+    """Make the backward pass recompute each layer. transformers 5.17 knows only the older of the two names."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def _read_buffers(model: PreTrainedModel, reader: WeightReader) -> None:

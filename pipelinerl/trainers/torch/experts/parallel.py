@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import final
+from importlib.metadata import version
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers.distributed.expert_parallel import AllToAllEP
 
 from pipelinerl.trainers.torch.experts.autocast import fused_experts
 from pipelinerl.trainers.torch.mesh import ProcessMesh, refuse_uneven_experts
 from pipelinerl.trainers.torch.packed_model import hold
+from trainer_contract.errors import SpecError
 
 
 def keep_own_experts(model: nn.Module, mesh: ProcessMesh, device: torch.device) -> set[nn.Parameter]:
@@ -28,8 +29,10 @@ def keep_own_experts(model: nn.Module, mesh: ProcessMesh, device: torch.device) 
         The experts' parameters: this process's rows on the device, without values if they were on the meta device.
 
     Raises:
-        SpecError: there are no experts, or they cannot be divided evenly; raised on every process.
+        SpecError: transformers cannot exchange tokens, there are no experts, or they cannot be divided evenly; raised on
+            every process.
     """
+    exchange = _token_exchange()
     modules, kept = fused_experts(model), set[nn.Parameter]()
     refuse_uneven_experts(modules[0].num_experts if modules else 0, mesh.shards)
     meshes = _expert_meshes(device.type, mesh.dp_replicate, mesh.shards)
@@ -42,8 +45,20 @@ def keep_own_experts(model: nn.Module, mesh: ProcessMesh, device: torch.device) 
                 own.copy_(whole.detach()[rows])
             hold(whole, own)
             kept.add(whole)
-        module.forward = _TravellingTokens(AllToAllEP(module, meshes["experts"], meshes["alone"]))
+        module.forward = _TravellingTokens(exchange(module, meshes["experts"], meshes["alone"]))
     return kept
+
+
+def _token_exchange() -> Any:
+    """Return `AllToAllEP`. Raises SpecError if this transformers does not have it."""
+    try:  # on demand, so that other trainers run with a transformers that lacks it
+        from transformers.distributed.expert_parallel import AllToAllEP
+    except ImportError as error:
+        raise SpecError(
+            f'options.experts = "parallel": transformers {version("transformers")} cannot exchange tokens between '
+            'processes; install transformers 5.23, or use "gathered"'
+        ) from error
+    return AllToAllEP
 
 
 @final

@@ -1,0 +1,22 @@
+"""Expert parallelism without its exchange; `test_mesh.py` runs it on several processes."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec, module_from_spec
+
+import pytest
+import torch
+
+from pipelinerl.trainers.torch.mesh import ProcessMesh
+from trainer_contract.errors import SpecError
+
+
+def test_transformers_without_token_exchange_is_rejected_only_when_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", None)  # as in transformers 5.17
+    spec = find_spec("pipelinerl.trainers.torch.experts.parallel")
+    assert spec is not None and spec.loader is not None
+    fresh = module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    with pytest.raises(SpecError, match=r"cannot exchange tokens between processes; install transformers 5\.23"):
+        fresh.keep_own_experts(torch.nn.Linear(2, 2), ProcessMesh(dp_shard=2), torch.device("cpu"))

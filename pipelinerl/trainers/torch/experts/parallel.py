@@ -29,8 +29,8 @@ def keep_own_experts(model: nn.Module, mesh: ProcessMesh, device: torch.device) 
         The experts' parameters: this process's rows on the device, without values if they were on the meta device.
 
     Raises:
-        SpecError: transformers cannot exchange tokens, there are no experts, or they cannot be divided evenly; raised on
-            every process.
+        SpecError: transformers cannot exchange tokens, there are no experts, or they cannot be divided evenly;
+            raised on every process.
     """
     exchange = _token_exchange()
     modules, kept = fused_experts(model), set[nn.Parameter]()

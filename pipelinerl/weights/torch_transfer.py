@@ -2,16 +2,18 @@
 
 Bytes on a GPU are copied to the host once, piece by piece, into two pinned buffers in turn. The copies have a stream of
 their own, so they wait neither for training nor for decoding. On the host, the bytes are hashed where they are, by the
-same code: `stream_for` returns the form that fits.
+same code: `stream_for` returns the form that fits. A host with few cores hashes before it sends, since a second thread
+would take its time from the first, and read the bytes from a colder cache.
 
 No GPU has run `CudaStream`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol, Self, final
+from typing import Any, Final, Protocol, Self, final
 
 import torch
 from torch import Tensor
@@ -23,8 +25,17 @@ from pipelinerl.weights.digest import WeightDigest
 Landed = Callable[[], Tensor]
 
 
+#: With fewer cores, the trainer or the decode loop, gloo and the sender leave none for a thread that hashes.
+_CORES_TO_OVERLAP: Final = 5
+
+
 class TransferStream(Protocol):
     """The stream on which a publication gathers, copies and sends; in a `with` block it is the thread's current one."""
+
+    @property
+    def overlaps(self) -> bool:
+        """True if bytes are hashed on a thread, while others are copied and sent."""
+        ...
 
     def __enter__(self) -> Self:
         """Order the work after that already queued on the device's default stream."""
@@ -43,6 +54,10 @@ class TransferStream(Protocol):
 class HostStream:
     """The form for bytes on the host: nothing is copied."""
 
+    def __init__(self, *, cores: int | None = None) -> None:
+        """Overlap if `cores` suffice; None counts those that this process may use."""
+        self.overlaps = (len(os.sched_getaffinity(0)) if cores is None else cores) >= _CORES_TO_OVERLAP
+
     def __enter__(self) -> Self:
         return self
 
@@ -57,6 +72,8 @@ class HostStream:
 @final
 class CudaStream:
     """Two streams of a GPU: one gathers and sends, the other copies to pinned memory beside it."""
+
+    overlaps = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -102,7 +119,7 @@ def stream_for(device: torch.device) -> TransferStream:
 
 @final
 class OverlappedDigest:
-    """A `WeightDigest` whose hashing runs on a thread; one thread appends.
+    """A `WeightDigest` whose hashing runs on a thread where that is faster; one thread appends.
 
     Bytes may be overwritten after the next `append`, or after `settle`.
     """
@@ -116,6 +133,9 @@ class OverlappedDigest:
         """Begin to hash flat uint8 `data`; return its bytes on the host."""
         landed = self._stream.to_host(data)
         self.settle()
+        if not self._stream.overlaps:
+            self._digest.update(landed().numpy())
+            return landed
         self._last = in_background_soon("digest", lambda: self._digest.update(landed().numpy()))
         return landed
 

@@ -11,9 +11,8 @@ import torch
 import xxhash
 
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
-from pipelinerl.weights import torch_transfer
 from pipelinerl.weights.broadcast.sender import WeightSender
-from pipelinerl.weights.torch_transfer import Landed, OverlappedDigest
+from pipelinerl.weights.torch_transfer import HostStream, Landed, OverlappedDigest, TransferStream
 from tests.patience import PATIENCE_S
 
 NUMBERS = torch.randint(0, 256, (10, 1000), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
@@ -23,6 +22,8 @@ EXPECTED = xxhash.xxh3_128(NUMBERS.numpy().tobytes()).hexdigest()
 @final
 class LazyStream:
     """A GPU's stream at its slowest: a copy happens only when somebody waits for it, into two buffers in turn."""
+
+    overlaps = True
 
     def __init__(self) -> None:
         self.exits = 0
@@ -47,8 +48,10 @@ class LazyStream:
         return landed
 
 
-@pytest.mark.parametrize("stream", [torch_transfer.HostStream(), LazyStream()], ids=["host", "lazy"])
-def test_digest_is_that_of_the_bytes_in_order(stream: torch_transfer.TransferStream) -> None:
+@pytest.mark.parametrize(
+    "stream", [HostStream(cores=2), HostStream(cores=8), LazyStream()], ids=["few", "many", "lazy"]
+)
+def test_digest_is_that_of_the_bytes_in_order(stream: TransferStream) -> None:
     digest, staged = OverlappedDigest(stream), [torch.empty(1000, dtype=torch.uint8) for _ in range(2)]
     for number, row in enumerate(NUMBERS):
         digest.append(staged[number % 2].copy_(row))
@@ -71,7 +74,7 @@ def test_sender_never_overwrites_what_is_still_hashed(bucket_bytes: int) -> None
 
 
 def test_failure_of_the_thread_is_raised_by_the_next_append() -> None:
-    digest = OverlappedDigest(torch_transfer.HostStream())
+    digest = OverlappedDigest(HostStream(cores=8))
     digest.append(torch.ones(3, requires_grad=True))  # has no numpy form
     with pytest.raises(RuntimeError, match="requires grad"):
         digest.append(NUMBERS[0])

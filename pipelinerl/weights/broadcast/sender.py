@@ -1,7 +1,7 @@
 """`WeightSender` and `packed`: one pass over the trainer's parameters, copied into memory bucket by bucket.
 
-`WeightSender` broadcasts each bucket if there is a group, and hashes it meanwhile. It holds two buckets, or one if some
-parameter is much larger than a bucket, but never the model. On a GPU it uses a stream of its own.
+`WeightSender` hashes each bucket, and broadcasts it if there is a group. It holds one or two buckets, never the model.
+On a GPU it uses a stream of its own.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pipelinerl.weights.publisher import WeightSource
 from pipelinerl.weights.torch_transfer import OverlappedDigest, TransferStream, stream_for
 from trainer_contract.host_weights import bytes_of
 
-#: Two buckets are staged at once if none is larger than this many times the usual size.
-_BUCKETS_AT_ONCE: Final = 2
+#: Two buckets are staged, one filled while the other is hashed, if none is larger than this many times the usual size.
+_LARGEST_OF_TWO: Final = 2
 
 
 @final
@@ -68,12 +68,11 @@ class WeightSender:
         first = list(itertools.islice(gathered, 1))
         device = _staging_device(group, first)
         largest = max(end - start for start, end in self._bounds)
-        slots = itertools.cycle(
-            torch.empty(largest, dtype=torch.uint8, device=device)
-            for _ in range(2 if largest <= _BUCKETS_AT_ONCE * self._bucket_bytes else 1)
-        )
         with self._streams(device) as stream:
             digest = OverlappedDigest(stream)
+            two = stream.overlaps and largest <= _LARGEST_OF_TWO * self._bucket_bytes
+            made = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(1 + two)]
+            slots = itertools.cycle(made)
             last: torch.Tensor | None = None
 
             def room(start: int, end: int) -> torch.Tensor:

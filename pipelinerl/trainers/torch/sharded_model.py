@@ -28,6 +28,7 @@ from pipelinerl.trainers.torch.experts.parallel import keep_own_experts
 from pipelinerl.trainers.torch.mesh import ExpertWeights, ProcessMesh
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
 from pipelinerl.trainers.torch.packed_model import PackedModel, computing_in, hold
+from pipelinerl.trainers.torch.transfers import to_device
 from pipelinerl.trainers.torch.value_model import PackedValueModel
 
 dist: Any = torch.distributed
@@ -167,7 +168,7 @@ class ShardedModel:
                 values, own = rows_of(name), shard.detach().clone()
                 with self._reading:
                     self._lasting[name] = nn.Parameter(own, requires_grad=False)
-                    shard.detach().copy_(values)
+                    shard.detach().copy_(to_device(values, shard.device, shard.dtype))
             yield
         finally:
             for name, shard in self.shards.items():

@@ -34,6 +34,7 @@ from pipelinerl.trainers.torch.experts import fused_experts
 from pipelinerl.trainers.torch.mesh import ExpertWeights, ProcessMesh, refuse_uneven_experts
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
 from pipelinerl.trainers.torch.packed_model import PackedModel, computing_in, hold
+from pipelinerl.trainers.torch.transfers import to_device
 from pipelinerl.trainers.torch.value_model import PackedValueModel
 from trainer_contract.errors import SpecError
 
@@ -174,7 +175,7 @@ class ShardedModel:
                 values, own = rows_of(name), shard.detach().clone()
                 with self._reading:
                     self._lasting[name] = nn.Parameter(own, requires_grad=False)
-                    shard.detach().copy_(values)
+                    shard.detach().copy_(to_device(values, shard.device, shard.dtype))
             yield
         finally:
             for name, shard in self.shards.items():

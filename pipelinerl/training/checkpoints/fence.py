@@ -60,9 +60,7 @@ class CheckpointFence:
 
     @contextmanager
     def blamed(self, epoch: int) -> Iterator[None]:
-        """Replace errors in the block by FencedError if a later epoch has claimed the directory and removed its
-        files.
-        """
+        """Raise FencedError instead of an error caused by a later epoch that has removed files used in the block."""
         self.check(epoch)
         try:
             yield

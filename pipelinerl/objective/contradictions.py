@@ -116,7 +116,7 @@ def without_effect(objective: PolicyObjective, setting: Setting) -> Iterator[str
 
 
 def _without_effect_in_groups(adv: Advantage, key: str, size: int) -> Iterator[str]:
-    """Yield these sentences for one group size, which the recipe sets at `key`."""
+    """Yield a sentence for each slot without effect at one group size, which the recipe sets at `key`."""
     if isinstance(adv, GroupFiltered) and adv.keep >= size:
         yield (
             f"adv.keep ({adv.keep}) must be below {key} ({size}): as it is every rollout of a group is "

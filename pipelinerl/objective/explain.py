@@ -27,7 +27,7 @@ COSTS: Final[Mapping[str, str]] = {
     "vocab_mean_logprobs": "no pass: a sum over the vocabulary in the output layer",
     "vocab_entropies": "no pass: a sum over the vocabulary in the output layer",
 }
-"""What an optional column, or a measure of the output layer, costs a step."""
+"""Cost per step of each optional column and each measure of the output layer."""
 
 
 class SlotLine(NamedTuple):

@@ -96,7 +96,7 @@ async def test_fencing_works_after_the_trainer_trimmed_the_entries(stream: Strea
 
 
 async def test_actors_with_equal_numbers_are_distinguished(stream: Stream) -> None:
-    """If the later machine's clock is behind, it continues from the earlier actor's last number."""
+    """A later actor whose clock is behind continues from the earlier actor's last number."""
     first, second = (RolloutWriter(stream, actor=NAME, number=7) for _ in range(2))
     await first.append([group(1)])
     with pytest.raises(FencedError, match=ANOTHER):

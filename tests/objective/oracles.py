@@ -26,7 +26,7 @@ class Sequence:
     ref: list[float]
     values: list[float]
     everything: Tensor
-    """Current log-probs of the whole vocabulary at each token, [N, V]: variables of their own, beside theta."""
+    """Current log-probs of the whole vocabulary at each token, [N, V]; variables independent of theta."""
 
     def __len__(self) -> int:
         return len(self.mu)

@@ -121,7 +121,7 @@ def test_barrier_gradient_reaches_every_vocabulary_token() -> None:
     np.testing.assert_allclose(tensors["vocab_mean_logprobs"].grad.numpy(), closed, rtol=0, atol=1e-12)
 
 
-def test_barrier_raises_unlikely_tokens_without_pull_to_sampled_ones() -> None:
+def test_barrier_acts_on_the_vocabulary_without_pull_to_sampled_tokens() -> None:
     """The barrier acts on the whole vocabulary; it gives no gradient through the sampled tokens' log-probs."""
     objective = resolve("agarwal", max_tokens=MAX_TOKENS)
     logprobs, columns = packed(sampled(5), objective)

@@ -73,7 +73,7 @@ def test_different_weights_and_rewards_are_detected(model: Path) -> None:
     assert {"reward", "loss", "grad_norm"} <= found.differences.keys()
 
 
-def test_of_two_copies_the_trainable_one_is_replayed(model: Path) -> None:
+def test_trainable_one_of_two_copies_is_replayed(model: Path) -> None:
     steps = [replace(step, lineage=Lineage(2, 0)) for step in recorded(model)]
     epoch_two = {index: [group(index, (0.0, 1.0, 0.5), version=index // 4, epoch=2)] for index in range(12)}
     abandoned = group(5, (1.0, 0.0, 0.0), version=1, epoch=1)

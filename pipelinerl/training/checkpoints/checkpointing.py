@@ -52,10 +52,12 @@ class Checkpointing:
         trim: Callable[[dict[str, str], int], Awaitable[None]],
         deadline_s: float,
     ) -> None:
-        """Store the callbacks.
+        """Create a writer for one trainer.
 
         Args:
+            report: sends a message to the controller.
             trim: called after each checkpoint with stream positions and the epoch; that epoch never reads before them.
+            deadline_s: longest time to retry a failing checkpoint.
         """
         self._store = store
         self._report = report

@@ -1,4 +1,4 @@
-"""The loop around engines, on a real stream with a sampler that a test scripts: every order ends, and ends once."""
+"""The actor's loop on a real stream, with a scripted sampler: every order ends exactly once."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def order(index: int, *, purpose: Purpose = Purpose.TRAINING, samples: int = 2) 
 
 
 def completion(*texts: str, finish: str = "stop", **changes: Any) -> ChatCompletion:
-    """A choice of three tokens for each text, two of version 4 and one of version 5."""
+    """Return a completion with one choice per text, of three tokens each: two of version 4 and one of version 5."""
     fields = {"token_ids": [7, 8, 9], "token_logprobs": [-0.5, -0.25, -1.0], "version_spans": [(4, 2), (5, 1)]}
     choices = [
         Choice(index=i, message=AssistantMessage(content=text), finish_reason=finish, **(fields | changes))  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def completion(*texts: str, finish: str = "stop", **changes: Any) -> ChatComplet
 
 
 def answers(request: ChatCompletionRequest) -> ChatCompletion:
-    """The first sample is right, the others are not."""
+    """Answer with a correct first sample and wrong others."""
     assert request.messages is not None
     right = request.messages[0].content.removeprefix("say ")
     return completion(right, *["wrong"] * (request.n - 1))
@@ -99,7 +99,7 @@ def answers(request: ChatCompletionRequest) -> ChatCompletion:
 
 @final
 class ScriptedSampler:
-    """Answers by script; satisfies `Sampler`. Holds answers back while `gate` is closed."""
+    """Sampler with scripted answers; satisfies `Sampler`. It withholds answers while `gate` is closed."""
 
     def __init__(self, script: Script = answers) -> None:
         self.script = script
@@ -128,7 +128,7 @@ class ScriptedSampler:
 
 @final
 class Exact:
-    """Right is what equals the ground truth; `?` cannot be judged."""
+    """Verifier that accepts the exact ground truth; `?` cannot be judged."""
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
         if completion_text == "?":
@@ -145,7 +145,7 @@ def exact(domain: str) -> GroupVerifier:
 
 @final
 class Watched:
-    """A stream's view for tests: what the actor did to it, and what is in it."""
+    """A test's view of a stream: the actor's actions and the stream's contents."""
 
     def __init__(self) -> None:
         self.stream = MemoryStream()
@@ -168,7 +168,7 @@ class Watched:
 
 @final
 class FullServer:
-    """A stream that refuses to append rollouts, and is the one behind it in all else."""
+    """Stream that rejects appends of rollouts and otherwise forwards to the one behind it."""
 
     def __init__(self, behind: MemoryStream) -> None:
         self._behind = behind
@@ -183,7 +183,7 @@ class FullServer:
 
 
 def by(sampler: Sampler) -> Callable[[str], GroupMaker]:
-    """Groups of single turns."""
+    """Return a factory for groups of single turns."""
     return lambda _: SingleTurn(sampler, exact, attempts=3)
 
 
@@ -203,7 +203,7 @@ async def working(
 
 
 async def until(happened: Callable[[], Any]) -> Any:
-    """What `happened` (a coroutine function) gives, once it is true."""
+    """Poll the coroutine function `happened` until its result is true; return the result."""
     async with asyncio.timeout(DEADLINE_S):
         while not (found := await happened()):
             await asyncio.sleep(0.005)
@@ -228,7 +228,7 @@ async def test_order_becomes_a_group() -> None:
 
 
 async def test_group_that_can_no_longer_train_is_dropped() -> None:
-    """k = 2: what began at 3 is too old for the step after 5; what was begun anew then is not."""
+    """With k = 2, a group begun at 3 is too old for the step after 5, but a group restarted then is not."""
     watched, sampler = Watched(), ScriptedSampler()
     sampler.gate.clear()
     settings = ActorSettings(name=NAME, groups_in_flight=4, heartbeat_s=0.02, block_s=0.02)
@@ -253,7 +253,7 @@ async def test_group_that_can_no_longer_train_is_dropped() -> None:
         actor.follow(model_version=5, k=2)
         (report,) = await until(outdated)
         assert report == GroupOutdated(order_id="prompt-000001", index=1, oldest=3, current=5, domain="d")
-        again()  # another engine begins order 3 anew
+        again()  # another engine restarts order 3
         actor.follow(model_version=6, k=2)
         sampler.gate.set()
         (group,) = await until(watched.groups)
@@ -266,7 +266,7 @@ async def test_group_that_can_no_longer_train_is_dropped() -> None:
 
 
 async def test_dropped_group_frees_its_engine_slots_at_once() -> None:
-    """A real engine over HTTP, slower than any test: only the client's leaving ends what it does."""
+    """The real engine over HTTP is slower than any test; only a client disconnect stops its work."""
     watched, engine = Watched(), ScriptedEngine(step_s=60.0)
     with in_thread(create_app(engine, token=None)) as url:
         async with EngineClient() as client, asyncio.timeout(DEADLINE_S):
@@ -286,7 +286,7 @@ async def test_dropped_group_frees_its_engine_slots_at_once() -> None:
 
 
 async def test_order_is_acknowledged_after_its_group_is_appended() -> None:
-    """The append fails: the order stays with this actor, whose next life does it again."""
+    """The append fails, so the order stays with this actor, which repeats it after a restart."""
 
     watched = Watched()
     await watched.order(order(1), order(2, purpose=Purpose.EVALUATION))
@@ -304,7 +304,7 @@ async def none_of(count: Any) -> bool:
 
 
 async def test_aborted_samples_are_sampled_again() -> None:
-    """Only the missing ones are asked for, with another seed, and what was whole is kept."""
+    """Only the missing samples are requested, with another seed; complete ones are kept."""
 
     def script(request: ChatCompletionRequest) -> ChatCompletion:
         if request.n == 3:
@@ -461,7 +461,7 @@ async def test_cancelled_actor_leaves_its_orders_to_the_next_start() -> None:
 
 
 async def test_filtered_group_is_appended_with_its_reason_and_counted(tmp_path: Path) -> None:
-    """Evaluations, and groups that nobody could judge, are not asked about."""
+    """The filter is not applied to evaluations and to groups without any judgement."""
     file = tmp_path / "mine.py"
     file.write_text("def keep(answer, correct):\n    return any(correct) or f'none of {len(correct)} for {answer}'\n")
     group_filter = GroupFilter(f"{file}:keep", deadline_s=PATIENCE_S, workers=1)

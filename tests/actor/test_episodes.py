@@ -1,4 +1,4 @@
-"""Groups of episodes, played by users' code in real episode hosts against a scripted sampler."""
+"""Groups of episodes, run by user code in real episode hosts against a scripted sampler."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Game:
         self.turns += 1
         return {"role": "user", "content": "go on"}, 0.5, self.turns == 2
 """
-#: The second answer is right.
+#: The second answer is correct.
 SECOND = "b"
 
 
@@ -183,7 +183,7 @@ async def test_branching_episode_is_a_rollout_of_several_segments(
 
 
 async def test_group_is_as_old_as_its_first_turn(tmp_path: Path) -> None:
-    """An engine may begin the first turn again; no later turn makes the group younger."""
+    """An engine may restart the first turn; no later turn makes the group younger."""
 
     class Ages(Unwatched):
         began = 0

@@ -1,4 +1,4 @@
-"""Giving up is exact: never a group that its step would take, always one that no step can."""
+"""Freshness drops exactly the groups that no future step can accept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_group_is_fresh_while_the_next_step_accepts_it(began: int, age: int, k: 
 async def ended_at(
     freshness: Freshness, versions: list[int], *, k: float, begin_again_after: int = -1, waits: bool = False
 ) -> int | None:
-    """The version at which a group that begins now is given up; None if it never is."""
+    """Return the version at which a group that begins now is dropped; None if it is never dropped."""
     held = Held(asyncio.timeout(None))
     try:
         async with held.scope:
@@ -67,7 +67,7 @@ async def test_group_restarted_while_dropped_keeps_its_first_version() -> None:
                 held.begin()
                 freshness.follow(current=5, k=1)
                 freshness.follow(current=6, k=1)
-                held.begin()  # its engine has died, and the next try begins before the timeout is raised
+                held.begin()  # its engine died, and the retry begins before the timeout is raised
                 await asyncio.sleep(1)
     assert held.began is None and held.given_up == 5
 

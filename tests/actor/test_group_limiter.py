@@ -1,4 +1,4 @@
-"""Places are taken, given back, and become more or fewer while somebody waits."""
+"""The group limiter: acquiring, releasing, and changing the limit while tasks wait."""
 
 from __future__ import annotations
 

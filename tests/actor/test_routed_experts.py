@@ -1,4 +1,4 @@
-"""Routed experts in an actor: asked for where they are replayed, and part of the rollouts that come of it."""
+"""Routed experts in an actor: requested if the trainer replays them, and included in the rollouts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLED = np.arange(10, 10 + 3 * 2 * 2, dtype=np.uint8).reshape(3, 2, 2)
 
 
 def routed(*, prompt: Any = PROMPT, sampled: Any = SAMPLED) -> ChatCompletion:
-    """An answer with two samples of three tokens after a prompt of two."""
+    """Return an answer with two samples of three tokens after a prompt of two."""
     told = None if sampled is None else on_the_wire(sampled)
     answer = completion("a", "b", routed_experts=told)
     return answer.model_copy(update={"prompt_routed_experts": None if prompt is None else on_the_wire(prompt)})

@@ -1,4 +1,4 @@
-"""Which groups an actor notes the stages of, and that nothing of them piles up."""
+"""The stage log: groups drawn for it, and its bounds."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_drawn_group_is_reported_once_with_its_longest_answer() -> None:
     assert log.take() == []
 
 
-def test_a_quarter_of_training_orders_is_drawn_by_seed() -> None:
+def test_quarter_of_training_orders_is_drawn_by_seed() -> None:
     log = _log()
     drawn = []
     for seed in range(16):

@@ -1,4 +1,4 @@
-"""What an actor's verifiers did: counts by domain, and what has happened since the last verdict that judges."""
+"""The verifier tally: counts by domain, and the streak since the last judgement."""
 
 from __future__ import annotations
 

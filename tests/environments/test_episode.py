@@ -1,4 +1,4 @@
-"""Which turns an episode knows again in an agent's messages, and what it asks an engine for."""
+"""Episodes: how an agent's messages match earlier turns, and the resulting engine requests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def made(of: Episode) -> Rollout:
 
 
 def segments_of(of: Episode) -> list[list[int]]:
-    """The turns that train in each segment."""
+    """Return the trainable turns of each segment."""
     return [list(segment.trained) for segment in made(of).segments]
 
 
@@ -132,7 +132,7 @@ def test_two_replies_to_one_answer_are_two_segments() -> None:
     assert right.num_repeated == 1 and begins_of(of) == ["first", "", "forked"]
 
 
-def test_other_tools_begin_a_new_segment() -> None:
+def test_different_tools_begin_a_new_segment() -> None:
     of = episode()
     turn(of, [HELLO], "a")
     turn(of, [HELLO, answer("a"), user("more")], "b", tools=[{"type": "function", "function": {"name": "f"}}])

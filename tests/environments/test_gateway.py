@@ -1,4 +1,4 @@
-"""The gateway as OpenAI's own client meets it."""
+"""The gateway, accessed with OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def opened(sampler: TalkingSampler, **limits: int) -> AsyncIterator[OpenEp
 
 
 async def said(url: str, messages: list[dict[str, str]] = HELLO, *, key: str = "any", **options: object) -> ChatMessage:
-    """What OpenAI's client is answered."""
+    """Return the message that OpenAI's client receives."""
     async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
         answer = await client.chat.completions.create(model="any", messages=messages, **options)  # type: ignore[call-overload]
         message: ChatMessage = answer.choices[0].message

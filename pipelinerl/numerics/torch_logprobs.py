@@ -102,7 +102,7 @@ class _LinearHead(torch.autograd.Function):
         wants_hidden, wants_weight, wants_bias, _ = ctx.needs_input_grad
         cast, its_bias = weight.to(work.dtype), None if bias is None else bias.to(work.dtype)
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
-        of_weight = _Sum(weight, work.dtype) if wants_weight else None
+        of_weight = _Sum(weight, work.dtype, weight.device.type) if wants_weight else None
         of_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         for part in _pieces(len(hidden), work.rows):
             states = hidden[part].to(work.dtype)
@@ -122,16 +122,21 @@ class _LinearHead(torch.autograd.Function):
 
 @final
 class _Sum:
-    """A sum of matrix products in fp32. Products in a shorter dtype are added one by one from a reused buffer."""
+    """A sum of matrix products in fp32.
 
-    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+    A GPU multiplies in the shorter dtype and adds each product from a reused buffer. A CPU multiplies in fp32, because
+    it adds tensors of different dtypes slowly.
+    """
+
+    def __init__(self, like: Tensor, dtype: torch.dtype, device: str) -> None:
         self.total = torch.zeros_like(like, dtype=torch.float32)
-        self._product = None if dtype is torch.float32 else torch.empty_like(like, dtype=dtype)
+        is_direct = dtype is torch.float32 or device == "cpu"
+        self._product = None if is_direct else torch.empty_like(like, dtype=dtype)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add left @ right."""
         if self._product is None:
-            self.total.addmm_(left, right)
+            self.total.addmm_(left.float(), right.float())
         else:
             self.total.add_(torch.mm(left, right, out=self._product))
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pipelinerl.numerics.logprobs import log_softmax, measure_slopes, measured, token_logprobs
-from pipelinerl.numerics.torch_logprobs import token_predictions
+from pipelinerl.numerics.torch_logprobs import _Sum, token_predictions
 from pipelinerl.rng import generator
 from trainer_contract.types import HeadMeasure
 
@@ -79,6 +79,17 @@ def test_bf16_head_gradient_does_not_lose_precision_with_more_pieces():
     for pieces in (1, 2, 38, 128):
         found = head_gradients(torch.bfloat16, pieces, bias=True)
         assert max(map(error, found, expected)) <= 0.003, pieces
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_both_ways_to_sum_products_agree(device):
+    """The way of a GPU, on a CPU."""
+    draw = torch.Generator().manual_seed(0)
+    pairs = [[torch.randn(4, width, generator=draw).bfloat16() for width in (9, 5)] for _ in range(64)]
+    found = _Sum(torch.empty(9, 5), torch.bfloat16, device)
+    for left, right in pairs:
+        found.add_product(left.T, right)
+    assert error(found.total, sum(left.T.float() @ right.float() for left, right in pairs)) <= 0.003
 
 
 def test_fp32_head_gradient_is_the_same_in_pieces():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from typing import final
 
 import pytest
 
 from pipelinerl.actor.episodes import EpisodeDomain, Episodes
-from pipelinerl.actor.group_maker import MadeRollout, Unwatched
+from pipelinerl.actor.group_maker import GroupProgress, MadeRollout, Unwatched
+from pipelinerl.actor.verifier_tally import VerifierTally
 from pipelinerl.commands.findings.episode_trial import ScriptedAnswers
 from pipelinerl.environments.environment import EpisodeLimits
 from pipelinerl.environments.gateway import Gateway
@@ -50,15 +52,18 @@ def tokenizer() -> ChatTokenizer:
     return ChatTokenizer(made, {made.convert_tokens_to_ids("<|end|>")})
 
 
-async def played(answers: Sequence[str], *, max_turns: int = 4) -> MadeRollout:
+async def played(
+    answers: Sequence[str], *, max_turns: int = 4, episodes: int = 1, progress: GroupProgress | None = None
+) -> MadeRollout:
     loop, gateway = ToolLoop(Shout()), Gateway()
     domain = EpisodeDomain(
         player=loop, limits=EpisodeLimits(max_turns=max_turns), verifier=PerAnswerVerifier(IsAB()), correct_at=1.0
     )
-    episodes = Episodes(gateway, ScriptedAnswers(tokenizer(), answers), {"talk": domain}, attempts=1)
+    maker = Episodes(gateway, ScriptedAnswers(tokenizer(), answers), {"talk": domain}, attempts=1)
     async with asyncio.timeout(PATIENCE_S), gateway.serve():
         try:
-            (made,) = await episodes.make(order(max_tokens=256), Unwatched())
+            for _ in range(episodes):
+                (made,) = await maker.make(order(max_tokens=256), progress or Unwatched())
         finally:
             await domain.close()
     return made
@@ -92,3 +97,30 @@ async def test_calls_end_at_max_turns_and_a_lost_sandbox_is_masked() -> None:
     assert (len(made.rollout.turns), made.rollout.verdict.outcome) == (2, Outcome.WRONG)
     made = await played([call(text="lost"), "AB"])
     assert made.rollout.verdict.outcome is Outcome.VERIFIER_ERROR and "is lost" in made.rollout.verdict.reason
+
+
+@final
+class Calls:
+    """Counts calls as an actor does."""
+
+    def __init__(self) -> None:
+        self.tally, quiet = VerifierTally(), Unwatched()
+        self.begun, self.handed_over, self.resampled = quiet.begun, quiet.handed_over, quiet.resampled
+        self.sampled, self.judged = quiet.sampled, quiet.judged
+
+    def called(self, *, parsed: int, malformed: int) -> None:
+        self.tally.note_calls("talk", parsed=parsed, malformed=malformed)
+
+
+async def test_calls_are_counted_as_parsed_or_malformed() -> None:
+    calls = Calls()
+    broken = call(text="ab").replace("}}", "}")
+    await played([call(text="ab") * 2, broken, "AB"], episodes=2, progress=calls)
+    figures = calls.tally.by_domain["talk"]
+    assert (figures.tool_episodes, figures.calls_parsed, figures.calls_malformed) == (2, 2, 1)
+
+
+async def test_actor_warns_once_if_the_first_episodes_have_no_call(caplog: pytest.LogCaptureFixture) -> None:
+    await played(["AB"] * 25, episodes=25)
+    (warning,) = [record.getMessage() for record in caplog.records if "tools are offered" in record.getMessage()]
+    assert "domain talk: tools are offered, and none of the first 20 episodes" in warning

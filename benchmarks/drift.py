@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, final
 
 import numpy as np
 
@@ -110,6 +110,7 @@ def run(quick: bool = False) -> None:
     write_record("drift", {"conversations": CONVERSATIONS, "shares": record}, quick=quick)
 
 
+@final
 class TemplateModel:
     """A tokenizer with a template, and a scripted model whose answers are drawn by a seed."""
 

@@ -129,6 +129,7 @@ class PlannedTurn:
     trains: bool
 
 
+@final
 @dataclass(slots=True)
 class ToolCalls:
     """The calls in answers to requests that offered tools; malformed ones stayed text."""

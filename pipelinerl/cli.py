@@ -111,6 +111,7 @@ def run(
         path = resumption.directory_of(resume)
         config = change_recipe(path, changes) if changes else open_run(path).config
         _refuse(config)
+        refuse_full_disk(config, _predicted(config), path)
         if changes:
             for change in record_change(path, config, step=resumption.newest_step(config, path)):
                 typer.echo(change)

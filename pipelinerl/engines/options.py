@@ -24,6 +24,7 @@ class EngineOptions:
         max_waiting: the number of samples that may wait for a slot.
         context_length: most tokens of a sequence, prompt included.
         dtype: of weights, cache and arithmetic.
+        wire_dtype: in which weights are sent to it; None: in `dtype`.
         weights: storage format of the weights of linear layers.
         head_precision: of the output layer; the trainer's must be the same.
         device: where the model runs.
@@ -43,6 +44,7 @@ class EngineOptions:
     max_waiting: int
     context_length: int
     dtype: WeightDType = WeightDType.FLOAT32
+    wire_dtype: WeightDType | None = None
     weights: WeightFormat = WeightFormat.NATIVE
     head_precision: HeadPrecision = HeadPrecision.MODEL
     device: Device = Device.AUTO

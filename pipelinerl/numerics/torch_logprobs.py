@@ -1,15 +1,18 @@
 """Log-probs of tokens from hidden states, in torch: fp32 softmax, with logits held in pieces.
 
-The results, including measures of the whole distribution, agree with the definition in `logprobs`.
+The results, including measures of the whole distribution, agree with the definition in `logprobs`. If a linear head
+computes in bf16, its weight's gradient is summed over pieces in fp32: a sum in bf16 loses more with every piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
 from trainer_contract.types import HeadMeasure
@@ -42,27 +45,115 @@ def token_predictions(
     """
     rows = max(1, logits_at_once // vocab_size)
     if hidden.shape[0] <= rows:
-        return _piece(hidden, head, token_ids, temperatures, measures)
+        return _predictions(head(hidden), token_ids, temperatures, measures)
+    if isinstance(head, nn.Linear) and "forward" not in vars(head):
+        work = _Work(token_ids, temperatures, measures, rows, _product_dtype(hidden))
+        predictions: Tensor = _LinearHead.apply(hidden, head.weight, head.bias, work)
+        return predictions
+
+    def piece(hidden: Tensor, token_ids: Tensor, temperatures: Tensor | None) -> Tensor:
+        return _predictions(head(hidden), token_ids, temperatures, measures)
+
     pieces = []
-    for start in range(0, hidden.shape[0], rows):
-        part = slice(start, start + rows)
-        tempered = None if temperatures is None else temperatures[part]
-        arguments = (hidden[part], head, token_ids[part], tempered, measures)
-        pieces.append(checkpoint(_piece, *arguments, use_reentrant=False, preserve_rng_state=False))
+    for part in _pieces(hidden.shape[0], rows):
+        arguments = (hidden[part], token_ids[part], None if temperatures is None else temperatures[part])
+        pieces.append(checkpoint(piece, *arguments, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(pieces, dim=1)
 
 
-def _piece(
-    hidden: Tensor,
-    head: Callable[[Tensor], Tensor],
-    token_ids: Tensor,
-    temperatures: Tensor | None,
-    measures: tuple[HeadMeasure, ...],
+class _Work(NamedTuple):
+    """Arguments of `_LinearHead` without gradients."""
+
+    token_ids: Tensor
+    temperatures: Tensor | None
+    measures: tuple[HeadMeasure, ...]
+    rows: int
+    dtype: torch.dtype
+
+    def predictions(self, logits: Tensor, part: slice) -> Tensor:
+        """Return [1 + M, n] from the logits of one piece."""
+        tempered = None if self.temperatures is None else self.temperatures[part]
+        return _predictions(logits, self.token_ids[part], tempered, self.measures)
+
+
+@final
+class _LinearHead(torch.autograd.Function):
+    """Predictions through a linear head piece by piece; its weight is cast once and its gradient summed in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: _Work) -> Tensor:
+        """Return f32 [1 + M, N], without keeping logits."""
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.work = work
+        cast, its_bias = weight.to(work.dtype), None if bias is None else bias.to(work.dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            pieces = [
+                work.predictions(linear(hidden[part].to(work.dtype), cast, its_bias), part)
+                for part in _pieces(len(hidden), work.rows)
+            ]
+        return torch.cat(pieces, dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        """Recompute the logits of each piece and add its gradients."""
+        hidden, weight, bias = ctx.saved_tensors
+        work: _Work = ctx.work
+        wants_hidden, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        cast, its_bias = weight.to(work.dtype), None if bias is None else bias.to(work.dtype)
+        of_hidden = torch.empty_like(hidden) if wants_hidden else None
+        of_weight = _Sum(weight, work.dtype) if wants_weight else None
+        of_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
+        for part in _pieces(len(hidden), work.rows):
+            states = hidden[part].to(work.dtype)
+            logits = linear(states, cast, its_bias).requires_grad_()
+            with torch.enable_grad():
+                predictions = work.predictions(logits, part)
+            (slope,) = torch.autograd.grad(predictions, logits, slopes[:, part])
+            del logits, predictions
+            if of_hidden is not None:
+                of_hidden[part] = slope @ cast
+            if of_weight is not None:
+                of_weight.add_product(slope.T, states)
+            if of_bias is not None:
+                of_bias += slope.sum(0, dtype=torch.float32)
+        return of_hidden, None if of_weight is None else of_weight.total, of_bias, None
+
+
+@final
+class _Sum:
+    """A sum of matrix products in fp32. Products in a shorter dtype are added one by one from a reused buffer."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self.total = torch.zeros_like(like, dtype=torch.float32)
+        self._product = None if dtype is torch.float32 else torch.empty_like(like, dtype=dtype)
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add left @ right."""
+        if self._product is None:
+            self.total.addmm_(left, right)
+        else:
+            self.total.add_(torch.mm(left, right, out=self._product))
+
+
+def _product_dtype(hidden: Tensor) -> torch.dtype:
+    """Return the dtype in which a linear layer multiplies these hidden states."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+def _pieces(count: int, rows: int) -> Iterator[slice]:
+    for start in range(0, count, rows):
+        yield slice(start, start + rows)
+
+
+def _predictions(
+    logits: Tensor, token_ids: Tensor, temperatures: Tensor | None, measures: tuple[HeadMeasure, ...]
 ) -> Tensor:
-    logits = head(hidden).float()
+    logits = logits.float()
     if temperatures is not None:
         logits = logits / temperatures[:, None]
-    logprobs = -torch.nn.functional.cross_entropy(logits, token_ids, reduction="none")
+    logprobs = -cross_entropy(logits, token_ids, reduction="none")
     if not measures:
         return logprobs[None]
     normaliser = torch.logsumexp(logits, dim=-1)

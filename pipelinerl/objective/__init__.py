@@ -1,7 +1,7 @@
 """RLAX Eq. 3 as five slots: pure functions on arrays of any library.
 
-The door for who wants the losses alone: `policy_loss` from arrays, `rollouts_loss` from rollouts, `resolve` and
-`PRESETS` for the algorithms. numpy is all that it imports.
+To use the losses without the rest of the system: `policy_loss` takes arrays, `rollouts_loss` takes rollouts, and
+`resolve` and `PRESETS` give the algorithms. The only import is numpy.
 """
 
 from pipelinerl.objective.catalogue import PRESETS

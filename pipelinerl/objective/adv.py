@@ -1,9 +1,9 @@
 """Slot `adv` of RLAX Eq. 3: advantages of sampled tokens, computed once on the whole batch.
 
-Advantages that depend only on rewards are computed before the batch is packed, the others after the forward passes that
-they need. Rollouts without a judgement take part in no baseline and no normalisation; their tokens have advantage 0.
+Advantages that depend only on rewards are computed before the batch is packed; the others after the forward passes that
+they need. Rollouts without a judgement are excluded from baselines and normalisation; their tokens have advantage 0.
 
-Letters in shapes: B rollouts of the batch, N = Σ lengths sampled tokens, rollout after rollout, M turns.
+Letters in shapes: B rollouts of the batch, N = Σ lengths sampled tokens (concatenated by rollout), M turns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 
 
 class TurnReward(NamedTuple):
-    """One turn for the assignment of credit: sampled tokens, the environment's reward, and the agent."""
+    """One turn for credit assignment: the number of sampled tokens, the environment's reward, and the agent."""
 
     num_tokens: int
     reward: float = 0.0
@@ -35,7 +35,7 @@ class TurnReward(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
-    """The turns of B rollouts, [M]: rollout after rollout, and within each in the order in which they ended.
+    """The turns of B rollouts, [M], concatenated by rollout and ordered by end time within each rollout.
 
     Attributes:
         counts: [B], turns of each rollout.
@@ -70,7 +70,7 @@ class Turns:
     def rewards_to_go(self, rewards: Floats) -> Floats:
         """Return G_{i,k} = R_i − Σ_{k' < k} r_{i,k'}, [M]: the rollout's reward from turn k on.
 
-        The last turn receives the part of the verdict's reward R_i that was given to no turn.
+        The last turn receives the part of the verdict's reward R_i that was not assigned to any turn.
 
         Args:
             rewards: R, [B].
@@ -88,12 +88,12 @@ class Advantage(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Optional columns it reads, such as `values`; the forward passes for them come first."""
+        """Optional columns that the estimator reads, such as `values`; their forward passes run first."""
         ...
 
     @property
     def formula(self) -> str:
-        """A_{i,t} as text."""
+        """Formula of A_{i,t} as text."""
         ...
 
     def advantages(
@@ -124,9 +124,9 @@ class Baseline(StrEnum):
 
     NONE = "none"
     MEAN = "mean"
-    """Mean of the group, the rollout itself included: (G − 1)/G of `leave_one_out`, which is how RLAX writes it."""
+    """Mean of the group including the rollout, as in RLAX; the difference is (G − 1)/G of that of `leave_one_out`."""
     LEAVE_ONE_OUT = "leave_one_out"
-    """Mean of the others of the group (Kool et al. 2019); unbiased. A rollout without others has advantage 0."""
+    """Mean of the group's other rollouts (Kool et al. 2019); unbiased. A single rollout has advantage 0."""
 
 
 class Scale(StrEnum):
@@ -134,25 +134,25 @@ class Scale(StrEnum):
 
     NONE = "none"
     STD = "std"
-    """Standard deviation of the group + `epsilon`. GRPO. That of the population: the divisor is G (ddof 0), where
-    torch's own `std` divides by G − 1 and gives √((G − 1)/G) of these advantages."""
+    """Standard deviation of the group + `epsilon`, as in GRPO. The divisor is G (ddof 0); torch's default `std` divides
+    by G − 1, which gives √((G − 1)/G) times these advantages."""
     BATCH = "batch"
-    """The difference is normalised over the batch's tokens: `whitened`. REINFORCE++, Eq. 12."""
+    """Normalise the difference over the batch's tokens; see `whitened`. REINFORCE++, Eq. 12."""
 
 
 class Credit(StrEnum):
     """The rewards of an episode with which a turn is credited."""
 
     EPISODE = "episode"
-    """All of them: each token has the advantage of its rollout."""
+    """All rewards: each token has the advantage of its rollout."""
     TURNS = "turns"
-    """Those from the turn on, compared with the same turn of the group's other rollouts."""
+    """Rewards from the turn on, compared with the same turn of the group's other rollouts."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class GroupRelative:
-    """(R_i − baseline) / scale, each over the group of the rollout. GRPO: mean and std; Dr. GRPO: mean alone.
+    """(R_i − baseline) / scale, each over the rollout's group. GRPO uses mean and std; Dr. GRPO uses the mean alone.
 
     With `credit` turns, the reward-to-go of a turn (`Turns.rewards_to_go`) replaces R_i, and the same turn of the
     group's rollouts replaces the group: A_{i,k} = (G_{i,k} − baseline_{g,k}) / scale_{g,k}. A turn that no other
@@ -166,12 +166,12 @@ class GroupRelative:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Empty: it reads no optional column."""
+        """The empty set: no optional column is read."""
         return frozenset()
 
     @property
     def formula(self) -> str:
-        """A_{i,t} as text."""
+        """Formula of A_{i,t} as text."""
         if self.credit is Credit.TURNS:
             earned, others, group, end = "G_{i,k}", "G", ",k", ",  G_{i,k} = R_i − Σ_(k'<k) r_{i,k'}"
             mean, deviation = f"mean_{{g{group}}} {others}", f"std_{{g{group}}} {others}"
@@ -211,7 +211,7 @@ class GroupRelative:
         if self.baseline is Baseline.NONE:
             difference = known
         elif self.baseline is Baseline.LEAVE_ONE_OUT:
-            # R_i − (ΣR − R_i)/(n − 1) = n/(n − 1)·(R_i − mean); for n = 1 the difference is 0 already.
+            # R_i − (ΣR − R_i)/(n − 1) = n/(n − 1)·(R_i − mean); for n = 1 the difference is already 0.
             difference = difference * (count / np.maximum(count - 1.0, 1.0))[index]
         if self.scale is Scale.STD:
             difference = difference / (deviation[index] + self.epsilon)
@@ -219,7 +219,7 @@ class GroupRelative:
         return whitened(spread, np.repeat(valid, lengths), self.epsilon) if self.scale is Scale.BATCH else spread
 
     def _of_turns(self, turns: Turns, *, rewards: Floats, groups: Ints, valid: Bools) -> Floats:
-        """Return the advantages of the same estimator with turns in place of rollouts."""
+        """Return the advantages with turns in place of rollouts."""
         known = np.where(valid, rewards, 0.0).astype(np.float64)
         pairs = np.stack([np.repeat(groups, turns.counts), turns.places])
         _, same_turn = np.unique(pairs, axis=1, return_inverse=True)
@@ -233,21 +233,22 @@ class GroupRelative:
 
 
 class Metric(StrEnum):
-    """The measure by which rollouts of a group are preferred."""
+    """The measure that ranks the rollouts of a group."""
 
     SHORTEST = "shortest"
-    """The fewest sampled tokens first."""
+    """Fewest sampled tokens first."""
     TOKEN_EFFICIENCY = "token_efficiency"
-    """The highest reward per sampled token first."""
+    """Highest reward per sampled token first."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class GroupFiltered:
-    """GFPO (Shrivastava et al. 2025 §3): of each group the best `keep` learn, from one another; the rest is 0.
+    """GFPO (Shrivastava et al. 2025 §3): only the best `keep` rollouts of each group train; all others get 0.
 
-    (R_i − mean_S R) / (std_S R + epsilon) for i in S, the `keep` judged rollouts of the group that `metric` prefers;
-    of equals the earlier one. A group with fewer judged rollouts keeps them all.
+    The advantage is (R_i − mean_S R) / (std_S R + epsilon) for i in S. S is the set of the `keep` judged rollouts of
+    the group that `metric` ranks first; ties go to the earlier rollout. A group with fewer judged rollouts keeps all of
+    them.
     """
 
     keep: int = 8
@@ -256,12 +257,12 @@ class GroupFiltered:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Empty: it reads no optional column."""
+        """The empty set: no optional column is read."""
         return frozenset()
 
     @property
     def formula(self) -> str:
-        """A_{i,t} as text."""
+        """Formula of A_{i,t} as text."""
         return f"1[i ∈ S]·(R_i − mean_S R) / (std_S R + {self.epsilon:g}),  S = the {self.keep} by {self.metric}{_DDOF}"
 
     def advantages(
@@ -291,16 +292,16 @@ class Whitening(StrEnum):
 
     NONE = "none"
     BATCH = "batch"
-    """To mean 0 and standard deviation 1 over the judged tokens of the batch: `whitened`."""
+    """Mean 0 and standard deviation 1 over the judged tokens of the batch; see `whitened`."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class RewardToGo:
-    """The return itself: Σ_{t' ≥ t} discount^{t'−t} r_{t'}, where r is R_i at the last token less the KL cost.
+    """The plain return: Σ_{t' ≥ t} discount^{t'−t} r_{t'}, where r is R_i at the last token minus the KL cost.
 
-    With `kl` β > 0 each token costs β·(log π_old − log π_ref): the K1 penalty of Ziegler et al. 2019, and REINFORCE++
-    (Hu 2025, Eq. 8) when whitened. A rollout that was cut off counts as one that ended.
+    With `kl` β > 0 each token costs β·(log π_old − log π_ref). This is the K1 penalty of Ziegler et al. 2019, and with
+    whitening it is REINFORCE++ (Hu 2025, Eq. 8). A truncated rollout is treated like a finished one.
     """
 
     discount: float = 1.0
@@ -315,7 +316,7 @@ class RewardToGo:
 
     @property
     def formula(self) -> str:
-        """A_{i,t} as text."""
+        """Formula of A_{i,t} as text."""
         power = "" if self.discount == 1.0 else f"{self.discount:g}^(t'−t)·"
         return _whitening(f"Σ_(t'≥t) {power}r_(t')", self.whitening) + _reward_formula(self.kl)
 
@@ -340,8 +341,8 @@ class RewardToGo:
 class GAE:
     """Generalised advantage estimation (Schulman et al. 2016, Eq. 16): Σ_l (discount·trace)^l δ_{t+l}.
 
-    δ_t = r_t + discount·V_{t+1} − V_t, V = 0 after the last token, r as in `RewardToGo`. `values[t]` is of the state in
-    which token t was chosen. Whitened, as PPO's implementations do (Huang et al. 2022, detail 7).
+    δ_t = r_t + discount·V_{t+1} − V_t, with V = 0 after the last token and r as in `RewardToGo`. `values[t]` belongs to
+    the state in which token t was chosen. Whitening follows PPO's implementations (Huang et al. 2022, detail 7).
     """
 
     discount: float = 1.0
@@ -352,12 +353,12 @@ class GAE:
 
     @property
     def needs(self) -> frozenset[str]:
-        """`values`; and `old_logprobs` and `ref_logprobs`, unless `kl` is 0."""
+        """`values`; also `old_logprobs` and `ref_logprobs`, unless `kl` is 0."""
         return frozenset({"values"}) | (_KL_COLUMNS if self.kl else frozenset())
 
     @property
     def formula(self) -> str:
-        """A_{i,t} as text."""
+        """Formula of A_{i,t} as text."""
         total = f"Σ_l {self.discount * self.trace:g}^l·δ_(t+l)"
         factor = "" if self.discount == 1.0 else f"{self.discount:g}·"
         surprise = f",  δ_t = r_t + {factor}V_(t+1) − V_t"
@@ -388,9 +389,10 @@ class GAE:
         columns: Mapping[str, Floats],
         turns: Turns | None = None,
     ) -> Floats:
-        """Return the critic's targets [N]: the advantage before whitening + the value; 0 without a judgement.
+        """Return the critic's targets [N]: the advantage before whitening plus the value; 0 without a judgement.
 
-        The TD(λ) return. `groups` and `turns` are not read; both methods are called alike.
+        This is the TD(λ) return. `groups` and `turns` are unused; they keep the signature equal to that of
+        `advantages`.
         """
         values = np.asarray(column_of(columns, "values"), np.float64)
         return self._raw(rewards, lengths, valid, columns) + values * np.repeat(valid, lengths)
@@ -404,11 +406,10 @@ class GAE:
 
 
 def credits_turns(adv: Advantage) -> bool:
-    """Return whether an estimator reads the rewards of turns."""
+    """Return True if the estimator reads the rewards of turns."""
     return isinstance(adv, GroupRelative) and adv.credit is Credit.TURNS
 
 
-#: States the kind of standard deviation.
 _DDOF: Final = ",  std with ddof 0"
 
 _KL_COLUMNS: Final = frozenset({"old_logprobs", "ref_logprobs"})
@@ -427,9 +428,7 @@ def ends_of(lengths: Ints) -> Ints:
 
 
 def token_rewards(rewards: Floats, lengths: Ints, valid: Bools, kl: float, columns: Mapping[str, Floats]) -> Floats:
-    """Return r [N]: the reward at the last token of each judged rollout, less kl·(log π_old − log π_ref) at every
-    token.
-    """
+    """Return r [N]: the reward at each judged rollout's last token, minus kl·(log π_old − log π_ref) at every token."""
     earned = np.zeros(int(lengths.sum()))
     earned[ends_of(lengths)] = np.where(valid, rewards, 0.0)[lengths > 0]
     if not kl:
@@ -438,7 +437,10 @@ def token_rewards(rewards: Floats, lengths: Ints, valid: Bools, kl: float, colum
 
 
 def discounted(amounts: Floats, lengths: Ints, factor: float) -> Floats:
-    """Σ_{t' ≥ t} factor^{t'−t}·amount_{t'} within each rollout, [N]: all rollouts at once, the last tokens first."""
+    """Return Σ_{t' ≥ t} factor^{t'−t}·amount_{t'} within each rollout, [N].
+
+    The loop runs backwards over token positions and covers all rollouts at once.
+    """
     totals = np.array(amounts, dtype=np.float64)
     ends, sizes = ends_of(lengths), lengths[lengths > 0]
     for behind in range(1, int(sizes.max(initial=0))):
@@ -448,7 +450,7 @@ def discounted(amounts: Floats, lengths: Ints, factor: float) -> Floats:
 
 
 def whitened(amounts: Floats, judged: Bools, epsilon: float) -> Floats:
-    """(a − mean) / (std + epsilon) over the tokens that are judged, [N]; 0 elsewhere. std has ddof 0."""
+    """Return (a − mean) / (std + epsilon) over the judged tokens, [N]; 0 elsewhere. std has ddof 0."""
     if not judged.any():
         return np.zeros_like(amounts)
     mean, deviation = amounts[judged].mean(), amounts[judged].std()

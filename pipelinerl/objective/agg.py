@@ -1,8 +1,8 @@
-"""Slot `agg` of RLAX Eq. 3: the weight with which a token counts, computed once on the whole batch before packing.
+"""Slot `agg` of RLAX Eq. 3: the weight of each token, computed once on the whole batch before packing.
 
-Every value gives each rollout one weight for all its sampled tokens. Rollouts without a judgement, or without sampled
-tokens, weigh 0 and count in no denominator. The weights of `Trajectory`, `Group` and `Batch` sum to 1 over the tokens
-of the batch.
+Every aggregation gives each rollout one weight, shared by all its sampled tokens. Rollouts without a judgement or
+without sampled tokens have weight 0 and are excluded from every denominator. The weights of `Trajectory`, `Group` and
+`Batch` sum to 1 over the tokens of the batch.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Floats = NDArray[np.float64]
 
 
 class Length(StrEnum):
-    """A length that the run defines, not the algorithm."""
+    """A length that comes from the run instead of the algorithm."""
 
     MAX_TOKENS = "max_tokens"
-    """L_max: the most tokens that an answer may have, `sampling.max_tokens`."""
+    """L_max: the maximum number of tokens in an answer, `sampling.max_tokens`."""
 
 
 class Aggregation(Protocol):
-    """Weights of tokens."""
+    """A rule for token weights."""
 
     @property
     def formula(self) -> str:
-        """Agg_{i,t} as text; Q groups of G rollouts, B rollouts in all."""
+        """Formula of Agg_{i,t} as text; Q groups of G rollouts, B rollouts in all."""
         ...
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
@@ -43,7 +43,7 @@ class Aggregation(Protocol):
         Args:
             lengths: [B], tokens that the model sampled.
             groups: [B], index of the rollout's group; any integers.
-            valid: [B], False where the verdict is no judgement.
+            valid: [B], False if the verdict is not a judgement.
         """
         ...
 
@@ -51,11 +51,11 @@ class Aggregation(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """1 / (Q·G·|o_i|): every group counts alike, within it every rollout, within it every token. GRPO, Eq. 3."""
+    """1 / (Q·G·|o_i|): equal weight for groups, for rollouts in a group, for tokens in a rollout. GRPO, Eq. 3."""
 
     @property
     def formula(self) -> str:
-        """Agg_{i,t} as text."""
+        """Formula of Agg_{i,t} as text."""
         return "1/(Q·G·|o_i|)"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
@@ -68,11 +68,11 @@ class Trajectory:
 @final
 @dataclass(frozen=True, slots=True)
 class Group:
-    """1 / (Q·Σ_group |o|): every group counts alike, within it every token. RLAX's reading of DAPO."""
+    """1 / (Q·Σ_group |o|): equal weight for groups, and for tokens within a group. RLAX's reading of DAPO."""
 
     @property
     def formula(self) -> str:
-        """Agg_{i,t} as text."""
+        """Formula of Agg_{i,t} as text."""
         return "1/(Q·Σ_g |o|)"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
@@ -85,11 +85,11 @@ class Group:
 @final
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """1 / Σ_batch |o|: every token of the batch counts alike."""
+    """1 / Σ_batch |o|: equal weight for every token of the batch."""
 
     @property
     def formula(self) -> str:
-        """Agg_{i,t} as text."""
+        """Formula of Agg_{i,t} as text."""
         return "1/Σ_batch |o|"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
@@ -101,16 +101,16 @@ class Batch:
 @final
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """1 / (B·length): tokens count alike, whatever their rollout's length.
+    """1 / (B·length): equal weight for tokens, independent of the rollout's length.
 
-    `length` 1 is PipelineRL's normalisation (the number of sequences alone), `length` = L_max is Dr. GRPO's.
+    `length` 1 is PipelineRL's normalisation (only by the number of sequences); `length` = L_max is Dr. GRPO's.
     """
 
     length: float | Length = 1.0
 
     @property
     def formula(self) -> str:
-        """Agg_{i,t} as text."""
+        """Formula of Agg_{i,t} as text."""
         if isinstance(self.length, Length):
             return "1/(B·L_max)"
         return "1/B" if self.length == 1.0 else f"1/(B·{self.length:g})"
@@ -135,7 +135,7 @@ KINDS: Final[Mapping[str, type[Aggregation]]] = {
 
 
 def _totals(amounts: Floats, groups: Ints, counted: Bools) -> tuple[int, Floats]:
-    """Number of groups with something counted, and the sum [B] of `amounts` over the group of each rollout."""
+    """Return the number of groups with a counted rollout, and for each rollout its group's sum of `amounts`, [B]."""
     _, index = np.unique(groups, return_inverse=True)
     sums = np.bincount(index, weights=amounts, minlength=1).astype(np.float64)
     return len(np.unique(index[counted])), sums[index]

@@ -1,8 +1,8 @@
-"""The named algorithms: one entry each, five slots with the paper and the equation they come from.
+"""The named algorithms: each entry gives the five slots, the paper and the equation they come from.
 
-Where a paper and RLAX's appendix A differ, the paper is followed and the note says so. RLAX's sections and equations
-are numbered as in its English text. What depends on a run (L_max, a cap, β) has a default that a recipe changes. No
-preset but those whose entry says so costs a forward pass.
+Where a paper and RLAX's appendix A differ, the entry follows the paper and its note says so. RLAX's sections and
+equations are numbered as in its English text. Values that depend on a run (L_max, a cap, β) have defaults that a recipe
+can change. A preset needs an extra forward pass only if its entry says so.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Preset:
     """A named algorithm.
 
     Attributes:
-        objective: its five slots.
+        objective: the five slots.
         source: the paper and the equation.
-        note: what a reader of the paper should know of this entry.
-        no_signal: what it does with groups of equal rewards, where the recipe does not say.
+        note: remarks for a reader of the paper.
+        no_signal: default treatment of groups with equal rewards, if the recipe does not set it.
     """
 
     objective: PolicyObjective
@@ -186,7 +186,7 @@ _CLIPPED: Final[Mapping[str, Preset]] = {
     ),
 }
 
-#: The TIS note's comparison on PPO (Yao et al. 2025). Its A is anybody's: here the group's, so that no critic is due.
+#: The TIS note's comparison on PPO (Yao et al. 2025). Any advantage works; the group's needs no critic.
 _TIS: Final[Mapping[str, Preset]] = {
     "ppo_recomputed": Preset(
         _slots(Trajectory(), Unweighted(), GroupRelative(), ClippedRatio(over=Policy.OLD)),

@@ -1,7 +1,7 @@
-"""Combinations of slots that have no meaning, alone, together or in a given run, each with a sentence about it.
+"""Checks for combinations of slots that make no sense, alone, together or in a given run; each yields a sentence.
 
-Combinations that can never mean anything are rejected: `contradictions`, and `without_effect` for a run's settings.
-Meaningful combinations that are seldom intended are doubts, which `pipelinerl check` reports.
+`contradictions` rejects combinations that are always meaningless, `without_effect` those that are meaningless for a
+run's settings. Combinations that are meaningful but rarely intended are `doubts`; `pipelinerl check` reports them.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Setting:
 
     Attributes:
         group_sizes: rollouts of each group, by the recipe's key.
-        max_tokens: the most tokens of an answer.
+        max_tokens: maximum number of tokens in an answer.
         step_begins_at: policies equal to the current one when a step begins.
         updates: optimizer steps of a step. With one, the ratio over a policy from which the step starts is always 1.
     """
@@ -110,13 +110,13 @@ class Setting:
 
 
 def without_effect(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
-    """Yield a sentence for each slot that would have no effect, or not its purpose; it begins with the slot."""
+    """Yield a sentence for each slot that would have no effect or miss its purpose; it begins with the slot."""
     for key, size in setting.group_sizes.items():
         yield from _without_effect_in_groups(objective.adv, key, size)
 
 
 def _without_effect_in_groups(adv: Advantage, key: str, size: int) -> Iterator[str]:
-    """Yield the same for groups of one size, named by the recipe's key for it."""
+    """Yield a sentence for each slot without effect at one group size, which the recipe sets at `key`."""
     if isinstance(adv, GroupFiltered) and adv.keep >= size:
         yield (
             f"adv.keep ({adv.keep}) must be below {key} ({size}): as it is every rollout of a group is "
@@ -169,6 +169,6 @@ def doubts(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
 
 
 def _over(objective: PolicyObjective) -> Policy | None:
-    """Return the policy by which the ratio in grad1 divides, if there is one."""
+    """Return the denominator policy of the ratio in grad1, or None without a ratio."""
     grad1 = objective.grad1
     return grad1.over if isinstance(grad1, ClippedRatio | SequenceRatio | GeometricRatio) else None

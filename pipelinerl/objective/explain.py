@@ -1,6 +1,6 @@
-"""What an objective is, in words, and what it makes of given tokens: five slots, their formulas, each token's factors.
+"""Explanations of an objective: its five slots with their formulas, and the factors of given tokens.
 
-Pure; the numbers come from the same slots that train, in float64.
+Pure functions; the numbers come from the slots used in training, in float64.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COSTS: Final[Mapping[str, str]] = {
     "vocab_mean_logprobs": "no pass: a sum over the vocabulary in the output layer",
     "vocab_entropies": "no pass: a sum over the vocabulary in the output layer",
 }
-"""What an optional column, or a measure of the output layer, costs a step."""
+"""Cost per step of each optional column and each measure of the output layer."""
 
 
 class SlotLine(NamedTuple):
@@ -40,7 +40,7 @@ class SlotLine(NamedTuple):
 
 
 def slot_lines(objective: PolicyObjective) -> list[SlotLine]:
-    """The five slots in the order of the formula."""
+    """Return the five slots in the order of the formula."""
     lines = []
     for slot, table in to_table(objective).items():
         fields = ", ".join(f"{name} = {value}" for name, value in table.items() if name != "kind")
@@ -51,7 +51,7 @@ def slot_lines(objective: PolicyObjective) -> list[SlotLine]:
 
 
 def differing(objective: PolicyObjective, preset: PolicyObjective) -> dict[str, str]:
-    """The slots in which an objective differs from a preset, each with the preset's kind and fields."""
+    """Return the slots in which an objective differs from a preset, each with the preset's kind and fields."""
     pairs = zip(slot_lines(objective), slot_lines(preset), strict=True)
     return {ours.slot: theirs.kind for ours, theirs in pairs if ours.kind != theirs.kind}
 
@@ -59,15 +59,15 @@ def differing(objective: PolicyObjective, preset: PolicyObjective) -> dict[str, 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredRollout:
-    """One rollout with what is known of its N sampled tokens.
+    """One rollout with the known columns of its N sampled tokens.
 
     Attributes:
         tokens: as text, [N].
-        reward, group, judged: its verdict's reward, the index of its group, and whether the verdict is a judgement.
+        reward, group, judged: the verdict's reward, the index of the group, and whether the verdict is a judgement.
         behavior_logprobs: the sampler's, [N].
         logprobs: the current policy's, [N].
-        old_logprobs, ref_logprobs, values: [N], or None where they are not known.
-        turns: of an episode; empty for a single turn.
+        old_logprobs, ref_logprobs, values: [N], or None if unknown.
+        turns: the turns of an episode; empty for a single turn.
     """
 
     tokens: tuple[str, ...]
@@ -86,12 +86,12 @@ class TokenFactors(NamedTuple):
     """The factors of one token.
 
     Attributes:
-        rollout, position, token: which; position counts sampled tokens.
+        rollout, position, token: the token's rollout, its index among the sampled tokens, and its text.
         agg, is_weight, adv: the values of those slots.
-        kept: False where clipping leaves it without gradient from grad1.
-        truncated: whether the importance weight was cut.
-        multiplier: dJ / d log π_θ(token), all in all; with a ratio of sequences, through every token of the rollout. A
-            term that reads the whole distribution (`log_barrier`, `exact_entropy`) is not part of it.
+        kept: False if clipping removes its gradient from grad1.
+        truncated: True if the importance weight was truncated.
+        multiplier: the full derivative dJ / d log π_θ(token). With a sequence ratio it includes the path through every
+            token of the rollout. Terms that read the whole distribution (`log_barrier`, `exact_entropy`) are excluded.
     """
 
     rollout: int
@@ -106,10 +106,10 @@ class TokenFactors(NamedTuple):
 
 
 def factors(objective: PolicyObjective, rollouts: Sequence[ScoredRollout]) -> list[TokenFactors]:
-    """The factors of every sampled token, the rollouts taken as the whole batch of a step.
+    """Return the factors of every sampled token, treating the rollouts as the whole batch of a step.
 
     Raises:
-        UserError: a column that the objective reads is not known of every rollout.
+        UserError: a column that the objective reads is missing for some rollout.
     """
     lengths = np.array([len(one.tokens) for one in rollouts])
     groups, valid = np.array([one.group for one in rollouts]), np.array([one.judged for one in rollouts])

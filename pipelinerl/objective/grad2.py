@@ -1,4 +1,4 @@
-"""Slot `grad2` of RLAX Eq. 3: the term that regularises, whatever the advantage; a penalty is negative."""
+"""Slot `grad2` of RLAX Eq. 3: the regularizer, independent of the advantage; a penalty is negative."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ class Regularizer(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Optional columns it reads."""
+        """Optional columns that the term reads."""
         ...
 
     @property
     def formula(self) -> str:
-        """GradTerm2_{i,t} as text."""
+        """Formula of GradTerm2_{i,t} as text."""
         ...
 
     def value(self, tokens: Tokens) -> Array:
-        """The term [T]."""
+        """Return the term [T]."""
         ...
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """d(Σ_t cotangent_t · value_t) / d logprobs, [T]; the cotangent is 0 outside the mask."""
+        """Return d(Σ_t cotangent_t · value_t) / d logprobs, [T]; the cotangent is 0 outside the mask."""
         ...
 
 
 @runtime_checkable
 class DistributionTerm(Protocol):
-    """What a `Regularizer` of the whole distribution at each token has besides: it reads one measure of it."""
+    """Additional interface of a `Regularizer` that reads one measure of the whole distribution at each token."""
 
     @property
     def measure(self) -> HeadMeasure:
-        """The measure, which is in `needs`."""
+        """The measure, which `needs` contains."""
         ...
 
     def measure_pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """d(Σ_t cotangent_t · value_t) / d measure, [T]."""
+        """Return d(Σ_t cotangent_t · value_t) / d measure, [T]."""
         ...
 
 
@@ -55,28 +55,29 @@ class NoRegularizer:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Empty: it reads no optional column."""
+        """The empty set: no optional column is read."""
         return frozenset()
 
     @property
     def formula(self) -> str:
-        """GradTerm2_{i,t} as text."""
+        """Formula of GradTerm2_{i,t} as text."""
         return "0"
 
     def value(self, tokens: Tokens) -> Array:
-        """0, [T]."""
+        """Return 0, [T]."""
         return tokens.xp.zeros_like(tokens.current)
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """0, [T]."""
+        """Return 0, [T]."""
         return tokens.xp.zeros_like(cotangent)
 
 
 class Estimator(StrEnum):
-    """How KL(π_θ ‖ π_ref) is estimated from one token (Schulman 2020), with d = log π_ref − log π_θ.
+    """Estimator of KL(π_θ ‖ π_ref) from one token (Schulman 2020), with d = log π_ref − log π_θ.
 
-    What trains is the gradient. On-policy that of K2 is an unbiased estimate of the KL's; that of K3 is one of the
-    reversed KL's; that of K1 is 0 in expectation, so K1 penalises only in the reward (`adv.kl`) or with weights.
+    Training depends on the gradient. On-policy, the gradient of K2 is an unbiased estimate of the KL's gradient; that
+    of K3 estimates the gradient of the reversed KL; that of K1 is 0 in expectation. So K1 penalises only in the reward
+    (`adv.kl`) or together with importance weights.
     """
 
     K1 = "k1"
@@ -84,15 +85,15 @@ class Estimator(StrEnum):
     K2 = "k2"
     """d²/2."""
     K3 = "k3"
-    """e^d − d − 1: unbiased and never negative. GRPO, Eq. 4; r is π_ref/π_θ there, not π_θ/π_old as RLAX prints."""
+    """e^d − d − 1: unbiased and never negative. GRPO, Eq. 4, where r is π_ref/π_θ; RLAX prints π_θ/π_old."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class KLPenalty:
-    """−beta·KL(π_θ ‖ π_ref). With beta = 0 the reference is not asked for at all.
+    """−beta·KL(π_θ ‖ π_ref). With beta = 0 no reference log-probs are needed.
 
-    A column `kl_coefficients` [T], where there is one, multiplies beta: see `kl_control.as_column`.
+    An optional column `kl_coefficients` [T] multiplies beta; see `kl_control.as_column`.
     """
 
     beta: float = 0.04
@@ -105,12 +106,12 @@ class KLPenalty:
 
     @property
     def formula(self) -> str:
-        """GradTerm2_{i,t} as text."""
+        """Formula of GradTerm2_{i,t} as text."""
         text = {Estimator.K1: "(−d_t)", Estimator.K2: "d_t²/2", Estimator.K3: "(e^d_t − d_t − 1)"}
         return f"−{self.beta:g}·{text[self.estimator]},  d_t = log(π_ref/π_θ)" if self.beta else "0"
 
     def value(self, tokens: Tokens) -> Array:
-        """−beta times K1, K2 or K3, [T]."""
+        """Return −beta times K1, K2 or K3, [T]."""
         if not self.beta:
             return tokens.xp.zeros_like(tokens.current)
         difference = tokens.log_ratio(Policy.REFERENCE, Policy.CURRENT)
@@ -122,7 +123,7 @@ class KLPenalty:
         return -beta * (tokens.expm1(difference) - difference)
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """−beta (K1), beta·d (K2) or beta·(e^d − 1) (K3), times the cotangent: d falls as log π_θ rises."""
+        """Return −beta (K1), beta·d (K2) or beta·(e^d − 1) (K3), times the cotangent; d falls as log π_θ rises."""
         if not self.beta:
             return tokens.xp.zeros_like(cotangent)
         beta = self._coefficient(tokens)
@@ -140,38 +141,38 @@ class KLPenalty:
 @final
 @dataclass(frozen=True, slots=True)
 class EntropyBonus:
-    """beta·H(π_θ), estimated from the sampled tokens, as K2 estimates a KL: the value −beta·(log π_θ)²/2.
+    """beta·H(π_θ), estimated from the sampled tokens as K2 estimates a KL: the value is −beta·(log π_θ)²/2.
 
-    Its slope is −beta·log π_θ, and E_{o~π_θ}[−log π_θ(o)·∇log π_θ(o)] = ∇H: unbiased where the tokens are on-policy,
-    or weighted to be so. The obvious −log π_θ has an expected gradient of 0.
+    Its derivative is −beta·log π_θ, and E_{o~π_θ}[−log π_θ(o)·∇log π_θ(o)] = ∇H. The estimate is unbiased if the tokens
+    are on-policy or have importance weights. The more obvious value −log π_θ has an expected gradient of 0.
     """
 
     beta: float = 0.001
 
     @property
     def needs(self) -> frozenset[str]:
-        """Empty: it reads no optional column."""
+        """The empty set: no optional column is read."""
         return frozenset()
 
     @property
     def formula(self) -> str:
-        """GradTerm2_{i,t} as text."""
+        """Formula of GradTerm2_{i,t} as text."""
         return f"−{self.beta:g}·(log π_θ(o_t))²/2"
 
     def value(self, tokens: Tokens) -> Array:
-        """−beta·(log π_θ)²/2, [T]."""
+        """Return −beta·(log π_θ)²/2, [T]."""
         logprobs = tokens.logprobs
         return -self.beta * 0.5 * logprobs * logprobs
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """−beta·log π_θ, times the cotangent."""
+        """Return −beta·log π_θ times the cotangent."""
         return -self.beta * tokens.logprobs * cotangent
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ExactEntropy:
-    """beta·H(π_θ(·|s_t)), over the whole vocabulary: what `EntropyBonus` estimates from one token of it."""
+    """beta·H(π_θ(·|s_t)) over the whole vocabulary; `EntropyBonus` estimates it from the sampled token alone."""
 
     beta: float = 0.001
 
@@ -182,24 +183,24 @@ class ExactEntropy:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The measure that it is a multiple of."""
+        """The entropy column."""
         return frozenset({self.measure})
 
     @property
     def formula(self) -> str:
-        """GradTerm2_{i,t} as text."""
+        """Formula of GradTerm2_{i,t} as text."""
         return f"{self.beta:g}·H(π_θ(·|s_t))"
 
     def value(self, tokens: Tokens) -> Array:
-        """beta·H, [T]."""
+        """Return beta·H, [T]."""
         return self.beta * tokens.column(self.measure)
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """0, [T]: the sampled token's log-prob is no argument of it."""
+        """Return 0, [T]: the term does not depend on the sampled token's log-prob."""
         return tokens.xp.zeros_like(cotangent)
 
     def measure_pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """beta, times the cotangent."""
+        """Return beta times the cotangent."""
         return self.beta * cotangent
 
 
@@ -208,8 +209,8 @@ class ExactEntropy:
 class LogBarrier:
     """beta·(1/|A|) Σ_a log π_θ(a|s_t): the log barrier of Agarwal et al. 2021, Eq. 12, with beta for their λ.
 
-    It is −beta·KL(uniform ‖ π_θ(·|s_t)) up to a constant, so it grows without bound as any token of the vocabulary
-    loses its probability. The paper's 1/|S| Σ_s is the mean over states, for which the batch's tokens stand.
+    It is −beta·KL(uniform ‖ π_θ(·|s_t)) up to a constant. So the penalty grows without bound as the probability of any
+    vocabulary token goes to 0. The mean over the batch's tokens replaces the paper's mean over states, 1/|S| Σ_s.
     """
 
     beta: float = 0.001
@@ -221,24 +222,24 @@ class LogBarrier:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The measure that it is a multiple of."""
+        """The column of the mean log-prob."""
         return frozenset({self.measure})
 
     @property
     def formula(self) -> str:
-        """GradTerm2_{i,t} as text."""
+        """Formula of GradTerm2_{i,t} as text."""
         return f"{self.beta:g}·(1/|A|)·Σ_a log π_θ(a|s_t)"
 
     def value(self, tokens: Tokens) -> Array:
-        """beta times the mean log-prob, [T]."""
+        """Return beta times the mean log-prob, [T]."""
         return self.beta * tokens.column(self.measure)
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """0, [T]: the sampled token's log-prob is an argument of it only as one of the vocabulary's."""
+        """Return 0, [T]: the sampled token's log-prob enters only through the mean over the vocabulary."""
         return tokens.xp.zeros_like(cotangent)
 
     def measure_pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """beta, times the cotangent."""
+        """Return beta times the cotangent."""
         return self.beta * cotangent
 
 

@@ -13,44 +13,44 @@ from pipelinerl.objective.tokens import SYMBOLS, Policy, Tokens, columns_of
 
 
 class ImportanceWeight(Protocol):
-    """Weights of tokens by how likely they are now against when they were sampled."""
+    """Weights of tokens from the ratio of two policies, such as current over behavior."""
 
     @property
     def needs(self) -> frozenset[str]:
-        """Optional columns it reads."""
+        """Optional columns that the weights read."""
         ...
 
     @property
     def formula(self) -> str:
-        """IS_{i,t} as text."""
+        """Formula of IS_{i,t} as text."""
         ...
 
     def weight(self, tokens: Tokens) -> Array:
-        """Weights [T]."""
+        """Return the weights [T]."""
         ...
 
     def truncated(self, tokens: Tokens) -> Array:
-        """Return the mask [T] of weights that were cut."""
+        """Return the mask [T] of weights that were truncated."""
         ...
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Unweighted:
-    """No weights: the data is taken as on-policy, or `grad1` carries the ratio (PPO)."""
+    """No weights: the data counts as on-policy, or `grad1` contains the ratio (PPO)."""
 
     @property
     def needs(self) -> frozenset[str]:
-        """Empty: it reads no optional column."""
+        """The empty set: no optional column is read."""
         return frozenset()
 
     @property
     def formula(self) -> str:
-        """The weight as text."""
+        """Formula of the weight as text."""
         return "1"
 
     def weight(self, tokens: Tokens) -> Array:
-        """1, [T]."""
+        """Return 1, [T]."""
         return tokens.xp.ones_like(tokens.current)
 
     def truncated(self, tokens: Tokens) -> Array:
@@ -62,19 +62,19 @@ class Outside(StrEnum):
     """Treatment of a ratio outside [low, high]."""
 
     TRUNCATE = "truncate"
-    """It is moved to the nearer bound: biased, and every token still teaches (TIS)."""
+    """Clip to the nearer bound: biased, but every token still trains (TIS)."""
     MASK = "mask"
-    """It is 0: the token is left out (AReaL's implementation of decoupled PPO)."""
+    """Set to 0, which excludes the token (AReaL's implementation of decoupled PPO)."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class TokenRatio:
-    """π_numerator / π_denominator, token by token, kept within [low, high].
+    """π_numerator / π_denominator for each token, kept within [low, high].
 
-    current/behavior with high = C is truncated importance sampling for REINFORCE (TIS, Yao et al. 2025), and without a
-    cap its vanilla importance sampling; old/behavior corrects the sampler's numerics beside PPO's own ratio;
-    low = 1 − ε, high = 1 + ε is CISPO (MiniMax-M1 Eq. 5).
+    current/behavior with high = C is truncated importance sampling for REINFORCE (TIS, Yao et al. 2025); without a cap
+    it is their vanilla importance sampling. old/behavior corrects for the sampler's numerics in addition to PPO's own
+    ratio. low = 1 − ε with high = 1 + ε is CISPO (MiniMax-M1 Eq. 5).
     """
 
     low: float = 0.0
@@ -90,11 +90,11 @@ class TokenRatio:
 
     @property
     def formula(self) -> str:
-        """The weight as text."""
+        """Formula of the weight as text."""
         return _kept(f"{_fraction(self)}(o_t)", self.low, self.high, self.outside)
 
     def weight(self, tokens: Tokens) -> Array:
-        """Ratios [T]."""
+        """Return the ratios [T]."""
         return _keep(tokens, tokens.ratio(self.numerator, self.denominator), self.low, self.high, self.outside)
 
     def truncated(self, tokens: Tokens) -> Array:
@@ -103,18 +103,18 @@ class TokenRatio:
 
 
 class Mean(StrEnum):
-    """Combination of the ratios of a rollout's tokens."""
+    """The way to combine the ratios of a rollout's tokens."""
 
     PRODUCT = "product"
-    """Π_t r_t: the ratio of the whole sequence's probabilities; unbiased, and its variance grows with the length."""
+    """Π_t r_t: the ratio of the whole sequence's probabilities; unbiased, but its variance grows with the length."""
     GEOMETRIC = "geometric"
-    """(Π_t r_t)^(1/|o_i|): the same per token (GSPO Eq. 7)."""
+    """(Π_t r_t)^(1/|o_i|): the geometric mean per token (GSPO Eq. 7)."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class SequenceWeight:
-    """One ratio for all tokens of a rollout, kept within [low, high]. RLAX's r_i(θ): the product, without bounds."""
+    """One ratio for all tokens of a rollout, kept within [low, high]. The unbounded product is RLAX's r_i(θ)."""
 
     mean: Mean = Mean.PRODUCT
     low: float = 0.0
@@ -130,11 +130,11 @@ class SequenceWeight:
 
     @property
     def formula(self) -> str:
-        """The weight as text."""
+        """Formula of the weight as text."""
         return _kept(_of_sequence(self, self.mean), self.low, self.high, self.outside)
 
     def weight(self, tokens: Tokens) -> Array:
-        """The rollout's ratio, [T]."""
+        """Return the rollout's ratio, [T]."""
         return _keep(tokens, self._ratio(tokens), self.low, self.high, self.outside)
 
     def truncated(self, tokens: Tokens) -> Array:
@@ -150,7 +150,7 @@ class SequenceWeight:
 class ToprWeight:
     """TOPR (Le Roux et al. 2025, Eq. 8): the sequence's ratio within [0, negative_high] where A < 0, and 1 elsewhere.
 
-    Good rollouts are learned as in supervised training; bad ones have no effect once the policy has left them.
+    Good rollouts train as in supervised training. Bad rollouts lose their effect once the policy makes them unlikely.
     """
 
     negative_high: float = 1.0
@@ -165,11 +165,11 @@ class ToprWeight:
 
     @property
     def formula(self) -> str:
-        """The weight as text."""
+        """Formula of the weight as text."""
         return f"1 where A ≥ 0, else min({_of_sequence(self, self.mean)}, {self.negative_high:g})"
 
     def weight(self, tokens: Tokens) -> Array:
-        """The rollout's ratio, bounded above where its reward is negative, [T]."""
+        """Return the rollout's ratio, bounded above, where its advantage is negative, and 1 elsewhere, [T]."""
         ratio = tokens.xp.clip(self._ratio(tokens), None, self.negative_high)
         return tokens.xp.where(tokens.advantages < 0, ratio, 1.0)
 

@@ -1,10 +1,10 @@
-"""The KL coefficient as a controlled quantity: it rises while the policy is farther from the reference than wanted.
+"""Control of the KL coefficient: it rises while the policy's KL from the reference exceeds the target.
 
 Ziegler et al. 2019, §2.2 (ROLL's `kl_ctrl`, InstructGPT):
 
     e = clip(KL / target − 1, −0.2, 0.2)        β ← β·(1 + K·e)
 
-`KLController` is the rule, a value; what passes from step to step, and into a checkpoint, is β alone.
+`KLController` is the stateless rule; only β passes from step to step and into a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _MOST: Final = 0.2
 @final
 @dataclass(frozen=True, slots=True)
 class KLController:
-    """How the coefficient follows the KL.
+    """Rule by which the coefficient follows the KL.
 
     Attributes:
         target: wanted KL of the policy from the reference, in nats per token.
-        gain: K per step: with the error at its bound, β changes by gain·0.2. ROLL and TRL write it as
+        gain: K per step. At the error bound, β changes by a factor of 1 ± gain·0.2. ROLL and TRL write K as
             (rollouts of a step) / horizon.
     """
 
@@ -35,16 +35,16 @@ class KLController:
     gain: float = 0.1
 
     def next(self, beta: float, kl: float) -> float:
-        """The coefficient after a step whose rollouts had this KL, K1 averaged over their sampled tokens.
+        """Return the coefficient after a step whose rollouts had this KL: the mean of K1 over their sampled tokens.
 
-        K1 may be negative on a batch; the error is bounded below in any case, so β stays positive.
+        K1 may be negative on a batch. The error is bounded below, so β stays positive.
         """
         error = min(max(kl / self.target - 1.0, -_MOST), _MOST)
         return beta * (1.0 + self.gain * error)
 
 
 def kl_coefficient(objective: PolicyObjective) -> float | None:
-    """β of the objective: of its KL penalty, or of the KL cost in its rewards; None if it has neither."""
+    """Return β of the objective's KL penalty, or else of the KL cost in its rewards; None if it has neither."""
     if isinstance(objective.grad2, KLPenalty) and objective.grad2.beta:
         return objective.grad2.beta
     if isinstance(objective.adv, GAE | RewardToGo) and objective.adv.kl:
@@ -53,7 +53,7 @@ def kl_coefficient(objective: PolicyObjective) -> float | None:
 
 
 def with_kl_coefficient(objective: PolicyObjective, beta: float) -> PolicyObjective:
-    """The objective with another β in the place that `kl_coefficient` reads.
+    """Return the objective with another β in the place that `kl_coefficient` reads.
 
     Raises:
         ValueError: the objective has no KL term.
@@ -68,16 +68,16 @@ def with_kl_coefficient(objective: PolicyObjective, beta: float) -> PolicyObject
 
 
 class KLCoefficientColumn(NamedTuple):
-    """An objective whose β is 1, and the β that the column `kl_coefficients` is to hold; None where nobody reads it."""
+    """An objective with β = 1, and the value for the column `kl_coefficients`; None if no slot reads the column."""
 
     objective: PolicyObjective
     coefficient: float | None
 
 
 def as_column(objective: PolicyObjective) -> KLCoefficientColumn:
-    """The same objective in two parts: what a backend may compile, which is one for every β, and β.
+    """Split the objective into a form that is the same for every β, so that backends compile it once, and β itself.
 
-    Where β is in the rewards (Ziegler's place for it) it is used up when backends see the advantages.
+    If β is in the rewards (as in Ziegler et al.), the advantages already include it, and backends do not need it.
     """
     beta = kl_coefficient(objective)
     if beta is None:

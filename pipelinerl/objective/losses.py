@@ -6,8 +6,8 @@
     result.loss.backward()              # torch; in JAX differentiate a function of logprobs that returns result.loss
     result.gradient                     # d loss / d logprobs in closed form, in any of the three
 
-The batch is whole: advantages and weights are taken over all its rollouts, on the host, and the loss is evaluated in
-the library of the log-probs. Nothing is imported that the caller has not imported, but numpy.
+Pass the whole batch: advantages and weights are computed over all its rollouts, on the host. The loss is evaluated in
+the library of the log-probs. Apart from numpy, only libraries that the caller has already imported are used.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.tokens import COMPUTED_BY
 
-#: Columns that a caller may give beside the log-probs.
+#: Columns that a caller may give in addition to the log-probs.
 _COLUMNS: Final = tuple(name for name in COMPUTED_BY if name.endswith(("logprobs", "entropies")) or name == "values")
 
 
 class PolicyLoss(NamedTuple):
-    """What an objective makes of a batch.
+    """The loss of a batch with its gradient, advantages and weights.
 
     Attributes:
-        loss: −J, a scalar of the library of the log-probs, differentiable where it differentiates.
-        gradient: d loss / d logprobs, [B, T], in closed form; without what flows through a measure of the head.
+        loss: −J, a scalar in the library of the log-probs, differentiable if the library differentiates.
+        gradient: d loss / d logprobs, [B, T], in closed form; excludes the path through a measure of the output layer.
         advantages: f64 [B, T], on the host.
-        weights: f64 [B, T], the aggregation's, on the host.
+        weights: the aggregation's weights, f64 [B, T], on the host.
     """
 
     loss: Any
@@ -55,23 +55,23 @@ def policy_loss(
     max_tokens: int | None = None,
     **columns: Any,
 ) -> PolicyLoss:
-    """Loss and gradient of a batch of B rollouts, padded to T sampled tokens.
+    """Return loss and gradient of a batch of B rollouts, padded to T sampled tokens.
 
     Args:
-        objective: a preset's name, a recipe's table (`{"preset": "grpo", "grad1": {"epsilon_high": 0.28}}`), or one
-            that was resolved.
-        logprobs: [B, T], the current policy's; the library and the dtype of the loss.
+        objective: a preset's name, a recipe's table (`{"preset": "grpo", "grad1": {"epsilon_high": 0.28}}`), or a
+            resolved objective.
+        logprobs: [B, T], of the current policy; they determine the library and the dtype of the loss.
         rewards: [B].
-        groups: integers [B], equal for the rollouts of one problem; left out, all are of one.
-        mask: bool [B, T], the tokens that the model sampled; left out, all are. Elsewhere columns may hold anything.
-        judged: bool [B], False where a verifier came to no verdict: such a rollout has no part; left out, all are.
-        max_tokens: L_max, for an `agg.length` that says so (`dr_grpo`).
+        groups: integers [B], equal for rollouts of the same problem; by default all rollouts form one group.
+        mask: bool [B, T], tokens that the model sampled; by default all. Elsewhere columns may hold anything.
+        judged: bool [B], False if a verifier reached no verdict; such rollouts are excluded. By default all True.
+        max_tokens: L_max, for an `agg.length` that refers to it (`dr_grpo`).
         columns: [B, T] each: `behavior_logprobs`, `old_logprobs`, `ref_logprobs`, `values`, `vocab_mean_logprobs`,
-            `vocab_entropies`; of the same library as the log-probs, or of numpy.
+            `vocab_entropies`; in the library of the log-probs, or in numpy.
 
     Raises:
         ColumnError: the objective reads a column that is not given.
-        UserError: shapes do not fit, a column is unknown, or slots have no meaning beside one another.
+        UserError: shapes do not fit, a column is unknown, or the combination of slots makes no sense.
     """
     chosen = objective if isinstance(objective, PolicyObjective) else resolve(_plain(objective), max_tokens=max_tokens)
     _check_shapes(logprobs, columns, mask)
@@ -109,10 +109,10 @@ def rollouts_loss(
     *,
     max_tokens: int | None = None,
 ) -> PolicyLoss:
-    """`policy_loss` of rollouts, in numpy float64, [B, T] with T the longest of them; 0 beyond a rollout's end.
+    """Return `policy_loss` of rollouts, in numpy float64, [B, T] with T the longest rollout; 0 beyond a rollout's end.
 
     Raises:
-        ColumnError, UserError: as of `policy_loss`.
+        ColumnError, UserError: as `policy_loss`.
     """
     width = max((len(one.tokens) for one in rollouts), default=0)
     known = [name for name in ("logprobs", *_COLUMNS) if all(getattr(one, name, None) is not None for one in rollouts)]
@@ -157,7 +157,7 @@ def _per_rollout(name: str, values: Any, num_rollouts: int) -> np.ndarray:
 
 
 def _host(array: Any) -> np.ndarray:
-    """Any array as numpy's, without a gradient."""
+    """Return any array as a numpy array, without gradient."""
     return np.asarray(array.detach().cpu() if hasattr(array, "detach") else array)
 
 
@@ -166,7 +166,7 @@ def _detached(array: Array) -> Array:
 
 
 def _like(logprobs: Array, array: Any, *, exact: bool = False) -> Array:
-    """An array in the library, and on the device, of the log-probs; in their dtype, or `exact` in its own."""
+    """Convert an array to the library and device of the log-probs, and to their dtype unless `exact`."""
     xp = namespace(logprobs)
     if xp.__name__ == "torch":
         tensor = xp.as_tensor(array, device=logprobs.device)

@@ -2,10 +2,10 @@
 
     J = Σ_{i,t} sg[agg · is_weight] · ( sg[adv] · grad1 + grad2 )
 
-`agg` and `adv` are computed on the whole batch (columns `weights` and `advantages`); the rest is evaluated on each
-micro-batch. The sum runs over tokens, or over whole rollouts, which no micro-batch splits, with nothing that depends on
-what else shares the micro-batch, so the gradient is invariant to packing, to the
-split into micro-batches, to order and to sharding.
+`agg` and `adv` are computed on the whole batch (columns `weights` and `advantages`). The other slots are evaluated on
+each micro-batch. The sum runs over tokens, or over whole rollouts, which micro-batches never split. No term depends on
+the rest of its micro-batch. So the gradient is invariant to packing, to the split into micro-batches, to order and to
+sharding.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class PolicyObjective:
     """One algorithm; satisfies `trainer_contract.types.Objective`.
 
     Columns [T] that `evaluate` and `prediction_gradient` read: `loss_mask`, `advantages`, `weights`,
-    `behavior_logprobs`, `segment_ids`, the number `num_segments`, and whatever `needs` names. Positions outside the
-    mask may be left out of all of them, or hold anything, NaN included: the result is the same. A token whose weight,
-    advantage or clip makes it 0 is 0 whatever its ratio is, also beyond what the dtype can hold; one that counts and
-    overflows makes the loss infinite, for whoever guards the step to find.
+    `behavior_logprobs`, `segment_ids`, the number `num_segments`, and the columns of `needs`. Positions outside the
+    mask can be missing from all columns or hold any value, even NaN, without changing the result. If a token's weight,
+    advantage or clip is 0, its term is 0 even if its ratio overflows the dtype. If a token that counts overflows, the
+    loss is infinite, which the step's guard detects.
     """
 
     agg: Aggregation
@@ -49,25 +49,25 @@ class PolicyObjective:
 
     @property
     def passes(self) -> frozenset[str]:
-        """The optional columns that a step must have computed: of `needs` and of the advantages, less the measures."""
+        """Optional columns to compute before a step: those of `needs` and of the advantages, without the measures."""
         return (self.needs | self.adv.needs) - frozenset(HeadMeasure)
 
     @property
     def zero_advantage_is_idle(self) -> bool:
-        """Has a token whose advantage is zero no gradient at all, so that it need not be computed?"""
+        """True if a token with zero advantage has no gradient at all, so that its computation can be skipped."""
         return self._is_free
 
     @property
     def reads_whole_rollouts(self) -> bool:
-        """Whether a term is a function of a whole rollout, so that all its segments must share a micro-batch."""
+        """True if a term is a function of a whole rollout, so that all its segments must share a micro-batch."""
         return self.grad1.level is Level.SEQUENCE or isinstance(self.is_weight, SequenceWeight | ToprWeight)
 
     def evaluate(self, logprobs: Array, columns: Columns) -> Array:
-        """loss = −J on this micro-batch, a scalar.
+        """Return loss = −J on this micro-batch, a scalar.
 
         Args:
             logprobs: [T], current.
-            columns: of the same array library.
+            columns: in the same array library.
         """
         tokens = Tokens.of(logprobs, columns)
         outer = self._outer(tokens)
@@ -78,7 +78,7 @@ class PolicyObjective:
         return -(steered + (outer * self.grad2.value(tokens.counting(outer))).sum())
 
     def prediction_gradient(self, logprobs: Array, columns: Columns) -> Array:
-        """d loss / d logprobs, [T], in closed form."""
+        """Return d loss / d logprobs, [T], in closed form."""
         tokens = Tokens.of(logprobs, columns)
         outer = self._outer(tokens)
         steer, _ = self._steered(tokens, outer)
@@ -86,7 +86,7 @@ class PolicyObjective:
         return -steered if self._is_free else -(steered + self.grad2.pullback(tokens.counting(outer), outer))
 
     def measure_gradients(self, logprobs: Array, columns: Columns) -> Mapping[HeadMeasure, Array]:
-        """d loss / d measure, [T], in closed form, of the measure that `grad2` is a function of, if it is."""
+        """Return d loss / d measure, [T], in closed form, for the measure that `grad2` reads, if any."""
         if not isinstance(self.grad2, DistributionTerm):
             return {}
         tokens = Tokens.of(logprobs, columns)
@@ -94,11 +94,11 @@ class PolicyObjective:
 
     @property
     def _is_free(self) -> bool:
-        """Is there no regularisation, so that nothing need be computed for it?"""
+        """True without a regularizer, which makes its computation unnecessary."""
         return isinstance(self.grad2, NoRegularizer)
 
     def _steered(self, tokens: Tokens, outer: Array) -> tuple[Array, Array]:
-        """agg · is_weight · adv and grad1, [T] each. Where one of the factors is 0 an infinite weight is left out."""
+        """Return agg · is_weight · adv and grad1, [T] each; an infinite weight becomes 0 if another factor is 0."""
         if isinstance(self.is_weight, Unweighted):
             steer = outer * tokens.advantages
             return steer, self.grad1.value(tokens.counting(steer))
@@ -108,7 +108,7 @@ class PolicyObjective:
         return xp.where(xp.isinf(steer) & (term == 0), 0.0, steer), term
 
     def _outer(self, tokens: Tokens) -> Array:
-        """sg[agg · is_weight], [T]."""
+        """Return sg[agg · is_weight], [T]."""
         if isinstance(self.is_weight, Unweighted):
             return tokens.weights
         return tokens.weights * stop_gradient(self.is_weight.weight(tokens))

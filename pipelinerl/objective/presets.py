@@ -1,10 +1,8 @@
-"""The recipe table that picks a named algorithm of the catalogue and adjusts it, or writes the five slots out.
+"""Recipe tables that select a named algorithm and adjust it, or define all five slots.
 
-[objective]
-preset = "grpo"                                     # the other keys adjust it
-grad2 = { kind = "kl", beta = 0.04 }                # another kind for the slot: its defaults, then these fields
-grad1.epsilon_high = 0.28                           # the same kind with a field changed
-is_weight = "one"                                   # a kind with its defaults
+[objective] preset = "grpo"                                     # the other keys adjust it grad2 = { kind = "kl", beta =
+0.04 }                # another kind for the slot: its defaults, then these fields grad1.epsilon_high = 0.28
+# the same kind with a field changed is_weight = "one"                                   # a kind with its defaults
 """
 
 from __future__ import annotations
@@ -36,14 +34,14 @@ SLOTS: Final[Mapping[str, Mapping[str, type[Any]]]] = {
 def resolve(
     choice: str | Mapping[str, Any], *, path: str = "objective", max_tokens: int | None = None
 ) -> PolicyObjective:
-    """The algorithm of a preset's name or of a recipe table (see above).
+    """Return the algorithm for a preset's name or a recipe table (see above).
 
     Args:
-        max_tokens: the most tokens that the run samples for an answer, for an `agg.length` that says so.
+        max_tokens: maximum sampled tokens of an answer in this run, for an `agg.length` that refers to it.
 
     Raises:
-        RecipeError: an unknown preset, slot, kind or field, a value of the wrong type, or slots that have no meaning
-            beside one another; it begins with the path.
+        RecipeError: an unknown preset, slot, kind or field, a value of the wrong type, or a combination of slots that
+            makes no sense; the message begins with the path.
     """
     table: Mapping[str, Any] = {"preset": choice} if isinstance(choice, str) else choice
     base = _entry(PRESETS, preset_of(table), f"{path}.preset").objective
@@ -63,12 +61,12 @@ def _with_length(objective: PolicyObjective, max_tokens: int) -> PolicyObjective
 
 
 def preset_of(choice: str | Mapping[str, Any]) -> Any:
-    """The name from which a recipe's objective starts, whatever was given for it."""
+    """Return the preset name that a recipe's objective starts from; not validated."""
     return choice if isinstance(choice, str) else choice.get("preset", DEFAULT)
 
 
 def no_signal_of(choice: str | Mapping[str, Any], *, path: str = "objective") -> NoSignal:
-    """What the preset of a recipe's objective does with groups of equal rewards: DAPO's dynamic-sampling switch.
+    """Return the preset's default for groups of equal rewards: DAPO's dynamic-sampling switch.
 
     Raises:
         RecipeError: an unknown preset.
@@ -77,7 +75,7 @@ def no_signal_of(choice: str | Mapping[str, Any], *, path: str = "objective") ->
 
 
 def to_table(objective: PolicyObjective) -> dict[str, dict[str, Any]]:
-    """The full recipe table of an objective; `resolve` of it gives an equal objective."""
+    """Return the full recipe table of an objective; `resolve` turns it back into an equal objective."""
     table = {}
     for slot, kinds in SLOTS.items():
         value = getattr(objective, slot)
@@ -88,7 +86,7 @@ def to_table(objective: PolicyObjective) -> dict[str, dict[str, Any]]:
 
 
 def _slot(kinds: Mapping[str, type[Any]], current: Any, choice: Any, path: str) -> Any:
-    """The slot's value: a kind's name, or a table with `kind` (else the current one) and the fields to change."""
+    """Return the slot's value for a kind's name, or for a table with fields to change and an optional `kind`."""
     table = {"kind": choice} if isinstance(choice, str) else choice
     if not isinstance(table, Mapping):
         raise RecipeError(f"{path} must be the name of a kind or a table, got {choice!r}; kinds: {', '.join(kinds)}")
@@ -102,7 +100,7 @@ def _slot(kinds: Mapping[str, type[Any]], current: Any, choice: Any, path: str) 
 
 
 def _convert(value: Any, wanted: Any, path: str) -> Any:
-    """A TOML value as a field's type: a number, or one of an enum's words, or either."""
+    """Convert a TOML value to a field's type: a number, an enum member, or a union of both."""
     if isinstance(wanted, UnionType):
         words = next(kind for kind in typing.get_args(wanted) if issubclass(kind, StrEnum))
         return _convert(value, words if isinstance(value, str) else float, path)

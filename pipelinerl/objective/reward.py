@@ -1,7 +1,7 @@
-"""Reward shaping: changes of a domain's verifier rewards before advantages are taken, as in ROLL's RLVR pipeline.
+"""Reward shaping: transforms a domain's verifier rewards before advantages are computed, as in ROLL's RLVR pipeline.
 
-Steps in this order, each only if requested: the overlong penalty (DAPO), normalisation, clipping, scaling. All of them
-are functions of one step's rollouts of one domain.
+The steps, each optional, in this order: the overlong penalty (DAPO), normalisation, clipping, scaling. All are
+functions of one step's rollouts of one domain.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pipelinerl.objective.adv import Bools, Floats, Ints
 
 
 class NormalizationScope(StrEnum):
-    """The rollouts over which a mean or a deviation is taken."""
+    """The rollouts over which a mean or a deviation is computed."""
 
     NONE = "none"
-    """Not at all: nothing is subtracted, or divided by."""
+    """No rollouts: subtract nothing, or divide by nothing."""
     GROUP = "group"
     """The judged rollouts of one group."""
     BATCH = "batch"
@@ -34,11 +34,11 @@ class RewardShaping:
     """The shaping of a domain's rewards; the default leaves them unchanged.
 
     Attributes:
-        overlong_tokens: L_max of DAPO's soft overlong punishment (Yu et al. 2025, Eq. 13); 0 for none. A rollout of
+        overlong_tokens: L_max of DAPO's soft overlong punishment (Yu et al. 2025, Eq. 13); 0 disables it. A rollout of
             more than L_max − overlong_margin sampled tokens loses up to 1, linearly, and beyond L_max it loses 1.
         overlong_margin: L_cache, the tokens over which the punishment grows.
-        mean, std: the mean to subtract, and the deviation to divide by (with `epsilon`; ddof 0). Group mean and batch
-            deviation is ROLL's reinforce++ baseline.
+        mean, std: scopes of the mean to subtract and of the deviation to divide by (with `epsilon`; ddof 0). Group mean
+            and batch deviation form ROLL's reinforce++ baseline.
         low, high: bounds of the result.
         scale: factor, applied last.
     """
@@ -54,7 +54,7 @@ class RewardShaping:
 
     @property
     def rescales(self) -> bool:
-        """True if it does more than to punish overlong rollouts."""
+        """True if any step other than the overlong penalty is enabled."""
         plain = RewardShaping(overlong_tokens=self.overlong_tokens, overlong_margin=self.overlong_margin)
         return self != replace(plain, epsilon=self.epsilon)
 
@@ -100,7 +100,7 @@ def _overlong(lengths: Ints, most: int, margin: int) -> Floats:
 
 
 def _mean(amounts: Floats, groups: Ints, valid: Bools, over: NormalizationScope) -> Floats:
-    """Return the mean of `amounts` [B] over the judged rollouts of each one's group, or of all; 0 if `over` is none."""
+    """Return each rollout's mean of `amounts` over its group's or all judged rollouts, [B]; 0 if `over` is none."""
     if over is NormalizationScope.NONE:
         return np.zeros_like(amounts)
     index = (

@@ -1,6 +1,6 @@
-"""The figures of a step: functions of its micro-batches and of the log-probs on which their loss was evaluated.
+"""Metrics of a step: functions of its micro-batches and of the log-probs used in their loss.
 
-They are taken on the host, in numpy, after the backward passes: the device computes the loss and nothing else.
+They are computed on the host, in numpy, after the backward passes, so the device computes only the loss.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OPTIONAL: Final = ("old_logprobs", "ref_logprobs", "values")
 
 
 def trained_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float32]) -> Tokens | None:
-    """The tokens that trained, of all micro-batches together, in float64; None when there are none.
+    """Return the tokens that trained, from all micro-batches together, in float64; None if there are none.
 
     Args:
         micro_batches: those of one step.
@@ -48,11 +48,11 @@ def trained_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float
 
 
 def statistics(objective: PolicyObjective, tokens: Tokens | None) -> dict[str, float]:
-    """Metrics of a step from the tokens that trained; {} when none did.
+    """Return metrics of a step from the tokens that trained; {} if none did.
 
-    `entropy` is the mean surprisal of the sampled tokens. `kl_k1` and `kl_k3` estimate KL(behavior ‖ current).
-    `kl_old` is K3 of KL(old ‖ current), where old log-probs are there.
-    `ess` is the effective sample size of the ratios current/behavior as a fraction of the tokens, 1 when on-policy.
+    `entropy` is the mean surprisal of the sampled tokens. `kl_k1` and `kl_k3` estimate KL(behavior ‖ current). `kl_old`
+    is K3 of KL(old ‖ current), if old log-probs are available. `ess` is the effective sample size of the ratios
+    current/behavior as a fraction of the tokens, 1 when on-policy.
     """
     if tokens is None:
         return {}
@@ -77,7 +77,7 @@ def statistics(objective: PolicyObjective, tokens: Tokens | None) -> dict[str, f
 
 
 def cuts(objective: PolicyObjective, tokens: Tokens | None) -> dict[str, NDArray[np.bool_]]:
-    """Bool [N] by name: tokens without gradient by clipping, of a weight cut short, and of weight 0; {} of none."""
+    """Return masks [N] by name: clipped tokens, truncated weights, zero weights; {} without tokens."""
     if tokens is None:
         return {}
     masked = objective.is_weight.weight(tokens) == 0

@@ -1,8 +1,8 @@
-"""`Tokens`: what the slots of an objective read: columns of one array library, as nothing outside the loss mask.
+"""`Tokens`: the columns that an objective's slots read, in one array library, blanked outside the loss mask.
 
-Log-ratios, log-probs, advantages and weights are 0 outside the mask, whatever the columns hold there, NaN and infinity
-included, so a slot needs no thought for padding or prompts. A column is read, and blanked, when a slot asks for it and
-not before; one that is not there is a `ColumnError`.
+Log-ratios, log-probs, advantages and weights are 0 outside the mask, even if the columns hold NaN or infinity there. So
+slots need not handle padding or prompts. A column is read and blanked only when a slot accesses it; a missing column
+raises `ColumnError`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer_contract.types import Columns, HeadMeasure
 
 
 class Policy(StrEnum):
-    """Whose log-probs: see `behavior_logprobs` / `old_logprobs` / `logprobs` / `ref_logprobs` in the glossary."""
+    """Policy that log-probs belong to; the glossary explains each column of log-probs."""
 
     CURRENT = "current"
     OLD = "old"
@@ -34,7 +34,7 @@ _COLUMNS: Final = {
 }
 
 SYMBOLS: Final = {Policy.CURRENT: "π_θ", Policy.OLD: "π_old", Policy.BEHAVIOR: "μ", Policy.REFERENCE: "π_ref"}
-"""How formulas write a policy."""
+"""Symbol of each policy in formulas."""
 
 
 _HEAD: Final = "the trainer's output layer, from the logits that it has"
@@ -53,14 +53,14 @@ COMPUTED_BY: Final[Mapping[str, str]] = {
     "num_segments": "packing",
     **{str(measure): _HEAD for measure in HeadMeasure},
 }
-"""Who computes a column."""
+"""Component that computes each column."""
 
 
 def column_of(columns: Mapping[str, Any], name: str) -> Any:
-    """The column of that name.
+    """Return the column of that name.
 
     Raises:
-        ColumnError: there is none; says who computes it.
+        ColumnError: the column is missing; the message says which component computes it.
     """
     column = columns.get(name)
     if column is None:
@@ -73,7 +73,7 @@ def column_of(columns: Mapping[str, Any], name: str) -> Any:
 
 
 def columns_of(*policies: Policy) -> frozenset[str]:
-    """Optional columns of a micro-batch that hold the log-probs of `policies`; the sampler's are always there."""
+    """Return the optional columns with the log-probs of `policies`; the sampler's column is always present."""
     return frozenset(_COLUMNS[policy] for policy in policies if policy in (Policy.OLD, Policy.REFERENCE))
 
 
@@ -84,10 +84,10 @@ class Tokens:
 
     Attributes:
         xp: the array library.
-        inside: bool, where a token trains.
-        current: log-probs, differentiable where the library differentiates; anything outside the mask.
+        inside: bool, True where a token trains.
+        current: log-probs, differentiable if the library differentiates; any value outside the mask.
         columns: named as the fields of `MicroBatch`.
-        live: bool, where a term counts at all, so that it may overflow nowhere else; None stands for everywhere.
+        live: bool, True where a term counts; elsewhere exponents are blanked to avoid overflow. None means everywhere.
     """
 
     xp: ModuleType
@@ -98,26 +98,26 @@ class Tokens:
 
     @classmethod
     def of(cls, logprobs: Array, columns: Columns) -> Tokens:
-        """Take current log-probs and the columns of a micro-batch, all of one array library."""
+        """Build from current log-probs and the columns of a micro-batch, all in one array library."""
         return cls(namespace(logprobs), column_of(columns, "loss_mask"), logprobs, columns)
 
     def counting(self, factors: Array) -> Tokens:
-        """The same for a term that is multiplied by `factors` [T]: what is multiplied by 0 counts as 0, not as NaN."""
+        """Return a copy for a term that is multiplied by `factors` [T]: a factor of 0 makes the term 0, not NaN."""
         return replace(self, live=factors != 0)
 
     @property
     def logprobs(self) -> Array:
-        """Current log-probs, 0 outside the mask."""
+        """The current log-probs, 0 outside the mask."""
         return self.blanked(self.current)
 
     @property
     def advantages(self) -> Array:
-        """Advantage of each token [T]; 0 outside the mask."""
+        """The advantage of each token [T]; 0 outside the mask."""
         return self.column("advantages")
 
     @property
     def weights(self) -> Array:
-        """The aggregation's, of each token; 0 outside the mask."""
+        """The aggregation's weight of each token [T]; 0 outside the mask."""
         return self.column("weights")
 
     @property
@@ -126,33 +126,33 @@ class Tokens:
         return self.blanked(self.xp.ones_like(self.current))
 
     def blanked(self, column: Array) -> Array:
-        """The column, 0 outside the mask."""
+        """Return the column with 0 outside the mask."""
         return self.xp.where(self.inside, column, 0.0)
 
     def column(self, name: str) -> Array:
-        """The column of that name, 0 outside the mask. Raises ColumnError when there is none."""
+        """Return the column of that name, 0 outside the mask. Raises ColumnError if it is missing."""
         return self.blanked(column_of(self.columns, name))
 
     def exp(self, amounts: Array) -> Array:
-        """e^amounts, [T]; 1 where nothing counts."""
+        """Return e^amounts, [T]; 1 where the term does not count."""
         return self.xp.exp(self._counted(amounts))
 
     def expm1(self, amounts: Array) -> Array:
-        """e^amounts − 1, [T]; 0 where nothing counts."""
+        """Return e^amounts − 1, [T]; 0 where the term does not count."""
         return self.xp.expm1(self._counted(amounts))
 
     def log_ratio(self, numerator: Policy, denominator: Policy) -> Array:
-        """log π_numerator − log π_denominator, [T]; 0 outside the mask."""
+        """Return log π_numerator − log π_denominator, [T]; 0 outside the mask."""
         return self._of(numerator) - self._of(denominator)
 
     def ratio(self, numerator: Policy, denominator: Policy) -> Array:
-        """π_numerator / π_denominator, [T]; 1 outside the mask."""
+        """Return π_numerator / π_denominator, [T]; 1 outside the mask."""
         return self.exp(self.log_ratio(numerator, denominator))
 
     def rollout_total(self, amounts: Array) -> Array:
-        """Σ of `amounts` [T] over the token's own rollout, which no micro-batch splits, [T].
+        """Return Σ of `amounts` [T] over the token's own rollout, which no micro-batch splits, [T].
 
-        `rollout_ids` says which segments are one rollout's; without that column each segment is a rollout.
+        `rollout_ids` assigns segments to rollouts; without that column each segment is a rollout.
         """
         rollout_ids = self.columns.get("rollout_ids")
         if rollout_ids is None:
@@ -160,11 +160,11 @@ class Tokens:
         return segment_sum(amounts, rollout_ids, column_of(self.columns, "num_segments"))[rollout_ids]
 
     def rollout_mean(self, amounts: Array) -> Array:
-        """Mean of `amounts` [T], which are 0 outside the mask, over the sampled tokens of the token's rollout, [T]."""
+        """Return the mean of `amounts` [T] (0 outside the mask) over the sampled tokens of the token's rollout, [T]."""
         return self.rollout_total(amounts) / self.rollout_length()
 
     def rollout_length(self) -> Array:
-        """|o_i|: sampled tokens of the token's rollout, at least 1, [T]."""
+        """Return |o_i|, the sampled tokens of the token's rollout, at least 1, [T]."""
         return self.xp.clip(self.rollout_total(self.mask), 1.0, None)
 
     def _of(self, policy: Policy) -> Array:

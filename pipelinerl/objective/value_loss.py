@@ -1,9 +1,9 @@
-"""The critic's objective: squared error to the returns, clipped around the values that the step began with.
+"""The critic's objective: squared error to the returns, clipped around the values from the start of the step.
 
     L = Σ_t w_t · ½·max( (V_t − R_t)², (clip(V_t, V_old,t − ε, V_old,t + ε) − R_t)² )
 
-PPO's reference implementation (Engstrom et al. 2020, "Implementation Matters", Eq. 3); the maximum is pessimistic, so
-that a value which has moved by more than ε towards its return stops there until the next step.
+The formula is that of PPO's reference implementation (Engstrom et al. 2020, "Implementation Matters", Eq. 3). The
+maximum is pessimistic: a value that has moved by more than ε towards its return stops until the next step.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from trainer_contract.types import Columns, Float32, MicroBatch
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLoss:
-    """Satisfies `trainer_contract.types.Objective`, for a value head. `clip` ε is in units of reward; inf is none.
+    """Objective for a value head; satisfies `trainer_contract.types.Objective`.
 
-    Columns [T] that it reads: `loss_mask`, `weights`, `values`, `returns`. Positions outside the mask may be left out,
-    or hold anything, NaN included.
+    `clip` is ε in reward units; inf disables it. Columns [T] that it reads: `loss_mask`, `weights`, `values`,
+    `returns`. Positions outside the mask may be left out, or hold any value, NaN included.
     """
 
     clip: float = 0.2
 
     @property
     def needs(self) -> frozenset[str]:
-        """The old values and what they should have been."""
+        """The old values and the returns."""
         return frozenset({"returns"} if math.isinf(self.clip) else {"values", "returns"})
 
     def evaluate(self, values: Array, columns: Columns, /) -> Array:
-        """The loss on this micro-batch, a scalar, of current values [T]."""
+        """Return the loss on this micro-batch, a scalar, for current values [T]."""
         xp = namespace(values)
         error, clipped = self._errors(values, columns)
         square = xp.where(error * error >= clipped * clipped, error * error, clipped * clipped)
         return (0.5 * _inside(column_of(columns, "weights"), columns) * square).sum()
 
     def prediction_gradient(self, values: Array, columns: Columns, /) -> Array:
-        """d loss / d values, [T]: w·(V − R), and 0 where the maximum is the clipped error, which knows no V."""
+        """Return d loss / d values, [T]: w·(V − R), or 0 where the maximum is the clipped error, constant in V."""
         xp = namespace(values)
         error, clipped = self._errors(values, columns)
         slope = xp.where(error * error >= clipped * clipped, error, xp.zeros_like(error))
         return _inside(column_of(columns, "weights"), columns) * slope
 
     def _errors(self, values: Array, columns: Columns) -> tuple[Array, Array]:
-        """V − R, and the same of the clipped V; 0 outside the mask."""
+        """Return V − R, and the same for the clipped V; 0 outside the mask."""
         current, returns = _inside(values, columns), _inside(column_of(columns, "returns"), columns)
         if math.isinf(self.clip):
             return current - returns, current - returns
@@ -66,10 +66,10 @@ def _inside(column: Array, columns: Columns) -> Array:
 
 
 def value_statistics(micro_batches: Sequence[MicroBatch], values: Sequence[Float32]) -> dict[str, float]:
-    """Figures of a critic's step from the values its loss was evaluated on; {} when no token trained.
+    """Return metrics of a critic's step from the values used in its loss; {} if no token trained.
 
-    `value_explained` is 1 − Var(R − V)/Var(R): 1 for a perfect critic, 0 for one that knows the mean alone, below 0 for
-    one that misleads; 0 where the returns do not vary.
+    `value_explained` is 1 − Var(R − V)/Var(R): 1 for a perfect critic, 0 for one that predicts only the mean, below 0
+    for a harmful one. It is 0 if the returns do not vary.
     """
     parts: Mapping[str, list[np.ndarray]] = {"values": [], "returns": []}
     for batch, predicted in zip(micro_batches, values, strict=True):

@@ -52,6 +52,7 @@ def build_engine(identity: Identity) -> Engine:
         "model_path": config.model.resolved,
         "model_id": config.model.path.removeprefix("shipped:"),
         "dtype": dtypes_of(config).engine,
+        "wire_dtype": dtypes_of(config).wire,
         "head_precision": config.model.head_precision,
         "threads": config.launch.threads,
         "seed": config.run.seed,

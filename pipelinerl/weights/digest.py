@@ -23,10 +23,9 @@ class WeightDigest:
 
     def update(self, data: Any) -> None:
         """Append bytes: a flat uint8 numpy array, a memoryview or a flat uint8 torch tensor on any device."""
-        for start in range(0, len(data), _CHUNK_BYTES):
-            chunk = data[start : start + _CHUNK_BYTES]
-            # Only tensors have `cpu`: a no-op on the host, one small copy per chunk from a device.
-            self._state.update(chunk.cpu().numpy() if hasattr(chunk, "cpu") else chunk)
+        host = data.cpu().numpy() if hasattr(data, "cpu") else data  # only tensors have `cpu`
+        for start in range(0, len(host), _CHUNK_BYTES):
+            self._state.update(host[start : start + _CHUNK_BYTES])
 
     def hexdigest(self) -> str:
         """Return the digest of everything appended so far, as 32 hexadecimal digits."""

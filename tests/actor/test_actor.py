@@ -1,4 +1,4 @@
-"""The loop around engines, on a real stream with a sampler that a test scripts: every order ends, and ends once."""
+"""The actor's loop on a real stream, with a scripted sampler: every order ends exactly once."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def order(index: int, *, purpose: Purpose = Purpose.TRAINING, samples: int = 2) 
 
 
 def completion(*texts: str, finish: str = "stop", **changes: Any) -> ChatCompletion:
-    """A choice of three tokens for each text, two of version 4 and one of version 5."""
+    """Return a completion with one choice per text, of three tokens each: two of version 4 and one of version 5."""
     fields = {"token_ids": [7, 8, 9], "token_logprobs": [-0.5, -0.25, -1.0], "version_spans": [(4, 2), (5, 1)]}
     choices = [
         Choice(index=i, message=AssistantMessage(content=text), finish_reason=finish, **(fields | changes))  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def completion(*texts: str, finish: str = "stop", **changes: Any) -> ChatComplet
 
 
 def answers(request: ChatCompletionRequest) -> ChatCompletion:
-    """The first sample is right, the others are not."""
+    """Answer with a correct first sample and wrong others."""
     assert request.messages is not None
     right = request.messages[0].content.removeprefix("say ")
     return completion(right, *["wrong"] * (request.n - 1))
@@ -99,7 +99,7 @@ def answers(request: ChatCompletionRequest) -> ChatCompletion:
 
 @final
 class ScriptedSampler:
-    """Answers by script; satisfies `Sampler`. Holds answers back while `gate` is closed."""
+    """Sampler with scripted answers; satisfies `Sampler`. It withholds answers while `gate` is closed."""
 
     def __init__(self, script: Script = answers) -> None:
         self.script = script
@@ -128,7 +128,7 @@ class ScriptedSampler:
 
 @final
 class Exact:
-    """Right is what equals the ground truth; `?` cannot be judged."""
+    """Verifier that accepts the exact ground truth; `?` cannot be judged."""
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
         if completion_text == "?":
@@ -145,7 +145,7 @@ def exact(domain: str) -> GroupVerifier:
 
 @final
 class Watched:
-    """A stream's view for tests: what the actor did to it, and what is in it."""
+    """A test's view of a stream: the actor's actions and the stream's contents."""
 
     def __init__(self) -> None:
         self.stream = MemoryStream()
@@ -168,7 +168,7 @@ class Watched:
 
 @final
 class FullServer:
-    """A stream that refuses to append rollouts, and is the one behind it in all else."""
+    """Stream that rejects appends of rollouts and otherwise forwards to the one behind it."""
 
     def __init__(self, behind: MemoryStream) -> None:
         self._behind = behind
@@ -183,7 +183,7 @@ class FullServer:
 
 
 def by(sampler: Sampler) -> Callable[[str], GroupMaker]:
-    """Groups of single turns."""
+    """Return a factory for groups of single turns."""
     return lambda _: SingleTurn(sampler, exact, attempts=3)
 
 
@@ -203,14 +203,14 @@ async def working(
 
 
 async def until(happened: Callable[[], Any]) -> Any:
-    """What `happened` (a coroutine function) gives, once it is true."""
+    """Poll the coroutine function `happened` until its result is true; return the result."""
     async with asyncio.timeout(DEADLINE_S):
         while not (found := await happened()):
             await asyncio.sleep(0.005)
     return found
 
 
-async def test_an_order_becomes_a_group() -> None:
+async def test_order_becomes_a_group() -> None:
     watched, sampler = Watched(), ScriptedSampler()
     async with working(watched, sampler):
         await watched.order(order(7))
@@ -227,8 +227,8 @@ async def test_an_order_becomes_a_group() -> None:
     assert request.return_token_ids
 
 
-async def test_a_group_that_can_train_no_step_any_more_is_given_up() -> None:
-    """k = 2: what began at 3 is too old for the step after 5; what was begun anew then is not."""
+async def test_group_that_can_no_longer_train_is_dropped() -> None:
+    """With k = 2, a group begun at 3 is too old for the step after 5, but a group restarted then is not."""
     watched, sampler = Watched(), ScriptedSampler()
     sampler.gate.clear()
     settings = ActorSettings(name=NAME, groups_in_flight=4, heartbeat_s=0.02, block_s=0.02)
@@ -253,7 +253,7 @@ async def test_a_group_that_can_train_no_step_any_more_is_given_up() -> None:
         actor.follow(model_version=5, k=2)
         (report,) = await until(outdated)
         assert report == GroupOutdated(order_id="prompt-000001", index=1, oldest=3, current=5, domain="d")
-        again()  # another engine begins order 3 anew
+        again()  # another engine restarts order 3
         actor.follow(model_version=6, k=2)
         sampler.gate.set()
         (group,) = await until(watched.groups)
@@ -265,8 +265,8 @@ async def test_a_group_that_can_train_no_step_any_more_is_given_up() -> None:
     assert await watched.unacknowledged() == 0
 
 
-async def test_what_is_given_up_frees_its_places_at_the_engine_at_once() -> None:
-    """A real engine over HTTP, slower than any test: only the client's leaving ends what it does."""
+async def test_dropped_group_frees_its_engine_slots_at_once() -> None:
+    """The real engine over HTTP is slower than any test; only a client disconnect stops its work."""
     watched, engine = Watched(), ScriptedEngine(step_s=60.0)
     with in_thread(create_app(engine, token=None)) as url:
         async with EngineClient() as client, asyncio.timeout(DEADLINE_S):
@@ -285,8 +285,8 @@ async def test_what_is_given_up_frees_its_places_at_the_engine_at_once() -> None
     assert await watched.unacknowledged() == 0 and not await watched.groups()
 
 
-async def test_an_order_is_acknowledged_only_after_its_group_is_appended() -> None:
-    """The append fails: the order stays with this actor, whose next life does it again."""
+async def test_order_is_acknowledged_after_its_group_is_appended() -> None:
+    """The append fails, so the order stays with this actor, which repeats it after a restart."""
 
     watched = Watched()
     await watched.order(order(1), order(2, purpose=Purpose.EVALUATION))
@@ -303,8 +303,8 @@ async def none_of(count: Any) -> bool:
     return await count == 0
 
 
-async def test_samples_that_an_update_aborted_are_sampled_anew() -> None:
-    """Only the missing ones are asked for, with another seed, and what was whole is kept."""
+async def test_aborted_samples_are_sampled_again() -> None:
+    """Only the missing samples are requested, with another seed; complete ones are kept."""
 
     def script(request: ChatCompletionRequest) -> ChatCompletion:
         if request.n == 3:
@@ -322,7 +322,7 @@ async def test_samples_that_an_update_aborted_are_sampled_anew() -> None:
     assert len({request.seed for request in sampler.requests}) == 2
 
 
-async def test_what_was_kept_of_an_engine_that_failed_is_reported_with_the_group() -> None:
+async def test_tokens_kept_from_a_failed_engine_are_reported() -> None:
     watched, sampler = Watched(), ScriptedSampler()
     sampler.handed_over = (40, 3)
     async with working(watched, sampler):
@@ -335,7 +335,7 @@ async def test_what_was_kept_of_an_engine_that_failed_is_reported_with_the_group
     assert report == GroupHandedOver(order_id="prompt-000007", index=7, tokens_kept=40, tokens_resampled=3)
 
 
-async def test_a_group_that_one_engine_sampled_is_not_reported_as_handed_over() -> None:
+async def test_group_of_a_single_engine_is_not_reported_as_handed_over() -> None:
     watched, sampler = Watched(), ScriptedSampler()
     async with working(watched, sampler):
         await watched.order(order(7))
@@ -363,7 +363,7 @@ async def _reported(watched: Watched, right: Callable[[ActorAlive], bool]) -> bo
         (lambda _: completion("x", "y").model_copy(update={"prompt_token_ids": []}), "0 prompt tokens"),
     ],
 )
-async def test_what_an_engine_cannot_do_fails_the_order_and_nothing_else(script: Script, reason: str) -> None:
+async def test_engine_error_fails_only_the_order(script: Script, reason: str) -> None:
     watched, sampler = Watched(), ScriptedSampler(script)
     async with working(watched, sampler):
         await watched.order(order(7))
@@ -377,7 +377,7 @@ async def test_what_an_engine_cannot_do_fails_the_order_and_nothing_else(script:
         assert await until(lambda: none_of(watched.unacknowledged()))
 
 
-async def test_an_order_of_an_unknown_domain_fails() -> None:
+async def test_order_of_an_unknown_domain_fails() -> None:
     watched, other = Watched(), order(7)
     problem = Problem(problem_id="7", domain="other", messages=other.problem.messages, ground_truth="")
     async with working(watched, ScriptedSampler()):
@@ -396,7 +396,7 @@ async def test_an_order_of_an_unknown_domain_fails() -> None:
 
 
 @pytest.mark.parametrize("record", [b"", b"nonsense", encode_order(order(1))[:-1]])
-async def test_an_order_that_cannot_be_read_is_buried_and_not_claimed_for_ever(record: bytes) -> None:
+async def test_unreadable_order_goes_to_the_dead_letters(record: bytes) -> None:
     watched = Watched()
     async with working(watched, ScriptedSampler()):
         await watched.order(record, order(8))
@@ -406,7 +406,7 @@ async def test_an_order_that_cannot_be_read_is_buried_and_not_claimed_for_ever(r
 
 
 @pytest.mark.parametrize(("text", "correct", "judged"), [("7", 1, 3), ("no", 0, 3), ("?", 0, 2)])
-async def test_an_evaluation_is_answered_to_the_controller_alone(text: str, correct: int, judged: int) -> None:
+async def test_evaluation_is_reported_only_to_the_controller(text: str, correct: int, judged: int) -> None:
     watched, sampler = Watched(), ScriptedSampler(lambda _: completion(text, "no", "no"))
     async with working(watched, sampler):
         await watched.order(order(7, purpose=Purpose.EVALUATION, samples=3))
@@ -433,7 +433,7 @@ async def test_an_evaluation_is_answered_to_the_controller_alone(text: str, corr
     assert await watched.groups() == []
 
 
-async def test_no_more_is_held_than_there_is_room_for() -> None:
+async def test_held_orders_do_not_exceed_the_limit() -> None:
     watched, sampler = Watched(), ScriptedSampler()
     sampler.gate.clear()
     await watched.order(*(order(index) for index in range(10)))
@@ -446,7 +446,7 @@ async def test_no_more_is_held_than_there_is_room_for() -> None:
         assert sorted(group.index for group in await watched.groups()) == list(range(10))
 
 
-async def test_it_ends_at_once_and_its_next_life_does_what_was_left() -> None:
+async def test_cancelled_actor_leaves_its_orders_to_the_next_start() -> None:
     watched, sampler = Watched(), ScriptedSampler()
     sampler.gate.clear()
     await watched.order(order(1), order(2))
@@ -460,8 +460,8 @@ async def test_it_ends_at_once_and_its_next_life_does_what_was_left() -> None:
     assert sorted(group.index for group in await watched.groups()) == [1, 2]
 
 
-async def test_what_the_recipes_filter_refuses_is_put_with_its_reason_and_counted(tmp_path: Path) -> None:
-    """Evaluations, and groups that nobody could judge, are not asked about."""
+async def test_filtered_group_is_appended_with_its_reason_and_counted(tmp_path: Path) -> None:
+    """The filter is not applied to evaluations and to groups without any judgement."""
     file = tmp_path / "mine.py"
     file.write_text("def keep(answer, correct):\n    return any(correct) or f'none of {len(correct)} for {answer}'\n")
     group_filter = GroupFilter(f"{file}:keep", deadline_s=PATIENCE_S, workers=1)

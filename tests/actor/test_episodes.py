@@ -1,4 +1,4 @@
-"""Groups of episodes, played by users' code in real episode hosts against a scripted sampler."""
+"""Groups of episodes, run by user code in real episode hosts against a scripted sampler."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Game:
         self.turns += 1
         return {"role": "user", "content": "go on"}, 0.5, self.turns == 2
 """
-#: The second answer is right.
+#: The second answer is correct.
 SECOND = "b"
 
 
@@ -136,7 +136,7 @@ async def played(path: Path, name: str, *, samples: int = 1, **options: object) 
         return await maker.make(order(samples=samples), Unwatched())
 
 
-async def test_a_groups_rollouts_have_the_turns_of_their_episodes(tmp_path: Path) -> None:
+async def test_rollouts_have_the_turns_of_their_episodes(tmp_path: Path) -> None:
     for made in await played(tmp_path, "three", samples=3):
         turns, verdict = made.rollout.turns, made.rollout.verdict
         assert (len(turns), verdict.outcome, verdict.reward, made.text) == (2, Outcome.CORRECT, 1.0, "b")
@@ -156,15 +156,13 @@ async def test_a_groups_rollouts_have_the_turns_of_their_episodes(tmp_path: Path
         ("never_stops", Outcome.WRONG, 0.0, "has had its 4 turns"),
     ],
 )
-async def test_what_an_episode_is_worth(
-    name: str, outcome: Outcome, reward: float, reason: str, tmp_path: Path
-) -> None:
+async def test_episode_verdict(name: str, outcome: Outcome, reward: float, reason: str, tmp_path: Path) -> None:
     (made,) = await played(tmp_path, name)
     verdict = made.rollout.verdict
     assert (verdict.outcome, verdict.reward) == (outcome, reward) and reason in verdict.reason
 
 
-async def test_an_episode_that_branches_is_a_rollout_of_several_segments(
+async def test_branching_episode_is_a_rollout_of_several_segments(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (made,) = await played(tmp_path, "branches", max_turns=6)
@@ -184,8 +182,8 @@ async def test_an_episode_that_branches_is_a_rollout_of_several_segments(
     assert caplog.text.count("needs several segments (history_differs)") == 1
 
 
-async def test_a_group_is_as_old_as_its_first_turn(tmp_path: Path) -> None:
-    """An engine may begin the first turn again; no later turn makes the group younger."""
+async def test_group_is_as_old_as_its_first_turn(tmp_path: Path) -> None:
+    """An engine may restart the first turn; no later turn makes the group younger."""
 
     class Ages(Unwatched):
         began = 0
@@ -198,23 +196,23 @@ async def test_a_group_is_as_old_as_its_first_turn(tmp_path: Path) -> None:
     assert len(made.rollout.turns) == 2 and Ages.began == 1
 
 
-async def test_none_is_judged_by_the_domains_verifier(tmp_path: Path) -> None:
+async def test_none_is_judged_by_the_domain_verifier(tmp_path: Path) -> None:
     (made,) = await played(tmp_path, "unjudged", verifier=PerAnswerVerifier(IsB()))
     assert made.rollout.verdict.reason == "it is not b"
 
 
 @pytest.mark.parametrize("name", ["hangs", pytest.param("blocks", marks=pytest.mark.slow)])
-async def test_an_episode_that_does_not_end_is_masked(name: str, tmp_path: Path) -> None:
+async def test_episode_without_end_is_masked(name: str, tmp_path: Path) -> None:
     (made,) = await played(tmp_path, name, timeout_s=2.0)
     assert made.rollout.verdict.outcome is Outcome.TIMEOUT
 
 
-async def test_an_episode_whose_host_was_lost_begins_again_once(tmp_path: Path) -> None:
+async def test_episode_of_a_lost_host_restarts_once(tmp_path: Path) -> None:
     (made,) = await played(tmp_path, "dies_once")
     assert made.rollout.verdict.outcome is Outcome.CORRECT and len(made.rollout.turns) == 1
 
 
-async def test_an_order_fails_when_no_engine_can_answer(tmp_path: Path) -> None:
+async def test_order_fails_if_no_engine_can_answer(tmp_path: Path) -> None:
     def fail(_: object) -> str:
         raise DeadlineError("no engine completed the request")
 
@@ -223,13 +221,13 @@ async def test_an_order_fails_when_no_engine_can_answer(tmp_path: Path) -> None:
             await maker.make(order(samples=2), Unwatched())
 
 
-async def test_an_environment_that_cannot_be_loaded_fails_the_order_with_its_place(tmp_path: Path) -> None:
+async def test_unloadable_environment_fails_the_order_with_its_place(tmp_path: Path) -> None:
     async with episodes(tmp_path, "absent", TalkingSampler()) as maker:
         with pytest.raises(PipelineError, match=r"no episode asked the model.*has no 'absent'"):
             await maker.make(order(), Unwatched())
 
 
-async def test_a_command_plays_an_episode_and_its_last_answer_is_judged(tmp_path: Path) -> None:
+async def test_last_answer_of_a_command_is_judged(tmp_path: Path) -> None:
     script = tmp_path / "agent.py"
     script.write_text(
         "import openai, sys\n"

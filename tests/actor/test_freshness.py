@@ -1,4 +1,4 @@
-"""Giving up is exact: never a group that its step would take, always one that no step can."""
+"""Freshness drops exactly the groups that no future step can accept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipelinerl.actor.freshness import Freshness, Held, can_be_fresh
 
 
 @given(st.integers(0, 50), st.integers(0, 50), st.one_of(st.integers(1, 20), st.just(math.inf)))
-def test_a_group_is_fresh_while_the_next_step_would_take_it(began: int, age: int, k: float) -> None:
+def test_group_is_fresh_while_the_next_step_accepts_it(began: int, age: int, k: float) -> None:
     """RLAX §3.1: (v + 1) − oldest ≤ k, and v only grows."""
     current = began + age
     assert can_be_fresh(began, current=current, k=k) == (age + 1 <= k)
@@ -23,7 +23,7 @@ def test_a_group_is_fresh_while_the_next_step_would_take_it(began: int, age: int
 async def ended_at(
     freshness: Freshness, versions: list[int], *, k: float, begin_again_after: int = -1, waits: bool = False
 ) -> int | None:
-    """The version at which a group that begins now is given up; None if it never is."""
+    """Return the version at which a group that begins now is dropped; None if it is never dropped."""
     held = Held(asyncio.timeout(None))
     try:
         async with held.scope:
@@ -51,15 +51,15 @@ async def ended_at(
         ([5, 500], math.inf, None),
     ],
 )
-async def test_it_counts_from_the_version_heard_of_next(versions: list[int], k: float, expected: int | None) -> None:
+async def test_age_counts_from_the_next_known_version(versions: list[int], k: float, expected: int | None) -> None:
     assert await ended_at(Freshness(), versions, k=k) == expected
 
 
-async def test_another_try_counts_from_its_own_beginning() -> None:
+async def test_retry_counts_from_its_own_start() -> None:
     assert await ended_at(Freshness(), [5, 6, 7, 8], k=3, begin_again_after=1) is None
 
 
-async def test_one_that_another_engine_begins_in_the_same_moment_is_given_up_for_what_it_was() -> None:
+async def test_group_restarted_while_dropped_keeps_its_first_version() -> None:
     freshness, held = Freshness(), Held(asyncio.timeout(None))
     with pytest.raises(TimeoutError):
         async with held.scope:
@@ -67,17 +67,17 @@ async def test_one_that_another_engine_begins_in_the_same_moment_is_given_up_for
                 held.begin()
                 freshness.follow(current=5, k=1)
                 freshness.follow(current=6, k=1)
-                held.begin()  # its engine has died, and the next try begins before the timeout is raised
+                held.begin()  # its engine died, and the retry begins before the timeout is raised
                 await asyncio.sleep(1)
     assert held.began is None and held.given_up == 5
 
 
-async def test_what_no_engine_has_begun_is_as_young_as_can_be() -> None:
+async def test_group_waiting_for_an_engine_does_not_age() -> None:
     assert await ended_at(Freshness(), [5, 6, 7, 8], k=1, waits=True) is None
     assert await ended_at(Freshness(), [5, 6, 7, 8], k=1, waits=True, begin_again_after=1) == 8
 
 
-async def test_what_has_ended_is_not_watched() -> None:
+async def test_ended_group_is_not_watched() -> None:
     freshness = Freshness()
     assert await ended_at(freshness, [1], k=1) is None
     freshness.follow(current=9, k=1)

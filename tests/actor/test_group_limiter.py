@@ -1,4 +1,4 @@
-"""Places are taken, given back, and become more or fewer while somebody waits."""
+"""The group limiter: acquiring, releasing, and changing the limit while tasks wait."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 from pipelinerl.actor.actor import GroupLimiter
 
 
-async def test_all_free_places_are_taken_and_the_next_waits() -> None:
+async def test_all_free_slots_are_taken_and_the_next_waits() -> None:
     room = GroupLimiter(3)
     assert await room.take(1) == 1 and await room.take() == 2
     waiting = asyncio.create_task(room.take())
@@ -17,7 +17,7 @@ async def test_all_free_places_are_taken_and_the_next_waits() -> None:
     assert await waiting == 2
 
 
-async def test_more_room_wakes_who_waits_and_less_is_kept_once_it_is_there() -> None:
+async def test_higher_limit_wakes_waiters_and_lower_limit_applies_on_release() -> None:
     room = GroupLimiter(1)
     assert await room.take() == 1
     waiting = asyncio.create_task(room.take())

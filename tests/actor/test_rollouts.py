@@ -1,4 +1,4 @@
-"""Where an actor's groups go: each once, on a server and in memory, and from one of several actors of a name."""
+"""The rollout writer appends each group once, on a server and in memory, and one of several same-named actors wins."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def indices(stream: Stream) -> list[int]:
 
 @final
 class Forgetful:
-    """Appends, loses the answer, and appends again, as a client does whose connection broke; the trainer may trim."""
+    """Stream that repeats every append, like a client that lost the answer; the trainer may trim in between."""
 
     def __init__(self, behind: Stream, *, trims: bool = False) -> None:
         self._behind = behind
@@ -56,7 +56,7 @@ class Forgetful:
         return await self._behind.append(stream, payloads, first_id=first_id)
 
 
-async def test_the_next_life_writes_on(stream: Stream) -> None:
+async def test_restarted_writer_continues_the_numbers(stream: Stream) -> None:
     first = await RolloutWriter.begin(stream, actor=NAME)
     await first.append([group(1), group(2)])
     await first.append([group(3)])
@@ -66,16 +66,16 @@ async def test_the_next_life_writes_on(stream: Stream) -> None:
 
 
 @pytest.mark.parametrize(("trims", "kept"), [(False, [1, 2, 3]), (True, [3])])
-async def test_an_answer_that_was_lost_is_no_other_actor(stream: Stream, trims: bool, kept: list[int]) -> None:
-    """Even when the trainer has done with some of the groups before they are appended again."""
+async def test_lost_answer_is_not_taken_for_another_actor(stream: Stream, trims: bool, kept: list[int]) -> None:
+    """This holds even if the trainer has consumed some of the groups before they are appended again."""
     partition = await RolloutWriter.begin(Forgetful(stream, trims=trims), actor=NAME)
     await partition.append([group(1), group(2)])
     await partition.append([group(3)])
     assert await indices(stream) == kept
 
 
-async def test_of_two_of_a_name_the_earlier_ends(stream: Stream) -> None:
-    """One that was stopped, and goes on once another has taken its place: until that writes, what it appends counts."""
+async def test_earlier_actor_of_one_name_is_fenced(stream: Stream) -> None:
+    """A suspended actor resumes after its replacement started: its appends count until the replacement writes."""
     earlier = await RolloutWriter.begin(stream, actor=NAME)
     later = await RolloutWriter.begin(stream, actor=NAME)
     await earlier.append([group(1)])
@@ -86,7 +86,7 @@ async def test_of_two_of_a_name_the_earlier_ends(stream: Stream) -> None:
     assert await indices(stream) == [1, 2, 4]
 
 
-async def test_it_ends_also_when_the_trainer_is_done_with_what_the_other_has_written(stream: Stream) -> None:
+async def test_fencing_works_after_the_trainer_trimmed_the_entries(stream: Stream) -> None:
     earlier = await RolloutWriter.begin(stream, actor=NAME)
     later = await RolloutWriter.begin(stream, actor=NAME)
     await later.append([group(2)])
@@ -95,16 +95,16 @@ async def test_it_ends_also_when_the_trainer_is_done_with_what_the_other_has_wri
         await earlier.append([group(3)])
 
 
-async def test_two_that_number_alike_are_told_apart(stream: Stream) -> None:
-    """The later one's machine may have a clock that is behind: then it goes on from the earlier one's last number."""
+async def test_actors_with_equal_numbers_are_distinguished(stream: Stream) -> None:
+    """A later actor whose clock is behind continues from the earlier actor's last number."""
     first, second = (RolloutWriter(stream, actor=NAME, number=7) for _ in range(2))
     await first.append([group(1)])
     with pytest.raises(FencedError, match=ANOTHER):
         await second.append([group(2)])
 
 
-async def test_an_actor_that_was_replaced_acknowledges_nothing() -> None:
-    """What it held is left to the other one; a group of which the partition knows nothing would be lost for good."""
+async def test_fenced_actor_acknowledges_nothing() -> None:
+    """Its orders stay for the other actor; acknowledging an order whose group is not in the partition would lose it."""
     watched, sampler = Watched(), ScriptedSampler()
     sampler.gate.clear()
     await watched.order(order(1))

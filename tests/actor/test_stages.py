@@ -1,4 +1,4 @@
-"""Which groups an actor notes the stages of, and that nothing of them piles up."""
+"""The stage log: groups drawn for it, and its bounds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _done(log: StageLog, order: PromptOrder, *choices: Choice) -> None:
         log.verified(order, [choice.version_spans or () for choice in choices or [_choice([(0, 1)])]])
 
 
-def test_a_drawn_group_is_told_once_with_the_spans_of_its_longest_answer() -> None:
+def test_drawn_group_is_reported_once_with_its_longest_answer() -> None:
     log = _log()
     _done(log, _order(7), _choice([(0, 1)]), _choice([(0, 2), (1, 3)]))
     (told,) = log.take()
@@ -53,7 +53,7 @@ def test_a_drawn_group_is_told_once_with_the_spans_of_its_longest_answer() -> No
     assert log.take() == []
 
 
-def test_one_order_in_four_is_drawn_by_its_seed_and_no_evaluation_is() -> None:
+def test_quarter_of_training_orders_is_drawn_by_seed() -> None:
     log = _log()
     drawn = []
     for seed in range(16):
@@ -64,7 +64,7 @@ def test_one_order_in_four_is_drawn_by_its_seed_and_no_evaluation_is() -> None:
     assert log.take() == []
 
 
-def test_a_heartbeat_has_four_at_most_and_answers_32_spans() -> None:
+def test_heartbeat_is_bounded_in_groups_and_spans() -> None:
     log = _log()
     for index in range(9):
         _done(log, _order(index), _choice([(version, 1) for version in range(50)]))
@@ -73,7 +73,7 @@ def test_a_heartbeat_has_four_at_most_and_answers_32_spans() -> None:
     assert all(len(each.spans) == 32 for each in told)
 
 
-def test_an_order_that_fails_leaves_nothing() -> None:
+def test_failed_order_leaves_no_stages() -> None:
     log = _log()
     order = _order(1)
     try:

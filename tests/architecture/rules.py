@@ -69,6 +69,7 @@ CODE_ALLOWED = {
 BASES_ALLOWED: dict[str, frozenset[str]] = {
     "inference_contract/conformance/weight_server.py": frozenset({"BaseHTTPRequestHandler"}),
     "pipelinerl/commands/top/textual_app.py": frozenset({"App", "Horizontal"}),
+    "pipelinerl/numerics/torch_logprobs.py": frozenset({"Function"}),
     "pipelinerl/trainers/torch/packed_model.py": frozenset({"Module"}),
     "pipelinerl/trainers/torch/packed/segments.py": frozenset({"Function"}),
     "pipelinerl/trainers/torch/packed/sequence_parallel.py": frozenset({"Function"}),

@@ -89,7 +89,7 @@ def test_shipped_recipes_can_run(recipe: Path) -> None:
         ("objective.adv.kind=zzz", "objective.adv.kind must be one of .*; got 'zzz'"),
         ("objective.grad1.epsilon_low=x", "objective.grad1.epsilon_low must be a number, got 'x'"),
         ("critic.clip=0.5", "critic: the objective reads no values; remove the section"),
-        ("parameter_server.copies=foo://x", "foo://x cannot be reached from here"),
+        ("parameter_server.copies=foo://x", "foo://x cannot be used"),
         ("trainer.options.lora.rank=0", r"trainer\.options\.lora\.rank must be a whole number of at least 1, got 0"),
         ("trainer.options.lora={rank=8, rnk=8}", r"trainer\.options\.lora\.rnk is unknown to the torch trainer"),
         (

@@ -1,4 +1,4 @@
-"""Which turns an episode knows again in an agent's messages, and what it asks an engine for."""
+"""Episodes: how an agent's messages match earlier turns, and the resulting engine requests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def made(of: Episode) -> Rollout:
 
 
 def segments_of(of: Episode) -> list[list[int]]:
-    """The turns that train in each segment."""
+    """Return the trainable turns of each segment."""
     return [list(segment.trained) for segment in made(of).segments]
 
 
@@ -48,7 +48,7 @@ def begins_of(of: Episode) -> list[str]:
     return [each.begins for each in made(of).turns]
 
 
-def test_each_turn_continues_the_tokens_of_the_one_before() -> None:
+def test_each_turn_continues_the_tokens_of_the_previous_one() -> None:
     of = episode()
     first = turn(of, [HELLO], "a")
     second = turn(of, [HELLO, answer("a"), user("more")], "b")
@@ -62,14 +62,14 @@ def test_each_turn_continues_the_tokens_of_the_one_before() -> None:
     assert planned.request.continue_from == 4
 
 
-def test_an_answer_is_known_again_without_its_thinking_and_outer_white_space() -> None:
+def test_answers_match_without_thinking_and_outer_white_space() -> None:
     of = episode()
     first = turn(of, [HELLO], "hm</think>\n a ")
     second = turn(of, [HELLO, answer("a"), user("more")], "b")
     assert second.parent is first
 
 
-def test_an_answer_with_calls_is_known_again_by_their_ids() -> None:
+def test_answers_with_tool_calls_match_by_call_id() -> None:
     of = episode()
     tools = [{"type": "function", "function": {"name": "f"}}]
     planned = of.plan("main", {"messages": [HELLO], "tools": tools})
@@ -88,7 +88,7 @@ def test_an_answer_with_calls_is_known_again_by_their_ids() -> None:
     assert of.plan("main", {"messages": [HELLO, back, result]}).parent is None, "other tools are another prompt"
 
 
-def test_a_changed_history_begins_a_new_segment() -> None:
+def test_changed_history_begins_a_new_segment() -> None:
     of = episode()
     turn(of, [HELLO], "a")
     second = turn(of, [HELLO, answer("never said"), user("more")], "b")
@@ -96,7 +96,7 @@ def test_a_changed_history_begins_a_new_segment() -> None:
     assert segments_of(of) == [[0], [1]] and begins_of(of) == ["first", "history_differs"]
 
 
-def test_an_answer_that_was_requested_again_unread_is_abandoned() -> None:
+def test_unread_answer_to_a_repeated_request_is_abandoned() -> None:
     of = episode()
     first = turn(of, [HELLO], "a")
     unread = turn(of, [HELLO, answer("a"), user("more")], "lost")
@@ -105,7 +105,7 @@ def test_an_answer_that_was_requested_again_unread_is_abandoned() -> None:
     assert again.path == [first, again] and segments_of(of) == [[0, 1]]
 
 
-def test_an_abandoned_answer_that_is_continued_after_all_trains() -> None:
+def test_abandoned_answer_trains_once_it_is_continued() -> None:
     of = episode()
     first, second = turn(of, [HELLO], "a"), turn(of, [HELLO], "b")
     assert of.turns == [second] and of.abandoned == 1
@@ -114,14 +114,14 @@ def test_an_abandoned_answer_that_is_continued_after_all_trains() -> None:
     assert segments_of(of) == [[1], [0, 2]] and begins_of(of) == ["first", "forked", ""]
 
 
-def test_a_first_request_that_is_repeated_is_still_the_first_turn() -> None:
+def test_repeated_first_request_is_still_the_first_turn() -> None:
     of = episode()
     turn(of, [HELLO], "lost")
     turn(of, [HELLO], "a")
     assert begins_of(of) == ["first"]
 
 
-def test_two_different_replies_to_one_answer_are_two_segments() -> None:
+def test_two_replies_to_one_answer_are_two_segments() -> None:
     of = episode()
     turn(of, [HELLO], "a")
     turn(of, [HELLO, answer("a"), user("left")], "b")
@@ -132,14 +132,14 @@ def test_two_different_replies_to_one_answer_are_two_segments() -> None:
     assert right.num_repeated == 1 and begins_of(of) == ["first", "", "forked"]
 
 
-def test_other_tools_begin_a_new_segment() -> None:
+def test_different_tools_begin_a_new_segment() -> None:
     of = episode()
     turn(of, [HELLO], "a")
     turn(of, [HELLO, answer("a"), user("more")], "b", tools=[{"type": "function", "function": {"name": "f"}}])
     assert begins_of(of) == ["first", "tools_differ"]
 
 
-def test_each_agent_has_its_own_segments_and_the_untrained_have_none() -> None:
+def test_trained_agents_have_segments_and_untrained_ones_do_not() -> None:
     of = episode()
     turn(of, [HELLO], "a")
     turn(of, [user("judge a")], "good", agent="critic")
@@ -154,7 +154,7 @@ def test_each_agent_has_its_own_segments_and_the_untrained_have_none() -> None:
     assert of.last_of("untrained-helper") is None
 
 
-def test_every_sampled_token_of_an_episode_trains_once() -> None:
+def test_each_turn_of_a_random_episode_trains_once() -> None:
     """A random conversation of several agents with forks, compaction and repeated requests."""
     draw = rng.generator(7, "random episode")
     of = episode(max_turns=200)
@@ -176,7 +176,7 @@ def test_every_sampled_token_of_an_episode_trains_once() -> None:
         np.testing.assert_array_equal(np.concatenate(tokens), last.token_ids)
 
 
-def test_with_history_template_a_conversation_that_the_template_keeps_is_still_one_segment() -> None:
+def test_template_history_that_appends_stays_one_segment() -> None:
     of = episode(history=History.TEMPLATE)
     turn(of, [HELLO], "a")
     planned = of.plan("main", {"messages": [HELLO, answer("a"), user("more")]})
@@ -184,7 +184,7 @@ def test_with_history_template_a_conversation_that_the_template_keeps_is_still_o
     assert of.record(planned, completion(planned.request, "b")).new_segment is None
 
 
-def test_sampling_is_the_orders_and_limits_may_only_be_lowered() -> None:
+def test_order_decides_sampling_and_agents_only_lower_limits() -> None:
     of = episode(turn_tokens=8)
     planned = of.plan("main", {"messages": [HELLO], "temperature": 0.0, "top_p": 0.1, "max_tokens": 100, "seed": 3})
     assert (planned.request.temperature, planned.request.top_p, planned.request.max_tokens) == (0.5, 1.0, 8)
@@ -192,7 +192,7 @@ def test_sampling_is_the_orders_and_limits_may_only_be_lowered() -> None:
     assert of.plan("main", {"messages": [HELLO], "max_completion_tokens": 2}).request.token_limit == 2
 
 
-def test_the_seed_is_a_function_of_order_sample_agent_and_turn() -> None:
+def test_seed_depends_on_order_sample_agent_and_turn() -> None:
     def seed(sample: int, agent: str) -> int | None:
         return Episode(order(), sample, EpisodeLimits()).plan(agent, {"messages": [HELLO]}).request.seed
 
@@ -200,14 +200,14 @@ def test_the_seed_is_a_function_of_order_sample_agent_and_turn() -> None:
     assert len({seed(0, "main"), seed(1, "main"), seed(0, "critic")}) == 3
 
 
-def test_an_episode_is_over_after_its_turns() -> None:
+def test_episode_ends_after_max_turns() -> None:
     of = episode(max_turns=1)
     turn(of, [HELLO], "a")
     with pytest.raises(EpisodeOver, match="has had its 1 turns"):
         of.plan("main", {"messages": [HELLO, answer("a"), user("more")]})
 
 
-def test_an_answer_cut_at_our_limit_ends_the_episode_and_one_cut_at_the_agents_does_not() -> None:
+def test_only_an_answer_cut_at_the_order_limit_ends_the_episode() -> None:
     of = episode(turn_tokens=8)
     turn(of, [HELLO], "abcdefghij", max_tokens=2)
     assert not of.over
@@ -225,6 +225,6 @@ def test_an_answer_cut_at_our_limit_ends_the_episode_and_one_cut_at_the_agents_d
         ({"messages": []}, "messages"),
     ],
 )
-def test_what_an_agent_may_not_say_is_refused_by_name(body: dict[str, Any], said: str) -> None:
+def test_forbidden_request_fields_are_rejected_by_name(body: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         episode().plan("main", {"messages": [HELLO], **body})

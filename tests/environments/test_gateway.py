@@ -1,4 +1,4 @@
-"""The gateway as OpenAI's own client meets it."""
+"""The gateway, accessed with OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ async def opened(sampler: TalkingSampler, **limits: int) -> AsyncIterator[OpenEp
 
 
 async def said(url: str, messages: list[dict[str, str]] = HELLO, *, key: str = "any", **options: object) -> ChatMessage:
-    """What OpenAI's client is answered."""
+    """Return the message that OpenAI's client receives."""
     async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
         answer = await client.chat.completions.create(model="any", messages=messages, **options)  # type: ignore[call-overload]
         message: ChatMessage = answer.choices[0].message
         return message
 
 
-async def test_openais_client_is_answered_by_path_and_by_key() -> None:
+async def test_openai_client_is_served_by_path_and_by_key() -> None:
     async with opened(TalkingSampler(lambda messages: f"a{len(messages)}")) as episode:
         first = await said(episode.base_url(), temperature=0.3)
         base = episode.base_url().split("/e/")[0] + "/v1"
@@ -51,7 +51,7 @@ async def test_openais_client_is_answered_by_path_and_by_key() -> None:
         assert [turn.parent for turn in episode.episode.turns] == [None, episode.episode.turns[0]]
 
 
-async def test_a_client_that_streams_gets_the_answer_as_one_chunk() -> None:
+async def test_streaming_client_gets_one_chunk() -> None:
     async with (
         opened(TalkingSampler(lambda _: "abc")) as episode,
         openai.AsyncOpenAI(base_url=episode.base_url(), api_key="any") as client,
@@ -60,7 +60,7 @@ async def test_a_client_that_streams_gets_the_answer_as_one_chunk() -> None:
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "abc"
 
 
-async def test_an_episode_that_has_ended_is_not_found() -> None:
+async def test_ended_episode_is_not_found() -> None:
     async with opened(TalkingSampler()) as episode:
         ended = episode.base_url().replace(episode.episode.secret, "0" * 32)
         with pytest.raises(openai.NotFoundError, match="has ended"):
@@ -72,7 +72,7 @@ async def test_an_episode_that_has_ended_is_not_found() -> None:
     [(ContextExceeded("too long"), 400), (DeadlineError("no engine"), 424)],
     ids=["context", "none"],
 )
-async def test_no_refusal_is_one_that_clients_retry(error: Exception, status: int) -> None:
+async def test_refusals_have_statuses_that_clients_do_not_retry(error: Exception, status: int) -> None:
     def fail(_: object) -> str:
         raise error
 
@@ -84,7 +84,7 @@ async def test_no_refusal_is_one_that_clients_retry(error: Exception, status: in
         assert (episode.failure is error) == (status == 424)
 
 
-async def test_a_client_that_leaves_cancels_its_turn_which_is_not_recorded() -> None:
+async def test_disconnect_cancels_the_turn_and_records_nothing() -> None:
     sampler = TalkingSampler()
     sampler.gate.clear()
     async with opened(sampler) as episode:

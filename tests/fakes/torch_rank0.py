@@ -26,7 +26,7 @@ from trainer_contract.conformance import CHECKS, VALUE_CHECKS, Status, run
 from trainer_contract.conformance.probes import TrainerUnderTest, pack, rollouts_of
 from trainer_contract.conformance.step_checks import concurrent_reads_see_the_last_step
 from trainer_contract.errors import StateError, TrainerError
-from trainer_contract.types import Device, Head, OptimizerSpec, TrainerSpec
+from trainer_contract.types import Device, Head, OptimizerSpec, Precision, TrainerSpec
 
 VOCAB = 48
 OBJECTIVE = resolve("grpo")
@@ -82,11 +82,14 @@ def gradient(trainer, *, parts):
     return {name: move / (1.0 - np.abs(move)) for name, move in moved.items()}
 
 
-def train(directory, *, model, options, first=0, count=20, parts=5, restore_from=None, checkpointing=False):
+def train(
+    directory, *, model, options, first=0, count=20, parts=5, restore_from=None, checkpointing=False, precision="fp32"
+):
     """Run steps of the fixed run; save the state, the weights, and the loss of the next step."""
     trainer = TorchTrainer()
     restored = None if restore_from is None else Path(restore_from)
-    trainer.init_worker(spec_of(model, options, restore_from=restored, gradient_checkpointing=checkpointing))
+    fields = {"gradient_checkpointing": checkpointing, "precision": Precision(precision)}
+    trainer.init_worker(spec_of(model, options, restore_from=restored, **fields))
     taken = steps(trainer, first=first, count=count, parts=parts)
     np.savez(directory / "weights.npz", **weights_of(trainer))
     (directory / "state").mkdir()

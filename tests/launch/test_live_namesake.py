@@ -58,7 +58,7 @@ def test_live_run_of_separate_services_is_found_by_its_controller(config: RunCon
     directory = create(config)
     address = directory.path / "controller.json"
     address.write_text(json.dumps({"url": controller_url, "token": None}))
-    with pytest.raises(UserError, match=f"started by hand, controller at {controller_url}"):
+    with pytest.raises(UserError, match=f"services started manually, controller at {controller_url}"):
         refuse_namesake(config, by_hand=started_by_hand)
     address.write_text(json.dumps({"url": "http://127.0.0.1:9", "token": None}))  # left by a killed controller
     refuse_namesake(config, by_hand=started_by_hand)

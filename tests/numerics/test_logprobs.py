@@ -53,6 +53,62 @@ def test_pieces_agree_with_the_definition_in_value_and_gradient(logits_at_once, 
     torch.testing.assert_close(w_grad, w_whole, rtol=1e-5, atol=1e-5)
 
 
+def head_gradients(dtype, pieces, *, vocab=600, width=32, count=256, bias=False):
+    """Return the gradients of hidden states and of a linear head, computed in `dtype` under autocast."""
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(count, width, generator=draw).bfloat16().float().requires_grad_()
+    head = torch.nn.Linear(width, vocab, bias=bias)
+    for each in head.parameters():
+        each.data = (torch.randn(each.shape, generator=draw) * width**-0.5).bfloat16().float()
+    tokens, advantages = torch.randint(0, vocab, (count,), generator=draw), torch.randn(count, generator=draw)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
+        at_once = vocab * -(-count // pieces)
+        (got,) = token_predictions(hidden, head, tokens, None, vocab_size=vocab, logits_at_once=at_once)
+    (got * advantages).sum().backward()
+    return [hidden.grad, *(each.grad for each in head.parameters())]
+
+
+def error(found, expected):
+    assert found.dtype is torch.float32
+    return float((found - expected).norm() / expected.norm())
+
+
+def test_bf16_head_gradient_does_not_lose_precision_with_more_pieces():
+    """Summed in bf16, the error doubles from 1 piece to 128."""
+    expected = head_gradients(torch.float32, 1, bias=True)
+    for pieces in (1, 2, 38, 128):
+        found = head_gradients(torch.bfloat16, pieces, bias=True)
+        assert max(map(error, found, expected)) <= 0.003, pieces
+
+
+def test_fp32_head_gradient_is_the_same_in_pieces():
+    expected = head_gradients(torch.float32, 1, bias=True)
+    assert max(map(error, head_gradients(torch.float32, 38, bias=True), expected)) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_bf16_head_gradient_at_qwens_vocabulary():
+    sizes = {"vocab": 151_936, "width": 32, "count": 512}
+    expected = head_gradients(torch.float32, 8, **sizes)
+    found = head_gradients(torch.bfloat16, 128, **sizes)
+    assert max(map(error, found, expected)) <= 0.003
+
+
+def test_bf16_head_with_fp32_gradients_equals_its_fp32_master():
+    """A head on the device in bf16, with its master on the host, gets the gradient that the fp32 head gets."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, tokens = torch.randn(20, 8, generator=draw), torch.randint(0, 30, (20,), generator=draw)
+    master = torch.nn.Linear(8, 30, bias=False)
+    rounded = torch.nn.Linear(8, 30, bias=False)
+    rounded.weight = torch.nn.Parameter(master.weight.detach().bfloat16())
+    rounded.weight.grad_dtype = torch.float32
+    for head in (master, rounded):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            token_predictions(hidden, head, tokens, None, vocab_size=30, logits_at_once=90).sum().backward()
+    assert torch.equal(master.weight.grad, rounded.weight.grad)
+
+
 def test_half_precision_logits_are_normalised_in_fp32():
     hidden = torch.randn(5, 8, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
     (got,) = token_predictions(hidden, lambda x: x, torch.zeros(5, dtype=torch.long), None, vocab_size=8)

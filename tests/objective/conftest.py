@@ -1,4 +1,4 @@
-"""Random micro-batches as columns of numpy float64."""
+"""Fixture of random micro-batches as columns of numpy float64."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ FLOATS = (
 
 @pytest.fixture
 def columns_of():
-    """(seed, lengths) → (log-probs [T], columns): policies differ enough that every clip acts somewhere."""
+    """Return a factory (seed, lengths) → (log-probs [T], columns); the policies differ enough to trigger every clip."""
 
     def make(seed, lengths=(6, 3, 9, 1, 5)):
         draw = generator(seed, "columns")

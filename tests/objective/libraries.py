@@ -1,4 +1,4 @@
-"""The same objective in three array libraries, in float64: values and gradients of one micro-batch as numpy."""
+"""Evaluation of one objective in three array libraries, in float64, with values and gradients as numpy."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pipelinerl.objective.objective import PolicyObjective
 
 
 class Evaluated(NamedTuple):
-    """A loss and its gradient by the log-probs."""
+    """A loss and its gradient with respect to the log-probs."""
 
     loss: float
     gradient: np.ndarray
 
 
 def in_numpy(objective: PolicyObjective, logprobs: np.ndarray, columns: dict[str, Any]) -> Evaluated:
-    """The gradient in closed form."""
+    """Evaluate in numpy, with the closed-form gradient."""
     return Evaluated(float(objective.evaluate(logprobs, columns)), objective.prediction_gradient(logprobs, columns))
 
 
 def in_torch(objective: PolicyObjective, logprobs: np.ndarray, columns: dict[str, Any]) -> Evaluated:
-    """By autograd."""
+    """Evaluate in torch, with the gradient by autograd."""
     variable = torch.from_numpy(logprobs).requires_grad_()
     loss = objective.evaluate(variable, as_torch(columns))
     loss.backward()
@@ -34,7 +34,7 @@ def in_torch(objective: PolicyObjective, logprobs: np.ndarray, columns: dict[str
 
 
 def in_jax(objective: PolicyObjective, logprobs: np.ndarray, columns: dict[str, Any]) -> Evaluated:
-    """By automatic differentiation, compiled, as a trainer does it."""
+    """Evaluate in JAX, with the gradient by automatic differentiation, compiled as in a trainer."""
     segments = columns["num_segments"]
     with jax.enable_x64(True):
         arrays = {name: jnp.asarray(column) for name, column in columns.items() if isinstance(column, np.ndarray)}
@@ -48,7 +48,7 @@ def in_jax(objective: PolicyObjective, logprobs: np.ndarray, columns: dict[str, 
 
 
 def as_torch(columns: dict[str, Any]) -> dict[str, Any]:
-    """Arrays as tensors."""
+    """Convert arrays to tensors."""
     return {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in columns.items()}
 
 

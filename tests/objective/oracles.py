@@ -1,8 +1,8 @@
-"""The surrogates of the papers, each written as loops over rollouts and tokens from its own formula.
+"""Oracles: the surrogates of the papers, each written as loops over rollouts and tokens from its own formula.
 
-Nothing here is shared with the slots: every preset is differentiated by torch from what its paper prints. J is to be
-maximised. `theta` are the current log-probs of a rollout, differentiable; `mu` the sampler's, `old` recomputed, `ref`
-the reference's, all of its sampled tokens alone.
+Nothing is shared with the slots: torch differentiates what each paper prints. J is to be maximised. The columns of a
+rollout cover only its sampled tokens. `theta` are the current log-probs, differentiable; `mu` the sampler's; `old` the
+recomputed ones; `ref` the reference's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Sequence:
     ref: list[float]
     values: list[float]
     everything: Tensor
-    """Current log-probs of the whole vocabulary at each token, [N, V]: variables of their own, beside theta."""
+    """Current log-probs of the whole vocabulary at each token, [N, V]; variables independent of theta."""
 
     def __len__(self) -> int:
         return len(self.mu)
@@ -73,7 +73,7 @@ def clipped(ratio: Tensor, advantage: float, low: float = 0.8, high: float = 1.2
 
 
 def per_rollout(groups: Groups, term: Callable[[list[Sequence], Sequence], Tensor]) -> Tensor:
-    """Mean over groups of the mean over their rollouts."""
+    """Return the mean over groups of the mean over their rollouts."""
     total = torch.zeros((), dtype=torch.float64)
     for group in groups:
         for one in group:
@@ -84,7 +84,7 @@ def per_rollout(groups: Groups, term: Callable[[list[Sequence], Sequence], Tenso
 def per_token(
     groups: Groups, denominator: Callable[[list[Sequence], Sequence], float], term: Callable[..., Tensor]
 ) -> Tensor:
-    """Σ of term(group, rollout, t) / denominator(group, rollout)."""
+    """Return Σ of term(group, rollout, t) / denominator(group, rollout)."""
     total = torch.zeros((), dtype=torch.float64)
     for group in groups:
         for one in group:
@@ -119,7 +119,7 @@ def reinforce_token(groups: Groups) -> Tensor:
 
 
 def agarwal(groups: Groups) -> Tensor:
-    """Token-level REINFORCE, and sg[r]·(λ/|A|) Σ_a log π(a|s) in every state, λ = 0.001."""
+    """Token-level REINFORCE plus sg[r]·(λ/|A|) Σ_a log π(a|s) in every state, λ = 0.001."""
     size = len(everyone(groups)) * 256.0
 
     def barrier(group: list[Sequence], one: Sequence, t: int) -> Tensor:
@@ -202,7 +202,7 @@ def grpo(groups: Groups) -> Tensor:
 
 
 def grpo_kl(groups: Groups) -> Tensor:
-    """GRPO less 0.04·K3 to the reference, with π_ref/π_θ."""
+    """GRPO minus 0.04·K3 to the reference, with π_ref/π_θ."""
 
     def k3(group: list[Sequence], one: Sequence, t: int) -> Tensor:
         ratio = torch.exp(one.ref[t] - one.theta[t])
@@ -221,7 +221,7 @@ def dapo(groups: Groups) -> Tensor:
 
 
 def dr_grpo(groups: Groups) -> Tensor:
-    """1/(G·256) Σ Σ min(r·A, clip(r)·A), A without deviation."""
+    """1/(G·256) Σ Σ min(r·A, clip(r)·A), A without the standard deviation."""
     size = len(everyone(groups)) * 256.0
     return per_token(
         groups, lambda group, one: size, lambda group, one, t: clipped(token_ratio(one, t), centred(group, one))
@@ -253,7 +253,7 @@ def gmpo(groups: Groups) -> Tensor:
 
 
 def gfpo(groups: Groups) -> Tensor:
-    """GRPO's surrogate per token of the group, on the shortest 8 of each group alone."""
+    """GRPO's surrogate per token of the group, on only the shortest 8 rollouts of each group."""
     kept = {id(one) for group in groups for one in sorted(group, key=len)[:8]}
 
     def term(group: list[Sequence], one: Sequence, t: int) -> Tensor:
@@ -265,7 +265,7 @@ def gfpo(groups: Groups) -> Tensor:
 
 
 def reinforce_plus_plus(groups: Groups) -> Tensor:
-    """Clipped surrogate with (A' − mean_batch)/std_batch over tokens, less 0.001·K2."""
+    """Clipped surrogate with (A' − mean_batch)/std_batch over tokens, minus 0.001·K2."""
     flat = [centred(group, one) for group in groups for one in group for _ in range(len(one))]
     centre, scale = mean(flat), std(flat) + 1e-6
 
@@ -277,7 +277,7 @@ def reinforce_plus_plus(groups: Groups) -> Tensor:
 
 
 def decoupled_ppo(groups: Groups) -> Tensor:
-    """Mean over tokens of (π_old/μ)·min(u·A, clip(u)·A), u = π_θ/π_old; tokens with π_old/μ > 5 left out."""
+    """Mean over tokens of (π_old/μ)·min(u·A, clip(u)·A), u = π_θ/π_old; tokens with π_old/μ > 5 are excluded."""
     size = sum(len(one) for one in everyone(groups))
     flat = [one.reward for one in everyone(groups) for _ in range(len(one))]
     centre, scale = mean(flat), std(flat) + 1e-8

@@ -1,4 +1,4 @@
-"""Advantages against numbers worked out by hand, and against slow twins."""
+"""Advantages against hand-computed numbers and slow reference implementations."""
 
 import dataclasses
 
@@ -41,7 +41,7 @@ def columns_of(rule, size):
 
 
 def per_rollout(tokens, lengths=LENGTHS):
-    """The one advantage that all tokens of a rollout have."""
+    """Return the advantage that all tokens of a rollout share."""
     parts = np.split(tokens, np.cumsum(lengths)[:-1])
     assert all((part == part[0]).all() for part in parts)
     return np.array([part[0] for part in parts])
@@ -52,34 +52,34 @@ def advantages(rewards=REWARDS, valid=VALID, **fields):
     return per_rollout(rule.advantages(rewards=rewards, groups=GROUPS, lengths=LENGTHS, valid=valid, columns={}))
 
 
-def test_mean_and_std():
+def test_group_relative_with_mean_and_std():
     got = advantages(epsilon=0.0)
     np.testing.assert_allclose(got, [1.0, -1.0, -1.0, 1.0, 1.0, -1.0])
 
 
-def test_mean_alone():
+def test_group_relative_with_mean_only():
     np.testing.assert_allclose(advantages(scale=Scale.NONE), [0.5, -0.5, -0.5, 0.5, 2.0, -2.0])
 
 
-def test_leave_one_out():
+def test_leave_one_out_baseline():
     # 1 − mean(0, 0, 1) = 2/3, 0 − mean(1, 0, 1) = −2/3; 5 − 1 = 4.
     got = advantages(baseline=Baseline.LEAVE_ONE_OUT, scale=Scale.NONE)
     np.testing.assert_allclose(got, [2 / 3, -2 / 3, -2 / 3, 2 / 3, 4.0, -4.0])
 
 
-def test_no_baseline():
+def test_scale_none_and_baseline_none_keep_the_reward():
     np.testing.assert_allclose(advantages(baseline=Baseline.NONE, scale=Scale.NONE), REWARDS)
 
 
-def test_normalised_over_the_tokens_of_the_batch():
-    """REINFORCE++ Eq. 11 and 12: token by token, so that a long rollout counts for more."""
+def test_batch_scale_normalises_over_tokens():
+    """REINFORCE++ Eq. 11 and 12 normalise over tokens, so long rollouts count for more."""
     got = advantages(scale=Scale.BATCH, epsilon=0.0)
     tokens = np.repeat([0.5, -0.5, -0.5, 0.5, 2.0, -2.0], LENGTHS)
     np.testing.assert_allclose(np.repeat(got, LENGTHS), (tokens - tokens.mean()) / tokens.std())
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_a_rollout_without_judgement_changes_nothing_for_the_others(rule):
+def test_unjudged_rollout_does_not_affect_the_others(rule):
     valid = np.array([True, True, False, True, True, True])
     poisoned, judged = REWARDS.copy(), np.repeat(valid, LENGTHS)
     poisoned[2] = np.nan
@@ -96,7 +96,7 @@ def test_a_rollout_without_judgement_changes_nothing_for_the_others(rule):
     np.testing.assert_allclose(got[judged], without, atol=1e-12)
 
 
-def test_equal_rewards_and_single_rollouts_have_no_advantage():
+def test_equal_rewards_and_single_rollouts_have_zero_advantage():
     equal = advantages(np.full(6, 0.3))
     np.testing.assert_allclose(equal, 0.0, atol=1e-9)
     alone = np.array([True, False, False, False, False, False])
@@ -105,7 +105,7 @@ def test_equal_rewards_and_single_rollouts_have_no_advantage():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_without_rollouts_and_one_without_judgements(kind):
+def test_empty_and_unjudged_batches_are_accepted(kind):
     rule, none = KINDS[kind](), np.zeros(0, int)
     empty = rule.advantages(
         rewards=np.zeros(0), groups=none, lengths=none, valid=np.zeros(0, bool), columns=columns_of(rule, 0)
@@ -118,7 +118,7 @@ def test_a_batch_without_rollouts_and_one_without_judgements(kind):
 
 
 @pytest.mark.parametrize(("metric", "kept"), [(Metric.SHORTEST, [1, 2, 4, 5]), (Metric.TOKEN_EFFICIENCY, [0, 3, 4, 5])])
-def test_of_each_group_only_the_best_learn_and_from_one_another(metric, kept):
+def test_group_filter_trains_only_the_best_rollouts(metric, kept):
     rewards = np.array([1.0, 0.0, 0.5, 1.0, 5.0, 1.0]) if metric is Metric.SHORTEST else np.array([2.0, 0, 0, 1, 5, 1])
     rule = GroupFiltered(keep=2, metric=metric, epsilon=0.0)
     got = per_rollout(rule.advantages(rewards=rewards, groups=GROUPS, lengths=LENGTHS, valid=VALID, columns={}))
@@ -129,7 +129,7 @@ def test_of_each_group_only_the_best_learn_and_from_one_another(metric, kept):
     np.testing.assert_allclose(got, expected)
 
 
-def test_the_return_is_the_discounted_reward_less_the_kl_that_is_still_to_come():
+def test_return_is_discounted_reward_minus_future_kl():
     rule = RewardToGo(discount=0.5, kl=0.1)
     columns = {"old_logprobs": np.array([-1.0, -2.0, -3.0]), "ref_logprobs": np.array([-2.0, -2.0, -1.0])}
     got = rule.advantages(
@@ -139,13 +139,13 @@ def test_the_return_is_the_discounted_reward_less_the_kl_that_is_still_to_come()
         valid=np.ones(2, bool),
         columns=columns,
     )
-    # KL costs 0.1, 0, −0.2: the second token earns 4, the first half of that less 0.1; the other rollout 1 + 0.2.
+    # KL costs are 0.1, 0, −0.2: the second token gets 4, the first half of that minus 0.1; the other rollout 1 + 0.2.
     np.testing.assert_allclose(got, [1.9, 4.0, 1.2])
     assert rule.needs == {"old_logprobs", "ref_logprobs"} and RewardToGo().needs == frozenset()
 
 
 @pytest.mark.parametrize("whitening", Whitening)
-def test_gae_equals_its_definition_written_with_loops(whitening):
+def test_gae_equals_its_definition_as_loops(whitening):
     rule = GAE(discount=0.9, trace=0.7, kl=0.2, whitening=whitening, epsilon=0.0)
     columns = columns_of(rule, LENGTHS.sum())
     arguments = {"rewards": REWARDS, "groups": GROUPS, "lengths": LENGTHS, "valid": VALID, "columns": columns}
@@ -165,7 +165,7 @@ def test_gae_equals_its_definition_written_with_loops(whitening):
     np.testing.assert_allclose(rule.advantages(**arguments), raw, rtol=1e-10, atol=1e-12)
 
 
-def test_gae_without_trace_decay_is_the_return_less_the_value():
+def test_gae_with_trace_one_is_return_minus_value():
     rule = GAE(trace=1.0, whitening=Whitening.NONE)
     values = generator(1, "values").normal(size=LENGTHS.sum())
     arguments = {
@@ -179,7 +179,7 @@ def test_gae_without_trace_decay_is_the_return_less_the_value():
     np.testing.assert_allclose(rule.returns(**arguments), np.repeat(REWARDS, LENGTHS), atol=1e-12)
 
 
-def test_rollouts_without_sampled_tokens_are_passed_over():
+def test_rollouts_without_sampled_tokens_are_skipped():
     lengths = np.array([2, 0, 1, 0])
     got = RewardToGo().advantages(
         rewards=np.array([1.0, 9.0, 3.0, 9.0]), groups=np.zeros(4, int), lengths=lengths, valid=lengths > 0, columns={}
@@ -198,12 +198,12 @@ EPISODES = [
     [(1, 0.5)],
 ]
 EPISODE_GROUPS = np.array([0, 0, 0, 1, 1])
-#: The third rollout earned 1 more at its end than its turns did.
+#: The third rollout gets 1 more at its end than the sum of its turns.
 TOTALS = np.array([0.75, 1.0, 1.25, -1.0, 0.5])
 
 
 def by_turns(rewards=TOTALS, valid=None, episodes=EPISODES, groups=EPISODE_GROUPS, **fields):
-    """One advantage for each turn of each rollout."""
+    """Return one advantage for each turn of each rollout."""
     turns = Turns.of([[TurnReward(*turn) for turn in one] for one in episodes])
     lengths = np.array([sum(turn[0] for turn in one) for one in episodes])
     valid = np.ones(len(episodes), bool) if valid is None else valid
@@ -213,7 +213,7 @@ def by_turns(rewards=TOTALS, valid=None, episodes=EPISODES, groups=EPISODE_GROUP
 
 
 def definition(go, episodes, groups, valid, baseline, scale, epsilon=1e-6):
-    """The slow twin: `go(i, k)` is what turn k of rollout i is credited with."""
+    """Compute the advantages by loops; `go(i, k)` is the reward credited to turn k of rollout i."""
     found = []
     for i, one in enumerate(episodes):
         for k in range(len(one)):
@@ -232,7 +232,7 @@ def definition(go, episodes, groups, valid, baseline, scale, epsilon=1e-6):
 
 
 def to_go(i, k):
-    """What is earned from turn k on; the last turn gets what no turn was given."""
+    """Return the reward from turn k on; the last turn gets the reward that was assigned to no turn."""
     rest = TOTALS[i] - sum(reward for _, reward in EPISODES[i])
     return sum(reward for _, reward in EPISODES[i][k:]) + rest
 
@@ -245,8 +245,8 @@ MUTANTS = {
 }
 
 
-def test_credit_by_turns_by_hand():
-    """Group 0, turn 0: G = 0.75, 1, 1.25 with the mean 1; turn 1: 0.25, 1, 1.25 with 5/6; turn 2: one rollout alone."""
+def test_turn_credit_matches_hand_computed_numbers():
+    """Group 0, turn 0: G = 0.75, 1, 1.25 with mean 1; turn 1: 0.25, 1, 1.25 with mean 5/6; turn 2: a single rollout."""
     got = by_turns(scale=Scale.NONE)
     mean = 2.5 / 3
     np.testing.assert_allclose(got, [-0.25, 0.25 - mean, 0, 0, 1 - mean, 0.25, 1.25 - mean, -0.75, 0, 0.75])
@@ -255,7 +255,7 @@ def test_credit_by_turns_by_hand():
 @pytest.mark.parametrize("baseline", Baseline)
 @pytest.mark.parametrize("scale", [Scale.NONE, Scale.STD])
 @pytest.mark.parametrize("valid", [[True] * 5, [True, False, True, True, True]])
-def test_credit_by_turns_equals_its_definition_and_no_mutant(baseline, scale, valid):
+def test_turn_credit_equals_its_definition_and_no_mutant(baseline, scale, valid):
     valid = np.array(valid)
     rewards = np.where(valid, TOTALS, np.nan)
     got = by_turns(rewards, valid, baseline=baseline, scale=scale)
@@ -266,7 +266,7 @@ def test_credit_by_turns_equals_its_definition_and_no_mutant(baseline, scale, va
         assert np.abs(got - wrong).max() > 0.05, name
 
 
-def test_the_baseline_is_of_the_same_turn_and_not_of_all_turns_of_the_group():
+def test_baseline_uses_the_same_turn_not_all_turns_of_the_group():
     got = by_turns(scale=Scale.NONE)
     group = np.array([to_go(i, k) for i in range(3) for k in range(len(EPISODES[i]))])
     assert np.abs(got[:7] - (group - group.mean())).max() > 0.05
@@ -274,7 +274,7 @@ def test_the_baseline_is_of_the_same_turn_and_not_of_all_turns_of_the_group():
 
 @pytest.mark.parametrize("baseline", Baseline)
 @pytest.mark.parametrize("scale", Scale)
-def test_credit_by_turns_of_single_turns_is_that_of_episodes(baseline, scale):
+def test_turn_credit_of_single_turns_equals_episode_credit(baseline, scale):
     single = [[(int(length), float(reward))] for length, reward in zip(LENGTHS, REWARDS, strict=True)]
     got = by_turns(REWARDS, VALID, single, GROUPS, baseline=baseline, scale=scale)
     np.testing.assert_allclose(got, advantages(baseline=baseline, scale=scale), atol=1e-12)
@@ -286,7 +286,7 @@ def test_turns_of_different_agents_are_not_compared():
     np.testing.assert_allclose(got, [2.0, 0.0, -2.0, 0.0])
 
 
-def test_credit_by_turns_is_a_field_of_the_slot_and_contradicts_ratios_of_sequences():
+def test_turn_credit_is_a_slot_field_and_contradicts_sequence_ratios():
     chosen = resolve({"preset": "grpo", "adv": {"credit": "turns"}})
     assert chosen.adv == GroupRelative(credit=Credit.TURNS) and "G_{i,k}" in chosen.adv.formula
     sequences = dataclasses.replace(resolve("gspo"), adv=chosen.adv)

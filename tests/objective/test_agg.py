@@ -1,4 +1,4 @@
-"""Aggregation weights against numbers worked out by hand, and against what they must sum to."""
+"""Aggregation weights against hand-computed numbers and their required sums."""
 
 import numpy as np
 import pytest
@@ -19,19 +19,19 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("kind", agg.KINDS)
-def test_by_hand(kind):
+def test_weights_match_hand_computed_numbers(kind):
     got = agg.KINDS[kind]().token_weights(lengths=LENGTHS, groups=GROUPS, valid=ALL)
     np.testing.assert_allclose(got, EXPECTED[kind])
 
 
-def test_sequences_of_a_maximum_length():
+def test_sequences_divide_by_the_maximum_length():
     got = agg.Sequences(length=10).token_weights(lengths=LENGTHS, groups=GROUPS, valid=ALL)
     np.testing.assert_allclose(got, 1 / 40)
 
 
 @pytest.mark.parametrize("kind", agg.KINDS)
 @given(data=st.data())
-def test_excluded_rollouts_weigh_nothing_and_are_in_no_denominator(kind, data):
+def test_excluded_rollouts_have_weight_0_and_are_in_no_denominator(kind, data):
     size = data.draw(st.integers(0, 12))
     lengths = np.array(data.draw(st.lists(st.integers(0, 9), min_size=size, max_size=size)), dtype=int)
     groups = np.array(data.draw(st.lists(st.integers(-2, 3), min_size=size, max_size=size)), dtype=int)

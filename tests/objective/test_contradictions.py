@@ -1,4 +1,4 @@
-"""Slots that do nothing in a given run: each is said in a sentence, and none where it does something."""
+"""Slots without effect in a given run: each is reported in a sentence, and slots with an effect are not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RECOMPUTED = Setting(group_sizes={"sampling.group_size": 16}, max_tokens=8, step
         ({"preset": "grpo", "adv": {"baseline": "none"}}, LONE, "adv.scale std needs groups"),
     ],
 )
-def test_what_can_do_nothing_is_refused(table: dict[str, Any], setting: Setting, sentence: str) -> None:
+def test_slot_without_effect_is_reported(table: dict[str, Any], setting: Setting, sentence: str) -> None:
     objective = resolve(table)
     (found,) = without_effect(objective, setting)
     assert found.startswith(sentence)
@@ -45,7 +45,7 @@ def test_what_can_do_nothing_is_refused(table: dict[str, Any], setting: Setting,
         {"preset": "grpo", "adv": {"baseline": "none", "scale": "batch"}},
     ],
 )
-def test_what_needs_no_group_may_go_without(table: dict[str, Any]) -> None:
+def test_objectives_that_need_no_group_accept_single_rollouts(table: dict[str, Any]) -> None:
     assert list(without_effect(resolve(table), LONE)) == []
 
 
@@ -71,12 +71,12 @@ def test_what_needs_no_group_may_go_without(table: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_is_seldom_meant_is_a_doubt(table: dict[str, Any], setting: Setting, sentence: str) -> None:
+def test_rarely_intended_settings_are_doubts(table: dict[str, Any], setting: Setting, sentence: str) -> None:
     (found,) = doubts(resolve(table, max_tokens=setting.max_tokens), setting)
     assert found.startswith(sentence)
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "pipelinerl", "ppo_tis", "grpo_kl", "gspo", "agarwal"])
-def test_of_a_sound_run_there_is_no_doubt(name: str) -> None:
+def test_sound_settings_raise_no_doubt(name: str) -> None:
     assert list(doubts(resolve(name, max_tokens=8), PLAIN)) == []
     assert list(doubts(resolve(name), PLAIN)) == []

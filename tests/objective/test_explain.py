@@ -1,4 +1,4 @@
-"""What `explain` says of tokens: by hand, and against the gradient that trains."""
+"""Token factors from `explain`, against hand-computed numbers and the training gradient."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BAD = ScoredRollout(
 )
 
 
-def test_grpo_by_hand() -> None:
+def test_grpo_factors_match_hand_computed_numbers() -> None:
     first, second, third = factors(resolve({"preset": "grpo", "adv": {"epsilon": 0.0}}), [GOOD, BAD])
     assert (first.agg, first.is_weight, first.adv, first.kept, first.multiplier) == (0.25, 1.0, 1.0, True, 0.25)
     assert (second.token, second.kept, second.multiplier) == ("4", False, 0.0), "its ratio is e^0.4 > 1.2"
@@ -40,19 +40,19 @@ def test_grpo_by_hand() -> None:
     assert third.multiplier == pytest.approx(-0.5 * np.exp(0.1))
 
 
-def test_tis_cuts_what_exceeds_its_cap() -> None:
+def test_tis_truncates_weights_at_the_cap() -> None:
     *_, third = factors(resolve("ppo_tis"), [GOOD, BAD])
     assert (third.is_weight, third.truncated) == (2.0, True), "π_old/μ = e > 2"
 
 
-def test_an_unjudged_rollout_has_no_part() -> None:
+def test_unjudged_rollout_has_zero_factors() -> None:
     *judged, last = factors(resolve("grpo"), [GOOD, BAD, replace(BAD, judged=False, reward=9.0)])
     assert (last.agg, last.adv, last.multiplier) == (0.0, 0.0, 0.0)
     assert judged == factors(resolve("grpo"), [GOOD, BAD])
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_score_functions_multiplier_is_the_product_of_its_factors(name: str) -> None:
+def test_score_function_multiplier_is_the_product_of_its_factors(name: str) -> None:
     objective = resolve(name, max_tokens=256)
     rows = factors(objective, [GOOD, BAD])
     assert len(rows) == 3
@@ -62,14 +62,14 @@ def test_a_score_functions_multiplier_is_the_product_of_its_factors(name: str) -
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_five_slots_and_a_price_for_each_column(name: str) -> None:
+def test_slot_lines_cover_five_slots_and_every_column_has_a_cost(name: str) -> None:
     objective = PRESETS[name].objective
     lines = slot_lines(objective)
     assert [line.slot for line in lines] == ["agg", "is_weight", "adv", "grad1", "grad2"]
     assert {column for line in lines for column in line.needs} == objective.passes | objective.needs <= set(COSTS)
 
 
-def test_what_the_objective_reads_must_be_given_for_every_token() -> None:
+def test_missing_or_short_columns_are_rejected() -> None:
     with pytest.raises(UserError, match="rollout 1 has no ref_logprobs, which this objective reads"):
         factors(resolve("grpo_kl"), [GOOD, replace(BAD, ref_logprobs=None)])
     with pytest.raises(UserError, match="rollout 0 has 2 tokens but 1 logprobs; give one per token"):

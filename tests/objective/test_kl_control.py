@@ -1,4 +1,4 @@
-"""The KL controller: its rule by hand, that it settles at its target, and where it puts the coefficient."""
+"""The KL controller: its rule, its convergence to the target, and where it sets the coefficient."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from pipelinerl.objective.kl_control import KLController, as_column, kl_coeffici
 from pipelinerl.objective.presets import resolve
 
 
-def test_the_rule_by_hand():
+def test_rule_matches_hand_computed_numbers():
     controller = KLController(target=2.0, gain=0.5)
     assert controller.next(0.1, 2.2) == pytest.approx(0.1 * (1 + 0.5 * 0.1))
     assert controller.next(0.1, 2.0) == 0.1
@@ -15,7 +15,7 @@ def test_the_rule_by_hand():
     assert controller.next(0.1, -3.0) == pytest.approx(0.09), "and at least −0.2, also where K1 is negative"
 
 
-def test_it_settles_where_the_policy_answers_to_it():
+def test_coefficient_settles_at_the_target():
     """A policy whose KL is 1/β is held at the target."""
     controller, beta = KLController(target=4.0), 10.0
     for _ in range(2000):
@@ -23,7 +23,7 @@ def test_it_settles_where_the_policy_answers_to_it():
     assert 1.0 / beta == pytest.approx(4.0, rel=1e-3)
 
 
-def test_the_coefficient_is_set_where_it_is_read():
+def test_coefficient_is_set_where_it_is_read():
     penalised, costed = resolve("grpo_kl"), resolve({"preset": "ppo", "adv": {"kl": 0.2}})
     assert (kl_coefficient(penalised), kl_coefficient(costed), kl_coefficient(resolve("grpo"))) == (0.04, 0.2, None)
     for objective in (penalised, costed):
@@ -37,7 +37,7 @@ def test_the_coefficient_is_set_where_it_is_read():
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("beta", [0.04, 0.3])
-def test_as_a_column_it_is_the_same_objective_in_one_form_for_all(estimator, beta, columns_of):
+def test_column_form_is_equal_for_every_coefficient(estimator, beta, columns_of):
     objective = resolve({"preset": "grpo", "grad2": {"kind": "kl", "beta": beta, "estimator": estimator}})
     logprobs, columns = columns_of(3)
     compiled, coefficient = as_column(objective)
@@ -50,7 +50,7 @@ def test_as_a_column_it_is_the_same_objective_in_one_form_for_all(estimator, bet
     assert hash(compiled) == hash(as_column(with_kl_coefficient(objective, 0.1)).objective)
 
 
-def test_where_it_is_in_the_rewards_backends_see_nothing_of_it():
+def test_coefficient_in_the_rewards_needs_no_column():
     costed = resolve({"preset": "ppo", "adv": {"kl": 0.2}})
     compiled, coefficient = as_column(costed)
     assert coefficient is None and compiled == as_column(with_kl_coefficient(costed, 0.7)).objective

@@ -1,4 +1,4 @@
-"""The door for who wants the losses alone: numpy, torch and JAX alike, against the gradient that trains."""
+"""The public loss functions: numpy, torch and JAX agree with each other and with the training gradient."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def rollouts() -> list[ScoredRollout]:
 
 
 @pytest.mark.parametrize("name", sorted(set(PRESETS) - {"gfpo"}))
-def test_the_gradient_is_the_multiplier_that_explain_tells(name: str) -> None:
+def test_gradient_is_the_negated_multiplier_of_explain(name: str) -> None:
     table = batch()
     logprobs = table.pop("logprobs")
     found = policy_loss(name, logprobs, rewards=REWARDS, groups=GROUPS, mask=MASK, max_tokens=8, **table)
@@ -80,7 +80,7 @@ def test_torch_and_jax_agree_with_numpy(name: str) -> None:
         np.testing.assert_allclose(gradient, wanted.gradient, rtol=0, atol=1e-9)
 
 
-def test_rollouts_and_arrays_are_the_same_batch() -> None:
+def test_rollouts_and_arrays_give_the_same_loss() -> None:
     table = batch()
     logprobs = table.pop("logprobs")
     by_arrays = policy_loss("ppo_tis", logprobs, rewards=REWARDS, groups=GROUPS, mask=MASK, **table)
@@ -89,7 +89,7 @@ def test_rollouts_and_arrays_are_the_same_batch() -> None:
     np.testing.assert_array_equal(by_rollouts.gradient, by_arrays.gradient)
 
 
-def test_an_unjudged_rollout_has_no_part() -> None:
+def test_unjudged_rollout_has_zero_gradient() -> None:
     table = batch()
     logprobs = table.pop("logprobs")
     rewards = [*REWARDS[:3], float("nan")]
@@ -112,7 +112,7 @@ def test_an_unjudged_rollout_has_no_part() -> None:
         ({"logprobs": np.zeros(3)}, r"logprobs must be \[B, T\], rollouts by tokens, got the shape \(3,\)"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_sentence(changed: dict[str, Any], sentence: str) -> None:
+def test_invalid_input_is_rejected_with_a_sentence(changed: dict[str, Any], sentence: str) -> None:
     table = batch()
     given: dict[str, Any] = {name: table[name] for name in ("logprobs", "behavior_logprobs")}
     given |= {"objective": "grpo", "rewards": REWARDS, "mask": MASK, **changed}
@@ -121,7 +121,7 @@ def test_what_is_wrong_is_said_in_a_sentence(changed: dict[str, Any], sentence: 
         policy_loss(given.pop("objective"), given.pop("logprobs"), **given)
 
 
-def test_the_example_of_the_documentation_runs_and_loads_no_heavy_library() -> None:
+def test_documentation_example_runs_without_heavy_libraries() -> None:
     text = (Path(__file__).parents[2] / "docs" / "understand" / "objectives.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     heavy = "import sys; print(sorted({'torch', 'jax', 'transformers', 'pydantic'} & set(sys.modules)))"

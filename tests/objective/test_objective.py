@@ -1,6 +1,4 @@
-"""The objective against slow twins, automatic differentiation, and the property that matters: how the batch is packed,
-split or ordered changes nothing.
-"""
+"""The objective against slow reference code, automatic differentiation, and invariance to packing, split and order."""
 
 import itertools
 import math
@@ -65,7 +63,7 @@ def test_closed_form_equals_automatic_differentiation(objective, columns_of):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES[::9], ids=range(len(OBJECTIVES[::9])))
-def test_jax_agrees(objective, columns_of):
+def test_jax_equals_closed_form(objective, columns_of):
     logprobs, columns = columns_of(1)
     by_hand, automatic = in_numpy(objective, logprobs, columns), in_jax(objective, logprobs, columns)
     np.testing.assert_allclose(automatic.gradient, by_hand.gradient, rtol=0, atol=1e-9)
@@ -74,8 +72,8 @@ def test_jax_agrees(objective, columns_of):
 
 @pytest.mark.parametrize("objective", OBJECTIVES[::7], ids=range(len(OBJECTIVES[::7])))
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_single_precision_stays_single(objective, library, columns_of):
-    """Blanks and bounds are Python's numbers: they must not promote a whole column."""
+def test_single_precision_is_kept(objective, library, columns_of):
+    """Blanks and bounds are Python numbers, so they must not promote a whole column."""
     logprobs, columns = columns_of(1)
     narrow = {k: v.astype(np.float32) if v.dtype == float else v for k, v in _arrays(columns).items()}
     narrow |= {"segment_ids": columns["segment_ids"].astype(np.int32), "num_segments": columns["num_segments"]}
@@ -85,8 +83,8 @@ def test_single_precision_stays_single(objective, library, columns_of):
     assert "float32" in str(objective.prediction_gradient(*given).dtype)
 
 
-def test_the_entropy_bonus_has_the_gradient_of_the_entropy():
-    """Summed over every token of a distribution, weighted by its probability, −(log π)²/2 has ∇H as its gradient."""
+def test_entropy_bonus_has_the_gradient_of_the_entropy():
+    """Summed over every token of a distribution, weighted by its probability, −(log π)²/2 has the gradient ∇H."""
     logits = torch.tensor([0.3, -1.2, 0.9, 0.1], dtype=torch.float64, requires_grad=True)
     logprobs = torch.log_softmax(logits, 0)
     (wanted,) = torch.autograd.grad(-(logprobs.exp() * logprobs).sum(), logits, retain_graph=True)
@@ -97,8 +95,8 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy():
     np.testing.assert_allclose(got.numpy(), wanted.numpy(), atol=1e-12)
 
 
-def test_k3_is_of_reference_over_current():
-    """GRPO Eq. 4 with π_ref/π_θ = 2: 2 − ln 2 − 1. The other way round it would be 0.5 + ln 2 − 1."""
+def test_k3_uses_reference_over_current():
+    """GRPO Eq. 4 with π_ref/π_θ = 2 gives 2 − ln 2 − 1; the inverse ratio would give 0.5 + ln 2 − 1."""
     columns = {name: np.zeros(1) for name in ("behavior_logprobs", "advantages")}
     columns |= {"weights": np.ones(1), "loss_mask": np.ones(1, bool), "ref_logprobs": np.array([math.log(0.5)])}
     columns |= {"segment_ids": np.zeros(1, int), "num_segments": 1}
@@ -109,7 +107,7 @@ def test_k3_is_of_reference_over_current():
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_packing_splitting_and_order_change_nothing(data):
+def test_packing_split_and_order_do_not_change_the_gradient(data):
     seed = data.draw(st.integers(0, 10**6))
     objective = data.draw(st.sampled_from(OBJECTIVES))
     lengths = data.draw(st.lists(st.integers(1, 7), min_size=2, max_size=8))
@@ -129,7 +127,7 @@ def test_packing_splitting_and_order_change_nothing(data):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES[::3], ids=range(len(OBJECTIVES[::3])))
-def test_what_lies_outside_the_mask_does_not_matter(objective, columns_of):
+def test_values_outside_the_mask_do_not_matter(objective, columns_of):
     logprobs, columns = columns_of(4)
     inside = columns["loss_mask"]
     expected = objective.evaluate(logprobs, columns)
@@ -147,7 +145,7 @@ def test_what_lies_outside_the_mask_does_not_matter(objective, columns_of):
     np.testing.assert_allclose(by_hand, variable.grad.numpy(), rtol=0, atol=1e-12)
 
 
-def test_it_asks_for_exactly_the_columns_it_reads(columns_of):
+def test_needs_names_exactly_the_columns_that_are_read(columns_of):
     logprobs, columns = columns_of(5)
     for objective in OBJECTIVES:
         offered = {k: v for k, v in columns.items() if k not in OPTIONAL - objective.needs}
@@ -162,7 +160,7 @@ def _arrays(columns):
 
 
 def _columns(seed, lengths):
-    """`columns_of` without the fixture, which hypothesis would share between examples."""
+    """Build columns without the fixture `columns_of`, which hypothesis would share between examples."""
     draw = np.random.Generator(np.random.PCG64(seed))
     total = sum(lengths)
     mask = np.concatenate([np.arange(length) for length in lengths]) > 0

@@ -1,4 +1,4 @@
-"""Ratios beyond what fp32 can hold, and whatever lies outside the mask: what counts for nothing is 0, never NaN."""
+"""Ratios that overflow fp32, and garbage outside the mask: terms that do not count are 0, never NaN."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LIBRARIES: dict[str, Callable[[PolicyObjective, np.ndarray, dict[str, Any]], Eva
 
 
 def batch(**changed: list[float]) -> tuple[np.ndarray, dict[str, Any]]:
-    """Two rollouts of two tokens in fp32, the last token of each with what is given."""
+    """Return two rollouts of two tokens in fp32; `changed` replaces whole columns."""
     plain = {name: [-1.0, -1.1, -1.2, -0.9] for name in ("logprobs", *COLUMNS)}
     plain |= {"advantages": [0.5, 0.7, -0.4, -0.6], "weights": [0.25] * 4}
     table = {name: np.array(changed.get(name, column), np.float32) for name, column in plain.items()}
@@ -57,8 +57,8 @@ def batch(**changed: list[float]) -> tuple[np.ndarray, dict[str, Any]]:
 @pytest.mark.parametrize(
     "name", ["grpo", "dapo", "gspo", "ppo", "ppo_tis", "decoupled_ppo", "ppo_vanilla_is", "ppo_is"]
 )
-def test_a_clipped_token_is_zero_whatever_its_ratio(name: str, library: str) -> None:
-    """A > 0 and r = e^100: PPO's min takes the clipped side, whose gradient is 0."""
+def test_clipped_token_is_zero_even_if_its_ratio_overflows(name: str, library: str) -> None:
+    """With A > 0 and r = e^100, PPO's min takes the clipped side, whose gradient is 0."""
     objective = resolve(name)
     over = "old_logprobs" if "old_logprobs" in objective.needs else "behavior_logprobs"
     logprobs, columns = batch(**{over: [-1.0, -1.1 - FAR, -1.2, -0.9]})
@@ -72,7 +72,7 @@ def test_a_clipped_token_is_zero_whatever_its_ratio(name: str, library: str) -> 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", ["grpo", "pipelinerl", "reinforce_token", "ppo_vanilla_is", "grpo_kl", "gspo"])
-def test_a_token_without_advantage_is_zero_whatever_its_ratio(name: str, library: str) -> None:
+def test_token_without_advantage_is_zero_even_if_its_ratio_overflows(name: str, library: str) -> None:
     logprobs, columns = batch(behavior_logprobs=[-1.0, -1.1, -1.2, -0.9 - FAR], advantages=[0.5, 0.7, 0.0, 0.0])
     objective = resolve(name, max_tokens=8)
     with np.errstate(over="ignore"):
@@ -81,8 +81,8 @@ def test_a_token_without_advantage_is_zero_whatever_its_ratio(name: str, library
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_weight_that_masks_silences_a_ratio_that_overflows(library: str) -> None:
-    """decoupled_ppo: π_old/μ = e^100 > 5 leaves the token out; so A < 0 with π_θ/π_old = e^100 must not matter."""
+def test_masking_weight_suppresses_an_overflowing_ratio(library: str) -> None:
+    """In decoupled_ppo, π_old/μ = e^100 > 5 excludes the token, so π_θ/π_old = e^100 with A < 0 must not matter."""
     logprobs, columns = batch(
         old_logprobs=[-1.0, -1.1, -1.2, -0.9 - FAR], behavior_logprobs=[-1.0, -1.1, -1.2, -0.9 - 2 * FAR]
     )
@@ -92,7 +92,7 @@ def test_a_weight_that_masks_silences_a_ratio_that_overflows(library: str) -> No
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_an_infinite_weight_on_a_clipped_token_is_left_out(library: str) -> None:
+def test_infinite_weight_on_a_clipped_token_is_ignored(library: str) -> None:
     logprobs, columns = batch(logprobs=[-1.0, -0.1, -1.2, -0.9], behavior_logprobs=[-1.0, -1.1 - FAR, -1.2, -0.9])
     with np.errstate(over="ignore"):
         loss, gradient = LIBRARIES[library](resolve("ppo_vanilla_is"), logprobs, columns)
@@ -100,7 +100,7 @@ def test_an_infinite_weight_on_a_clipped_token_is_left_out(library: str) -> None
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_what_counts_and_overflows_is_infinite_for_the_guard_to_find(library: str) -> None:
+def test_counted_token_that_overflows_makes_the_loss_infinite(library: str) -> None:
     logprobs, columns = batch(behavior_logprobs=[-1.0, -1.1, -1.2, -0.9 - FAR])
     with np.errstate(over="ignore"):
         loss, _ = LIBRARIES[library](resolve("grpo"), logprobs, columns)
@@ -110,8 +110,8 @@ def test_what_counts_and_overflows_is_infinite_for_the_guard_to_find(library: st
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30, -1e30])
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", PRESETS)
-def test_garbage_outside_the_mask_changes_nothing(name: str, library: str, garbage: float) -> None:
-    """In every column at once, the advantages and weights too; numpy does not even warn."""
+def test_garbage_outside_the_mask_is_ignored(name: str, library: str, garbage: float) -> None:
+    """Put garbage in every column at once, including advantages and weights; numpy does not even warn."""
     objective = resolve(name, max_tokens=8)
     logprobs, columns = batch()
     columns["loss_mask"] = np.array([True, False, True, False])
@@ -128,7 +128,7 @@ def test_garbage_outside_the_mask_changes_nothing(name: str, library: str, garba
 
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, 1e30])
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_critics_garbage_changes_nothing_either(library: str, garbage: float) -> None:
+def test_garbage_outside_the_critics_mask_is_ignored(library: str, garbage: float) -> None:
     mask = np.array([True, False])
     columns: dict[str, Any] = {"loss_mask": mask}
     for name, number in {"weights": 1.0, "values": 0.1, "returns": 0.7}.items():

@@ -1,4 +1,4 @@
-"""Every preset against its paper's surrogate, as loops that torch differentiates; numpy, torch and JAX alike."""
+"""Every preset against its paper's surrogate, written as loops and differentiated by torch, in numpy, torch and JAX."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CAPPED = {"cispo", "llamarl", "topr", "decoupled_ppo", "ppo_tis"}
 
 
 def sampled(seed: int) -> Groups:
-    """Two groups with rollouts of different lengths; policies differ enough that every clip and cap acts somewhere."""
+    """Return two groups with rollouts of different lengths; policies differ enough to trigger every clip and cap."""
     draw = generator(seed, "papers")
 
     def rollout() -> Sequence:
@@ -46,7 +46,7 @@ def sampled(seed: int) -> Groups:
 
 
 def packed(groups: Groups, objective: PolicyObjective) -> tuple[np.ndarray, dict[str, Any]]:
-    """Current log-probs and columns of one micro-batch, prompts included, weighed by the slots as a step does."""
+    """Return current log-probs and columns of one micro-batch with prompts, weighted by the slots as in a step."""
     rollouts = [one for group in groups for one in group]
     lengths = np.array([len(one) for one in rollouts])
     index, valid = np.repeat(np.arange(len(groups)), GROUP_SIZE), np.ones(len(rollouts), bool)
@@ -82,7 +82,7 @@ def packed(groups: Groups, objective: PolicyObjective) -> tuple[np.ndarray, dict
 
 
 def gradient_of(groups: Groups, name: str) -> np.ndarray:
-    """−dJ / d log π_θ of the paper's surrogate, rollout after rollout."""
+    """Return −dJ / d log π_θ of the paper's surrogate, concatenated by rollout."""
     (-ORACLES[name](groups)).backward()  # type: ignore[no-untyped-call]
     return np.concatenate([one.theta.grad.numpy() for group in groups for one in group])  # type: ignore[union-attr]
 
@@ -93,7 +93,7 @@ def test_every_preset_has_an_oracle() -> None:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_gradient_is_that_of_the_papers_surrogate(name: str, library: str) -> None:
+def test_gradient_equals_that_of_the_papers_surrogate(name: str, library: str) -> None:
     objective, groups = resolve(name, max_tokens=MAX_TOKENS), sampled(5)
     logprobs, columns = packed(groups, objective)
     wanted = gradient_of(groups, name)
@@ -105,8 +105,8 @@ def test_the_gradient_is_that_of_the_papers_surrogate(name: str, library: str) -
     assert loss == pytest.approx(in_numpy(objective, logprobs, columns).loss, rel=0, abs=1e-10)
 
 
-def test_the_barriers_gradient_reaches_every_token_of_the_vocabulary() -> None:
-    """In closed form, and by torch's differentiation of the loss by the measure."""
+def test_barrier_gradient_reaches_every_vocabulary_token() -> None:
+    """Check the closed form, and torch's derivative of the loss with respect to the measure."""
     objective, groups = resolve("agarwal", max_tokens=MAX_TOKENS), sampled(5)
     logprobs, columns = packed(groups, objective)
     gradient_of(groups, "agarwal")
@@ -121,8 +121,8 @@ def test_the_barriers_gradient_reaches_every_token_of_the_vocabulary() -> None:
     np.testing.assert_allclose(tensors["vocab_mean_logprobs"].grad.numpy(), closed, rtol=0, atol=1e-12)
 
 
-def test_raising_the_least_likely_token_raises_the_barrier_and_min_of_ratio_and_cap_would_not() -> None:
-    """The barrier holds every token up; what stood here before lifted what had been sampled."""
+def test_barrier_acts_on_the_vocabulary_without_pull_to_sampled_tokens() -> None:
+    """The barrier acts on the whole vocabulary; it gives no gradient through the sampled tokens' log-probs."""
     objective = resolve("agarwal", max_tokens=MAX_TOKENS)
     logprobs, columns = packed(sampled(5), objective)
     mask = columns["loss_mask"]
@@ -135,15 +135,15 @@ def test_raising_the_least_likely_token_raises_the_barrier_and_min_of_ratio_and_
 @pytest.mark.parametrize(
     "name", ["reinforce", "reinforce_token", "rloo", "pipelinerl", "cispo", "llamarl", "topr", "agarwal", "gmpo"]
 )
-def test_where_nothing_is_masked_the_value_is_the_papers_too(name: str) -> None:
-    """GMPO clips inside its product, so that its value is comparable as well."""
+def test_unmasked_value_equals_that_of_the_paper(name: str) -> None:
+    """GMPO is included because it clips inside its product, so its value is comparable too."""
     objective, groups = resolve(name, max_tokens=MAX_TOKENS), sampled(6)
     logprobs, columns = packed(groups, objective)
     assert in_numpy(objective, logprobs, columns).loss == pytest.approx(-ORACLES[name](groups).item(), abs=1e-10)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_in_single_precision_the_split_and_the_order_of_rollouts_change_nothing(name: str) -> None:
+def test_split_and_order_do_not_matter_in_single_precision(name: str) -> None:
     objective = resolve(name, max_tokens=MAX_TOKENS)
     logprobs, columns = packed(sampled(7), objective)
     narrow = {
@@ -165,8 +165,8 @@ def test_in_single_precision_the_split_and_the_order_of_rollouts_change_nothing(
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_clips_and_caps_act_on_these_rollouts(name: str) -> None:
-    """Without this the comparisons above could pass on tokens that no bound concerns."""
+def test_clips_and_caps_act_on_the_test_rollouts(name: str) -> None:
+    """Guard against comparisons that pass because no bound is reached."""
     objective = resolve(name, max_tokens=MAX_TOKENS)
     logprobs, columns = packed(sampled(5), objective)
     tokens = Tokens.of(logprobs, columns)

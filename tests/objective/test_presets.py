@@ -1,4 +1,4 @@
-"""Recipe tables: what they select, and the sentence a mistake gets."""
+"""Recipe tables: the objective they select, and the messages for mistakes."""
 
 import math
 import tomllib
@@ -15,12 +15,12 @@ from pipelinerl.objective.presets import no_signal_of, resolve, to_table
 from pipelinerl.objective.tokens import Policy
 
 
-def test_a_name_an_empty_table_and_a_preset_key():
+def test_name_empty_table_and_preset_key_are_accepted():
     assert resolve("grpo") == PRESETS["grpo"].objective == resolve({"preset": "grpo"})
     assert resolve({}) == PRESETS["pipelinerl"].objective
 
 
-def test_the_example_of_the_documentation():
+def test_documentation_example_resolves():
     text = (Path(__file__).parents[2] / "docs" / "understand" / "objectives.md").read_text()
     table = tomllib.loads(text.split("```toml")[1].split("```")[0])
     objective = resolve(table["objective"])
@@ -48,12 +48,12 @@ def test_slots_can_be_adjusted_and_replaced():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_full_table_resolves_to_the_same_objective(name):
+def test_full_table_resolves_to_the_same_objective(name):
     assert resolve(to_table(PRESETS[name].objective)) == PRESETS[name].objective
 
 
 @pytest.mark.parametrize("name", ["reinforce_token", "dr_grpo", "agarwal"])
-def test_the_longest_answer_is_the_runs(name):
+def test_max_tokens_length_comes_from_the_run(name):
     assert resolve(name).agg == agg.Sequences(length=agg.Length.MAX_TOKENS)
     assert resolve(name, max_tokens=8).agg == agg.Sequences(length=8.0)
     assert resolve({"preset": name, "agg": {"length": 256}}, max_tokens=8).agg == agg.Sequences(length=256.0)
@@ -76,20 +76,20 @@ PASSES = {
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_costs_the_passes_that_its_note_names_and_no_others(name):
+def test_preset_needs_only_the_passes_in_its_note(name):
     preset = PRESETS[name]
     assert preset.objective.passes == PASSES.get(name, set())
     assert ("Needs" in preset.note) == (name in PASSES)
 
 
-def test_columns_of_the_advantages_are_no_columns_of_the_loss():
-    """The trainer is handed what `evaluate` reads; the loop computes that and what the advantages read."""
+def test_columns_of_the_advantages_are_not_columns_of_the_loss():
+    """The trainer receives what `evaluate` reads; the loop also computes what the advantages read."""
     objective = resolve({"preset": "ppo", "adv": {"kl": 0.1}, "grad2": "kl"})
     assert objective.needs == {"ref_logprobs"}
     assert objective.passes == {"values", "old_logprobs", "ref_logprobs"}
 
 
-def test_dapo_filters_groups_without_signal_and_the_others_do_not():
+def test_only_dapo_filters_groups_without_signal():
     assert {name for name, preset in PRESETS.items() if preset.no_signal is NoSignal.FILTER} == {"dapo"}
     assert no_signal_of({"preset": "dapo", "grad1": {"epsilon_high": 0.3}}) is NoSignal.FILTER
     assert no_signal_of("grpo") is no_signal_of({}) is NoSignal.TRAIN
@@ -98,7 +98,7 @@ def test_dapo_filters_groups_without_signal_and_the_others_do_not():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_an_entry_names_its_source_and_writes_its_formula(name):
+def test_entry_names_its_source_and_formula(name):
     preset = PRESETS[name]
     assert any(character.isdigit() for character in preset.source)
     slots = (preset.objective.agg, preset.objective.is_weight, preset.objective.adv, preset.objective.grad1)
@@ -128,7 +128,7 @@ def test_an_entry_names_its_source_and_writes_its_formula(name):
         ({"agg": {"length": 0}}, "agg.length must be positive, got 0.0"),
     ],
 )
-def test_slots_without_meaning_are_refused_with_a_sentence(table, sentence):
+def test_slot_combinations_without_meaning_are_rejected(table, sentence):
     with pytest.raises(RecipeError, match=f"^objective.{sentence}"):
         resolve(table)
 
@@ -160,6 +160,6 @@ def test_slots_without_meaning_are_refused_with_a_sentence(table, sentence):
         ({"agg": 3}, "objective.agg must be the name of a kind or a table, got 3"),
     ],
 )
-def test_a_mistake_is_named_with_its_path(table, sentence):
+def test_mistake_is_reported_with_its_path(table, sentence):
     with pytest.raises(RecipeError, match=f"^{sentence}"):
         resolve(table)

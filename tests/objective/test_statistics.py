@@ -1,4 +1,4 @@
-"""The figures of a step against their definitions, on one micro-batch and on several."""
+"""Metrics of a step against their definitions, on one micro-batch and on several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GRPO = PRESETS["grpo"].objective
 
 
 def micro_batch(columns, **others):
-    """The columns as a micro-batch; a token's id and position matter to nobody here."""
+    """Build a micro-batch from columns; token ids and positions are arbitrary."""
     total = len(columns["segment_ids"])
     given = {name: columns[name].astype(np.float32) for name in ("advantages", "weights")}
     given["behavior_logprobs"] = columns["behavior_logprobs"].astype(np.float32)
@@ -28,7 +28,7 @@ def micro_batch(columns, **others):
     )
 
 
-def test_on_policy_and_off_policy(columns_of):
+def test_metrics_on_policy_and_off_policy(columns_of):
     logprobs, columns = columns_of(6)
     inside, now = columns["loss_mask"], logprobs.astype(np.float32)
     same = micro_batch(columns, behavior_logprobs=np.where(inside, now, 0).astype(np.float32))
@@ -55,7 +55,7 @@ def test_several_micro_batches_count_as_one(columns_of):
     )
 
 
-def test_of_no_tokens_there_are_no_figures(columns_of):
+def test_no_tokens_give_no_metrics(columns_of):
     logprobs, columns = columns_of(8)
     idle = micro_batch(columns | {"loss_mask": np.zeros(len(logprobs), bool)})
     assert trained_tokens([], []) is None

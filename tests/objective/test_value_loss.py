@@ -1,4 +1,4 @@
-"""The critic's objective against loops from its formula, autograd, and figures by hand."""
+"""The critic's objective against loops from its formula, autograd, and hand-computed numbers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loss_by_loops(values: np.ndarray, given: dict[str, Any], clip: float) -> flo
 
 @pytest.mark.parametrize("clip", [0.2, 0.5, math.inf])
 @pytest.mark.parametrize("seed", range(3))
-def test_loss_and_gradient_equal_the_loops_and_autograd(seed: int, clip: float) -> None:
+def test_loss_and_gradient_equal_loops_and_autograd(seed: int, clip: float) -> None:
     values, given = columns(seed)
     loss = ValueLoss(clip=clip)
     assert loss.evaluate(values, given) == pytest.approx(loss_by_loops(values, given, clip), rel=1e-12)
@@ -54,7 +54,7 @@ def test_loss_and_gradient_equal_the_loops_and_autograd(seed: int, clip: float) 
     assert stopped.any() != math.isinf(clip), "the seeds must show a value that was held back"
 
 
-def test_a_value_beyond_the_clip_is_held_only_on_its_way_to_the_return() -> None:
+def test_clipped_value_has_no_gradient_only_when_moving_towards_the_return() -> None:
     given: dict[str, Any] = {
         "loss_mask": np.array([True, True]),
         "weights": np.ones(2),
@@ -64,12 +64,12 @@ def test_a_value_beyond_the_clip_is_held_only_on_its_way_to_the_return() -> None
     assert ValueLoss(clip=0.2).prediction_gradient(np.array([0.5, 0.5]), given).tolist() == [0.0, 1.5]
 
 
-def test_what_it_needs() -> None:
+def test_old_values_are_needed_only_with_a_clip() -> None:
     assert ValueLoss().needs == {"values", "returns"}
     assert ValueLoss(clip=math.inf).needs == {"returns"}
 
 
-def test_figures_by_hand() -> None:
+def test_value_metrics_match_hand_computed_numbers() -> None:
     batch = pack([[1, 2, 3], [4, 5]], prompt=1)
     returns = np.array([9, 1, 3, 9, 2], np.float32)
     values = np.array([0, 1, 2, 0, 3], np.float32)

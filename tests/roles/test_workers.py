@@ -205,7 +205,7 @@ def test_checkpoint_of_another_model_or_trainer_is_rejected(other: str, tmp_path
         if other == "model"
         else config_of("torch", str(tmp_path / "decoder"))
     )
-    with pytest.raises(RecipeError, match=r"^trainer.type, model.path: the trainer's state in the checkpoint is of"):
+    with pytest.raises(RecipeError, match=r"^trainer.type, model.path: the trainer's state in the checkpoint"):
         started(changed, objective_of(changed), checkpoint=before)
 
 

@@ -1,4 +1,4 @@
-"""The trainer's exchange with the controller: which directives count, in what order, and what is sent again."""
+"""The trainer's exchange with the controller: accepted directives, their order, and resent reports."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def said(arrivals: list[Arrivals]) -> list[str]:
     return [directive.answers for each in arrivals for directive in each.directives]
 
 
-async def test_an_answer_counts_once_and_what_nobody_asked_for_counts_in_its_order(stream: MemoryStream) -> None:
+async def test_answer_counts_once_and_unsolicited_directives_count_in_order(stream: MemoryStream) -> None:
     link = await linked(stream)
     await say(stream, "knobs-e2-0", "ready-other", "ready-me", "ready-me", "knobs-e2-1")
     assert said(await answered(link, READY)) == ["ready-me", "knobs-e2-1"], "before the first answer nothing counts"
@@ -73,7 +73,7 @@ async def test_an_answer_counts_once_and_what_nobody_asked_for_counts_in_its_ord
     assert said([await link.read()]) == [], "an earlier epoch is ignored"
 
 
-async def test_rollouts_are_left_unread_until_the_first_answer_and_come_with_directives_then(
+async def test_rollouts_are_read_only_after_the_first_answer(
     stream: MemoryStream,
 ) -> None:
     link = await linked(stream)
@@ -85,9 +85,7 @@ async def test_rollouts_are_left_unread_until_the_first_answer_and_come_with_dir
     assert [each.index for each in arrivals.groups] == [3] and said([arrivals]) == ["e2-step-1"]
 
 
-async def test_a_question_is_asked_again_until_its_deadline(
-    stream: MemoryStream, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_report_is_resent_until_its_deadline(stream: MemoryStream, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controller_link, "RESEND_S", 0.05)
     monkeypatch.setattr(controller_link, "_BLOCK_S", 0.02)
     link = await linked(stream, deadline_s=0.3)
@@ -96,7 +94,7 @@ async def test_a_question_is_asked_again_until_its_deadline(
     assert 2 <= await stream.length(REPORTS) <= 6
 
 
-async def test_a_later_epoch_ends_it_in_a_directive_and_before_a_write(stream: MemoryStream) -> None:
+async def test_later_epoch_fences_the_link_when_reading_and_before_writing(stream: MemoryStream) -> None:
     link = await linked(stream)
     await say(stream, "ready-me")
     await answered(link, READY)

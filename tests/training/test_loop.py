@@ -1,4 +1,4 @@
-"""The loop around a trainer, with the test as its controller, actors and engines: a real stream, trainer and store."""
+"""The training loop with a real stream, trainer and store; the test acts as controller, actors and engines."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ R = TypeVar("R")
 
 @final
 class Engines:
-    """Takes publications, as slowly as the test wants, and proves them; satisfies `Publisher` and `CanaryChecker`."""
+    """Accepts publications, with a gate for delays, and checks canaries; satisfies `Publisher` and `CanaryChecker`."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[int, int, int]] = []
@@ -96,7 +96,7 @@ class Engines:
         )
 
     async def check(self, urls: Iterable[str], published: PublishReport, forward: Forward) -> CanaryFindings:
-        """The trainer's log-probs of two tokens are kept, for the test to judge."""
+        """Record the trainer's log-probs of two tokens for the test."""
         await self.doubt.wait()
         self.proven.append((published.version, (await forward(two_tokens())).tolist()))
         return CanaryFindings(worst=dict.fromkeys(urls, 0.0))
@@ -106,21 +106,21 @@ class Engines:
 
 
 def two_tokens() -> MicroBatch:
-    """Those that every rollout here has."""
+    """Return the two tokens that every rollout here contains."""
     weighted = WeightedRollout(rollout=rollout(), advantages=np.zeros(2), token_weight=1.0)
     (packed,) = pack([weighted], token_budget=8)
     return packed.micro_batch
 
 
 def poisoned(index: int) -> RolloutGroup:
-    """A group whose second rollout has log-probs that are NaN."""
+    """Return a group whose second rollout has NaN log-probs."""
     made = group(index)
     return replace(made, rollouts=(made.rollouts[0], rollout(reward=1.0, logprob=math.nan)))
 
 
 @dataclass
 class Surroundings:
-    """The loop's surroundings."""
+    """The environment of the loop: stream, store, trainer and engines."""
 
     stream: MemoryStream
     engines: Engines
@@ -136,7 +136,7 @@ class Surroundings:
         return [report for report in decoded if isinstance(report, kind)]
 
     async def heard(self, kind: type[R], number: int = 1) -> R:
-        """The n-th report of a kind, waited for."""
+        """Wait for the n-th report of a kind."""
         assert self.task is not None
         async with asyncio.timeout(DEADLINE_S):
             while len(found := await self.reports(kind)) < number:
@@ -165,14 +165,14 @@ class Surroundings:
         await self.stream.append(DIRECTIVES, [encode(Directive(answers=answers, knobs=knobs, **given))])
 
     async def begin(self, **fields: Any) -> None:
-        """The trainer asks, and may begin."""
+        """Wait for the trainer's ready report and answer it."""
         ready = await self.heard(TrainerReady)
         await self.say(ready.report_id, **fields)
 
     async def roll_out(
         self, *indices: int, version: int = 0, poison: bool = False, rewards: Sequence[float] = (0.0, 1.0)
     ) -> None:
-        """Groups of two; with `poison` the sampler says that its log-probs are NaN."""
+        """Append groups of two; with `poison` the sampler reports NaN log-probs."""
         made = [poisoned(index) if poison else group(index, rewards, version=version) for index in indices]
         payloads = [encode_group(each) for each in made]
         await self.stream.append(ROLLOUTS + "a", payloads, first_id=1 + min(indices))
@@ -230,7 +230,7 @@ async def ended(made: Surroundings) -> int:
     return await asyncio.wait_for(made.task, DEADLINE_S)
 
 
-async def test_an_engine_proves_the_weights_it_was_given_before_a_step_changes_them(tmp_path: Path) -> None:
+async def test_engine_proves_its_weights_before_a_step_changes_them(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         made.engines.doubt.clear()
         before = made.trainer.forward([two_tokens()])[0].tolist()
@@ -247,7 +247,7 @@ async def test_an_engine_proves_the_weights_it_was_given_before_a_step_changes_t
         assert made.trainer.forward([two_tokens()])[0].tolist() != before
 
 
-async def test_orders_that_were_given_up_end_as_stale_and_a_group_that_comes_all_the_same_is_dropped(
+async def test_abandoned_orders_end_as_stale_and_their_late_groups_are_dropped(
     tmp_path: Path,
 ) -> None:
     async with room(tmp_path) as made:
@@ -260,7 +260,7 @@ async def test_orders_that_were_given_up_end_as_stale_and_a_group_that_comes_all
         assert (done.orders, done.consumed.trained, done.consumed.stale, done.consumed.frontier) == ([1, 2], 2, 2, 5)
 
 
-async def test_a_step_says_what_came_by_domain_trained_or_filtered(tmp_path: Path) -> None:
+async def test_step_reports_trained_and_filtered_groups_by_domain(tmp_path: Path) -> None:
     async with room(tmp_path, no_signal=NoSignal.FILTER) as made:
         await made.begin()
         await made.roll_out(0, 1, rewards=(1.0, 1.0))
@@ -273,7 +273,7 @@ async def test_a_step_says_what_came_by_domain_trained_or_filtered(tmp_path: Pat
         assert (figures["all_right"], figures["accuracy"]) == (0.5, 0.75) and done.by_tag == {}
 
 
-async def test_solved_problems_are_reported_once_and_a_checkpoint_keeps_what_no_answer_has_confirmed(
+async def test_solved_problems_are_reported_once_and_kept_in_checkpoints_until_confirmed(
     tmp_path: Path,
 ) -> None:
     async def solve(made: Surroundings, *indices: int) -> None:
@@ -299,7 +299,7 @@ async def test_solved_problems_are_reported_once_and_a_checkpoint_keeps_what_no_
         assert (await made.heard(TrainerReady)).solved == {"test": [(4, "p4")]}
 
 
-async def test_a_full_step_waits_for_an_order_that_could_train_no_later_one_until_it_ends(tmp_path: Path) -> None:
+async def test_full_step_waits_for_an_order_that_cannot_train_later(tmp_path: Path) -> None:
     async with room(tmp_path, overdue_s=DEADLINE_S) as made:
         due: dict[str, Any] = {"fresh_until": [(0, 1)], "issued": 3}
         await made.begin(**due)
@@ -311,7 +311,7 @@ async def test_a_full_step_waits_for_an_order_that_could_train_no_later_one_unti
         assert (await made.heard(StepDone)).orders == [0, 1]
 
 
-async def test_a_step_waits_for_what_is_overdue_so_long_and_no_longer(tmp_path: Path) -> None:
+async def test_step_waits_for_overdue_orders_only_until_the_limit(tmp_path: Path) -> None:
     async with room(tmp_path, overdue_s=0.2) as made:
         await made.begin(fresh_until=[(0, 1)], issued=3)
         await made.roll_out(0, 1)
@@ -336,7 +336,7 @@ async def test_steps_are_reported_and_each_waits_for_its_directive(tmp_path: Pat
         assert (made.engines.taken, made.steps) == ([(1, 0, 1), (1, 1, 2)], [1, 2])
 
 
-async def test_one_that_is_told_to_leave_while_it_waits_saves_first(tmp_path: Path) -> None:
+async def test_trainer_that_leaves_while_waiting_saves_first(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin()
         await made.roll_out(0, 1)
@@ -352,8 +352,8 @@ async def test_one_that_is_told_to_leave_while_it_waits_saves_first(tmp_path: Pa
         assert (await made.heard(TrainerStopped)).left
 
 
-async def test_told_to_stop_twice_it_saves_once(tmp_path: Path) -> None:
-    """Unasked while it waits for an answer, and by the answer."""
+async def test_trainer_stopped_twice_saves_once(tmp_path: Path) -> None:
+    """The stop comes unsolicited during the wait for an answer, and again in the answer."""
     async with room(tmp_path) as made:
         await made.begin()
         await made.roll_out(0, 1)
@@ -364,8 +364,8 @@ async def test_told_to_stop_twice_it_saves_once(tmp_path: Path) -> None:
         assert [saved.model_version for saved in await made.reports(Checkpointed)] == [1]
 
 
-async def test_one_that_is_told_to_leave_ends_the_step_that_it_has_begun(tmp_path: Path) -> None:
-    """What it has computed is not lost; what lies there for another step is left."""
+async def test_trainer_that_leaves_finishes_the_current_step(tmp_path: Path) -> None:
+    """The current step's work is kept; groups for the next step stay in the stream."""
     async with room(tmp_path) as made:
         made.engines.gate.clear()
         await made.begin(publish_to=[ENGINE])
@@ -381,7 +381,7 @@ async def test_one_that_is_told_to_leave_ends_the_step_that_it_has_begun(tmp_pat
         assert (leaving.model_version, leaving.consumed.trained) == (1, 2)
 
 
-async def test_weights_change_only_once_the_engines_have_the_old_ones(tmp_path: Path) -> None:
+async def test_weights_change_only_after_the_engines_have_the_old_ones(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         made.engines.gate.clear()
         await made.begin(publish_to=[ENGINE])
@@ -395,7 +395,7 @@ async def test_weights_change_only_once_the_engines_have_the_old_ones(tmp_path: 
         assert made.engines.taken == [(1, 0, 1)]
 
 
-async def test_a_publication_that_fails_is_reported_and_training_goes_on(tmp_path: Path) -> None:
+async def test_failed_publication_is_reported_and_training_continues(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         made.engines.broken = "engine-0 left the group"
         await made.begin(publish_to=[ENGINE, "http://engine-1"])
@@ -407,7 +407,7 @@ async def test_a_publication_that_fails_is_reported_and_training_goes_on(tmp_pat
 
 
 @pytest.mark.parametrize("where", ["publish", "check"])
-async def test_a_publication_that_dies_ends_the_wait_for_rollouts(
+async def test_crashed_publication_ends_the_wait_for_rollouts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     async def dies(*_: Any) -> None:
@@ -421,7 +421,7 @@ async def test_a_publication_that_dies_ends_the_wait_for_rollouts(
             await asyncio.wait_for(made.task, SOON_S)
 
 
-async def test_a_group_of_another_models_tokens_is_filtered_before_it_reaches_the_trainer(tmp_path: Path) -> None:
+async def test_group_with_tokens_of_another_model_is_filtered(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin()
         foreign = replace(group(0), rollouts=(rollout(reward=0.0), rollout(reward=1.0, sampled=[3, 7])))
@@ -431,7 +431,7 @@ async def test_a_group_of_another_models_tokens_is_filtered_before_it_reaches_th
         assert (done.orders, done.consumed.filtered) == ([1, 2], 1)
 
 
-async def test_a_checkpoint_holds_what_the_run_goes_on_from(tmp_path: Path) -> None:
+async def test_checkpoint_contains_the_state_to_resume_from(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin()
         await made.roll_out(0, 1, 2)
@@ -453,7 +453,7 @@ async def test_a_checkpoint_holds_what_the_run_goes_on_from(tmp_path: Path) -> N
         assert restored.model_version == 1
 
 
-async def test_a_checkpoint_says_of_every_epoch_before_where_it_began(tmp_path: Path) -> None:
+async def test_checkpoint_records_where_each_earlier_epoch_began(tmp_path: Path) -> None:
     before = TrainingState(
         model_version=0,
         epoch=2,
@@ -469,7 +469,7 @@ async def test_a_checkpoint_says_of_every_epoch_before_where_it_began(tmp_path: 
         assert latest is not None and latest[1].epochs == [[1, 0], [2, 0], [4, 0]]
 
 
-async def test_a_directive_that_comes_twice_is_obeyed_once(tmp_path: Path) -> None:
+async def test_repeated_directive_is_applied_once(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin(publish_to=[ENGINE])
         await made.begin(publish_to=[ENGINE])
@@ -483,7 +483,7 @@ async def test_a_directive_that_comes_twice_is_obeyed_once(tmp_path: Path) -> No
         assert made.engines.taken == [(1, 0, 1), (1, 1, 1)]
 
 
-async def test_engines_that_join_between_steps_are_given_weights(tmp_path: Path) -> None:
+async def test_engines_that_join_between_steps_get_weights(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin()
         await made.say("reload-e1-0-m2", publish_to=[ENGINE], membership=2)
@@ -491,7 +491,7 @@ async def test_engines_that_join_between_steps_are_given_weights(tmp_path: Path)
         assert made.engines.taken == [(1, 0, 2)]
 
 
-async def test_failed_orders_are_accounted_for_without_a_step(tmp_path: Path) -> None:
+async def test_failed_orders_are_counted_without_a_step(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin()
         await made.say("reload-e1-0-m2", failed=[0, 1])
@@ -499,7 +499,7 @@ async def test_failed_orders_are_accounted_for_without_a_step(tmp_path: Path) ->
         assert (progress.consumed.failed, progress.consumed.frontier) == (2, 2)
 
 
-async def test_stop_is_heard_while_it_waits_for_rollouts(tmp_path: Path) -> None:
+async def test_stop_is_obeyed_while_waiting_for_rollouts(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin()
         await made.say("stop-e1", stop=True, publish_to=[ENGINE])
@@ -508,7 +508,7 @@ async def test_stop_is_heard_while_it_waits_for_rollouts(tmp_path: Path) -> None
         assert (await made.heard(TrainerStopped)).epoch == 1
 
 
-async def test_a_poisoned_step_is_skipped_and_named_and_training_goes_on(tmp_path: Path) -> None:
+async def test_poisoned_step_is_skipped_and_named_and_training_continues(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         before = [weight.tobytes() for _, weight in made.trainer.gather_weights()]
         await made.begin()
@@ -532,7 +532,7 @@ async def test_a_poisoned_step_is_skipped_and_named_and_training_goes_on(tmp_pat
         assert (await made.heard(StepSkipped, 2)).in_a_row == 1, "a step that was applied lies between"
 
 
-async def test_a_skipped_step_is_reported_after_the_publication_under_way(tmp_path: Path) -> None:
+async def test_skipped_step_is_reported_after_the_current_publication(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         made.engines.gate.clear()
         await made.begin(publish_to=[ENGINE])
@@ -566,8 +566,8 @@ async def test_three_poisoned_steps_in_a_row_end_the_run_with_its_state_saved(tm
         assert not await made.reports(TrainerStopped), "the run has not come to its end"
 
 
-async def test_it_tells_which_epochs_its_directory_has_seen(tmp_path: Path) -> None:
-    """A controller that knows of none would else give it one that is shut out already."""
+async def test_ready_report_contains_the_claimed_epoch(tmp_path: Path) -> None:
+    """Without it, a restarted controller could assign an epoch that is already fenced off."""
     CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=tmp_path).claim(4)
     async with room(tmp_path) as it:
         assert (await it.heard(TrainerReady)).claimed == 4
@@ -575,8 +575,8 @@ async def test_it_tells_which_epochs_its_directory_has_seen(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("answers", ["ready-other", "reload-e2-0-m3", "stop-e2", "e2-step-1"])
 @pytest.mark.parametrize("while_it", ["collects", "waits for an answer"])
-async def test_a_later_epoch_ends_it(tmp_path: Path, answers: str, while_it: str) -> None:
-    """Whatever is said to another trainer: this one publishes and trains no more."""
+async def test_later_epoch_ends_the_trainer(tmp_path: Path, answers: str, while_it: str) -> None:
+    """Any directive of a later epoch stops this trainer from publishing and training."""
     async with room(tmp_path) as made:
         await made.begin()
         if while_it == "waits for an answer":
@@ -588,7 +588,7 @@ async def test_a_later_epoch_ends_it(tmp_path: Path, answers: str, while_it: str
         assert made.engines.taken == []
 
 
-async def test_an_earlier_epoch_is_not_heard(tmp_path: Path) -> None:
+async def test_directive_of_an_earlier_epoch_is_ignored(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin(epoch=3)
         await made.say("stop-e2", epoch=2, stop=True)
@@ -597,7 +597,7 @@ async def test_an_earlier_epoch_is_not_heard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("culprit", ["controller", "actors"])
-async def test_a_wait_ends_and_names_whom_it_waited_for(tmp_path: Path, culprit: str) -> None:
+async def test_wait_ends_at_its_deadline_and_names_the_missing_process(tmp_path: Path, culprit: str) -> None:
     async with room(tmp_path, deadline_s=0.5) as made:
         if culprit == "actors":
             await made.begin()
@@ -610,15 +610,13 @@ async def test_a_wait_ends_and_names_whom_it_waited_for(tmp_path: Path, culprit:
 
 
 def taken_in(loop: TrainingLoop) -> tuple[object, ...]:
-    """What has come, as far as the loop has seen it."""
+    """Return the loop's view of everything that has arrived."""
     return loop._batcher.num_waiting, dict(loop._batcher.ledger.counts), loop._link.current
 
 
 @pytest.mark.parametrize("by", ["groups", "directives", "groups that teach nothing"])
-async def test_a_wait_in_which_something_comes_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
-) -> None:
-    """By a clock that the test moves: most of a deadline passes before each arrival, and several before the step."""
+async def test_arrivals_extend_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    """Move the clock by most of a deadline before each arrival, and by several deadlines before the step."""
     ahead_s = 0.0
     monkeypatch.setattr(training_loop, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s))
     async with room(tmp_path, no_signal=NoSignal.FILTER) as made:
@@ -639,7 +637,7 @@ async def test_a_wait_in_which_something_comes_goes_on(
         assert (await made.heard(StepDone)).consumed.trained == 4
 
 
-async def test_step_without_signal_is_taken_with_a_gradient_of_zero(tmp_path: Path) -> None:
+async def test_step_without_signal_has_a_gradient_of_zero(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin()
         await made.roll_out(0, 1, rewards=(1.0, 1.0))
@@ -648,7 +646,7 @@ async def test_step_without_signal_is_taken_with_a_gradient_of_zero(tmp_path: Pa
         assert done.consumed.no_signal == {"test": NoSignalGroups(right=2)}
 
 
-async def test_the_rate_is_the_knob_times_the_schedule(tmp_path: Path) -> None:
+async def test_learning_rate_is_the_knob_times_the_schedule(tmp_path: Path) -> None:
     async with room(tmp_path, warmup_steps=4) as made:
         await made.begin(learning_rate=0.1)
         await made.roll_out(0, 1)

@@ -1,4 +1,4 @@
-"""A replayed step is the recorded one to the bit, and one that was computed on something else is told apart."""
+"""Replayed steps are bit-identical to the recorded ones; steps computed from other data are detected."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def replay(model: Path, groups: Mapping[int, Sequence[RolloutGroup]] = GROUPS) -> Replay:
-    """From the run's beginning."""
+    """Return a replay from the run's beginning."""
     trainer = BigramTrainer()
     trainer.init_worker(TrainerSpec(model_path=model))
     objective = AdaptiveObjective(resolve("grpo"), controller=None)
@@ -45,7 +45,7 @@ def replay(model: Path, groups: Mapping[int, Sequence[RolloutGroup]] = GROUPS) -
 
 
 def recorded(model: Path) -> list[RecordedStep]:
-    """Three steps of four groups, as a run would have reported them."""
+    """Return three steps of four groups, as a run would have recorded them."""
     taking, steps = replay(model), []
     for version in (1, 2, 3):
         orders = range(4 * version - 4, 4 * version)
@@ -57,13 +57,13 @@ def recorded(model: Path) -> list[RecordedStep]:
     return steps
 
 
-def test_it_is_the_same_to_the_bit(model: Path) -> None:
+def test_replay_is_bit_identical(model: Path) -> None:
     again = list(replay(model).run(recorded(model)))
     assert [each.differences for each in again] == [{}, {}, {}]
     assert len({each.figures["loss"] for each in again}) == 3, "the steps are not all alike"
 
 
-def test_other_weights_and_other_rewards_are_told_apart(model: Path) -> None:
+def test_different_weights_and_rewards_are_detected(model: Path) -> None:
     steps = recorded(model)
     hotter = replace(steps[0], figures={**steps[0].figures, "learning_rate": 0.1001})
     first, second, _ = replay(model).run([hotter, *steps[1:]])
@@ -73,7 +73,7 @@ def test_other_weights_and_other_rewards_are_told_apart(model: Path) -> None:
     assert {"reward", "loss", "grad_norm"} <= found.differences.keys()
 
 
-def test_of_two_copies_the_one_that_the_trainer_could_take_counts(model: Path) -> None:
+def test_trainable_one_of_two_copies_is_replayed(model: Path) -> None:
     steps = [replace(step, lineage=Lineage(2, 0)) for step in recorded(model)]
     epoch_two = {index: [group(index, (0.0, 1.0, 0.5), version=index // 4, epoch=2)] for index in range(12)}
     abandoned = group(5, (1.0, 0.0, 0.0), version=1, epoch=1)
@@ -81,7 +81,7 @@ def test_of_two_copies_the_one_that_the_trainer_could_take_counts(model: Path) -
     assert [each.differences for each in again.run(steps)] == [{}, {}, {}]
 
 
-def test_another_objective_on_the_same_data(model: Path) -> None:
+def test_replay_with_another_objective_uses_the_same_data(model: Path) -> None:
     steps = recorded(model)
     taking = replay(model)
     list(taking.run(steps[:2]))
@@ -90,7 +90,7 @@ def test_another_objective_on_the_same_data(model: Path) -> None:
     assert instead.figures["grad_norm"] != steps[2].figures["grad_norm"]
 
 
-def test_what_is_missing_is_named(model: Path) -> None:
+def test_missing_groups_and_steps_are_named(model: Path) -> None:
     steps = recorded(model)
     with pytest.raises(RecordError, match="the group of order 2, of step 1, is not in the streams any more"):
         list(replay(model, {index: kept for index, kept in GROUPS.items() if index != 2}).run(steps))
@@ -99,7 +99,7 @@ def test_what_is_missing_is_named(model: Path) -> None:
 
 
 def at_sampling_weights(model: Path, *, acceptance: float) -> Replay:
-    """Old log-probs at the weights that sampled each token: steps hang on earlier weights, too."""
+    """Return a replay with old log-probs at the sampling weights, so that steps depend on earlier weights."""
     taking = replay(model)
     policy = taking.step.passes.policy
     passes = ForwardPasses(
@@ -111,8 +111,8 @@ def at_sampling_weights(model: Path, *, acceptance: float) -> Replay:
     return replace(taking, step=TrainStep(passes=passes), objective=objective, acceptance=acceptance)
 
 
-def test_the_weights_that_sampled_are_kept_as_long_as_steps_ask_for_them(model: Path) -> None:
-    """Step 3 trains on what versions 1 and 2 sampled."""
+def test_sampling_weights_are_kept_as_long_as_steps_need_them(model: Path) -> None:
+    """Step 3 trains on samples of versions 1 and 2."""
     blanks = [
         RecordedStep(version=version, lineage=Lineage(1, 0), orders=orders, figures={"learning_rate": 0.1})
         for version, orders in ((1, (0, 1)), (2, (2, 4)), (3, (5, 8)))
@@ -128,7 +128,7 @@ def test_the_weights_that_sampled_are_kept_as_long_as_steps_ask_for_them(model: 
 
 
 def various(index: int) -> RolloutGroup:
-    """A group whose rollouts say other things than those of every other group."""
+    """Return a group whose rollouts differ from those of every other group."""
     draw = rng.generator(index, "various")
     rollouts = [
         rollout(reward=reward, sampled=draw.integers(0, 7, 3 + index % 4).tolist()) for reward in (0.0, 1.0, 0.5)
@@ -136,9 +136,7 @@ def various(index: int) -> RolloutGroup:
     return replace(group(index, (), version=0), rollouts=tuple(rollouts))
 
 
-def test_steps_of_several_optimizer_steps_are_the_same_to_the_bit_also_from_a_saved_state(
-    model: Path, tmp_path: Path
-) -> None:
+def test_multi_update_steps_are_bit_identical_also_from_a_saved_state(model: Path, tmp_path: Path) -> None:
     mini_batching, objective = MiniBatching(epochs=2, mini_batches=2, seed=3), resolve("grpo")
     groups = {index: [various(index)] for index in range(12)}
     running = replace(replay(model, groups), mini_batching=mini_batching)

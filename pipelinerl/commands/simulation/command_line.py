@@ -21,7 +21,14 @@ def simulate(
             "--from", help="A finished, ideally synchronous run to calibrate from; a second one for contention."
         ),
     ] = None,
-    hardware: Annotated[Path | None, typer.Option("--hardware", help="A hardware table instead of a run.")] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            "--hardware",
+            help="A hardware table instead of a run: a file, or h100, h200 or v5p with a model size (h100:7b), "
+            "computed from published figures. Sizes: 0.5b, 1.5b, 3b, 7b, 14b, 32b, 72b.",
+        ),
+    ] = None,
     sweep: Annotated[
         list[str] | None, typer.Option("--sweep", help="section.key=value,value,…; several are combined.")
     ] = None,
@@ -40,8 +47,10 @@ def simulate(
     from pipelinerl.simulation.sweep import grid, recommended
 
     if bool(from_runs) == (hardware is not None):
-        raise UserError("timings are required: give either --from RUN (a finished run) or --hardware FILE.toml")
-    basis = basis_of_runs(from_runs) if from_runs else basis_of_table(hardware or Path())
+        raise UserError(
+            "timings are required: give either --from RUN (a finished run) or --hardware (a file, or such as h100:7b)"
+        )
+    basis = basis_of_runs(from_runs) if from_runs else basis_of_table(hardware or "")
     prices = replace(
         basis.hardware.prices,
         **{k: v for k, v in (("engine_hour", engine_hour), ("trainer_hour", trainer_hour)) if v is not None},

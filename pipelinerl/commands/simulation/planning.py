@@ -26,6 +26,13 @@ from pipelinerl.simulation.hardware import (
 )
 from pipelinerl.simulation.lengths import FixedLengths, HeavyTailedLengths, LengthLaw
 from pipelinerl.simulation.measured import TRUSTED, measure, simulated_like
+from pipelinerl.simulation.published import (
+    ACCELERATORS,
+    BANDWIDTH_SHARE,
+    PublishedHardware,
+    mean_context,
+    published_hardware,
+)
 from pipelinerl.simulation.simulator import simulate
 from pipelinerl.simulation.sweep import Trial
 
@@ -46,7 +53,7 @@ _SECTIONS: Final[Mapping[str, type[Any]]] = {
 class Basis:
     """Inputs of predictions. `checks`: simulated ÷ measured − 1 of some figures, by the measured run."""
 
-    hardware: Hardware
+    hardware: Hardware | PublishedHardware
     lengths: LengthLaw | None
     length_words: str
     prompt_tokens: int
@@ -61,6 +68,12 @@ class Basis:
     @property
     def verdict(self) -> str:
         """A sentence on how far predictions can be trusted."""
+        if isinstance(self.hardware, PublishedHardware):
+            return (
+                f"Published figures, not measured here: {self.hardware.accelerator.source}. "
+                f"Assumed: transfers at {BANDWIDTH_SHARE:.0%} of peak, training at "
+                f"{self.hardware.accelerator.utilisation:.0%}."
+            )
         if not self.checks:
             return "Nothing was measured: the figures are only as good as the hardware table."
         if self.worst <= TRUSTED:
@@ -98,8 +111,16 @@ def basis_of_runs(run_dirs: Sequence[Path]) -> Basis:
     )
 
 
-def basis_of_table(path: Path) -> Basis:
-    """Return the basis of a hardware table."""
+def basis_of_table(table_name: str) -> Basis:
+    """Return the basis of a hardware table: a file, or the name of a published one.
+
+    Raises:
+        UserError: there is no such table, or it is wrong.
+    """
+    path = Path(table_name)
+    if not path.exists() and (":" in table_name or table_name in ACCELERATORS):
+        hardware = published_hardware(table_name)
+        return Basis(hardware=hardware, lengths=None, length_words="", prompt_tokens=0, checks={})
     table = read_table(path)
     return Basis(
         hardware=table.hardware, lengths=None, length_words=table.lengths, prompt_tokens=table.prompt_tokens, checks={}
@@ -132,7 +153,15 @@ def tried(recipe: str, overrides: Sequence[str], changes: tuple[str, ...], basis
         setting = setting_of(
             config, lengths=lengths, prompt_tokens=basis.prompt_tokens, filtered=basis.filtered, steps=steps
         )
-        return Trial(changes=changes, engines=setting.engines, prediction=simulate(setting, basis.hardware))
+        hardware = basis.hardware
+        if isinstance(hardware, PublishedHardware):
+            hardware = hardware.times(
+                engine_devices=config.engine.devices,
+                trainer_devices=max(1, config.gpus_of_trainer),
+                rows=setting.slots,
+                context=mean_context(lengths, setting.prompt_tokens),
+            )
+        return Trial(changes=changes, engines=setting.engines, prediction=simulate(setting, hardware))
     except (RecipeError, ValueError) as error:
         if not changes:
             raise

@@ -9,11 +9,13 @@ import torch
 from inference_contract.engine import Engine
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.external.worker.own_process import endpoints_of
+from pipelinerl.engines.memory_budget import DeviceMemory, EngineBudget, budget_of
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.forward import ForwardKind, load_for_decoding
 from pipelinerl.engines.torch.row_cache import CacheShape
 from pipelinerl.engines.torch.runner import TorchRunner
 from pipelinerl.errors import ModelError
+from pipelinerl.models.model_shape import read_shape
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.numerics import torch_head
 from trainer_contract.types import Device, HeadPrecision
@@ -40,7 +42,8 @@ def load_runner(
 
     Args:
         forward: the module-free forward where the model fits it, or always transformers' modules.
-        cache_bytes: most memory for keys and values, unless a share of a GPU bounds them; None sets no bound.
+        cache_bytes: most memory for keys and values; None sets no bound. On a GPU, everything that the engine will ever
+            take must fit besides, the second copy of the weights included.
 
     Raises:
         ModelError: there is no usable model or device, the model's context is too short, the cache exceeds its
@@ -56,11 +59,12 @@ def load_runner(
     config: Any = model.config
     text = config.get_text_config()
     options.check_context(getattr(text, "max_position_embeddings", None))
-    needed = CacheShape.of(text, options).num_bytes(dtype)
-    options.check_cache(needed, allowed=cache_bytes if share is None else _bytes_left(share))
+    options.check_cache(CacheShape.of(text, options).num_bytes(dtype), allowed=cache_bytes)
     if options.head_precision is HeadPrecision.FP32:
         torch_head.to_fp32(model, served=dtype)
     runner = TorchRunner(model, options, forward=forward)
+    if device.type == "cuda":
+        _budget(runner, options).check(_memory_of(device, share), context_length=options.context_length)
     runner.warm_up()
     return runner
 
@@ -73,6 +77,19 @@ def _device(device: Device) -> torch.device:
     return torch.device(device.value)
 
 
-def _bytes_left(share: float) -> int:
-    """Return the bytes of the share that the model leaves free."""
-    return int(share * torch.cuda.get_device_properties(0).total_memory) - torch.cuda.memory_allocated()
+def _budget(runner: TorchRunner, options: EngineOptions) -> EngineBudget:
+    return budget_of(
+        read_shape(options.model_path),
+        dtype=options.dtype,
+        wire=options.wire_dtype or options.dtype,
+        slots=options.slots,
+        context=options.context_length,
+        received=runner.layout.num_bytes,
+        spare=runner.spare_bytes,
+    )
+
+
+def _memory_of(device: torch.device, share: float | None) -> DeviceMemory:
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, ours = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    return DeviceMemory(total=total, free=free + reserved - ours, ours=ours, share=share)

@@ -115,6 +115,11 @@ class QuantizedWeights:
         self._staged: Tensor | None = None
         self._spare: dict[str, Tensor] = {}
 
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of the second set of quantised weights, which the first update allocates."""
+        return sum(parameter.nbytes for parameter in self._served.values())
+
     def staging(self) -> Tensor:
         """Return uint8 [layout.num_bytes], which the model does not read; allocated at the first call."""
         if self._staged is None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from inference_contract.weights import WeightLayout
 from pipelinerl.engines.batching.model_runner import Prefill, RowState, RowTable
 from pipelinerl.engines.batching.sequence import TopTokens
+from pipelinerl.engines.memory_budget import PREFILL_TOKENS
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.forward import ForwardKind, forward_of
 from pipelinerl.engines.torch.quantized import QuantizedWeights
@@ -46,7 +47,7 @@ class TorchRunner:
         model: nn.Module,
         options: EngineOptions,
         *,
-        prefill_tokens: int = 16384,
+        prefill_tokens: int = PREFILL_TOKENS,
         forward: ForwardKind = ForwardKind.AUTO,
     ) -> None:
         config: Any = model.config
@@ -75,6 +76,11 @@ class TorchRunner:
     def layout(self) -> WeightLayout:
         """The parameters in the order of their bytes in `staging`."""
         return self._weights.layout
+
+    @property
+    def spare_bytes(self) -> int:
+        """The size of the quantised weights that will not serve, from the first update on; 0 if none are quantised."""
+        return self._weights.spare_bytes
 
     @property
     def cache_bytes(self) -> int:

@@ -57,6 +57,11 @@ class TorchWeights:
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)  # free it before the next
         self._point_at(self._current)
 
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of a further set of weights: none, `staging` itself is served."""
+        return 0
+
     def staging(self) -> Tensor:
         """Return uint8 [layout.num_bytes], which the model does not read; allocated at the first call."""
         if self._staged is None:

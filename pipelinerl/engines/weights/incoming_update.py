@@ -20,7 +20,6 @@ from pipelinerl.engines.weights.group_endpoint import GroupEndpoint
 from pipelinerl.engines.weights.group_member import GroupMember
 from pipelinerl.errors import PipelineError, UpdateError
 from pipelinerl.system.background import in_background, in_background_soon
-from pipelinerl.weights.digest import WeightDigest
 from pipelinerl.weights.layout import describe_bucket
 from pipelinerl.weights.pull import PullOrder, PullSource, Shard
 
@@ -148,23 +147,25 @@ def _broadcast(
     more than that, and this rank is free for the next generation of the group.
     """
     from pipelinerl.weights.broadcast.collective import shared_tensor
+    from pipelinerl.weights.torch_transfer import OverlappedDigest, stream_for
 
     _agree(endpoint, request, layout)
-    digest, began = WeightDigest(), time.monotonic()
     flat = shared_tensor(staging)
     bounds = layout.buckets(request.bucket_bytes)
-    for bucket, bound in enumerate(bounds):
-        for start, end in cut(*bound, request.bucket_bytes):
-            try:
-                endpoint.broadcast(flat[start:end], deadline=time.monotonic() + request.timeout_s)
-            except PipelineError as error:
-                at = f"update {request.epoch}.{request.version}, {describe_bucket(layout, bucket, bounds)} from rank 0"
-                raise type(error)(f"{at}: {error}; the old weights still serve") from error
-            if start == 0:
-                began = time.monotonic()
-            digest.update(flat[start:end])
-            progress.on_progress(end)
-    return Received(digest.hexdigest(), time.monotonic() - began)
+    with stream_for(flat.device) as stream:
+        digest, began = OverlappedDigest(stream), time.monotonic()
+        for bucket, bound in enumerate(bounds):
+            for start, end in cut(*bound, request.bucket_bytes):
+                try:
+                    endpoint.broadcast(flat[start:end], deadline=time.monotonic() + request.timeout_s)
+                except PipelineError as error:
+                    at = f"update {request.epoch}.{request.version}, {describe_bucket(layout, bucket, bounds)}"
+                    raise type(error)(f"{at} from rank 0: {error}; the old weights still serve") from error
+                if start == 0:
+                    began = time.monotonic()
+                digest.append(flat[start:end])
+                progress.on_progress(end)
+        return Received(digest.hexdigest(), time.monotonic() - began)
 
 
 def _agree(endpoint: GroupEndpoint, request: WeightUpdateRequest, layout: WeightLayout) -> None:

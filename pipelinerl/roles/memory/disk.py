@@ -60,24 +60,28 @@ def disk_line(config: RunConfig, predicted: MemoryPrediction) -> str:
     )
 
 
-def disk_faults(config: RunConfig, predicted: MemoryPrediction) -> Iterator[str]:
-    """Yield a sentence if the run does not fit: the knobs, and values that fit."""
-    needed, free = run_bytes(config, predicted), free_bytes(config.run_directory)
+def disk_faults(config: RunConfig, predicted: MemoryPrediction, place: Path | None = None) -> Iterator[str]:
+    """Yield a sentence if the run does not fit where it writes: the knobs, and values that fit.
+
+    A resumed run needs less by the files that are already in `place`, its directory (default: the recipe's).
+    """
+    place = place or config.run_directory
+    written = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
+    needed, free = max(0, run_bytes(config, predicted) - written), free_bytes(place)
     if needed <= free or free == 0:  # pseudo file systems report 0; creating the directory will tell
         return
     kept = config.checkpoint.keep + config.checkpoint.keep_best
     fewer = {"keep": 1, "keep_best": 0}
     changed = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=fewer)})
-    least = run_bytes(changed, predicted)
+    least = max(0, run_bytes(changed, predicted) - written)
     if kept > 1 and least <= free:
         remedy = f"set checkpoint.keep=1 checkpoint.keep_best=0 ({gib(least)}), or choose another run.directory"
     else:
         remedy = f"choose a run.directory with {gib(least if kept > 1 else needed)} free"
-    place = config.run_directory
     yield f"run.directory: the run writes up to {gib(needed)} and {gib(free)} are free in {place}; {remedy}"
 
 
-def refuse_full_disk(config: RunConfig, predicted: MemoryPrediction) -> None:
-    """Raise UserError if the run does not fit on its disk."""
-    for sentence in disk_faults(config, predicted):
+def refuse_full_disk(config: RunConfig, predicted: MemoryPrediction, place: Path | None = None) -> None:
+    """Raise UserError if the run does not fit on its disk; `place` is the directory of a resumed run."""
+    for sentence in disk_faults(config, predicted, place):
         raise UserError(sentence)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 from pipelinerl.config.recipe import RunConfig
+from pipelinerl.engines.memory_budget import budget_of
 from pipelinerl.models import bigram
 from pipelinerl.models.checkpoint import model_type
 from pipelinerl.models.model_shape import BYTES, ModelShape, read_shape
@@ -32,7 +33,11 @@ _BITS: Final = {"int8": 8, "int4": 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """Memory of an engine on `devices`: weights, receive buffer, and cache of `slots` sequences of `context` tokens."""
+    """Memory of an engine on `devices`, with `slots` sequences of `context` tokens.
+
+    With `staged_on_host`, as in vLLM, updates arrive in the host's memory, and the weights on the device have no second
+    copy.
+    """
 
     shape: ModelShape
     dtype: WeightDType
@@ -41,6 +46,7 @@ class EngineMemory:
     context: int
     weights: str = "native"
     devices: int = 1
+    staged_on_host: bool = False
 
     @property
     def parts(self) -> Mapping[str, int]:
@@ -48,13 +54,23 @@ class EngineMemory:
         shape, size = self.shape, BYTES[self.dtype]
         linear = sum(map(math.prod, shape.linear.values()))
         saved = linear * (8 * size - _BITS[self.weights]) // 8 if self.weights in _BITS else 0
-        cache = 2 * shape.layers * self.slots * self.context * shape.kv_heads * shape.head_dim * size
+        weights = shape.count * size - saved
+        budget = budget_of(
+            shape,
+            dtype=self.dtype,
+            wire=self.wire,
+            slots=self.slots,
+            context=self.context,
+            received=shape.count * size,
+            spare=weights if saved else 0,
+        )
         sizes = {
-            "weights": shape.count * size - saved,
-            "receive buffer": shape.count * BYTES[self.wire],
-            "keys and values": cache,
+            "weights": weights,
+            "receive buffer": 0 if self.staged_on_host else budget.staging + budget.conversion,
+            "keys and values": budget.cache,
+            "workspace": budget.prefill + budget.logits,
         }
-        return {name: -(-each // self.devices) for name, each in sizes.items()}
+        return {name: -(-each // self.devices) for name, each in sizes.items() if each}
 
     @property
     def total(self) -> int:
@@ -63,8 +79,11 @@ class EngineMemory:
 
     @property
     def host(self) -> int:
-        """Bytes on the host that are counted separately: none."""
-        return 0
+        """Bytes on the host, in memory that the engine's processes share."""
+        if not self.staged_on_host:
+            return 0
+        converted = self.shape.count * BYTES[self.wire] if self.wire is not self.dtype else 0
+        return self.shape.count * BYTES[self.dtype] + converted
 
 
 class Footprint(Protocol):
@@ -154,6 +173,7 @@ def _engine(config: RunConfig, shape: ModelShape) -> EngineMemory | None:
         context=section.context_length,
         weights=section.weights.value,
         devices=section.devices,
+        staged_on_host=section.type == "vllm",
     )
 
 
@@ -192,7 +212,9 @@ def fits(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> bool:
 def _of_all(prediction: MemoryPrediction) -> int:
     its = prediction.trainer
     trainer = 0 if its is None else (its.total + its.host) * its.shards
-    return trainer + (0 if prediction.engine is None else prediction.engine.total * prediction.engines)
+    return trainer + (
+        0 if prediction.engine is None else (prediction.engine.total + prediction.engine.host) * prediction.engines
+    )
 
 
 def _advice(footprint: Footprint, limit: int) -> str:

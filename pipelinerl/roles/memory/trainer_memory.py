@@ -199,8 +199,8 @@ class TrainerMemory:
         whole = self._own_trained * shape.vocab
         at_once, weight = min(whole, LOGITS_AT_ONCE), 0 if self.rank else 4 * shape.vocab * shape.hidden
         head = max(_LOGITS_HELD * 4 * at_once, 4 * at_once + 2 * weight)
-        if whole > LOGITS_AT_ONCE:
-            head += weight  # the sum of the pieces' gradients
+        if whole > LOGITS_AT_ONCE:  # the fp32 sum over pieces; in bf16 also the weight and one such gradient
+            head = _LOGITS_HELD * 4 * at_once + (2 if self._is_half else 1) * weight
         size = 2 if self._is_half else 4
         back = size * tokens * (2 * shape.intermediate + 2 * shape.hidden)
         if self.checkpointing:

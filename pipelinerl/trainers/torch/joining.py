@@ -9,10 +9,12 @@ which the processes meet listens only on the coordinator's host.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import struct
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -43,12 +45,14 @@ _CONTENT: Final = struct.Struct("<q")
 class TorchWorld:
     """This process among the others; `reads` is the process group for reads that run concurrently with the passes.
 
-    The ranks in `on_same_host` share rank 0's host and can write into its shared memory.
+    The ranks in `on_same_host` share rank 0's host and can write into its shared memory. `views` has a number for each
+    rank, equal for ranks of one host with the same visible GPUs.
     """
 
     rank: int
     reads: Any
     on_same_host: frozenset[int]
+    views: tuple[int, ...]
 
 
 _world: TorchWorld | None = None
@@ -77,9 +81,8 @@ def join(distributed: Distributed, port: int) -> None:
             timeout=timeout,
         )
         reads = dist.new_group(backend="gloo", timeout=timeout)
-        _world = TorchWorld(
-            distributed.process, reads, _ranks_sharing_memory(distributed.process, distributed.processes)
-        )
+        sharing = _ranks_sharing_memory(distributed.process, distributed.processes)
+        _world = TorchWorld(distributed.process, reads, sharing, _views(distributed.processes))
     except (RuntimeError, ValueError, OSError) as error:
         raise SpecError(f"options.distributed: the other processes cannot be joined: {error}") from error
 
@@ -107,6 +110,15 @@ def _ranks_sharing_memory(rank: int, processes: int) -> frozenset[int]:
     answers = [torch.empty_like(can) for _ in range(processes)]
     dist.all_gather(answers, can)
     return frozenset(number for number, each in enumerate(answers) if number and each)
+
+
+def _views(processes: int) -> tuple[int, ...]:
+    """Return a digest of host and visible GPUs for each rank."""
+    facts = (socket.gethostname(), uuid.getnode(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    own = torch.tensor(int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7]))
+    views = [torch.empty_like(own) for _ in range(processes)]
+    dist.all_gather(views, own)
+    return tuple(int(each) for each in views)
 
 
 def _bind_gloo_to_loopback() -> None:

@@ -10,6 +10,7 @@ Neighbouring processes share tokens: process r computes part r // cp of the trai
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -62,6 +63,34 @@ class ProcessMesh:
         chunk = -(-length // self.shards)
         start = min(rank % self.shards * chunk, length)
         return slice(start, min(start + chunk, length))
+
+
+def device_index(rank: int, views: Sequence[int], devices: int, local_rank: int | None) -> int:
+    """Return the index of a rank's GPU among those that it sees.
+
+    `pipelinerl run` shows each rank only its own GPU. Ranks that a user starts may see the same GPUs; the first of them
+    takes the first, and so on.
+
+    Args:
+        views: for each rank, a number that is equal for ranks of one host with the same visible GPUs.
+        devices: the number of GPUs that this rank sees.
+        local_rank: LOCAL_RANK, which launchers such as torchrun set; it decides unless only one GPU is visible.
+
+    Raises:
+        SpecError: there is no GPU left for this rank.
+    """
+    if local_rank is None:
+        index = views[:rank].count(views[rank])
+    elif devices == 1:
+        index = 0
+    else:
+        index = local_rank
+    if index >= devices:
+        raise SpecError(
+            f"rank {rank} is number {index + 1} of the ranks that see the same {devices} GPU(s) of this host; show "
+            "each rank its own GPU with CUDA_VISIBLE_DEVICES, or start fewer ranks here"
+        )
+    return index
 
 
 def refuse_heads(heads: int, processes: int) -> None:

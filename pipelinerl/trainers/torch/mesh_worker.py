@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
@@ -47,7 +48,7 @@ from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.joining import in_agreement, world
 from pipelinerl.trainers.torch.loading import LoadedModel, load, refuse_device, seed_dropout
 from pipelinerl.trainers.torch.lora.lora_options import share_of
-from pipelinerl.trainers.torch.mesh import GradientSum, ProcessMesh, refuse_heads
+from pipelinerl.trainers.torch.mesh import GradientSum, ProcessMesh, device_index, refuse_heads
 from pipelinerl.trainers.torch.optimizer.adamw import ParameterOptimizer, adamw, dtype_of, restored_state
 from pipelinerl.trainers.torch.optimizer.optimizer_options import OptimizerOptions, optimizer_of
 from pipelinerl.trainers.torch.options import attention_of, experts_of, gradients_of, mesh_of
@@ -55,7 +56,8 @@ from pipelinerl.trainers.torch.packed.planner import Planning, planning
 from pipelinerl.trainers.torch.passes import PassSetting, broken_loss, evaluate, predict, predicted
 from pipelinerl.trainers.torch.shard_files import VALUE, key_of, write_shard
 from pipelinerl.trainers.torch.sharded_model import ShardedModel
-from trainer_contract.errors import NonFiniteError, RankError
+from pipelinerl.trainers.torch.transfers import HostBuffer
+from trainer_contract.errors import NonFiniteError, RankError, SpecError
 from trainer_contract.types import (
     Device,
     Float32,
@@ -93,6 +95,9 @@ class MeshWorker:
     gradients: GradientSum
     random: torch_state.RandomState
     model_version: int = 0
+    #: Rows on the host: one buffer for each in transit to rank 0, and one for those that are saved, by another thread.
+    buffers: tuple[HostBuffer, ...] = field(default_factory=lambda: tuple(HostBuffer() for _ in range(_SENT_AT_ONCE)))
+    save_buffer: HostBuffer = field(default_factory=HostBuffer)
 
     @classmethod
     def started(cls, spec: TrainerSpec, mesh: ProcessMesh) -> MeshWorker:
@@ -240,7 +245,7 @@ class MeshWorker:
             ]
             with self.model.last_step_shards() as shards:
                 for name, whole in wholes.items():
-                    self._copy(shards, name, kind, whole[self.mesh.rows_of(0, len(whole))])
+                    self._copy(shards, name, kind, whole[self.mesh.rows_of(0, len(whole))], self.buffers[0])
             for each in coming:
                 each.wait()
         return list(wholes.values())
@@ -260,22 +265,26 @@ class MeshWorker:
                 self._write(shapes, kind, into)
 
     def _send(self, shapes: Mapping[str, torch.Size], kind: GatheredKind) -> None:
-        going: deque[tuple[Any, Tensor]] = deque()
+        free = list(self.buffers)
+        going: deque[tuple[Any, Tensor, HostBuffer]] = deque()
         with self.model.last_step_shards() as shards:
             for name in shapes:
-                rows = self._source(shards, name, kind).detach().to("cpu", self._dtype_of(kind))
-                if len(going) == _SENT_AT_ONCE:
-                    going.popleft()[0].wait()
+                if not free:
+                    work, _, buffer = going.popleft()
+                    work.wait()
+                    free.append(buffer)
+                rows = free[-1].fetch(self._source(shards, name, kind).detach(), self._dtype_of(kind))
                 if rows.numel():
-                    going.append((dist.isend(_bytes(rows), 0, group=world().reads), rows))
-            for work, _ in going:
+                    going.append((dist.isend(_bytes(rows), 0, group=world().reads), rows, free.pop()))
+            for work, _, _ in going:
                 work.wait()
 
     def _write(self, shapes: Mapping[str, torch.Size], kind: GatheredKind, into: Place) -> None:
         begin, dtype = 0, self._dtype_of(kind)
         with opened(into) as file, self.model.last_step_shards() as shards:
             for name, shape in shapes.items():
-                rows, size = self._source(shards, name, kind).detach().to("cpu", dtype), shape.numel() * dtype.itemsize
+                rows = self.buffers[0].fetch(self._source(shards, name, kind).detach(), dtype)
+                size = shape.numel() * dtype.itemsize
                 if rows.numel():
                     first = self.mesh.rows_of(self.rank, shape[0]).start
                     write_at(file, begin + first * (size // shape[0]), _bytes(rows).numpy())
@@ -302,12 +311,14 @@ class MeshWorker:
         """Copy this rank's rows to the host."""
         rows = torch.empty(self.model.shards[name].shape, dtype=self._dtype_of(kind))
         with self.model.last_step_shards() as shards:
-            self._copy(shards, name, kind, rows)
+            self._copy(shards, name, kind, rows, self.save_buffer)
         return rows
 
-    def _copy(self, shards: Mapping[str, Tensor], name: str, kind: GatheredKind, rows: Tensor) -> None:
+    def _copy(
+        self, shards: Mapping[str, Tensor], name: str, kind: GatheredKind, rows: Tensor, buffer: HostBuffer
+    ) -> None:
         if rows.numel():
-            rows.copy_(self._source(shards, name, kind).detach())
+            rows.copy_(buffer.fetch(self._source(shards, name, kind).detach(), rows.dtype))
 
     def _source(self, shards: Mapping[str, Tensor], name: str, kind: GatheredKind) -> Tensor:
         if kind is GatheredKind.WEIGHTS:
@@ -458,10 +469,15 @@ def _zero_loss(model: ShardedModel, setting: PassSetting) -> Tensor:
 
 
 def _device(spec: TrainerSpec) -> torch.device:
-    """Return the process's device; the launcher makes one GPU visible to each process."""
+    """Return the process's device, and make it torch's current one."""
     if spec.device is Device.CPU or not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", torch.cuda.current_device())
+    local_rank = os.environ.get("LOCAL_RANK")
+    if local_rank is not None and not local_rank.isdecimal():
+        raise SpecError(f"LOCAL_RANK must be a whole number, got {local_rank!r}; correct or unset it")
+    number = None if local_rank is None else int(local_rank)
+    device = torch.device("cuda", device_index(world().rank, world().views, torch.cuda.device_count(), number))
+    torch.cuda.set_device(device)
     if spec.memory_share is not None:
         torch.cuda.set_per_process_memory_fraction(spec.memory_share)
     return device

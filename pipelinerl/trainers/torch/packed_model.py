@@ -67,16 +67,15 @@ class PackedModel(nn.Module):
         if self._replay is not None:
             self._replay.tell(routed)
         hidden = hidden_states(self.model.base_model, token_ids, segments)
-        with _rounding_once(hidden.device.type):  # all pieces share the output layer's weight
-            predictions = token_predictions(
-                before(hidden),
-                self.model.get_output_embeddings(),
-                chosen,
-                temperatures,
-                vocab_size=self.model.config.get_text_config().vocab_size,
-                measures=measures,
-                logits_at_once=self._logits_at_once,
-            )
+        predictions = token_predictions(
+            before(hidden),
+            self.model.get_output_embeddings(),
+            chosen,
+            temperatures,
+            vocab_size=self.model.config.get_text_config().vocab_size,
+            measures=measures,
+            logits_at_once=self._logits_at_once,
+        )
         # Not a view: `fully_shard` attaches a hook to the result, which an in-place operation on a view would drop.
         return predictions.clone()
 
@@ -135,20 +134,11 @@ def hidden_states(trunk: nn.Module, token_ids: Tensor, segments: AttentionPlan) 
 def computing_in(products: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which matmuls use this dtype, with autocast unless it is fp32.
 
-    Autocast's cache of rounded weights is off: with checkpointing, only one layer's rounded weights exist at once.
+    Autocast's cache of rounded weights is off: with checkpointing, only one layer's rounded weights exist at once. Each
+    use of a weight then also has its own gradient, and these are summed in fp32.
     """
     mixed = products is not torch.float32
     return torch.autocast(device.type, dtype=products if mixed else None, enabled=mixed, cache_enabled=False)
-
-
-def _rounding_once(device: str) -> AbstractContextManager[Any]:
-    """Return a context in which autocast, if enabled, caches rounded weights until the end of the context."""
-    return torch.autocast(
-        device,
-        dtype=torch.get_autocast_dtype(device),
-        enabled=torch.is_autocast_enabled(device),
-        cache_enabled=True,
-    )
 
 
 @torch.no_grad()
@@ -216,7 +206,7 @@ def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = 
         raise SpecError(f"model_path: {error}") from error
     follow_autocast(model)
     if gradient_checkpointing:
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        _checkpoint_layers(model)
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -224,6 +214,14 @@ def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = 
                 setattr(module, "jitter_noise", 0.0)  # noqa: B010  # torch's stubs know parameters and modules alone
     model.train(gradient_checkpointing)  # checkpointing needs train mode; otherwise eval mode disables dropout
     return ReadableModel(model, reader)
+
+
+def _checkpoint_layers(model: PreTrainedModel) -> None:
+    """Make the backward pass recompute each layer. transformers 5.17 knows only the older of the two names."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def _read_buffers(model: PreTrainedModel, reader: WeightReader) -> None:

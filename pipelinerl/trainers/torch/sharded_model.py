@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from importlib.metadata import version
 from typing import Any, Final, cast, final
 
 import torch
@@ -28,13 +29,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from transformers.distributed.expert_parallel import AllToAllEP
 
 from pipelinerl.trainers.torch.experts import fused_experts
 from pipelinerl.trainers.torch.mesh import ExpertWeights, ProcessMesh, refuse_uneven_experts
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
 from pipelinerl.trainers.torch.packed_model import PackedModel, computing_in, hold
+from pipelinerl.trainers.torch.transfers import to_device
 from pipelinerl.trainers.torch.value_model import PackedValueModel
+from trainer_contract.errors import SpecError
 
 dist: Any = torch.distributed
 _SHARD: Final = "dp_shard"
@@ -173,7 +175,7 @@ class ShardedModel:
                 values, own = rows_of(name), shard.detach().clone()
                 with self._reading:
                     self._lasting[name] = nn.Parameter(own, requires_grad=False)
-                    shard.detach().copy_(values)
+                    shard.detach().copy_(to_device(values, shard.device, shard.dtype))
             yield
         finally:
             for name, shard in self.shards.items():
@@ -221,8 +223,10 @@ def keep_own_experts(model: nn.Module, mesh: ProcessMesh, device: torch.device) 
         The experts' parameters: this process's rows on the device, without values if they were on the meta device.
 
     Raises:
-        SpecError: there are no experts, or they cannot be divided evenly; raised on every process.
+        SpecError: transformers cannot exchange tokens, there are no experts, or they cannot be divided evenly;
+            raised on every process.
     """
+    exchange = _token_exchange()
     modules, kept = fused_experts(model), set[nn.Parameter]()
     refuse_uneven_experts(modules[0].num_experts if modules else 0, mesh.shards)
     meshes = _expert_meshes(device.type, mesh.dp_replicate, mesh.shards)
@@ -235,8 +239,20 @@ def keep_own_experts(model: nn.Module, mesh: ProcessMesh, device: torch.device) 
                 own.copy_(whole.detach()[rows])
             hold(whole, own)
             kept.add(whole)
-        module.forward = _TravellingTokens(AllToAllEP(module, meshes["experts"], meshes["alone"]))
+        module.forward = _TravellingTokens(exchange(module, meshes["experts"], meshes["alone"]))
     return kept
+
+
+def _token_exchange() -> Any:
+    """Return `AllToAllEP`. Raises SpecError if this transformers does not have it."""
+    try:  # on demand, so that other trainers run with a transformers that lacks it
+        from transformers.distributed.expert_parallel import AllToAllEP
+    except ImportError as error:
+        raise SpecError(
+            f'options.experts = "parallel": transformers {version("transformers")} cannot exchange tokens between '
+            'processes; install transformers 5.23, or use "gathered"'
+        ) from error
+    return AllToAllEP
 
 
 @final

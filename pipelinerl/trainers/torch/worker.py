@@ -28,6 +28,7 @@ from pipelinerl.trainers.torch.options import attention_of
 from pipelinerl.trainers.torch.packed.planner import planning
 from pipelinerl.trainers.torch.packed_model import PackedModel
 from pipelinerl.trainers.torch.passes import PassSetting, broken_loss, evaluate, predicted, require_finite
+from pipelinerl.trainers.torch.transfers import to_device
 from pipelinerl.trainers.torch.value_model import PackedValueModel
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.types import (
@@ -256,7 +257,7 @@ def _lent(
     try:
         for name, (parameter, data) in own.items():
             values = torch.from_numpy(weights[name]).view(dtype).view(data.shape)
-            parameter.data = values.to(device=data.device, dtype=data.dtype)
+            parameter.data = to_device(values, data.device, data.dtype)
         yield
     finally:
         for parameter, data in own.values():

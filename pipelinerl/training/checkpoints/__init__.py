@@ -1,1 +1,1 @@
-"""Checkpoints: one atomic unit each, their copies, who may write them, which stay."""
+"""Atomic checkpoints, their remote copies, fencing between trainers, and retention."""

@@ -1,20 +1,21 @@
-"""Checkpoints: one atomic unit with one manifest, loadable by Hugging Face as it lies there.
+"""Atomic checkpoints with one manifest; Hugging Face can load the directory directly.
 
     runs/<name>/checkpoints/step-000100/
-        config.json, tokenizer.json, …   copied from the model the run began with
+        config.json, tokenizer.json, …   copied from the model that the run started from
         model.safetensors                the weights under their Hugging Face names
         trainer/                         the backend's exact state
-        critic/                          the critic's, if there is one
-        history/                         weights of the versions before, if old_logprobs are computed at them
+        critic/                          the critic's exact state, if there is a critic
+        history/                         weights of earlier versions, if old_logprobs are computed with them
         manifest.json                    digests of all files; offsets, ledger, knobs, epoch, version
 
-    capture   before the weights change  weights and states into a hidden directory, at the speed of the page cache
-    commit    any time later             digests, manifest, sync, rename, sync of the parent; what is not kept goes
+    capture   before the weights change  write weights and states to a hidden directory, at page-cache speed
+    commit    any time later             digest, manifest, sync, rename, sync the parent, prune
 
-Both run beside the training, which waits before it changes weights until they are captured. A directory with a final
-name is whole, or its digests say that it is not; whatever is partial or damaged is skipped, loudly, as long as an older
-one is whole: where none is, the run is refused, and does not begin again as if it had never trained. A trainer that
-begins below a damaged one sets that aside, as damaged-e<its epoch>-step-000100: it counts as none and is not removed.
+Both stages run in parallel with training, which waits for the capture before it changes weights. A directory with a
+final name is complete, or its digests reveal the damage. Partial and damaged checkpoints are logged as errors and
+skipped if an older checkpoint is complete. If none is complete, the run is rejected: it must not silently restart from
+scratch. A trainer that resumes from below a damaged checkpoint renames the damaged one to damaged-e<its
+epoch>-step-000100. The renamed directory is not a checkpoint and is never removed.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from pipelinerl.training.checkpoints.weight_file import write_weights
 from trainer_contract.types import ParameterInfo
 
 log = logging.getLogger("pipelinerl")
-#: Below every version.
+#: Lower than every version.
 _NONE: Final = -1
-#: Before the name of a checkpoint that another of its step replaces.
+#: Name prefix of a checkpoint while another one of the same step replaces it.
 _REPLACED: Final = ".replaced-"
 
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A state that is written and not yet a checkpoint: nothing that is trained from now on changes it."""
+    """State that is written but not yet a checkpoint; further training does not change it."""
 
     state: TrainingState
     directory: Path
@@ -54,7 +55,7 @@ class Capture:
 
 @final
 class CheckpointStore:
-    """The checkpoints of one run below `directory`: the newest `keep`, and the best `keep_best` (see `Retention`)."""
+    """Checkpoints of one run below `directory`: the newest `keep` and the best `keep_best` (see `Retention`)."""
 
     def __init__(
         self,
@@ -75,17 +76,17 @@ class CheckpointStore:
 
     @property
     def claimed_epoch(self) -> int:
-        """The highest that a trainer ever began here; 0 when none did."""
+        """The highest epoch that a trainer has claimed here; 0 if none has."""
         return self._fence.epoch
 
     def claim(self, epoch: int) -> None:
-        """Shut out every trainer of an earlier epoch: from now on it neither adds nor removes a checkpoint here.
+        """Fence off trainers of earlier epochs, which from now on can neither add nor remove checkpoints here.
 
-        Damaged checkpoints above the one that was found are set aside: they are not the newest of what comes now.
+        Damaged checkpoints above the loaded one are set aside, so that they do not count as the newest.
 
         Raises:
             FencedError: a later epoch has claimed the directory.
-            CheckpointError: since this store was asked for the latest, the trainer before has made a later one.
+            CheckpointError: the previous trainer has added a checkpoint since this store's call of `latest`.
         """
         self._fence.claim(epoch)
         if self._listed is None:
@@ -109,23 +110,23 @@ class CheckpointStore:
         weights: Iterable[tuple[str, Any]],
         parts: Mapping[str, Callable[[Path], None]],
     ) -> Capture:
-        """Write weights and states as they are now; a capture that was never committed is dropped.
+        """Write the current weights and states; captures that were never committed are removed first.
 
         Args:
-            parts: what writes its state into a directory of its own, by that directory's name.
+            parts: by directory name, the function that writes its state into this directory.
 
         Raises:
             FencedError: a later epoch has claimed the directory.
         """
         with self._fence.held(state.epoch):
-            for abandoned in self.directory.glob(".*-step-*"):  # of a trainer that was killed or fenced meanwhile
+            for abandoned in self.directory.glob(".*-step-*"):  # left by a trainer that was killed or fenced
                 with _as_far_as_it_goes(abandoned):
                     shutil.rmtree(abandoned)
         temporary = self.directory / f".writing-e{state.epoch}-{_name(state.model_version)}"
         with ExitStack() as undone:
             undone.callback(
                 shutil.rmtree, temporary, ignore_errors=True
-            )  # should the disk be full, others need the room
+            )  # after an error such as a full disk, free the space
             temporary.mkdir(parents=True)
             write_weights(temporary / "model.safetensors", layout, weights)
             for name, save in parts.items():
@@ -135,19 +136,19 @@ class CheckpointStore:
         return Capture(state, temporary)
 
     def commit(self, capture: Capture) -> Path:
-        """Make a capture the checkpoint of its step; returns its directory once it is durable.
+        """Make a capture the checkpoint of its step; return its directory once it is durable.
 
-        What is not kept is removed as far as that goes.
+        Checkpoints beyond the retention limits are removed; failures to remove them are only logged.
 
         Raises:
             FencedError: a later epoch has claimed the directory.
-            CheckpointError: what was written cannot be forced to the disk; the capture is void.
-            OSError: it could not be completed; it may be tried again.
+            CheckpointError: syncing to disk failed; the capture is lost.
+            OSError: the commit failed; it can be retried.
         """
         state, temporary = capture.state, capture.directory
         final_path = self.directory / _name(state.model_version)
         replaced = self.directory / f"{_REPLACED}{final_path.name}"
-        in_place = not temporary.exists() and _is_of(final_path, state)  # by a try that failed after that
+        in_place = not temporary.exists() and _is_of(final_path, state)  # an earlier attempt failed after the rename
         if not in_place:
             with self._fence.blamed(state.epoch):
                 self._copy_model_files(temporary)
@@ -155,7 +156,7 @@ class CheckpointStore:
                 _sync_tree(temporary)
         with self._fence.held(state.epoch):
             if not in_place:
-                if final_path.exists():  # the same step of an abandoned epoch, or of a run that stops where it saved
+                if final_path.exists():  # same step: abandoned epoch, or run that stops where it saved
                     final_path.rename(replaced)
                 temporary.rename(final_path)
             sync(self.directory)
@@ -166,15 +167,15 @@ class CheckpointStore:
         return final_path
 
     def copy(self, path: Path) -> None:
-        """Copy a checkpoint to the run's location, if it has one. Raises as `CheckpointCopies.save` does."""
+        """Copy a checkpoint to the run's remote location, if it has one. Raises like `CheckpointCopies.save`."""
         if self._copies is not None:
             self._copies.save(path)
 
     def all(self) -> list[Path]:
-        """Directories with a final name, oldest first.
+        """Return the directories with a final name, oldest first.
 
         Raises:
-            OSError: the directory is there and cannot be read, which `glob` would pass over as if it were empty.
+            OSError: the directory exists but cannot be read; `glob` would treat it as empty.
         """
         try:
             names = os.listdir(self.directory)
@@ -184,11 +185,11 @@ class CheckpointStore:
         return sorted((path for path in final if path.is_dir()), key=_version)
 
     def latest(self) -> tuple[Path, TrainingState] | None:
-        """The newest checkpoint that is whole; damaged ones are named in the log and skipped.
+        """Return the newest complete checkpoint; damaged ones are logged and skipped.
 
         Raises:
-            RunFailed: there are checkpoints and none is whole, or nobody may look: a run that has trained must not
-                begin again as if it never had.
+            RunFailed: checkpoints exist but none is complete, or they cannot be read. A run that has trained must not
+                silently start from scratch.
         """
         try:
             self._put_back()
@@ -204,7 +205,7 @@ class CheckpointStore:
             else:
                 self._found = _version(path)
                 return path, state
-        if paths and self.all() != paths:  # the trainer before is live, and has removed what was being read
+        if paths and self.all() != paths:  # the previous trainer is still alive and has pruned checkpoints meanwhile
             return self.latest()
         if paths:
             raise RunFailed(
@@ -214,7 +215,7 @@ class CheckpointStore:
         return None
 
     def _put_back(self) -> None:
-        """A trainer was killed as it replaced the checkpoint of a step: the one before is whole, under another name."""
+        """Restore checkpoints that were renamed for replacement by a trainer that was then killed."""
         for replaced in self.directory.glob(f"{_REPLACED}step-*"):
             with self._fence.held(self._fence.epoch):
                 final_path = self.directory / replaced.name.removeprefix(_REPLACED)
@@ -222,7 +223,7 @@ class CheckpointStore:
                     replaced.rename(final_path)
 
     def oldest_kept_offsets(self) -> dict[str, str]:
-        """Stream positions before which no checkpoint that is there to go on from would read again."""
+        """Return the stream positions before which no resumable checkpoint needs to read."""
         resumable = set(self._retention.resumable(map(_version, self.all())))
         for path in self.all():
             if _version(path) in resumable:
@@ -236,7 +237,7 @@ class CheckpointStore:
         paths = {_version(path): path for path in self.all()}
         for version in paths.keys() - self._retention.survivors(paths, newest.accuracies):
             path = paths[version]
-            removed = self.directory / f".removed-{path.name}"  # what is half removed has no final name
+            removed = self.directory / f".removed-{path.name}"  # a partly removed checkpoint must not have a final name
             with _as_far_as_it_goes(path):
                 shutil.rmtree(path.rename(removed))
 
@@ -259,7 +260,7 @@ def load(path: Path) -> TrainingState:
 
 
 def _is_of(path: Path, state: TrainingState) -> bool:
-    """Does the manifest there, if there is one, say that the checkpoint is of this state?"""
+    """Return True if the manifest in this directory describes a checkpoint of this state."""
     try:
         found = Manifest.read(path)
     except CheckpointError:
@@ -269,7 +270,7 @@ def _is_of(path: Path, state: TrainingState) -> bool:
 
 @contextmanager
 def _as_far_as_it_goes(path: Path) -> Iterator[None]:
-    """Of the removal of what is not kept, none of which is worth a checkpoint: the next ones try again."""
+    """Log a failed removal instead of raising: later checkpoints retry it."""
     try:
         yield
     except OSError as error:
@@ -285,17 +286,17 @@ def _version(path: Path) -> int:
 
 
 def _digests(directory: Path) -> dict[str, str]:
-    """Of all files below, but for the manifest of an earlier try."""
+    """Return the digests of all files below, except the manifest of an earlier attempt."""
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / MANIFEST)
     return {str(path.relative_to(directory)): digest_of(path) for path in files}
 
 
 def _sync_tree(directory: Path) -> None:
-    """Force everything to the disk.
+    """Sync all files and directories to disk.
 
     Raises:
-        CheckpointError: it failed, after which the system may have dropped what it could not write and call the next
-            attempt a success.
+        CheckpointError: a sync failed. The system may then have dropped unwritten data, and a second sync may report
+            success, so retrying is unsafe.
     """
     try:
         for path in directory.rglob("*"):

@@ -1,17 +1,18 @@
-"""`Checkpointing`: at most one checkpoint on its way beside the training, and the report that it is there.
+"""`Checkpointing`: write at most one checkpoint at a time in parallel with training, and report when it is durable.
 
 | stage | waits for | who unblocks it |
 |---|---|---|
-| begin | the checkpoint before this one | the disk and the location, or whoever makes room there |
-| capture | a thread of its own: read the trainer, write | the disk, as above |
-| settle | a thread of its own: sync, rename, copy | the disk and the location, as above |
+| begin | the previous checkpoint | the disk and the remote location, or an operator who frees space there |
+| capture | a separate thread: read the trainer's state, write it | the disk, as above |
+| settle | a separate thread: sync, rename, copy | the disk and the remote location, as above |
 
-Training stands still for the first alone, and for what of the second the passes of the next step have not covered:
-weights and moments are read while they are computed, and changed only when `captured` has returned. What fails for a
-reason that may pass (a full disk, an object store that cannot be reached) is said to the controller and tried again;
-training goes on meanwhile until the next checkpoint is due, and then waits, since the streams keep all that was trained
-after the last durable one. Nothing is lost if it is killed there. After `deadline_s` it gives up; what cannot pass is
-raised at once.
+Training blocks on the first stage, and on the part of the capture that the next step's passes do not overlap. The
+capture reads weights and moments during these passes; they may change only after `captured` has returned.
+
+Transient failures (a full disk, an unreachable object store) are reported to the controller and retried. Training
+continues until the next checkpoint is due and then waits: the streams keep everything that was trained after the last
+durable checkpoint, so a kill loses nothing. After `deadline_s` the checkpoint fails. Permanent errors are raised at
+once.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from pipelinerl.training.checkpoints.manifest import TrainingState
 
 log = logging.getLogger("pipelinerl")
 
-#: Between two tries: at first, and at most.
+#: First and longest pause between two attempts.
 _FIRST_RETRY_S: Final = 0.1
 _RETRY_S: Final = 5.0
-#: Errors that another try meets again. Any other may be the disk's or the network's, whatever a library calls it.
+#: Errors that a retry cannot fix. Any other may come from the disk or the network, whatever type a library raises.
 _NEVER_PASS: Final = (CheckpointError, FencedError, AssertionError, AttributeError, LookupError, TypeError)
 T = TypeVar("T")
 
 
 @final
 class Checkpointing:
-    """Takes states to the disk while training goes on."""
+    """Writer of checkpoints in parallel with training."""
 
     def __init__(
         self,
@@ -51,7 +52,13 @@ class Checkpointing:
         trim: Callable[[dict[str, str], int], Awaitable[None]],
         deadline_s: float,
     ) -> None:
-        """`trim` is called after each checkpoint: nothing before these stream positions is read again, in its epoch."""
+        """Create a writer for one trainer.
+
+        Args:
+            report: sends a message to the controller.
+            trim: called after each checkpoint with stream positions and the epoch; that epoch never reads before them.
+            deadline_s: longest time to retry a failing checkpoint.
+        """
         self._store = store
         self._report = report
         self._trim = trim
@@ -62,11 +69,11 @@ class Checkpointing:
         self._thread: Future[Any] | None = None
 
     async def begin(self, state: TrainingState, capture: Callable[[], Capture]) -> None:
-        """Begin to capture the state on another thread, once the checkpoint before is durable.
+        """Start capturing the state on another thread, once the previous checkpoint is durable.
 
         Raises:
-            CheckpointError: the checkpoint before was lost on its way to the disk.
-            Exception: what has kept it from succeeding for too long.
+            CheckpointError: the previous checkpoint was lost while it was written.
+            Exception: the error that made the previous checkpoint fail until its deadline.
         """
         began = time.monotonic()
         await self.finish()
@@ -75,7 +82,7 @@ class Checkpointing:
         self._under_way = asyncio.create_task(self._settle(state, self._capturing))
 
     async def captured(self) -> None:
-        """Wait until nothing more is read of the trainer: its state may change only afterwards. Raises as `begin`."""
+        """Wait until the capture no longer reads the trainer; only then may its state change. Raises like `begin`."""
         if self._capturing is None:
             return
         began, capturing, self._capturing = time.monotonic(), self._capturing, None
@@ -85,18 +92,18 @@ class Checkpointing:
             await self.finish()
 
     async def finish(self) -> None:
-        """Wait until what is under way is durable and reported. Raises as `begin` does."""
+        """Wait until the current checkpoint is durable and reported. Raises like `begin`."""
         if self._under_way is not None:
             task, self._under_way = self._under_way, None
             await task
 
     async def raise_if_failed(self) -> None:
-        """Raise what has ended the checkpoint under way, if anything has."""
+        """Raise the error of the current checkpoint, if it has failed."""
         if self._under_way is not None and self._under_way.done():
             await self.finish()
 
     async def close(self) -> None:
-        """Give up what is under way: what is not durable yet does not count."""
+        """Abandon the current checkpoint; it does not count unless it is durable already."""
         if self._under_way is not None:
             self._under_way.cancel()
             await asyncio.gather(self._under_way, return_exceptions=True)
@@ -113,7 +120,7 @@ class Checkpointing:
         )
 
     async def _insist(self, state: TrainingState, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Try until it succeeds."""
+        """Retry until the attempt succeeds, fails permanently, or passes the deadline."""
         deadline, pause_s = time.monotonic() + self._deadline_s, _FIRST_RETRY_S
         cause: Exception | None = None
         while True:
@@ -121,14 +128,14 @@ class Checkpointing:
             try:
                 await asyncio.wait({trial})
             finally:
-                trial.cancel()  # should this be cancelled: a thread that has begun goes on
+                trial.cancel()  # matters if this task is cancelled; a thread that has started continues
             error = trial.exception()
             if error is None:
                 return trial.result()
             if isinstance(error, _NEVER_PASS) or not isinstance(error, Exception) or time.monotonic() > deadline:
                 raise error
             reason = f"{type(error).__name__}: {error}"
-            trace = error if cause is None else None  # once is enough
+            trace = error if cause is None else None  # log the traceback only once
             log.error(
                 "the checkpoint of step %d cannot be written yet: %s", state.model_version, reason, exc_info=trace
             )

@@ -1,13 +1,13 @@
-"""`CheckpointCopies`: a run's checkpoints at a location, from which any machine can go on with the run.
+"""`CheckpointCopies`: copies of a run's checkpoints at a remote location, from which any machine can resume the run.
 
-    <location>/<run>/step-000100-e1-5f0c9a1e/     version, epoch, and the beginning of a digest of its own; where the
-                                                  epoch saves a version again, -e1-2-…, -e1-3-… and so on
+    <location>/<run>/step-000100-e1-5f0c9a1e/     version, epoch, and the first digits of the manifest's digest; if
+                                                  the epoch saves a version again: -e1-2-…, -e1-3-… and so on
         …                                         as in the run's directory
-        run/recipe.toml, run/events.jsonl         what else it takes to go on with the run and to report on it
-        manifest.json                             written last: without it there is no checkpoint
+        run/recipe.toml, run/events.jsonl         the other files needed to resume the run and to report on it
+        manifest.json                             written last; without it the folder is not a checkpoint
 
-The location is a directory, or any URL that fsspec knows. Object stores have no rename, so no two uploads write to one
-folder, whichever trainer they come from, and the manifest alone makes a folder count. Every call blocks.
+The location is a directory, or any URL that fsspec supports. Object stores have no rename. So no two uploads write to
+the same folder, whichever trainers they come from, and only the manifest makes a folder count. Every call blocks.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from pipelinerl.training.checkpoints.retention import Retention
 log = logging.getLogger("pipelinerl")
 
 _FOLDER: Final = re.compile(r"step-(\d+)-e(\d+)(?:-(\d+))?-[0-9a-f]{8}")
-#: Below it lie the files of the run itself.
+#: Folder of the run's own files.
 RUN: Final = "run"
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A checkpoint that lies at the location, by its manifest."""
+    """A checkpoint at the remote location, identified by its manifest."""
 
     folder: str
     manifest: Manifest
 
     @property
     def name(self) -> str:
-        """Of its directory among a run's own checkpoints."""
+        """The name of its directory among a run's local checkpoints."""
         return self.folder.split("-e")[0]
 
 
 @final
 class CheckpointCopies:
-    """The copies below `url`, of one run; one trainer at a time writes there.
+    """The copies of one run's checkpoints below `url`; only one trainer at a time writes there.
 
-    `run_files` are the run's own, taken as they are when a checkpoint is copied, but `without_secrets`; those that do
-    not exist are left out.
+    `run_files` are the run's own files. Each is copied in its state at the time of the checkpoint, with secrets removed
+    (`without_secrets`). Missing files are skipped.
     """
 
     def __init__(self, url: str, *, retention: Retention, run_files: Sequence[Path] = ()) -> None:
@@ -66,12 +66,12 @@ class CheckpointCopies:
         self._run_files = run_files
 
     def save(self, path: Path) -> None:
-        """Copy the checkpoint in the directory `path`; durable when this returns. What is not kept is removed.
+        """Copy the checkpoint in the directory `path` and prune old copies; the copy is durable on return.
 
         Raises:
-            CheckpointError: it has no manifest.
+            CheckpointError: the checkpoint has no manifest.
             FencedError: a trainer of a later epoch copies here.
-            OSError: or what else the library behind the URL raises; it may be tried again.
+            OSError: or any other error of the library behind the URL; the call can be retried.
         """
         local = Manifest.read(path)
         self._raise_if_fenced(local.state)
@@ -88,7 +88,7 @@ class CheckpointCopies:
         self._prune(local.state)
 
     def newest(self) -> Iterator[Copy]:
-        """Copies that have a whole manifest, the newest first; others are named in the log and skipped."""
+        """Yield copies with an intact manifest, newest first; others are logged and skipped."""
         for folder in reversed(self._folders()):
             where = f"{self.url}/{folder}"
             try:
@@ -100,7 +100,7 @@ class CheckpointCopies:
                 log.error("skipping a damaged checkpoint: %s", error)
 
     def fetch(self, copy: Copy, into: Path) -> None:
-        """Download it into a directory that is made, as a checkpoint of a run's own.
+        """Download a copy into the directory `into`, which is created, in the layout of a local checkpoint.
 
         Raises:
             CheckpointError: a file is missing or has changed; the message names it.
@@ -123,7 +123,7 @@ class CheckpointCopies:
             raise CheckpointError(f"{where} has changed since it was written; choose another checkpoint")
 
     def _folder_of(self, stem: str, digest: str) -> str:
-        """That of an earlier try, or one that counts as later than all of the same version and epoch."""
+        """Return the folder of an earlier attempt, or a new one that sorts after all of this version and epoch."""
         same = [folder for folder in self._folders() if folder.startswith(f"{stem}-")]
         tried = [folder for folder in same if folder.endswith(digest)]
         if tried:
@@ -139,8 +139,8 @@ class CheckpointCopies:
                 )
 
     def _prune(self, newest: TrainingState) -> None:
-        """Keep the latest whole copy of each version that is to stay; of versions above this one none."""
-        self._raise_if_fenced(newest)  # it may have come while this one was uploaded, whatever became of us meanwhile
+        """Keep the latest complete copy of each retained version; remove all versions above the newest."""
+        self._raise_if_fenced(newest)  # a later trainer may have started during the upload
         whole = [folder for folder in self._folders() if self._place.has(f"{folder}/{MANIFEST}")]
         latest = {version: folder for folder in whole if (version := _order(folder)[1]) <= newest.model_version}
         stays = {latest[version] for version in self._retention.survivors(latest, newest.accuracies)}
@@ -148,11 +148,11 @@ class CheckpointCopies:
             if _order(folder)[1] > newest.model_version:
                 log.warning("%s/%s is removed: the run went on from before it", self.url, folder)
         for folder in set(self._folders()) - stays:
-            self._place.remove(f"{folder}/{MANIFEST}")  # first, so that what is half removed does not count
+            self._place.remove(f"{folder}/{MANIFEST}")  # first, so that a partly removed copy does not count
             self._place.remove(folder)
 
     def _folders(self) -> list[str]:
-        """By epoch, version and number, oldest first, whole or not."""
+        """Return complete and incomplete folders, sorted by epoch, version and number."""
         return sorted((name for name in self._place.names() if _FOLDER.fullmatch(name)), key=_order)
 
 
@@ -163,11 +163,11 @@ def _order(folder: str) -> tuple[int, int, int]:
 
 
 def _whole_lines(file: Path) -> bytes:
-    """Without the end of a line that is being written."""
+    """Return the file without an incomplete last line."""
     data = file.read_bytes()
     return data[: data.rfind(b"\n") + 1]
 
 
 def _for_others(file: Path) -> bytes:
-    """The whole lines of a file of the run, as they may lie at the location."""
+    """Return the whole lines of a run file with secrets removed."""
     return without_secrets(_whole_lines(file).decode(errors="surrogateescape")).encode(errors="surrogateescape")

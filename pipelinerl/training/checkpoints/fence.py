@@ -1,10 +1,10 @@
-"""`CheckpointFence`: of all trainers, the one with the highest claimed epoch may change a directory's checkpoints.
+"""`CheckpointFence`: only the trainer with the highest claimed epoch may change a directory's checkpoints.
 
     checkpoints.epoch   the claim, a number        checkpoints.lock   held while a claim or a checkpoint is put in place
 
-A trainer claims the directory when its epoch begins. From then on no trainer of an earlier epoch, however long it was
-stopped and wherever it goes on, puts a checkpoint in place or removes one: check and change are one step under the
-lock, which the kernel frees when its holder dies. It holds between all who mount the directory.
+A trainer claims the directory when its epoch begins. From then on no trainer of an earlier epoch can put a checkpoint
+in place or remove one, even if it was suspended for long or continues on another machine. Check and change happen under
+one lock, which the kernel releases when its holder dies. The lock works between all machines that mount the directory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _POLL_S: Final = 0.02
 
 @final
 class CheckpointFence:
-    """Of one directory, which need not exist before it is claimed."""
+    """Fence of one directory, which need not exist before it is claimed."""
 
     def __init__(self, directory: Path, *, deadline_s: float = 120.0) -> None:
         self._directory = directory
@@ -34,14 +34,14 @@ class CheckpointFence:
 
     @property
     def epoch(self) -> int:
-        """The claim; 0 before the first."""
+        """The claimed epoch; 0 before the first claim."""
         try:
             return int(self._claim.read_text())
         except FileNotFoundError:
             return 0
 
     def check(self, epoch: int) -> None:
-        """Raises FencedError when a later epoch has claimed the directory."""
+        """Raise FencedError if a later epoch has claimed the directory."""
         if self.epoch > epoch:
             raise FencedError(
                 f"epoch {self.epoch} has taken over the checkpoints in {self._directory} from epoch {epoch}: another "
@@ -49,7 +49,7 @@ class CheckpointFence:
             )
 
     def claim(self, epoch: int) -> None:
-        """Shut out every earlier epoch. Raises as `held` does."""
+        """Fence off every earlier epoch. Raises like `held`."""
         with self.held(epoch):
             draft = self._claim.with_name(f"{self._claim.name}.new")
             with draft.open("w") as file:
@@ -60,7 +60,7 @@ class CheckpointFence:
 
     @contextmanager
     def blamed(self, epoch: int) -> Iterator[None]:
-        """What fails within because a trainer of a later epoch has cleared it away is a FencedError."""
+        """Raise FencedError instead of an error caused by a later epoch that has removed files used in the block."""
         self.check(epoch)
         try:
             yield
@@ -70,14 +70,14 @@ class CheckpointFence:
 
     @contextmanager
     def held(self, epoch: int) -> Iterator[None]:
-        """Within it, no other trainer changes the directory.
+        """Prevent other trainers from changing the directory during the block.
 
         Raises:
             FencedError: a later epoch has claimed the directory.
-            DeadlineError: another holds the lock for too long.
+            DeadlineError: another process holds the lock for too long.
         """
         self._lock.parent.mkdir(parents=True, exist_ok=True)
-        # A lock that is a mere file, which filelock falls back to, outlives a holder on another machine.
+        # filelock can fall back to a plain lock file, which would outlive a holder on another machine.
         lock = FileLock(self._lock, self._deadline_s, mode=0o600, poll_interval=_POLL_S, fallback_to_soft=False)
         try:
             held = lock.acquire()

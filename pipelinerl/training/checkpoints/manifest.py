@@ -1,9 +1,9 @@
-"""`Manifest`: what makes a checkpoint one, in a file that is written last.
+"""`Manifest`: the file that completes a checkpoint and is written last.
 
     {"format": 2, "state": {…}, "files": {"model.safetensors": "<XXH3-128>", …}, "digest": "<of all that>"}
 
-It lists every file with the digest of its bytes and carries one of its own, so that nothing of a checkpoint can change,
-shrink or go missing unseen. The digests guard against damage, not against an adversary.
+It lists the digest of every file and contains its own digest, so any change, truncation or loss in a checkpoint is
+detected. The digests protect against damage, not against an adversary.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ import xxhash
 
 from pipelinerl.errors import CheckpointError
 
-#: The manifest's file name.
 MANIFEST: Final = "manifest.json"
 _FORMAT: Final = 2
-#: Stays in the processor's cache between its being read and its being hashed.
+#: Small enough to stay in the CPU cache between read and hash.
 _BLOCK_BYTES: Final = 2**18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
-    """What a checkpoint carries besides weights and optimizer.
+    """Contents of a checkpoint besides weights and optimizer.
 
-    `offsets` are the stream positions to read on from; `ledger` the orders that ended (`ConsumedLedger.to_record`);
-    `controller` the controller's snapshot as of the same step boundary; `kl_coefficient` β where it is controlled;
-    `epochs` the lineage as [epoch, version it began at], the trainer's own last (older checkpoints have none); `solved`
-    what `SolvedProblems` had not been answered for.
+    Attributes:
+        offsets: stream positions to resume reading from.
+        ledger: completed orders (`ConsumedLedger.to_record`).
+        controller: the controller's snapshot at the same step boundary.
+        kl_coefficient: β, if it is controlled.
+        epochs: lineage as [epoch, version it began at], the trainer's own epoch last; empty in older checkpoints.
+        solved: `SolvedProblems` reports that were not acknowledged yet.
     """
 
     model_version: int
@@ -46,7 +48,16 @@ class TrainingState:
 
     @property
     def accuracies(self) -> dict[int, float]:
-        """What each evaluation of the recipe's first set has shown at least, by the model version."""
+        """Contents of a checkpoint besides weights and optimizer.
+
+        Attributes:
+            offsets: stream positions to resume reading from.
+            ledger: completed orders (`ConsumedLedger.to_record`).
+            controller: the controller's snapshot at the same step boundary.
+            kl_coefficient: β, if it is controlled.
+            epochs: lineage as [epoch, version it began at], the trainer's own epoch last; empty in older checkpoints.
+            solved: solved problems by domain whose report was not confirmed yet (`SolvedProblems`).
+        """
         of_first = (one for one in self.controller.get("evaluations", ()) if one.get("place", 0) == 0)
         shown = {int(one["model_version"]): one.get("at_least") for one in of_first}
         return {version: float(accuracy) for version, accuracy in shown.items() if accuracy is not None}
@@ -54,24 +65,24 @@ class TrainingState:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The state, and the digest of each file by its path in the checkpoint."""
+    """The training state, and the digest of each file by its path in the checkpoint."""
 
     state: TrainingState
     files: dict[str, str]
 
     @property
     def digest(self) -> str:
-        """Of all that it says."""
+        """The digest of the whole record."""
         return digest_of_bytes(json.dumps(self._record(), sort_keys=True).encode())
 
     @property
     def text(self) -> str:
-        """As it lies in the file."""
+        """The manifest as JSON text, as written to the file."""
         return json.dumps(self._record() | {"digest": self.digest}, indent=1)
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Of the checkpoint in the directory `path`. Raises as `parse` does."""
+        """Read the manifest of the checkpoint in the directory `path`. Raises like `parse`."""
         try:
             text = (path / MANIFEST).read_bytes()
         except OSError as error:
@@ -80,10 +91,10 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: bytes, *, where: str) -> Self:
-        """Read and verify a manifest.
+        """Parse and verify a manifest.
 
         Raises:
-            CheckpointError: it is not as it was written, to the byte; the message begins with `where`.
+            CheckpointError: it is not byte-identical to what was written; the message begins with `where`.
         """
         try:
             record = json.loads(text)
@@ -100,10 +111,10 @@ class Manifest:
         return manifest
 
     def verify(self, path: Path) -> None:
-        """Read every file of the checkpoint in the directory `path`.
+        """Verify every file of the checkpoint in the directory `path`.
 
         Raises:
-            CheckpointError: one is missing, changed or unreadable; the message names it.
+            CheckpointError: a file is missing, changed or unreadable; the message names it.
         """
         for name, digest in self.files.items():
             try:
@@ -114,36 +125,36 @@ class Manifest:
                 raise CheckpointError(f"{path}: {name} has changed since it was written; choose another checkpoint")
 
     def _record(self) -> dict[str, Any]:
-        """As JSON reads it back, which turns integer keys into text."""
+        """Return the record as it is after a JSON round trip, which turns integer keys into strings."""
         state = asdict(self.state)
         for name in ("epochs", "solved"):
             if not state[name]:
-                del state[name]  # as it was written before there was such a field
+                del state[name]  # so that manifests written before these fields existed keep their bytes
         record: dict[str, Any] = {"format": _FORMAT, "state": state, "files": self.files}
         return cast(dict[str, Any], json.loads(json.dumps(record)))
 
 
 def digest_of_bytes(data: bytes) -> str:
-    """XXH3-128, as 32 hexadecimal digits."""
+    """Return the XXH3-128 digest as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def digest_of(path: Path) -> str:
-    """XXH3-128 of a file's bytes, as 32 hexadecimal digits. Raises OSError."""
+    """Return the XXH3-128 digest of a file as 32 hexadecimal digits. Raises OSError."""
     with path.open("rb", buffering=0) as file:
         return digest_while_copying(file, None)
 
 
 class Source(Protocol):
-    """Raw and buffered files."""
+    """A raw or buffered file."""
 
     def readinto(self, buffer: memoryview, /) -> int | None:
-        """How many bytes were read into the buffer; 0 at the end."""
+        """Read into the buffer; return the number of bytes, 0 at the end."""
         ...
 
 
 def digest_while_copying(source: Source, target: BinaryIO | None) -> str:
-    """XXH3-128 of what is read from `source` to its end, all of which is written to `target`."""
+    """Read `source` to its end and return its XXH3-128 digest; write all data to `target` if given."""
     digest = xxhash.xxh3_128()
     block = memoryview(bytearray(_BLOCK_BYTES))
     while count := source.readinto(block):

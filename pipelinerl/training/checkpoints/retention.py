@@ -1,12 +1,11 @@
-"""Which checkpoints stay, and what the streams may forget: pure rules over model versions.
+"""Retention of checkpoints and stream entries, as pure rules over model versions.
 
-Two kinds stay. The newest `keep` are there to go on from: nothing that one of them would read again is trimmed from
-the streams, so that when the newest turns out damaged the one before it is as good as it was when it was made. The
-best `keep_best`, by the accuracy of the evaluation of that version, are there for the weights in them: however old they
-get, `keep` does not remove them, and the streams do not wait for them. (A run that had nothing else would still go on
-from one: orders whose groups are gone are issued again.)
+Two kinds of checkpoint are kept. The newest `keep` are for resuming: the streams keep every entry that one of them
+would read again. If the newest is damaged, the previous one can therefore resume without loss. The best `keep_best`, by
+evaluation accuracy, are kept for their weights: `keep` never removes them, but the streams do not wait for them. (A run
+with no other checkpoint can still resume from one: orders whose groups are gone are issued again.)
 
-An accuracy counts once it has come: an evaluation takes a while, and is known to the checkpoints after it.
+An accuracy counts from the first checkpoint after its evaluation finishes.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How many stay: the newest `keep` (at least 1), and the best `keep_best`."""
+    """Retention limits: the newest `keep` checkpoints (at least 1) and the best `keep_best`."""
 
     keep: int
     keep_best: int = 0
 
     def resumable(self, versions: Iterable[int]) -> list[int]:
-        """Those to go on from, ascending."""
+        """Return the versions kept for resuming, ascending."""
         return sorted(set(versions))[-self.keep :]
 
     def survivors(self, versions: Iterable[int], accuracies: Mapping[int, float]) -> set[int]:
-        """Those that stay, given the accuracies that are known, by version; of equals the later is better."""
+        """Return the versions to keep, given the known accuracies by version; a tie goes to the later version."""
         present = set(versions)
         evaluated = sorted(present & accuracies.keys(), key=lambda version: (accuracies[version], version))
         best = evaluated[-self.keep_best :] if self.keep_best else []

@@ -1,4 +1,4 @@
-"""`write_weights`: what a trainer gathers as a safetensors file, under the weights' own names."""
+"""`write_weights`: save a trainer's gathered weights as a safetensors file, under their own names."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from trainer_contract.types import ParameterInfo
 
 
 def write_weights(path: Path, layout: Iterable[ParameterInfo], weights: Iterable[tuple[str, Any]]) -> None:
-    """Write arrays of any library, or their bytes; `layout` gives their dtypes and shapes. Raises OSError."""
+    """Write arrays of any library, or raw bytes; `layout` gives their dtypes and shapes. Raises OSError."""
     infos = {info.name: info for info in layout}
-    buffers = {name: bytes_of(array) for name, array in weights}  # kept alive while their addresses are read
+    buffers = {name: bytes_of(array) for name, array in weights}  # kept alive: `serialize_file` reads their addresses
     specs = {
         name: TensorSpec(
             dtype=infos[name].dtype, shape=infos[name].shape, data_ptr=buffer.ctypes.data, data_len=buffer.nbytes

@@ -27,6 +27,7 @@ from inference_contract.weights import Backend, Connections
 from pipelinerl.errors import AddressError, DeadlineError, UpdateError
 from pipelinerl.system.addresses import address_towards, without_name_servers
 from pipelinerl.system.ports import family_of
+from pipelinerl.weights.broadcast import torch_nccl
 
 #: A blocking wait on the store cannot be interrupted, and torch prints two warnings each time one times out. The code
 #: polls the store instead. The poll interval is this share of the time waited so far, within these bounds.
@@ -106,7 +107,7 @@ class Collective:
                 store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
             membership = dist.PrefixStore(f"{group}/{generation}", store)
             address, lazy = address_towards(host, port), connections is Connections.TREE
-            made = _process_group(backend, membership, rank, world_size, address, patience, lazy=lazy)
+            made = _process_group(backend, membership, rank, world_size, address, deadline, lazy=lazy)
             if lazy:
                 _meet(made, deadline)
         except (RuntimeError, OSError) as error:
@@ -170,28 +171,21 @@ class Collective:
         try:
             work = group.broadcast([tensor], options)
             if self._backend is Backend.GLOO:
-                work.wait(options.timeout)
+                work.wait(options.timeout)  # raises what the work failed with
             else:
-                self._wait_on_device(work, deadline)
+                torch_nccl.wait_for(work, deadline=deadline)
         except RuntimeError as error:
             group = work = None  # both keep connections open, and the traceback keeps this frame alive
             self.close()
             raise _translated(error, f"a broadcast in {self._name}") from error
+        if self._group is not group:  # an aborted work may look complete
+            raise UpdateError(f"{self._name} was left in the middle of a broadcast")
 
     def close(self) -> None:
         """Leave the group; peers that wait for this rank in a collective fail at once. Idempotent."""
         group, self._group = self._group, None
         if group is not None and self._backend is Backend.NCCL:
-            group.abort()
-
-    @staticmethod
-    def _wait_on_device(work: Any, deadline: float) -> None:
-        # NCCL's own wait only orders streams; the host must know that the bytes have arrived.
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                raise RuntimeError("timed out")
-            time.sleep(2e-4)
-        work.wait()
+            torch_nccl.abort(group)
 
 
 def offers(backend: Backend) -> bool:
@@ -205,23 +199,20 @@ def shared_tensor(memory: Any) -> torch.Tensor:
 
 
 def _process_group(
-    backend: Backend, store: Any, rank: int, size: int, address: str, patience: timedelta, *, lazy: bool
+    backend: Backend, store: Any, rank: int, size: int, address: str, deadline: float, *, lazy: bool
 ) -> Any:
+    remaining_s = max(deadline - time.monotonic(), 1e-3)
     if backend is Backend.GLOO:
         options = dist.ProcessGroupGloo._Options()
         # Pass an address rather than a name: gloo would resolve the host name, which fails without a network.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=lazy)]
-        options._timeout = patience
+        options._timeout = timedelta(seconds=remaining_s)
         options._threads = 1
         return dist.ProcessGroupGloo(store, rank, size, options)
     if not offers(backend):
         raise UpdateError("backend nccl needs CUDA, which torch does not find here; use gloo")
-    nccl = dist.ProcessGroupNCCL.Options()
-    nccl._timeout = patience
-    made = dist.ProcessGroupNCCL(store, rank, size, nccl)
-    # By default NCCL connects at the first collective; connect now so that a missing rank is detected here.
-    made.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
-    return made
+    device = torch.device("cuda", torch.cuda.current_device())
+    return torch_nccl.connect(dist, store, rank=rank, size=size, device=device, timeout_s=remaining_s)
 
 
 def _meet(group: Any, deadline: float) -> None:
@@ -240,7 +231,7 @@ def _options(root: int, deadline: float) -> Any:
 def _translated(error: RuntimeError | OSError, doing: str) -> DeadlineError | UpdateError:
     """Translate torch's error into one of ours, shortened to its first sentence."""
     text = str(error).split(". This is")[0].rsplit("] ", 1)[-1] if "pair.cc" in str(error) else str(error)
-    reason = text.splitlines()[0][:200]
+    reason = (text.splitlines() or [type(error).__name__])[0][:200]
     if "time" in reason.lower() and "out" in reason.lower():
         return DeadlineError(f"{doing} ended without every rank in time: {reason}")
     return UpdateError(f"{doing} broke: {reason}")

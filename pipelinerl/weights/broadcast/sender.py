@@ -1,15 +1,17 @@
 """`WeightSender` and `packed`: one pass over the trainer's parameters, copied into memory bucket by bucket.
 
-`WeightSender` hashes each bucket, and broadcasts it if there is a group. It holds one bucket, never the model.
+`WeightSender` hashes each bucket, and broadcasts it if there is a group. It holds one or two buckets, never the model.
+On a GPU it uses a stream of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -18,10 +20,13 @@ from torch.utils.dlpack import from_dlpack
 from inference_contract.weights import ParameterSpec, WeightLayout, cut
 from pipelinerl.errors import DeadlineError, UpdateError
 from pipelinerl.weights.broadcast.collective import Collective
-from pipelinerl.weights.digest import WeightDigest
 from pipelinerl.weights.layout import describe_bucket, parameters_in
 from pipelinerl.weights.publisher import WeightSource
+from pipelinerl.weights.torch_transfer import OverlappedDigest, TransferStream, stream_for
 from trainer_contract.host_weights import bytes_of
+
+#: Two buckets are staged, one filled while the other is hashed, if none is larger than this many times the usual size.
+_LARGEST_OF_TWO: Final = 2
 
 
 @final
@@ -31,11 +36,19 @@ class WeightSender:
     After a failure, `broke_in_group` distinguishes a peer's fault from the trainer's own.
     """
 
-    def __init__(self, layout: WeightLayout, weights: WeightSource, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        layout: WeightLayout,
+        weights: WeightSource,
+        bucket_bytes: int,
+        *,
+        streams: Callable[[torch.device], TransferStream] = stream_for,
+    ) -> None:
         self._layout = layout
         self._weights = weights
         self._bounds = layout.buckets(bucket_bytes)
         self._bucket_bytes = bucket_bytes
+        self._streams = streams
         self.broke_in_group = False
 
     def send(
@@ -51,15 +64,35 @@ class WeightSender:
         """
         if group is not None and pieces_key:
             self._announce(group, pieces_key)
-        device = torch.device("cpu") if group is None else group.device
-        staging = torch.empty(max(end - start for start, end in self._bounds), dtype=torch.uint8, device=device)
-        digest = WeightDigest()
-        room = lambda start, end: staging[: end - start]  # noqa: E731
-        for bucket, filled in enumerate(packed(self._layout, self._weights, self._bounds, room)):
-            digest.update(filled)
-            if group is not None:
-                self._broadcast(group, filled, bucket, deadline=deadline, silence_s=silence_s)
-        return digest.hexdigest()
+        gathered = iter(self._weights())
+        first = list(itertools.islice(gathered, 1))
+        device = _staging_device(group, first)
+        largest = max(end - start for start, end in self._bounds)
+        with self._streams(device) as stream:
+            digest = OverlappedDigest(stream)
+            two = stream.overlaps and largest <= _LARGEST_OF_TWO * self._bucket_bytes
+            made = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(1 + two)]
+            slots = itertools.cycle(made)
+            last: torch.Tensor | None = None
+
+            def room(start: int, end: int) -> torch.Tensor:
+                nonlocal last
+                before, last = last, next(slots)
+                if last is before:
+                    digest.settle()
+                return last[: end - start]
+
+            # `first` is emptied, so that its array is freed as early as the others.
+            weights = lambda: itertools.chain((first.pop() for _ in range(len(first))), gathered)  # noqa: E731
+            for bucket, filled in enumerate(packed(self._layout, weights, self._bounds, room)):
+                for start, end in cut(0, filled.numel(), self._bucket_bytes):
+                    piece = filled[start:end]
+                    landed = digest.append(piece)
+                    if group is not None:
+                        piece = piece if piece.device.type == group.device.type else landed()
+                        patience = min(deadline, time.monotonic() + silence_s)
+                        self._broadcast(group, piece, bucket, deadline=patience)
+            return digest.hexdigest()
 
     def _announce(self, group: Collective, key: str) -> None:
         try:
@@ -68,15 +101,20 @@ class WeightSender:
             self.broke_in_group = True
             raise
 
-    def _broadcast(
-        self, group: Collective, filled: torch.Tensor, bucket: int, *, deadline: float, silence_s: float
-    ) -> None:
+    def _broadcast(self, group: Collective, piece: torch.Tensor, bucket: int, *, deadline: float) -> None:
         try:
-            for start, end in cut(0, filled.numel(), self._bucket_bytes):
-                group.broadcast(filled[start:end], deadline=min(deadline, time.monotonic() + silence_s))
+            group.broadcast(piece, deadline=deadline)
         except (UpdateError, DeadlineError) as error:
             self.broke_in_group = True
             raise type(error)(f"{describe_bucket(self._layout, bucket, self._bounds)}: {error}") from error
+
+
+def _staging_device(group: Collective | None, first: list[tuple[str, Any]]) -> torch.device:
+    """Return the device on which buckets are filled: the group's if it is a GPU, else that of the weights."""
+    if group is not None and group.device.type != "cpu":
+        return group.device
+    array = first[0][1] if first else None
+    return array.device if isinstance(array, torch.Tensor) else torch.device("cpu")
 
 
 def packed(
@@ -133,4 +171,6 @@ def _write(array: Any, into: torch.Tensor) -> None:
             into.copy_(torch.from_numpy(host.copy()))
         return
     tensor = array if isinstance(array, torch.Tensor) else from_dlpack(array)
+    if tensor.is_cuda:  # it may be freed before this stream has read it
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
     into.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))

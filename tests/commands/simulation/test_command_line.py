@@ -74,6 +74,22 @@ def test_sweep_of_a_table_is_shown_plotted_and_recommended_from(table: str, tmp_
     assert "http" not in text
 
 
+def test_published_table_follows_the_recipe_and_says_that_nothing_was_measured() -> None:
+    changes = ("sampling.max_tokens=2048", "engine.context_length=4096", "engine.slots=64")
+    result = simulate(
+        "tiny", *changes, "--hardware", "h100:0.5b", "--lengths", "heavy:300,1", "--sweep", "engine.count=1,2"
+    )
+    assert result.exit_code == 0, result.output
+    assert "Published figures, not measured here" in result.output
+    assert "training at 40%" in result.output
+
+
+def test_recipe_that_does_not_fit_the_published_memory_is_rejected() -> None:
+    result = simulate("tiny", "--hardware", "h100:72b", "--lengths", "fixed:5")
+    assert isinstance(result.exception, RecipeError)
+    assert "raise engine.devices" in str(result.exception)
+
+
 def test_json_has_every_figure(table: str) -> None:
     said = json.loads(simulate("tiny", "--hardware", table, "--json", "--lengths", "fixed:5").output)
     (trial,) = said["trials"]
@@ -115,9 +131,11 @@ def test_lengths_and_prompts_are_those_of_the_run(tmp_path: Path) -> None:
     [
         ((), "either --from RUN"),
         (("--hardware", "nowhere.toml"), "cannot be read"),
+        (("--hardware", "h100"), "give ACCELERATOR:SIZE"),
+        (("--hardware", "h100:8b"), "no published table is called 'h100:8b'"),
         (("--from", "nowhere"), "cannot be used for calibration"),
     ],
-    ids=["neither", "no table", "no run"],
+    ids=["neither", "no table", "no size", "unknown size", "no run"],
 )
 def test_missing_basis_is_reported(arguments: tuple[str, ...], said: str) -> None:
     result = simulate("tiny", *arguments)

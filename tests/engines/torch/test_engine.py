@@ -149,7 +149,7 @@ def test_cache_must_fit_the_gpu_memory_share(options: EngineOptions) -> None:
     """The process stays within its share; the last line restores the memory limit for other tests."""
     on_gpu = replace(options, device=Device.CUDA)
     load_runner(replace(on_gpu, memory_share=0.5))
-    with pytest.raises(ModelError, match=r"bytes of cache, allowed are -?\d+; lower slots or context_length"):
+    with pytest.raises(ModelError, match=r"MiB are left of the device's .*; set engine\.slots to \d+ or less"):
         load_runner(replace(on_gpu, memory_share=0.5, slots=2**24))
     torch.cuda.set_per_process_memory_fraction(1.0)
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 import psutil
 
 from pipelinerl.types import Outcome
-from pipelinerl.verifiers.service.asking import ServicePatience
+from pipelinerl.verifiers.service.calls import ServicePatience
 from pipelinerl.verifiers.service.client import VerifierServices
 from pipelinerl.verifiers.verifier import SampledAnswer
 from tests.fakes.verifier_service import RULES, TOKEN, lease, problem

@@ -77,3 +77,22 @@ def test_run_that_exceeds_the_disk_is_refused(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UserError, match=r"checkpoint\.keep=1 checkpoint\.keep_best=0"):
         disk.refuse_full_disk(config, predicted)
     assert "50 checkpoints of" in disk.disk_line(config, predicted)
+
+
+def test_resumed_run_needs_less_by_what_it_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load("tiny", [f"run.directory={tmp_path}", "checkpoint.keep=50"])
+    predicted = predict(config, objective_of(config))
+    needed = disk.run_bytes(config, predicted)
+    monkeypatch.setattr(disk, "free_bytes", lambda _: needed - 1000)
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    with pytest.raises(UserError, match=r"checkpoint\.keep=1"):
+        disk.refuse_full_disk(config, predicted, place)
+    (place / "weights").write_bytes(b"0" * 1000)
+    disk.refuse_full_disk(config, predicted, place)
+
+
+def test_groups_in_flight_fill_the_slots_of_all_engines_twice() -> None:
+    sizes = ("engine.slots=64", "engine.count=3", "actor.count=2", "sampling.group_size=8")
+    assert load("tiny", sizes).groups_in_flight == 2 * 3 * 64 // (8 * 2)
+    assert load("tiny", [*sizes, "actor.groups_in_flight=5"]).groups_in_flight == 5

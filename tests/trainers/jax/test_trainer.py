@@ -325,7 +325,7 @@ def test_unsatisfiable_specs_are_rejected(fields, sentence, model_path):
         JaxTrainer().init_worker(replace(spec_of(model_path("qwen2")), **fields))
 
 
-@pytest.mark.parametrize(("name", "sentence"), [("gpt2", "'gpt2' is not known"), ("mistral", "a sliding window")])
+@pytest.mark.parametrize(("name", "sentence"), [("gpt2", "'gpt2' is not supported"), ("mistral", "a sliding window")])
 def test_unsupported_architectures_are_rejected(name, sentence, model_path):
     with pytest.raises(SpecError, match=sentence):
         started(model_path(name))

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipelinerl.system.ports import free_ports
-from pipelinerl.trainers.torch.mesh import ProcessMesh
+from pipelinerl.trainers.torch.mesh import ProcessMesh, device_index
 from pipelinerl.trainers.torch.options import TorchOptions
 from pipelinerl.trainers.torch.shard_files import VALUE, ShardFiles, key_of
 from pipelinerl.trainers.torch.trainer import TorchTrainer
@@ -60,6 +60,27 @@ FEW = 6
 #: A directory, rank 0's job there, and its arguments.
 Job = tuple[Path, str, dict[str, Any]]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@pytest.mark.parametrize(
+    ("views", "devices", "local_rank", "indices"),
+    [
+        ([1, 2, 3], 1, None, [0, 0, 0]),  # as the launcher starts them: each rank sees its own GPU
+        ([1, 1, 1], 4, None, [0, 1, 2]),  # started by hand on one host
+        ([1, 1, 2, 2], 2, None, [0, 1, 0, 1]),  # on two hosts
+        ([1, 2, 1], 2, None, [0, 0, 1]),  # ranks of two hosts in turn
+        ([1, 1], 4, 3, [3, 3]),
+        ([1, 2], 1, 1, [0, 0]),
+    ],
+)
+def test_ranks_that_see_the_same_gpus_take_different_ones(views, devices, local_rank, indices):
+    assert [device_index(rank, views, devices, local_rank) for rank in range(len(views))] == indices
+
+
+@pytest.mark.parametrize(("devices", "local_rank"), [(1, None), (2, 2)])
+def test_rank_without_a_gpu_of_its_own_is_rejected(devices, local_rank):
+    with pytest.raises(SpecError, match="show each rank its own GPU with CUDA_VISIBLE_DEVICES"):
+        device_index(1, [5, 5], devices, local_rank)
 
 
 @contextmanager

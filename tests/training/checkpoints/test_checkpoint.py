@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, whatever is killed, cut or flipped; a Hugging Face directory as they lie."""
+"""Checkpoints are atomic under kills, truncation and bit flips, and Hugging Face loads their directories."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHIPPED = Path(__file__).resolve().parents[3] / "pipelinerl" / "models" / "tiny_
 
 
 class Killed(BaseException):
-    """The process ends here; nothing above catches it."""
+    """Simulates the end of the process; no code above catches it."""
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def latest(store: CheckpointStore) -> TrainingState | None:
     return found[1] if found else None
 
 
-def test_what_is_saved_is_what_is_found(store: CheckpointStore) -> None:
+def test_saved_checkpoint_is_found(store: CheckpointStore) -> None:
     assert store.latest() is None and store.oldest_kept_offsets() == {}
     path = save(store, 3)
     assert store.latest() == (path, state_of(3))
@@ -48,7 +48,7 @@ def test_what_is_saved_is_what_is_found(store: CheckpointStore) -> None:
     assert BigramModel.load(path).logits.tolist() == np.full((5, 5), 3.0).tolist()
 
 
-def test_killed_as_it_replaced_a_step_the_one_before_is_found(store: CheckpointStore) -> None:
+def test_replaced_checkpoint_is_restored_after_a_kill(store: CheckpointStore) -> None:
     path = save(store, 4)
     path.rename(path.with_name(f".replaced-{path.name}"))  # between the two renames of a commit
     found = store.latest()
@@ -56,7 +56,7 @@ def test_killed_as_it_replaced_a_step_the_one_before_is_found(store: CheckpointS
     assert sorted(each.name for each in path.parent.iterdir()) == [path.name]
 
 
-def test_the_newest_are_kept(store: CheckpointStore) -> None:
+def test_newest_checkpoints_are_kept(store: CheckpointStore) -> None:
     for version in (9, 99, 999_999):
         save(store, version)
     assert [path.name for path in store.all()] == ["step-000099", "step-999999"]
@@ -66,7 +66,7 @@ def test_the_newest_are_kept(store: CheckpointStore) -> None:
     assert [path.name for path in store.all()] == ["step-999999", "step-1000000"]
 
 
-def test_the_same_step_of_a_later_epoch_replaces_the_earlier(store: CheckpointStore) -> None:
+def test_same_step_of_a_later_epoch_replaces_the_earlier(store: CheckpointStore) -> None:
     save(store, 1)
     save(store, 2)
     save(store, 2, epoch=2)
@@ -75,7 +75,7 @@ def test_the_same_step_of_a_later_epoch_replaces_the_earlier(store: CheckpointSt
 
 
 def operations(monkeypatch: pytest.MonkeyPatch, killed_at: int) -> list[str]:
-    """Kill the process at the n-th of the operations that make a checkpoint durable or visible."""
+    """Kill the process at the n-th operation of those that make a checkpoint durable or visible."""
     done: list[str] = []
 
     def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,7 +96,7 @@ def operations(monkeypatch: pytest.MonkeyPatch, killed_at: int) -> list[str]:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["new step", "step of an abandoned epoch"])
-def test_killed_anywhere_the_newest_whole_one_is_found(
+def test_newest_complete_checkpoint_is_found_after_any_kill(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
     old, new = state_of(2), state_of(4, epoch=2)
@@ -128,7 +128,7 @@ def test_killed_anywhere_the_newest_whole_one_is_found(
 
 
 def damages(path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Every file cut at several places, flipped in several bits, and removed."""
+    """Yield every file cut at several places, with several bits flipped, and removed."""
     for file in sorted(path.rglob("*")):
         if not file.is_file():
             continue
@@ -142,7 +142,7 @@ def damages(path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"{name} removed", file.unlink
 
 
-def test_every_damage_is_found_and_said(
+def test_every_damage_is_detected_and_reported(
     store: CheckpointStore, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     save(store, 2)
@@ -163,12 +163,14 @@ def test_every_damage_is_found_and_said(
 
 
 @pytest.mark.parametrize("unreadable", [False, True], ids=["each is damaged", "nobody may look"])
-def test_a_run_that_has_trained_does_not_begin_again_in_silence(store: CheckpointStore, unreadable: bool) -> None:
+def test_run_without_a_complete_checkpoint_is_not_restarted_from_scratch(
+    store: CheckpointStore, unreadable: bool
+) -> None:
     for version in (2, 4):
         (save(store, version) / "model.safetensors").unlink()
     if unreadable:
         store.directory.rename(store.directory.with_name("away"))
-        store.directory.write_text("")  # what the system refuses to list, also for root
+        store.directory.write_text("")  # cannot be listed, not even by root
     words = (
         r"checkpoints: Not a directory" if unreadable else r"no checkpoint in .* is whole, the newest is step-000004"
     )
@@ -178,7 +180,7 @@ def test_a_run_that_has_trained_does_not_begin_again_in_silence(store: Checkpoin
 
 
 @pytest.mark.parametrize("manifest", ["[]", "3", "{}", '{"format": 1}', '{"format": 3, "state": {}, "files": {}}'])
-def test_other_manifests_are_refused_with_a_sentence(store: CheckpointStore, manifest: str) -> None:
+def test_other_manifests_are_rejected_with_a_sentence(store: CheckpointStore, manifest: str) -> None:
     path = save(store, 2)
     (path / "manifest.json").write_text(manifest)
     with pytest.raises(CheckpointError, match="choose another checkpoint"):
@@ -186,7 +188,7 @@ def test_other_manifests_are_refused_with_a_sentence(store: CheckpointStore, man
     assert store.oldest_kept_offsets() == {}
 
 
-def test_a_full_disk_leaves_the_checkpoints_as_they_were(store: CheckpointStore) -> None:
+def test_full_disk_leaves_existing_checkpoints_intact(store: CheckpointStore) -> None:
     save(store, 2)
 
     def full(_: Path) -> None:
@@ -198,7 +200,7 @@ def test_a_full_disk_leaves_the_checkpoints_as_they_were(store: CheckpointStore)
     assert latest(store) is not None and save(store, 4).name == "step-000004"
 
 
-def test_what_fails_after_it_is_in_place_may_be_tried_again(
+def test_commit_that_fails_after_the_rename_can_be_retried(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(store, 2)
@@ -220,7 +222,7 @@ def test_what_fails_after_it_is_in_place_may_be_tried_again(
     assert [path.name for path in sorted(store.directory.iterdir())] == ["step-000002", "step-000004"]
 
 
-def test_what_cannot_be_removed_is_said_and_costs_no_checkpoint(
+def test_failed_removal_is_logged_and_loses_no_checkpoint(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def busy(path: Path, ignore_errors: bool = False) -> None:
@@ -238,14 +240,14 @@ def test_what_cannot_be_removed_is_said_and_costs_no_checkpoint(
     assert not list(store.directory.glob(".*")), "it is tried again"
 
 
-def test_the_offsets_that_may_be_trimmed_need_no_reading_of_weights(store: CheckpointStore) -> None:
-    """Only the manifest is read: weights may be many gigabytes."""
+def test_trim_offsets_are_read_without_weights(store: CheckpointStore) -> None:
+    """Only the manifest is read, since weights may be many gigabytes."""
     path = save(store, 2)
     (path / "model.safetensors").unlink()
     assert store.oldest_kept_offsets() == state_of(2).offsets
 
 
-def test_transformers_loads_a_checkpoint_as_it_lies(tmp_path: Path) -> None:
+def test_transformers_loads_a_checkpoint_directory(tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

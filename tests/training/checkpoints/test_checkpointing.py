@@ -1,4 +1,4 @@
-"""A checkpoint on its way beside the training: told when it is durable, waited for by the next, insisted on."""
+"""Checkpoints written in parallel with training: reported once durable, awaited by the next, retried on errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEADLINE_S = PATIENCE_S
 
 @dataclass
 class GroupLimiter:
-    """A store, and what was told and trimmed."""
+    """A store, with the reports and trims that it caused."""
 
     store: CheckpointStore
     saving: Checkpointing
@@ -35,7 +35,7 @@ class GroupLimiter:
     trimmed: list[dict[str, str]] = field(default_factory=list)
 
     async def begin(self, version: int) -> None:
-        """Begin, and wait for the capture."""
+        """Begin a checkpoint and wait for its capture."""
         await self.saving.begin(state_of(version), lambda: capture(self.store, state_of(version)))
         await self.saving.captured()
 
@@ -67,7 +67,7 @@ async def room(tmp_path: Path, *, deadline_s: float = DEADLINE_S) -> AsyncIterat
         await saving.close()
 
 
-async def test_training_goes_on_while_the_disk_works_and_the_next_checkpoint_waits(
+async def test_training_continues_during_a_checkpoint_and_the_next_one_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, may_sync = os.fsync, threading.Event()
@@ -93,7 +93,7 @@ async def test_training_goes_on_while_the_disk_works_and_the_next_checkpoint_wai
         assert made.store.latest() == (made.store.all()[-1], state_of(2))
 
 
-async def test_what_may_pass_is_told_and_tried_until_it_has_passed(tmp_path: Path) -> None:
+async def test_transient_failures_are_reported_and_retried(tmp_path: Path) -> None:
     (tmp_path / "location").write_text("in the way of the directory")
     async with room(tmp_path) as made:
         await made.begin(1)
@@ -106,7 +106,7 @@ async def test_what_may_pass_is_told_and_tried_until_it_has_passed(tmp_path: Pat
         assert [path.name.split("-e")[0] for path in (tmp_path / "location" / "run").iterdir()] == ["step-000001"]
 
 
-async def test_passes_run_beside_the_capture_and_the_weights_change_after_it(tmp_path: Path) -> None:
+async def test_passes_overlap_the_capture_and_weights_change_after_it(tmp_path: Path) -> None:
     state, may_read = state_of(1), threading.Event()
 
     def reads() -> Capture:
@@ -116,7 +116,7 @@ async def test_passes_run_beside_the_capture_and_the_weights_change_after_it(tmp
     async with room(tmp_path) as made:
         await asyncio.wait_for(made.saving.begin(state, reads), DEADLINE_S)
         waits = asyncio.create_task(made.saving.captured())
-        await asyncio.sleep(0)  # it has begun to wait
+        await asyncio.sleep(0)  # the waiter is now blocked
         began = time.monotonic()
         await asyncio.sleep(0.3)
         assert not waits.done()
@@ -133,7 +133,7 @@ async def test_passes_run_beside_the_capture_and_the_weights_change_after_it(tmp
         assert second.stall_s < told.stall_s, "nothing waited for it"
 
 
-async def test_a_capture_that_cannot_succeed_is_raised_to_who_waits_for_it(tmp_path: Path) -> None:
+async def test_permanent_capture_failure_is_raised_to_the_waiter(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.saving.begin(state_of(1), lambda: capture(made.store, {}))  # type: ignore[arg-type]
         with pytest.raises(AttributeError):
@@ -141,7 +141,7 @@ async def test_a_capture_that_cannot_succeed_is_raised_to_who_waits_for_it(tmp_p
         await made.saving.finish()
 
 
-async def test_a_capture_that_fails_holds_training_until_it_succeeds(tmp_path: Path) -> None:
+async def test_failing_capture_blocks_training_until_it_succeeds(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way of the directory")
     async with room(tmp_path) as made:
         beginning = asyncio.create_task(made.begin(1))
@@ -154,7 +154,7 @@ async def test_a_capture_that_fails_holds_training_until_it_succeeds(tmp_path: P
         assert last.stall_s > 0
 
 
-async def test_it_gives_up_in_the_end_with_the_reason(tmp_path: Path) -> None:
+async def test_checkpoint_fails_with_the_reason_after_its_deadline(tmp_path: Path) -> None:
     (tmp_path / "location").write_text("in the way of the directory")
     async with room(tmp_path, deadline_s=0.05) as made:
         await made.begin(1)
@@ -162,7 +162,7 @@ async def test_it_gives_up_in_the_end_with_the_reason(tmp_path: Path) -> None:
             await asyncio.wait_for(made.saving.finish(), DEADLINE_S)
 
 
-async def test_a_sync_that_failed_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_sync_is_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: int) -> None:
         raise OSError(5, "Input/output error")
 
@@ -180,7 +180,7 @@ async def test_a_sync_that_failed_is_not_tried_again(tmp_path: Path, monkeypatch
         assert not list(made.store.directory.glob(".*"))
 
 
-async def test_closed_it_gives_up_what_is_under_way(tmp_path: Path) -> None:
+async def test_close_abandons_the_current_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "location").write_text("in the way of the directory")
     async with room(tmp_path) as made:
         await made.begin(1)

@@ -1,4 +1,4 @@
-"""Copies of checkpoints at a location, in a directory and behind a URL: whole or not there, the newest and the best."""
+"""Remote copies of checkpoints, in a directory and behind a URL: atomicity, and retention of the newest and best."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def versions(copies: CheckpointCopies) -> list[int]:
     return [copy.manifest.state.model_version for copy in copies.newest()]
 
 
-def test_a_trainer_that_was_stopped_in_its_copy_takes_nothing_from_its_successor(
+def test_late_copy_of_a_fenced_trainer_does_not_harm_its_successor(
     store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path
 ) -> None:
-    """It wakes with step 10 of epoch 1, after epoch 2 has gone on from there and copied step 20."""
+    """The trainer wakes with step 10 of epoch 1 after epoch 2 has resumed from there and copied step 20."""
     store.claim(1)
     late = save(store, 10)
     successor = CheckpointStore(
@@ -61,7 +61,7 @@ def test_a_trainer_that_was_stopped_in_its_copy_takes_nothing_from_its_successor
     assert versions(copies) == [20]
 
 
-def test_what_comes_back_is_a_checkpoint_with_the_files_of_its_run(
+def test_fetched_copy_is_a_checkpoint_with_the_run_files(
     store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path
 ) -> None:
     (tmp_path / "events.jsonl").write_text('{"kind": "step"}\n{"kind": "st')
@@ -75,7 +75,7 @@ def test_what_comes_back_is_a_checkpoint_with_the_files_of_its_run(
     assert (into / "run" / "events.jsonl").read_text() == '{"kind": "step"}\n', "without the line under way"
 
 
-def test_the_newest_and_the_best_stay_in_both_places(store: CheckpointStore, copies: CheckpointCopies) -> None:
+def test_newest_and_best_are_kept_in_both_places(store: CheckpointStore, copies: CheckpointCopies) -> None:
     save_both(store, 10)
     save_both(store, 20, accuracies={10: 0.4})
     save_both(store, 30, accuracies={10: 0.4, 20: 0.6})
@@ -87,9 +87,7 @@ def test_the_newest_and_the_best_stay_in_both_places(store: CheckpointStore, cop
     assert versions(copies) == [50, 40] and len(Storage(copies.url).names()) == 2
 
 
-def test_the_same_step_of_a_later_epoch_counts_and_replaces_the_earlier(
-    store: CheckpointStore, copies: CheckpointCopies
-) -> None:
+def test_same_step_of_a_later_epoch_replaces_the_earlier_copy(store: CheckpointStore, copies: CheckpointCopies) -> None:
     save_both(store, 2)
     save_both(store, 2)
     assert len(Storage(copies.url).names()) == 1, "a second try of the same is a no-op"
@@ -97,10 +95,10 @@ def test_the_same_step_of_a_later_epoch_counts_and_replaces_the_earlier(
     assert [copy.manifest.state.epoch for copy in copies.newest()] == [2]
 
 
-def test_what_is_saved_again_counts_whatever_its_digest(
+def test_step_saved_again_counts_as_newer_with_any_digest(
     store: CheckpointStore, copies: CheckpointCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same version and epoch with other ledgers, each time before the one before was swept up."""
+    """Save the same version and epoch with other ledgers, each time before the previous copy is pruned."""
     ledgers = []
     for frontier in range(6):
         state = replace(state_of(2), ledger={"frontier": frontier})
@@ -114,7 +112,7 @@ def test_what_is_saved_again_counts_whatever_its_digest(
     assert [copy.name for copy in copies.newest()] == ["step-000002"]
 
 
-def test_copies_above_where_the_run_went_on_push_out_nothing(
+def test_abandoned_copies_above_the_resumed_step_evict_nothing(
     store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for version in (10, 20, 30):
@@ -129,13 +127,13 @@ def test_copies_above_where_the_run_went_on_push_out_nothing(
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """Simulates the end of the process."""
 
 
-def test_killed_anywhere_the_newest_copy_is_whole(
+def test_newest_copy_is_complete_after_any_kill(
     store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before each operation on the location in turn; the next trainer sweeps up what is left."""
+    """Kill before each operation on the location in turn; the next trainer removes the remains."""
     save_both(store, 1)
     save_both(store, 2)
     path = save(store, 3)
@@ -172,7 +170,7 @@ def test_killed_anywhere_the_newest_copy_is_whole(
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "trainer/optimizer", "run/recipe.toml"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "lose"])
-def test_damage_is_found_and_said(
+def test_damage_is_detected_and_reported(
     store: CheckpointStore,
     copies: CheckpointCopies,
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""Of two trainers that write checkpoints into one directory, the one that an epoch has left behind changes nothing."""
+"""Two trainers that write checkpoints to one directory: the one of the earlier epoch can change nothing."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.patience import PATIENCE_S
 
 @pytest.fixture
 def stores(tmp_path: Path) -> tuple[CheckpointStore, CheckpointStore]:
-    """Of the trainer before and the trainer after."""
+    """Return the stores of the earlier and the later trainer."""
     model = model_directory(tmp_path / "model")
     first, second = (CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=model) for _ in range(2))
     return first, second
 
 
-def test_what_is_captured_before_the_claim_is_not_put_in_place_after_it(
+def test_capture_from_before_the_claim_cannot_be_committed_after_it(
     stores: tuple[CheckpointStore, CheckpointStore],
 ) -> None:
     first, second = stores
@@ -43,7 +43,7 @@ def test_what_is_captured_before_the_claim_is_not_put_in_place_after_it(
     assert found is not None and (found[1].epoch, found[1].model_version) == (2, 2)
 
 
-def test_the_drafts_of_two_trainers_never_mix(stores: tuple[CheckpointStore, CheckpointStore]) -> None:
+def test_drafts_of_two_trainers_are_separate(stores: tuple[CheckpointStore, CheckpointStore]) -> None:
     first, second = stores
     late = capture(first, state_of(2, epoch=1))
     second.claim(2)
@@ -51,7 +51,7 @@ def test_the_drafts_of_two_trainers_never_mix(stores: tuple[CheckpointStore, Che
     assert not late.directory.exists(), "what the fenced one had begun is cleared away"
 
 
-def test_a_draft_that_is_cleared_away_under_its_writer_is_a_fence(
+def test_writer_whose_draft_was_removed_gets_a_fenced_error(
     stores: tuple[CheckpointStore, CheckpointStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = stores
@@ -68,7 +68,7 @@ def test_a_draft_that_is_cleared_away_under_its_writer_is_a_fence(
         first.commit(late)
 
 
-def test_a_checkpoint_that_appeared_while_a_trainer_began_is_not_passed_over(
+def test_claim_is_rejected_if_a_newer_checkpoint_appeared_meanwhile(
     stores: tuple[CheckpointStore, CheckpointStore],
 ) -> None:
     first, second = stores
@@ -79,7 +79,9 @@ def test_a_checkpoint_that_appeared_while_a_trainer_began_is_not_passed_over(
         second.claim(2)
 
 
-def test_nor_is_the_first_one_of_all(stores: tuple[CheckpointStore, CheckpointStore]) -> None:
+def test_claim_is_rejected_if_a_first_checkpoint_appeared_meanwhile(
+    stores: tuple[CheckpointStore, CheckpointStore],
+) -> None:
     first, second = stores
     assert second.latest() is None
     first.commit(capture(first, state_of(1, epoch=1)))
@@ -87,7 +89,7 @@ def test_nor_is_the_first_one_of_all(stores: tuple[CheckpointStore, CheckpointSt
         second.claim(2)
 
 
-def test_a_damaged_one_above_is_set_aside_and_does_not_push_out_what_comes_now(
+def test_damaged_later_checkpoint_is_set_aside_and_does_not_evict_new_ones(
     stores: tuple[CheckpointStore, CheckpointStore], caplog: pytest.LogCaptureFixture
 ) -> None:
     _, second = stores
@@ -110,7 +112,7 @@ def test_a_damaged_one_above_is_set_aside_and_does_not_push_out_what_comes_now(
     assert len(list(second.directory.glob("damaged-*"))) == 2, "nothing removes them silently"
 
 
-def test_an_earlier_epoch_cannot_claim(tmp_path: Path) -> None:
+def test_earlier_epoch_cannot_claim(tmp_path: Path) -> None:
     fence = CheckpointFence(tmp_path / "checkpoints")
     fence.claim(3)
     fence.claim(3)
@@ -119,14 +121,14 @@ def test_an_earlier_epoch_cannot_claim(tmp_path: Path) -> None:
     assert fence.epoch == 3
 
 
-def test_a_lock_that_is_never_freed_is_named(tmp_path: Path) -> None:
+def test_lock_that_is_never_released_is_named(tmp_path: Path) -> None:
     with (tmp_path / "checkpoints.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(DeadlineError, match=r"checkpoints\.lock"):
             CheckpointFence(tmp_path / "checkpoints", deadline_s=0.1).claim(1)
 
 
-def test_a_holder_that_is_killed_holds_nothing_any_more(tmp_path: Path) -> None:
+def test_killed_holder_releases_the_lock(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path\n"
         "from pipelinerl.training.checkpoints.fence import CheckpointFence\n"

@@ -1,4 +1,4 @@
-"""What a manifest says is read as it was written; an older one, which says less, is too."""
+"""Manifests are read back as they were written, including older ones with fewer fields."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipelinerl.errors import CheckpointError
 from pipelinerl.training.checkpoints.manifest import Manifest, TrainingState
 
 STATE = TrainingState(model_version=3, epoch=1, offsets={"identity": "x"}, ledger={"frontier": 3}, controller={})
-#: As it was written before there was a lineage.
+#: A manifest from before the lineage field was added.
 OLDER = b"""{
  "format": 2,
  "state": {
@@ -30,13 +30,13 @@ OLDER = b"""{
 }"""
 
 
-def test_one_without_a_lineage_is_read_to_the_byte() -> None:
+def test_manifest_without_a_lineage_is_read_byte_for_byte() -> None:
     manifest = Manifest.parse(OLDER, where="here")
     assert manifest.state == STATE and manifest.state.epochs == []
     with pytest.raises(CheckpointError, match="has changed since it was written"):
         Manifest.parse(OLDER.replace(b'"frontier": 3', b'"frontier": 4'), where="here")
 
 
-def test_the_lineage_is_read_back() -> None:
+def test_lineage_is_read_back() -> None:
     state = TrainingState(model_version=3, epoch=2, offsets={}, ledger={}, controller={}, epochs=[[1, 0], [2, 1]])
     assert Manifest.parse(Manifest(state, {}).text.encode(), where="here").state == state

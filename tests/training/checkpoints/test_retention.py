@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest to go on from, the best for their weights."""
+"""Retention of checkpoints: the newest for resuming, the best for their weights."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.checkpoints.retention import Retention
 
 
-def test_the_newest_stay_and_are_what_the_streams_wait_for() -> None:
+def test_newest_are_kept_and_hold_back_stream_trimming() -> None:
     retention = Retention(keep=2)
     assert retention.survivors([10, 20, 30, 40], {10: 0.9}) == {30, 40}
     assert retention.resumable([40, 10, 30, 20]) == [30, 40]
     assert retention.resumable([7]) == [7]
 
 
-def test_the_best_stay_however_old_and_the_streams_do_not_wait_for_them() -> None:
+def test_best_are_kept_at_any_age_without_holding_back_trimming() -> None:
     retention = Retention(keep=1, keep_best=2)
     accuracies = {10: 0.5, 20: 0.7, 30: 0.6, 40: 0.1, 999: 1.0}
     assert retention.survivors([10, 20, 30, 40], accuracies) == {20, 30, 40}
     assert retention.resumable([20, 30, 40]) == [40]
 
 
-def test_of_equals_the_later_is_better_and_what_has_no_accuracy_is_not_among_the_best() -> None:
+def test_tie_goes_to_the_later_and_unevaluated_versions_are_never_best() -> None:
     retention = Retention(keep=1, keep_best=1)
     assert retention.survivors([10, 20, 30, 40], {10: 0.5, 20: 0.5}) == {20, 40}
     assert retention.survivors([10, 20, 30], {}) == {30}
 
 
-def test_a_checkpoint_is_as_good_as_its_evaluation_shows_at_least() -> None:
+def test_accuracy_of_a_checkpoint_is_the_lower_bound_of_its_evaluation() -> None:
     results = [
         {"model_version": 10, "accuracy": 0.5, "at_least": 0.5},
         {"model_version": 20, "accuracy": 0.9, "at_least": 0.3, "incomplete": "1 of 3 problems had no answer"},

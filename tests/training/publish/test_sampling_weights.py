@@ -1,8 +1,8 @@
-"""Old log-probs at the sampling weights against the real engine, which is given new weights while it samples.
+"""Old log-probs at the sampling weights against the real engine, which receives new weights while it samples.
 
-With fresh caches every token of every version agrees with its sampler to 1e-5: what the monitor then calls the mismatch
-of `old_logprobs` is numerics and nothing else. With caches that older weights wrote (`continue`), tokens that follow an
-update differ, and only they: that is the age of the cache, which no pass over one version's weights can repeat.
+With fresh caches every token of every version agrees with its sampler to 1e-5. So any mismatch of `old_logprobs` that
+the monitor reports is due to numerics. With caches that older weights wrote (`continue`), only tokens after an update
+differ. That difference comes from the age of the cache, which no pass with one version's weights can reproduce.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OBJECTIVE = resolve("ppo_recomputed")
 
 @pytest.fixture(scope="module")
 def step() -> TrainStep:
-    """A policy at version 2, with the weights of versions 0, 1 and 2, far enough apart to tell them."""
+    """Return a policy at version 2, with the weights of versions 0, 1 and 2, which differ clearly."""
     policy = TorchTrainer()
     policy.init_worker(TrainerSpec(model_path=MODEL, device=Device.CPU))
     history = WeightHistory(policy.weight_layout())
@@ -66,7 +66,7 @@ def trained(step: TrainStep, groups: list[RolloutGroup], *, producing: int) -> N
 
 
 async def sample(history: WeightHistory, on_update: OnUpdate, seed: int, *, samples: int) -> list[Rollout]:
-    """Sixteen long samples, so many to a prompt, of an engine that is given versions 1 and 2 while it samples."""
+    """Sample sixteen long answers, `samples` per prompt, from an engine that gets versions 1 and 2 during sampling."""
     options = EngineOptions(
         model_path=MODEL, model_id="m", slots=8, max_waiting=64, context_length=64, device=Device.CPU, threads=1
     )
@@ -114,7 +114,7 @@ async def sample(history: WeightHistory, on_update: OnUpdate, seed: int, *, samp
 
 
 def in_flight(step: TrainStep, on_update: OnUpdate, *, samples: int) -> list[RolloutGroup]:
-    """Rollouts of three versions, some of several; anew if a busy machine let them end before the updates came."""
+    """Return rollouts of three versions, some mixed; retry if a busy machine let them end before the updates."""
     assert step.passes.history is not None
     for attempt in range(5):
         rollouts = asyncio.run(sample(step.passes.history, on_update, attempt, samples=samples))
@@ -130,7 +130,7 @@ def accumulated(step: TrainStep, groups: list[RolloutGroup]) -> Accumulated:
     return found
 
 
-def test_they_are_the_samplers_for_every_token_of_every_version(step: TrainStep) -> None:
+def test_old_logprobs_equal_the_samplers_for_every_token_and_version(step: TrainStep) -> None:
     found = accumulated(step, in_flight(step, OnUpdate.RECOMPUTE_KV, samples=4))
     tokens = sampled_tokens(found.micro_batches, [loss.predictions for loss in found.first.losses])
     assert tokens is not None and tokens.old_logprobs is not None
@@ -144,8 +144,8 @@ def test_they_are_the_samplers_for_every_token_of_every_version(step: TrainStep)
     assert told["mismatch_numerics_max"] <= TOLERANCE
 
 
-def test_with_caches_of_older_weights_only_what_follows_an_update_differs(step: TrainStep) -> None:
-    # One sample to a prompt: samples that share one and begin after an update read what older weights made of it.
+def test_stale_caches_change_only_tokens_after_an_update(step: TrainStep) -> None:
+    # Use one sample per prompt: samples that share a prompt and start after an update would read its old cache.
     found = accumulated(step, in_flight(step, OnUpdate.CONTINUE, samples=1))
     tokens = sampled_tokens(found.micro_batches, [loss.predictions for loss in found.first.losses])
     assert tokens is not None and tokens.old_logprobs is not None

@@ -1,4 +1,4 @@
-"""Versions announced by a stream: every follower takes them, nobody is waited for in vain, failures come back whole."""
+"""Weight versions announced by a stream: followers take them, silence ends the wait, failures keep their class."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
 
 class Taking:
-    """An engine, as far as updates go: what it was asked, and what it refuses with."""
+    """An engine's weight-update interface: it records requests and may reject them."""
 
     def __init__(self, refusal: LayoutMismatch | DigestMismatch | None = None) -> None:
         self.refusal = refusal
@@ -53,7 +53,7 @@ class Taking:
 
 @asynccontextmanager
 async def following(stream: MemoryStream, **engines: Taking) -> AsyncIterator[None]:
-    """Engines `http://NAME:1` follow, and have said so."""
+    """Let the engines `http://NAME:1` follow the stream, and wait until they have reported it."""
     tasks = [
         asyncio.create_task(AnnouncedUpdates(engine, stream, url=f"http://{name}:1").run())
         for name, engine in engines.items()
@@ -83,7 +83,7 @@ async def tell(
     return dict(await announcer.tell(prepare(version), engines, left_out=left_out, deadline=deadline))
 
 
-async def test_every_engine_that_follows_takes_a_version_and_says_so() -> None:
+async def test_every_following_engine_takes_a_version_and_reports_it() -> None:
     stream, a, b = MemoryStream(), Taking(), Taking()
     announcer = StreamAnnouncer(stream, quiet_s=PATIENCE_S)
     async with following(stream, a=a, b=b):
@@ -108,7 +108,7 @@ async def test_engines_are_spread_over_the_replicas() -> None:
     assert {(engine.asked[0].sources or ("",))[0] for engine in engines.values()} == {"http://s0:1", "http://s1:1"}
 
 
-async def test_one_that_serves_it_already_is_not_asked_to_commit() -> None:
+async def test_engine_that_already_serves_the_version_gets_no_commit() -> None:
     stream, a = MemoryStream(), Taking()
     a.serves = 1
     async with following(stream, a=a):
@@ -118,7 +118,7 @@ async def test_one_that_serves_it_already_is_not_asked_to_commit() -> None:
 
 
 @pytest.mark.parametrize("refusal", [LayoutMismatch("another model", param="layout"), DigestMismatch("other bytes")])
-async def test_a_refusal_comes_back_as_the_class_that_it_was(refusal: LayoutMismatch | DigestMismatch) -> None:
+async def test_rejection_is_returned_with_its_original_class(refusal: LayoutMismatch | DigestMismatch) -> None:
     stream, a, b = MemoryStream(), Taking(refusal), Taking()
     async with following(stream, a=a, b=b):
         answers = await tell(StreamAnnouncer(stream, quiet_s=PATIENCE_S), 1, A, B)
@@ -126,7 +126,7 @@ async def test_a_refusal_comes_back_as_the_class_that_it_was(refusal: LayoutMism
     assert isinstance(answers[B], WeightUpdateResponse)
 
 
-async def test_who_is_left_out_keeps_its_weights() -> None:
+async def test_excluded_engine_keeps_its_weights() -> None:
     stream, a, b = MemoryStream(), Taking(), Taking()
     announcer = StreamAnnouncer(stream, quiet_s=PATIENCE_S)
     async with following(stream, a=a, b=b):
@@ -135,7 +135,7 @@ async def test_who_is_left_out_keeps_its_weights() -> None:
     assert [request.version for request in b.asked] == [2, 2]
 
 
-async def test_who_says_nothing_is_left_to_be_asked_and_heard_again_once_it_speaks() -> None:
+async def test_silent_engine_is_not_awaited_until_it_reports_again() -> None:
     stream, a, b = MemoryStream(), Taking(), Taking()
     announcer = StreamAnnouncer(stream, quiet_s=0.05)
     async with following(stream, a=a, b=b):
@@ -149,7 +149,7 @@ async def test_who_says_nothing_is_left_to_be_asked_and_heard_again_once_it_spea
         assert set(await tell(announcer, 2, A, B)) == {A, B}
 
 
-async def test_of_several_announcements_the_newest_is_taken() -> None:
+async def test_newest_of_several_announcements_is_taken() -> None:
     stream, a = MemoryStream(), Taking()
     announcer = StreamAnnouncer(stream, quiet_s=0.0)
     async with following(stream, a=a):
@@ -167,7 +167,7 @@ async def test_of_several_announcements_the_newest_is_taken() -> None:
     assert [request.version for request in a.asked] == [1, 1, 3, 3]
 
 
-async def test_what_cannot_be_read_is_passed_over_by_both() -> None:
+async def test_unreadable_entries_are_skipped_by_both_sides() -> None:
     stream, a = MemoryStream(), Taking()
     async with following(stream, a=a):
         for name in (ANNOUNCEMENTS, TAKEN):
@@ -175,7 +175,7 @@ async def test_what_cannot_be_read_is_passed_over_by_both() -> None:
         assert set(await tell(StreamAnnouncer(stream, quiet_s=PATIENCE_S), 1, A)) == {A}
 
 
-async def test_what_an_engine_says_that_is_no_answer_is_a_failure() -> None:
+async def test_report_without_an_answer_is_a_failure() -> None:
     stream = MemoryStream()
     announcer = StreamAnnouncer(stream, quiet_s=PATIENCE_S)
     await stream.append(TAKEN, [encode_struct(WeightsTaken(url=A))])

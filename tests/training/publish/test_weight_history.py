@@ -1,4 +1,4 @@
-"""What is kept of the weights follows publications and k, survives a checkpoint, and what is missing is said."""
+"""The weight history: it follows publications and k, survives a checkpoint, and reports missing versions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def stepped(trainer: BigramTrainer) -> BigramTrainer:
 
 
 def published(trainer: BigramTrainer, history: WeightHistory, ks: list[float]) -> list[list[int]]:
-    """The versions held after each publication with one of these k, a step between."""
+    """Return the versions held after each publication with one of these k, with one step in between."""
     held = []
     for k in ks:
         history.keep(trainer, version=trainer.model_version, acceptance=k)
@@ -49,7 +49,7 @@ def published(trainer: BigramTrainer, history: WeightHistory, ks: list[float]) -
     return held
 
 
-def test_it_holds_what_the_next_step_may_take_and_follows_k(trainer: BigramTrainer) -> None:
+def test_history_holds_the_versions_that_the_next_step_may_use(trainer: BigramTrainer) -> None:
     history = WeightHistory(trainer.weight_layout())
     assert published(trainer, history, [2, 2, 2, 4, 4, 1, 3]) == [
         [0], [0, 1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [5], [5, 6]
@@ -59,7 +59,7 @@ def test_it_holds_what_the_next_step_may_take_and_follows_k(trainer: BigramTrain
 
 
 def test_only_published_weights_are_held(trainer: BigramTrainer) -> None:
-    """j = 3: of the six versions that may train two are there, and they are copies of what was gathered then."""
+    """With j = 3, two of the six versions that may train are held, as copies made at publication."""
     history, expected = WeightHistory(trainer.weight_layout()), {}
     for version in range(8):
         if version % 3 == 0:
@@ -72,7 +72,7 @@ def test_only_published_weights_are_held(trainer: BigramTrainer) -> None:
         np.testing.assert_array_equal(data.view(np.float32), expected[version].ravel())
 
 
-def test_it_is_the_same_after_a_checkpoint(trainer: BigramTrainer, tmp_path: Path) -> None:
+def test_history_is_equal_after_a_checkpoint(trainer: BigramTrainer, tmp_path: Path) -> None:
     history = WeightHistory(trainer.weight_layout())
     published(trainer, history, [3, 3, 3])
     history.saver()(tmp_path)
@@ -83,7 +83,7 @@ def test_it_is_the_same_after_a_checkpoint(trainer: BigramTrainer, tmp_path: Pat
     assert WeightHistory.restored(tmp_path / "absent", trainer.weight_layout()).versions == []
 
 
-def test_a_damaged_file_and_one_of_another_model_are_refused(trainer: BigramTrainer, tmp_path: Path) -> None:
+def test_damaged_file_and_file_of_another_model_are_rejected(trainer: BigramTrainer, tmp_path: Path) -> None:
     history = WeightHistory(trainer.weight_layout())
     published(trainer, history, [1])
     history.saver()(tmp_path)
@@ -96,7 +96,7 @@ def test_a_damaged_file_and_one_of_another_model_are_refused(trainer: BigramTrai
         WeightHistory.restored(tmp_path, trainer.weight_layout())
 
 
-def test_a_version_that_is_missing_is_named_once(trainer: BigramTrainer, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_version_is_reported_once(trainer: BigramTrainer, caplog: pytest.LogCaptureFixture) -> None:
     history = WeightHistory(trainer.weight_layout())
     published(trainer, history, [math.inf, math.inf, 1])
     mixed = replace(group(0), rollouts=(rollout(version=2), rollout(spans=[(1, 1), (2, 1)])))

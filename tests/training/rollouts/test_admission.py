@@ -1,4 +1,4 @@
-"""Every group ends once, and the ledger's frontier never passes one that has not."""
+"""Admission of groups: every order ends once, and the ledger's frontier never passes an open order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.fakes.rollouts import group, rollout
 
 
 @given(st.permutations(range(30)), st.lists(st.sampled_from(list(GroupOutcome)), min_size=30, max_size=30))
-def test_the_ledger_remembers_exactly_what_ended(order: list[int], fates: list[GroupOutcome]) -> None:
+def test_ledger_contains_exactly_the_ended_orders(order: list[int], fates: list[GroupOutcome]) -> None:
     ledger = ConsumedLedger()
     for seen, (index, fate) in enumerate(zip(order, fates, strict=True)):
         ledger.settle([index], fate)
@@ -32,7 +32,7 @@ def test_the_ledger_remembers_exactly_what_ended(order: list[int], fates: list[G
     assert ledger.counts == {fate: fates.count(fate) for fate in GroupOutcome}
 
 
-def test_an_order_cannot_end_twice() -> None:
+def test_order_cannot_end_twice() -> None:
     ledger = ConsumedLedger()
     ledger.settle([0, 2], GroupOutcome.TRAINED)
     for index in (0, 2):
@@ -54,7 +54,7 @@ def test_k_counts_from_the_version_being_produced(k: float, oldest: int, stale: 
     [(2, 10, False), (1, 7, False), (1, 8, True), (0, 6, False)],
     ids=["this epoch", "an ancestor", "abandoned", "an older ancestor"],
 )
-def test_weights_of_an_abandoned_epoch_are_no_ancestors_however_new(epoch: int, version: int, stale: bool) -> None:
+def test_weights_of_an_abandoned_epoch_are_not_ancestors(epoch: int, version: int, stale: bool) -> None:
     assert Lineage(epoch=2, began_at=7).includes(group(0, version=version, epoch=epoch)) is not stale
 
 
@@ -62,16 +62,14 @@ def test_weights_of_an_abandoned_epoch_are_no_ancestors_however_new(epoch: int, 
     ("epoch", "version", "included"),
     [(1, 50, True), (1, 57, False), (2, 50, True), (2, 60, True), (2, 61, False), (3, 99, True), (4, 99, True)],
 )
-def test_what_an_epoch_abandoned_stays_abandoned_when_a_later_one_has_passed_that_version(
-    epoch: int, version: int, included: bool
-) -> None:
-    """Epoch 1 got to 57 with a checkpoint at 50; epoch 2 began there and saved 60, where epoch 3 began."""
+def test_abandoned_version_stays_abandoned_in_later_epochs(epoch: int, version: int, included: bool) -> None:
+    """Epoch 1 reached 57 with a checkpoint at 50; epoch 2 began there and saved 60, where epoch 3 began."""
     lineage = Lineage(epoch=3, began_at=60, earlier=((1, 0), (2, 50)))
     assert lineage.includes(group(0, version=version, epoch=epoch)) is included
     assert lineage.epochs == ((1, 0), (2, 50), (3, 60))
 
 
-def test_signal_needs_two_judged_rewards_that_differ() -> None:
+def test_signal_needs_two_different_judged_rewards() -> None:
     assert has_signal(group(0, (0.0, 1.0)))
     assert not has_signal(group(0, (1.0, 1.0)))
     judged, unjudged = rollout(reward=1.0), rollout(reward=0.0, outcome=Outcome.TIMEOUT)

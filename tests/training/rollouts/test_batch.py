@@ -1,4 +1,4 @@
-"""From groups to micro-batches: figures by hand; leaving out idle rollouts changes neither loss nor gradient."""
+"""From groups to micro-batches: hand-computed metrics, and no change from leaving out idle rollouts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VOCAB = 7
 
 
 def ragged(index: int, rewards: Sequence[float], outcomes: Sequence[Outcome | None] | None = None) -> RolloutGroup:
-    """A group with prompts and answers of different lengths."""
+    """Return a group with prompts and answers of different lengths."""
     draw = rng.generator(index, "batch")
     rollouts: list[Rollout] = []
     for number, reward in enumerate(rewards):
@@ -54,7 +54,7 @@ GROUPS = [
 
 
 def step(path: Path, micro_batches: list[MicroBatch], objective: PolicyObjective) -> tuple[float, np.ndarray, float]:
-    """Loss, weights after one optimizer step, and the gradient's norm."""
+    """Return the loss, the weights after one optimizer step, and the gradient's norm."""
     trainer = BigramTrainer()
     trainer.init_worker(TrainerSpec(model_path=path, optimizer=OptimizerSpec(grad_clip=0.0)))
     needs_old = "old_logprobs" in objective.needs
@@ -115,7 +115,7 @@ def test_leaving_out_idle_rollouts_changes_nothing(name: str, model: Path) -> No
 
 
 @pytest.mark.parametrize("token_budget", [1, 12, 30])
-def test_the_gradient_does_not_depend_on_the_budget(token_budget: int, model: Path) -> None:
+def test_gradient_does_not_depend_on_the_budget(token_budget: int, model: Path) -> None:
     objective = resolve("grpo")
     wide = build(GROUPS, objective=objective, token_budget=1000, producing=1)
     narrow = build(GROUPS, objective=objective, token_budget=token_budget, producing=1)
@@ -127,15 +127,15 @@ def test_the_gradient_does_not_depend_on_the_budget(token_budget: int, model: Pa
     np.testing.assert_allclose(table, wide_table, rtol=0, atol=1e-6)
 
 
-def test_a_term_without_advantage_keeps_every_judged_rollout() -> None:
-    """A penalty has a gradient also where the advantage is zero."""
+def test_term_without_advantage_keeps_every_judged_rollout() -> None:
+    """A penalty has a gradient even where the advantage is zero."""
     penalised = resolve({"preset": "grpo", "grad2": "kl"})
     assert not penalised.zero_advantage_is_idle
     batch = build(GROUPS, objective=penalised, token_budget=1000, producing=1)
     assert batch.stats["idle_fraction"] == pytest.approx(1 - 11 / 12), "all but the one that was not judged"
 
 
-def test_figures() -> None:
+def test_batch_metrics() -> None:
     groups = [
         replace(
             group(0),
@@ -177,7 +177,7 @@ def test_each_domain_shapes_its_own_rewards() -> None:
     assert batch.scored.rewards.tolist() == [0.0, 1.0, 0.0, 0.5]
 
 
-def test_when_nothing_teaches_one_rollout_stays_so_that_there_is_a_step() -> None:
+def test_batch_without_signal_keeps_one_rollout() -> None:
     levelled = {"test": RewardShaping(high=0.0)}
     batch = build(GROUPS[:1], objective=resolve("grpo"), token_budget=1000, producing=1, shaping=levelled)
     (packed,) = batch.packed
@@ -200,7 +200,7 @@ def cut_off(reward: float, tokens: int = 2) -> Rollout:
     return replace(rollout(reward=reward, sampled=[3] * tokens), finish_reason="length")
 
 
-def test_a_masked_rollout_has_no_token_in_the_loss_and_stays_in_its_groups_baseline() -> None:
+def test_masked_rollout_trains_no_token_but_counts_in_the_baseline() -> None:
     groups = [replace(group(0), rollouts=(rollout(reward=1.0), rollout(reward=0.0), cut_off(0.0), cut_off(0.0)))]
     make = partial(
         build,
@@ -229,13 +229,13 @@ def test_a_masked_rollout_has_no_token_in_the_loss_and_stays_in_its_groups_basel
     assert masked.stats["truncated"] == trained.stats["truncated"] == 0.5, "what is masked is counted all the same"
 
 
-def test_where_advantages_read_columns_a_masked_rollout_is_left_out_of_them() -> None:
+def test_masked_rollout_is_excluded_if_advantages_read_columns() -> None:
     groups = [replace(group(0), rollouts=(rollout(reward=1.0), rollout(reward=0.0), cut_off(0.0)))]
     batch = build(groups, objective=resolve("ppo"), token_budget=1000, producing=1, truncated=Truncated.MASK)
     assert batch.scored.valid.tolist() == [True, True, False]
 
 
-def test_a_batch_that_is_masked_whole_has_a_step_of_weight_0() -> None:
+def test_fully_masked_batch_makes_a_step_of_weight_0() -> None:
     groups = [replace(group(0), rollouts=(cut_off(1.0), cut_off(0.0)))]
     batch = build(groups, objective=resolve("grpo"), token_budget=1000, producing=1, truncated=Truncated.MASK)
     (micro_batch,) = batch.micro_batches
@@ -252,7 +252,7 @@ def test_a_batch_that_is_masked_whole_has_a_step_of_weight_0() -> None:
         ((rollout(reward=0.0), cut_off(0.0)), Truncated.MASK, False),
     ],
 )
-def test_a_group_teaches_where_one_that_may_learn_is_in_it(
+def test_group_trains_if_one_of_its_rollouts_may_train(
     rollouts: tuple[Rollout, ...], truncated: Truncated, teaches: bool
 ) -> None:
     assert teacher(resolve("grpo"), {}, truncated)(replace(group(0), rollouts=rollouts)) is teaches

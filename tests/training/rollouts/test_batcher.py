@@ -1,4 +1,4 @@
-"""What is chosen does not depend on arrival; what was refused is counted once."""
+"""The batcher: its choice does not depend on arrival order, and each rejected group counts once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_waits_until_a_step_is_full_and_trains_each_group_once() -> None:
     assert not waiting.take_abandoned(), "the copy of one that has ended is dropped, and not issued again"
 
 
-def test_what_the_recipes_filter_refuses_is_filtered_for_its_reason() -> None:
+def test_group_rejected_by_the_recipes_filter_is_filtered_with_its_reason() -> None:
     heard: list[tuple[list[int], GroupOutcome, str]] = []
     waiting = Batcher(
         ledger=ConsumedLedger(),
@@ -52,7 +52,7 @@ def test_what_the_recipes_filter_refuses_is_filtered_for_its_reason() -> None:
     assert (waiting.waiting, waiting.ledger.counts[GroupOutcome.FILTERED]) == ([2], 2)
 
 
-def test_the_oldest_fresh_groups_go_first_whatever_the_order_of_arrival() -> None:
+def test_oldest_fresh_groups_are_taken_first_in_any_arrival_order() -> None:
     groups = [group(index, version=version) for index, version in enumerate([1, 3, 2, 3, 2, 1])]
     chosen = set()
     for seed in range(20):
@@ -65,7 +65,7 @@ def test_the_oldest_fresh_groups_go_first_whatever_the_order_of_arrival() -> Non
     assert chosen == {(0, 2, 5)}
 
 
-def test_what_aged_while_it_waited_is_dropped_as_stale() -> None:
+def test_group_that_aged_while_waiting_is_dropped_as_stale() -> None:
     waiting = batcher()
     old = group(0, version=0)
     waiting.offer(old)
@@ -75,7 +75,7 @@ def test_what_aged_while_it_waited_is_dropped_as_stale() -> None:
     assert waiting.stale_tokens == sum(rollout.num_sampled_tokens for rollout in old.rollouts)
 
 
-def test_what_lacks_something_counts_as_stale() -> None:
+def test_unusable_group_counts_as_stale() -> None:
     waiting = batcher()
     waiting.offer(group(0, version=3))
     waiting.offer(group(1, version=2))
@@ -86,7 +86,7 @@ def test_what_lacks_something_counts_as_stale() -> None:
     assert (waiting.num_waiting, waiting.ledger.counts[GroupOutcome.STALE]) == (0, 1)
 
 
-def test_what_abandoned_weights_sampled_does_not_end_its_order() -> None:
+def test_group_of_an_abandoned_epoch_does_not_end_its_order() -> None:
     waiting = Batcher(ledger=ConsumedLedger(), lineage=Lineage(epoch=2, began_at=3), no_signal=NoSignal.TRAIN)
     waiting.offer(group(0, version=4, epoch=1))
     assert (waiting.num_waiting, waiting.ledger.has(0)) == (0, False)
@@ -103,7 +103,7 @@ def test_groups_without_signal_are_dropped_or_kept(mode: NoSignal, filtered: int
 
 
 @pytest.mark.parametrize("where", ["prompt", "sampled"])
-def test_what_no_trainer_can_compute_is_filtered_and_named(where: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_group_that_no_trainer_can_compute_is_filtered_and_named(where: str, caplog: pytest.LogCaptureFixture) -> None:
     waiting = Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=NoSignal.FILTER, vocab_size=5)
     foreign = rollout(reward=1.0, **{where: [1, 5]})
     waiting.offer(replace(group(0), rollouts=(rollout(reward=0.0), foreign)))
@@ -114,7 +114,7 @@ def test_what_no_trainer_can_compute_is_filtered_and_named(where: str, caplog: p
     assert waiting.waiting == [1], "what is not packed is nobody's to compute"
 
 
-def test_a_step_without_signal_trains_unless_such_groups_are_filtered() -> None:
+def test_step_without_signal_trains_unless_such_groups_are_filtered() -> None:
     waiting = batcher(no_signal=NoSignal.TRAIN)
     waiting.offer(group(0, (1.0, 1.0)))
     waiting.offer(group(1, (0.0, 0.0)))
@@ -124,7 +124,7 @@ def test_a_step_without_signal_trains_unless_such_groups_are_filtered() -> None:
 
 
 @pytest.mark.parametrize("mode", list(NoSignal))
-def test_groups_without_signal_are_counted_by_domain_until_one_teaches(mode: NoSignal) -> None:
+def test_groups_without_signal_are_counted_by_domain_until_one_has_signal(mode: NoSignal) -> None:
     waiting = batcher(no_signal=mode)
     rewards = [(1.0, 1.0), (0.0, 0.0), (1.0, 1.0)]
     for index, each in enumerate(rewards):
@@ -135,7 +135,7 @@ def test_groups_without_signal_are_counted_by_domain_until_one_teaches(mode: NoS
     assert waiting.no_signal == {"other": NoSignalGroups(refused=3)}
 
 
-def test_a_token_budget_makes_a_step_before_the_rollouts_do() -> None:
+def test_token_budget_can_fill_a_step_before_the_rollout_budget() -> None:
     waiting = batcher()
     for index in range(3):
         waiting.offer(group(index))  # 2 rollouts of 4 tokens each
@@ -143,7 +143,7 @@ def test_a_token_budget_makes_a_step_before_the_rollouts_do() -> None:
     assert taken is not None and [g.index for g in taken] == [0, 1]
 
 
-def test_a_skipped_step_turns_trained_into_filtered() -> None:
+def test_skipped_step_changes_trained_to_filtered() -> None:
     waiting = batcher()
     for index in (0, 1):
         waiting.offer(group(index))
@@ -156,7 +156,7 @@ def test_a_skipped_step_turns_trained_into_filtered() -> None:
     assert (waiting.num_waiting, waiting.ledger.counts[GroupOutcome.FILTERED]) == (0, 2), "they have ended"
 
 
-def test_an_order_that_was_given_up_ends_unless_its_group_is_here() -> None:
+def test_abandoned_order_ends_unless_its_group_has_arrived() -> None:
     waiting = batcher()
     waiting.offer(group(0))
     waiting.end([0, 2], GroupOutcome.STALE)
@@ -169,7 +169,7 @@ def test_an_order_that_was_given_up_ends_unless_its_group_is_here() -> None:
 
 
 def of_ages(index: int, *rewards_and_versions: tuple[float, int]) -> RolloutGroup:
-    """A group whose rollouts began at different versions, as those do that wait for a place at the engine."""
+    """Return a group whose rollouts began at different versions, as when they wait for a slot at the engine."""
     rollouts = tuple(rollout(reward=reward, version=version) for reward, version in rewards_and_versions)
     return replace(group(index), rollouts=rollouts)
 
@@ -178,7 +178,7 @@ def by_rollout(no_signal: NoSignal = NoSignal.TRAIN) -> Batcher:
     return Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=no_signal, scope=StalenessScope.ROLLOUT)
 
 
-def test_by_rollout_two_that_are_young_enough_train_without_the_others() -> None:
+def test_rollout_staleness_trains_the_young_rollouts_alone() -> None:
     waiting = by_rollout()
     waiting.offer(of_ages(0, (1.0, 0), (0.0, 3), (1.0, 2)))
     waiting.offer(of_ages(1, (1.0, 0), (0.0, 0), (1.0, 2)))
@@ -195,7 +195,7 @@ def test_by_rollout_two_that_are_young_enough_train_without_the_others() -> None
     assert (waiting.stale_rollouts, waiting.stale_tokens) == (1, 2 + 6)
 
 
-def test_by_rollout_what_is_left_must_have_a_signal_where_groups_without_are_filtered() -> None:
+def test_rollout_staleness_needs_a_signal_among_the_remaining_rollouts() -> None:
     aged = of_ages(0, (1.0, 0), (0.0, 3), (0.0, 2))
     filtering, training = by_rollout(NoSignal.FILTER), by_rollout()
     for waiting in (filtering, training):
@@ -207,7 +207,7 @@ def test_by_rollout_what_is_left_must_have_a_signal_where_groups_without_are_fil
     assert (filtering.stale_rollouts, filtering.stale_tokens) == (1, 2)
 
 
-def test_by_group_one_that_is_too_old_takes_the_others_with_it() -> None:
+def test_group_staleness_drops_the_whole_group() -> None:
     waiting = batcher(no_signal=NoSignal.TRAIN)
     waiting.offer(of_ages(0, (1.0, 0), (0.0, 3), (1.0, 3)))
     assert waiting.take(StepBudget(rollouts=2), producing=5, bounds=BOUNDS) is None
@@ -215,7 +215,7 @@ def test_by_group_one_that_is_too_old_takes_the_others_with_it() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_what_trained_of_a_group_is_found_again_in_a_replay(seed: int) -> None:
+def test_trained_part_of_a_group_is_reproduced_in_a_replay(seed: int) -> None:
     noise, waiting, bounds = random.Random(seed), by_rollout(), StalenessBounds(1, 3)
     whole = {
         index: of_ages(index, *((float(noise.random() < 0.5), noise.randrange(4, 9)) for _ in range(4)))

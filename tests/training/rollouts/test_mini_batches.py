@@ -1,4 +1,4 @@
-"""The division of a batch: each group once an epoch, like many tokens in each part, the same for the same keys."""
+"""Mini-batching: each group once per epoch, similar numbers of tokens in each part, deterministic by its keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.fakes.rollouts import group, rollout
 
 
 @pytest.mark.parametrize("case", range(60))
-def test_each_group_is_dealt_once_and_mini_batches_are_alike(case: int) -> None:
+def test_each_group_is_assigned_once_and_mini_batches_are_balanced(case: int) -> None:
     draw = rng.generator(case, "sizes")
     count = int(draw.integers(1, 9))
     sizes = np.ceil(np.exp(draw.normal(4.0, 1.5, int(draw.integers(count, 80))))).astype(int).tolist()
@@ -32,7 +32,7 @@ def test_each_group_is_dealt_once_and_mini_batches_are_alike(case: int) -> None:
     assert max(tokens) - min(tokens) <= max(sizes), "by no more than the largest group"
 
 
-def test_the_lot_is_a_function_of_seed_version_and_epoch() -> None:
+def test_assignment_depends_on_seed_version_and_epoch() -> None:
     sizes = list(range(1, 25))
 
     def dealt(seed: int = 3, producing: int = 5, epoch: int = 0) -> list[list[int]]:
@@ -43,13 +43,13 @@ def test_the_lot_is_a_function_of_seed_version_and_epoch() -> None:
     assert all(other != dealt() for other in others) and others[0] != others[1] != others[2]
 
 
-def test_long_groups_do_not_meet_fewer_others() -> None:
-    """Dealing to whoever has least would give the one long group a mini-batch of its own."""
+def test_long_group_shares_its_mini_batch_with_as_many_others() -> None:
+    """Greedy assignment to the smallest mini-batch would give the long group a mini-batch of its own."""
     parts = deal([1000, *[1] * 19], 4, rng.generator(0, "long"))
     assert [len(part) for part in parts] == [5] * 4
 
 
-def test_there_are_no_more_mini_batches_than_groups_to_compute() -> None:
+def test_mini_batches_do_not_outnumber_groups_to_compute() -> None:
     mini_batching = MiniBatching(mini_batches=4)
     assert [
         len(mini_batching.dealt(sizes, producing=1, epoch=0)) for sizes in ([5, 0, 0, 3, 0], [0, 0], [1, 1, 1, 1])
@@ -66,7 +66,7 @@ def test_there_are_no_more_mini_batches_than_groups_to_compute() -> None:
 
 
 def ragged(count: int = 11) -> list[RolloutGroup]:
-    """Groups of three; the rewards of every fourth are equal."""
+    """Return groups of three; every fourth has equal rewards."""
     draw, made = rng.generator(1, "ragged"), []
     for index in range(count):
         rewards = (1.0, 1.0, 1.0) if index % 4 == 3 else (0.0, 1.0, float(draw.uniform()))
@@ -99,7 +99,7 @@ def whole(objective: Any = "grpo", *, groups: Sequence[RolloutGroup] | None = No
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_every_epoch_trains_each_rollout_once_with_all_its_columns(width: int) -> None:
+def test_every_epoch_trains_each_rollout_once_with_all_columns(width: int) -> None:
     batch = whole(width=width)
     expected = {
         member: segment
@@ -131,8 +131,8 @@ def test_every_epoch_trains_each_rollout_once_with_all_its_columns(width: int) -
 
 
 @pytest.mark.parametrize("objective", ["grpo", "dapo", "pipelinerl", {"preset": "grpo", "agg": "batch"}], ids=str)
-def test_tokens_weigh_what_they_weigh_in_a_batch_of_the_mini_batch_alone(objective: Any) -> None:
-    """And advantages are those of the whole, which of whole groups are the same."""
+def test_token_weights_equal_those_of_the_mini_batch_as_its_own_batch(objective: Any) -> None:
+    """Advantages come from the whole batch; for whole groups they are equal."""
     groups, batch = ragged(), whole(objective)
     for epoch, number, part in batch.mini_batches():
         its = part.partition.portions(epoch)[number]
@@ -154,13 +154,13 @@ def _weights(packed: Any) -> list[tuple[float, list[float]]]:
     return [(float(each.weights.max()), each.advantages.tolist()) for each in apart(packed.micro_batch)]
 
 
-def test_one_step_is_the_batch_as_it_was_packed() -> None:
+def test_single_step_uses_the_batch_as_packed() -> None:
     plain = build(ragged(), objective=resolve("grpo"), token_budget=40, producing=1)
     ((epoch, number, part),) = plain.mini_batches()
     assert (epoch, number) == (0, 0) and part.packed == plain.packed
 
 
-def test_segments_that_were_taken_apart_are_joined_as_they_were() -> None:
+def test_separated_segments_rejoin_unchanged() -> None:
     for batch in whole().micro_batches:
         segments = apart(batch)
         weights = [float(each.weights.max()) for each in segments]
@@ -175,7 +175,7 @@ def test_optimizer_steps_are_numbered_through_the_run() -> None:
     assert whole().optimizer_steps == range(12, 24)
 
 
-def test_the_policy_has_gone_too_far_only_where_it_is_asked_and_known() -> None:
+def test_kl_bound_is_exceeded_only_if_set_and_kl_is_known() -> None:
     bound = MiniBatching(epochs=2, target_kl=0.1)
     assert [bound.exceeded(kl) for kl in (None, 0.1, 0.11)] == [False, False, True]
     assert not MiniBatching(epochs=2).exceeded(9.0)

@@ -1,4 +1,4 @@
-"""Which orders a step waits for, against feasibility checked by brute force; and for how long it does."""
+"""Orders that a step waits for, against brute-force feasibility; and the limit of the wait."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def directive(fresh_until: list[tuple[int, int]], issued: int) -> Directive:
 
 
 def late(**changes: Any) -> list[int]:
-    """Of step 3 with two groups a step, where orders 0 to 3 are fresh until 3, and 4 to 7 until 4."""
+    """Return the overdue orders of step 3 at two groups a step; 0 to 3 are fresh until step 3, 4 to 7 until step 4."""
     given: dict[str, Any] = {"step": 3, "chosen": [0, 1], "waiting": [0, 1], "ledger": ConsumedLedger()}
     return awaited(directive=directive([(0, 3), (4, 4)], 8), **(given | changes))
 
 
-def test_what_can_train_no_later_step_is_waited_for() -> None:
+def test_orders_that_can_train_no_later_step_are_awaited() -> None:
     assert late() == [2, 3]
     ended = ConsumedLedger()
     ended.settle([2, 3], GroupOutcome.FAILED)
@@ -43,20 +43,20 @@ def test_what_can_train_no_later_step_is_waited_for() -> None:
     assert late(ledger=ended) == []
 
 
-def test_what_is_here_is_not_waited_for() -> None:
+def test_arrived_orders_are_not_awaited() -> None:
     ended = ConsumedLedger()
     ended.settle([2, 3], GroupOutcome.FAILED)
     assert late(ledger=ended, waiting=[0, 1, 4, 5]) == [6, 7]
     assert late(ledger=ended, waiting=[0, 1, 4, 5, 6, 7]) == [], "it cannot be helped: one of them will be too old"
 
 
-def test_without_deadlines_nothing_is_waited_for() -> None:
+def test_without_deadlines_no_order_is_awaited() -> None:
     given: dict[str, Any] = {"step": 3, "chosen": [0], "waiting": [0], "ledger": ConsumedLedger()}
     assert awaited(directive=directive([], 0), **given) == []
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_it_waits_exactly_where_what_is_left_cannot_be_trained_in_time(seed: int) -> None:
+def test_step_waits_exactly_if_the_remaining_orders_cannot_train_in_time(seed: int) -> None:
     noise = random.Random(seed)
     issued, step, per = noise.randrange(1, 10), 5, noise.choice([1, 2])
     marks = [(0, noise.randrange(4, 8))]
@@ -71,12 +71,12 @@ def test_it_waits_exactly_where_what_is_left_cannot_be_trained_in_time(seed: int
     found = awaited(step=step, chosen=chosen, waiting=here, ledger=ConsumedLedger(), directive=directive(marks, issued))
     assert not (found and in_time), "whoever is in time is not waited for"
     assert not set(found) & set(here)
-    if not in_time and not found:  # then whoever will be late is here already
+    if not in_time and not found:  # then every order that will be late has already arrived
         tight = next(until for place, until in enumerate(left) if until < step + 1 + place // per)
         assert all(index in here for index in range(issued) if last[index] <= tight and index not in chosen)
 
 
-def test_a_step_waits_so_long_and_names_whom_it_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_wait_ends_at_its_limit_and_names_the_orders(caplog: pytest.LogCaptureFixture) -> None:
     now = [100.0]
     wait = OverdueWait(60.0, clock=lambda: now[0])
     assert not wait.must_wait([], step=4)

@@ -1,4 +1,4 @@
-"""The column `behavior_versions`: each sampled token has the version of its span, through turns and bins."""
+"""The column `behavior_versions`: each sampled token has the version of its span, across turns and bins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing moves tokens without changing them: every column of every rollout is where `MicroBatch` promises."""
+"""Packing keeps every column of every rollout where `MicroBatch` promises it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def weighted(sizes: list[tuple[int, int]]) -> list[WeightedRollout]:
 
 
 def unpack(batch: MicroBatch) -> list[dict[str, list[float]]]:
-    """The slow twin: one dictionary of columns per segment, token by token."""
+    """Unpack to one dictionary of columns per segment, token by token."""
     names = ("token_ids", "position_ids", "loss_mask", "advantages", "weights", "behavior_logprobs", "temperatures")
     segments: list[dict[str, list[float]]] = [{name: [] for name in names} for _ in range(batch.num_segments)]
     for t in range(batch.num_tokens):
@@ -54,7 +54,7 @@ def expected(member: WeightedRollout) -> dict[str, list[float]]:
 
 
 @given(SIZES, st.integers(10, 100), st.integers(1, 5))
-def test_every_rollout_arrives_whole_and_once(sizes: list[tuple[int, int]], budget: int, width: int) -> None:
+def test_every_rollout_is_packed_whole_and_once(sizes: list[tuple[int, int]], budget: int, width: int) -> None:
     members = weighted(sizes)
     packed = pack(members, token_budget=budget, width=width)
     got = sorted((s for batch, _ in packed for s in unpack(batch)), key=lambda s: s["token_ids"])
@@ -64,9 +64,7 @@ def test_every_rollout_arrives_whole_and_once(sizes: list[tuple[int, int]], budg
 
 
 @given(SIZES, st.integers(10, 100), st.integers(1, 5))
-def test_the_budget_holds_except_for_a_rollout_that_is_longer(
-    sizes: list[tuple[int, int]], budget: int, width: int
-) -> None:
+def test_budget_holds_except_for_a_single_longer_rollout(sizes: list[tuple[int, int]], budget: int, width: int) -> None:
     for batch, _ in pack(weighted(sizes), token_budget=budget, width=width):
         assert batch.num_tokens <= budget or batch.num_segments == 1
 
@@ -75,7 +73,7 @@ def test_the_budget_holds_except_for_a_rollout_that_is_longer(
 def test_no_part_is_idle_while_there_are_rollouts_for_each(
     sizes: list[tuple[int, int]], budget: int, width: int
 ) -> None:
-    """There are at most as many rollouts missing in the last round as one part has fewer than another."""
+    """The last round lacks at most as many rollouts as one part has fewer than another."""
     packed = pack(weighted(sizes), token_budget=budget, width=width)
     if len(packed) % width:
         assert any(len(numbers) == 1 for _, numbers in packed), "a bin that could be halved was not"
@@ -83,8 +81,8 @@ def test_no_part_is_idle_while_there_are_rollouts_for_each(
         assert len(packed) >= width
 
 
-def test_parts_of_a_trainer_have_like_work_alone_and_in_lock_step() -> None:
-    """Heavy-tailed lengths, dealt to 2 and 4 parts: within 0.5 % of even, and within 5 % of it where all parts wait."""
+def test_trainer_parts_have_balanced_work_alone_and_in_lock_step() -> None:
+    """Balance is within 0.5 % in total, and within 5 % if parts wait for each other, for heavy-tailed lengths."""
     lock_step = []
     for seed in range(20):
         lengths = np.clip(rng.generator(seed, "lengths").lognormal(6.5, 1.0, 512), 16, 8192).astype(int).tolist()
@@ -100,7 +98,7 @@ def test_parts_of_a_trainer_have_like_work_alone_and_in_lock_step() -> None:
     assert np.median(lock_step) <= 1.05
 
 
-def test_rollouts_of_one_prompt_share_a_micro_batch_where_they_fit() -> None:
+def test_rollouts_of_one_prompt_share_a_micro_batch_if_they_fit() -> None:
     groups = [
         [rollout(prompt=[group] * 5, sampled=[7] * (1 + (group + i) % 4)) for i in range(4)] for group in range(6)
     ]
@@ -113,7 +111,7 @@ def test_rollouts_of_one_prompt_share_a_micro_batch_where_they_fit() -> None:
         assert len({mixed[number].turns[0].context_token_ids[0] for number in numbers}) == 2
 
 
-def test_turns_of_the_environment_are_context_and_not_trained() -> None:
+def test_environment_turns_are_context_and_do_not_train() -> None:
     first, second = rollout(prompt=[1], sampled=[2, 3]).turns[0], rollout(prompt=[4, 5], sampled=[6]).turns[0]
     base = rollout()
     two_turns = Rollout(

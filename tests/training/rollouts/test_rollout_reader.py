@@ -1,4 +1,4 @@
-"""Offsets that a checkpoint may carry: no group that was not trained is lost, none is taken from another server."""
+"""Offsets for checkpoints: no untrained group is lost, and offsets of another server are ignored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def started(stream: MemoryStream, offsets: dict[str, str] | None = None) -
 
 
 async def put(stream: MemoryStream, partition: str, *indices: int) -> None:
-    """As an actor does: under ids of its own choice."""
+    """Append groups as an actor does, with ids of its own choice."""
     first = parse_id(await stream.last_id(partition))[0] + 1
     await stream.append(partition, [encode_group(group(index)) for index in indices], first_id=first)
 
@@ -52,11 +52,11 @@ def directive(answers: str) -> Directive:
 
 
 def safe(reader: RolloutReader, untrained: Collection[int] = ()) -> dict[str, str]:
-    """The offsets of a checkpoint at which the groups of `untrained` wait."""
+    """Return the offsets for a checkpoint while the groups `untrained` wait."""
     return reader.safe_offsets(lambda index: index in untrained)
 
 
-async def test_partitions_are_found_as_actors_come(stream: MemoryStream) -> None:
+async def test_partitions_are_found_as_actors_join(stream: MemoryStream) -> None:
     reader = await started(stream)
     await put(stream, A, 1)
     assert await indices(reader) == [1]
@@ -70,7 +70,7 @@ async def test_partitions_are_found_as_actors_come(stream: MemoryStream) -> None
     ("untrained", "again"),
     [((), []), ((4,), [4]), ((2,), [2, 3, 4]), ((1, 4), [1, 2, 3, 4]), ((3, 12), [3, 4, 12]), ((11,), [11, 12])],
 )
-async def test_groups_that_wait_at_a_checkpoint_are_read_again(
+async def test_groups_waiting_at_a_checkpoint_are_read_again(
     stream: MemoryStream, untrained: tuple[int, ...], again: list[int]
 ) -> None:
     await put(stream, A, 1, 2, 3, 4)
@@ -81,7 +81,7 @@ async def test_groups_that_wait_at_a_checkpoint_are_read_again(
     assert sorted(await indices(await started(stream, saved))) == again
 
 
-async def test_what_was_trained_since_the_last_checkpoint_no_longer_holds_the_offset(stream: MemoryStream) -> None:
+async def test_group_trained_since_the_last_checkpoint_releases_the_offset(stream: MemoryStream) -> None:
     await put(stream, A, 1, 2)
     reader = await started(stream)
     await indices(reader)
@@ -89,8 +89,8 @@ async def test_what_was_trained_since_the_last_checkpoint_no_longer_holds_the_of
     assert safe(reader)[A] == await stream.last_id(A)
 
 
-async def test_of_two_copies_of_a_group_neither_is_passed_over(stream: MemoryStream) -> None:
-    """The first may wait, and the second be its duplicate; or weights that were abandoned have sampled the first."""
+async def test_neither_of_two_copies_of_a_group_is_skipped(stream: MemoryStream) -> None:
+    """The first may wait while the second is its duplicate, or the first may come from abandoned weights."""
     await put(stream, A, 1, 2, 1)
     reader = await started(stream)
     await indices(reader)
@@ -98,7 +98,7 @@ async def test_of_two_copies_of_a_group_neither_is_passed_over(stream: MemoryStr
     assert await indices(await started(stream, saved)) == [1, 2, 1]
 
 
-async def test_offsets_of_another_server_mean_nothing(stream: MemoryStream) -> None:
+async def test_offsets_of_another_server_are_ignored(stream: MemoryStream) -> None:
     await put(stream, A, 1)
     reader = await started(stream)
     await indices(reader)
@@ -112,7 +112,7 @@ async def test_offsets_of_another_server_mean_nothing(stream: MemoryStream) -> N
     assert await other.length(A) == before, "nor may they trim"
 
 
-async def test_trimming_drops_what_no_checkpoint_reads_again(stream: MemoryStream) -> None:
+async def test_trimming_drops_entries_that_no_checkpoint_reads(stream: MemoryStream) -> None:
     await put(stream, A, 1, 2, 3)
     reader = await started(stream)
     await indices(reader)
@@ -124,7 +124,7 @@ async def test_trimming_drops_what_no_checkpoint_reads_again(stream: MemoryStrea
     assert await indices(await started(stream, saved)) == [3]
 
 
-async def test_what_cannot_be_read_is_buried_and_passed_by(stream: MemoryStream) -> None:
+async def test_unreadable_entry_goes_to_the_dead_letters(stream: MemoryStream) -> None:
     good = encode_group(group(2))
     await stream.append(A, [b"nonsense", good[:-1], good])
     reader = await started(stream)
@@ -137,7 +137,7 @@ async def test_what_cannot_be_read_is_buried_and_passed_by(stream: MemoryStream)
     assert await indices(await started(stream, saved)) == []
 
 
-async def test_directives_of_an_earlier_life_are_not_heard(stream: MemoryStream) -> None:
+async def test_directives_from_before_a_restart_are_ignored(stream: MemoryStream) -> None:
     await stream.append(DIRECTIVES, [encode(directive("ready-old"))])
     reader = await started(stream)
     await stream.append(DIRECTIVES, [encode(directive("ready-new"))])
@@ -145,7 +145,7 @@ async def test_directives_of_an_earlier_life_are_not_heard(stream: MemoryStream)
     assert (await reader.read(block_s=0.0)).directives == []
 
 
-async def test_a_server_keeps_one_name(stream: MemoryStream) -> None:
+async def test_server_keeps_its_name(stream: MemoryStream) -> None:
     first, second = await started(stream), await started(stream)
     names = [safe(reader)["identity"] for reader in (first, second)]
     assert names[0] == names[1]

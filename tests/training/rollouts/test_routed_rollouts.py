@@ -1,4 +1,4 @@
-"""Routed experts from rollouts to micro-batches: in their places, where they are known of all, and plausible."""
+"""Routed experts from rollouts to micro-batches: positions, missing experts, and plausibility checks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_packing_keeps_each_tokens_experts() -> None:
         np.testing.assert_array_equal(routed_column(batch), expected(one))
 
 
-def test_segments_that_part_and_meet_again_keep_theirs() -> None:
+def test_separated_and_rejoined_segments_keep_their_experts() -> None:
     given = routed_group(0, rewards=(0.0, 1.0, 0.5))
     batch = alone(given.rollouts)
     parts = apart(batch)
@@ -55,7 +55,7 @@ def test_segments_that_part_and_meet_again_keep_theirs() -> None:
     np.testing.assert_array_equal(routed_column(cut.micro_batch), routed_column(batch)[[0, 1, 2, 4, 5, 6, 7]])
 
 
-def test_where_a_rollout_does_not_say_nothing_is_said() -> None:
+def test_batch_with_missing_or_unequal_experts_has_no_column() -> None:
     mixed = (*routed_group(0).rollouts, *group(0).rollouts)
     assert alone(mixed).routed_experts is None
     other = (*routed_group(0).rollouts, *routed_group(0, layers=3).rollouts)
@@ -88,7 +88,7 @@ def batcher(routing: RoutingShape | None, ended: list[Any]) -> Batcher:
     )
 
 
-def test_groups_without_their_experts_are_filtered_where_they_are_replayed() -> None:
+def test_groups_without_experts_are_filtered_if_experts_are_replayed() -> None:
     ended: list[Any] = []
     waiting = batcher(ROUTING, ended)
     for each in (routed_group(0), group(1), routed_group(2, experts=40)):
@@ -97,8 +97,8 @@ def test_groups_without_their_experts_are_filtered_where_they_are_replayed() -> 
     assert ended == [(1, GroupOutcome.FILTERED, "not computable"), (2, GroupOutcome.FILTERED, "not computable")]
 
 
-def test_experts_that_nobody_replays_are_left_out() -> None:
-    """A run that goes on with the replay switched off finds groups from before."""
+def test_experts_are_removed_without_replay() -> None:
+    """A run that resumes with replay disabled reads groups from before."""
     waiting = batcher(None, [])
     waiting.offer(routed_group(0))
     (taken,) = waiting.take(StepBudget(rollouts=2), producing=1, bounds=StalenessBounds(1, 8)) or []

@@ -1,4 +1,4 @@
-"""Episodes that branched: each sampled token trains once, an episode weighs as one rollout, and repeats are context."""
+"""Branching episodes: each sampled token trains once, an episode weighs as one rollout, and repeats are context."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def linear(reward: float = 1.0, *, offset: int = 0) -> Rollout:
 
 
 def forked(reward: float = 0.0) -> Rollout:
-    """Two replies to the first answer, the second of them answered twice more; and a summary that begins anew."""
+    """Return an episode with two replies to the first answer, one more turn after the second, and a new root."""
     return episode(
         [((0, 1), (2, 3)), ((4,), (5, 6)), ((7,), (8,)), ((9,), (2, 3)), ((1, 1, 4), (5, 7))],
         (ROOT, 0, 0, 2, ROOT),
@@ -87,7 +87,7 @@ def gradient(trainer: BigramTrainer, micro_batches: Sequence[MicroBatch], object
 # --- the tree --------------------------------------------------------------------------------------------------------
 
 
-def test_segments_are_the_paths_to_the_turns_that_none_continues() -> None:
+def test_segments_are_the_paths_to_the_last_turns() -> None:
     one = forked()
     numbers = {id(turn): number for number, turn in enumerate(one.turns)}
     paths = [[numbers[id(turn)] for turn in segment.turns] for segment in one.segments]
@@ -97,7 +97,7 @@ def test_segments_are_the_paths_to_the_turns_that_none_continues() -> None:
     assert one.num_sampled_tokens == 9 and one.num_tokens == 7 + 9 + 5
 
 
-def test_a_linear_episode_is_one_segment_with_and_without_parents() -> None:
+def test_linear_episode_is_one_segment_with_and_without_parents() -> None:
     one = linear()
     ((turns, trained),) = one.segments
     assert turns == one.turns and list(trained) == [0, 1, 2]
@@ -107,7 +107,7 @@ def test_a_linear_episode_is_one_segment_with_and_without_parents() -> None:
 
 @st.composite
 def trees(draw: st.DrawFn) -> list[Rollout]:
-    """Rollouts of up to 8 turns in any shape, every token of which is another number."""
+    """Draw rollouts of up to 8 turns in any tree shape, in which every token is a different number."""
     made, number = [], 0
     for _ in range(draw(st.integers(1, 6))):
         turns = []
@@ -122,7 +122,7 @@ def trees(draw: st.DrawFn) -> list[Rollout]:
 
 @given(trees(), st.integers(5, 80), st.integers(1, 3), st.sampled_from(Splitting))
 @settings(max_examples=100, deadline=None)
-def test_each_sampled_token_trains_once_after_all_that_was_before_it(
+def test_each_sampled_token_trains_once_after_its_full_context(
     rollouts: list[Rollout], budget: int, width: int, split: Splitting
 ) -> None:
     weighted = [
@@ -182,7 +182,7 @@ def test_later_epochs_pack_the_same_tokens(rollouts: list[Rollout], budget: int)
 
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("budget", [1000, 14, 1])
-def test_the_gradient_is_equal_however_an_episode_is_stored(choice: str, budget: int, trainer: BigramTrainer) -> None:
+def test_gradient_does_not_depend_on_how_an_episode_is_stored(choice: str, budget: int, trainer: BigramTrainer) -> None:
     objective = resolve(choice, max_tokens=8)
     whole = gradient(trainer, batch_of(episodes(), objective).micro_batches, objective)
     assert np.abs(whole).max() > 1e-3
@@ -192,7 +192,7 @@ def test_the_gradient_is_equal_however_an_episode_is_stored(choice: str, budget:
 
 
 def _training_the_context(batch: TrainBatch) -> Iterator[MicroBatch]:
-    """Mutant: what a later segment repeats trains there again."""
+    """Mutant: the context that a later segment repeats trains again."""
     for packed in batch.packed:
         mask = packed.micro_batch.loss_mask.copy()
         weights, advantages = packed.micro_batch.weights.copy(), packed.micro_batch.advantages.copy()
@@ -211,7 +211,7 @@ def _training_the_context(batch: TrainBatch) -> Iterator[MicroBatch]:
 
 
 def _training_the_environment(batch: TrainBatch) -> Iterator[MicroBatch]:
-    """Mutant: what the environment wrote trains as if the model had sampled it."""
+    """Mutant: environment tokens train as if the model had sampled them."""
     for packed in batch.packed:
         its = packed.micro_batch
         owners = np.array(batch.rollouts_of(0))[its.segment_ids]
@@ -226,7 +226,7 @@ def _training_the_environment(batch: TrainBatch) -> Iterator[MicroBatch]:
 
 
 def _weighing_each_segment(batch: TrainBatch) -> Iterator[MicroBatch]:
-    """Mutant: each segment weighs as a rollout would."""
+    """Mutant: each segment weighs as a whole rollout."""
     for packed in batch.packed:
         its = packed.micro_batch
         counts = np.bincount(its.segment_ids, its.loss_mask, minlength=its.num_segments)
@@ -235,7 +235,7 @@ def _weighing_each_segment(batch: TrainBatch) -> Iterator[MicroBatch]:
 
 
 def _a_ratio_for_each_segment(batch: TrainBatch) -> Iterator[MicroBatch]:
-    """Mutant: a term of whole rollouts is taken over each segment."""
+    """Mutant: a rollout-level term is computed for each segment."""
     for packed in batch.packed:
         yield replace(packed.micro_batch, rollout_ids=None)
 
@@ -250,7 +250,7 @@ def _a_ratio_for_each_segment(batch: TrainBatch) -> Iterator[MicroBatch]:
         (_a_ratio_for_each_segment, "topr"),
     ],
 )
-def test_a_mutant_has_another_gradient(
+def test_mutants_change_the_gradient(
     mutant: Callable[[TrainBatch], Iterator[MicroBatch]], choice: str, trainer: BigramTrainer
 ) -> None:
     objective = resolve(choice)
@@ -260,8 +260,8 @@ def test_a_mutant_has_another_gradient(
     assert np.abs(wrong - right).max() > 1e-3
 
 
-def test_tokens_of_the_environment_have_no_gradient(trainer: BigramTrainer) -> None:
-    """Of a bigram, the row of a token has a gradient where the model sampled what follows it, and nowhere else."""
+def test_environment_tokens_have_no_gradient(trainer: BigramTrainer) -> None:
+    """In a bigram model, a token's row has a gradient only if the model sampled the token's successor."""
     objective = resolve("grpo")
     tree = episode([((0, 1), (2,)), ((7, 8, 9), (3,)), ((10, 11), (4,))], (ROOT, 0, 0))
     made = replace(group(0), rollouts=(tree, rollout(reward=0.0, prompt=(0, 1), sampled=(5,), logprob=-2.0)))
@@ -272,7 +272,7 @@ def test_tokens_of_the_environment_have_no_gradient(trainer: BigramTrainer) -> N
 # --- what follows rollouts through a step ----------------------------------------------------------------------------
 
 
-def test_an_episode_of_several_segments_weighs_as_one_rollout() -> None:
+def test_branching_episode_weighs_as_one_rollout() -> None:
     objective = resolve("grpo")
     batch = batch_of(episodes(), objective)
     totals = np.zeros(5)
@@ -298,14 +298,14 @@ def test_every_token_keeps_its_version_and_the_sampler_log_prob() -> None:
     assert not its.behavior_versions[~its.loss_mask].any()
 
 
-def test_a_group_is_as_old_as_its_oldest_token_that_trains() -> None:
+def test_group_is_as_old_as_its_oldest_trainable_token() -> None:
     made = replace(group(0), rollouts=(forked(), linear()))
     assert made.oldest_version == 3
     assert not is_stale(made, producing=7, bounds=StalenessBounds(1, 4))
     assert is_stale(made, producing=8, bounds=StalenessBounds(1, 4)), "and not as old as its latest turn"
 
 
-def test_credit_by_turns_reaches_the_tokens_of_each_turn_in_every_segment() -> None:
+def test_turn_credit_reaches_the_tokens_of_each_turn_in_every_segment() -> None:
     objective = resolve({"preset": "dr_grpo", "adv": {"credit": "turns"}}, max_tokens=8)
     tree = (ROOT, 0, 0, ROOT)
     turns = [((0, 1), (2, 3)), ((4,), (5,)), ((6,), (7, 8)), ((9,), (10,))]
@@ -324,13 +324,13 @@ def test_credit_by_turns_reaches_the_tokens_of_each_turn_in_every_segment() -> N
             strict=True,
         )
     }
-    # Rewards to go: 2, 1.5, 1.5 and 0.5; the other episode has none.
+    # The rewards to go are 2, 1.5, 1.5 and 0.5; the other episode has none.
     to_go = {2: 2.0, 3: 2.0, 5: 1.5, 7: 1.5, 8: 1.5, 10: 0.5}
     expected = {(owner, token): (0.5 - owner) * amount for owner in (0, 1) for token, amount in to_go.items()}
     assert got == pytest.approx(expected)
 
 
-def test_equal_totals_are_a_signal_where_turns_get_the_credit() -> None:
+def test_equal_totals_are_a_signal_for_turn_credit() -> None:
     turns = [((0, 1), (2,)), ((4,), (5,))]
     early, late = (episode(turns, reward=1.0, rewards=rewards) for rewards in ((1.0, 0.0), (0.0, 1.0)))
     made = replace(group(0), rollouts=(early, late))
@@ -346,14 +346,14 @@ def test_equal_totals_are_a_signal_where_turns_get_the_credit() -> None:
         assert batcher.num_waiting == waits
 
 
-def test_a_branching_episode_can_be_computed() -> None:
+def test_branching_episode_passes_the_fault_check() -> None:
     made = replace(group(0), rollouts=(forked(), linear()))
     assert fault_of(made, vocab_size=VOCAB) == ""
     assert "token_ids must lie in" in fault_of(made, vocab_size=9)
 
 
 @pytest.mark.parametrize("ids", [[0, 0, 1, 1, 1], [-1, -1, -1, 0, 0], [0, 0, 0, 2, 2]])
-def test_rollout_ids_that_are_not_of_whole_segments_are_refused(ids: list[int]) -> None:
+def test_rollout_ids_must_cover_whole_segments(ids: list[int]) -> None:
     batch = alone([rollout(prompt=(1, 2), sampled=(3,)), rollout(prompt=(1,), sampled=(3,))])
     with pytest.raises(BatchError, match="rollout_ids must"):
         check(replace(batch, rollout_ids=np.array(ids, np.int32)), vocab_size=VOCAB)

@@ -1,4 +1,4 @@
-"""The exact entropy is that of the distributions, by any trainer; to measure it changes nothing."""
+"""The exact entropy equals that of the distributions, on any trainer, and measuring it changes nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def batch(groups: int = 20, *, producing: int = 1) -> TrainBatch:
     return build(made, objective=OBJECTIVE, token_budget=64, producing=producing)
 
 
-def test_it_is_the_mean_entropy_of_the_distributions_of_the_sampled_tokens(spec: TrainerSpec) -> None:
+def test_figure_is_the_mean_entropy_over_sampled_tokens(spec: TrainerSpec) -> None:
     made = worker(spec)
     (_, logits), *_ = made.gather_weights()
     shifted = logits - logits.max(axis=1, keepdims=True)
@@ -50,7 +50,7 @@ def test_it_is_the_mean_entropy_of_the_distributions_of_the_sampled_tokens(spec:
     assert EntropyMeter(1).measure(made, batch()).figures == {EXACT_ENTROPY: pytest.approx(expected, rel=1e-5)}
 
 
-def test_answers_that_are_kept_come_first_and_each_of_their_tokens_is_told(spec: TrainerSpec) -> None:
+def test_kept_answers_are_measured_first_with_every_token(spec: TrainerSpec) -> None:
     made = worker(spec)
     (_, logits), *_ = made.gather_weights()
     shifted = logits - logits.max(axis=1, keepdims=True)
@@ -72,14 +72,14 @@ def test_answers_that_are_kept_come_first_and_each_of_their_tokens_is_told(spec:
     assert len(EntropyMeter(1).measure(made, batch(40)).of_tokens) == 5, "as many where none is kept"
 
 
-def test_entropies_of_a_branching_episode_come_turn_after_turn(spec: TrainerSpec) -> None:
+def test_entropies_of_a_branching_episode_are_in_turn_order(spec: TrainerSpec) -> None:
     made = worker(spec)
     (_, logits), *_ = made.gather_weights()
     shifted = logits - logits.max(axis=1, keepdims=True)
     logprobs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     entropy = -(np.exp(logprobs) * logprobs).sum(axis=1)
     turns = [((0, 1), (2,)), ((3,), (4,)), ((5, 6), (0, 2)), ((4,), (1,))]
-    # Two agents took turns, so that the segments are turns 0 and 2, and turns 1 and 3.
+    # Two agents alternate, so the segments are turns 0 and 2, and turns 1 and 3.
     forked = episode(turns, (ROOT, ROOT, 0, 1))
     groups = [replace(group(0), rollouts=(forked, episode(turns, reward=0.0)))]
     told = EntropyMeter(1).measure(made, build(groups, objective=OBJECTIVE, token_budget=64, producing=1))
@@ -88,13 +88,13 @@ def test_entropies_of_a_branching_episode_come_turn_after_turn(spec: TrainerSpec
 
 @pytest.mark.parametrize("groups", [1, 2, 8, 9, 33])
 @pytest.mark.parametrize("most", [0, 1, 2, 50])
-def test_as_many_are_measured_whatever_is_kept(spec: TrainerSpec, groups: int, most: int) -> None:
+def test_number_of_measured_rollouts_does_not_depend_on_kept_answers(spec: TrainerSpec, groups: int, most: int) -> None:
     meter = EntropyMeter(1, lambda version, count: range(count)[:most])
     told = meter.measure(worker(spec), batch(groups)).of_tokens
     assert len(told) in {-(-2 * groups // 16), -(-2 * groups // 16) - 1} and len(told) >= 1
 
 
-def test_a_step_is_the_same_to_the_bit_with_and_without(spec: TrainerSpec) -> None:
+def test_step_is_bit_identical_with_and_without_the_meter(spec: TrainerSpec) -> None:
     results = []
     for meter in (EntropyMeter(0), EntropyMeter(1)):
         step = TrainStep(passes=ForwardPasses(policy=worker(spec)), entropy=meter)
@@ -106,7 +106,7 @@ def test_a_step_is_the_same_to_the_bit_with_and_without(spec: TrainerSpec) -> No
     assert [each.pop(EXACT_ENTROPY) > 0 for each in with_it] == [True] * 3 and with_it == without
 
 
-def test_only_every_so_many_steps(spec: TrainerSpec) -> None:
+def test_entropy_is_measured_every_n_steps(spec: TrainerSpec) -> None:
     step = TrainStep(passes=ForwardPasses(policy=worker(spec)), entropy=EntropyMeter(3))
     batches = [batch(producing=version) for version in range(1, 8)]
     figures = [step.apply(step.accumulate(each, OBJECTIVE), learning_rates=[0.1]).figures for each in batches]

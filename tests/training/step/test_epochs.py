@@ -1,4 +1,4 @@
-"""A batch of several optimizer steps against PPO written out, on every backend; and how such a batch ends early."""
+"""Batches of several optimizer steps against PPO written out, on every backend, and how such batches end early."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ OBJECTIVE = resolve(
         "grad1": {"over": "old", "epsilon_low": EPSILON, "epsilon_high": EPSILON},
     }
 )
-#: eps large enough that a rounding of the gradient stays one of the weights.
+#: eps is large enough that rounding errors of the gradient remain rounding errors of the weights.
 OPTIMIZER = OptimizerSpec(betas=(0.9, 0.95), eps=1e-3, grad_clip=0.5)
-#: Of each optimizer step of a batch, another in each.
+#: Learning rates of a batch's optimizer steps, all different.
 RATES = [1e-2 / (1 + n) for n in range(DEALING.updates)]
 
 
 def batch_of(number: int) -> list[RolloutGroup]:
-    """Seven groups of three, ragged; the rewards of one are equal. Token 0 pads, so that torch's embedding skips it."""
+    """Return seven ragged groups of three; one has equal rewards. Token 0 is padding for torch's embedding."""
     draw, made = rng.generator(number, "epochs"), []
     for index in range(7):
         rewards = (1.0, 1.0, 1.0) if index == 4 else (0.0, 1.0, float(draw.uniform()))
@@ -73,9 +73,10 @@ LogProbs = Callable[[list[int], list[int]], torch.Tensor]
 
 
 def oracle(logprobs: LogProbs, parameters: list[torch.nn.Parameter]) -> list[tuple[float, float]]:
-    """Train as it is written; loss and gradient norm of each optimizer step. Its mini-batches are what `dealt` says.
+    """Train with PPO written out; return loss and gradient norm of each optimizer step.
 
-    The loss that is told leaves out clipped tokens, which are constants of it, as `ClippedRatio` does.
+    `MiniBatching.dealt` gives the mini-batches. The reported loss excludes clipped tokens, which are constants in it,
+    as `ClippedRatio` does.
     """
     optimizer = torch.optim.AdamW(
         parameters, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, weight_decay=OPTIMIZER.weight_decay
@@ -88,7 +89,7 @@ def oracle(logprobs: LogProbs, parameters: list[torch.nn.Parameter]) -> list[tup
         ]
         rewards = [[r.verdict.reward for r in g.rollouts] for g in groups]
         advantages = [[reward - sum(each) / len(each) for reward in each] for each in rewards]
-        with torch.no_grad():  # π_old: once, before the first optimizer step of the batch
+        with torch.no_grad():  # π_old is computed once, before the batch's first optimizer step
             old = [[logprobs(*one) for one in members] for members in rollouts]
         sizes = [0 if i == 4 else sum(len(p) + len(s) for p, s in rollouts[i]) for i in range(7)]
         rates = iter(RATES)
@@ -114,7 +115,7 @@ def oracle(logprobs: LogProbs, parameters: list[torch.nn.Parameter]) -> list[tup
 
 @dataclass
 class Subject:
-    """A backend and the model of its oracle: `oracle_weights` after `oracle` has run, by name."""
+    """A backend and its oracle's model; `oracle_weights` returns the weights by name after `oracle` has run."""
 
     trainer: Trainer
     logprobs: LogProbs
@@ -162,14 +163,14 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]
 
 
 def taken(step: TrainStep, number: int, objective: PolicyObjective = OBJECTIVE, **fields: Any) -> StepResult:
-    """The `number`th batch, which makes that version."""
+    """Train on the batch with this number, which produces the version of the same number."""
     mini_batching = fields.pop("mini_batching", DEALING)
     batch = build(batch_of(number), objective=objective, token_budget=48, producing=number, mini_batching=mini_batching)
     rates = fields.pop("learning_rates", RATES)[: mini_batching.updates]
     return step.apply(step.accumulate(batch, objective), learning_rates=rates)
 
 
-def test_epochs_and_mini_batches_are_ppo_as_it_is_written(subject: Subject) -> None:
+def test_epochs_and_mini_batches_equal_ppo_written_out(subject: Subject) -> None:
     step, ours, clipped, kls = TrainStep(passes=ForwardPasses(policy=subject.trainer)), [], [], []
     for number in range(1, BATCHES + 1):
         figures, updates = taken(step, number)
@@ -200,7 +201,7 @@ def bigram_step(path: Path, trainer: Trainer | None = None) -> TrainStep:
     return TrainStep(passes=ForwardPasses(policy=trainer or of_bigram(path).trainer))
 
 
-def test_it_ends_before_the_step_that_would_start_too_far_from_old(tmp_path: Path) -> None:
+def test_batch_ends_before_a_step_that_starts_too_far_from_old(tmp_path: Path) -> None:
     free = taken(bigram_step(tmp_path), 1, learning_rates=[0.1] * 6).updates
     bound = (free[2]["kl_old"] + max(u["kl_old"] for u in free[:2])) / 2
     assert free[2]["kl_old"] > bound > free[1]["kl_old"]
@@ -213,15 +214,15 @@ def test_it_ends_before_the_step_that_would_start_too_far_from_old(tmp_path: Pat
     assert len(again.updates) == 1, "the first is always made, and no gradient was left behind"
 
 
-def test_a_bound_on_the_kl_has_old_log_probs_computed_where_the_objective_reads_none(tmp_path: Path) -> None:
+def test_kl_bound_computes_old_log_probs_that_the_objective_does_not_read(tmp_path: Path) -> None:
     objective = resolve("pipelinerl")
     mini_batching = replace(DEALING, target_kl=1e9)
     assert "kl_old" in taken(bigram_step(tmp_path), 1, objective, mini_batching=mini_batching).updates[0]
     assert "kl_old" not in taken(bigram_step(tmp_path), 1, objective).updates[0]
 
 
-def test_no_more_steps_are_made_than_there_are_rates(tmp_path: Path) -> None:
-    """So a replay ends a batch where the run did."""
+def test_batch_ends_after_the_last_given_learning_rate(tmp_path: Path) -> None:
+    """A replay uses this to end a batch where the run ended it."""
     assert len(taken(bigram_step(tmp_path), 1, learning_rates=[0.1] * 4).updates) == 4
 
 
@@ -241,7 +242,7 @@ class Breaking:
         return self._inner.optimizer_step(learning_rate=learning_rate)
 
 
-def test_what_is_not_finite_ends_a_batch_that_has_changed_weights_and_skips_one_that_has_not(
+def test_non_finite_step_ends_a_started_batch_and_skips_an_unstarted_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     inner = of_bigram(tmp_path).trainer
@@ -255,7 +256,7 @@ def test_what_is_not_finite_ends_a_batch_that_has_changed_weights_and_skips_one_
     assert np.array_equal(next(iter(inner.gather_weights()))[1], before)
 
 
-def test_the_critic_makes_as_many_steps_each_on_its_mini_batch(tmp_path: Path) -> None:
+def test_critic_makes_as_many_steps_each_on_its_mini_batch(tmp_path: Path) -> None:
     step, values = bigram_step(tmp_path), BigramTrainer()
     values.init_worker(TrainerSpec(model_path=tmp_path, head=Head.VALUE, optimizer=OPTIMIZER))
     schedule = LearningRateSchedule(warmup_steps=12, steps=12, shape="constant", final_fraction=1.0)
@@ -272,7 +273,7 @@ def test_the_critic_makes_as_many_steps_each_on_its_mini_batch(tmp_path: Path) -
     assert figures["value_learning_rate"] == pytest.approx(0.12)
 
 
-def test_old_log_probs_of_the_sampler_are_what_the_kl_is_measured_from(tmp_path: Path) -> None:
+def test_kl_is_measured_from_the_samplers_log_probs_if_they_are_old(tmp_path: Path) -> None:
     step = bigram_step(tmp_path)
     step = TrainStep(passes=replace(step.passes, old_logprobs=OldLogprobs.BEHAVIOR))
     ended = taken(step, 1, mini_batching=replace(DEALING, target_kl=1e-3))

@@ -1,4 +1,4 @@
-"""What is not finite is found, named with its groups, and leaves weights and gradients as they were."""
+"""Non-finite values are detected and named with their groups, and leave weights and gradients unchanged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def worker(spec: TrainerSpec, **fields: Any) -> BigramTrainer:
 
 
 def groups(*, reward: float = 1.0, logprob: float = -1.5) -> list[RolloutGroup]:
-    """Three; in the middle one, of order 6, a rollout may be poisoned."""
+    """Return three groups; a rollout of the middle one, order 6, may be poisoned."""
     bad = replace(
         group(POISONED), rollouts=(rollout(reward=reward, logprob=logprob), rollout(reward=0.0, sampled=[5, 6, 1]))
     )
@@ -53,14 +53,14 @@ def groups(*, reward: float = 1.0, logprob: float = -1.5) -> list[RolloutGroup]:
 
 @contextmanager
 def refused(what: str, groups: list[int]) -> Iterator[None]:
-    """What is within raises `NonFiniteStep` for this cause."""
+    """Assert that the block raises `NonFiniteStep` for this cause."""
     with pytest.raises(NonFiniteStep) as caught:
         yield
     assert (caught.value.what, caught.value.groups) == (what, groups)
 
 
 class Overflowing:
-    """A term whose value is finite where its gradient is not."""
+    """A term whose value is finite but whose gradient is not."""
 
     needs: frozenset[str] = frozenset()
     formula = ""
@@ -88,7 +88,9 @@ def broken_gradient(objective: PolicyObjective) -> PolicyObjective:
     ],
     ids=["a reward of NaN", "an infinite reward", "a log-prob of NaN", "an infinite log-prob", "a ratio overflows"],
 )
-def test_it_is_named_with_its_group(what: str, poisoned: dict[str, float], budget: int, spec: TrainerSpec) -> None:
+def test_non_finite_value_is_named_with_its_group(
+    what: str, poisoned: dict[str, float], budget: int, spec: TrainerSpec
+) -> None:
     policy = worker(spec)
     step, objective = TrainStep(passes=ForwardPasses(policy=in_fp32(policy))), resolve("pipelinerl")
     batch = build(groups(**poisoned), objective=objective, token_budget=budget, producing=1)
@@ -102,7 +104,7 @@ def test_it_is_named_with_its_group(what: str, poisoned: dict[str, float], budge
 
 
 @pytest.mark.parametrize("adv", [{"scale": "none"}, {"kind": "reward_to_go", "kl": 0.1}], ids=["early", "late"])
-def test_an_advantage_beyond_fp32_is_named(adv: dict[str, Any], spec: TrainerSpec) -> None:
+def test_advantage_beyond_fp32_is_named(adv: dict[str, Any], spec: TrainerSpec) -> None:
     objective = resolve({"preset": "grpo", "adv": adv})
     step = TrainStep(passes=ForwardPasses(policy=worker(spec), reference=worker(spec)))
     batch = build(groups(reward=1e300), objective=objective, token_budget=1000, producing=1)
@@ -111,7 +113,7 @@ def test_an_advantage_beyond_fp32_is_named(adv: dict[str, Any], spec: TrainerSpe
 
 
 def in_fp32(policy: BigramTrainer) -> Trainer:
-    """The bigram trainer computes in float64, where less overflows: this one refuses what fp32 would."""
+    """Wrap the float64 bigram trainer so that it rejects values that overflow in fp32."""
 
     class Narrow:
         def __getattr__(self, name: str) -> Any:
@@ -127,7 +129,7 @@ def in_fp32(policy: BigramTrainer) -> Trainer:
     return narrow
 
 
-def test_a_gradient_that_overflows_is_named_after_the_loss(spec: TrainerSpec) -> None:
+def test_overflowing_gradient_is_named_after_the_loss(spec: TrainerSpec) -> None:
     step, objective = TrainStep(passes=ForwardPasses(policy=worker(spec))), broken_gradient(resolve("grpo"))
     before = worker(spec)
     batch = build(groups(), objective=objective, token_budget=1, producing=1)
@@ -144,7 +146,7 @@ def spoil(made: BigramTrainer) -> None:
 
 
 @pytest.mark.parametrize(("role", "column"), [("reference", "ref_logprobs"), ("critic", "values")])
-def test_a_worker_whose_weights_are_broken_is_named_by_its_column(role: str, column: str, spec: TrainerSpec) -> None:
+def test_worker_with_broken_weights_is_named_by_its_column(role: str, column: str, spec: TrainerSpec) -> None:
     reference, values = worker(spec), worker(spec, head=Head.VALUE)
     spoil(reference if role == "reference" else values)
     critic = Critic(worker=values, loss=ValueLoss(), learning_rate=0.1)
@@ -155,7 +157,7 @@ def test_a_worker_whose_weights_are_broken_is_named_by_its_column(role: str, col
         step.accumulate(batch, objective)
 
 
-def test_a_policy_whose_weights_are_broken_is_named(spec: TrainerSpec) -> None:
+def test_policy_with_broken_weights_is_named(spec: TrainerSpec) -> None:
     policy = worker(spec)
     spoil(policy)
     objective = resolve("pipelinerl")
@@ -164,7 +166,7 @@ def test_a_policy_whose_weights_are_broken_is_named(spec: TrainerSpec) -> None:
         TrainStep(passes=ForwardPasses(policy=policy)).accumulate(batch, objective)
 
 
-def test_nothing_of_a_critic_is_applied_when_its_gradient_is_not_finite(spec: TrainerSpec) -> None:
+def test_no_update_is_applied_if_the_critics_gradient_is_not_finite(spec: TrainerSpec) -> None:
     policy, values = worker(spec), worker(spec, head=Head.VALUE)
     critic = Critic(worker=values, loss=ValueLoss(), learning_rate=0.1)
     step = TrainStep(passes=ForwardPasses(policy=policy, critic=values), critic=critic)
@@ -179,6 +181,6 @@ def test_nothing_of_a_critic_is_applied_when_its_gradient_is_not_finite(spec: Tr
             each.optimizer_step(learning_rate=0.1)
 
 
-def test_the_sentence() -> None:
+def test_message_names_the_cause_and_the_groups() -> None:
     assert str(NonFiniteStep("rewards", [3])) == "rewards of group 3"
     assert str(NonFiniteStep("is_weight", [3, 7])) == "is_weight of groups 3, 7"

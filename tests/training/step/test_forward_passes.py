@@ -1,4 +1,4 @@
-"""`old_logprobs` at the sampling weights: each token at its own version, against the obvious loop; what it costs."""
+"""`old_logprobs` at the sampling weights: each token at its own version, against a plain loop, and the cost."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Trainer:
 
 
 def sampled(seed: int, spans: Sequence[tuple[int, int]], *, turns: int = 1, reward: float = 1.0) -> Rollout:
-    """Random tokens; every turn has these spans, with the environment speaking between."""
+    """Return random tokens; every turn has these spans, with environment text between turns."""
     draw = rng.generator(seed, "passes")
     number = sum(count for _, count in spans)
     parts = [
@@ -63,7 +63,7 @@ def sampled(seed: int, spans: Sequence[tuple[int, int]], *, turns: int = 1, rewa
 
 
 def mixed() -> list[RolloutGroup]:
-    """Rollouts of one version, of two and of all three."""
+    """Return rollouts of one version, of two and of all three."""
     members = [
         sampled(1, [(0, 5)]),
         sampled(2, [(0, 2), (1, 3)], reward=0.0),
@@ -79,7 +79,7 @@ def in_one_batch(groups: Sequence[RolloutGroup], *, budget: int = 1000, producin
 
 
 def warmed_up(trainer: Trainer, *, steps: int) -> tuple[TrainStep, dict[int, list[Float32]]]:
-    """A step whose history holds versions 0 to `steps`, and what each version predicts of each rollout of `mixed`."""
+    """Return a step whose history holds versions 0 to `steps`, and each version's predictions for `mixed()`."""
     history = WeightHistory(trainer.weight_layout())
     step = TrainStep(
         passes=ForwardPasses(policy=trainer, old_logprobs=OldLogprobs.SAMPLING_WEIGHTS, history=history),
@@ -116,7 +116,7 @@ def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(trainer: Tra
 
 
 @pytest.mark.parametrize("budget", [1, 1000])
-def test_each_turn_of_a_branching_episode_has_the_log_probs_of_its_own_weights(trainer: Trainer, budget: int) -> None:
+def test_each_turn_of_a_branching_episode_uses_its_own_weights(trainer: Trainer, budget: int) -> None:
     step, _ = warmed_up(trainer, steps=2)
     history = step.passes.history
     assert history is not None
@@ -137,9 +137,9 @@ def test_each_turn_of_a_branching_episode_has_the_log_probs_of_its_own_weights(t
     assert compared == 12 + 4, "each sampled token once"
 
 
-@pytest.mark.parametrize("trainer", ["torch"], indirect=True)  # the bigram's masters are finer than what is served
-def test_in_lockstep_they_are_the_gradient_passs_own_predictions_to_the_bit(trainer: Trainer) -> None:
-    """The forward graph of the recomputation is that of the gradient: nothing between them but the weights."""
+@pytest.mark.parametrize("trainer", ["torch"], indirect=True)  # the bigram trains at higher precision than it serves
+def test_lockstep_old_logprobs_are_bit_identical_to_the_gradient_pass(trainer: Trainer) -> None:
+    """The recomputation and the gradient pass use the same forward graph and the same weights."""
     step, _ = warmed_up(trainer, steps=2)
     fresh = [replace(group(0), rollouts=tuple(sampled(seed, [(2, 3 + seed)], reward=seed % 2) for seed in range(6)))]
     found = step.accumulate(in_one_batch(fresh), OBJECTIVE)
@@ -149,7 +149,7 @@ def test_in_lockstep_they_are_the_gradient_passs_own_predictions_to_the_bit(trai
 
 
 class Counting:
-    """A bigram trainer that notes how many tokens it was asked for at which table."""
+    """A bigram trainer that records the number of tokens of each forward pass at given weights."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.worker = trainer
@@ -163,17 +163,17 @@ class Counting:
         return self.worker.forward_at(micro_batches, weights)
 
 
-def test_a_version_costs_what_it_needs(trainer: Trainer) -> None:
-    """Of each rollout the tokens up to the version's last, and nothing of the rollouts that it did not touch."""
+def test_version_computes_only_the_tokens_it_needs(trainer: Trainer) -> None:
+    """A version computes only rollouts that it sampled from, each up to the version's last token."""
     step, _ = warmed_up(trainer, steps=2)
     counting = Counting(trainer)
     plan = replace(step.passes, policy=counting).plan(["old_logprobs"])
     plan["old_logprobs"](in_one_batch(mixed(), budget=20).micro_batches)
-    third = 3 + 7 + 3  # of the rollout with two turns, what precedes its second sampled part
+    third = 3 + 7 + 3  # tokens before the second sampled part of the two-turn rollout
     assert counting.tokens == [8 + 5 + third + 1, 8 + third + 5 + 7, third + 7 + 9]
 
 
-def test_prefixes_are_a_micro_batch_of_their_own() -> None:
+def test_prefixes_form_a_separate_micro_batch() -> None:
     batch = in_one_batch(mixed()).micro_batches[0]
     assert prefixes(batch, through=batch.position_ids >= 0).micro_batch is batch
     assert batch.behavior_versions is not None

@@ -1,4 +1,4 @@
-"""One step on real workers: the passes it makes, advantages against loops, and a gradient that no packing changes."""
+"""One step on real workers: forward passes, advantages against loops, and gradients invariant to packing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PRESETS = ["ppo", PPO, "grpo", "grpo_kl", "gspo", "gmpo", "ppo_tis", "dapo", "re
 
 
 def two_turns(draw: np.random.Generator, reward: float) -> Rollout:
-    """A rollout in which the environment speaks twice."""
+    """Return a rollout in which the environment speaks twice."""
     turns: list[Turn] = []
     for _ in range(2):
         one = rollout(
@@ -83,14 +83,14 @@ def spec(tmp_path: Path) -> TrainerSpec:
 
 
 def practised_critic(spec: TrainerSpec, *, warmup_steps: int = 0) -> Critic:
-    """Whose values are not 0."""
+    """Return a critic with non-zero values."""
     worker = Counting(replace(spec, head=Head.VALUE))
     worker.worker._state.table = rng.generator(8, "values").normal(size=VOCAB)  # type: ignore[union-attr]
     return Critic(worker=worker, loss=ValueLoss(), learning_rate=0.1, warmup_steps=warmup_steps)  # type: ignore[arg-type]
 
 
 def step_of(spec: TrainerSpec, *, warmup_steps: int = 0, old: OldLogprobs = OldLogprobs.RECOMPUTE) -> TrainStep:
-    """A policy, a critic and a reference of other weights."""
+    """Return a step with a policy, a critic and a reference with different weights."""
     other = spec.model_path.with_name("reference")
     BigramModel.random(VOCAB, seed=9).save(other)
     critic = practised_critic(spec, warmup_steps=warmup_steps)
@@ -122,7 +122,7 @@ def weights(worker: Trainer | None) -> np.ndarray:
 
 
 @pytest.mark.parametrize("choice", PRESETS, ids=str)
-def test_no_packing_split_or_order_changes_the_gradient(choice: Any, spec: TrainerSpec) -> None:
+def test_packing_split_and_order_do_not_change_the_gradient(choice: Any, spec: TrainerSpec) -> None:
     objective = resolve(choice)
 
     def stepped(budget: int, of: Sequence[RolloutGroup]) -> tuple[list[np.ndarray], float, int]:
@@ -143,7 +143,7 @@ def test_no_packing_split_or_order_changes_the_gradient(choice: Any, spec: Train
 
 @pytest.mark.parametrize("name", catalogue.PRESETS)
 def test_batch_without_signal_is_a_step_of_zero_gradient(name: str, spec: TrainerSpec) -> None:
-    """What teaches by something else than its group's rewards (a critic, a barrier) keeps that gradient alone."""
+    """Terms that do not depend on the group's rewards (a critic, a barrier) keep their gradient."""
     objective = resolve(name, max_tokens=8)
     waiting = Batcher(
         ledger=ConsumedLedger(),
@@ -163,7 +163,7 @@ def test_batch_without_signal_is_a_step_of_zero_gradient(name: str, spec: Traine
 
 @pytest.mark.parametrize("budget", [1, 25, 1000])
 def test_advantages_and_returns_equal_loops_over_rollouts(budget: int, spec: TrainerSpec) -> None:
-    """Each rollout alone, its tokens one by one; the columns come from the workers themselves."""
+    """Compute each rollout separately, token by token, from columns of the workers."""
     objective = replace(resolve(PPO), adv=GAE(kl=0.1))
     step = step_of(spec)
     batch = build(groups(), objective=objective, token_budget=budget, producing=1)
@@ -202,7 +202,7 @@ def test_advantages_and_returns_equal_loops_over_rollouts(budget: int, spec: Tra
     ],
     ids=str,
 )
-def test_only_the_passes_that_are_needed_are_made(
+def test_only_needed_forward_passes_are_made(
     choice: Any, old: OldLogprobs, expected: tuple[int, int, int], spec: TrainerSpec
 ) -> None:
     objective = resolve(choice)
@@ -214,7 +214,7 @@ def test_only_the_passes_that_are_needed_are_made(
         assert made.micro_batches[0].old_logprobs is made.micro_batches[0].behavior_logprobs
 
 
-def test_while_the_critic_warms_up_the_policy_stands_still(spec: TrainerSpec) -> None:
+def test_policy_is_frozen_during_critic_warmup(spec: TrainerSpec) -> None:
     step, objective = step_of(spec, warmup_steps=2), resolve("ppo")
     assert step.critic is not None
     for version in (1, 2, 3):
@@ -228,7 +228,7 @@ def test_while_the_critic_warms_up_the_policy_stands_still(spec: TrainerSpec) ->
         assert figures["value_loss"] > 0 and figures["value_grad_norm"] > 0
 
 
-def test_the_critics_rate_follows_its_own_schedule(spec: TrainerSpec) -> None:
+def test_critic_learning_rate_follows_its_own_schedule(spec: TrainerSpec) -> None:
     step, objective = step_of(spec), resolve("ppo")
     assert step.critic is not None
     schedule = LearningRateSchedule(warmup_steps=2, steps=4, shape="linear", final_fraction=0.0)
@@ -241,7 +241,7 @@ def test_the_critics_rate_follows_its_own_schedule(spec: TrainerSpec) -> None:
     assert rates == [(0.1 / 2, 0.3), (0.1, 0.3), (0.1, 0.3), (0.1 / 2, 0.3)]
 
 
-def test_a_kl_coefficient_that_is_sent_as_a_column_changes_the_step_as_it_should(spec: TrainerSpec) -> None:
+def test_kl_coefficient_column_scales_the_gradient(spec: TrainerSpec) -> None:
     norms = []
     for beta in (0.0, 0.5, 5.0):
         objective = resolve({"preset": "grpo", "grad2": {"kind": "kl", "beta": beta}})
@@ -252,8 +252,8 @@ def test_a_kl_coefficient_that_is_sent_as_a_column_changes_the_step_as_it_should
     assert norms[2] == pytest.approx(10 * norms[1], rel=0.5), "the penalty outweighs the rest"
 
 
-def test_a_critic_learns_what_the_rollouts_earn(spec: TrainerSpec) -> None:
-    """Every rollout earns 1, so that every state is worth 1."""
+def test_critic_learns_the_return(spec: TrainerSpec) -> None:
+    """Every rollout has reward 1, so every state has value 1."""
     step = step_of(replace(spec, optimizer=OptimizerSpec(grad_clip=0.0)), warmup_steps=100)
     earning = [replace(g, rollouts=tuple(r for r in g.rollouts if r.verdict.reward == 1.0)) for g in groups()[:3]]
     errors = []
@@ -263,7 +263,7 @@ def test_a_critic_learns_what_the_rollouts_earn(spec: TrainerSpec) -> None:
     assert errors[0] > 0.5 and errors[-1] < 0.1
 
 
-def test_equal_rewards_teach_where_no_group_mean_is_the_baseline() -> None:
+def test_equal_rewards_train_without_a_group_mean_baseline() -> None:
     teaching = {
         name: learns_from_equals(resolve(name), {}) for name in ("ppo", "grpo_kl", "decoupled_ppo", "grpo", "rloo")
     }

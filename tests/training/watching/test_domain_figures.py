@@ -1,4 +1,4 @@
-"""Figures by domain and tag against counts made by hand, and their bounds."""
+"""Metrics by domain and tag against hand-made counts, and their bounds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def scored(reward: float, *parts: tuple[str, float]) -> Rollout:
     return replace(rollout(), verdict=verdict)
 
 
-def test_every_figure_of_a_domain() -> None:
+def test_every_metric_of_a_domain() -> None:
     tallies = DomainTallies()
     long = rollout(reward=0.0, sampled=[1] * 20)
     mixed = told(
@@ -52,7 +52,7 @@ def test_every_figure_of_a_domain() -> None:
     )
 
 
-def test_parts_of_a_reward_are_means_over_those_that_have_them() -> None:
+def test_reward_parts_are_averaged_over_the_rollouts_that_have_them() -> None:
     tallies = DomainTallies()
     rollouts = (scored(1.0, ("format", 1.0), ("answer", 0.0)), scored(2.0, ("format", 0.5)), scored(0.0))
     tallies.add([told([], rollouts=rollouts)])
@@ -60,7 +60,7 @@ def test_parts_of_a_reward_are_means_over_those_that_have_them() -> None:
     assert (figures["reward"], figures["reward.format"], figures["reward.answer"]) == (1.0, 0.75, 0.0)
 
 
-def test_a_group_counts_in_its_domain_and_in_each_of_its_tags_once() -> None:
+def test_group_counts_once_in_its_domain_and_in_each_tag() -> None:
     tallies = DomainTallies()
     tallies.add([told([1.0], tags=("a", "b", "a")), told([0.0], tags=("b",), domain="sums")])
     figures = tallies.take()
@@ -70,13 +70,13 @@ def test_a_group_counts_in_its_domain_and_in_each_of_its_tags_once() -> None:
     assert tallies.take() == ({}, {}), "the next step begins from nothing"
 
 
-def test_a_domain_of_which_everything_was_stale_has_that_alone() -> None:
+def test_domain_with_only_stale_groups_reports_only_them() -> None:
     tallies = DomainTallies()
     tallies.add_stale(told([1.0]))
     assert tallies.take().by_domain["words"] == {"rollouts": 0, "groups": 0, "stale_groups": 1, "stale": 1.0}
 
 
-def test_however_many_tags_there_are_few_have_figures_and_none_is_lost() -> None:
+def test_rare_tags_are_merged_beyond_the_limit() -> None:
     tallies = DomainTallies()
     tallies.add([told([1.0], tags=(f"id={number:04d}",)) for number in range(1000)])
     tallies.add([told([1.0, 1.0], tags=("common",)), told([1.0], tags=tuple(f"t{i}" for i in range(1000)))])
@@ -86,14 +86,14 @@ def test_however_many_tags_there_are_few_have_figures_and_none_is_lost() -> None
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 20, 21, 257])
-def test_the_p95_of_lengths_is_numpys(count: int) -> None:
+def test_p95_of_lengths_equals_numpy(count: int) -> None:
     lengths = sorted(generator(0, "p95", count).integers(0, 5000, count).tolist())
     tally = Tally(groups=1, lengths=lengths[::-1])
     assert tally.figures()["length_p95"] == pytest.approx(np.percentile(lengths, 95), rel=1e-12)
     assert tally.figures()["length_mean"] == pytest.approx(np.mean(lengths), rel=1e-12)
 
 
-def test_turns_and_segments_are_counted_of_episodes_alone() -> None:
+def test_turns_and_segments_are_counted_only_for_episodes() -> None:
     tallies = DomainTallies()
     turns = episode([((0,), (1,)), ((2,), (3,)), ((4,), (5,))], (ROOT, 0, 0)).turns
     begins = ("first", "", "forked")

@@ -1,4 +1,4 @@
-"""What the watch of a step says is what the step did: samples with their own advantages, what was filtered, and why."""
+"""The step watch reports what the step did: samples with their advantages, filtered groups, and reasons."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def closed(watch: StepWatch) -> None:
     watch.samples.log.close()
 
 
-def test_a_sample_says_all_that_is_known_of_it(tmp_path: Path) -> None:
+def test_sample_contains_every_known_field(tmp_path: Path) -> None:
     watch = watch_in(tmp_path)
     right = rollout(reward=1.0, prompt=(5, 6), sampled=(7, 8, 9), spans=((2, 1), (3, 2)))
     cut = replace(rollout(reward=0.0, prompt=(5, 6), version=1), finish_reason="length")
@@ -70,7 +70,7 @@ def test_a_sample_says_all_that_is_known_of_it(tmp_path: Path) -> None:
     assert (three.outcome, three.reward, three.advantage, three.trained) == ("verifier_error", None, None, False)
 
 
-def test_the_tokens_of_a_sample_are_those_that_were_sampled_and_trained_on(tmp_path: Path) -> None:
+def test_sample_tokens_are_those_sampled_and_trained(tmp_path: Path) -> None:
     watch = watch_in(tmp_path)
     right = rollout(reward=1.0, prompt=(5, 6), sampled=(7, 8, 9), spans=((2, 1), (3, 2)))
     wrong = rollout(reward=0.0, prompt=(5, 6), sampled=(7,), spans=((3, 1),))
@@ -93,7 +93,7 @@ def test_the_tokens_of_a_sample_are_those_that_were_sampled_and_trained_on(tmp_p
     assert (three.deltas, three.advantages) == ((), ()), "it was not trained on"
 
 
-def test_what_the_environment_wrote_between_turns_has_no_version(tmp_path: Path) -> None:
+def test_environment_tokens_between_turns_have_no_version(tmp_path: Path) -> None:
     watch = watch_in(tmp_path)
     first = rollout(reward=1.0, prompt=(5, 6), sampled=(7, 8))
     later = replace(first.turns[0], context_token_ids=np.array([1, 2, 3], np.int32))
@@ -106,7 +106,7 @@ def test_what_the_environment_wrote_between_turns_has_no_version(tmp_path: Path)
 
 
 @pytest.mark.parametrize("budget", [6, 1000])
-def test_the_columns_of_a_branching_episode_are_in_the_order_of_its_turns(tmp_path: Path, budget: int) -> None:
+def test_columns_of_a_branching_episode_are_in_turn_order(tmp_path: Path, budget: int) -> None:
     watch = watch_in(tmp_path)
     turns = [((5, 6), (7, 8)), ((1,), (9,)), ((2, 3), (10, 11)), ((4,), (12,))]
     forked = episode(turns, (ROOT, ROOT, 0, 1), versions=(1, 1, 2, 3))
@@ -135,7 +135,7 @@ def test_the_columns_of_a_branching_episode_are_in_the_order_of_its_turns(tmp_pa
     assert sample.answers[1].turns == (), "a single answer has none"
 
 
-def test_a_masked_rollout_has_no_advantage_and_did_not_train(tmp_path: Path) -> None:
+def test_masked_rollout_has_no_advantage_and_did_not_train(tmp_path: Path) -> None:
     watch = watch_in(tmp_path)
     cut = replace(rollout(reward=0.0), finish_reason="length")
     stepped(watch, [replace(group(0), rollouts=(rollout(reward=1.0), cut))], version=1, truncated=Truncated.MASK)
@@ -144,7 +144,7 @@ def test_a_masked_rollout_has_no_advantage_and_did_not_train(tmp_path: Path) -> 
     assert [(each.advantage is None, each.trained) for each in sample.answers] == [(False, True), (True, False)]
 
 
-def test_advantages_are_each_rollouts_own_however_they_are_packed() -> None:
+def test_each_rollout_has_its_own_advantage_in_any_packing() -> None:
     groups = [group(0, [0.0, 1.0]), group(1, [1.0, 1.0]), group(2, [1.0, 0.0])]
     batch = build(groups, objective=resolve("grpo"), token_budget=5, producing=1)
     advantages, trained = mean_advantages(batch, batch.micro_batches)
@@ -152,7 +152,7 @@ def test_advantages_are_each_rollouts_own_however_they_are_packed() -> None:
     assert trained.tolist() == [True, True, False, False, True, True], "those without a gradient were left out"
 
 
-def test_the_groups_are_few_drawn_by_seed_and_step(tmp_path: Path) -> None:
+def test_sampled_groups_are_drawn_by_seed_and_step(tmp_path: Path) -> None:
     drawn = []
     for name in ("first", "again"):
         watch = watch_in(tmp_path / name)
@@ -164,7 +164,7 @@ def test_the_groups_are_few_drawn_by_seed_and_step(tmp_path: Path) -> None:
     assert len({name for _, name in drawn[0]}) == 8, "nobody is preferred"
 
 
-def test_reasons_that_all_differ_are_told_together_after_the_first(tmp_path: Path) -> None:
+def test_too_many_distinct_reasons_are_merged(tmp_path: Path) -> None:
     watch = watch_in(tmp_path)
     watch.ended([group(0)], GroupOutcome.FILTERED, "no signal")
     for number in range(100):
@@ -177,7 +177,7 @@ def test_reasons_that_all_differ_are_told_together_after_the_first(tmp_path: Pat
     assert example.filtered[OTHER_REASONS] == 102 - MOST_REASONS - 1
 
 
-def test_filtered_groups_are_counted_by_reason_with_one_as_an_example(tmp_path: Path) -> None:
+def test_filtered_groups_are_counted_by_reason_with_an_example(tmp_path: Path) -> None:
     watch = watch_in(tmp_path)
     batcher = Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=NoSignal.FILTER, ended=watch.ended)
     for index, made in enumerate(
@@ -199,14 +199,14 @@ def test_filtered_groups_are_counted_by_reason_with_one_as_an_example(tmp_path: 
     assert figures.by_domain["sums"]["all_wrong"] == 1.0
 
 
-def test_without_a_log_there_are_figures_all_the_same() -> None:
+def test_metrics_need_no_sample_log() -> None:
     watch = StepWatch()
     watch.ended([group(0)], GroupOutcome.STALE, "stale")
     batch = build([group(1)], objective=resolve("grpo"), token_budget=1000, producing=1)
     assert watch.stepped(batch, batch.micro_batches, version=1).by_domain["test"]["stale"] == 0.5
 
 
-def test_a_number_that_is_none_costs_no_sample(tmp_path: Path) -> None:
+def test_sample_with_a_non_finite_reward_is_kept(tmp_path: Path) -> None:
     watch = watch_in(tmp_path)
     with np.errstate(invalid="ignore"):
         stepped(watch, [replace(group(0), rollouts=(rollout(reward=np.inf), rollout(reward=0.0)))], version=1)

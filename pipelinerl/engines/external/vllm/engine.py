@@ -24,8 +24,9 @@ from pipelinerl.engines.batching.sample_loop import LoopBuilder
 from pipelinerl.engines.batching.scheduler import Capacity
 from pipelinerl.engines.external.core_loop import CoreLoop
 from pipelinerl.engines.external.engine_core import CoreModel, EngineCore
-from pipelinerl.engines.external.vllm.limits import check_experts_on_cpu
+from pipelinerl.engines.external.vllm.limits import check_experts_on_cpu, check_experts_on_gpu
 from pipelinerl.engines.external.vllm.options import check_fields, check_names, check_on_cpu
+from pipelinerl.engines.external.worker.torch_shared_bytes import check_room
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.weights import layout_of
@@ -38,6 +39,8 @@ log = logging.getLogger("pipelinerl")
 #: The release series for which `core.VllmCore` is written.
 SERIES: Final = "0.32."
 
+#: The queue in shared memory by which vLLM's core feeds the workers of several devices, about 240 MiB.
+_QUEUE_BYTES: Final = 256 * 2**20
 #: vLLM's own default on CPU, in tokens.
 _BLOCK: Final = 128
 
@@ -66,6 +69,8 @@ def from_options(options: EngineOptions) -> Engine:
     if _built_for_cpu():
         check_on_cpu(options.options)
         check_experts_on_cpu(options.model_path)
+    else:
+        check_experts_on_gpu(options.model_path, options.options)
     tokenizer = ChatTokenizer.load(options.model_path)
     endpoints = WorkerEndpointFactory(frozenset([Backend.GLOO] if _built_for_cpu() else [Backend.GLOO, Backend.NCCL]))
     return BatchingEngine(
@@ -138,6 +143,7 @@ def loop_of(options: EngineOptions, endpoints: WorkerEndpointFactory) -> LoopBui
         model = load_skeleton(options.model_path, dtype=options.dtype)
         layout = layout_of(model)
         text: Any = model.config.get_text_config()
+        check_room(layout.num_bytes + (_QUEUE_BYTES if options.devices > 1 else 0))  # before the minutes of a start
         _prepare_environment(options)
         from pipelinerl.engines.external.vllm.core import VllmCore
 

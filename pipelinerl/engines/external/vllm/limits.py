@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +12,8 @@ from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.errors import ModelError
 from pipelinerl.models.routing import mixture_of
 
+#: The `moe_backend` of vLLM that computes with experts in the layout of the files.
+KEEPS_EXPERTS: Final = "triton"
 #: vLLM 0.32 raises temperatures between 0 and this to this (`SamplingParams.__post_init__`).
 LEAST_TEMPERATURE: Final = 0.01
 #: vLLM 0.32 rejects higher temperatures (`SamplingParams._verify_args`).
@@ -86,6 +89,21 @@ def check_experts_on_cpu(path: Path) -> None:
         raise ModelError(
             f"vLLM on a CPU repacks the experts of the model in {path} and cannot load new ones; use engine.type = "
             '"torch", or vLLM on a GPU'
+        )
+
+
+def check_experts_on_gpu(path: Path, options: Mapping[str, Any]) -> None:
+    """Raise `ModelError` for experts, unless `options` select the kernel that keeps their layout.
+
+    After loading, vLLM's other kernels shuffle the experts or swap their halves, depending on the GPU. An update writes
+    into these parameters in the layout of the files, and would be misread. vLLM's layerwise reload, which repeats the
+    shuffle, is not used here.
+    """
+    if mixture_of(path) is not None and options.get("moe_backend") != KEEPS_EXPERTS:
+        raise ModelError(
+            f"vLLM may shuffle the experts of the model in {path} for its kernel, and would misread updates; set "
+            f'engine.options.moe_backend = "{KEEPS_EXPERTS}", whose layout is that of the files, or use engine.type = '
+            '"torch"'
         )
 
 

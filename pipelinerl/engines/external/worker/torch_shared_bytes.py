@@ -7,6 +7,7 @@ that map it, however they end.
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import weakref
 from contextlib import ExitStack
@@ -16,8 +17,27 @@ from typing import Final, Self, final
 import torch
 from torch import Tensor
 
+from pipelinerl.errors import ModelError
+
 #: A file system in memory; elsewhere the page cache serves the same purpose, backed by the disk.
 _MEMORY: Final = Path("/dev/shm")
+
+
+def check_room(num_bytes: int, *, folder: Path = _MEMORY) -> None:
+    """Raise `ModelError` if shared memory has fewer than `num_bytes` free; containers get 64 MB by default."""
+    if not folder.is_dir():
+        return
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise ModelError(
+            f"an engine in processes of its own needs {_mib(num_bytes)} of shared memory, {folder} has {_mib(free)} "
+            f"free; start the container with --shm-size={-(-num_bytes // 2**30) + 1}g or more, or mount a larger tmpfs "
+            f"at {folder}"
+        )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"
 
 
 @final
@@ -28,8 +48,10 @@ class SharedBytes:
         """Reserve the memory of `tensor`; `further` takes none until `reserve`.
 
         Raises:
+            ModelError: shared memory is too small; the message names the remedy.
             OSError: there is not enough memory.
         """
+        check_room(num_bytes)
         descriptor, path = tempfile.mkstemp(prefix="pipelinerl-", dir=_MEMORY if _MEMORY.is_dir() else None)
         self.path = Path(path)
         self._descriptor = descriptor

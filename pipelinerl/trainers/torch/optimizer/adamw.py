@@ -22,6 +22,7 @@ from torch.optim.adamw import adamw as fused_step
 
 from pipelinerl import rng
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, OptimizerOptions, StatePlace
+from pipelinerl.trainers.torch.transfers import to_device
 from trainer_contract.types import OptimizerSpec
 
 #: The number of elements stepped at once.
@@ -156,7 +157,7 @@ class PiecewiseAdamW:
         values, slopes = parameter.detach().view(-1), gradient.reshape(-1)
         noise = self._noise(parameter.device, int(state[STEP]), number)
         for piece in _pieces(len(values)):
-            mean, square, *rest = (each[piece].to(parameter.device, torch.float32, non_blocking=True) for each in kept)
+            mean, square, *rest = (to_device(each[piece], parameter.device, torch.float32) for each in kept)
             (stepped,) = rest or (values[piece],)
             fused_step(
                 [stepped],

@@ -8,8 +8,10 @@ to the end of the keys. So a segment costs its own queries times its keys. This 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast, final
+from inspect import signature
+from typing import Any, Protocol, cast, final
 
 import numpy as np
 import torch
@@ -49,10 +51,26 @@ class VarlenKernel(Protocol):
 
 
 def torch_kernel() -> VarlenKernel:
-    """Return torch's kernel; imported on demand, because the import loads torch's compiler."""
+    """Return torch's kernel for any number of key heads; imported on demand, as the import loads torch's compiler."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return cast(VarlenKernel, varlen_attn)
+    return for_fewer_key_heads(varlen_attn)
+
+
+def for_fewer_key_heads(kernel: Callable[..., Any]) -> VarlenKernel:
+    """Return a kernel that accepts fewer key heads than query heads.
+
+    Torch before 2.12 has no `enable_gqa`; there, key and value heads are repeated.
+    """
+    if "enable_gqa" in signature(kernel).parameters:
+        return cast(VarlenKernel, kernel)
+
+    def repeating(query: Tensor, key: Tensor, value: Tensor, *bounds: Any, enable_gqa: bool, **settings: Any) -> Tensor:
+        if enable_gqa:
+            key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
+        return cast(Tensor, kernel(query, key, value, *bounds, **settings))
+
+    return repeating
 
 
 @final

@@ -28,7 +28,7 @@ from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.config.recipe import MODELS
 from pipelinerl.engines.batching.sequence import Request
 from pipelinerl.engines.external.vllm.engine import check_version, from_options, slow_here
-from pipelinerl.engines.external.vllm.limits import check_experts_on_cpu, check_request
+from pipelinerl.engines.external.vllm.limits import check_experts_on_cpu, check_experts_on_gpu, check_request
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
@@ -169,6 +169,9 @@ def test_experts_repacked_by_vllm_are_rejected(experts: int, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="cannot load new ones") if experts else nullcontext():
         check_experts_on_cpu(tmp_path)
+    with pytest.raises(ModelError, match="may shuffle the experts") if experts else nullcontext():
+        check_experts_on_gpu(tmp_path, {})
+    check_experts_on_gpu(tmp_path, {"moe_backend": "triton"})
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ import torch
 
 from inference_contract.weights import Backend, InitProcessGroupRequest
 from pipelinerl.engines.external.worker.torch_endpoint import serve_endpoints
-from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes, attach
+from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes, attach, check_room
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpoint, WorkerEndpointFactory
-from pipelinerl.errors import DeadlineError, UpdateError
+from pipelinerl.errors import DeadlineError, ModelError, UpdateError
 from pipelinerl.system.background import in_background
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 from tests.patience import PATIENCE_S, SOON_S
@@ -213,3 +213,10 @@ def test_missing_worker_is_an_error_and_leaves_nothing_behind() -> None:
     with suppress(KeyError), endpoints.accept_worker() as path:
         raise KeyError
     assert not path.parent.exists()
+
+
+def test_too_little_shared_memory_is_rejected_with_the_remedy(tmp_path: Path) -> None:
+    check_room(1, folder=tmp_path)
+    check_room(2**60, folder=tmp_path / "missing")
+    with pytest.raises(ModelError, match=r"needs 1,048,576 MiB of shared memory, .* --shm-size=1025g or more"):
+        check_room(2**40, folder=Path("/dev/shm"))

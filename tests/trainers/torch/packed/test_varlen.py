@@ -21,7 +21,7 @@ from pipelinerl.trainers.torch.packed.planner import failed_trial
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct
-from pipelinerl.trainers.torch.packed.varlen import VarlenPlan, torch_kernel
+from pipelinerl.trainers.torch.packed.varlen import VarlenPlan, for_fewer_key_heads, torch_kernel
 from pipelinerl.trainers.torch.passes import PassSetting, predict
 from tests.fakes.varlen_kernel import varlen_attention
 from tests.patience import PATIENCE_S
@@ -58,6 +58,26 @@ def test_fake_kernel_matches_torch_attention_per_segment(kv_heads, window):
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True)
         wanted.append(out.transpose(0, 1))
     torch.testing.assert_close(got, torch.cat(wanted)[last], rtol=0, atol=1e-6)
+
+
+def old_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    """The kernel with the signature of torch 2.11, which needs as many key heads as query heads."""
+    bounds = (cu_seq_q, cu_seq_k, max_q, max_k)
+    return varlen_attention(query, key, value, *bounds, scale=scale, window_size=window_size, enable_gqa=False)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_kernel_without_grouped_heads_gets_repeated_ones(kv_heads):
+    draw = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(13, heads, 8, generator=draw, requires_grad=True) for heads in (4, kv_heads, kv_heads)]
+    results = []
+    for kernel in (varlen_attention, for_fewer_key_heads(old_varlen_attn)):
+        settings = {"scale": None, "window_size": (-1, 0), "enable_gqa": kv_heads != 4}
+        out = kernel(*drawn, starts([9, 4]), starts([9, 4]), 9, 9, **settings)
+        results.append((out, *torch.autograd.grad(out.square().sum(), drawn)))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    assert for_fewer_key_heads(varlen_attention) is varlen_attention, "a kernel that groups heads is used as it is"
 
 
 def attended(plan, drawn, cotangent, window):

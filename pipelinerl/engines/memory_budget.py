@@ -1,0 +1,142 @@
+"""`EngineBudget`: what a GPU must hold beside an engine's weights, and whether it fits, as a pure function of sizes.
+
+The first update allocates a second copy of the weights, long after the start. So it is reserved before the cache is
+sized, together with what a prefill and a decode step compute with. Without a GPU nothing is checked: hosts have swap.
+
+The sizes of both workspaces are counted from the code and were not measured on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from pipelinerl.errors import ModelError
+from pipelinerl.models.model_shape import BYTES, ModelShape
+from trainer_contract.types import WeightDType
+
+#: Most padded tokens of one prefill forward of the torch engine.
+PREFILL_TOKENS: Final = 16384
+#: Bytes for each logit of a decode step: the sampler's fp32 copies, and the fp64 sums and the sort of top-p.
+_SAMPLING_BYTES: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Bytes of a GPU.
+
+    Attributes:
+        total: of the whole device.
+        free: that no process has taken.
+        ours: that this process has taken, the weights included.
+        share: the largest share of `total` that this process may take; None sets no bound.
+    """
+
+    total: int
+    free: int
+    ours: int
+    share: float | None = None
+
+    @property
+    def left(self) -> int:
+        """Bytes that this process may still take."""
+        return self.free if self.share is None else min(self.free, int(self.share * self.total) - self.ours)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBudget:
+    """Bytes that an engine takes on its GPU beside the serving weights.
+
+    Attributes:
+        slots: the number of sequences that run at once.
+        cache: keys and values of all slots at their full length.
+        staging: the second copy of the weights, allocated at the first update.
+        conversion: the buffer of an update that travels in another dtype; 0 if it travels in the engine's.
+        prefill: workspace of the largest prefill.
+        logits: workspace of a decode step of all slots.
+    """
+
+    slots: int
+    cache: int
+    staging: int
+    conversion: int
+    prefill: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """Bytes beside the serving weights."""
+        return self.cache + self.staging + self.conversion + self.prefill + self.logits
+
+    @property
+    def cache_and_rows(self) -> int:
+        """Bytes that grow with the number of slots."""
+        return self.cache + self.logits
+
+    def most_slots(self, left: int) -> int:
+        """Return the largest number of slots that fits `left` bytes."""
+        for_rows = left - (self.total - self.cache_and_rows)
+        return max(0, for_rows * self.slots // self.cache_and_rows)
+
+    def check(self, memory: DeviceMemory, *, context_length: int) -> None:
+        """Raise `ModelError` if the engine would run out of memory, now or at its first update."""
+        left = memory.left
+        if self.total <= left:
+            return
+        parts = {
+            "keys and values": self.cache,
+            "the second copy of the weights": self.staging,
+            "the weights as they are sent": self.conversion,
+            "prefill": self.prefill,
+            "logits": self.logits,
+        }
+        listed = ", ".join(f"{name} {_mib(size)}" for name, size in parts.items() if size)
+        most = self.most_slots(left)
+        slots = f"set engine.slots to {most} or less" if most else "no number of slots fits"
+        remedies = ["lower engine.context_length"] if most else []
+        remedies += ["raise engine.memory_share"] if memory.share is not None else ["use a larger device"]
+        remedies += ["set weights.dtype to the engine's"] if self.conversion else []
+        raise ModelError(
+            f"{self.slots} slots of {context_length} tokens need {_mib(self.total)} beside the weights ({listed}), "
+            f"{_mib(left)} are left of the device's {_mib(memory.total)}; {slots}, or {', or '.join(remedies)}"
+        )
+
+
+def budget_of(
+    shape: ModelShape,
+    *,
+    dtype: WeightDType,
+    wire: WeightDType,
+    slots: int,
+    context: int,
+    received: int,
+    spare: int = 0,
+    prefill_tokens: int = PREFILL_TOKENS,
+) -> EngineBudget:
+    """Return the budget of a torch engine.
+
+    Args:
+        received: bytes of the buffer that receives an update in the engine's dtype.
+        spare: bytes of the quantised weights that do not serve; 0 if weights are served as received.
+    """
+    size = BYTES[dtype]
+    tokens = min(max(prefill_tokens, context), slots * context)
+    return EngineBudget(
+        slots=slots,
+        cache=2 * shape.layers * slots * context * shape.kv_heads * shape.head_dim * size,
+        staging=received + spare,
+        conversion=shape.count * BYTES[wire] if wire is not dtype else 0,
+        prefill=_prefill_bytes(shape, tokens, size),
+        logits=slots * shape.vocab * (size + _SAMPLING_BYTES),
+    )
+
+
+def _prefill_bytes(shape: ModelShape, tokens: int, size: int) -> int:
+    """Return the bytes of a forward over `tokens` padded tokens; layers run one after another."""
+    residual = 3 * shape.hidden  # the stream, its norm, and the layer's result
+    attention = 4 * (shape.heads + shape.kv_heads) * shape.head_dim  # queries, keys and values, before and after RoPE
+    return tokens * size * (residual + max(attention, 3 * shape.intermediate))
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"

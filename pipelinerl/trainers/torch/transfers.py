@@ -1,0 +1,40 @@
+"""Copies between host and device that send each tensor in its own dtype and convert on the device.
+
+Torch converts a copy that changes dtype and device on the host: it sends fp32 where bf16 would do, and through memory
+that is not pinned.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+
+def to_device(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the values on the device in this dtype; from pinned memory, without waiting for the copy."""
+    return values.to(device, non_blocking=True).to(dtype)
+
+
+@final
+class HostBuffer:
+    """Pinned host memory for one tensor at a time from the device; it is reused and grows with the largest."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def fetch(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the values on the host in this dtype: the buffer until the next call, or the values if they are there.
+
+        They are rounded on the device if that makes them smaller, else converted on the host.
+        """
+        if values.device.type == "cpu":
+            return values.to(dtype)
+        sent = values.to(dtype) if dtype.itemsize < values.dtype.itemsize else values
+        size = sent.numel() * sent.element_size()
+        if len(self._memory) < size:
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=values.is_cuda)
+        held = self._memory[:size].view(sent.dtype).view(sent.shape)
+        held.copy_(sent)
+        return held.to(dtype)

@@ -1,0 +1,151 @@
+"""`OverlappedDigest`: hashes a weight update on a thread, while the next bytes are copied and sent.
+
+Bytes on a GPU are copied to the host once, piece by piece, into two pinned buffers in turn. The copies have a stream of
+their own, so they wait neither for training nor for decoding. On the host, the bytes are hashed where they are, by the
+same code: `stream_for` returns the form that fits. A host with few cores hashes before it sends, since a second thread
+would take its time from the first, and read the bytes from a colder cache.
+
+No GPU has run `CudaStream`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Final, Protocol, Self, final
+
+import torch
+from torch import Tensor
+
+from pipelinerl.system.background import in_background_soon
+from pipelinerl.weights.digest import WeightDigest
+
+#: Waits until the copy has landed, and returns the bytes on the host.
+Landed = Callable[[], Tensor]
+
+
+#: With fewer cores, the trainer or the decode loop, gloo and the sender leave none for a thread that hashes.
+_CORES_TO_OVERLAP: Final = 5
+
+
+class TransferStream(Protocol):
+    """The stream on which a publication gathers, copies and sends; in a `with` block it is the thread's current one."""
+
+    @property
+    def overlaps(self) -> bool:
+        """True if bytes are hashed on a thread, while others are copied and sent."""
+        ...
+
+    def __enter__(self) -> Self:
+        """Order the work after that already queued on the device's default stream."""
+        ...
+
+    def __exit__(self, *_: object) -> None:
+        """Wait until nothing is read any more."""
+        ...
+
+    def to_host(self, data: Tensor) -> Landed:
+        """Begin to copy flat uint8 `data` to the host. The second copy from now on may overwrite its result."""
+        ...
+
+
+@final
+class HostStream:
+    """The form for bytes on the host: nothing is copied."""
+
+    def __init__(self, *, cores: int | None = None) -> None:
+        """Overlap if `cores` suffice; None counts those that this process may use."""
+        self.overlaps = (len(os.sched_getaffinity(0)) if cores is None else cores) >= _CORES_TO_OVERLAP
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def to_host(self, data: Tensor) -> Landed:
+        """Return the bytes themselves."""
+        return lambda: data
+
+
+@final
+class CudaStream:
+    """Two streams of a GPU: one gathers and sends, the other copies to pinned memory beside it."""
+
+    overlaps = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._main: Any = torch.cuda.Stream(device)
+        self._copies: Any = torch.cuda.Stream(device)
+        self._pinned: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._current: Any = None
+
+    def __enter__(self) -> Self:
+        self._main.wait_stream(torch.cuda.current_stream(self._device))
+        self._current = torch.cuda.stream(self._main)
+        self._current.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._current.__exit__(None, None, None)
+        self._main.synchronize()
+        self._copies.synchronize()
+
+    def to_host(self, data: Tensor) -> Landed:
+        """Begin the copy on the second stream, after what the first has queued so far."""
+        pinned = self._pinned.pop(0)
+        if pinned.numel() < data.numel():
+            pinned = torch.empty(data.numel(), dtype=torch.uint8, pin_memory=True)
+        self._pinned.append(pinned)
+        self._copies.wait_event(self._main.record_event())
+        part = pinned[: data.numel()]
+        with torch.cuda.stream(self._copies):
+            part.copy_(data, non_blocking=True)
+            copied = self._copies.record_event()
+
+        def landed() -> Tensor:
+            copied.synchronize()
+            return part
+
+        return landed
+
+
+def stream_for(device: torch.device) -> TransferStream:
+    """Return the stream of a publication whose bytes are on `device`."""
+    return CudaStream(device) if device.type == "cuda" else HostStream()
+
+
+@final
+class OverlappedDigest:
+    """A `WeightDigest` whose hashing runs on a thread where that is faster; one thread appends.
+
+    Bytes may be overwritten after the next `append`, or after `settle`.
+    """
+
+    def __init__(self, stream: TransferStream) -> None:
+        self._stream = stream
+        self._digest = WeightDigest()
+        self._last: Future[None] | None = None
+
+    def append(self, data: Tensor) -> Landed:
+        """Begin to hash flat uint8 `data`; return its bytes on the host."""
+        landed = self._stream.to_host(data)
+        self.settle()
+        if not self._stream.overlaps:
+            self._digest.update(landed().numpy())
+            return landed
+        self._last = in_background_soon("digest", lambda: self._digest.update(landed().numpy()))
+        return landed
+
+    def settle(self) -> None:
+        """Wait until everything appended so far has been hashed."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+    def hexdigest(self) -> str:
+        """Return the digest of everything appended so far, as 32 hexadecimal digits."""
+        self.settle()
+        return self._digest.hexdigest()

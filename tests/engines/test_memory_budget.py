@@ -1,0 +1,86 @@
+"""An engine's memory budget counts what the first update and the largest steps will take."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.engines.memory_budget import DeviceMemory, EngineBudget, budget_of
+from pipelinerl.errors import ModelError
+from pipelinerl.models.model_shape import read_shape
+from trainer_contract.types import WeightDType
+
+GIB = 2**30
+#: The sizes of an 8B Llama.
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
+GPU = DeviceMemory(total=80 * GIB, free=65 * GIB, ours=15 * GIB)
+
+
+@pytest.fixture
+def budget(tmp_path: Path) -> EngineBudget:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    shape = read_shape(tmp_path)
+    bf16 = WeightDType.BFLOAT16
+    return budget_of(shape, dtype=bf16, wire=bf16, slots=40, context=8192, received=2 * shape.count)
+
+
+def test_cache_that_leaves_no_room_for_the_second_copy_is_rejected(budget: EngineBudget) -> None:
+    assert budget.cache == 40 * GIB and budget.staging > 14 * GIB
+    budget.check(GPU, context_length=8192)
+    crowded = replace(GPU, free=50 * GIB)
+    assert budget.cache < crowded.free, "the cache alone fits; the first update would not"
+    with pytest.raises(
+        ModelError, match=r"second copy of the weights 15,3.. MiB.*; set engine\.slots to (\d+) or less"
+    ):
+        budget.check(crowded, context_length=8192)
+
+
+def test_advised_number_of_slots_fits_and_one_more_does_not(budget: EngineBudget) -> None:
+    left = 50 * GIB
+    most, each = budget.most_slots(left), budget.cache_and_rows // budget.slots
+    fixed = budget.total - budget.cache_and_rows
+    assert fixed + most * each <= left < fixed + (most + 1) * each
+
+
+def test_share_bounds_what_this_process_may_still_take(budget: EngineBudget) -> None:
+    half = replace(GPU, share=0.5)
+    assert half.left == 25 * GIB
+    with pytest.raises(
+        ModelError, match=r"25,600 MiB are left of the device's 81,920 MiB; .*raise engine\.memory_share"
+    ):
+        budget.check(half, context_length=8192)
+    assert replace(GPU, share=1.0, free=GIB).left == GIB, "another process has taken the rest"
+
+
+def test_no_slot_fits_where_the_second_copy_does_not(budget: EngineBudget) -> None:
+    with pytest.raises(ModelError, match="no number of slots fits, or use a larger device"):
+        budget.check(replace(GPU, free=8 * GIB), context_length=8192)
+
+
+def test_update_in_another_dtype_needs_a_buffer_of_its_own(tmp_path: Path, budget: EngineBudget) -> None:
+    shape = read_shape(tmp_path)
+    sent = budget_of(
+        shape,
+        dtype=WeightDType.BFLOAT16,
+        wire=WeightDType.FLOAT32,
+        slots=40,
+        context=8192,
+        received=2 * shape.count,
+        spare=shape.count,
+    )
+    assert sent.conversion == 4 * shape.count and budget.conversion == 0
+    assert sent.staging == budget.staging + shape.count
+    with pytest.raises(ModelError, match=r"set weights\.dtype to the engine's"):
+        sent.check(GPU, context_length=8192)

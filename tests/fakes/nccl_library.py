@@ -1,0 +1,93 @@
+"""`NcclLibrary`: the part of `torch.distributed` that NCCL groups use, without a GPU.
+
+`verify` compares every name with torch's own: the installed base classes, and the published stubs for the classes that
+only a CUDA build has.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import threading
+from pathlib import Path
+from typing import Any, final
+
+import torch.distributed
+from torch._C import _distributed_c10d as published
+
+
+@final
+class NcclLibrary:
+    """Stands in for `torch.distributed`; the group it builds is kept as `group`."""
+
+    BroadcastOptions = torch.distributed.BroadcastOptions
+
+    def __init__(self, work: Any, *, connects: bool = True) -> None:
+        """Each broadcast returns `work`; with `connects` false, connecting blocks until the group is aborted."""
+        library = self
+        self.group: Any = None
+
+        @final
+        class ProcessGroupNCCL:
+            class Options:
+                def __init__(self) -> None:
+                    self.config = NCCLConfig()
+                    self._timeout: Any = None
+
+            def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+                self.variables = dict(os.environ)
+                self.blocking = options.config.blocking
+                self.aborted = threading.Event()
+                library.group = self
+
+            def eager_connect_single_device(self, device: torch.device) -> None:
+                if not connects:
+                    self.aborted.wait()
+                    raise RuntimeError("NCCL communicator was aborted on rank 0")
+
+            def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+                return work
+
+            def abort(self) -> None:
+                self.aborted.set()
+
+        class NCCLConfig:
+            blocking = -(2**31)
+
+        self.ProcessGroupNCCL = ProcessGroupNCCL
+        verify(ProcessGroupNCCL, NCCLConfig)
+
+
+@final
+class FailedWork:
+    """A work that failed: complete, like NCCL's, and its `wait` raises nothing."""
+
+    def is_completed(self) -> bool:
+        """Return True, as torch does for failures too."""
+        return True
+
+    def exception(self) -> Any:
+        """Return the failure."""
+        return RuntimeError("NCCL error: remote process exited or there was a network error")
+
+    def wait(self) -> bool:
+        """Order streams only."""
+        return True
+
+
+def verify(group: type, config: type) -> None:
+    """Raise `AssertionError` if the fake has a method, a field or a parameter that torch does not."""
+    stub = Path(str(torch.__path__[0])) / "_C" / "_distributed_c10d.pyi"
+    classes = {node.name: node for node in ast.walk(ast.parse(stub.read_text())) if isinstance(node, ast.ClassDef)}
+    names = {name for name in vars(group) if not name.startswith("_")}
+    assert names <= {"Options"} | set(dir(published.Backend)), names
+    assert names - {"Options"} <= {*dir(published.Backend)}
+    fields = {node.target.id for node in classes["NCCLConfig"].body if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
+    assert "blocking" in fields and hasattr(config, "blocking")
+    (made,) = (
+        node
+        for node in classes["ProcessGroupNCCL"].body
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__"
+    )
+    assert [each.arg for each in made.args.args] == ["self", "store", "rank", "size", "options"]
+    assert {name for name in vars(FailedWork) if not name.startswith("_")} <= set(dir(published.Work))

@@ -1,0 +1,71 @@
+"""Hardware tables from published figures: each time against its formula, and what does not fit is rejected."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipelinerl.errors import RecipeError, UserError
+from pipelinerl.simulation.lengths import FixedLengths
+from pipelinerl.simulation.published import ACCELERATORS, SIZES, mean_context, published_hardware
+
+
+def test_small_batch_reads_the_weights_once_and_each_rows_cache() -> None:
+    """7.61e9 bf16 parameters at 0.6 of 3.35 TB/s take 7.57 ms; 57,344 bytes of cache per token, 28.5 ns."""
+    engine = published_hardware("h100:7b").times(engine_devices=1, trainer_devices=1, rows=64, context=1000).engine
+    assert engine.step_s == pytest.approx(7.572e-3, rel=1e-3)
+    assert engine.row_s == pytest.approx(28.53e-6, rel=1e-3)
+    assert engine.decode_s(64) == pytest.approx(9.398e-3, rel=1e-3)
+
+
+def test_full_large_batch_is_bound_by_arithmetic() -> None:
+    table, rows = published_hardware("h100:7b"), 1024
+    engine = table.times(engine_devices=1, trainer_devices=1, rows=rows, context=0).engine
+    assert engine.decode_s(rows) == pytest.approx(rows * 2 * 7.61e9 / (0.6 * 989e12))
+
+
+def test_training_time_is_that_of_the_published_utilisation() -> None:
+    table = published_hardware("h100:7b")
+    one, eight = (table.times(engine_devices=1, trainer_devices=n, rows=1, context=0).trainer for n in (1, 8))
+    assert one.token_s == pytest.approx(6 * 7.61e9 / (0.4 * 989e12))
+    assert one.token_s == pytest.approx(8 * eight.token_s)
+    assert one.optimizer_step_s == pytest.approx(8 * eight.optimizer_step_s)
+
+
+def test_attention_adds_to_long_answers() -> None:
+    table = published_hardware("v5p:32b")
+    short, long = (
+        table.times(engine_devices=4, trainer_devices=1, rows=1, context=tokens).trainer.token_s for tokens in (0, 8192)
+    )
+    assert long / short == pytest.approx(1 + 2 * 64 * 5120 * 8192 / 32.5e9)
+
+
+def test_shared_model_decodes_faster_but_pays_for_all_reduces() -> None:
+    table = published_hardware("h200:32b")
+    one, four = (table.times(engine_devices=n, trainer_devices=1, rows=8, context=1000).engine for n in (1, 4))
+    assert one.step_s == pytest.approx(4 * four.step_s)
+    assert one.row_s / 4 < four.row_s < one.row_s
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_table_fits_on_a_host_and_has_positive_times(name: str, size: str) -> None:
+    times = published_hardware(f"{name}:{size}").times(engine_devices=4, trainer_devices=8, rows=16, context=4096)
+    assert min(times.engine.step_s, times.engine.row_s, times.trainer.token_s, times.update.send_s) > 0
+
+
+def test_rows_whose_cache_does_not_fit_are_rejected() -> None:
+    table = published_hardware("h100:7b")
+    most = table.rows_that_fit(engine_devices=1, context=8000)
+    table.times(engine_devices=1, trainer_devices=1, rows=most, context=8000)
+    with pytest.raises(RecipeError, match="lower engine"):
+        table.times(engine_devices=1, trainer_devices=1, rows=most + 1, context=8000)
+
+
+@pytest.mark.parametrize("name", ["h100", "b200:7b", "h100:8b", ""])
+def test_unknown_table_is_rejected_with_the_known_ones(name: str) -> None:
+    with pytest.raises(UserError, match="h100, h200, v5p"):
+        published_hardware(name)
+
+
+def test_context_is_the_prompt_and_half_of_equal_answers() -> None:
+    assert mean_context(FixedLengths(600), 100) == pytest.approx(400)

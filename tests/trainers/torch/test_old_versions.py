@@ -1,0 +1,34 @@
+"""The torch trainer with the oldest supported transformers and torch, in an environment of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.patience import PATIENCE_S
+
+PYTHON = os.environ.get("PIPELINERL_OLD_PYTHON")
+ROOT = Path(__file__).parents[3]
+STEPS = "packed_equals_padded or checkpointing or bf16_is_close"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(PYTHON is None, reason="PIPELINERL_OLD_PYTHON does not name an interpreter")
+@pytest.mark.parametrize("module", ["pipelinerl.trainers.torch.trainer", "pipelinerl.trainers.torch.mesh_worker"])
+def test_trainer_imports_with_old_versions(module: str) -> None:
+    assert PYTHON is not None
+    subprocess.run([PYTHON, "-c", f"import {module}"], cwd=ROOT, check=True, timeout=PATIENCE_S)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(PYTHON is None, reason="PIPELINERL_OLD_PYTHON does not name an interpreter")
+def test_trainer_steps_with_old_versions() -> None:
+    assert PYTHON is not None
+    argv = [PYTHON, "-m", "pytest", "-q", "-n", "0", "tests/trainers/torch/test_trainer.py", "-k", STEPS]
+    result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stdout[-4000:]

@@ -1,0 +1,62 @@
+"""Copies between host and device, with fake CUDA tensors: no GPU is needed to see which copies are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipelinerl.trainers.torch.transfers import HostBuffer, to_device
+
+CUDA = torch.device("cuda", 0)
+
+
+class Transfers(TorchDispatchMode):
+    """Records the dtypes (from, to) of each copy that changes the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self._record(args[0], result)
+        elif func is torch.ops.aten.copy_.default:
+            self._record(args[1], args[0])
+        return result
+
+    def _record(self, source: Tensor, target: Tensor) -> None:
+        if source.device.type != target.device.type:
+            self.dtypes.append((source.dtype, target.dtype))
+
+
+def test_bf16_moments_are_sent_in_bf16_and_converted_on_the_device() -> None:
+    with FakeTensorMode(), Transfers() as transfers:
+        moved = to_device(torch.empty(5, dtype=torch.bfloat16), CUDA, torch.float32)
+    assert (moved.device, moved.dtype) == (CUDA, torch.float32)
+    assert transfers.dtypes == [(torch.bfloat16, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted", "sent"),
+    [
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.float32, torch.float32, torch.float32),
+    ],
+)
+def test_rows_are_fetched_in_the_smaller_dtype(held: torch.dtype, wanted: torch.dtype, sent: torch.dtype) -> None:
+    with FakeTensorMode(), Transfers() as transfers:
+        rows = HostBuffer().fetch(torch.empty(3, 4, dtype=held, device=CUDA), wanted)
+    assert (rows.device.type, rows.dtype, rows.shape) == ("cpu", wanted, (3, 4))
+    assert transfers.dtypes == [(sent, sent)]
+
+
+def test_rows_on_the_host_are_used_directly() -> None:
+    rows = torch.ones(3)
+    assert HostBuffer().fetch(rows, torch.float32) is rows

@@ -31,6 +31,7 @@ from inference_contract.schemas import (
     FinishReason,
     Usage,
 )
+from inference_contract.tools import ToolCall
 from pipelinerl.environments.environment import EpisodeLimits
 from pipelinerl.environments.episode import Episode
 from pipelinerl.environments.gateway import Gateway, OpenEpisode
@@ -77,26 +78,22 @@ def conversation() -> list[dict[str, str]]:
     return [{"role": role, "content": f"{place} {text}"} for place, role in enumerate([*roles, "user"])]
 
 
-def completion(prompt: Sequence[int], text: str) -> ChatCompletion:
+def completion(
+    prompt: Sequence[int], text: str, sampled: Sequence[int] = range(NEW_TOKENS), calls: Sequence[ToolCall] = ()
+) -> ChatCompletion:
     """Return an engine's answer."""
+    number = len(sampled)
     choice = Choice(
         index=0,
-        message=AssistantMessage(content=text),
-        finish_reason=FinishReason.STOP,
-        token_ids=list(range(NEW_TOKENS)),
-        token_logprobs=[-0.5123456] * NEW_TOKENS,
-        version_spans=[(1, NEW_TOKENS)],
+        message=AssistantMessage(content=text, tool_calls=list(calls) or None),
+        finish_reason=FinishReason.TOOL_CALLS if calls else FinishReason.STOP,
+        token_ids=list(sampled),
+        token_logprobs=[-0.5123456] * number,
+        version_spans=[(1, number)],
     )
-    usage = Usage(prompt_tokens=len(prompt), completion_tokens=NEW_TOKENS, total_tokens=len(prompt) + NEW_TOKENS)
+    usage = Usage(prompt_tokens=len(prompt), completion_tokens=number, total_tokens=len(prompt) + number)
     return ChatCompletion(
-        id="c",
-        created=0,
-        model="m",
-        choices=[choice],
-        usage=usage,
-        prompt_token_ids=list(prompt),
-        model_version=1,
-        epoch=1,
+        id="c", created=0, model="m", choices=[choice], usage=usage, prompt_token_ids=list(prompt), model_version=1
     )
 
 
@@ -118,19 +115,19 @@ class _Sampler:
         return completion([*known, *range(new)], "an answer")
 
 
+def order(number: int, max_tokens: int = NEW_TOKENS + 1) -> PromptOrder:
+    """Return an order of one episode."""
+    problem = Problem(problem_id="p", domain="d", messages=(Message("user", "a"),), ground_truth="")
+    sampling = Sampling(num_samples=1, max_tokens=max_tokens)
+    return PromptOrder(
+        order_id=f"o{number}", index=number, purpose=Purpose.TRAINING, problem=problem, sampling=sampling, seed=number
+    )
+
+
 @asynccontextmanager
 async def _opened(gateway: Gateway, sample: _Sampler, number: int) -> AsyncIterator[OpenEpisode]:
     """Open an episode that knows the whole conversation except its last message."""
-    problem = Problem(problem_id="p", domain="d", messages=(Message("user", "a"),), ground_truth="")
-    order = PromptOrder(
-        order_id=f"o{number}",
-        index=number,
-        purpose=Purpose.TRAINING,
-        problem=problem,
-        sampling=Sampling(num_samples=1, max_tokens=NEW_TOKENS + 1),
-        seed=number,
-    )
-    episode, messages = Episode(order, 0, EpisodeLimits(max_turns=10_000)), conversation()
+    episode, messages = Episode(order(number), 0, EpisodeLimits(max_turns=10_000)), conversation()
     for end in range(1, MESSAGES, 2):
         planned = episode.plan("main", {"messages": messages[:end]})
         known = planned.request.continue_token_ids or []

@@ -317,6 +317,7 @@ class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Totals of an actor's verifier of one domain since the actor began; `seconds` is the sum over its verdicts.
 
     The `…_in_a_row` counts are since the last real verdict; `reason` is the newest of these failures.
+    `tool_episodes` are those that were offered tools, with so many calls.
     """
 
     judged: int = 0
@@ -326,6 +327,9 @@ class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
     errors_in_a_row: int = 0
     timeouts_in_a_row: int = 0
     reason: str = ""
+    tool_episodes: int = 0
+    calls_parsed: int = 0
+    calls_malformed: int = 0
 
 
 class GroupStages(msgspec.Struct, frozen=True, array_like=True):

@@ -251,7 +251,16 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             retries=1,
             verifiers={
                 "math": VerifierFigures(
-                    judged=8, errors=1, timeouts=3, seconds=0.5, errors_in_a_row=1, timeouts_in_a_row=2, reason="late"
+                    judged=8,
+                    errors=1,
+                    timeouts=3,
+                    seconds=0.5,
+                    errors_in_a_row=1,
+                    timeouts_in_a_row=2,
+                    reason="late",
+                    tool_episodes=4,
+                    calls_parsed=6,
+                    calls_malformed=1,
                 )
             },
             filtering=VerifierFigures(judged=7),
@@ -271,6 +280,9 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
                     "errors_in_a_row": 1,
                     "timeouts_in_a_row": 2,
                     "reason": "late",
+                    "tool_episodes": 4,
+                    "calls_parsed": 6,
+                    "calls_malformed": 1,
                 }
             },
             "filtering": {
@@ -281,6 +293,9 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
                 "errors_in_a_row": 0,
                 "timeouts_in_a_row": 0,
                 "reason": "",
+                "tool_episodes": 0,
+                "calls_parsed": 0,
+                "calls_malformed": 0,
             },
             "stages": [[4, 1.0, 1.5, 1.75, "http://a", [[5, 3], [6, 2]]]],
         },

@@ -309,6 +309,10 @@ class _Progress:
         self._actor._tally.note(self._order.problem.domain, judgements)
         self._actor._stages.verified(self._order, spans)
 
+    def called(self, *, parsed: int, malformed: int) -> None:
+        """Count tool calls."""
+        self._actor._tally.note_calls(self._order.problem.domain, parsed=parsed, malformed=malformed)
+
 
 def _evaluation(order: PromptOrder, group: RolloutGroup, shown: ShownProblem) -> EvaluationDone:
     outcomes = [rollout.verdict.outcome for rollout in group.rollouts]

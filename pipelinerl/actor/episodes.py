@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Protocol, final
@@ -36,6 +37,8 @@ log = logging.getLogger("pipelinerl")
 
 #: Reasons for which an agent that means to have one conversation may get several segments.
 _COSTLY: Final = frozenset({NewSegment.HISTORY_DIFFERS, NewSegment.TOOLS_DIFFER, NewSegment.DOES_NOT_APPEND})
+#: Episodes with tools in which no call is parsed, after which the actor warns.
+_WITHOUT_CALLS: Final = 20
 #: Attempts for an episode whose host is lost.
 _LIVES: Final = 2
 
@@ -96,6 +99,9 @@ class Episodes:
         self.domains = domains
         self._attempts = attempts
         self._warned: set[tuple[str, str]] = set()
+        self._without_calls: Counter[str] = Counter()
+        """Episodes with tools by domain, until the first call is parsed."""
+        self._calls: set[str] = set()
 
     async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
         """Play G episodes concurrently."""
@@ -147,6 +153,9 @@ class Episodes:
             raise opened.failure
         self._warn_of_overridden(order.problem.domain, episode)
         self._warn_of_segments(order.problem.domain, episode)
+        if episode.calls.offered:
+            progress.called(parsed=episode.calls.parsed, malformed=episode.calls.malformed)
+            self._warn_without_calls(order.problem.domain, episode)
         return timed_out(domain.limits.timeout_s) if ended is None else await _verdict(order, episode, ended, domain)
 
     def _warn_of_overridden(self, domain: str, episode: Episode) -> None:
@@ -167,6 +176,23 @@ class Episodes:
                     domain,
                     reason,
                 )
+
+    def _warn_without_calls(self, domain: str, episode: Episode) -> None:
+        """Warn once per domain if no call is parsed in the first episodes that are offered tools."""
+        if episode.calls.parsed:
+            self._calls.add(domain)
+        if domain in self._calls:
+            return
+        self._without_calls[domain] += 1
+        if self._without_calls[domain] == _WITHOUT_CALLS:
+            log.warning(
+                "domain %s: tools are offered, and none of the first %d episodes had a call that could be parsed "
+                "(%d malformed in the last); see its answers in `pipelinerl samples`, and whether the model was "
+                "trained to call tools",
+                domain,
+                _WITHOUT_CALLS,
+                episode.calls.malformed,
+            )
 
     def _turn_of(self, order: PromptOrder, progress: GroupProgress) -> SampleTurn:
         near = ""
@@ -200,6 +226,7 @@ class _GroupAge:
         self.handed_over = progress.handed_over
         self.resampled = progress.resampled
         self.judged = progress.judged
+        self.called = progress.called
 
     def begun(self) -> None:
         if not self._has_turn:

@@ -56,6 +56,10 @@ class GroupProgress(Protocol):
         """All samples have verdicts; `spans` are (version, tokens) of each sample."""
         ...
 
+    def called(self, *, parsed: int, malformed: int) -> None:
+        """An episode that was offered tools has ended with so many calls."""
+        ...
+
 
 class GroupMaker(Protocol):
     """Maker of groups: of single turns, or of episodes."""
@@ -65,6 +69,7 @@ class GroupMaker(Protocol):
         ...
 
 
+@final
 @final
 class Unwatched:
     """`GroupProgress` of a group that no actor makes; ignores every event."""
@@ -82,4 +87,7 @@ class Unwatched:
         """Do nothing."""
 
     def judged(self, judgements: Sequence[Judgement], spans: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Do nothing."""
+
+    def called(self, *, parsed: int, malformed: int) -> None:
         """Do nothing."""

@@ -19,7 +19,7 @@ from pipelinerl.verifiers.verifier import Judgement
 
 @final
 class VerifierTally:
-    """Counter of verdicts since the actor started, and of failures since the last verdict that judged an answer."""
+    """Counter of verdicts and calls since the actor started, and of failures since the last verdict on an answer."""
 
     def __init__(self) -> None:
         self._by_domain: dict[str, VerifierFigures] = {}
@@ -31,6 +31,16 @@ class VerifierTally:
             figures = _counted(figures, outcome, list(verdicts))
         seconds = figures.seconds + sum(seconds for _, seconds in judgements)
         self._by_domain[domain] = replace(figures, seconds=seconds)
+
+    def note_calls(self, domain: str, *, parsed: int, malformed: int) -> None:
+        """Count an episode's tool calls, and that it was offered tools."""
+        figures = self._by_domain.get(domain) or VerifierFigures()
+        self._by_domain[domain] = replace(
+            figures,
+            tool_episodes=figures.tool_episodes + 1,
+            calls_parsed=figures.calls_parsed + parsed,
+            calls_malformed=figures.calls_malformed + malformed,
+        )
 
     @property
     def by_domain(self) -> dict[str, VerifierFigures]:

@@ -57,7 +57,10 @@ def _referenced(key: str, value: Any, folder: Path) -> Any:
 
 
 def _with_files(domain: Any, folder: Path) -> Any:
-    """Resolve a domain's data paths and read its few-shot file. Values that are not tables are left to validation."""
+    """Resolve a domain's data paths and the files of its command, and read its few-shot file.
+
+    Values that are not tables are left to validation.
+    """
     if not isinstance(domain, dict):
         return domain
     made, parameters = dict(domain), domain.get("parameters")
@@ -65,9 +68,17 @@ def _with_files(domain: Any, folder: Path) -> Any:
         made["parameters"] = {
             key: _absolute(value, folder) if key in _PATHS else value for key, value in parameters.items()
         }
+    if isinstance(domain.get("command"), list):
+        made["command"] = [_file_of_command(part, folder) for part in domain["command"]]
     if isinstance(domain.get("few_shot"), str):
         made["few_shot"] = _messages(Path(_absolute(domain["few_shot"], folder)), domain.get("name"))
     return made
+
+
+def _file_of_command(part: Any, folder: Path) -> Any:
+    """Make a part of a command absolute if it names a file of `folder`; others are names of programs or arguments."""
+    is_file = isinstance(part, str) and part != "" and (folder / part).is_file()
+    return str(folder / part) if is_file else part
 
 
 def _absolute(value: Any, folder: Path) -> Any:

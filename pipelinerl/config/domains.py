@@ -40,6 +40,8 @@ class EpisodeSection(Section):
     """The most tokens of one answer; by default the domain's `max_tokens`."""
     history: History = History.EXACT
     """Continuation of a conversation: from its sampled tokens (`exact`), or by the chat template (`template`)."""
+    tools: tuple[Literal["python"], ...] = ()
+    """Tools for a domain without an environment; `python` runs code in the sandbox of `[domains.oubliette]`."""
 
     @property
     def limits(self) -> EpisodeLimits:
@@ -148,16 +150,21 @@ class DomainSection(Section):
             raise ValueError("environment and command exclude each other; leave one of them out")
         if self.command and not self.names_verifier:
             raise ValueError("command needs verifier or rewards, which judge the last answer of the program's model")
+        if self.episode.tools and (self.environment is not None or self.command):
+            raise ValueError(
+                "episode.tools is for domains without environment and command, whose code offers its own tools; leave "
+                "one of them out"
+            )
         if self.episode != EpisodeSection() and not self.has_environment:
             raise ValueError(
-                "episode configures an environment or a command, and this domain has none; set one of them"
+                "episode configures an environment, a command or tools, and this domain has none; set one of them"
             )
         return self
 
     @property
     def has_environment(self) -> bool:
-        """True if its rollouts are episodes, played by a user's program."""
-        return self.environment is not None or bool(self.command)
+        """True if its rollouts are episodes: played by a user's program, or with tools."""
+        return self.environment is not None or bool(self.command) or bool(self.episode.tools)
 
     @property
     def names_verifier(self) -> bool:
@@ -167,7 +174,7 @@ class DomainSection(Section):
     @property
     def has_verifier(self) -> bool:
         """True if a verifier judges the answers: always, unless an environment computes the rewards."""
-        return self.names_verifier or not self.has_environment
+        return self.names_verifier or self.environment is None
 
     @property
     def prompts(self) -> Prompts:

@@ -36,6 +36,8 @@ from pipelinerl.types import ROOT, Priority, PromptOrder, Purpose, Rollout, Turn
 
 #: Thinking as templates write it. The opening tag may be missing from an answer, because the template wrote it.
 _THINKING: Final = re.compile(r"\A(?:(?!</think>).)*</think>", re.DOTALL)
+#: The beginning of a call in an answer's text, in each format. Calls that are parsed are not part of the text.
+_CALL: Final = re.compile(r'<tool_call>|<\|python_tag\|>|\A\s*\{\s*"name"\s*:')
 #: An agent's sampling parameters: dropped, because the order decides, and counted.
 _SAMPLING: Final = frozenset(
     {
@@ -128,6 +130,16 @@ class PlannedTurn:
 
 
 @final
+@dataclass(slots=True)
+class ToolCalls:
+    """The calls in answers to requests that offered tools; malformed ones stayed text."""
+
+    offered: bool = False
+    parsed: int = 0
+    malformed: int = 0
+
+
+@final
 class Episode:
     """One sample of an order. For use from a single event loop."""
 
@@ -138,6 +150,7 @@ class Episode:
         self.secret = secrets.token_hex(16)
         self.overridden: Counter[str] = Counter()
         """Parameters of the agent's that the order has overridden, by name."""
+        self.calls = ToolCalls()
         self.over = ""
         """Why no further turn is sampled; empty while one may be."""
         self.last: RecordedTurn | None = None
@@ -260,6 +273,10 @@ class Episode:
         said = choice.message
         _hash_message(hasher, ChatMessage(role="assistant", content=said.content, tool_calls=said.tool_calls))
         self._by_key[hasher.digest()] = turn
+        if planned.tools_key:
+            self.calls.offered = True
+            self.calls.parsed += len(said.tool_calls or ())
+            self.calls.malformed += len(_CALL.findall(said.content))
         if planned.trains:
             self._note_abandoned(turn, planned.parent)
             self._turns.append(turn)

@@ -22,7 +22,7 @@ from pipelinerl.models.control_tokens import Chat, ContentGuard, Turn
 from pipelinerl.models.conversation_tail import ConversationTail
 from pipelinerl.models.directory_files import foreign_failures, json_object, one_line
 from pipelinerl.models.plain_tokenizer import PlainTokenizer, read_plain
-from pipelinerl.models.tool_calls import ParsedAnswer, format_of, parsed
+from pipelinerl.models.tool_calls import CallFormat, ParsedAnswer, format_of, parsed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -157,9 +157,14 @@ class ChatTokenizer:
         ends = {index: text for index, text in decoded.items() if text}
         return ConversationTail(self._contents, self._render, ends)
 
+    @property
+    def call_format(self) -> CallFormat | None:
+        """The format of the calls that the chat template writes; None for no calls or an unknown format."""
+        return format_of(self._template_source)
+
     def parse_answer(self, text: str, tools: Sequence[ToolDefinition], *, key: bytes) -> ParsedAnswer:
         """Return an answer's text and its calls of `tools`, in this template's format; ids are derived from `key`."""
-        form = format_of(self._template_source)
+        form = self.call_format
         return ParsedAnswer(text) if form is None else parsed(text, form, tools, key=key)
 
     def _turn(self, row: int, message: ChatTurn) -> Turn:

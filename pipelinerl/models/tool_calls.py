@@ -69,6 +69,16 @@ def parsed(text: str, form: CallFormat, tools: Sequence[ToolDefinition], *, key:
     return ParsedAnswer(content.strip() if found else content, _with_ids(found, key))
 
 
+def written(form: CallFormat, name: str, arguments: Mapping[str, str]) -> str:
+    """Return a call as a model writes it in this format."""
+    if form is CallFormat.QWEN3_XML:
+        parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+        return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+    key = "parameters" if form is CallFormat.LLAMA_JSON else "arguments"
+    call = json.dumps({"name": name, key: arguments}, ensure_ascii=False)
+    return call if form is CallFormat.LLAMA_JSON else f"<tool_call>\n{call}\n</tool_call>"
+
+
 def _with_ids(calls: Sequence[FunctionCall], key: bytes) -> tuple[ToolCall, ...]:
     return tuple(
         ToolCall(id=hashlib.blake2b(key + bytes([place % 256]), digest_size=5).hexdigest()[:_ID_LENGTH], function=call)

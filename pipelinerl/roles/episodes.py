@@ -9,8 +9,12 @@ from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.environments.command import Commands
 from pipelinerl.environments.host_pool import EpisodeHosts
+from pipelinerl.environments.tool_loop import ToolLoop
 from pipelinerl.environments.user_code import load_play
 from pipelinerl.errors import RecipeError, ReferenceFailed
+from pipelinerl.verifiers.oubliette.python_tool import PythonTool
+from pipelinerl.verifiers.oubliette.runs import SandboxMissing
+from pipelinerl.verifiers.oubliette.sandbox import isolation_of
 from pipelinerl.verifiers.verifier import GroupVerifier
 
 
@@ -29,11 +33,16 @@ def open_episodes(config: RunConfig, verifiers: Mapping[str, GroupVerifier]) -> 
 
 
 def check_environment(domain: DomainSection) -> None:
-    """Load the domain's environment, if it has one.
+    """Load the domain's environment, if it has one, and look for what its tools need, without starting anything.
 
     Raises:
-        RecipeError: it cannot be loaded, or is neither an async function nor an environment.
+        RecipeError: it cannot be loaded, is neither an async function nor an environment, or lacks a sandbox.
     """
+    if domain.episode.tools and not domain.oubliette.url:
+        try:
+            isolation_of(domain.oubliette.tier, 0)
+        except SandboxMissing as error:
+            raise RecipeError(f"domains.{domain.name}.episode.tools: {error}") from None
     if domain.environment is None:
         return
     try:
@@ -43,4 +52,8 @@ def check_environment(domain: DomainSection) -> None:
 
 
 def _player(domain: DomainSection) -> Player:
-    return Commands(domain.command) if domain.environment is None else EpisodeHosts(domain.environment)
+    if domain.environment is not None:
+        return EpisodeHosts(domain.environment)
+    if domain.episode.tools:
+        return ToolLoop(PythonTool(domain.oubliette.rules, workers=domain.verifier_workers))
+    return Commands(domain.command)

@@ -72,3 +72,11 @@ def test_data_path_on_the_command_line_is_relative_to_the_working_directory(
     block = '[{ name = "d", source = "files", parameters = { path = "mine/*.jsonl" } }]'
     config = load("tiny", [f"domains={block}"])
     assert config.domains[0].parameters == {"path": f"{tmp_path}/mine/*.jsonl"}
+
+
+def test_file_of_a_command_is_relative_to_the_recipe(tmp_path: Path) -> None:
+    domain = 'command = ["python3", "cli.py", "{task}", "--quiet"]\n'
+    recipe = write(tmp_path / "run.toml", DOMAIN.format(source="addition", verifier="math_answer") + domain)
+    write(tmp_path / "cli.py", "")
+    made = load(recipe, ["model.path=m"]).domains[0].command
+    assert made == ("python3", f"{tmp_path}/cli.py", "{task}", "--quiet")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -20,7 +21,7 @@ from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-RECIPES = sorted(EXAMPLES.glob("*/*.toml"))
+RECIPES = sorted(EXAMPLES.rglob("*.toml"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
@@ -63,6 +64,27 @@ def test_a_game_of_several_turns_trains(tmp_path: Path) -> None:
         steps, evaluations = run.events("step"), run.events("evaluation")
     assert len(steps) == 2 and evaluations
     assert steps[-1]["unjudged"] == 0 and 0 < steps[-1]["reward"] < 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("command", "json"),
+        ("openai_agents", "agents"),
+        ("litellm_agent", "litellm"),
+        ("langchain_agent", "langchain_openai"),
+    ],
+)
+def test_agent_of_another_framework_trains(name: str, package: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"left out: needs the package {package}; examples/README.md says how to install it")
+    recipe = EXAMPLES / "agents" / name / f"{name}.toml"
+    quick = (f"run.directory={tmp_path}", "run.steps=2", "training.rollouts_per_step=16", "evaluation.problems=0")
+    with launched([str(recipe), *quick], tmp_path / name) as run:
+        assert run.end(300) == 0, run.story()
+        figures = run.events("step")[-1]["by_domain"]["backward"]
+    assert (figures["turns"], figures["segments"], figures["unjudged"]) == (2, 1, 0)
 
 
 @pytest.mark.slow

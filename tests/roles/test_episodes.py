@@ -31,7 +31,8 @@ def test_environment_rewards_by_itself_unless_a_verifier_is_named() -> None:
         ({"environment": "nothing"}, "environment must be path.py:name"),
         ({"command": ("a",)}, "environment and command exclude each other"),
         ({"environment": None, "command": ("a",)}, "command needs verifier or rewards"),
-        ({"environment": None, "episode": {"max_turns": 2}}, "episode configures an environment or a command"),
+        ({"environment": None, "episode": {"max_turns": 2}}, "episode configures an environment, a command or tools"),
+        ({"episode": {"tools": ("python",)}}, "episode.tools is for domains without environment"),
     ],
 )
 def test_contradictions_are_rejected(fields: dict[str, Any], said: str) -> None:
@@ -57,3 +58,11 @@ def test_code_that_cannot_play_is_rejected_with_its_key(code: str, said: str, tm
     (tmp_path / "game.py").write_text(code)
     with pytest.raises(RecipeError, match=f"domains.d.environment: .*{said}"):
         check_environment(domain(environment=f"{tmp_path}/game.py:play"))
+
+
+def test_tools_without_a_sandbox_are_rejected_with_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = domain(environment=None, episode={"tools": ("python",)})
+    assert [name for _, name in names_of(tools)] == ["math_answer"]
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(RecipeError, match=r"domains\.d\.episode\.tools: .*needs bubblewrap"):
+        check_environment(tools)

@@ -1,13 +1,13 @@
 """A trial episode of a domain for `pipelinerl check`, with the recipe's tokenizer and a scripted model.
 
-The first answer is empty, and each further one is the problem's reference answer. The output shows the exact tokens
-that the model would see, turn by turn.
+The first answer is empty, or a call of the `python` tool, and each further one is the problem's reference answer. The
+output shows the exact tokens that the model would see, turn by turn.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import final
 
 from inference_contract.schemas import (
@@ -25,6 +25,7 @@ from pipelinerl.config.recipe import RunConfig
 from pipelinerl.environments.gateway import Gateway
 from pipelinerl.errors import RecipeError
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.models.tool_calls import ParsedAnswer, written
 from pipelinerl.roles.episodes import open_episodes
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Answered, Problem, PromptOrder, Purpose, Sampling
@@ -36,9 +37,11 @@ async def episode_tried(
     """Return a line for each turn of an episode, and one for its verdict.
 
     Raises:
-        RecipeError: the environment fails; the message has the file and the line.
+        RecipeError: the environment fails; the message has the file and the line. Or it offers tools, and the chat
+            template writes no calls.
     """
-    answerer = _Answerer(tokenizer, problem.ground_truth, context_length=config.engine.context_length)
+    first = _first_call(domain, tokenizer) if domain.episode.tools else ""
+    answerer = ScriptedAnswers(tokenizer, [first, *[problem.ground_truth] * 1000])
     verifiers = {domain.name: open_verifier(domain)} if domain.has_verifier else {}
     alone = config.model_copy(update={"domains": (domain,)})
     domains, gateway = open_episodes(alone, verifiers), Gateway()
@@ -54,6 +57,7 @@ async def episode_tried(
     )
     try:
         async with gateway.serve():
+            await domains[domain.name].player.start()
             played = await episodes.play(order, 0, Unwatched())
     finally:
         for each in domains.values():
@@ -62,6 +66,15 @@ async def episode_tried(
     if not verdict.outcome.is_judgement:
         raise RecipeError(f"domains.{domain.name}: a trial episode ended with {verdict.outcome}: {verdict.reason}")
     return [*_turns(played, tokenizer), _verdict(played, answerer.seconds)]
+
+
+def _first_call(domain: DomainSection, tokenizer: ChatTokenizer) -> str:
+    if tokenizer.call_format is None:
+        raise RecipeError(
+            f"domains.{domain.name}.episode.tools: the model's chat template must write calls in a format that is "
+            "parsed (Hermes, Qwen3-Coder, Llama 3); choose such a model, or leave tools out"
+        )
+    return written(tokenizer.call_format, "python", {"code": "print(6 * 7)"})
 
 
 def _turns(played: PlayedEpisode, tokenizer: ChatTokenizer) -> Iterator[str]:
@@ -83,14 +96,13 @@ def _verdict(played: PlayedEpisode, answering_s: float) -> str:
 
 
 @final
-class _Answerer:
-    """`Sampler` that returns an empty answer, then reference answers; `seconds` is its total time."""
+class ScriptedAnswers:
+    """`Sampler` that returns the given answers in order; `seconds` is its total time."""
 
-    def __init__(self, tokenizer: ChatTokenizer, truth: str, *, context_length: int) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, texts: Iterable[str]) -> None:
         self.seconds = 0.0
         self._tokenizer = tokenizer
-        self._context_length = context_length
-        self._texts = iter(["", *[truth] * 1000])
+        self._texts = iter(texts)
 
     async def complete(
         self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = "", near: str = ""
@@ -105,10 +117,11 @@ class _Answerer:
             prompt = self._tokenizer.encode_chat(messages, kwargs, tools)
         text = next(self._texts)
         sampled = [*self._tokenizer.encode(text), min(self._tokenizer.eos_token_ids)]
+        answer = self._tokenizer.parse_answer(text, tools, key=b"check") if tools else ParsedAnswer(text)
         choice = Choice(
             index=0,
-            message=AssistantMessage(content=text),
-            finish_reason=FinishReason.STOP,
+            message=AssistantMessage(content=answer.content, tool_calls=list(answer.calls) or None),
+            finish_reason=FinishReason.TOOL_CALLS if answer.calls else FinishReason.STOP,
             token_ids=sampled,
             token_logprobs=[0.0] * len(sampled),
             version_spans=[(0, len(sampled))],

@@ -1,7 +1,8 @@
 """Review of a step: completes its figures by domain with what only the controller knows, and updates the alarms.
 
 To the trainer's figures of a domain it adds groups that actors gave up as stale, and the work of its verifier since the
-previous step: `verified` answers, `verifier_s` per answer, and `verifier_errors`, which include timeouts.
+previous step: `verified` answers, `verifier_s` per answer, and `verifier_errors`, which include timeouts; of episodes
+with tools also `calls_parsed` and `calls_malformed`.
 """
 
 from __future__ import annotations
@@ -92,6 +93,9 @@ def _verified(state: RunState) -> dict[str, VerifierFigures]:
                 errors=so_far.errors + each.errors,
                 timeouts=so_far.timeouts + each.timeouts,
                 seconds=so_far.seconds + each.seconds,
+                tool_episodes=so_far.tool_episodes + each.tool_episodes,
+                calls_parsed=so_far.calls_parsed + each.calls_parsed,
+                calls_malformed=so_far.calls_malformed + each.calls_malformed,
             )
     return sums
 
@@ -103,6 +107,9 @@ def _since(now: VerifierFigures, before: VerifierFigures) -> dict[str, float]:
     failed = now.errors + now.timeouts - before.errors - before.timeouts
     verified = now.judged - before.judged + failed
     figures = {"verified": float(verified), "verifier_errors": float(max(0, failed))}
+    if now.tool_episodes:
+        figures["calls_parsed"] = float(max(0, now.calls_parsed - before.calls_parsed))
+        figures["calls_malformed"] = float(max(0, now.calls_malformed - before.calls_malformed))
     return figures | ({"verifier_s": (now.seconds - before.seconds) / verified} if verified > 0 else {})
 
 

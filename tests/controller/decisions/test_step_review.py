@@ -92,3 +92,12 @@ def test_step_includes_stages_of_at_most_four_groups_once(state: RunState) -> No
     assert step["stages"] == [[index, 1.0, 2.0, 3.0, "http://a", [(0, 5)]] for index in range(4)]
     (step,) = taken(state, 2, by_domain={})
     assert step["stages"] == []
+
+
+def test_tool_calls_are_figures_of_domains_that_offer_tools(state: RunState) -> None:
+    alive(state, "one", judged=10, tool_episodes=4, calls_parsed=6, calls_malformed=1)
+    (step,) = taken(state, 1, by_domain={"a": {}})
+    assert step["by_domain"]["a"].items() >= {"calls_parsed": 6, "calls_malformed": 1}.items()
+    alive(state, "one", judged=12, tool_episodes=5, calls_parsed=8, calls_malformed=1)
+    (step,) = taken(state, 2, by_domain={"a": {}})
+    assert step["by_domain"]["a"].items() >= {"calls_parsed": 2, "calls_malformed": 0}.items()

@@ -1,0 +1,204 @@
+"""Measure how often re-rendering a conversation changes its sampled tokens, against the gateway's continuation.
+
+    naive      the agent's messages are rendered and tokenised again for each turn, and what was sampled must be its
+               beginning; a conversation drifts if it is not in one of its turns
+    ours       `Episode` and `encode_continuation`, as in a run; a conversation drifts if a sampled id is out of place
+               in the sequence that trains, or not trained exactly once
+
+The templates are written here, with the behaviours of those that they are named after: a default system message
+(SmolLM2, Qwen2.5), thinking that is dropped before the last user message (Qwen3), contents that are trimmed and calls
+in place of a content (Llama 3.1). Answers are written as models write them: one in five ends with white space, half of
+the calls are compact JSON. Arms `split` sample one token in 50 as two, as at temperature 1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Final, final
+
+import numpy as np
+
+from benchmarks.gateway import completion, order
+from benchmarks.measure import Row, print_table, write_record
+from inference_contract.schemas import ChatCompletion, ChatMessage
+from inference_contract.tools import ToolDefinition
+from pipelinerl.environments.environment import EpisodeLimits
+from pipelinerl.environments.episode import Episode
+from pipelinerl.models.tiny_decoder import word_tokenizer
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.rng import generator
+from pipelinerl.types import Outcome, Verdict
+
+CONVERSATIONS: Final = 100
+TURNS: Final = 4
+_CHATML: Final = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
+_LLAMA: Final = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>")
+_DEFAULT: Final = "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\nHelp.<|im_end|>\n' }}{%- endif %}"
+_OPEN: Final = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+_TOOLS: Final = (
+    "{%- if tools %}{{- '<|im_start|>system\n# Tools' }}{%- for tool in tools %}{{- '\n' + (tool | tojson) }}"
+    "{%- endfor %}{{- '<|im_end|>\n' }}{%- endif %}"
+)
+_RESULT: Final = (
+    "{%- if m.role == 'tool' %}"
+    "{{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}"
+)
+_CALLS: Final = (
+    "{%- for c in m.tool_calls or [] %}{%- if not loop.first or content %}{{- '\n' }}{%- endif %}"
+    '{{- \'<tool_call>\n{"name": "\' + c.function.name + \'", "arguments": \' + (c.function.arguments | tojson) }}'
+    "{{- '}\n</tool_call>' }}{%- endfor %}"
+)
+_HEADER: Final = "{{- '<|start_header_id|>' + role + '<|end_header_id|>\n\n' }}"
+#: Templates by name. SmolLM2's shows no tools.
+TEMPLATES: Final = {
+    "SmolLM2": (
+        _DEFAULT + "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+        "{%- endfor %}" + _OPEN
+    ),
+    "Qwen2.5": (
+        _DEFAULT + _TOOLS + "{%- for m in messages %}{%- set content = m.content %}" + _RESULT + "{%- else %}"
+        "{{- '<|im_start|>' + m.role + '\n' + content }}" + _CALLS + "{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+        + _OPEN
+    ),
+    "Qwen3": (
+        _TOOLS + "{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.role == 'user' %}"
+        "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
+        "{%- for m in messages %}{%- set content = m.content %}" + _RESULT + "{%- elif m.role == 'assistant' %}"
+        "{%- set thinking = m.reasoning_content or '' %}{%- if '</think>' in content %}"
+        "{%- set thinking = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+        "{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}{{- '<|im_start|>assistant\n' }}"
+        "{%- if loop.index0 > ns.last and thinking %}{{- '<think>\n' + thinking + '\n</think>\n\n' }}{%- endif %}"
+        "{{- content }}" + _CALLS + "{{- '<|im_end|>\n' }}{%- else %}"
+        "{{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}" + _OPEN
+    ),
+    "Llama 3.1": (
+        "{%- set role = 'system' %}" + _HEADER + "{{- 'Cutting Knowledge Date: December 2023\n\n' }}"
+        "{%- for tool in tools or [] %}{{- (tool | tojson) + '\n' }}{%- endfor %}{{- '<|eot_id|>' }}"
+        "{%- for m in messages %}{%- set role = 'ipython' if m.role == 'tool' else m.role %}" + _HEADER
+        + "{%- if m.tool_calls %}"
+        '{{- \'{"name": "\' + m.tool_calls[0].function.name + \'", "parameters": \' }}'
+        "{{- (m.tool_calls[0].function.arguments | tojson) + '}' }}"
+        "{%- else %}{{- m.content | trim }}{%- endif %}{{- '<|eot_id|>' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{%- set role = 'assistant' %}" + _HEADER + "{%- endif %}"
+    ),
+}  # fmt: skip
+_SENTENCE: Final = "the answer to this question is seven times six so we add more steps and check"
+_PARAMETERS: Final = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+_ADD: Final = {"type": "function", "function": {"name": "add", "description": "Add", "parameters": _PARAMETERS}}
+
+
+def run(quick: bool = False) -> None:
+    """Measure, print and record."""
+    rows, record, count = [], {}, 10 if quick else CONVERSATIONS
+    for name, template in TEMPLATES.items():
+        model = TemplateModel(template)
+        for kind in ("plain", "think", "tool"):
+            if kind == "tool" and "tool" not in template:
+                continue
+            naive = [sum(model.naive_drifts(kind, seed, split) for seed in range(count)) for split in (0.0, 0.02)]
+            played = [model.episode(kind, seed, 0.02) for seed in range(count)]
+            drifts, segments = sum(drift for drift, _ in played), sum(number for _, number in played) / count
+            shares = {"naive": naive[0] / count, "naive_split": naive[1] / count, "ours": drifts / count}
+            record[f"{name}, {kind}"] = shares | {"segments": segments}
+            rows += [
+                Row(f"{name}, {kind}: naive drifts; split", "{naive:.2f}; {naive_split:.2f}".format(**shares)),
+                Row("  ours drifts", shares["ours"], "0", drifts == 0),
+                Row("  segments an episode", segments, "1.00", segments == 1.0),
+            ]
+    print_table("drift", rows)
+    write_record("drift", {"conversations": CONVERSATIONS, "shares": record}, quick=quick)
+
+
+@final
+class TemplateModel:
+    """A tokenizer with a template, and a scripted model whose answers are drawn by a seed."""
+
+    def __init__(self, template: str) -> None:
+        from tokenizers import AddedToken
+
+        self._is_llama = "<|eot_id|>" in template
+        control = _LLAMA if self._is_llama else _CHATML
+        made = word_tokenizer([_SENTENCE, json.dumps(_ADD), "<tool_response> user assistant system"] * 3, vocab=600)
+        made.add_tokens([AddedToken(token, normalized=False) for token in control])
+        made.chat_template = template
+        self._vocab, self._control = made.get_vocab(), frozenset(control)
+        self._spelling = {number: text for text, number in self._vocab.items()}
+        self.end = self._vocab["<|eot_id|>" if self._is_llama else "<|im_end|>"]
+        self.tokenizer = ChatTokenizer(made, {self.end})
+
+    def answers(self, kind: str, seed: int, split: float) -> Iterator[list[int]]:
+        """Yield the sampled ids of each turn."""
+        draw, words = generator(seed, "drift", kind), _SENTENCE.split()
+        for turn in range(TURNS):
+            text = " ".join(draw.choice(words, size=draw.integers(3, 12))) + draw.choice(["", "", "", "", " \n"])
+            if kind == "think":
+                text = f"<think>\n{' '.join(draw.choice(words, size=8))}\n</think>\n\n{text}"
+            elif kind == "tool" and turn < TURNS - 1:
+                fields = {"a": int(draw.integers(100)), "b": int(draw.integers(100))}
+                call = {"name": "add", "parameters" if self._is_llama else "arguments": fields}
+                text = json.dumps(call, separators=(",", ":") if draw.random() < 0.5 else None)
+                text = text if self._is_llama else f"<tool_call>\n{text}\n</tool_call>"
+            ids = self.tokenizer.encode(text)
+            yield [part for one in ids for part in (self._halves(one) if draw.random() < split else [one])] + [self.end]
+
+    def naive_drifts(self, kind: str, seed: int, split: float) -> bool:
+        """Return whether the whole rendering of a turn does not begin with the tokens before it."""
+        messages, tools = [ChatMessage(role="user", content="begin")], _tools(kind)
+        known = self.tokenizer.encode_chat(messages, {}, tools)
+        for number, sampled in enumerate(self.answers(kind, seed, split)):
+            known, messages = [*known, *sampled], [*messages, *self._replies(sampled, tools, number)]
+            again = self.tokenizer.encode_chat(messages, {}, tools)
+            if again[: len(known)] != known:
+                return True
+            known = again
+        return False
+
+    def episode(self, kind: str, seed: int, split: float) -> tuple[bool, int]:
+        """Return whether an episode's training sequence drifts from what the engine saw, and its segments."""
+        messages, tools = [ChatMessage(role="user", content="begin")], _tools(kind)
+        episode, answers = Episode(order(seed, 512), 0, EpisodeLimits()), list(self.answers(kind, seed, split))
+        seen, drifts = list[int](), False
+        for number, sampled in enumerate(answers):
+            body = {"messages": [each.model_dump(exclude_none=True) for each in messages]}
+            planned = episode.plan("main", body | ({"tools": [_ADD]} if tools else {}))
+            asked, known = planned.request, planned.request.continue_token_ids
+            if known and asked.continue_from:
+                prompt = self.tokenizer.encode_continuation(asked.messages or [], asked.continue_from, known, {}, tools)
+            else:
+                prompt = self.tokenizer.encode_chat(asked.messages or [], {}, tools)
+            drifts |= prompt[: len(seen)] != seen
+            turn = episode.record(planned, self._completion(prompt, sampled, tools, number))
+            seen = [*prompt, *sampled]
+            drifts |= not np.array_equal(turn.token_ids, seen)
+            messages += self._replies(sampled, tools, number)
+        rollout = episode.rollout(Verdict(outcome=Outcome.CORRECT, reward=1.0), temperature=1.0)
+        drifts |= [turn.token_ids.tolist() for turn in rollout.turns] != answers
+        return drifts, len(rollout.segments)
+
+    def _replies(self, sampled: Sequence[int], tools: Sequence[ToolDefinition], number: int) -> list[ChatMessage]:
+        """Return the answer as its agent repeats it, and what the agent writes next."""
+        said = self._completion([0], sampled, tools, number).choices[0].message
+        answer = ChatMessage(role="assistant", content=said.content, tool_calls=said.tool_calls)
+        if not said.tool_calls:
+            return [answer, ChatMessage(role="user", content="go on")]
+        return [answer, *(ChatMessage(role="tool", content="42", tool_call_id=call.id) for call in said.tool_calls)]
+
+    def _completion(
+        self, prompt: Sequence[int], sampled: Sequence[int], tools: Sequence[ToolDefinition], number: int
+    ) -> ChatCompletion:
+        text = self.tokenizer.decode(sampled[:-1])
+        answer = self.tokenizer.parse_answer(text, tools, key=bytes([number]))
+        return completion(prompt, answer.content, sampled, answer.calls) if tools else completion(prompt, text, sampled)
+
+    def _halves(self, token: int) -> list[int]:
+        """Return a token as two that spell the same, where there are such tokens."""
+        text = self._spelling[token]
+        for at in range(1, len(text)):
+            if text not in self._control and text[:at] in self._vocab and text[at:] in self._vocab:
+                return [self._vocab[text[:at]], self._vocab[text[at:]]]
+        return [token]
+
+
+def _tools(kind: str) -> list[ToolDefinition]:
+    return [ToolDefinition.model_validate(_ADD)] if kind == "tool" else []

@@ -1,0 +1,14 @@
+"""The benchmark of drift: naive rendering changes what was sampled, and the gateway's continuation does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.drift import TEMPLATES, TemplateModel
+
+
+@pytest.mark.parametrize(("name", "kind"), [("Qwen3", "think"), ("Llama 3.1", "tool")])
+def test_continued_conversation_is_one_segment_without_drift(name: str, kind: str) -> None:
+    model = TemplateModel(TEMPLATES[name])
+    assert [model.episode(kind, seed, 0.02) for seed in range(3)] == [(False, 1)] * 3
+    assert any(model.naive_drifts(kind, seed, 0.02) for seed in range(3))

@@ -24,10 +24,10 @@ from inference_contract.wire import Wire
 #: The most pieces of one update: each costs a collective, or a byte range to remember.
 MAX_PIECES: Final = 2**20
 
-#: Upper bounds that no run reaches, and the largest step that one request may raise an engine's number by. These
-#: numbers only rise, so a single wrong one could lock all other trainers out for good. Epochs count the trainers of a
-#: run, versions count its steps. A trainer numbers its groups by (epoch, set of engines, attempt), with 2⁴⁰ numbers per
-#: epoch.
+#: Limits on epochs, versions and generations that no run reaches, and the most by which one request may raise them.
+#: An engine never accepts a lower number, so a single wrong one could lock all other trainers out for good. Epochs
+#: count the trainers of a run, versions count its steps. A trainer numbers its groups by (epoch, set of engines,
+#: attempt), with 2⁴⁰ numbers per epoch.
 MOST_EPOCH: Final = 2**21
 MOST_VERSION: Final = 2**40
 MOST_GENERATION: Final = 2**62

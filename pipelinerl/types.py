@@ -66,7 +66,7 @@ class Quota(NamedTuple):
 
 
 class Purpose(StrEnum):
-    """The use of an order's samples."""
+    """Whether the samples of a prompt order are trained on or evaluated."""
 
     TRAINING = "training"
     EVALUATION = "evaluation"

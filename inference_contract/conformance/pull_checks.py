@@ -191,7 +191,7 @@ def _pulled(
     version: int | None = None,
     before: tuple[WeightServer, ...] = (),
 ) -> int:
-    """Run a whole update from `server`, listed after the sources in `before`; return its version."""
+    """Run a whole update whose sources are those in `before`, then `server`; return the update's version."""
     trainer = kit_trainer(session)
     version, announced = _prepared_from(session, (*before, server), tag=tag, version=version)
     answer = trainer.accepted(_commit(session, version, digest=announced), "committed")

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 #: More tokens than any character has bytes; after as many undecided tokens, the bytes are shown as they are.
 _MAX_UNDECIDED = 16
-#: Model types whose tokenizer is read with the plain class that tokenizer_config.json names. `AutoTokenizer` would
-#: choose the same class, but costs each process two seconds of CPU time, and torch in its memory. For other types,
-#: `AutoTokenizer` may choose better than the directory.
+#: Model types whose tokenizer is loaded with the class named in tokenizer_config.json. `AutoTokenizer` would load the
+#: same class, but costs each process two seconds of CPU time and imports torch. Other types use `AutoTokenizer`,
+#: because their tokenizer_config.json may name a class that does not fit.
 _TAKEN_AT_THEIR_WORD: Final = frozenset({"bigram", "gpt2", "llama", "qwen3", "qwen3_moe"})
 #: Text outside most vocabularies: a tokenizer must have a token for unknown characters.
 _UNUSUAL: Final = "a\U000f0000\u0378"

@@ -135,7 +135,10 @@ def publisher_of(identity: Identity, control: EngineControl, stream: Stream) -> 
 
 
 def canary_of(config: RunConfig) -> Canary:
-    """Return the run's first problem, with the tolerance of the coarsest format that weights have on their way."""
+    """Return the canary: the first training problem as its prompt, and a tolerance by the dtype of the weights.
+
+    Weights pass through several dtypes from trainer to engine; the coarsest one limits how well log-probs can agree.
+    """
     problem = training_problems(config).problem(0)
     replay, coarsest = config.trainer.routing_replay, dtypes_of(config).coarsest(config)
     routed_apart = replay is RoutingReplay.OFF and mixture_of(config.model.resolved) is not None

@@ -368,7 +368,7 @@ def _distinct(keys: list[tuple[Any, ...]]) -> tuple[list[int], list[int]]:
 
 
 def _noted(turns: list[Turn]) -> tuple[list[TurnNote], list[int]]:
-    """The distinct notes, and for each turn the number of its own; nothing where no turn has one."""
+    """Return the distinct notes, and each turn's index into them; two empty lists if no turn has a note."""
     notes = list(map(_NOTE, turns))
     if notes.count(NO_NOTE) == len(notes):
         return [], []

@@ -82,7 +82,7 @@ _GROUP_NAMES: Final = frozenset({"completions", "completion_texts"})
 
 
 class Of(Enum):
-    """Number of answers that a function takes."""
+    """How a user's reward function is called: for each answer alone, or once for a whole group."""
 
     ONE = "one"
     GROUP = "group"

@@ -17,7 +17,7 @@ ADVANTAGES = np.array([1.0, 1.0, -1.0])
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_arm_is_reinforce_with_its_weight_under_its_bounds(arm: str) -> None:
+def test_each_arm_uses_reinforce_with_the_importance_weight_it_names(arm: str) -> None:
     config = load(RECIPE, ARMS[arm])
     assert arm.startswith(f"({config.staleness.j}, {config.staleness.k:g})")
     columns = {

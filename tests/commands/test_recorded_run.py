@@ -17,7 +17,7 @@ from pipelinerl.training.rollouts.admission import Lineage
 from tests.fakes.rollouts import group
 
 
-def test_step_without_a_known_trainer_has_no_orders(tmp_path: Path) -> None:
+def test_step_without_a_trainer_ready_event_lists_no_prompt_orders(tmp_path: Path) -> None:
     with EventLog(tmp_path / "events.jsonl") as events:
         events.write("step", step=1, model_version=1, orders=[1], elapsed_s=1.0)
     assert recorded_steps(tmp_path)[1].orders == (), "its groups cannot be told from others of that order"

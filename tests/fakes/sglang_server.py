@@ -95,7 +95,7 @@ class Sample:
     asked: GenerateReqInput
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    changes: list[tuple[str, int]] = field(default_factory=list)  # weight_version_events
+    changes: list[tuple[str, int]] = field(default_factory=list)  # (version, token index) of each weight change
     finished: dict[str, Any] | None = None
     told: asyncio.Queue[dict[str, Any]] = field(default_factory=asyncio.Queue)
 

@@ -35,7 +35,7 @@ def problem(prompt: str, answer: str = "1") -> Problem:
 
 
 def settings(*rewards: Mapping[str, float], **changes: Any) -> DomainWarmStartSettings:
-    """Return settings of two domains with these rewards, check by check; the last ones repeat."""
+    """Return settings of two domains whose n-th check measures `rewards[n]`; later checks repeat the last entry."""
     reported = chain(rewards, repeat(rewards[-1]))
     chosen = {"reward": (0.3, 0.6), "tokens": 140, "max_steps": 8, "check_every": 2, "rehearsal": 0.25, **changes}
     return DomainWarmStartSettings(

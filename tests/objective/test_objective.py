@@ -73,7 +73,7 @@ def test_jax_equals_closed_form(objective, columns_of):
 @pytest.mark.parametrize("objective", OBJECTIVES[::7], ids=range(len(OBJECTIVES[::7])))
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_single_precision_is_kept(objective, library, columns_of):
-    """Blanks and bounds are Python numbers, so they must not promote a whole column."""
+    """Fill values and clip bounds are Python numbers, which must not promote a float32 column to float64."""
     logprobs, columns = columns_of(1)
     narrow = {k: v.astype(np.float32) if v.dtype == float else v for k, v in _arrays(columns).items()}
     narrow |= {"segment_ids": columns["segment_ids"].astype(np.int32), "num_segments": columns["num_segments"]}

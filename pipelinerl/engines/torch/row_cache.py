@@ -333,7 +333,12 @@ def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 
 
 class DuplicateRows(NamedTuple):
-    """Map of B rows to K distinct ones: `first` i64 [K] are these rows, `of_row` i64 [B] each row's index in it."""
+    """Map of B rows to K distinct ones.
+
+    Attributes:
+        first: i64 [K], the first row of each set of equal rows.
+        of_row: i64 [B], for each row the index of its set in `first`.
+    """
 
     first: NDArray[np.int64]
     of_row: NDArray[np.int64]

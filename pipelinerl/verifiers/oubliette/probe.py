@@ -102,7 +102,7 @@ def attacked(
 
 # --- one attack -------------------------------------------------------------------------------------------------------
 
-#: Waits for a started attack; returns its results, of which the last is the attack's own, or why it is left out.
+#: Waits for a started attack. Returns its results, the attack's own last, or the reason why the attack was skipped.
 _Rest = Callable[[], list[ProgramResult] | str]
 
 

@@ -47,7 +47,7 @@ _LONGEST_REST_S: Final = 15.0
 _LOOK_AGAIN_S: Final = 0.25
 #: Number of answers by which a problem's preferred service may exceed the least loaded one.
 _SLACK: Final = 64
-#: Size limit of a response: names and reasons of some parts per verdict, and a constant.
+#: Limit on the bytes of a response: this much for each verdict, with its reasons, and a constant.
 _BYTES_PER_VERDICT: Final = 64 << 10
 _BYTES_BESIDE: Final = 1 << 20
 #: Limit on weighted sums of rewards; no verifier of this project gives a larger number.

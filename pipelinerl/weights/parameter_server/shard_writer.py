@@ -105,7 +105,7 @@ class ShardWriter:
         self._client = client
         self._record = record
         self._deadline = deadline
-        # A version with one shard needs no digest of its own: the sender knows the whole version's.
+        # A single shard is the whole version, whose digest the sender already knows.
         self._digest = WeightDigest() if record.shard.count > 1 else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
         self._last: Future[None] | None = None

@@ -84,7 +84,7 @@ def test_published_table_follows_the_recipe_and_says_that_nothing_was_measured()
     assert "training at 40%" in result.output
 
 
-def test_recipe_that_does_not_fit_the_published_memory_is_rejected() -> None:
+def test_recipe_that_exceeds_the_memory_of_a_hardware_table_is_rejected() -> None:
     result = simulate("tiny", "--hardware", "h100:72b", "--lengths", "fixed:5")
     assert isinstance(result.exception, RecipeError)
     assert "raise engine.devices" in str(result.exception)

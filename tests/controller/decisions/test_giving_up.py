@@ -83,7 +83,7 @@ def ends(made: Controller, given: AnyInput) -> tuple[Directive | None, Finish | 
     return (sent[-1] if sent else None), next((effect for effect in effects if isinstance(effect, Finish)), None)
 
 
-def test_permanent_refusal_of_the_only_engine_ends_the_run_once_the_trainer_has_saved() -> None:
+def test_run_ends_after_saving_when_its_only_engine_rejects_weights_for_good() -> None:
     made = begun().controller
     stop, finish = ends(made, failed_to_publish(made, {ENGINE: REFUSAL}, permanent=[ENGINE]))
     assert made.state.fleet.by_url[ENGINE].lifecycle is EngineLifecycle.EXPELLED

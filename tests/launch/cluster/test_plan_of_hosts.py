@@ -157,7 +157,7 @@ def test_hosts_survive_their_file() -> None:
     assert Host.from_json(json.loads(json.dumps(host.to_json()))) == host
 
 
-def test_plan_may_wait_for_processes_on_other_hosts_only() -> None:
+def test_process_may_wait_for_another_only_if_that_one_is_planned_or_elsewhere() -> None:
     spec = processes_of(_planned(TWO)).spec("engine-0")
     assert Plan((spec,), {"controller": "http://a/health"}).specs == (spec,)
     with pytest.raises(ValueError, match="engine-0 waits for controller"):

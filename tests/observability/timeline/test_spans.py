@@ -135,7 +135,7 @@ def test_marks_describe_events_in_words() -> None:
 @pytest.mark.parametrize(
     "events", [run(40), synthetic(80), run(20, ended=False) + run(20)], ids=["run", "old", "twice"]
 )
-def test_spans_of_a_track_rise_and_never_overlap(events: list[Event]) -> None:
+def test_spans_of_a_track_are_in_order_and_never_overlap(events: list[Event]) -> None:
     tracks: dict[tuple[str, str], list[Span]] = {}
     reader, drawn = _drawn(events)
     for span in [*(each for each in drawn if isinstance(each, Span)), *reader.open()]:

@@ -13,7 +13,7 @@ def test_newest_are_kept_and_hold_back_stream_trimming() -> None:
     assert retention.resumable([7]) == [7]
 
 
-def test_best_are_kept_at_any_age_without_holding_back_trimming() -> None:
+def test_best_checkpoints_are_kept_at_any_age_and_streams_are_still_trimmed() -> None:
     retention = Retention(keep=1, keep_best=2)
     accuracies = {10: 0.5, 20: 0.7, 30: 0.6, 40: 0.1, 999: 1.0}
     assert retention.survivors([10, 20, 30, 40], accuracies) == {20, 30, 40}

@@ -1,4 +1,4 @@
-"""Measure how often re-rendering a conversation changes its sampled tokens, against the gateway's continuation.
+"""Measure how often re-rendering a conversation changes its tokens, against the gateway's continuation.
 
     naive      the agent's messages are rendered and tokenised again for each turn, and what was sampled must be its
                beginning; a conversation drifts if it is not in one of its turns

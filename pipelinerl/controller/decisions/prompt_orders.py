@@ -27,7 +27,7 @@ class PromptOrderFactory:
     by_domain: Mapping[str, DomainSampling] = field(default_factory=dict)
     training_problem: Callable[[int, Mapping[str, float], Quota], Problem]
     held_out_problem: Callable[[str, int], Problem]
-    """Returns a problem, from the name of its evaluation set and its index."""
+    """Returns a held-out problem, from the name of its evaluation set and its index in the set."""
 
     def training(
         self, index: int, *, temperature: float, domain_weights: Mapping[str, float], quota: Quota

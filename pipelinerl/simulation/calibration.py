@@ -8,7 +8,7 @@
     actor          the remainder, chosen such that simulated steps take as long as real ones
     contention     from further runs, in which engine and trainer work at once: how much each slows down
 
-The first run is best a synchronous one (`staleness.preset="on_policy"`), in which no two activities overlap.
+The first run should be synchronous (`staleness.preset="on_policy"`), so that no two activities overlap.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ def _after_expulsion(state: RunState, url: str) -> list[Effect]:
 
 
 def _cancel_replacement(state: RunState, url: str) -> None:
-    """Cancel all requests to replace the engine at `url`, since the next engine at this URL is a different one."""
+    """Cancel all requests to replace the engine at `url`, since the next engine at this URL is a different engine."""
     state.engine_requests = [
         msgspec.structs.replace(request, replaces="") if request.replaces == url else request
         for request in state.engine_requests

@@ -1,7 +1,7 @@
 """`EngineWatch`: results of polling the engines: load, token rates, missed polls and restarts.
 
 It holds momentary observations and makes no decisions: the service turns observations into inputs for the controller.
-It is not stored, so a restarted controller begins with an empty one.
+Its contents are not stored, so a restarted controller begins without observations.
 """
 
 from __future__ import annotations

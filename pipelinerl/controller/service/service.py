@@ -95,7 +95,7 @@ class Start(StrEnum):
     """Where a controller gets the state that it begins with."""
 
     AFRESH = "afresh"
-    """The given state: a new run, or one resumed from a checkpoint."""
+    """The given state: of a new run, or of a run resumed from a checkpoint."""
     FROM_JOURNAL = "from_journal"
     """The journal, after the controller died; the given state if the journal is incomplete or of another launch."""
 

@@ -60,7 +60,7 @@ class IssuedLedger:
         self.sizes[index] = rollouts
 
     def next_index(self) -> int:
-        """Issue the next order, an order to be reissued if there is one, and return its index."""
+        """Issue an order and return its index: an order to be reissued if there is any, otherwise a new order."""
         if self.reissue:
             return self.reissue.pop(0)
         self.cursor += 1

@@ -1,7 +1,7 @@
 """Operations shared by numpy, torch and jax.numpy, so that the objective is written once.
 
-The library of an array is determined by its type and found in `sys.modules`. It has been imported by the caller, so
-this module imports nothing heavy.
+The library of an array is determined by the array's type and looked up in `sys.modules`. Whoever created the array has
+imported the library, so this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _NAMESPACES: Final = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy", "j
 def namespace(array: Array) -> ModuleType:
     """Return the module whose `exp`, `where`, `clip`, … work on `array`: numpy, torch or jax.numpy.
 
-    It also has `expm1`, `abs` and `zeros_like`.
+    The module also has `expm1`, `abs` and `zeros_like`.
 
     Raises:
-        TypeError: `array` belongs to none of the three.
+        TypeError: `array` belongs to none of the three libraries.
     """
     for base in type(array).__mro__:
         name = _NAMESPACES.get(base.__module__.partition(".")[0])
@@ -36,7 +36,7 @@ def namespace(array: Array) -> ModuleType:
 
 
 def stop_gradient(array: Array) -> Array:
-    """Return the same values without gradient: sg(·) of RLAX Eq. 3."""
+    """Return the same values, through which no gradient flows: sg(·) of RLAX Eq. 3."""
     xp = namespace(array).__name__
     if xp == "torch":
         return array.detach()

@@ -199,7 +199,7 @@ def _predicted(config: recipes.RunConfig) -> MemoryPrediction:
 
 
 def _memory_lines(predicted: MemoryPrediction, limits: Mapping[str, int]) -> Iterator[str]:
-    """Yield a line on what is trained, and the predicted device memory of each process."""
+    """Yield a line on which parameters are trained, and lines with the predicted device memory of each process."""
     from pipelinerl.roles.memory import prediction as memory
 
     if (line := memory.trainable(predicted)) is not None:
@@ -408,7 +408,7 @@ def explain(
         return
     of_run = None if run is None or step is None else OfRun(run, step, group)
     if of_run is not None:
-        recipes.load_run(of_run.run_dir)  # fail early if there is no such run
+        recipes.load_run(of_run.run_dir)  # fail early if the run does not exist
     show(choice or str(of_run and of_run.recipe), overrides or [], rollout or [], Console(), of_run=of_run)
 
 
@@ -421,7 +421,8 @@ def replay(
     """Repeat a step from its checkpoint and recorded rollouts, without engines; exit status 1 if it differs."""
     from rich.console import Console
 
-    # Set before torch is imported: sums depend on the number of threads, so use as many as the trainer had.
+    # Set this before torch is imported. Sums depend on the number of threads, so use as many threads as the trainer
+    # had.
     os.environ.setdefault("OMP_NUM_THREADS", str(recipes.load_run(run_dir).launch.threads))
     from pipelinerl.commands.replay import show
 
@@ -430,7 +431,7 @@ def replay(
 
 
 def _connect(url: str, token: str) -> Any:
-    """Return the controller client with which the launcher follows a run."""
+    """Return the client through which the launcher talks to the run's controller."""
     from pipelinerl.controller.client import ControllerClient
     from pipelinerl.controller.routes import LAUNCHER
 
@@ -438,7 +439,7 @@ def _connect(url: str, token: str) -> Any:
 
 
 def _claim(config: recipes.RunConfig) -> bool:
-    """Claim the run's name at its location."""
+    """Reserve the run's name at the location of its checkpoints; see `roles.resumption.claim`."""
     from pipelinerl.roles import resumption
 
     return resumption.claim(config)
@@ -449,7 +450,7 @@ app.command()(chaos)
 
 
 def _refuse(config: recipes.RunConfig) -> None:
-    """Reject what would stop the run before anything is created or started; fast and with little memory."""
+    """Reject a recipe that would stop the run, before anything is created or started. Fast, and needs little memory."""
     from pipelinerl.commands.check import refuse
     from pipelinerl.commands.findings.first_look import FIRST, refuse_problems
 
@@ -483,7 +484,7 @@ def main() -> None:
     collect_rarely()
     hide_password()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # output has Unicode; some terminals cannot encode it
+        if isinstance(stream, io.TextIOWrapper):  # output contains Unicode, which some terminals cannot encode
             stream.reconfigure(errors="backslashreplace")
     try:
         working_directory()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-#: The temperature range that every engine supports; below it, logits would be divided by nearly zero.
+#: The lowest and highest temperature that every engine supports; a lower temperature would divide logits by almost
+#: zero.
 COLDEST: Final = 1e-5
 HOTTEST: Final = 100.0
 
@@ -22,7 +23,7 @@ class WeightFormat(StrEnum):
 
 
 class VerifierLocation(StrEnum):
-    """The processes that judge the answers of a run."""
+    """Which processes judge the answers of a run."""
 
     ACTORS = "actors"
     """Each actor's own verifier processes."""
@@ -31,7 +32,7 @@ class VerifierLocation(StrEnum):
 
 
 class Receiver(StrEnum):
-    """The process that receives an engine's weights, for engines that stage weights in their own process."""
+    """Which process receives an engine's weights; for engines that stage weights in their own process."""
 
     IN_PROCESS = "in_process"
     """The engine's process: nothing is copied, but a peer that sends more than announced ends the engine."""
@@ -42,13 +43,13 @@ class Receiver(StrEnum):
 class OldLogprobs(StrEnum):
     """Source of `old_logprobs`, the denominator of PPO's ratio.
 
-    With in-flight updates, the tokens of a batch, or even of one rollout, come from up to k + 1 versions. "The old
-    policy" can then mean two things: the weights that sampled, or those at the start of the step. In lockstep (j = k =
-    1) they are the same.
+    With in-flight updates, up to k + 1 versions sample the tokens of a batch, or even of one rollout. "The old policy"
+    can then mean two things: the weights that sampled a token, or the weights at the start of the step. In lockstep (j
+    = k = 1) both are the same.
     """
 
     SAMPLING_WEIGHTS = "sampling_weights"
-    """A forward pass with the weights that sampled each token (RLAX §5.1), kept by a `WeightHistory`.
+    """A forward pass with the weights that sampled each token (RLAX §5.1), which a `WeightHistory` keeps.
 
     old/behavior then measures numerics only (and the age of caches that updates keep), current/old all of the
     staleness.
@@ -64,7 +65,7 @@ class OldLogprobs(StrEnum):
 
 
 class RoutingReplay(StrEnum):
-    """The experts that compute a token of a mixture-of-experts model in the trainer."""
+    """Which experts compute a token of a mixture-of-experts model in the trainer."""
 
     OFF = "off"
     """The experts that the trainer's own routers choose."""
@@ -73,7 +74,7 @@ class RoutingReplay(StrEnum):
 
 
 class NoSignal(StrEnum):
-    """The treatment of groups whose rewards are all equal."""
+    """What is done with groups whose rewards are all equal."""
 
     TRAIN = "train"
     """Keep them in their step, which then reflects the mixture of problems as it is."""
@@ -82,7 +83,7 @@ class NoSignal(StrEnum):
 
 
 class Truncated(StrEnum):
-    """The treatment of rollouts cut off by the token limit, whose verdict says little about their quality."""
+    """What is done with rollouts cut off by the token limit, whose verdict says little about their quality."""
 
     TRAIN = "train"
     """Train on them; a soft length penalty may be added (`domains.reward.overlong_tokens`)."""
@@ -91,25 +92,25 @@ class Truncated(StrEnum):
 
 
 class StalenessScope(StrEnum):
-    """The unit that is dropped if one of its tokens is too old."""
+    """What is dropped if one token is too old."""
 
     GROUP = "group"
     """The whole group, since advantages are computed over all samples of a problem."""
     ROLLOUT = "rollout"
-    """Only the rollout. Two or more remaining rollouts train, with the mean of those that remain as baseline."""
+    """Only the rollout. If two or more rollouts of the group remain, they train, with their own mean as baseline."""
 
 
 class Overdue(StrEnum):
-    """The treatment of a group that is still being sampled at its last admissible step."""
+    """What is done with a group that is still being sampled at the last step that could accept it."""
 
     DROP = "drop"
-    """Take the step without it; the group becomes stale, and its actor gives it up."""
+    """Take the step without the group; the group becomes stale, and its actor gives it up."""
     WAIT = "wait"
-    """Wait for it, at most `staleness.overdue_s`, since dropping would mostly affect long answers."""
+    """Wait for the group, at most `staleness.overdue_s`, since dropping would mostly affect long answers."""
 
 
 class Pin(StrEnum):
-    """The method of ensuring that one version of the weights answers a whole evaluation."""
+    """How to ensure that one version of the weights answers a whole evaluation."""
 
     AUTO = "auto"
     """`engine` while two or more engines serve, otherwise `gate`."""
@@ -122,7 +123,7 @@ class Pin(StrEnum):
 
 
 class Skill(StrEnum):
-    """The criterion for the end of a warm start."""
+    """Which measure of skill ends a warm start."""
 
     EXACT = "exact"
     """The share of greedy answers that equal the reference, over all domains."""
@@ -131,7 +132,7 @@ class Skill(StrEnum):
 
 
 class Announce(StrEnum):
-    """The announcement of a version to engines that pull their weights."""
+    """How a version is announced to engines that pull their weights."""
 
     AUTO = "auto"
     """`stream` in a run that begins with more than 64 engines, otherwise `requests`."""
@@ -142,8 +143,8 @@ class Announce(StrEnum):
 
 
 class Elasticity(StrEnum):
-    """The effect of a decision to scale the number of engines."""
+    """What happens when the run decides to change its number of engines."""
 
     DRY_RUN = "dry_run"
-    """Only record it in an event."""
+    """Only record the decision in an event."""
     ON = "on"

@@ -58,7 +58,7 @@ class TokenRefused(RecipeError):
 
 
 class ReferenceFailed(UserError):
-    """User code cannot be loaded; the message says why, and callers add which recipe key refers to it."""
+    """User code cannot be loaded; the message says why, and callers add which recipe key refers to the code."""
 
 
 class ColumnError(UserError):
@@ -122,10 +122,10 @@ class UpdateError(PipelineError):
 
 
 class ReachedNoEngine(UpdateError):
-    """No engine took an update.
+    """No engine received an update.
 
-    `failed` holds each engine's reason. Engines in `permanent` cannot be fixed by retries; engines in `blameless`
-    failed because of others.
+    `failed` holds the reason for each engine. Engines in `permanent` failed for reasons that retries cannot fix;
+    engines in `blameless` failed only because other engines did.
     """
 
     def __init__(

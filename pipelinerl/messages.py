@@ -1,7 +1,7 @@
 """Messages between roles on the `reports` and `directives` streams: frozen, tagged, and versioned by their names.
 
 Reports go to the controller, which alone makes decisions. Directives go to the trainer, which waits for the answer to
-its report. Every message has a deterministic id, so repeating a message is a no-op.
+its report. Every message has a deterministic id, so a message that arrives twice has no further effect.
 
     trainer ── TrainerReady, StepDone, StepSkipped, OrdersEnded, Starving, Published, CanaryChecked, Checkpointed,
                CheckpointDelayed, TrainerStopped ──▶ controller
@@ -31,14 +31,15 @@ PROMPTS = "prompts"
 REPORTS = "reports"
 DIRECTIVES = "directives"
 ROLLOUTS = "rollouts:"
-#: Stream with one entry per epoch that ever began, so that no epoch begins twice.
+#: Stream with one entry for each epoch that ever began, so that no epoch number is used twice.
 EPOCHS = "epochs"
-#: Streams of weight versions for engines to pull, if versions are not announced by requests, and of their outcomes.
+#: Streams for engines that pull weights, if versions are announced by a stream: `ANNOUNCEMENTS` carries the versions,
+#: and the other stream each engine's outcome.
 ANNOUNCEMENTS = "announcements"
 TAKEN = "taken"
-#: The number of consecutive non-finite steps that end the run.
+#: The number of consecutive skipped (non-finite) steps that end the run.
 SKIPS_THAT_END = 3
-#: The consumer group in which actors share the prompt orders.
+#: The Redis consumer group in which all actors share the prompt orders.
 ACTORS_GROUP = "actors"
 
 
@@ -47,7 +48,7 @@ class ControlMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
 
 
 def has_ended(index: int, frontier: int, beyond: Collection[int]) -> bool:
-    """Return True if the order has ended: all below `frontier` have, and those in `beyond`."""
+    """Return True if the prompt order `index` has ended: orders below `frontier` have, and the orders in `beyond`."""
     return index < frontier or index in beyond
 
 
@@ -65,14 +66,15 @@ class NoSignalGroups(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        """The number of all these groups."""
+        """The number of all groups without signal."""
         return self.right + self.wrong + self.other + self.refused
 
 
 class ConsumedReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The trainer's account: the number of ended orders by outcome, and the position up to which it counts.
+    """The trainer's account: the number of ended prompt orders by outcome.
 
-    `no_signal` counts, by domain, the groups since the domain's last group with signal.
+    It covers all orders with an index below `frontier`, and the orders in `beyond`. `no_signal` counts, by domain, the
+    groups since the domain's last group with signal.
     """
 
     trained: int = 0
@@ -87,8 +89,8 @@ class ConsumedReport(msgspec.Struct, frozen=True, kw_only=True):
 class TrainerReady(ControlMessage, frozen=True):
     """A trainer has loaded version `model_version` and requests a directive.
 
-    It begins a new epoch, above all that were ever `claimed` in its directory. `solved`, as in `StepDone`, contains
-    what no report answered before its checkpoint has included.
+    It begins a new epoch, with a number above all numbers ever `claimed` in its directory. `solved` is as in
+    `StepDone`, and contains whatever the reports that were answered before its checkpoint did not include.
     """
 
     report_id: str
@@ -100,11 +102,11 @@ class TrainerReady(ControlMessage, frozen=True):
 
 
 class StepDone(ControlMessage, frozen=True):
-    """A step on the groups of `orders` is complete, and the weights are now `model_version`.
+    """A step on the groups of the prompt orders `orders` is complete, and the weights are now `model_version`.
 
-    `updates` contains figures of each optimizer step, if the step was to have several. `by_domain` and `by_tag` contain
-    figures of all groups that arrived since the previous step, by domain or tag. `solved` lists, by domain, the order
-    and problem id of each of these groups whose answers were all correct.
+    `updates` contains figures of each optimizer step, if the step was meant to have several. `by_domain` and `by_tag`
+    contain figures of all groups that arrived since the previous step, by domain or tag. `solved` lists, by domain, the
+    order and problem id of each of these groups whose answers were all correct.
     """
 
     report_id: str
@@ -120,9 +122,10 @@ class StepDone(ControlMessage, frozen=True):
 
 
 class StepSkipped(ControlMessage, frozen=True):
-    """A step was skipped because `what` of the orders `groups` is NaN or infinite; the weights are unchanged.
+    """A step was skipped because `what` is NaN or infinite; the weights are unchanged.
 
-    The orders of its batch are accounted for as filtered. `in_a_row` counts skipped steps since the last completed one.
+    `groups` lists the prompt orders of the step's batch, which are accounted for as filtered. `in_a_row` counts the
+    skipped steps since the last completed step.
     """
 
     report_id: str
@@ -135,7 +138,9 @@ class StepSkipped(ControlMessage, frozen=True):
 
 
 class TrainerLeaving(ControlMessage, frozen=True):
-    """The trainer's process must end while the run continues; it requests a directive to save its state first."""
+    """The trainer's process must end while the run continues. The trainer requests a directive to save its state
+    first.
+    """
 
     report_id: str
     epoch: int
@@ -144,9 +149,10 @@ class TrainerLeaving(ControlMessage, frozen=True):
 
 
 class OrdersEnded(ControlMessage, frozen=True):
-    """Orders ended without a step (filtered or stale), so new prompts may be issued.
+    """Prompt orders ended without a step (filtered or stale), so new prompts may be issued.
 
-    `again` lists orders whose groups were sampled by weights of an abandoned epoch: they have not ended.
+    `again` lists orders whose groups were sampled by weights of an abandoned epoch: these orders have not ended, and
+    must be sampled again.
     """
 
     epoch: int
@@ -158,7 +164,7 @@ class OrdersEnded(ControlMessage, frozen=True):
 class Starving(ControlMessage, frozen=True):
     """The trainer waits for groups, and nothing has arrived for a while.
 
-    It already has the groups of the orders `held`.
+    `held` lists the prompt orders whose groups the trainer already has.
     """
 
     epoch: int
@@ -169,8 +175,8 @@ class Starving(ControlMessage, frozen=True):
 class Published(ControlMessage, frozen=True):
     """Outcome of the publication ordered by `directive`, for each engine (base URL).
 
-    `failed` holds the reasons. Engines in `permanent` cannot be fixed by retries; engines in `blameless` failed because
-    of others.
+    `failed` holds the reasons of engines that failed. Engines in `permanent` failed for reasons that retries cannot
+    fix; engines in `blameless` failed only because other engines did.
     """
 
     epoch: int
@@ -189,8 +195,8 @@ class CanaryChecked(ControlMessage, frozen=True):
     """Outcome of the canary check for each engine (base URL) that had to prove newly published weights.
 
     `worst` holds, for engines that passed, the largest difference between their log-probs and the trainer's, in nats.
-    `mismatched` describes wrong answers, and `failed` why there was no answer. Engines in `permanent` cannot be fixed
-    by retries.
+    `mismatched` describes wrong answers, and `failed` says why an engine gave no answer. Engines in `permanent` failed
+    for reasons that retries cannot fix.
     """
 
     epoch: int
@@ -203,7 +209,7 @@ class CanaryChecked(ControlMessage, frozen=True):
 
 
 class Checkpointed(ControlMessage, frozen=True):
-    """A checkpoint is durable; training paused for it for `stall_s`."""
+    """A checkpoint is durable; training paused for `stall_s` seconds because of it."""
 
     epoch: int
     model_version: int
@@ -228,10 +234,10 @@ class TrainerStopped(ControlMessage, frozen=True):
 
 
 class GroupFailed(ControlMessage, frozen=True):
-    """An order failed for good and is not retried.
+    """A prompt order failed for good and is not retried.
 
     `persistence` says whether other orders would fail in the same way. `code` is the engine's error code, if an engine
-    rejected it (`inference_contract.errors`).
+    rejected the order (`inference_contract.errors`).
     """
 
     order_id: str
@@ -243,7 +249,9 @@ class GroupFailed(ControlMessage, frozen=True):
 
 
 class GroupOutdated(ControlMessage, frozen=True):
-    """An actor gave up an order: sampled from version `oldest` on, it is too old to train at version `current`."""
+    """An actor gave up a prompt order: its oldest token is of version `oldest`, too old to train at version
+    `current`.
+    """
 
     order_id: str
     index: int
@@ -253,10 +261,10 @@ class GroupOutdated(ControlMessage, frozen=True):
 
 
 class GroupHandedOver(ControlMessage, frozen=True):
-    """An engine failed or was removed while sampling a group, and another engine finished it.
+    """An engine failed or was removed while it sampled a group, and another engine finished the group.
 
-    `tokens_kept` counts tokens of the first engine in the group; `tokens_resampled` those of its tokens that could not
-    be used.
+    `tokens_kept` counts the first engine's tokens that the group contains, and `tokens_resampled` the first engine's
+    tokens that could not be used.
     """
 
     order_id: str
@@ -266,7 +274,7 @@ class GroupHandedOver(ControlMessage, frozen=True):
 
 
 class ShownAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """One answer for users; `spans` are (version, tokens)."""
+    """One answer as shown to users; `spans` are pairs (version, number of tokens)."""
 
     text: str
     outcome: str
@@ -287,12 +295,12 @@ class ShownProblem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvaluationDone(ControlMessage, frozen=True):
-    """The samples of one held-out problem: the number of samples with a verdict, and of correct ones.
+    """The samples of one held-out problem: the number of samples with a verdict, and of correct samples.
 
-    The versions are the oldest and newest of all tokens, and `epoch` is the oldest one. Per sample: `lengths` in
-    sampled tokens; `answers` as extracted by the verifier; `right` if judged and correct. `unjudged` lists the
-    positions of samples without a verdict; `truncated` counts those cut off by the token limit. `shown` is only used
-    for samples.
+    The versions are the oldest and newest version of all tokens, and `epoch` is the oldest epoch. There is one entry
+    per sample in `lengths` (sampled tokens), `answers` (as extracted by the verifier) and `right` (True if judged and
+    correct). `unjudged` lists the positions of samples without a verdict; `truncated` counts samples cut off by the
+    token limit. `shown` is only used for the samples that users read.
     """
 
     order_id: str
@@ -314,10 +322,10 @@ class EvaluationDone(ControlMessage, frozen=True):
 
 
 class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Totals of an actor's verifier of one domain since the actor began; `seconds` is the sum over its verdicts.
+    """Totals of one domain's verifier in one actor, since the actor began; `seconds` is the sum over its verdicts.
 
-    The `…_in_a_row` counts are since the last real verdict; `reason` is the newest of these failures.
-    `tool_episodes` are those that were offered tools, with so many calls.
+    The `…_in_a_row` counts begin after the last real verdict; `reason` is the newest of the failures. `tool_episodes`
+    counts the episodes that were offered tools; the counts of calls refer to these episodes.
     """
 
     judged: int = 0
@@ -333,9 +341,10 @@ class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupStages(msgspec.Struct, frozen=True, array_like=True):
-    """Times (Unix seconds) at which an actor claimed order `index`, had it sampled by `engine`, and had it verified.
+    """Times (Unix seconds) at which an actor claimed prompt order `index`, had it sampled by `engine`, and had it
+    verified.
 
-    `spans` are (version, tokens) of its longest answer. No decision depends on it.
+    `spans` are pairs (version, number of tokens) of its longest answer. No decision depends on these times.
     """
 
     index: int
@@ -349,7 +358,7 @@ class GroupStages(msgspec.Struct, frozen=True, array_like=True):
 class ActorAlive(ControlMessage, frozen=True):
     """An actor's heartbeat, with figures of its verifiers by domain, and of the recipe's filter (`filtering`).
 
-    `stages` are of a few groups that ended since the previous heartbeat, drawn by seed.
+    `stages` describes a few of the groups that ended since the previous heartbeat, drawn by seed.
     """
 
     name: str
@@ -372,11 +381,11 @@ class TrainerKnobs(msgspec.Struct, frozen=True, kw_only=True):
 class Directive(ControlMessage, frozen=True):
     """The controller's answer to `TrainerReady`, `StepDone`, `StepSkipped` or `TrainerLeaving`.
 
-    `publish_to` lists the engines that must receive the trainer's weights now; empty if none are due. `membership`
-    numbers the set of engines, so that a changed set forms a new process group. Engines in `to_verify` must pass a
-    canary check. `failed` and `stale` list orders that ended without a group. If steps wait for overdue groups,
-    `issued` is the number of orders so far. `fresh_until` then lists (first order, step): orders from that one on can
-    be trained up to this step.
+    `publish_to` lists the engines that must receive the trainer's weights now; empty if no publication is due.
+    `membership` numbers the set of engines: if the number changes, a new process group is formed. Engines in
+    `to_verify` must pass a canary check. `failed` and `stale` list prompt orders that ended without a group. If steps
+    wait for overdue groups, `issued` is the number of orders issued so far, and `fresh_until` lists pairs (first order,
+    step): orders from `first order` on can be trained until that step, inclusive.
     """
 
     answers: str
@@ -395,9 +404,9 @@ class Directive(ControlMessage, frozen=True):
 
 
 class WeightsAnnounced(msgspec.Struct, frozen=True, kw_only=True):
-    """A version that engines must pull and serve, except those in `left_out` (base URLs).
+    """A version that all engines must pull and serve, except the engines in `left_out` (base URLs).
 
-    `prepare` is the JSON of the contract's request that prepares it.
+    `prepare` is the JSON of the contract's request that prepares the update.
     """
 
     prepare: bytes
@@ -405,10 +414,10 @@ class WeightsAnnounced(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsTaken(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine at `url` follows announcements; with the outcome of the last one.
+    """The engine at `url` follows announcements, and had this outcome with the last announcement.
 
-    The outcome is the contract's `answer` or `error`, as JSON, with the HTTP `status` of the latter. Both are empty
-    when the engine begins to follow.
+    The outcome is the contract's `answer`, or its `error` with the HTTP `status`, as JSON. Both are empty when the
+    engine begins to follow.
     """
 
     url: str
@@ -438,7 +447,7 @@ Report = (
     | ActorAlive
 )
 
-#: Reports from actors; all others come from the trainer.
+#: Reports that actors send; all other reports come from the trainer.
 FROM_ACTORS = (GroupFailed, GroupOutdated, GroupHandedOver, EvaluationDone, ActorAlive)
 
 #: Reports that the trainer repeats until a directive answers them.
@@ -446,7 +455,7 @@ Question = TrainerReady | StepDone | StepSkipped | TrainerLeaving
 
 _Message = TypeVar("_Message")
 
-#: The largest plausible distance of an order in a message from those known; forged messages exceed it.
+#: Messages that name an order further than this from the known orders are rejected as forged.
 MOST_AHEAD = 2**20
 
 _REPORTS = msgspec.msgpack.Decoder(Report)
@@ -457,7 +466,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def layout_refusal(what: str, found: object) -> str:
-    """Return the error for `what`, whose layout is `found` and cannot be read."""
+    """Return the error message for `what`, whose layout version `found` this version of the project cannot read."""
     return (
         f"{what} must be of layout {LAYOUT}, got layout {found}: it was begun by another version of pipelinerl; use "
         "that version, or begin a new run"
@@ -497,5 +506,5 @@ def decode_directive(payload: bytes) -> Directive:
 def _decoded(decoder: msgspec.msgpack.Decoder[_Message], payload: bytes) -> _Message:
     try:
         return decoder.decode(payload)
-    except (UnicodeDecodeError, RecursionError) as error:  # msgspec raises these unchanged
+    except (UnicodeDecodeError, RecursionError) as error:  # msgspec raises these two unchanged
         raise msgspec.DecodeError(str(error)) from None

@@ -17,7 +17,7 @@ from pipelinerl.system.references import is_reference, load_reference
 
 @dataclass(frozen=True, slots=True)
 class RegistryEntry:
-    """The location of an implementation, the packages that it needs, and how to install them."""
+    """Where an implementation is, which packages it needs, and how to install them."""
 
     target: str
     needs: tuple[str, ...] = ()
@@ -25,14 +25,14 @@ class RegistryEntry:
 
     @property
     def installed(self) -> bool:
-        """True if the packages that it needs are installed."""
+        """True if the packages that the implementation needs are installed."""
         return all(importlib.util.find_spec(name) is not None for name in self.needs)
 
 
 _JAX: Final = "pip install 'pipelinerl[jax]'"
 _VLLM: Final = "its dependencies conflict with ours; make vllm builds an environment of its own, docs/use/vllm.md"
 
-#: `from_options(EngineOptions) -> Engine`
+#: Engines by name: functions `from_options(EngineOptions) -> Engine`.
 ENGINES: Final[Mapping[str, RegistryEntry]] = {
     "torch": RegistryEntry("pipelinerl.engines.torch.engine:from_options", ("torch", "transformers")),
     "jax": RegistryEntry("pipelinerl.engines.jax.engine:from_options", ("jax",), _JAX),
@@ -46,24 +46,23 @@ ENGINES: Final[Mapping[str, RegistryEntry]] = {
     "bigram": RegistryEntry("pipelinerl.engines.bigram.engine:from_options"),
 }
 
-#: Engines that represent a server run by the user (`engine.servers`).
+#: Engines that stand for a server that the user runs (`engine.servers`).
 SERVER_ENGINES: Final = frozenset({"vllm_server", "sglang_server"})
 
-#: Engines and trainers that compute on the CPU only, even if there are GPUs.
+#: Engines and trainers that compute on the CPU even if the machine has GPUs.
 ON_THE_HOST: Final = SERVER_ENGINES | {"bigram"}
 
-#: Engines with options of their own (`engine.options`), and the function that rejects those set elsewhere in the
-#: recipe.
+#: Engines with their own options (`engine.options`). The function rejects options that are set elsewhere in the recipe.
 ENGINES_WITH_OPTIONS: Final[Mapping[str, str]] = {"vllm": "pipelinerl.engines.external.vllm.options:check_names"}
 
-#: A class without arguments that implements `Trainer`.
+#: Trainers by name: classes without arguments that implement `Trainer`.
 TRAINERS: Final[Mapping[str, RegistryEntry]] = {
     "torch": RegistryEntry("pipelinerl.trainers.torch.trainer:TorchTrainer", ("torch", "transformers", "accelerate")),
     "jax": RegistryEntry("pipelinerl.trainers.jax.trainer:JaxTrainer", ("jax", "optax", "tensorstore"), _JAX),
     "bigram": RegistryEntry("pipelinerl.trainers.bigram.trainer:BigramTrainer"),
 }
 
-#: Trainers with options of their own (`trainer.options`).
+#: Trainers with their own options (`trainer.options`).
 TRAINERS_WITH_OPTIONS: Final = frozenset({"torch", "jax"})
 #: Functions that validate trainer options before a run starts, without heavy imports.
 TRAINER_OPTION_CHECKS: Final[Mapping[str, str]] = {
@@ -71,11 +70,13 @@ TRAINER_OPTION_CHECKS: Final[Mapping[str, str]] = {
     "jax": "pipelinerl.trainers.option_table:refuse_lora",
 }
 
-#: Engines that report the experts of each token, and trainers that replay them (`trainer.routing_replay`).
+#: First the engines that report the experts of each token, then the trainers that replay them
+#: (`trainer.routing_replay`).
 TELLS_ROUTING: Final = frozenset({"torch"})
 REPLAYS_ROUTING: Final = frozenset({"torch"})
 
-#: `(SourceRequest) -> ProblemSource`; the text after a colon in the recipe is the request's argument.
+#: Problem sources by name: functions `(SourceRequest) -> ProblemSource`. In the recipe, the text after the colon
+#: becomes the request's argument.
 SOURCES: Final[Mapping[str, RegistryEntry]] = {
     "reasoning_gym": RegistryEntry("pipelinerl.data.generated:open_reasoning_gym", ("reasoning_gym",)),
     "addition": RegistryEntry("pipelinerl.data.generated:open_addition"),
@@ -91,7 +92,7 @@ LOOKS: Final[Mapping[str, str]] = {
     "hub": "pipelinerl.data.files.hub:look_at_hub",
 }
 
-#: A class that implements `Verifier`; `roles/verification.py` constructs it.
+#: Verifiers by name: classes that implement `Verifier`; `roles/verification.py` constructs them.
 VERIFIERS: Final[Mapping[str, RegistryEntry]] = {
     "math_answer": RegistryEntry("pipelinerl.verifiers.math_answer:MathAnswer"),
     "reasoning_gym": RegistryEntry("pipelinerl.verifiers.reasoning_gym:ReasoningGym", ("reasoning_gym",)),
@@ -100,7 +101,7 @@ VERIFIERS: Final[Mapping[str, RegistryEntry]] = {
     "oubliette": RegistryEntry("pipelinerl.verifiers.oubliette.verifier:Oubliette"),
 }
 
-#: Functions `(Problem)` that raise `RecipeError` for a problem that no answer could be judged by.
+#: Functions `(Problem)` that raise `RecipeError` if no answer to the problem could be judged.
 PROBLEM_CHECKS: Final[Mapping[str, str]] = {
     "math_answer": "pipelinerl.verifiers.math_answer:refuse_unreadable",
     "reasoning_gym": "pipelinerl.verifiers.reasoning_gym:entry_of",
@@ -118,7 +119,8 @@ def is_user_code(entries: Mapping[str, RegistryEntry], name: str) -> bool:
 
 
 def known(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> RegistryEntry:
-    """Return the entry registered as `name`, or one for a reference, without checking that it can be loaded.
+    """Return the entry registered as `name`. For a reference to user code, return an entry without checking that it
+    loads.
 
     Raises:
         RecipeError: the name is unknown.
@@ -134,10 +136,11 @@ def known(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> Registr
 
 
 def find(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> RegistryEntry:
-    """Return the entry of `name`; registered components are not imported, user code is.
+    """Return the entry of `name`. User code is imported to check it, registered components are not.
 
     Raises:
-        RecipeError: the name is unknown, a package that it needs is not installed, or the user's code cannot be loaded.
+        RecipeError: the name is unknown, a package that it needs is not installed, or the user's code cannot be
+            loaded.
     """
     entry = known(kind, entries, name)
     missing = [package for package in entry.needs if importlib.util.find_spec(package) is None]
@@ -149,7 +152,7 @@ def find(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> Registry
 
 
 def load(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> Any:
-    """Return the component named `name`, registered or a reference; raises like `find`."""
+    """Return the component named `name`, which is registered or a reference to user code; raises like `find`."""
     if is_user_code(entries, name):
         return _user_code(kind, name)
     return resolve(find(kind, entries, name).target)
@@ -169,7 +172,7 @@ def resolve(target: str) -> Any:
     """Return the object named by `module:attribute` or `path.py:attribute`.
 
     Raises:
-        RecipeError: the form is wrong, or the object cannot be loaded.
+        RecipeError: the name has a wrong form, or the object cannot be loaded.
     """
     try:
         return load_reference(target)

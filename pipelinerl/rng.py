@@ -1,7 +1,7 @@
 """The only source of randomness: pure functions of their keys.
 
-Problem i of a run is a function of (seed, mixture, i); a token's noise is a function of (seed, sample, position).
-Nothing here keeps state, so a resumed or repeated run draws the same numbers.
+Problem i of a run is a function of (seed, mixture, i); the sampling noise of a token is a function of (seed, sample,
+position). Nothing here keeps state, so a resumed or repeated run draws the same numbers.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ def generator(seed: int, *path: int | str) -> np.random.Generator:
 
 
 def sample_keys(seed: int, num_samples: int) -> UInt64:
-    """Return keys [num_samples] of the samples of one request, for `uniform`."""
+    """Return one key for each of the samples of a request, [num_samples]; pass the keys to `uniform`."""
     with np.errstate(over="ignore"):
         return _mix(np.uint64(seed) + _GAMMA * np.arange(1, num_samples + 1, dtype=np.uint64))
 
 
 def uniform(keys: UInt64, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return uniform numbers in [0, 1), one per (key, position); counter-based, so independent of batching.
+    """Return uniform numbers in [0, 1), one for each pair (key, position).
+
+    They are counter-based, so they do not depend on how samples are batched.
 
     Args:
         keys: u64 [B], from `sample_keys`.

@@ -2,11 +2,11 @@
 
 j (`inference_reload_staleness`): an engine reloads when current − loaded ≥ j.
 
-k (`trainer_acceptance_staleness`): a rollout may train the step that produces version v + 1 iff (v + 1) − (version of
-its oldest token) ≤ k. `k = math.inf` accepts everything.
+k (`trainer_acceptance_staleness`): a rollout may train in the step that produces version v + 1 iff (v + 1) − (version
+of its oldest token) ≤ k. `k = math.inf` accepts everything.
 
-Presets: j = k = 1 is on-policy lockstep; (1, 2) is one step off-policy; (1, large) with `continue` is PipelineRL; (16,
-32) is RLAX.
+Presets (j, k): (1, 1) is on-policy lockstep; (1, 2) is one step off-policy; (1, large) with `on_update = "continue"` is
+PipelineRL; (16, 32) is RLAX.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class StalenessBounds:
     """The pair (j, k); `k` may be `math.inf`.
 
     Raises:
-        RecipeError: j < 1, or k < j: then rollouts would be too old before engines reload, and the run would deadlock.
+        RecipeError: j < 1, or k < j. With k < j, rollouts would be too old to train before engines reload, and the
+            run would deadlock.
     """
 
     j: int
@@ -45,18 +46,22 @@ class StalenessBounds:
         return current - loaded >= self.j
 
     def accepts(self, *, producing: int, oldest: int) -> bool:
-        """Return True if a rollout may train the step producing `producing`; `oldest` is its oldest version."""
+        """Return True if a rollout may be trained in the step that produces version `producing`.
+
+        `oldest` is the version of the rollout's oldest token.
+        """
         return producing - oldest <= self.k
 
     def may_issue(
         self, *, current: int, loaded: int, queued: int, per_step: int, sampled_at_once: float = math.inf
     ) -> bool:
-        """Return True if a prompt issued now is needed, and will probably be fresh at its step.
+        """Return True if a prompt issued now is needed, and its rollouts will probably be fresh at their step.
 
-        `queued` rollouts are ahead of it, and each step takes `per_step` of them, in whole groups. Its tokens will be
-        sampled with version `loaded` or newer, so it must train within k − (current − loaded) steps. An answer may take
-        twice as long as others, so beyond two steps only half of them are filled. No more is needed than the rollouts
-        `sampled_at_once`, one step that trains, and one that waits.
+        `queued` rollouts are ahead of the prompt, and each step takes `per_step` rollouts, in whole groups. The
+        prompt's tokens will be sampled with version `loaded` or newer, so it must be trained within k − (current −
+        loaded) steps. An answer may take twice as long as other answers. Of the steps beyond the second, only half are
+        therefore filled in advance. No more is needed than the rollouts that are `sampled_at_once`, one step that
+        trains, and one step that waits.
         """
         steps = self.k - (current - loaded)
         most = per_step * max(min(steps, 2), steps // 2) if math.isfinite(steps) else math.inf

@@ -42,7 +42,8 @@ class Problem:
 
 
 class ProblemSummary(NamedTuple):
-    """The part of a problem that its group carries, for figures and users; the prompt is in the first turn's context.
+    """The part of a problem that its group carries, for figures and users; the prompt itself is in the first turn's
+    context.
 
     `ground_truth` is truncated to `MOST_SHOWN` characters.
     """
@@ -59,7 +60,9 @@ MOST_SHOWN: Final = 1000
 
 
 class Quota(NamedTuple):
-    """From order `since` on, domain shares are exact within each block of `size` orders, the groups of a step."""
+    """From order `since` on, domain shares are exact within each block of `size` orders; `size` is the groups per
+    step.
+    """
 
     since: int
     size: int
@@ -73,12 +76,12 @@ class Purpose(StrEnum):
 
 
 class Priority(IntEnum):
-    """Priority of a request in an engine's queue; the lowest value begins first."""
+    """Priority of a request in an engine's queue; requests with the lowest value begin first."""
 
     PROOF = -2
-    """The trainer waits for it, and the engine may do no other work before it."""
+    """A canary check: the trainer waits for it, and the engine may do no other work before it."""
     EVALUATION = -1
-    """Updates, or an engine, wait for its end."""
+    """Updates, or a pinned engine, wait for the end of the evaluation."""
     TRAINING = 0
 
 
@@ -96,7 +99,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainSampling:
-    """Sampling parameters of a domain; None means the run's. `chat_template_kwargs` go to the chat template."""
+    """Sampling parameters of a domain. None means the run's value. `chat_template_kwargs` go to the chat template."""
 
     group_size: int | None = None
     temperature: float | None = None
@@ -109,9 +112,9 @@ class DomainSampling:
 class PromptOrder:
     """The controller's order to sample one problem G times.
 
-    `order_id` is deterministic (`prompt-000123`, `eval-40-2-000007`), so repeating an order is a no-op. `index` is its
-    position in its sequence; `seed` keys the sampling noise. If `engine` (base URL) is set, only that engine may
-    answer.
+    `order_id` is deterministic (`prompt-000123`, `eval-40-2-000007`), so an order that arrives twice is recognised.
+    `index` is the order's position among the training orders, or among the questions of its evaluation. `seed`
+    determines the sampling noise. If `engine` (base URL) is set, only that engine may answer.
     """
 
     order_id: str
@@ -126,10 +129,10 @@ class PromptOrder:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A completion, and the engine (base URL) that finished it, possibly continuing other engines' tokens.
+    """A completion, and the engine (base URL) that finished it; other engines may have sampled its first tokens.
 
-    `tokens_kept` counts its tokens that were sampled by engines that then failed or left. `tokens_resampled` counts
-    such tokens that could not be continued and were sampled again.
+    `tokens_kept` counts the completion's tokens from engines that then failed or left. `tokens_resampled` counts tokens
+    of such engines that could not be continued, and were sampled again.
     """
 
     completion: ChatCompletion
@@ -150,14 +153,14 @@ class Outcome(StrEnum):
 
     CORRECT = "correct"
     PARTIAL = "partial"
-    """Judged as not correct, with a reward above 0: trains by its reward, and counts as wrong in accuracies."""
+    """Judged as not correct, with a reward above 0: trained by its reward, and counted as wrong in accuracies."""
     WRONG = "wrong"
     TIMEOUT = "timeout"
     VERIFIER_ERROR = "verifier_error"
 
     @property
     def is_judgement(self) -> bool:
-        """True if the reward is meaningful."""
+        """True if the outcome says something about the answer, so that the reward is meaningful."""
         return self in (Outcome.CORRECT, Outcome.PARTIAL, Outcome.WRONG)
 
 
@@ -173,9 +176,9 @@ class Verdict:
     """A verifier's result; `reward` is meaningless unless the outcome is a judgement.
 
     Attributes:
-        answer: the extracted answer, normalised so that equal answers are equal strings; used for majorities. Empty if
-            the verifier extracts none.
-        parts: the terms of a weighted sum by name, before their weights.
+        answer: the extracted answer, normalised so that equal answers are equal strings; used for majority votes.
+            Empty if the verifier extracts none.
+        parts: if the reward is a weighted sum, its terms by name, before their weights.
     """
 
     outcome: Outcome
@@ -186,12 +189,13 @@ class Verdict:
 
 
 class TurnNote(NamedTuple):
-    """Facts of an episode's turn beside its tokens.
+    """Facts about a turn of an episode, in addition to its tokens.
 
     Attributes:
-        reward: what the environment gave this turn; part of the verdict's reward.
-        agent: the name of the agent that asked.
-        begins: why the turn begins a new segment, by `environments.episode.NewSegment`; empty where it continues one.
+        reward: the environment's reward for this turn, which is part of the verdict's reward.
+        agent: name of the agent that requested the turn.
+        begins: why the turn begins a new segment (`environments.episode.NewSegment`); empty if it continues a
+            segment.
     """
 
     reward: float = 0.0
@@ -199,7 +203,7 @@ class TurnNote(NamedTuple):
     begins: str = ""
 
 
-#: The note of every turn outside episodes.
+#: The facts of every turn outside episodes: no reward, no agent.
 NO_NOTE: Final = TurnNote()
 
 
@@ -208,14 +212,16 @@ class Turn:
     """Text written by the environment, followed by the model's sampled tokens.
 
     Attributes:
-        context_token_ids: i32 [C], prompt (first turn) or tool answer (later turns), template tokens included.
-        token_ids: i32 [N].
-        behavior_logprobs: f32 [N].
-        spans: version spans that sum to N.
-        routed_experts: u8 or u16 [N, layers, top_k], experts of the token before each sampled one, if the sampler
-            reports them.
-        context_routed_experts: [C, layers, top_k], the same for the context; meaningless at the rollout's start.
-        note: the reward of an episode's turn, its agent, and why it begins a segment.
+        context_token_ids: i32 [C], the prompt (first turn) or a tool's answer (later turns), including template
+            tokens.
+        token_ids: i32 [N], the sampled tokens.
+        behavior_logprobs: f32 [N], the sampler's log-probs.
+        spans: version spans whose lengths sum to N.
+        routed_experts: u8 or u16 [N, layers, top_k], the experts of the token before each sampled token; None if
+            the sampler does not report them.
+        context_routed_experts: [C, layers, top_k], the same for the context; the first entry of a rollout is
+            meaningless.
+        note: in an episode, the turn's reward, its agent, and why it begins a segment.
     """
 
     context_token_ids: NDArray[np.int32]
@@ -228,31 +234,32 @@ class Turn:
 
     @property
     def reward(self) -> float:
-        """What the environment gave this turn."""
+        """The environment's reward for this turn."""
         return self.note.reward
 
     @property
     def agent(self) -> str:
-        """The agent that asked; empty outside episodes."""
+        """The agent that requested the turn; empty outside episodes."""
         return self.note.agent
 
     @property
     def begins(self) -> str:
-        """The reason why it begins a new segment; empty where it continues one."""
+        """Why the turn begins a new segment; empty if it continues a segment."""
         return self.note.begins
 
 
-#: The parent of a turn that continues no other.
+#: The parent of a turn that continues no other turn.
 ROOT: Final = -1
 
 
 class Segment(NamedTuple):
-    """One sequence that trains: a path through a rollout's turns, from the beginning of a conversation to its end.
+    """One sequence to train on: a path through a rollout's turns, from the beginning of a conversation to its end.
 
     Attributes:
-        turns: the path.
-        trained: numbers, within the rollout, of the last turns of the path, which train here. The turns before them
-            train in an earlier segment of the rollout: here they are context.
+        turns: the turns of the path, in order.
+        trained: numbers, within the rollout, of those turns whose tokens are trained in this segment: the last
+            turns of the path. The turns before them are trained in an earlier segment of the rollout, and are only
+            context here.
     """
 
     turns: tuple[Turn, ...]
@@ -260,12 +267,12 @@ class Segment(NamedTuple):
 
     @property
     def num_repeated(self) -> int:
-        """The number of turns at the beginning that are context only."""
+        """The number of turns at the beginning of the path that are only context."""
         return len(self.turns) - len(self.trained)
 
     @property
     def num_tokens(self) -> int:
-        """All tokens of the path, those that only repeat included."""
+        """The number of tokens of the path, including the turns that are only context."""
         return sum(int(turn.context_token_ids.shape[0] + turn.token_ids.shape[0]) for turn in self.turns)
 
 
@@ -274,9 +281,9 @@ class Rollout:
     """One sample of a problem with its verdict.
 
     Attributes:
-        turns: every turn of the model that trains, each once, in the order in which they ended.
-        parents: for each turn the number of the turn that it continues, or `ROOT`; always lower than its own. Empty
-            where every turn continues the one before, so that the rollout is one segment. A turn's
+        turns: every turn of the model that trains, each once, in the order in which the turns ended.
+        parents: for each turn the number of the turn that it continues, or `ROOT`; always lower than the turn's own
+            number. Empty if every turn continues the turn before, so that the rollout is one segment. A turn's
             `context_token_ids` are the tokens after the end of its parent.
     """
 
@@ -289,7 +296,7 @@ class Rollout:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The sequences to train on: one for each turn that no other continues, in the order of these turns.
+        """The sequences to train on: one for each turn that no other turn continues, in the order of these turns.
 
         Each turn trains in the first segment that contains it, so each sampled token trains exactly once.
         """
@@ -311,12 +318,12 @@ class Rollout:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version that sampled any of its tokens."""
+        """The oldest version that sampled a token of this rollout."""
         return min(span.model_version for turn in self.turns for span in turn.spans)
 
     @property
     def newest_version(self) -> int:
-        """The newest version that sampled any of its tokens."""
+        """The newest version that sampled a token of this rollout."""
         return max(span.model_version for turn in self.turns for span in turn.spans)
 
     @property
@@ -326,7 +333,9 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
-        """The number of packed tokens: the environment's too, and shared beginnings once for each segment."""
+        """The number of packed tokens: sampled tokens and context. A beginning that segments share counts once for each
+        segment.
+        """
         if self.parents:
             return sum(segment.num_tokens for segment in self.segments)
         return sum(int(turn.context_token_ids.shape[0] + turn.token_ids.shape[0]) for turn in self.turns)
@@ -334,10 +343,10 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:
-    """The G rollouts of one order.
+    """The G rollouts of one prompt order.
 
-    `group_id` is the order's id, by which duplicates are recognised. `refusal` is the reason why the recipe's filter
-    excludes the group from training; empty if it does not.
+    `group_id` is the order's id, by which duplicates are recognised. `refusal` says why the recipe's filter excludes
+    the group from training; empty if the group may train.
     """
 
     group_id: str
@@ -350,15 +359,15 @@ class RolloutGroup:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version that sampled any token of the group."""
+        """The oldest version that sampled a token of this group."""
         return min(rollout.oldest_version for rollout in self.rollouts)
 
     @property
     def epoch(self) -> int:
-        """The oldest epoch in the group."""
+        """The oldest epoch that sampled a token of this group."""
         return min(rollout.epoch for rollout in self.rollouts)
 
     @property
     def num_tokens(self) -> int:
-        """The number of all tokens of the group."""
+        """The number of tokens of all rollouts of the group."""
         return sum(rollout.num_tokens for rollout in self.rollouts)

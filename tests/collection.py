@@ -1,8 +1,8 @@
-"""How parallel test processes collect: each starts at a different folder, and all end with the same order.
+"""How parallel test processes collect tests: each starts at a different folder, and all end with the same order.
 
 Promise: every process has the same tests in the same order, and collection is cheap. pytest rewrites the assertions of
-a file and caches the result for the next process. If all processes collected in one order, each would rewrite every
-file itself, which is half of the time of collecting.
+a file and caches the result for other processes. If all processes collected in the same order, each would rewrite every
+file itself, and this would take half of the time of collecting.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _LONG = (
     "tests/end_to_end/test_live_run.py", "tests/end_to_end/", "tests/faults/", "tests/observability/page/",
     "tests/examples/", "tests/trainers/", "tests/engines/",
 )  # fmt: skip
-#: Folders whose tests mostly wait for processes, deadlines and disks. They are spread between the others; all of them
-#: at the end would leave half of two cores idle for minutes.
+#: Folders whose tests mostly wait for processes, deadlines and disks. These folders are spread between the others: if
+#: they all came at the end, half of two cores would be idle for minutes.
 _WAITING = (
     "tests/commands/top/", "tests/faults/", "tests/inference_contract/", "tests/launch/", "tests/observability/page/",
     "tests/roles/", "tests/security/", "tests/streams/", "tests/system/", "tests/verifiers/",
@@ -55,7 +55,9 @@ def pytest_make_collect_report(
 
 
 def _begun_elsewhere(children: Sequence[pytest.Item | pytest.Collector]) -> list[pytest.Item | pytest.Collector]:
-    """Rotate the list to start where other processes have not imported yet, by size of source."""
+    """Rotate the list, so that this process starts at files that other processes have not imported yet; by size of
+    source.
+    """
     process, count = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
     ends = list(accumulate(_size(child.path) for child in children))
     first = bisect(ends, ends[-1] * int(process.removeprefix("gw")) / int(count))
@@ -63,15 +65,15 @@ def _begun_elsewhere(children: Sequence[pytest.Item | pytest.Collector]) -> list
 
 
 def _size(path: Path) -> int:
-    """Return the bytes of test files."""
+    """Return the total size in bytes of the test files at `path`."""
     return sum(file.stat().st_size for file in (path.rglob("test_*.py") if path.is_dir() else [path]))
 
 
-@pytest.hookimpl(trylast=True)  # after deselection
+@pytest.hookimpl(trylast=True)  # after other plugins have deselected tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort files by the order in which parallel processes finish soonest, independently of collection order.
+    """Sort files into the order in which parallel processes finish soonest, independently of the order of collection.
 
-    A waiting file follows a computing file while there are both.
+    A file whose tests wait follows a file whose tests compute, while both kinds are left.
     """
     ranks = {place: rank for rank, place in enumerate(_LONG)}
 

@@ -1,4 +1,6 @@
-"""Fixtures and settings for all tests. Roles configure the logging of their process; each test restores its own."""
+"""Fixtures and settings for all tests. Roles configure the logging of their process, so logging is restored after each
+test.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ from pipelinerl.system.addresses import address_towards
 from tests.collection import pytest_collection, pytest_collection_modifyitems, pytest_make_collect_report  # noqa: F401  hooks
 from tests.open_sessions import left_open
 
-#: Read when JAX first runs in a process: several CPU devices for meshes, and cheap compilation, because a test runs
-#: each program only a few times (one thread, loop by loop, without MLIR pipelines). Compiling takes two fifths of the
-#: processor time of the second flag alone.
+#: Flags that JAX reads when it first runs in a process. They provide several CPU devices for meshes, and cheap
+#: compilation, because a test runs each program only a few times (one thread, loop by loop, without MLIR pipelines).
+#: With the second flag alone, compiling takes two fifths of the processor time.
 _XLA_FLAGS = (
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",
@@ -29,19 +31,19 @@ _XLA_FLAGS = (
 )
 os.environ.setdefault("XLA_FLAGS", " ".join(_XLA_FLAGS))
 
-#: Compiled XLA programs are kept for the session, because tests and their processes compile the same ones again. With a
-#: size limit, JAX locks the folder, so that no process reads a half-written program.
+#: Compiled XLA programs are kept for the session, because several tests and processes compile the same programs. If the
+#: cache has a size limit, JAX locks the folder, so that no process reads a half-written program.
 _JAX_CACHE = {
     "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**30),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
 
-# Background jobs of a shell ignore Ctrl-C and pass that on; tests send it.
+# A shell's background job ignores Ctrl-C, and so do its child processes; but tests send Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Examples are drawn slowly on a busy machine; that is no fault of the strategy.
+# On a busy machine, examples are drawn slowly; that does not mean that the test's strategy is too slow.
 hypothesis.settings.register_profile("busy", suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("busy")
 
@@ -56,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def closed_sessions() -> Iterator[None]:
-    """Fail a test that leaves an HTTP session open, and name its opener."""
+    """Fail a test that leaves an HTTP session open, and name the code that opened the session."""
     yield
     openers = left_open()
     assert not openers, "an HTTP session was left open by " + "\n".join(openers)
@@ -73,7 +75,7 @@ def own_signals() -> Iterator[None]:
 
 @pytest.fixture
 def outward() -> str:
-    """The address of this machine that faces other hosts; 198.51.100.0/24 is reserved for documentation."""
+    """Return the address at which other hosts reach this machine; 198.51.100.0/24 is reserved for documentation."""
     try:
         return address_towards("198.51.100.7", 80)
     except OSError:

@@ -1,6 +1,6 @@
-"""HTTP sessions that a test left open, each with the place that opened it.
+"""HTTP sessions that a test left open, each with the place in the code that opened it.
 
-An open session that is garbage-collected later would fail an unrelated test. Importing this module makes every
+If such a session were garbage-collected later, an unrelated test would fail. Importing this module makes every
 `aiohttp.ClientSession` of the process record where it was opened.
 """
 
@@ -15,7 +15,7 @@ import aiohttp
 _FRAMES: Final = 6
 
 _open: list[tuple[aiohttp.ClientSession, str]] = []
-_found: list[aiohttp.ClientSession] = []  # kept, so that none is collected and reported twice
+_found: list[aiohttp.ClientSession] = []  # kept alive, so that no session is collected and reported a second time
 _open_session = aiohttp.ClientSession.__init__
 
 
@@ -29,9 +29,10 @@ aiohttp.ClientSession.__init__ = _noting  # type: ignore[method-assign]
 
 
 def left_open() -> list[str]:
-    """Return who opened the sessions that are still open and whose event loop has ended.
+    """Return where those sessions were opened that are still open although their event loop has ended.
 
-    Sessions on a running event loop, in a server's thread, may still be closed; the next call looks at them again.
+    Sessions on a running event loop, for example in a server's thread, may still be closed; the next call checks them
+    again.
     """
     _open[:] = [(session, opener) for session, opener in _open if not session.closed]
     lost = [(session, opener) for session, opener in _open if not session._loop.is_running()]

@@ -1,4 +1,4 @@
-"""Timeouts of tests. Only a failing test waits this long; a busy machine needs much of it."""
+"""Timeouts of tests. Only a failing test waits this long, but a busy machine may need much of the time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from typing import Final
 
 PATIENCE_S: Final = 240.0
 
-#: An immediate event arrives within this time on a busy machine; the fault under test would delay it by `PATIENCE_S`,
-#: to which the test sets the timeout.
+#: Time limit for an event that is immediate, on a busy machine. The fault under test would delay the event by
+#: `PATIENCE_S`, which the test sets as the timeout of the code.
 SOON_S: Final = 30.0

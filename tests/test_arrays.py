@@ -14,12 +14,12 @@ VALUES, IDS = [1.0, 2.0, 4.0, 8.0], [0, 0, 2, 2]
 
 
 @pytest.mark.parametrize("make", [np.array, torch.tensor])
-def test_segment_sum(make):
+def test_segment_sum_adds_the_values_of_each_segment(make):
     sums = segment_sum(make(VALUES), make(IDS), 4)
     assert sums.tolist() == [3.0, 0.0, 12.0, 0.0]
 
 
-def test_namespace_knows_each_library_and_subclasses():
+def test_namespace_is_found_for_each_library_and_for_subclasses():
     assert namespace(np.float32(1.0)) is np
     assert namespace(torch.nn.Parameter(torch.zeros(1))) is torch
     with pytest.raises(TypeError, match=r"expected an array of numpy, torch or jax, got builtins\.list"):
@@ -33,7 +33,7 @@ def test_no_gradient_flows_through_stop_gradient():
     assert stop_gradient(np.ones(2)).tolist() == [1.0, 1.0]
 
 
-def test_values_come_to_the_host_unchanged_unless_a_program_is_compiled():
+def test_on_host_returns_the_values_but_none_while_a_program_is_compiled():
     assert on_host(torch.tensor([1.5, 2.0], requires_grad=True)).tolist() == [1.5, 2.0]
     assert on_host(torch.tensor([True, False])).dtype == on_host(np.array([True])).dtype == bool
     jax = pytest.importorskip("jax")

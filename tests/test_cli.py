@@ -1,6 +1,6 @@
 """The command line as people use it: exit status, stdout or stderr, and never a traceback.
 
-Commands run inside this process; those that would start processes are rejected before they do.
+Commands run inside the test's process; commands that would start processes are rejected before they do so.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHIPPED = MODELS / "tiny_speller"
 
 
 class Done(NamedTuple):
-    """How a command ended, and its output."""
+    """How a command ended: its exit status and its output."""
 
     status: int
     out: str
@@ -48,7 +48,7 @@ def pipelinerl(
     """Run `pipelinerl …` in an empty directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setenv(TOKEN_VARIABLE, "token")  # otherwise a role would create one
+    monkeypatch.setenv(TOKEN_VARIABLE, "token")  # otherwise a role would create a token
 
     def run(*arguments: object) -> Done:
         monkeypatch.setattr(sys, "argv", ["pipelinerl", *map(str, arguments)])
@@ -138,10 +138,10 @@ def test_damaged_data_is_named_before_a_run_resumes(pipelinerl: Command, tmp_pat
         assert done.err == f'pipelinerl: {tmp_path}/rows.jsonl line 1: field "answer" is missing; the row has prompt\n'
 
 
-def test_operating_system_errors_are_a_sentence_with_the_file(
+def test_operating_system_errors_are_one_sentence_with_the_file(
     pipelinerl: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A full disk under `> file`, a removed directory, an unreadable file: these gave tracebacks."""
+    """A full disk under `> file`, a removed directory, an unreadable file: these used to give tracebacks."""
     with open("/dev/full", "w") as full, monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", full)
         patched.setattr(sys, "argv", ["pipelinerl", "explain"])
@@ -159,7 +159,7 @@ def test_operating_system_errors_are_a_sentence_with_the_file(
     assert (done.status, done.err.count("\n")) == (2, 1) and "the working directory no longer exists" in done.err
 
 
-def test_terminal_without_greek_gets_escapes(
+def test_output_is_escaped_on_a_terminal_that_cannot_encode_greek(
     pipelinerl: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with (tmp_path / "out").open("w", encoding="latin-1") as narrow:
@@ -171,15 +171,15 @@ def test_terminal_without_greek_gets_escapes(
 @pytest.mark.parametrize(
     "arguments", ["", "zzz", "run tiny --zzz", "knobs", "knobs set x", "status", "engine --port x"]
 )
-def test_usage_errors_are_status_2(pipelinerl: Command, arguments: str) -> None:
+def test_usage_errors_have_exit_status_2(pipelinerl: Command, arguments: str) -> None:
     done = pipelinerl(*arguments.split())
     assert done.status == 2 and "Usage: pipelinerl" in done.out + done.err
     assert "Traceback" not in done.err
 
 
 @pytest.mark.parametrize("role", ["controller", "engine"])
-def test_role_names_the_port_that_is_taken(pipelinerl: Command, role: str) -> None:
-    """Status 1: the port may become free, and the supervisor retries."""
+def test_role_names_its_port_if_the_port_is_taken(pipelinerl: Command, role: str) -> None:
+    """The exit status is 1, so that the supervisor retries: the port may become free."""
     with listen("127.0.0.1", 0) as held:
         port = held.getsockname()[1]
         done = pipelinerl(role, "--port", port, "--run-dir", "here")
@@ -189,7 +189,7 @@ def test_role_names_the_port_that_is_taken(pipelinerl: Command, role: str) -> No
     )
 
 
-def test_stream_server_names_the_port_that_is_taken(pipelinerl: Command) -> None:
+def test_stream_server_names_its_port_if_the_port_is_taken(pipelinerl: Command) -> None:
     with listen("127.0.0.1", 0) as held:
         port = held.getsockname()[1]
         done = pipelinerl("redis", "--port", port, "--run-dir", "here")
@@ -219,11 +219,11 @@ def test_ctrl_c_during_import_ends_without_a_traceback() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
 
 
-def test_knobs_are_shown_as_they_are_set() -> None:
+def test_knobs_are_shown_in_the_form_in_which_they_are_set() -> None:
     assert list(cli._knob_lines({"k": 3, "domain_weights": {"a": 1.0}})) == ["k = 3", "domain_weights.a = 1.0"]
 
 
-def test_knobs_are_assignments(pipelinerl: Command, tmp_path: Path) -> None:
+def test_knobs_set_accepts_only_assignments(pipelinerl: Command, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "controller.json").write_text(json.dumps({"url": "http://127.0.0.1:1", "token": "x"}))
     for wrong in ("k", "=3", " =3"):
@@ -232,7 +232,7 @@ def test_knobs_are_assignments(pipelinerl: Command, tmp_path: Path) -> None:
     assert "the controller at http://127.0.0.1:1 does not answer" in pipelinerl("knobs", "set", "run", "k=3").err
 
 
-def test_report_of_a_run_that_has_just_begun(pipelinerl: Command, tmp_path: Path) -> None:
+def test_report_can_be_written_for_a_run_that_has_just_begun(pipelinerl: Command, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "events.jsonl").write_text('{"time": 1.0, "kind": "run_started", "run": "tiny"}\n{"torn')
     done = pipelinerl("report", "run")
@@ -242,7 +242,7 @@ def test_report_of_a_run_that_has_just_begun(pipelinerl: Command, tmp_path: Path
     assert "has no readable events.jsonl to report on" in pipelinerl("report", "run").err
 
 
-def test_module_is_the_command() -> None:
+def test_module_can_be_run_as_the_command() -> None:
     """The launcher starts `python -m pipelinerl.cli`."""
     command = [sys.executable, "-m", "pipelinerl.cli", "status", "/nope"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
@@ -250,10 +250,10 @@ def test_module_is_the_command() -> None:
     assert done.stderr.startswith("pipelinerl: /nope has no live run")
 
 
-def test_roles_find_the_streams_by_argument_environment_or_recipe(
+def test_roles_get_the_stream_address_from_argument_environment_or_recipe(
     pipelinerl: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server's password need not appear in a command line, where every user can read it."""
+    """A server's password need not be in a command line, which every user of the machine can read."""
     found: list[str] = []
     monkeypatch.setattr(process, "run_until_signalled", lambda role, identity: found.append(identity.redis_url))
     Path("own.toml").write_text('base = "tiny"\nstreams.redis_url = "redis://:a@recipe"\n')

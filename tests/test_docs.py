@@ -29,7 +29,7 @@ def _anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_resolve(page: Path) -> None:
+def test_links_in_the_documentation_resolve(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", _without_code(page.read_text())):
         name, _, anchor = target.partition("#")
         if "://" in name:
@@ -42,7 +42,7 @@ def test_links_resolve(page: Path) -> None:
             assert anchor in _anchors(path.read_text()), f"{target}: no such heading"
 
 
-def test_site_lists_every_page() -> None:
+def test_site_navigation_lists_every_page() -> None:
     listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert listed == {str(page.relative_to(ROOT / "docs")) for page in PAGES if "docs" in page.parts} | GENERATED.keys()
 

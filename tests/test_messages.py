@@ -1,6 +1,6 @@
-"""The bytes of every message: maps with the class name under `kind`, then the fields in order.
+"""The bytes of every message: a map with the class name under `kind`, then the fields in order.
 
-A change here changes the wire format between processes of one run, which may have two versions of the code.
+A change in this table changes the wire format between the processes of one run, which may run two versions of the code.
 """
 
 from __future__ import annotations
@@ -336,14 +336,14 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("message", "fields"), WIRE, ids=lambda value: type(value).__name__)
-def test_wire(message: ControlMessage, fields: dict[str, Any]) -> None:
+def test_bytes_of_every_message_are_unchanged(message: ControlMessage, fields: dict[str, Any]) -> None:
     wire = msgspec.msgpack.encode({"kind": type(message).__name__, **fields})
     assert encode(message) == wire
     decode = decode_directive if isinstance(message, Directive) else decode_report
     assert decode(wire) == message
 
 
-def test_every_message_is_in_the_table() -> None:
+def test_every_message_class_is_in_the_table() -> None:
     known = {Directive, *typing.get_args(messages.Report)}
     assert {type(message) for message, _ in WIRE} == known == set(ControlMessage.__subclasses__())
 
@@ -360,6 +360,6 @@ def test_every_message_is_in_the_table() -> None:
         encode(WIRE[0][0])[:-1],
     ],
 )
-def test_other_messages_are_no_reports(payload: bytes) -> None:
+def test_messages_that_are_no_reports_are_rejected_as_reports(payload: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         decode_report(payload)

@@ -1,4 +1,6 @@
-"""A session that is left open is reported once, with its opener; a closed one, or one on a live loop, is not."""
+"""A session that is left open is reported once, with its opener. Closed sessions, and sessions on a running event loop,
+are not reported.
+"""
 
 from __future__ import annotations
 

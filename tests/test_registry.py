@@ -9,12 +9,12 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.registry import RegistryEntry
 
 TABLES = {"engine": registry.ENGINES, "trainer": registry.TRAINERS, "verifier": registry.VERIFIERS}
-#: Excludes entries of other tests, whose import order is arbitrary.
+#: Excludes entries that other tests have added, because the order in which these are imported is arbitrary.
 OURS = [(kind, name) for kind, table in TABLES.items() for name, each in table.items() if "tests." not in each.target]
 
 
 @pytest.mark.parametrize(("kind", "name"), OURS)
-def test_every_installed_entry_can_be_loaded(kind: str, name: str) -> None:
+def test_every_installed_component_can_be_loaded(kind: str, name: str) -> None:
     entry = TABLES[kind][name]
     if entry.installed:
         assert callable(registry.load(f"{kind}.type", TABLES[kind], name))
@@ -28,7 +28,7 @@ def test_every_installed_entry_can_be_loaded(kind: str, name: str) -> None:
         ("broken", r"json/__init__.py has no 'no_such_thing'"),
     ],
 )
-def test_unavailable_entries_are_rejected_with_a_remedy(name: str, sentence: str) -> None:
+def test_unavailable_components_are_rejected_with_a_remedy(name: str, sentence: str) -> None:
     table = {
         "here": RegistryEntry("json:dumps"),
         "lacking": RegistryEntry("json:dumps", ("json", "no_such_library")),
@@ -38,12 +38,12 @@ def test_unavailable_entries_are_rejected_with_a_remedy(name: str, sentence: str
         registry.load("engine.type", table, name)
 
 
-def test_lookup_imports_nothing() -> None:
+def test_looking_up_a_component_imports_nothing() -> None:
     table = {"x": RegistryEntry("this.module.does.not:exist")}
     assert registry.find("engine.type", table, "x") is table["x"]
 
 
 @pytest.mark.parametrize("target", ["", "json", ":x", "json:", "no_such_module:x", "json.no_such:x", "json:no.such"])
-def test_targets_that_name_nothing_are_rejected(target: str) -> None:
+def test_references_to_missing_modules_or_attributes_are_rejected(target: str) -> None:
     with pytest.raises(RecipeError, match=r"module:attribute|cannot be imported|has no"):
         registry.resolve(target)

@@ -17,7 +17,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def locked(*files: str) -> dict[str, str]:
-    """Return package name to version."""
+    """Return the locked version of each package, by name, from these files."""
     pins: dict[str, str] = {}
     for file in files:
         text = (ROOT / "requirements" / f"{file}.txt").read_text()
@@ -26,7 +26,7 @@ def locked(*files: str) -> dict[str, str]:
 
 
 def asked_for(extra: str) -> list[Requirement]:
-    """Return the project's requirements with one extra, and with the extras that this one names."""
+    """Return the project's requirements with one extra, including the extras that this extra names."""
     found = [Requirement(text) for text in PROJECT["dependencies"]]
     waiting = [extra] if extra else []
     for each in waiting:
@@ -53,7 +53,7 @@ def test_pyproject_pins_no_exact_version() -> None:
 
 
 @pytest.mark.parametrize("file", [path.stem for path in (ROOT / "requirements").glob("*.in")])
-def test_lists_and_their_lock_files_agree(file: str) -> None:
+def test_requirements_list_equals_its_lock_file(file: str) -> None:
     lines = (ROOT / "requirements" / f"{file}.in").read_text().splitlines()
     wanted = {canonicalize_name(r.name): str(r.specifier) for r in map(Requirement, (x for x in lines if x[0] != "#"))}
     assert wanted == {name: f"=={version}" for name, version in locked(file).items()}, "run `make lock`"
@@ -68,14 +68,16 @@ def test_lock_file_has_hashes_and_no_host(path: Path) -> None:
 
 
 def test_lock_file_has_every_dependency_of_its_packages() -> None:
-    """pip resolves nothing, so a gap would only show at the first import."""
+    """pip installs lock files without resolving dependencies, so a missing package would only show at the first
+    import.
+    """
     pins = locked("build", "torch", "torch-cuda", "bench")
     checked = 0
     for name, version in pins.items():
         try:
             installed = distribution(name)
         except PackageNotFoundError:
-            continue  # belongs to another environment
+            continue  # the requirement is for another environment
         if installed.version.partition("+")[0] != version:
             continue
         for needed in map(Requirement, installed.requires or ()):

@@ -1,4 +1,4 @@
-"""Randomness: golden numbers, an oracle in plain integers, uniformity, independence."""
+"""Tests of randomness: golden numbers, an oracle in plain integers, uniformity, independence."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ MASK = 2**64 - 1
 
 
 def splitmix64(state: int) -> int:
-    """The finaliser of Steele, Lea and Flood 2014 on Python's integers."""
+    """Apply the finaliser of Steele, Lea and Flood (2014) to Python integers."""
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB & MASK
     return state ^ (state >> 31)
 
 
-def test_golden_values() -> None:
-    """A different number would change the problems and the noise of every recorded run."""
+def test_random_numbers_equal_the_golden_values() -> None:
+    """Any other number would change the problems and the noise of every recorded run."""
     assert rng.key(0) == 4246866556266386882
     assert rng.key(0, "a", 1) == 4403504271606596215
     assert rng.key(1, "mixture", 7) == 1593644139804255192
@@ -34,7 +34,7 @@ def test_noise_is_splitmix64_of_key_and_position() -> None:
     assert drawn == [(splitmix64((k + gamma * (t + 1)) & MASK) >> 11) / 2**53 for t, k in enumerate(keys)]
 
 
-def test_path_is_more_than_the_text_of_its_parts() -> None:
+def test_paths_with_the_same_joined_text_have_different_keys() -> None:
     paths = [(1,), ("1",), (1, 2), (12,), ("1", "2"), ("12",), (), ("",), ("a", "b"), ("ab",)]
     assert len({rng.key(0, *path) for path in paths}) == len(paths)
     assert all(0 <= rng.key(seed, "x") < 2**63 for seed in range(1000))
@@ -47,7 +47,7 @@ def test_noise_of_a_token_is_independent_of_its_batch() -> None:
 
 
 @pytest.mark.parametrize("along", ["samples", "positions", "seeds"])
-def test_uniform_and_uncorrelated(along: str) -> None:
+def test_noise_is_uniform_and_uncorrelated(along: str) -> None:
     """χ² over 64 cells, and the correlation of neighbours, both within 5 standard deviations."""
     n = 65536
     if along == "samples":
@@ -64,6 +64,6 @@ def test_uniform_and_uncorrelated(along: str) -> None:
 
 
 def test_consecutive_seeds_share_no_noise() -> None:
-    """The key of sample i of seed s must differ from that of sample i − 1 of seed s + 1, and the like."""
+    """In particular, the key of sample i of seed s must differ from the key of sample i − 1 of seed s + 1."""
     keys = np.concatenate([rng.sample_keys(seed, 16) for seed in range(1000)])
     assert np.unique(keys).shape == keys.shape

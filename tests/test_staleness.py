@@ -1,4 +1,4 @@
-"""The bounds j and k as RLAX §3.1 defines them, each boundary from both sides."""
+"""Tests of the bounds j and k as RLAX §3.1 defines them, just within and just beyond each bound."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_rollout_is_accepted_up_to_a_distance_of_k() -> None:
     assert StalenessBounds(1, math.inf).accepts(producing=10**9, oldest=0)
 
 
-def test_on_policy_issues_one_step_and_waits() -> None:
+def test_on_policy_bounds_issue_one_step_of_prompts_and_then_wait() -> None:
     bounds = PRESETS["on_policy"]
     issued = [bounds.may_issue(current=5, loaded=5, queued=n, per_step=4) for n in range(6)]
     assert issued == [True] * 4 + [False] * 2
@@ -30,8 +30,10 @@ def test_on_policy_issues_one_step_and_waits() -> None:
 
 
 @given(st.integers(1, 5), st.integers(0, 20), st.integers(0, 9), st.integers(0, 9), st.integers(1, 6))
-def test_issued_rollouts_are_accepted_at_their_step(j: int, slack: int, current: int, age: int, step: int) -> None:
-    """Whatever `may_issue` lets out can still train at the first step that has room for it."""
+def test_rollouts_that_may_issue_allows_are_accepted_at_their_step(
+    j: int, slack: int, current: int, age: int, step: int
+) -> None:
+    """Every rollout that `may_issue` allows is still fresh at the first step that has room for it."""
     bounds, loaded = StalenessBounds(j, j + slack), max(0, current - age)
     queued = 0
     while queued < 200 and bounds.may_issue(current=current, loaded=loaded, queued=queued, per_step=step):
@@ -41,8 +43,12 @@ def test_issued_rollouts_are_accepted_at_their_step(j: int, slack: int, current:
 
 
 @given(st.integers(0, 20), st.integers(8, 30), st.lists(st.integers(1, 8), min_size=400, max_size=400))
-def test_groups_of_any_sizes_are_accepted_at_their_step(slack: int, step: int, sizes: list[int]) -> None:
-    """Whole groups, in order, until a step has its rollouts: each is still fresh at its step, and no step lacks any."""
+def test_groups_of_any_sizes_that_may_issue_allows_are_accepted_at_their_step(
+    slack: int, step: int, sizes: list[int]
+) -> None:
+    """Whole groups are issued in order until a step has its rollouts. Each group is still fresh at its step, and every
+    step gets its rollouts.
+    """
     bounds, queued, issued = StalenessBounds(1, 1 + slack), 0, 0
     while issued < len(sizes) and bounds.may_issue(current=0, loaded=0, queued=queued, per_step=step):
         queued, issued = queued + sizes[issued], issued + 1

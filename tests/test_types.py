@@ -1,4 +1,4 @@
-"""The versions and the size of a rollout."""
+"""Tests of the versions and sizes of rollouts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_versions_of_a_rollout_cover_the_tokens_of_all_turns() -> None:
     assert (both.num_sampled_tokens, both.num_tokens) == (4, 8)
 
 
-def test_group_is_as_old_as_its_oldest_rollout() -> None:
+def test_oldest_version_of_a_group_is_that_of_its_oldest_rollout() -> None:
     mixed = replace(group(0), rollouts=(rollout(version=9, epoch=2), rollout(version=4, epoch=3, sampled=(1, 2, 3))))
     assert (mixed.oldest_version, mixed.epoch, mixed.num_tokens) == (4, 2, 4 + 5)
 
@@ -27,6 +27,6 @@ def test_only_a_judgement_has_a_meaningful_reward() -> None:
     assert [outcome for outcome in Outcome if outcome.is_judgement] == [Outcome.CORRECT, Outcome.PARTIAL, Outcome.WRONG]
 
 
-def test_values_are_frozen() -> None:
+def test_pipeline_values_are_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         group(0).index = 1  # type: ignore[misc]

@@ -16,9 +16,10 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.system.files import from_home
 from pipelinerl.system.references import anchored
 
-#: Keys whose value is the name of a component or a reference to one, at any depth.
+#: Keys whose value names a component: a registered name, or a reference to user code; at any depth.
 _NAME_A_PART: Final = frozenset({"type", "source", "verifier", "function", "filter", "environment"})
-#: Tables whose keys only their component understands; for the source `files` the path keys are known here.
+#: Tables of component settings, whose keys only the component understands. The only paths that are resolved in such
+#: tables are those of the source `files`.
 _OF_A_PART: Final = frozenset({"parameters", "options"})
 _FILES: Final = "files"
 _PATHS: Final = frozenset({"path", "validation_path", "held_out_path"})
@@ -32,7 +33,7 @@ def resolved_beside(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """
     resolved = _with_references(table, folder)
     elastic = resolved.get("elastic")
-    if isinstance(elastic, dict) and isinstance(elastic.get("types"), dict):  # keyed by component name
+    if isinstance(elastic, dict) and isinstance(elastic.get("types"), dict):  # its keys are component names
         types = {anchored(type, folder): limits for type, limits in elastic["types"].items()}
         resolved["elastic"] = {**elastic, "types": types}
     domains = resolved.get("domains")
@@ -57,9 +58,9 @@ def _referenced(key: str, value: Any, folder: Path) -> Any:
 
 
 def _with_files(domain: Any, folder: Path) -> Any:
-    """Resolve a domain's data paths and the files of its command, and read its few-shot file.
+    """Make the data paths of a domain and the files in its command absolute, and read its few-shot file.
 
-    Values that are not tables are left to validation.
+    Values of a wrong type are left unchanged, for validation to report.
     """
     if not isinstance(domain, dict):
         return domain
@@ -76,13 +77,13 @@ def _with_files(domain: Any, folder: Path) -> Any:
 
 
 def _file_of_command(part: Any, folder: Path) -> Any:
-    """Make a part of a command absolute if it names a file of `folder`; others are names of programs or arguments."""
+    """Make one argument of a command absolute if it names a file of `folder`; other arguments are left unchanged."""
     is_file = isinstance(part, str) and part != "" and (folder / part).is_file()
     return str(folder / part) if is_file else part
 
 
 def _absolute(value: Any, folder: Path) -> Any:
-    """Make a path or glob absolute, or each of a list."""
+    """Make a path or glob absolute, or every path of a list."""
     if isinstance(value, list):
         return [_absolute(item, folder) for item in value]
     return str(folder / from_home(value)) if isinstance(value, str) and value else value

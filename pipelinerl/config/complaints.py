@@ -1,7 +1,9 @@
-"""Error messages for recipes that do not fit the schema: a line for each field, with the expected and the given value.
+"""Error messages for recipes that do not fit the schema: one line for each field, with the expected and the given
+value.
 
-For an unknown key the message suggests the likely one: the closest key of the same section, or the sections that have a
-key of this name. Values that no file could represent, and that could not be passed on to roles, are rejected first.
+For an unknown key the message suggests what was meant: the closest key of the same section, or the sections that
+have a key of this name. Values that no file could represent, and that could not be passed on to roles, are rejected
+first.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from pydantic import BaseModel, ValidationError
 from pipelinerl.errors import RecipeError
 from pipelinerl.observability.redaction import without_secrets
 
-#: Names that identify a table of a list within a dotted path.
+#: The form of names that may identify a table of a list within a dotted path.
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]+")
-#: Limit of TOML integers, and of what a journal and a stream can represent.
+#: The largest integer that TOML, the journal and the streams can represent.
 _LARGEST: Final = 2**63 - 1
 
 
@@ -42,7 +44,7 @@ def refuse_unwritable(value: Any, path: str = "") -> None:
 
 def sentences(error: ValidationError, model: type[BaseModel], table: Mapping[str, Any]) -> str:
     """Return a line for each field of `model` that is invalid in `table`, without secrets."""
-    said: dict[str, list[str]] = {}  # merges the errors of a union's types into one line per field
+    said: dict[str, list[str]] = {}  # by field: the errors of the types of a union become one line
     came: dict[str, str] = {}
     for problem in error.errors(include_url=False, include_context=False):
         steps = [step for step in problem["loc"] if not _is_choice(step)]
@@ -54,7 +56,7 @@ def sentences(error: ValidationError, model: type[BaseModel], table: Mapping[str
             case "missing":
                 message = "must be given"
             case "value_error":
-                path = "" if message.startswith(path) else path  # an error about several fields names them itself
+                path = "" if message.startswith(path) else path  # an error about several fields already names them
             case "tuple_type" | "list_type" if isinstance(problem["input"], Mapping) and len(steps) == 1:
                 message = f"is a list of tables: begin each with [[{path}]] instead of [{path}]"
             case "model_type" | "dataclass_type" | "dict_type":
@@ -69,7 +71,7 @@ def sentences(error: ValidationError, model: type[BaseModel], table: Mapping[str
 
 
 def _path(steps: list[int | str], table: Any) -> str:
-    """Return the dotted path of a field; a table in a list is identified by its name, as in an override."""
+    """Return the dotted path of a field, as written in an override: a table in a list is identified by its name."""
     said = []
     for step in steps:
         listed = isinstance(table, list) and isinstance(step, int) and step < len(table)
@@ -89,12 +91,12 @@ def _is_unicode(text: str) -> bool:
 
 
 def _is_choice(step: int | str) -> bool:
-    """Return True if pydantic inserted a type of a union here, such as `literal['auto']` or `str-enum[WeightDType]`."""
+    """Return True if this step of the path is a type of a union, added by pydantic, such as `literal['auto']`."""
     return isinstance(step, str) and step.endswith("]") and "[" in step
 
 
 def _meant(model: type[BaseModel], steps: list[int | str]) -> str:
-    """Suggest the key that was meant by an unknown one."""
+    """Suggest the key that the user probably meant instead of an unknown key."""
     *above, key = steps
     section = _section_at(model, above)
     known = list(section.model_fields) if section is not None else []
@@ -106,7 +108,7 @@ def _meant(model: type[BaseModel], steps: list[int | str]) -> str:
 
 
 def _section_at(model: type[BaseModel], steps: list[int | str]) -> type[BaseModel] | None:
-    """Return the section at this path; list indices are skipped."""
+    """Return the class of the section at this path; list indices are skipped."""
     for step in steps:
         if isinstance(step, str):
             found = model.model_fields.get(step)
@@ -123,7 +125,7 @@ def _sections(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the models that a type consists of: itself, union members, and list elements."""
+    """Yield the models that occur in a type: the type itself, members of a union, and elements of a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):

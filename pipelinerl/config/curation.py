@@ -10,14 +10,14 @@ from pipelinerl.config.sections import Section
 
 
 class CooldownSection(Section):
-    """Rest of problems that were answered correctly by a whole group; by default they do not rest."""
+    """How long problems rest after a whole group answered them correctly; by default they do not rest."""
 
     epochs: int = Field(default=0, ge=0, le=1000)
     """The number of turns to skip; each problem has one turn per epoch of its data set."""
     steps: int = Field(default=0, ge=0, le=10**6)
-    """The number of steps to skip it for, as an alternative to `epochs`."""
+    """The number of steps for which a solved problem is skipped, as an alternative to `epochs`."""
     times: int = Field(default=1, ge=1, le=100)
-    """The number of fully correct groups before the problem is skipped."""
+    """How many groups of a problem must have only correct answers before the problem is skipped."""
 
     @model_validator(mode="after")
     def _one_measure(self) -> Self:
@@ -27,7 +27,7 @@ class CooldownSection(Section):
 
 
 class CurationSection(Section):
-    """Treatment of problems that teach nothing."""
+    """What is done with problems that teach nothing."""
 
     oversample: float | None = Field(default=None, ge=1, le=16)
     """The most orders issued per order that is expected to train, if groups are filtered.

@@ -39,13 +39,13 @@ class EpisodeSection(Section):
     turn_tokens: int | None = Field(default=None, ge=1)
     """The most tokens of one answer; by default the domain's `max_tokens`."""
     history: History = History.EXACT
-    """Continuation of a conversation: from its sampled tokens (`exact`), or by the chat template (`template`)."""
+    """How the next prompt is built: from the tokens sampled so far (`exact`), or by the chat template (`template`)."""
     tools: tuple[Literal["python"], ...] = ()
     """Tools for a domain without an environment; `python` runs code in the sandbox of `[domains.oubliette]`."""
 
     @property
     def limits(self) -> EpisodeLimits:
-        """The limits in the actor's form."""
+        """The same limits in the form that actors use."""
         return EpisodeLimits(
             max_turns=self.max_turns, timeout_s=self.timeout_s, turn_tokens=self.turn_tokens, history=self.history
         )
@@ -69,7 +69,7 @@ class DomainSection(Section):
     rewards: tuple[RewardPartSection, ...] = ()
     """Functions and verifiers whose weighted sum is the reward."""
     correct_at: float = 1.0
-    """Threshold from which an answer counts as correct, if its reward is a number or a sum."""
+    """The lowest reward with which an answer counts as correct, if rewards are numbers or weighted sums."""
     verifier_timeout_s: float = Field(default=10.0, gt=0, le=3600)
     """Time limit for judging one answer."""
     verifier_workers: int | None = Field(default=None, ge=1, le=1024)
@@ -103,7 +103,7 @@ class DomainSection(Section):
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Further arguments for the model's chat template, such as Qwen3's enable_thinking."""
 
-    # sampling, if it differs from [sampling]
+    # sampling, where it differs from [sampling]
     group_size: int | None = Field(default=None, ge=1)
     """Answers per training problem; docs/start/data.md explains the size of a step if domains differ."""
     temperature: float | None = Field(default=None, ge=COLDEST, le=HOTTEST)
@@ -168,7 +168,7 @@ class DomainSection(Section):
 
     @property
     def names_verifier(self) -> bool:
-        """True if the domain names a verifier or rewards."""
+        """True if the recipe names a verifier or rewards for this domain."""
         return self.verifier is not None or bool(self.rewards)
 
     @property
@@ -178,7 +178,7 @@ class DomainSection(Section):
 
     @property
     def prompts(self) -> Prompts:
-        """The prompt format."""
+        """The domain's prompt format."""
         return Prompts(
             system=self.system_prompt,
             few_shot=tuple(Message(shot.role, shot.content) for shot in self.few_shot),
@@ -187,7 +187,7 @@ class DomainSection(Section):
 
     @property
     def sampling(self) -> DomainSampling:
-        """The sampling parameters that differ from the run's."""
+        """The sampling parameters in which the domain differs from the run."""
         return DomainSampling(
             group_size=self.group_size,
             temperature=self.temperature,

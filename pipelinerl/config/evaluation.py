@@ -1,7 +1,7 @@
 """Recipe sections for evaluations: `[evaluation]`, and one `[[evaluations]]` table for each set.
 
-`[evaluation]` holds the defaults of all sets, like `[sampling]` for domains; a set overrides single keys. A recipe
-without `[[evaluations]]` has one set, fully described by `[evaluation]`.
+`[evaluation]` holds the defaults of all sets, as `[sampling]` does for domains; a set overrides single keys. A recipe
+without `[[evaluations]]` has one set, which `[evaluation]` describes completely.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PassAt = tuple[Annotated[int, Field(ge=1)], ...]
 class HeldOutSet:
     """An evaluation set with all its settings resolved.
 
-    `domains` are names; `max_tokens` None means as in training. `interval_steps` is None if the knob
-    `evaluation_interval_steps` sets it. `place` is the set's position in the recipe.
+    `domains` are names of domains. `max_tokens` is None if the training limits apply, `interval_steps` is None if the
+    knob `evaluation_interval_steps` applies. `place` is the set's position in the recipe.
     """
 
     name: str
@@ -40,7 +40,10 @@ class HeldOutSet:
     pass_at: tuple[int, ...]
 
     def faults(self, key: str) -> Iterator[str]:
-        """Yield a message for each figure that cannot be estimated; `key` is the path of the recipe's table."""
+        """Yield a message for each setting with which figures cannot be estimated.
+
+        `key` is the path of the set's table in the recipe.
+        """
         if 0 < self.temperature < COLDEST:
             yield f"{key}.temperature must be 0 or at least {COLDEST:g}, got {self.temperature:g}"
         if self.samples > 1 and self.temperature == 0:
@@ -80,7 +83,7 @@ class EvaluationSection(Section):
     """The longest time for which pin = gate postpones weight updates."""
 
     def alone(self, domains: Sequence[str]) -> HeldOutSet:
-        """Return the only set of a recipe without `[[evaluations]]`, named after its split."""
+        """Return the only evaluation set of a recipe without `[[evaluations]]`; it is named after its split."""
         return EvaluationSetSection(name=self.split).within(self, place=0, domains=domains)
 
     @model_validator(mode="after")
@@ -100,7 +103,7 @@ class EvaluationSetSection(Section):
     split: SplitName | None = None
     """The data split to evaluate; by default `evaluation.split`."""
     interval_steps: int | None = Field(default=None, ge=1)
-    """Steps between evaluations of this set; the knob `evaluation_interval_steps` then does not affect it."""
+    """Steps between evaluations of this set; if given, the knob `evaluation_interval_steps` does not affect the set."""
     problems: int | None = Field(default=None, ge=1)
     """Problems of the set; by default `evaluation.problems`."""
     max_tokens: int | None = Field(default=None, ge=1)
@@ -113,7 +116,9 @@ class EvaluationSetSection(Section):
     """The values of k for pass@k; by default `evaluation.pass_at`."""
 
     def within(self, common: EvaluationSection, *, place: int, domains: Sequence[str]) -> HeldOutSet:
-        """Return the set with the defaults of `common` filled in; `domains` are those that are trained on."""
+        """Return this set with missing keys filled in from `common`; `domains` are the names of the domains that are
+        trained on.
+        """
         samples = common.samples if self.samples is None else self.samples
         return HeldOutSet(
             name=self.name,

@@ -35,7 +35,7 @@ _MENTIONS_THE_ANSWER: Final = "answer"
 
 
 class InstructionsSection(Section):
-    """Scoring by the verifier `instruction_following`."""
+    """How the verifier `instruction_following` scores answers."""
 
     score: Score = Score.SHARE
     """The reward: the share of instructions that the answer follows, or 1 only if it follows all."""
@@ -49,7 +49,7 @@ class JudgeSection(Section):
     url: Annotated[str, StringConstraints(pattern=r"^https?://[^?#@\s]+$", max_length=256)]
     """Base URL of a server with OpenAI's chat completions, such as an engine of this project; with or without `/v1`."""
     model: str | None = None
-    """Name of the judge model; by default the first that the server lists."""
+    """Name of the judge model; by default the first model that the server lists."""
     key_variable: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
     """Name of the environment variable with the bearer key; recipes never contain the key itself."""
 
@@ -77,7 +77,7 @@ class JudgeSection(Section):
     concurrency: int = Field(default=8, ge=1, le=1024)
     """Concurrent judge calls per actor."""
     most_calls: int | None = Field(default=None, ge=1)
-    """Budget of calls for the whole run, divided equally among actors. When it is used up, answers are masked."""
+    """Budget of judge calls for the whole run, divided equally among actors. Once it is used up, answers are masked."""
     most_tokens: int | None = Field(default=None, ge=1)
     """Budget of prompt and reply tokens for the whole run, divided like `most_calls`."""
     remembered: int = Field(default=10_000, ge=0, le=1_000_000)
@@ -127,7 +127,7 @@ class JudgeSection(Section):
 
     @property
     def key(self) -> SecretStr | None:
-        """The bearer key; None if the server needs none.
+        """The bearer key of the judge's server; None if the server needs none.
 
         Raises:
             RecipeError: the environment variable is not set.
@@ -146,7 +146,7 @@ class OublietteSection(Section):
     tier: Tier = Tier.DEFAULT
     """The sandbox tier; if it is unavailable, nothing is judged."""
     language: str = "python"
-    """Language of a fenced code block that names none."""
+    """Language of a fenced code block that does not name its language."""
     languages: tuple[str, ...] = ()
     """Languages that are judged; by default `language` alone."""
     scoring: Scoring = Scoring.ALL
@@ -165,7 +165,7 @@ class OublietteSection(Section):
     key_variable: Annotated[str, StringConstraints(pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")] = ""
     """Name of the environment variable with the service's token."""
     repository: str = ""
-    """The folder for links in problems (`pipelinerl oubliette upload`), if there is no service."""
+    """Folder that holds the files that problems link to (`pipelinerl oubliette upload`), if there is no service."""
 
     @model_validator(mode="after")
     def _knows_languages(self) -> Self:
@@ -178,7 +178,7 @@ class OublietteSection(Section):
 
     @property
     def rules(self) -> CodeRules:
-        """The settings in the verifier's form."""
+        """The same settings in the form that the verifier uses."""
         return CodeRules(
             tier=self.tier,
             language=self.language,

@@ -1,8 +1,8 @@
 """Layers of a recipe, from bottom to top: its base, the recipe's own keys, and overrides on the command line.
 
-A layer changes single keys of the layers below. A layer that names the objective's preset replaces the objective of all
-lower layers, and one that names a slot's `kind` replaces that slot. Other keys of the same layer refine the choice, in
-any order.
+A layer changes single keys of the layers below. There are two exceptions: a layer that names the objective's preset
+replaces the objective of all lower layers, and a layer that names the `kind` of one of the objective's slots replaces
+that slot. The layer's other keys then refine the new preset or slot, in any order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def merged(below: Mapping[str, Any], layer: Mapping[str, Any], path: Path = ()) 
 
 
 def overridden(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Apply `section.key=value` overrides as one layer; each value replaces the previous value of its key.
+    """Apply `section.key=value` overrides as one layer; a later value of the same key replaces an earlier one.
 
     A table in a list is identified by its name: `domains.math.max_tokens=64`.
 
@@ -52,14 +52,14 @@ def overridden(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, 
 
 
 def _selector(path: Path) -> str | None:
-    """Return the key that selects the table's variant: `preset` for the objective, `kind` for one of its slots."""
+    """Return the key whose value replaces a whole table: `preset` for the objective, `kind` for one of its slots."""
     if path == (_OBJECTIVE,):
         return _PRESET
     return "kind" if len(path) == 2 and path[0] == _OBJECTIVE and path[1] != _PRESET else None
 
 
 def _as_table(value: Any, path: Path) -> Any:
-    """Expand a variant given by its bare name to a table with only the name."""
+    """If the recipe gives only the name of a preset or kind, expand it to a table with this name."""
     selector = _selector(path)
     return {selector: value} if selector and isinstance(value, str) else value
 
@@ -79,7 +79,7 @@ def _parsed(override: str) -> tuple[Path, Any]:
 
 
 def _literal(text: str) -> Any:
-    """Parse a TOML value; otherwise return the text, so that shells need no double quoting."""
+    """Parse a TOML value. Other text is returned as it is, so that strings need no quotes within the shell's quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -120,7 +120,7 @@ def _are_tables(value: Any) -> bool:
 
 
 def _named(tables: list[dict[str, Any]], path: Path, depth: int) -> dict[str, Any]:
-    """Return the table of a list, such as a domain, that has the wanted name."""
+    """Return the table of a list, such as `[[domains]]`, whose name the path contains."""
     wanted = path[depth - 1]
     found = next((table for table in tables if table.get("name") == wanted), None)
     if found is None:

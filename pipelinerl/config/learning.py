@@ -14,7 +14,7 @@ from pipelinerl.objective.reward import NormalizationScope, RewardShaping
 
 
 class TrainingSection(Section):
-    """The size of a step, and the rollouts that it learns from."""
+    """The number of rollouts in a step, and how the step learns from them."""
 
     rollouts_per_step: int = Field(default=256, ge=1)
     """Rollouts that make a step, in whole groups; a knob while the run is live."""
@@ -56,13 +56,13 @@ class RewardSection(Section):
     """Reward shaping of a domain, applied before advantages are computed; see `objective.reward`."""
 
     overlong_tokens: int = Field(default=0, ge=0)
-    """Answers that exceed this length lose 1 (DAPO's soft overlong punishment); 0 for none."""
+    """Answers longer than this many tokens lose a reward of 1 (DAPO's soft overlong punishment); 0 disables it."""
     overlong_margin: int = Field(default=0, ge=0)
-    """Length, below `overlong_tokens`, over which the punishment grows linearly."""
+    """The punishment grows linearly over this many tokens below `overlong_tokens`."""
     mean: NormalizationScope = NormalizationScope.NONE
-    """The rollouts over which a mean reward is subtracted; by default none is."""
+    """The rollouts whose mean reward is subtracted from each reward; by default nothing is subtracted."""
     std: NormalizationScope = NormalizationScope.NONE
-    """The rollouts over whose standard deviation rewards are divided; by default they are not."""
+    """The rollouts by whose standard deviation rewards are divided; by default they are not divided."""
     epsilon: float = Field(default=1e-6, ge=0)
     """Added to the standard deviation."""
     low: float = Field(default=-math.inf, allow_inf_nan=True)
@@ -74,7 +74,7 @@ class RewardSection(Section):
 
     @property
     def shaping(self) -> RewardShaping:
-        """The function that shapes the rewards of a group."""
+        """The reward shaping as a function of a group's rewards."""
         return RewardShaping(**self.model_dump())
 
     @model_validator(mode="after")
@@ -90,11 +90,11 @@ class KLControlSection(Section):
     target: float = Field(gt=0)
     """Target KL from the reference, in nats per token."""
     gain: float = Field(default=0.1, gt=0, le=1)
-    """Speed of the control: the coefficient changes by at most 0.2 × `gain` of itself per step."""
+    """Speed of the control: the coefficient changes by at most the share 0.2 × `gain` per step."""
 
     @property
     def controller(self) -> KLController:
-        """The rule that updates the coefficient after each step."""
+        """The rule that updates the KL coefficient after each step."""
         return KLController(target=self.target, gain=self.gain)
 
 
@@ -108,7 +108,7 @@ class CriticSection(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate schedule over the run's steps, like `optimizer.schedule` for the policy."""
     rate_warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the rate rises to its peak."""
+    """Steps over which the learning rate rises to its peak."""
     final_fraction: float = Field(default=0.0, ge=0, le=1)
     """The share of the peak rate that remains at the last step; ignored by a constant schedule."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -121,4 +121,4 @@ class ReferenceSection(Section):
     """The frozen policy of a KL term."""
 
     path: str | None = None
-    """Its model directory, or `shipped:<name>`; by default the initial policy."""
+    """The reference's model directory, or `shipped:<name>`; by default the initial policy."""

@@ -1,9 +1,9 @@
 """`RunConfig`: a run as a TOML recipe. Read once, resolved, validated, frozen.
 
-A recipe may begin with `base = "other.toml"` (a path relative to it, or the name of a shipped recipe) and contain only
-the differences. Overrides `section.key=value` are applied last; `layers.py` defines how layers combine. Every error
-names the path of the field. Types are strict: text is not converted to numbers, `true` is not 1, and numbers must be
-finite except k.
+A recipe may begin with `base = "other.toml"` (a path relative to the recipe, or the name of a shipped recipe) and then
+contains only the differences from that base. Overrides `section.key=value` are applied last; `layers.py` defines how
+layers combine. Every error names the path of the field. Types are strict: text is not converted to numbers, `true` is
+not 1, and numbers must be finite except k.
 """
 
 from __future__ import annotations
@@ -141,10 +141,10 @@ class RunConfig(Section):
         return self
 
     def _has_room_for_groups(self) -> None:
-        """Check that every step and every engine can take its groups.
+        """Check that whole groups fit into a step, into its mini-batches, into the streams, and into an engine's queue.
 
         Raises:
-            ValueError: one cannot.
+            ValueError: groups do not fit into one of them.
         """
         rollouts, trained = self.training.rollouts_per_step, self.trained_domains
         smallest, largest = min(trained, key=self.group_size_of), max(trained, key=self.group_size_of)
@@ -170,10 +170,10 @@ class RunConfig(Section):
             )
 
     def _sets_can_be_asked(self) -> None:
-        """Check that evaluation sets have unique names, known domains and estimable figures.
+        """Check that evaluation sets have unique names, known domains, and figures that can be estimated.
 
         Raises:
-            ValueError: one does not.
+            ValueError: a set violates one of these.
         """
         names, domains = [each.name for each in self.evaluations], [domain.name for domain in self.domains]
         if len(set(names)) != len(names):
@@ -194,7 +194,7 @@ class RunConfig(Section):
 
     @property
     def evaluation_sets(self) -> tuple[HeldOutSet, ...]:
-        """The evaluation sets; decisions use the first one."""
+        """The evaluation sets; decisions of the run depend on the first set."""
         trained = [domain.name for domain in self.trained_domains]
         several = enumerate(self.evaluations)
         sets = tuple(each.within(self.evaluation, place=place, domains=trained) for place, each in several)
@@ -218,8 +218,8 @@ class RunConfig(Section):
     def groups_in_flight(self) -> int:
         """The number of groups in flight per actor.
 
-        The recipe's number, or twice what fills the slots of all possible engines. The factor of two keeps engines busy
-        while the last answers of a group are sampled. Pacing may hold fewer, depending on k.
+        By default this is twice the number that fills the slots of all engines, at their maximum number. The factor of
+        two keeps engines busy while the last answers of a group are sampled. Pacing may allow fewer, depending on k.
         """
         if self.actor.groups_in_flight is not None:
             return self.actor.groups_in_flight
@@ -229,29 +229,29 @@ class RunConfig(Section):
         return max(1, math.ceil(2 * engines * self.engine.slots / (smallest * self.actor.count)))
 
     def gpus_of_engine(self, type: str | None = None) -> int:
-        """Return the number of GPUs per engine (of the given type) on a machine with GPUs."""
+        """Return the number of GPUs per engine of the given type, or of the default type, on a machine with GPUs."""
         on_host = self.engine.device is Device.CPU or (type or self.engine.type) in registry.ON_THE_HOST
         return 0 if on_host else self.engine.devices
 
     @property
     def optimizer_steps(self) -> int:
-        """The number of optimizer steps of the run, if no step ends early; used by schedules."""
+        """The number of optimizer steps of the run, if no step is cut short; schedules use it."""
         return self.run.steps * self.training.epochs * self.training.mini_batches
 
     @property
     def gpus_of_trainer(self) -> int:
-        """The number of GPUs of the trainer on a machine with GPUs: one, or the size of its mesh."""
+        """The number of GPUs of the trainer, on a machine with GPUs: one, or the size of its mesh."""
         if self.trainer.device is Device.CPU or self.trainer.type in registry.ON_THE_HOST:
             return 0
-        mesh = self.trainer.options.get("mesh", {})  # the trainer validates it
+        mesh = self.trainer.options.get("mesh", {})  # the trainer validates the mesh
         return math.prod(axis for axis in mesh.values() if isinstance(axis, int)) if isinstance(mesh, dict) else 1
 
     @property
     def trainer_processes(self) -> int:
         """The number of trainer processes that the launcher starts: the size of a torch trainer's mesh.
 
-        Only one if the recipe sets a rendezvous (`distributed`): then the user starts the others. `check` validates the
-        mesh.
+        Only one if the recipe sets a rendezvous (`distributed`), because the user then starts the others. `check`
+        validates the mesh.
         """
         mesh = self.trainer.options.get("mesh", {})
         if self.trainer.type != "torch" or "distributed" in self.trainer.options or not isinstance(mesh, dict):
@@ -260,7 +260,7 @@ class RunConfig(Section):
 
     @property
     def in_one_process(self) -> Self:
-        """The same run with a single-process torch trainer, whose steps are equal up to rounding."""
+        """The same recipe with a torch trainer in a single process; its steps are equal up to rounding."""
         if self.trainer.type != "torch":
             return self
         options = {name: value for name, value in self.trainer.options.items() if name not in ("mesh", "distributed")}
@@ -268,32 +268,35 @@ class RunConfig(Section):
 
     @property
     def servers_to_start(self) -> int:
-        """The number of parameter servers that the launcher starts, if weights are pulled and the recipe names none."""
+        """The number of parameter servers that the launcher starts: none, unless weights are pulled and no servers are
+        given.
+        """
         wanted = self.weights.transport is Transport.PULL and not self.parameter_server.urls
         return self.parameter_server.shards * self.parameter_server.replicas if wanted else 0
 
     def group_size_of(self, domain: DomainSection) -> int:
-        """Return the number of answers to each of its training problems."""
+        """Return the number of answers to each training problem of the domain."""
         return domain.group_size or self.sampling.group_size
 
     def key_of_group_size(self, domain: DomainSection) -> str:
-        """Return the recipe key that sets this number."""
+        """Return the recipe key that sets the domain's group size."""
         return "sampling.group_size" if domain.group_size is None else f"domains.{domain.name}.group_size"
 
     def max_tokens_of(self, domain: DomainSection) -> int:
-        """Return the most tokens of a training answer."""
+        """Return the most tokens of an answer to a training problem of the domain."""
         return domain.max_tokens or self.sampling.max_tokens
 
     def evaluation_max_tokens_of(self, domain: DomainSection, asked: HeldOutSet) -> int:
-        """Return the most tokens of an answer to a problem of an evaluation set."""
+        """Return the most tokens of an answer to a problem of the domain in the evaluation set `asked`."""
         return asked.max_tokens or self.max_tokens_of(domain)
 
 
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a recipe file (or the name of a shipped one) and apply `section.key=value` overrides.
+    """Read a recipe file, or the shipped recipe of this name, and apply `section.key=value` overrides.
 
     Raises:
-        RecipeError: names the path of the field, and the expected and the given value.
+        RecipeError: the recipe is invalid; the message names the path of the field, and the expected and the given
+            value.
     """
     return parse(resolved_beside(overridden(_read(_locate(str(recipe), beside=None)), overrides), working_directory()))
 
@@ -312,13 +315,13 @@ def load_run(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def parse(table: Mapping[str, Any]) -> RunConfig:
-    """Validate a resolved table.
+    """Validate a recipe whose base and overrides are already merged.
 
     Raises:
-        RecipeError: a line for each invalid field.
+        RecipeError: the recipe is invalid; the message has a line for each invalid field.
     """
     refuse_unwritable(table)
-    try:  # via JSON, so that pydantic accepts strings for enums and lists for tuples, but stays strict about numbers
+    try:  # as JSON, pydantic accepts strings for enums and lists for tuples, and is still strict about numbers
         return RunConfig.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
         raise RecipeError(sentences(error, RunConfig, table)) from None
@@ -336,7 +339,10 @@ def _locate(recipe: str, *, beside: Path | None) -> Path:
 
 
 def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read the table of a recipe file on top of its bases; `above` are the files that refer to it."""
+    """Return the table of a recipe file, merged onto its bases.
+
+    `above` are the files that led here through their `base`, so that a cycle is noticed.
+    """
     if path.resolve() in above:
         raise RecipeError(f"{path}: base refers back to this file; end the chain with a recipe that has no base")
     try:
@@ -355,10 +361,10 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def to_table(config: RunConfig, *, without_defaults: bool = False) -> dict[str, Any]:
-    """Return the resolved recipe as plain TOML values, without secrets; keys that are None are left out.
+    """Return the resolved recipe as plain TOML values, without secrets; keys whose value is None are left out.
 
     Args:
-        without_defaults: leave out keys with their default value; j and k always stay.
+        without_defaults: also leave out keys with their default value, except j and k.
     """
 
     def plain(value: Any) -> Any:
@@ -379,9 +385,9 @@ def to_table(config: RunConfig, *, without_defaults: bool = False) -> dict[str, 
 
 
 def save(config: RunConfig, path: Path, *, notes: Sequence[str] = ()) -> None:
-    """Write the whole resolved recipe, readable only by its owner: no base, no overrides, secrets included.
+    """Write the whole resolved recipe, with base and overrides merged and secrets included, readable only by its owner.
 
-    `notes` become comments at the top.
+    `notes` become comments at the top of the file.
     """
     table = to_table(config)
     if config.streams.redis_url is not None:
@@ -396,7 +402,9 @@ def write_layout(run_dir: Path) -> None:
 
 
 def check_layout(run_dir: Path) -> None:
-    """Check that the directory contains no run yet, or one of this layout; the first layout wrote no number.
+    """Check that the directory contains no run yet, or a run of the current layout version.
+
+    A directory without a layout number was written by the first layout.
 
     Raises:
         UserError: the run was begun by an incompatible version of the project.

@@ -36,7 +36,7 @@ class Section(BaseModel):
 
 
 def shared_values(section: Section, settings: type[Any]) -> dict[str, Any]:
-    """Return the values of all fields that the section shares by name with the dataclass `settings`."""
+    """Return the values of those fields of the section that the dataclass `settings` also has, by name."""
     names = [field.name for field in fields(settings) if field.name in type(section).model_fields]
     return {name: getattr(section, name) for name in names}
 
@@ -66,7 +66,7 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    """The initial policy: a local Hugging Face directory, or `shipped:<name>`."""
+    """The run's name, its directory, and the conditions for its end."""
 
     path: str
     """A directory in Hugging Face format, or `shipped:<name>`."""
@@ -143,7 +143,7 @@ class ActorSection(Section):
 
 
 class SamplingSection(Section):
-    """Sampling of training rollouts."""
+    """How training rollouts are sampled."""
 
     group_size: int = Field(default=16, ge=1)
     """Answers per training problem."""
@@ -160,7 +160,7 @@ class SamplingSection(Section):
 
     @property
     def of_an_order(self) -> Sampling:
-        """The sampling parameters of a training order."""
+        """The sampling parameters that a training order carries."""
         return Sampling(num_samples=self.group_size, **self.model_dump(exclude={"group_size"}))
 
 
@@ -174,7 +174,7 @@ class OptimizerSection(Section):
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate; a knob while the run is live."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the rate rises to its peak."""
+    """Steps over which the learning rate rises to its peak."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate schedule after the warm-up."""
     final_fraction: float = Field(default=0.0, ge=0, le=1)
@@ -190,7 +190,7 @@ class OptimizerSection(Section):
 
     @property
     def spec(self) -> OptimizerSpec:
-        """The trainer's part: all but the schedule, which belongs to the training loop."""
+        """The settings that the trainer needs: all except the schedule, which belongs to the training loop."""
         return OptimizerSpec(**shared_values(self, OptimizerSpec))
 
 
@@ -236,7 +236,7 @@ class TrainerSection(Section):
 
     @property
     def token_budget(self) -> int:
-        """`micro_batch_tokens` as a number; an unresolved `auto` is `MOST_TOKENS`."""
+        """`micro_batch_tokens` as a number; `MOST_TOKENS` while `auto` has not been resolved."""
         return MOST_TOKENS if isinstance(self.micro_batch_tokens, str) else self.micro_batch_tokens
 
 
@@ -262,7 +262,7 @@ class StalenessSection(Section):
 
     @property
     def bounds(self) -> StalenessBounds:
-        """The bounds; numbers given here override the preset's."""
+        """The bounds (j, k); a j or k given here overrides that of the preset."""
         base = PRESETS[self.preset or "pipeline"]
         return StalenessBounds(base.j if self.j is None else self.j, base.k if self.k is None else self.k)
 
@@ -278,24 +278,24 @@ class StalenessSection(Section):
 
 
 class CheckpointSection(Section):
-    """Interval, number and location of checkpoints."""
+    """How often checkpoints are made, how many are kept, and where copies go."""
 
     interval_steps: int = Field(default=100, ge=1)
     """Steps between checkpoints."""
     keep: int = Field(default=2, ge=1)
-    """The newest checkpoints to keep, for resuming; the streams keep the entries that they would read again."""
+    """How many of the newest checkpoints are kept, to resume from. Streams keep what such a resume reads again."""
     keep_best: int = Field(default=0, ge=0)
-    """In addition, the checkpoints with the highest evaluation accuracy to keep, regardless of age."""
+    """How many checkpoints with the highest evaluation accuracy are kept in addition, regardless of age."""
     location: str | None = None
-    """Directory or fsspec URL for copies; `run --resume <location>/<name>` resumes from them on any machine."""
+    """Directory or fsspec URL for copies of checkpoints; any machine can `run --resume <location>/<name>`."""
 
     def url_of(self, name: str) -> str | None:
-        """Return the location of the copies of the run `name`."""
+        """Return the location of the checkpoint copies of the run `name`; None if no copies are made."""
         return None if self.location is None else f"{self.location.rstrip('/')}/{name}"
 
 
 class StreamsSection(Section):
-    """Location of the streams; without `redis_url` the launcher starts an embedded server."""
+    """Where the streams are; without `redis_url` the launcher starts an embedded server."""
 
     redis_url: SecretStr | None = None
     """URL of a Redis server. It may contain a password, so it is never printed."""
@@ -307,17 +307,18 @@ class StreamsSection(Section):
     def _of_a_server(cls, url: SecretStr | None) -> SecretStr | None:
         if url is not None and not url.get_secret_value().startswith(
             ("redis://", "rediss://", "unix://")
-        ):  # not shown: it may contain a secret
+        ):  # the message omits the URL, which may contain a password
             raise ValueError("must begin with redis://, rediss:// or unix://; leave it out for an embedded server")
         return url
 
 
-#: The number of engines up to which versions are announced by requests, unless the recipe decides.
+#: Up to this number of engines, versions are announced by a request to each engine, unless the recipe decides
+#: otherwise.
 TOLD_ONE_BY_ONE = 64
 
 
 class WeightsSection(Section):
-    """Transfer of the trainer's weights to the engines."""
+    """How the trainer's weights are sent to the engines."""
 
     transport: Transport = Transport.BROADCAST
     """`broadcast` to all engines at once, or `pull` by each engine from a parameter server."""
@@ -353,7 +354,7 @@ class WeightsSection(Section):
         return self
 
     def announced_to(self, engines: int) -> bool:
-        """Return True if versions are announced by a stream, given the initial number of engines."""
+        """Return True if versions are announced by a stream, in a run that begins with `engines` engines."""
         if self.transport is not Transport.PULL:
             return False
         return self.announce is Announce.STREAM or (self.announce is Announce.AUTO and engines > TOLD_ONE_BY_ONE)
@@ -402,7 +403,7 @@ class LaunchSection(Section):
     start_timeout_s: float = Field(default=120.0, gt=0)
     """Time limit for a process to become healthy."""
     restarts: int = Field(default=3, ge=0)
-    """Restarts of a process that dies repeatedly, before the run ends; uptime earns further ones."""
+    """How often a process that dies is restarted before the run ends; uptime earns further restarts."""
     save_s: float = Field(default=30.0, gt=0)
     """Time for a run, or a trainer, to save its state when it is stopped."""
     grace_s: float = Field(default=5.0, gt=0)
@@ -410,12 +411,12 @@ class LaunchSection(Section):
 
 
 class EngineLimits(Section):
-    """Limits on the number of engines of one type; both are knobs while the run is live."""
+    """Limits on the number of engines of one type; both limits are knobs while the run is live."""
 
     min: int = Field(default=1, ge=0, le=4096)
-    """The fewest engines of this type."""
+    """The smallest number of engines of this type."""
     max: int = Field(ge=1, le=4096)
-    """The most engines of this type."""
+    """The largest number of engines of this type."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -425,7 +426,7 @@ class EngineLimits(Section):
 
 
 class ElasticSection(Section):
-    """Automatic scaling of the number of engines by the run's own figures (docs/use/fleet.md).
+    """Automatic scaling of the number of engines by figures of the run itself (docs/use/fleet.md).
 
     `ElasticRule` explains each threshold.
     """
@@ -439,13 +440,13 @@ class ElasticSection(Section):
     settle_s: float = Field(default=60.0, ge=0, le=86400)
     """Least time between changes."""
     waiting: float = Field(default=0.15, gt=0, lt=1)
-    """The trainer's share of waiting time above which busy engines are too few."""
+    """If the trainer waits for more than this share of its time and engines are busy, engines are too few."""
     content: float = Field(default=0.05, gt=0, lt=1)
-    """The trainer's share of waiting time below which engines may be too many."""
+    """If the trainer waits for less than this share of its time, engines may be too many."""
     busy: float = Field(default=0.8, gt=0, le=1)
     """The share of occupied slots from which on engines are busy."""
     stale: float = Field(default=0.1, ge=0, le=1)
-    """The share of stale groups above which busy engines are too few."""
+    """If more than this share of groups is stale and engines are busy, engines are too few."""
     drain_s: float = Field(default=60.0, gt=0, le=86400)
     """Time limit for the remaining work of an engine that is removed."""
     types: dict[str, EngineLimits] = Field(default_factory=dict)

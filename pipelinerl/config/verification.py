@@ -1,4 +1,4 @@
-"""Recipe sections for verification: verifiers and rewards of a domain, and the processes that judge."""
+"""Recipe sections for verification: verifiers and rewards of a domain, and the processes that judge answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class VerificationSection(Section):
     services: int = Field(default=0, ge=0, le=256)
     """Verifier services that the launcher starts; with 0, each actor judges its own samples."""
     judged_in: VerifierLocation | None = None
-    """`services` if services run elsewhere and the launcher starts none; by default follows from `services`."""
+    """Where answers are judged. Only needed if services run elsewhere: by default it follows from `services` above."""
     cache_mb: int = Field(default=64, ge=0, le=65_536)
     """Verdict cache of each service."""
     grace_s: float = Field(default=60.0, gt=0, le=3600)
@@ -33,7 +33,7 @@ class VerificationSection(Section):
 
     @property
     def uses_services(self) -> bool:
-        """True if actors leave judging to services."""
+        """True if verifier services judge the answers, instead of the actors."""
         return (
             self.judged_in or (VerifierLocation.SERVICES if self.services else VerifierLocation.ACTORS)
         ) is VerifierLocation.SERVICES
@@ -53,11 +53,11 @@ class RewardPartSection(Section):
     weight: float = 1.0
     """Factor of this term; must not be 0."""
     name: str = ""
-    """Name in figures; by default the function's."""
+    """Name of this term in figures; by default the name of the function."""
 
     @property
     def shown_as(self) -> str:
-        """Its name in figures."""
+        """The name of this term in figures."""
         return self.name or (self.function.rpartition(":")[2] if is_reference(self.function) else self.function)
 
 

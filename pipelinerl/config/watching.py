@@ -10,7 +10,7 @@ from pipelinerl.config.sections import Section
 
 
 class SamplesSection(Section):
-    """Samples kept in the run's directory for users; `pipelinerl samples` shows them."""
+    """Which samples are kept in the run's directory for users; `pipelinerl samples` shows them."""
 
     log: Literal["on", "off"] = "on"
     """`off` keeps no samples."""
@@ -30,7 +30,7 @@ class FiguresSection(Section):
     """
 
     def interval(self, trainer: str) -> int:
-        """Return the interval in steps for this type of trainer."""
+        """Return the interval in steps for this type of trainer; 0 for never."""
         if self.exact_entropy_interval is not None:
             return self.exact_entropy_interval
         return 0 if trainer == "jax" else 10

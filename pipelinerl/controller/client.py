@@ -31,10 +31,10 @@ from pipelinerl.verifiers.service.wire import VerifierLease
 
 T = TypeVar("T")
 
-#: Commands wait longer than roles, which retry soon.
+#: Timeout of commands; roles use a shorter timeout, since they retry.
 TIMEOUT_S: Final = 10.0
 _ROLE_TIMEOUT_S: Final = 5.0
-#: Suggestion for users; a role waits for its controller instead.
+#: Hint for users in the error message. A role gets no hint, because it waits until the controller is back.
 _HINT: Final = "; has the run ended?"
 
 
@@ -72,11 +72,13 @@ class ControllerClient:
         return self._call("GET", routes.STATUS, RunStatus)
 
     def knobs(self) -> KnobsAnswer:
-        """Return the knobs and the log of their changes."""
+        """Return the current values of the knobs and the log of their changes."""
         return self._call("GET", routes.KNOBS, KnobsAnswer)
 
     def change_knobs(self, changes: dict[str, Any]) -> KnobsAnswer:
-        """Change knobs, all of them or none; the change takes effect at the next step boundary."""
+        """Change the knobs in `changes`, or none of them if one is invalid; the change takes effect at the next step
+        boundary.
+        """
         try:
             body = json.dumps(changes, allow_nan=False)  # escapes lone surrogates, which the controller rejects
         except ValueError:
@@ -89,11 +91,13 @@ class ControllerClient:
         self._call("POST", routes.STOP, Done)
 
     def suspend(self) -> None:
-        """End the run after the current step with its state saved, to be resumed later."""
+        """Save the run's state and end it after the current step; it can be resumed later."""
         self._call("POST", routes.SUSPEND, Done)
 
     def engines(self) -> FleetStatus:
-        """Return the engines, including requested ones and those that are leaving."""
+        """Return the engines, including engines that were requested and have not joined, and engines that are
+        leaving.
+        """
         return self._call("GET", routes.ENGINES, FleetStatus)
 
     def register_engine(self, url: str) -> None:
@@ -103,7 +107,7 @@ class ControllerClient:
     def request_engines(
         self, type: str, *, count: int = 1, replaces: str = "", grace_s: float = routes.GRACE_S
     ) -> tuple[str, ...]:
-        """Have the launcher start engines, and return their names; see `routes.EngineStart`."""
+        """Have the launcher start engines, and return the names of these engines; see `routes.EngineStart`."""
         start = {"type": type, "count": count, "replaces": replaces, "grace_s": grace_s}
         return self._call("POST", routes.ENGINES_REQUEST, EngineNames, json=start).names
 
@@ -118,7 +122,7 @@ class ControllerClient:
     def _call(self, method: str, path: str, answer: type[T], **content: Any) -> T:
         try:
             response = self._http.request(method, path, **content)
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # a long host label raises UnicodeError
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # raised for a long host label
             raise _silent(self.url, error, _HINT) from None
         return _decoded(self.url, response, answer, _HINT)
 
@@ -144,7 +148,7 @@ class AsyncControllerClient:
         return await self._call("GET", routes.ASSIGNMENT, ActorAssignment)
 
     async def register_engine(self, url: str, *, incarnation: str, name: str, type: str) -> float:
-        """Offer an engine, and return the number of seconds after which to repeat the offer.
+        """Offer an engine to the controller, and return the number of seconds after which to repeat the offer.
 
         The controller ignores repeated offers of the same incarnation. See `routes.EngineOffer`.
         """
@@ -152,7 +156,7 @@ class AsyncControllerClient:
         return (await self._call("POST", routes.ENGINES, EngineTaken, json=offer)).again_s
 
     async def offer_verifier(self, lease: VerifierLease) -> None:
-        """Offer a verifier service; the offer must be repeated. See `routes.VerifierOffer`."""
+        """Offer a verifier service; the caller must repeat the offer to keep it valid. See `routes.VerifierOffer`."""
         await self._call("POST", routes.VERIFIERS, Done, json=msgspec.to_builtins(lease))
 
     async def withdraw_verifier(self, url: str) -> None:
@@ -177,7 +181,7 @@ def _decoded(url: str, response: httpx.Response, answer: type[T], hint: str = ""
         if not response.is_error:
             return msgspec.json.decode(response.content, type=answer)
         sentence = msgspec.json.decode(response.content, type=Refusal).error.message
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # msgspec raises the last two unchanged
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # msgspec lets the others pass
         reason = f"{response.status_code} {response.reason_phrase}: {error}"
         raise AddressError(f"the server at {url} is not a controller ({reason}){hint}") from None
     refused = TokenRefused if response.status_code == httpx.codes.UNAUTHORIZED else RecipeError

@@ -1,22 +1,27 @@
 """Paths, requests and responses of the controller's HTTP API, used by `service/api.py` and `client.py`.
 
-GET    /health            liveness, without a token GET    /status            → `RunStatus` GET    /metrics
-metrics of the run in Prometheus' text format GET    /knobs             → `KnobsAnswer`: values and the log of changes
-PATCH  /knobs             {"k": 4, …} → `KnobsAnswer`; 422 with one sentence if the knobs cannot run GET    /assignment
-→ `ActorAssignment`: settings for actors GET    /engines           → `FleetStatus` POST   /engines
-`EngineOffer` → `EngineTaken`: add an engine; 422 for a loopback address sent from another
-                          machine, and if no engine answers there
-POST   /engines/request   `EngineStart` → `EngineNames`: have the launcher start engines; 409 if the engine to be
-                          replaced is leaving already
-POST   /engines/drain     `EngineDrain` → `Done`: remove an engine once its current work is finished DELETE
-/engines?engine=…  → `Done`: remove an engine; only a new incarnation, or an offer without incarnation, brings
-                          it back
-POST   /verifiers         `VerifierOffer` → `Done`: add a verifier service for `LEASE_S`, unless it repeats the offer
-DELETE /verifiers?url=…   → `Done`: send a verifier service no new work POST   /stop              → `Done`: end the run
-at the next step boundary POST   /suspend           → `Done`: end the run after the current step with its state saved
+    GET    /health            liveness; needs no token
+    GET    /status            → `RunStatus`
+    GET    /metrics           metrics of the run in Prometheus' text format
+    GET    /knobs             → `KnobsAnswer`: values and the log of changes
+    PATCH  /knobs             {"k": 4, …} → `KnobsAnswer`; 422 with one sentence if the run cannot continue with them
+    GET    /assignment        → `ActorAssignment`: settings for actors
+    GET    /engines           → `FleetStatus`
+    POST   /engines           `EngineOffer` → `EngineTaken`: add an engine; 422 for a loopback address sent from
+                              another machine, and if no engine answers at the address
+    POST   /engines/request   `EngineStart` → `EngineNames`: have the launcher start engines; 409 if the engine to be
+                              replaced is leaving already
+    POST   /engines/drain     `EngineDrain` → `Done`: remove an engine once its current work is finished
+    DELETE /engines?engine=…  → `Done`: remove an engine; only a new incarnation, or an offer without incarnation,
+                              brings it back
+    POST   /verifiers         `VerifierOffer` → `Done`: add a verifier service for `LEASE_S`; a repeated offer extends
+                              that time
+    DELETE /verifiers?url=…   → `Done`: send a verifier service no new work
+    POST   /stop              → `Done`: end the run at the next step boundary
+    POST   /suspend           → `Done`: end the run after the current step with its state saved
 
-Engines are identified by URL or name. The launcher ends the process of a removed engine that it had started. The header
-`x-who` names the caller, for the knob log. Errors have OpenAI's format, `Refusal`.
+Engines are identified by URL or name. If the launcher has started a removed engine, it ends the engine's process. The
+header `x-who` names the caller, for the knob log. Errors have OpenAI's format, `Refusal`.
 
 Only the controller validates requests, so there is one message for each mistake.
 """
@@ -44,11 +49,11 @@ ENGINES_DRAIN: Final = "/engines/drain"
 VERIFIERS: Final = "/verifiers"
 STOP: Final = "/stop"
 SUSPEND: Final = "/suspend"
-#: Header that names the caller, and the launcher's value of it.
+#: Header that names the caller, and the value that the launcher sends in it.
 WHO: Final = "x-who"
 LAUNCHER: Final = "the launcher"
 
-#: Default time in seconds for the remaining work of an engine that leaves.
+#: Default time in seconds for which a leaving engine may continue its current work.
 GRACE_S: Final = 60.0
 
 
@@ -82,11 +87,12 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-#: New values by knob, as a request body.
+#: New values by knob name, as a request body.
 KnobChanges = Annotated[dict[str, Any], AfterValidator(_plain_json)]
-#: The limit on a domain's name: recipes have none, and all actors receive the domains of every verifier service.
+#: Names are limited here because recipes do not limit them, and every actor receives the domains of all verifier
+#: services.
 _DomainName = Annotated[str, Field(max_length=256)]
-#: Silence in seconds after which a verifier service gets no new work.
+#: Seconds after its last offer for which a verifier service gets new work.
 LEASE_S: Final = 15.0
 _Grace = Annotated[float, Field(ge=0, le=86_400)]
 #: Interval in seconds between offers of an engine, for fleets of up to `OFFERS_AT_ONCE` engines. In larger fleets the
@@ -96,13 +102,13 @@ OFFERS_AT_ONCE: Final = 32
 
 
 class EngineOffer(BaseModel):
-    """A running engine.
+    """A running engine that offers itself.
 
     Attributes:
         url: base URL at which other processes reach it.
-        incarnation: distinguishes process lifetimes; empty if an operator offers it.
-        name: the engine's name for itself.
-        type: its name in the registry of engines.
+        incarnation: identifies one lifetime of the engine's process; empty if an operator offers the engine.
+        name: the name that the engine reports.
+        type: the engine's type: a name in the registry of engines.
     """
 
     url: _OfferedUrl
@@ -112,12 +118,12 @@ class EngineOffer(BaseModel):
 
 
 class VerifierOffer(BaseModel):
-    """A running verifier service.
+    """A running verifier service that offers itself.
 
     Attributes:
         url: base URL at which actors reach it.
-        incarnation: distinguishes process lifetimes.
-        domains: digest of the verification rules, by domain name.
+        incarnation: identifies one lifetime of the service's process.
+        domains: for each domain that it judges, the digest of the domain's verification rules.
     """
 
     url: _OfferedUrl
@@ -129,10 +135,10 @@ class EngineStart(BaseModel):
     """A request for the launcher to start engines.
 
     Attributes:
-        type: their name in the registry of engines.
-        count: number of engines.
-        replaces: URL or name of an engine that is drained once the new one serves; empty for none.
-        grace_s: time limit in seconds for the remaining work of the replaced engine.
+        type: type of all these engines: a name in the registry of engines.
+        count: number of engines to start.
+        replaces: URL or name of an engine that is drained once the new engine serves; empty for none.
+        grace_s: seconds for which the replaced engine may continue its current work.
     """
 
     type: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,32}$")]
@@ -142,7 +148,7 @@ class EngineStart(BaseModel):
 
 
 class EngineDrain(BaseModel):
-    """A request to remove an engine (URL or name) once its work is finished, or after `grace_s` seconds."""
+    """A request to remove an engine (URL or name) once its work is finished, at the latest after `grace_s` seconds."""
 
     engine: str
     grace_s: _Grace = GRACE_S
@@ -166,7 +172,7 @@ class ActorAssignment(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def staleness_bound(self) -> float:
-        """`k` as a number: infinity if unbounded."""
+        """The bound k as a number: infinity if staleness is unbounded."""
         return math.inf if self.k is None else self.k
 
 
@@ -178,19 +184,20 @@ class KnobsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     log: list[KnobChange] = []
     """All changes so far, oldest first."""
     effective: str = ""
-    """The time at which the change just made takes effect."""
+    """When the requested change takes effect, in words; empty if no change was requested."""
 
 
 class EngineNames(msgspec.Struct, frozen=True):
-    """Names of the engines that will be started."""
+    """Names of the engines that the launcher will start."""
 
     names: tuple[str, ...]
 
 
 class EngineTaken(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Response to an offer: the engine is known (`joining`), or its address must wait (`waiting`).
+    """Response to an engine's offer.
 
-    The engine repeats its offer after `again_s`.
+    `state` is `joining` if the engine is now in the fleet, or `waiting` if the controller admits no new process at its
+    address yet. The engine repeats its offer after `again_s` seconds.
     """
 
     state: str
@@ -198,13 +205,13 @@ class EngineTaken(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """Response without other content: `joining`, `draining`, `removed`, `stopping`."""
+    """Response that only names the new state: `joining`, `draining`, `removed` or `stopping`."""
 
     state: str
 
 
 class RefusalReason(msgspec.Struct, frozen=True):
-    """The reason for an error, in one sentence."""
+    """The reason for an error response, in one sentence."""
 
     message: str
 

@@ -1,8 +1,8 @@
-"""`SimulatedActors`: actors claim orders, send requests, have answers judged, and deliver groups.
+"""`SimulatedActors`: actors claim prompt orders, send requests, have answers judged, and deliver groups.
 
-Each actor does one thing at a time, since it is one event loop. It holds at most `groups_in_flight` orders; the others
-wait in the stream. A request goes to the engine with the fewest outstanding answers of all actors, like in
-`engines/http/pool.py`.
+Each actor does one thing at a time, since it is one event loop. An actor holds at most `groups_in_flight` orders;
+further orders wait in the stream. A request goes to the engine with the fewest outstanding answers, counted over all
+actors, as in `engines/http/pool.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from pipelinerl.simulation.hardware import ControlTimes
 @final
 @dataclass(slots=True)
 class SimulatedActors:
-    """The actors of a run; `sample` sends a group to the engine `place`, `deliver` a judged group to the trainer."""
+    """The actors of a run.
+
+    `sample` sends a group to the engine `group.place`, and `deliver` sends a judged group to the trainer.
+    """
 
     agenda: Agenda
     times: ControlTimes
@@ -44,12 +47,12 @@ class SimulatedActors:
         self._least = [(0, engine) for engine in range(self.engines)]
 
     def order(self, group: SimulatedGroup) -> None:
-        """Add an order to the stream."""
+        """Add a prompt order to the stream."""
         self._orders.append(group)
         self._claim()
 
     def again(self, group: SimulatedGroup) -> None:
-        """Retry the answers of a group that an update has aborted."""
+        """Request the answers of a group again that were aborted by an update."""
         self._let_go(group)
         self._request(group)
 
@@ -59,12 +62,12 @@ class SimulatedActors:
         self.agenda.at(self._worked(group, self.times.answer_s * group.size), self._judge, group)
 
     def gave_up(self, group: SimulatedGroup) -> None:
-        """Drop a group that was at an engine."""
+        """Drop a group that an engine was sampling."""
         self._let_go(group)
         self.ended()
 
     def ended(self) -> None:
-        """Free one place for a new order."""
+        """Let the actors claim one more order, since one of their orders has ended."""
         self.places += 1
         self._claim()
 
@@ -99,7 +102,7 @@ class SimulatedActors:
         return self._free_at[actor]
 
     def _pick(self) -> int:
-        """Return the engine with the fewest outstanding answers; ties go by number."""
+        """Return the engine with the fewest outstanding answers; if several have equally few, the lowest number."""
         while True:
             outstanding, engine = self._least[0]
             if outstanding == self._outstanding[engine]:

@@ -1,6 +1,6 @@
 """`Agenda`: the event queue of the simulation. Simultaneous events happen in the order in which they were added.
 
-`SimulatedTrainer` is a computation whose speed may change while it runs.
+`SimulatedTrainer` is the trainer's computation, whose speed may change while it runs.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Agenda:
     _serial: int = 0
 
     def at(self, time: float, what: Callable[..., None], *arguments: Any) -> None:
-        """Schedule `what(*arguments)` at `time`, or now if `time` has passed."""
+        """Schedule the call `what(*arguments)` at `time`, or now if `time` has passed."""
         self._serial += 1
         heapq.heappush(self._events, (time if time > self.now else self.now, self._serial, what, arguments))
 
     def after(self, seconds: float, what: Callable[..., None], *arguments: Any) -> None:
-        """Schedule `what(*arguments)` in `seconds`."""
+        """Schedule the call `what(*arguments)` in `seconds`."""
         self.at(self.now + seconds, what, *arguments)
 
     def step(self) -> bool:
@@ -41,7 +41,7 @@ class Agenda:
 @final
 @dataclass(slots=True)
 class SimulatedTrainer:
-    """A computation that takes `_left_s` more seconds, times `_slowness`, and then calls `done`."""
+    """The trainer's computation: takes `_left_s` more seconds, times `_slowness`, and then calls `done`."""
 
     agenda: Agenda
     done: Callable[[], None]
@@ -57,7 +57,7 @@ class SimulatedTrainer:
         self._plan()
 
     def slow(self, factor: float) -> None:
-        """Let it take `factor` times as long from now on."""
+        """Let the computation take `factor` times as long from now on."""
         if factor == self._slowness:
             return
         if self.is_computing:

@@ -1,14 +1,14 @@
 """`calibrate`: estimates the `Hardware` of finished runs from their events.
 
     engine         `engines` events: busy seconds by decode steps, rows and prompt tokens, non-negative least squares
-    trainer        `step` events: computing seconds by tokens and optimizer steps, or only tokens if they hardly vary
+    trainer        `step` events: computing seconds by tokens and optimizer steps, or only by tokens if they hardly vary
     update         `publish` events
     verification   the traced groups of `step` events
     report         the part of a step's period that is neither waiting nor computing
     actor          the remainder, chosen such that simulated steps take as long as real ones
-    contention     from a second run, in which engine and trainer work at once: the slowdown of each
+    contention     from further runs, in which engine and trainer work at once: how much each slows down
 
-The best first run is a synchronous one (`staleness.preset="on_policy"`): no activity overlaps with another.
+The first run should be synchronous (`staleness.preset="on_policy"`), so that no two activities overlap.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from pipelinerl.simulation.simulator import simulate
 
 #: If tokens per step vary by less than this share of their mean, no slope can be fitted.
 _SPREAD: Final = 0.2
-#: Upper end of the search for an actor's work per rollout.
+#: Upper limit in seconds of the search for an actor's work per rollout.
 _MOST_ACTOR_S: Final = 0.05
 _HALVINGS: Final = 9
-#: Steps of each simulation in this search.
+#: Number of steps in each simulation of this search.
 _TRIED_STEPS: Final = 40
-#: Transit time of orders and groups through the streams.
+#: Transit time of prompt orders and groups through the streams, in seconds.
 _TRANSIT_S: Final = 0.002
 
 
@@ -59,7 +59,7 @@ class ObservedRun:
 
 
 def calibrate(runs: Sequence[ObservedRun]) -> Hardware:
-    """Return the hardware of the first run; contention is estimated from the others.
+    """Return the hardware of the first run, with the contention estimated from the other runs.
 
     Raises:
         UserError: a run is too short, or its engine does not count its busy seconds.
@@ -111,7 +111,8 @@ def _trainer_times(run: ObservedRun) -> TrainerTimes:
 def _update_times(run: ObservedRun) -> UpdateTimes:
     """Return the mean times of a publication.
 
-    With `drain`, a publication's total time includes the end of the rows. A simulation models that separately.
+    With `drain`, the total time of a publication includes waiting until all rows have ended. This wait is not counted
+    here, since a simulation computes it.
     """
     published = [event for event in tell(run.events).publications if event.get("total_s") is not None]
     if not published:
@@ -130,7 +131,10 @@ def _verify_s(events: Sequence[Event]) -> float:
 
 
 def _with_actor(hardware: Hardware, run: ObservedRun, measured: Measured) -> Hardware:
-    """Fit an actor's work per rollout, half before sampling and half after, to the real time per step."""
+    """Return the hardware with an actor's work per rollout that makes simulated steps take as long as the run's steps.
+
+    Half of this work is before sampling, and half after.
+    """
 
     def of(actor_s: float) -> Hardware:
         control = replace(hardware.control, request_s=actor_s / 2, answer_s=actor_s / 2)
@@ -147,9 +151,10 @@ def _with_actor(hardware: Hardware, run: ObservedRun, measured: Measured) -> Har
 
 
 def _with_contention(hardware: Hardware, runs: Sequence[ObservedRun]) -> Hardware:
-    """Fit the slowdown of engine and trainer while the other works, from their overall slowdown in further runs.
+    """Fit how much engine and trainer slow each other down, from their overall slowdown in further runs.
 
-    The share of time in which both work is simulated, and in turn depends on the factors; two iterations are enough.
+    The share of time in which both work comes from a simulation, which depends on the fitted factors; two iterations
+    are enough.
     """
     engine = [_busy_s(run.events, _engine_times(run.events)) / _busy_s(run.events, hardware.engine) for run in runs]
     trainer = [_trainer_times(run).token_s / hardware.trainer.token_s for run in runs]

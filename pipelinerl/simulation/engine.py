@@ -25,12 +25,12 @@ _SLACK: Final = 1e-9
 
 
 class EngineNews(NamedTuple):
-    """The events of one step boundary."""
+    """What happened at one step boundary."""
 
     ended: list[SimulatedGroup]
     """Groups whose last answer has ended."""
     aborted: list[SimulatedGroup]
-    """Groups cut short by an `abort` commit; `left` of their answers must be requested again."""
+    """Groups cut short by a commit with `abort`; `left` answers of each must be requested again."""
     committed: int | None
     """The version that serves from now on; None if unchanged."""
 
@@ -38,7 +38,7 @@ class EngineNews(NamedTuple):
 @final
 @dataclass(slots=True)
 class SimulatedEngine:
-    """One engine; `decode_steps` and `row_steps` count its decoding so far."""
+    """One engine; `decode_steps` counts its steps so far, and `row_steps` the sum of their rows."""
 
     times: EngineTimes
     slots: int
@@ -50,7 +50,7 @@ class SimulatedEngine:
     decode_steps: int = 0
     row_steps: int = 0
     stamp: int = 0
-    """Number of the current plan."""
+    """Number of the current plan; a fired event with another number is outdated."""
     _waiting: deque[SimulatedGroup] = field(default_factory=deque)
     _rows: list[tuple[int, int, int, SimulatedGroup]] = field(default_factory=list)
     """Heap of (step at whose end the row ends, serial number, step at which it began, group)."""
@@ -71,16 +71,18 @@ class SimulatedEngine:
         return bool(self._rows)
 
     def busy_until(self, now: float) -> float:
-        """Return the seconds until `now` in which it had rows."""
+        """Return how many seconds until `now` it had at least one row."""
         return self.busy_s + (now - self._seen if self._rows else 0.0)
 
     def submit(self, group: SimulatedGroup) -> None:
-        """Request the `left` answers of a group."""
+        """Request the `left` unfinished answers of a group."""
         group.started = group.size - group.left
         self._waiting.append(group)
 
     def commit(self, version: int) -> None:
-        """Receive new weights; they serve from the next boundary that `on_update` allows."""
+        """Receive new weights; the engine samples from them after the next boundary at which `on_update` allows
+        that.
+        """
         self._commit = version
 
     def withdraw(self, group: SimulatedGroup, now: float) -> None:
@@ -95,7 +97,7 @@ class SimulatedEngine:
             self._step_s = self._decode_s()
 
     def plan(self, now: float) -> float | None:
-        """Return the time of the next event, if nothing changes before it; None if the engine is idle."""
+        """Return the time of the next event if nothing changes before; None if the engine is idle."""
         self.stamp += 1
         self._planned = 0
         if not self._rows:
@@ -110,7 +112,7 @@ class SimulatedEngine:
         return self._at + self._planned * self._step_s
 
     def fire(self, now: float) -> EngineNews | None:
-        """Process the planned boundary; return None if no group ended and no version changed."""
+        """Process the planned step boundary; return None if no group ended and no version changed."""
         rows = self._rows
         if rows:
             self.busy_s += now - self._seen
@@ -143,7 +145,7 @@ class SimulatedEngine:
         return None
 
     def slow(self, factor: float, now: float) -> None:
-        """Let steps take `factor` times as long from now on, including the rest of the current one."""
+        """Let decode steps take `factor` times as long from now on, including the rest of the current step."""
         if not self._rows:
             self._slowness = factor
             return
@@ -157,7 +159,7 @@ class SimulatedEngine:
         return self.times.decode_s(len(self._rows)) * self._slowness
 
     def _settle(self, now: float) -> None:
-        """Count the complete steps until `now`."""
+        """Count the decode steps that were completed until `now`."""
         whole = max(0, math.floor((now - self._at) / self._step_s + _SLACK))
         self._decoded(whole)
         self._at += whole * self._step_s
@@ -171,7 +173,7 @@ class SimulatedEngine:
         self.busy_s, self._seen = self.busy_until(now), now
 
     def _admit(self) -> None:
-        """Give free rows to waiting requests, in order."""
+        """Give free rows to waiting requests, first come, first served."""
         prompts = 0
         while self._waiting and len(self._rows) < self.slots:
             group = self._waiting[0]
@@ -191,9 +193,11 @@ class SimulatedEngine:
         self._at += prefill_s
 
     def _cut_short(self, version: int) -> list[SimulatedGroup]:
-        """End all rows, and return the groups that must be requested again; groups still waiting here stay.
+        """End all rows, and return the groups that must be requested again; groups of which requests still wait here
+        stay.
 
-        Each commit aborts all rows, so all running answers began with `version`, the previous one.
+        Each commit aborts all rows. All running answers therefore began with `version`, the version before this
+        commit.
         """
         running: dict[int, tuple[SimulatedGroup, list[int]]] = {}
         for ends, _, began, group in self._rows:

@@ -1,7 +1,7 @@
-"""`SimulatedGroup`: an order on its way through the system; `WaitingGroups`: the groups ready to train.
+"""`SimulatedGroup`: a prompt order on its way through the system; `WaitingGroups`: the groups ready to train.
 
 The choice among waiting groups follows `training/rollouts/batcher.py`, as a test checks: fresh groups in order of their
-oldest version, then index; groups too old for the step are dropped.
+oldest version, then of their index. Groups too old for the step are dropped.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from pipelinerl.staleness import StalenessBounds
 @final
 @dataclass(slots=True, eq=False)
 class SimulatedGroup:
-    """`size` answers to one prompt; times are in seconds since the run began."""
+    """`size` answers to one prompt. Times are in seconds since the run began."""
 
     index: int
     size: int
     lengths: list[int]
     issued_at: float
     place: int = -1
-    """The engine that samples it; −1 before."""
+    """Number of the engine that samples the group; −1 while none does."""
     started: int = 0
-    """Answers that have been given a row, counting those that ended before the current request."""
+    """Number of answers that have been given a row, including answers that ended before the current request."""
     left: int = 0
-    """Answers that have not ended."""
+    """Number of answers that have not ended."""
     oldest: int = -1
     """The oldest version that sampled one of its tokens; −1 if none."""
     versions: dict[int, int] = field(default_factory=dict)
     """Number of its answers that began with each version."""
     heard: int = -1
-    """The first version that its actor saw after requesting it; −1 if none yet."""
+    """The first version that the group's actor polled after requesting the group; −1 if none yet."""
     attempts: int = 0
 
     @property
@@ -45,7 +45,9 @@ class SimulatedGroup:
 @final
 @dataclass(slots=True)
 class WaitingGroups:
-    """Groups ready to train; `rollouts` counts their rollouts, `dropped` lists groups found stale, in order."""
+    """Groups ready to train; `rollouts` is the number of their rollouts, `dropped` lists groups found to be stale, in
+    order.
+    """
 
     rollouts: int = 0
     dropped: list[SimulatedGroup] = field(default_factory=list)
@@ -60,7 +62,7 @@ class WaitingGroups:
         self.rollouts += group.size
 
     def take(self, rollouts: int, *, producing: int, bounds: StalenessBounds) -> list[SimulatedGroup] | None:
-        """Return the groups of the step that makes version `producing`; None while too few are fresh."""
+        """Return the groups of the step that makes version `producing`; None while there are too few fresh groups."""
         for version in [each for each in self._by_version if not bounds.accepts(producing=producing, oldest=each)]:
             stale = [group for _, group in sorted(self._by_version.pop(version), key=lambda each: each[0])]
             self.dropped += stale

@@ -12,7 +12,11 @@ from typing import final
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTimes:
-    """A decode step of n rows takes `step_s + row_s · n`, a prompt of t tokens `prompt_token_s · t` once per group."""
+    """Times of an engine: a decode step of n rows takes `step_s + row_s · n`, a prompt of t tokens `prompt_token_s ·
+    t`.
+
+    The prompt is computed once per group.
+    """
 
     step_s: float
     row_s: float = 0.0
@@ -26,7 +30,9 @@ class EngineTimes:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerTimes:
-    """A pass over t tokens (with prompts) takes `token_s · t`, and each optimizer step `optimizer_step_s` more."""
+    """Times of a trainer: a pass over t tokens (with prompts) takes `token_s · t`, and each optimizer step
+    `optimizer_step_s`.
+    """
 
     token_s: float
     optimizer_step_s: float = 0.0
@@ -39,7 +45,7 @@ class TrainerTimes:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateTimes:
-    """A publication takes `send_s` in the background, then each engine pauses for `pause_s`."""
+    """Times of an update: a publication takes `send_s` in the background, then each engine pauses for `pause_s`."""
 
     send_s: float = 0.0
     pause_s: float = 0.0
@@ -51,13 +57,13 @@ class ControlTimes:
     """Times of everything except engine and trainer.
 
     Attributes:
-        order_s: from the controller's decision until an actor claims the order.
+        order_s: from the controller's decision until an actor claims the prompt order.
         request_s: an actor's own work per rollout before sampling; an actor does one thing at a time.
         answer_s: an actor's own work per rollout after sampling.
         verify_s: judging a group, in the background.
-        verifiers: groups judged at once; None for no limit.
+        verifiers: number of groups that can be judged at the same time; None for no limit.
         deliver_s: from the actor to the trainer.
-        report_s: from the end of a step to the trainer's next one.
+        report_s: from the end of a step until the trainer can begin the next step.
     """
 
     order_s: float = 0.0
@@ -72,14 +78,16 @@ class ControlTimes:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contention:
-    """Slowdown of each while the other computes, if they share processors: factors of at least 1."""
+    """How much engine and trainer slow down while the other computes, if they share processors: factors of at
+    least 1.
+    """
 
     engine: float = 1.0
     trainer: float = 1.0
 
     @property
     def exists(self) -> bool:
-        """True if either slows the other down."""
+        """True if engine or trainer slows the other down."""
         return self.engine > 1.0 or self.trainer > 1.0
 
 

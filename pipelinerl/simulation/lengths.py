@@ -48,7 +48,9 @@ class FixedLengths:
 @final
 @dataclass(frozen=True, slots=True)
 class HeavyTailedLengths:
-    """Log-normal lengths, truncated at `most`; half are longer than `median`, and σ is that of the logarithm."""
+    """Log-normal lengths, truncated at `most`; half of them are longer than `median`, and σ is that of the
+    logarithm.
+    """
 
     median: float
     sigma: float
@@ -88,7 +90,7 @@ class ObservedLengths:
 
 
 def drawing(law: LengthLaw, seed: int) -> Callable[[int], list[int]]:
-    """Return a function that returns the next `count` lengths; its results are a function of `seed`."""
+    """Return a function that draws the next `count` lengths; all its results are a function of `seed`."""
     generator = rng.generator(seed, "simulation", "lengths")
     stock: list[int] = []
 
@@ -103,7 +105,10 @@ def drawing(law: LengthLaw, seed: int) -> Callable[[int], list[int]]:
 
 
 def _standard_normal(levels: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return normal quantiles, by bisection of the error function: exact to 1e-9 and without another library."""
+    """Return the quantiles of the standard normal distribution at `levels`.
+
+    They are computed by bisection of the error function: exact to 1e-9 and without another library.
+    """
     low, high = np.full_like(levels, -8.0), np.full_like(levels, 8.0)
     for _ in range(40):
         middle = (low + high) / 2

@@ -1,9 +1,9 @@
 """`measure`: the figures of a finished run, named as in `Prediction`; `simulated_like`: a comparable prediction.
 
-Steps that overlap with an evaluation are excluded, since engines also answer its questions. A schedule may take dozens
-of steps to settle: with `drain`, groups are dropped until it has, and sometimes again after a long answer. A short run
-therefore differs from a long simulation, and its waiting steps depend on the lengths that were drawn. So the comparable
-prediction has as many steps as the run, and is the middle one of several draws.
+Steps that overlap with an evaluation are excluded, since engines also answer the evaluation's questions. A run may take
+dozens of steps to reach a steady state: with `drain`, groups are dropped until then, and sometimes again after a long
+answer. A short run therefore differs from a long simulation, and how long its steps wait depends on the lengths that
+were drawn. So the comparable prediction has as many steps as the run, and is the median of several simulations.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pipelinerl.simulation.simulator import simulate
 
 #: The fewest steps that allow a comparison.
 _FEWEST: Final = 6
-#: A simulation is trusted if its figures are within this of the measured ones.
+#: A simulation is trusted if its figures differ from the measured figures by at most this share.
 TRUSTED: Final = 0.10
-#: The figures that are compared.
+#: The figures that are compared to judge a simulation.
 JUDGED: Final = ("step_s", "tokens_per_s")
-#: The number of simulations, which must be odd; the median represents them.
+#: The number of simulations whose median is used; odd, so that the median is one of them.
 DRAWS: Final = 5
 
 
@@ -38,9 +38,9 @@ class Measured:
     """Means over the counted steps, named as in `Prediction`.
 
     Attributes:
-        compute_s: time of a step without its wait for a publication.
+        compute_s: time of a step, except its wait for a publication.
         tokens: tokens of a step, including prompts.
-        report_s: from the end of a step to the beginning of the next.
+        report_s: from the end of a step to the beginning of the next step.
     """
 
     steps: int
@@ -64,7 +64,7 @@ def counted_steps(events: Sequence[Event]) -> list[tuple[Event, float]]:
     """Return the steps that count, each with the seconds since the previous step ended.
 
     Raises:
-        UserError: there are too few.
+        UserError: too few steps count.
     """
     steps = tell(events).steps
     evaluations = _evaluations(events)
@@ -133,7 +133,10 @@ def _at(event: Mapping[str, Any]) -> float:
 
 
 def simulated_like(events: Sequence[Event], setting: SimulatedSetting, hardware: Hardware) -> Prediction:
-    """Return the median, by time per step, of simulations with as many steps as the events, and different draws."""
+    """Simulate the run several times and return the prediction with the median time per step.
+
+    Each simulation has as many steps as the events, and draws other lengths.
+    """
     steps = len(tell(events).steps)
     runs = [simulate(replace(setting, steps=steps, seed=setting.seed + draw), hardware) for draw in range(DRAWS)]
     return sorted(runs, key=lambda run: run.step_s)[DRAWS // 2]

@@ -8,12 +8,12 @@ from typing import Any, Final, NamedTuple, final
 
 from pipelinerl.simulation.hardware import Prices
 
-#: One in this many steps, at the beginning, fills the pipeline and is excluded from figures, measured or simulated.
+#: The first 1/5 of the steps fills the pipeline and is excluded from all figures, measured or simulated.
 FILLS: Final = 5
 
 
 class SimulatedStep(NamedTuple):
-    """A step of the run: its end, and its waiting times in seconds."""
+    """A step of the run: the time of its end, its contents, and its waiting times in seconds."""
 
     ended: float
     rollouts: int
@@ -28,7 +28,7 @@ class SimulatedStep(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Orders by outcome; `issued` = `trained` + `filtered` + `stale` + `failed` + `in_flight`."""
+    """Prompt orders by outcome; `issued` = `trained` + `filtered` + `stale` + `failed` + `in_flight`."""
 
     issued: int
     trained: int
@@ -41,21 +41,21 @@ class Account:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Figures of the steps after the first `skipped`, which fill the pipeline.
+    """Figures of all steps after the first `skipped` steps, which fill the pipeline.
 
     Attributes:
         tokens_per_s, rollouts_per_s: throughput of trained tokens and rollouts.
         step_s: mean time from one step to the next.
         trainer_wait: share of time in which the trainer waits for rollouts.
-        trainer_computes: share of time in which it computes.
-        trainer_held: share of time in which it waits for a publication to end.
-        engine_idle: share of the engines' time without a row.
-        rows: mean rows of a decode step.
-        staleness: share of the trained rollouts by age in versions.
-        discarded: share of tokens in stale groups, of all groups that ended.
+        trainer_computes: share of time in which the trainer computes.
+        trainer_held: share of time in which the trainer waits for a publication to end.
+        engine_idle: share of the engines' time in which they have no rows.
+        rows: mean number of rows of a decode step.
+        staleness: shares of the trained rollouts, by age in versions.
+        discarded: share of tokens that were in stale groups, among the tokens of all groups that ended.
         order_s: mean time from an order's issue to its end.
         in_flight: mean number of orders in flight.
-        cost_per_hour, cost_per_step, cost_per_million_tokens: 0 without prices.
+        cost_per_hour, cost_per_step, cost_per_million_tokens: 0 if prices are unknown.
     """
 
     steps: int
@@ -81,7 +81,7 @@ class Prediction:
     cost_per_million_tokens: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, with text as keys."""
+        """Return plain values for JSON, whose keys are all strings."""
         return asdict(self) | {"staleness": {str(age): share for age, share in self.staleness.items()}}
 
 
@@ -96,7 +96,7 @@ def cost(prices: Prices, *, engines: int, step_s: float, tokens_per_s: float) ->
 
 
 def staleness_of(steps: Sequence[SimulatedStep]) -> dict[int, float]:
-    """Return the share of rollouts by age, youngest first."""
+    """Return the share of rollouts by age in versions, lowest age first."""
     counts: dict[int, int] = {}
     for step in steps:
         for age, rollouts in step.staleness.items():

@@ -21,14 +21,17 @@ from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.simulation.hardware import EngineTimes, Hardware, Prices, TrainerTimes, UpdateTimes
 from pipelinerl.simulation.lengths import LengthLaw
 
-#: Share of peak bandwidth that transfers reach. In PipelineRL's appendix A.4 (arXiv:2509.19128), 44 H100s with 192 rows
-#: each generate 16.9 tokens per flash: 0.384 of peak FLOPS, or the weights read at 0.59 of peak bandwidth.
+#: Share of the peak bandwidth that transfers reach. It follows from PipelineRL's appendix A.4 (arXiv:2509.19128), where
+#: 44 H100s with 192 rows each generate 16.9 tokens per flash: 0.384 of peak FLOPS, or the weights read at 0.59 of the
+#: peak bandwidth.
 BANDWIDTH_SHARE: Final = 0.6
-#: Share of peak FLOPS of large matrix products in decoding and prefill: r_train in the same appendix, 3 · 26.02 / 128.
+#: Share of the peak FLOPS that large matrix products reach in decoding and prefill: r_train in the same appendix, 3 ·
+#: 26.02 / 128.
 ARITHMETIC_SHARE: Final = 0.6
-#: Share of memory for weights and KV cache: the default of vLLM.
+#: Share of device memory for weights and KV cache: vLLM's default.
 MEMORY_SHARE: Final = 0.9
-#: Bytes per parameter that an Adam step moves: fp32 weight and two moments read and written, the gradient read.
+#: Bytes per parameter that an Adam step moves: the fp32 weight and two moments are read and written, the gradient is
+#: read.
 _ADAM_BYTES: Final = 28
 _BF16_BYTES: Final = 2
 
@@ -60,7 +63,9 @@ class Accelerator:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """Sizes of a dense decoder with grouped-query attention; widths are heads · dimension of a head."""
+    """Sizes of a dense decoder with grouped-query attention; widths are the number of heads · the dimension of a
+    head.
+    """
 
     parameters: float
     layers: int
@@ -75,7 +80,7 @@ class ModelSize:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of one token's keys and values."""
+        """Bytes of the keys and values of one token."""
         return 2 * self.layers * self.kv_width * _BF16_BYTES
 
 
@@ -119,12 +124,12 @@ class PublishedHardware:
     prices: Prices = field(default_factory=Prices)
 
     def times(self, *, engine_devices: int, trainer_devices: int, rows: int, context: float) -> Hardware:
-        """Return the times of engines of `engine_devices` each, and of a trainer of `trainer_devices`.
+        """Return the times of engines of `engine_devices` devices each, and of a trainer of `trainer_devices` devices.
 
         The decode times are exact for a full batch of `rows`, whose sequences hold `context` tokens on average.
 
         Raises:
-            RecipeError: the weights, or the KV cache of all rows, do not fit in the engine's memory.
+            RecipeError: the weights, or the KV cache of all rows, do not fit into the engine's memory.
         """
         device, size = self.accelerator, self.size
         if rows > (most := self.rows_that_fit(engine_devices=engine_devices, context=context)):
@@ -135,7 +140,7 @@ class PublishedHardware:
         bandwidth = BANDWIDTH_SHARE * device.bandwidth * engine_devices
         weights_s = size.weight_bytes / bandwidth
         token_s = 2 * size.parameters / (ARITHMETIC_SHARE * device.flops * engine_devices)
-        # two all-reduces per layer; a ring sends each value twice, except the device's own part
+        # two all-reduces per layer; in a ring, each device sends every value twice, except its own part
         reduced = 2 * size.layers * size.hidden * _BF16_BYTES * 2 * (1 - 1 / engine_devices)
         row_s = size.kv_bytes * context / bandwidth + reduced / (BANDWIDTH_SHARE * device.link)
         operations = 6 * (size.parameters + 2 * size.layers * size.query_width * context)
@@ -154,16 +159,19 @@ class PublishedHardware:
         )
 
     def rows_that_fit(self, *, engine_devices: int, context: float) -> int:
-        """Return the number of sequences of `context` tokens that fit beside the weights; 0 if those do not fit."""
+        """Return the number of sequences of `context` tokens that fit into memory next to the weights.
+
+        0 if not even the weights fit.
+        """
         free = MEMORY_SHARE * self.accelerator.memory * engine_devices - self.size.weight_bytes
         return max(0, int(free / (self.size.kv_bytes * max(1.0, context))))
 
 
 def published_hardware(name: str) -> PublishedHardware:
-    """Look up `ACCELERATOR:SIZE`, such as `h100:7b`.
+    """Return the accelerator and model size named by `ACCELERATOR:SIZE`, such as `h100:7b`.
 
     Raises:
-        UserError: either is unknown.
+        UserError: the accelerator or the size is unknown.
     """
     accelerator, _, size = name.partition(":")
     if accelerator not in ACCELERATORS or size not in SIZES:
@@ -175,6 +183,6 @@ def published_hardware(name: str) -> PublishedHardware:
 
 
 def mean_context(lengths: LengthLaw, prompt_tokens: int) -> float:
-    """Return the mean number of tokens before a sampled token, estimated from 20,000 lengths."""
+    """Return how many tokens precede a sampled token on average, estimated from 20,000 lengths."""
     drawn = lengths.draw(rng.generator(0, "published", "context"), 20_000).astype(np.float64)
     return prompt_tokens + float((drawn**2).sum() / (2 * drawn.sum()))

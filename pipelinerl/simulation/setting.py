@@ -20,8 +20,8 @@ class SimulatedSetting:
     in-flight updates.
 
     Attributes:
-        oversample: most orders issued for each that is expected to train.
-        filtered: share of groups that train nothing.
+        oversample: most prompt orders issued for each order that is expected to train.
+        filtered: share of groups that are filtered and train nothing.
     """
 
     steps: int

@@ -1,4 +1,4 @@
-"""`simulate`: a run of a `SimulatedSetting` on a `Hardware`, from its first order to its last step.
+"""`simulate`: a run of a `SimulatedSetting` on a `Hardware`, from its first prompt order to its last step.
 
     controller   issues orders within j and k         `StalenessBounds`, `FilteredShare`: the real decisions
     actors       request, judge, deliver              `actors.py`
@@ -6,9 +6,9 @@
     trainer      takes the oldest fresh groups        `group.py`, `agenda.py`
     publication  overlaps with the next step          like `training/publish/publishing.py`
 
-A step ends after the publication under way. Then it is reported, the controller issues orders and decides whether
-engines reload (`reload_due`), and the trainer begins to publish and collects its next groups. The new version counts as
-loaded once all engines have committed it. The result is a function of the arguments.
+A step ends only after the publication that is under way. Then the step is reported, the controller issues orders and
+decides whether engines reload (`reload_due`), and the trainer begins to publish and collects its next groups. The new
+version counts as loaded once all engines have committed it. The result is a function of the arguments.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from pipelinerl.simulation.lengths import drawing
 from pipelinerl.simulation.prediction import FILLS, Account, Prediction, SimulatedStep, cost, staleness_of
 from pipelinerl.simulation.setting import SimulatedSetting
 
-#: Interval at which actors poll the current version (`REFRESH_S` of their role).
+#: Interval in seconds at which actors poll the current version (`REFRESH_S` of the actor's role).
 HEARS_S: Final = 0.5
 
 
 @final
 @dataclass(slots=True)
 class _Counts:
-    """Orders by outcome, as known to the controller, and their time in flight."""
+    """Prompt orders by outcome, as known to the controller, and the time they spend in flight."""
 
     issued: int = 0
     trained: int = 0
@@ -56,7 +56,7 @@ class _Counts:
         return self.issued - self.trained - self.filtered - self.stale - self.failed
 
     def until(self, now: float) -> None:
-        """Integrate up to `now`; must be called before any change."""
+        """Integrate the orders in flight up to `now`; must be called before their number changes."""
         self.area += self.in_flight * (now - self.since)
         self.since = now
 
@@ -77,10 +77,10 @@ class _Mark(NamedTuple):
 
 
 def simulate(setting: SimulatedSetting, hardware: Hardware) -> Prediction:
-    """Simulate the run.
+    """Simulate a run with this setting on this hardware.
 
     Raises:
-        ValueError: the run deadlocks, since no event is left.
+        ValueError: the run deadlocks: no event is left before its last step.
     """
     run = _Run(setting, hardware)
     run.to_its_end()
@@ -110,13 +110,14 @@ class _Run:
         self._trainer = SimulatedTrainer(agenda, self._computed)
         self._lengths = drawing(setting.lengths, setting.seed)
         self._chance = rng.generator(setting.seed, "simulation", "filtered")
-        # controller
+        # state of the controller
         self._counts, self._filtered_share = _Counts(), FilteredShare()
         self._version = self._loaded = self._waiting_groups = self._filtered_since_step = 0
-        # actors' knowledge of versions: groups requested since the latest poll, and by the first version polled since
+        # state of the actors: groups requested since they last polled the version; older groups by the first version
+        # polled after their request
         self._asked: list[SimulatedGroup] = []
         self._heard: dict[int, list[SimulatedGroup]] = {}
-        # trainer
+        # state of the trainer
         self._groups, self._batch = WaitingGroups(), list[SimulatedGroup]()
         self._collects_since: float | None = 0.0
         self._wait_s = self._computes_since = 0.0
@@ -128,7 +129,7 @@ class _Run:
         self._marked = self._mark()
 
     def to_its_end(self) -> None:
-        """Process events until the last step."""
+        """Process events until the last step has ended."""
         skipped = self._setting.steps // FILLS
         self._issue()
         while len(self._steps) < self._setting.steps:
@@ -248,7 +249,10 @@ class _Run:
         self._collect()
 
     def _give_up_outdated(self) -> None:
-        """Give up outdated groups like the actors' `Freshness`: groups requested before v is polled count as v."""
+        """Give up outdated groups, like `Freshness` in the actors.
+
+        A group counts as sampled from the first version that its actor polls after the request.
+        """
         asked, self._asked = self._asked, []
         for group in asked:
             group.heard = self._version
@@ -256,7 +260,7 @@ class _Run:
         k = self._setting.bounds.k
         for version in [v for v in self._heard if not can_be_fresh(v, current=self._version, k=k)]:
             for group in self._heard.pop(version):
-                if group.heard == version and group.left and group.place >= 0:  # not requested again since
+                if group.heard == version and group.left and group.place >= 0:  # it was not requested again since
                     self._engines[group.place].withdraw(group, self._agenda.now)
                     self._plan(group.place)
                     self._actors.gave_up(group)
@@ -284,7 +288,7 @@ class _Run:
         self._slow_engines()
 
     def _dropped(self) -> list[SimulatedGroup]:
-        """Return the groups found stale since the last call."""
+        """Return the groups that were found to be stale since the last call."""
         dropped, self._groups.dropped = self._groups.dropped, []
         stale_tokens = sum(group.tokens for group in dropped)
         self._stale_tokens += stale_tokens
@@ -322,7 +326,7 @@ class _Run:
         self._agenda.after(self._control.report_s / 2, self._step_reported)
 
     def _directed(self, publish: bool) -> None:
-        """Receive the controller's directive: publish if directed, and collect the next batch."""
+        """Process the controller's directive: publish if it says so, and collect the next batch."""
         if publish:
             self._publishing = self._made
             self._agenda.after(self._hardware.update.send_s, self._commit)
@@ -368,7 +372,7 @@ class _Run:
         )
 
     def prediction(self) -> Prediction:
-        """Return the figures of the steps after the mark."""
+        """Return the figures of the steps after the mark, where the pipeline was full."""
         first, last, counts = self._marked, self._mark(), self._counts
         steps, seconds = self._steps[first.steps :], last.at - first.at
         tokens, rollouts = sum(s.sampled_tokens for s in steps), sum(s.rollouts for s in steps)

@@ -1,4 +1,4 @@
-"""Sweeps: the settings to simulate, and the one to recommend."""
+"""Sweeps: which settings to simulate, and which of them to recommend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _AS_FAST: Final = 0.05
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A setting of the recipe: its changes `section.key=value`, and its prediction, or why it cannot run."""
+    """A setting of the recipe, by its changes `section.key=value`, with its prediction, or the reason why it cannot
+    run.
+    """
 
     changes: tuple[str, ...]
     engines: int = 0
@@ -26,7 +28,7 @@ class Trial:
 
 
 def grid(axes: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return all combinations of `section.key=value,value,…`, the first axis slowest.
+    """Return all combinations of the values of `section.key=value,value,…`; the first axis changes slowest.
 
     Without axes, return the unchanged recipe.
 
@@ -43,9 +45,10 @@ def grid(axes: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def recommended(trials: Sequence[Trial]) -> Trial | None:
-    """Return the cheapest of the trials that are nearly as fast as the fastest; ties go to the freshest.
+    """Return the cheapest of the trials that are nearly as fast as the fastest; among equally cheap trials the
+    freshest.
 
-    Without prices, the one with the fewest engines is the cheapest. None if no trial can run.
+    Without prices, the trial with the fewest engines counts as the cheapest. None if no trial can run.
     """
     ran = [(trial, trial.prediction) for trial in trials if trial.prediction is not None]
     if not ran:

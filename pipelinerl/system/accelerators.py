@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-#: Device files of NVIDIA's and AMD's drivers, and of Google's for TPUs.
+#: Device files of the drivers: NVIDIA's and AMD's, and Google's for TPUs.
 _FILES: Final = (
     "dev/nvidia[0-9]*",
     "proc/driver/nvidia/gpus/*",

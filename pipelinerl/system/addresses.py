@@ -32,18 +32,19 @@ def address_towards(host: str, port: int) -> str:
 
 
 def outward_address() -> str:
-    """Return the address that faces the network at large; loopback if there is no network."""
+    """Return the address that other networks would reach this machine by; loopback if there is no network."""
     try:
-        return address_towards("192.0.2.1", 9)  # an address reserved for documentation; no packet is sent
+        return address_towards("192.0.2.1", 9)  # reserved for documentation; sends no packet
     except OSError:
         return LOOPBACK
 
 
 def address_facing(urls: Iterable[str]) -> str:
-    """Return one address by which the servers at `urls` reach this machine; loopback if all are on it.
+    """Return one address at which the servers at `urls` reach this machine; loopback if all servers are on this
+    machine.
 
-    A local engine also reaches the outward address, but a remote one never reaches loopback. If engines are on several
-    networks, the first decides; hosts that cannot be resolved are ignored.
+    A server on this machine also reaches the outward address, but a remote server never reaches loopback. If the
+    servers are on several networks, the first of them decides; hosts that cannot be resolved are ignored.
     """
     for parts in map(urlsplit, urls):
         try:
@@ -57,9 +58,10 @@ def address_facing(urls: Iterable[str]) -> str:
 
 @contextmanager
 def without_name_servers(host: str) -> Iterator[None]:
-    """Restrict look-ups of this thread to files.
+    """Restrict name look-ups of this thread to files, so that no name server is asked.
 
-    No-op without glibc, or if `host` is a name, since only a name server may be able to resolve it.
+    No-op without glibc. Also a no-op if `host` is a name instead of an address, since only a name server may be able to
+    resolve it.
     """
     state = _resolver() if _is_address(host) else None
     if state is None:
@@ -80,10 +82,12 @@ def _is_address(host: str) -> bool:
 
 
 def _resolver() -> Any:
-    """Return the start of this thread's `struct __res_state`: the first timeout in seconds, and the attempts."""
+    """Return the start of this thread's `struct __res_state`: the timeout of the first query in seconds, and the
+    attempts.
+    """
     library = ctypes.CDLL(None)
     if not (hasattr(library, "gnu_get_libc_version") and hasattr(library, "__res_init")):
         return None
-    library.__res_init()  # otherwise the first query would reset it to the defaults
+    library.__res_init()  # otherwise the first query would reset our values
     library.__res_state.restype = ctypes.POINTER(ctypes.c_int)
     return library.__res_state()

@@ -21,14 +21,15 @@ from typing import Any, Final, TypeVar, final
 
 T = TypeVar("T")
 
-#: Longer than most steps take, so their updates reuse the threads of the previous step.
+#: Seconds for which a finished thread waits for another call. Most steps are shorter, so the updates of a step reuse
+#: the threads of the previous step.
 _FREE_S: Final = 20.0
 
 
 def in_background(name: str, function: Callable[[], T]) -> Future[T]:
-    """Run `function` in a daemon thread; the future carries its result or exception.
+    """Run `function` in a daemon thread; the future carries the function's result or exception.
 
-    The thread is running when this returns. An exception that is never retrieved is dropped silently.
+    The thread is already running when this returns. An exception that is never retrieved is dropped silently.
     """
     call = _Call(name, function, Future(), begun := threading.Event())
     call.begin()
@@ -64,7 +65,7 @@ class _Call:
             self.begun.set()
         try:
             result = self.function()
-        except BaseException as error:  # passed on to the waiter
+        except BaseException as error:  # the future's owner gets it
             self.future.set_exception(error)
         else:
             self.future.set_result(result)
@@ -72,7 +73,7 @@ class _Call:
 
 @final
 class _Thread:
-    """A thread that makes one call after another, and ends after `_FREE_S` without one.
+    """A thread that makes one call after another, and ends after `_FREE_S` seconds without a call.
 
     It keeps no reference to a finished call, so the call's objects, such as connections, are freed with their owner.
     """
@@ -97,7 +98,7 @@ class _Thread:
                 if self in _free:
                     _free.remove(self)
                     return False
-            call = self.calls.get()  # the thread was chosen for a call just now
+            call = self.calls.get()  # the thread got a call just before its time was over
         threading.current_thread().name = call.name
         call.make()
         threading.current_thread().name = "free"
@@ -126,7 +127,9 @@ def tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *argu
 
 
 async def to_its_end(work: Awaitable[T]) -> T:
-    """Return the result of `work`; a cancelled caller still waits for its end, and is cancelled then."""
+    """Return the result of `work`, which cannot be cancelled: a cancelled caller waits for its end, and is cancelled
+    then.
+    """
     end = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(end)
@@ -136,10 +139,11 @@ async def to_its_end(work: Awaitable[T]) -> T:
 
 
 async def settled(future: Future[Any], *, timeout_s: float) -> bool:
-    """Wait until `future` is done, without retrieving its result; return False after `timeout_s`.
+    """Wait until `future` is done, without retrieving its result; return False if it is not done after `timeout_s`
+    seconds.
 
-    It takes half the event-loop iterations of `asyncio.wrap_future`, which matters since engines wait here in each
-    update.
+    This takes half the event-loop iterations of `asyncio.wrap_future`, which matters because engines wait here during
+    each update.
     """
     if future.done():
         return True

@@ -30,13 +30,14 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-#: Several times what our clients send; most servers accept 8 to 32 KiB.
+#: Several times the size of the heads that our clients send; most servers accept 8 to 32 KiB.
 MAX_HEAD_BYTES: Final = 32 * 2**10
 HEAD_TIMEOUT_S: Final = 20.0
-#: Longer than clients keep an idle connection, so that clients close it and no request meets a closing connection.
+#: Longer than our clients keep an idle connection: a connection is then closed by the client, and no request arrives at
+#: a connection that is being closed.
 KEEP_ALIVE_S: Final = 75
 MAX_CONNECTIONS: Final = 4096
-#: Writes of at least this size are sent at once: a packet of their own costs little.
+#: Writes of at least this many bytes are sent at once, since an additional packet costs little compared with them.
 _LARGE_WRITE: Final = 2**14
 
 
@@ -47,7 +48,7 @@ def max_connections() -> int:
 
 
 class _Stage(Enum):
-    """Position of the next bytes within a request."""
+    """The part of a request to which the next bytes belong."""
 
     IDLE = auto()
     HEAD = auto()
@@ -79,7 +80,7 @@ class LimitedConnection:
         """True if the bytes being parsed began between two requests, and no request has begun since."""
         self._timer: asyncio.TimerHandle | None = None
 
-    # Callbacks of the transport.
+    # Callbacks that the transport calls.
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Accept the connection, unless there are too many."""
@@ -93,7 +94,7 @@ class LimitedConnection:
         self._arm()
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes; of a head, at most its limit at once."""
+        """Parse received bytes; within a head, at most as many at a time as its limit allows."""
         while data and self._is_served and not self._http.transport.is_closing():
             taken = len(data) if self._stage is _Stage.BODY else MAX_HEAD_BYTES
             part, data = data[:taken], data[taken:]
@@ -122,11 +123,11 @@ class LimitedConnection:
         """Resume writing."""
         self._http.resume_writing()
 
-    # Callbacks of the parser.
+    # Callbacks that the parser calls.
 
     def on_message_begin(self) -> None:
         """Handle a request's first byte."""
-        if not self._opens:  # the bytes before it belong to another request
+        if not self._opens:  # the bytes so far belong to the previous request
             self._overhead = 0
         self._stage, self._opens = _Stage.HEAD, False
         self._http.on_message_begin()
@@ -155,7 +156,7 @@ class LimitedConnection:
         self._stage, self._overhead = _Stage.IDLE, 0
         self._http.on_message_complete()
 
-    # Deadlines.
+    # Deadlines while waiting for the client.
 
     @property
     def _is_answered(self) -> bool:
@@ -164,7 +165,7 @@ class LimitedConnection:
         return cycle is None or cycle.response_complete
 
     def _watch(self) -> None:
-        """Keep a deadline while waiting for the client, unless uvicorn or the application has one."""
+        """Keep a deadline while waiting for the client, unless uvicorn or the application keeps one."""
         unwatched = self._is_answered and self._http.timeout_keep_alive_task is None
         if self._stage is not _Stage.HEAD and not unwatched:
             self._disarm()
@@ -173,7 +174,7 @@ class LimitedConnection:
 
     def _arm(self) -> None:
         cycle: RequestResponseCycle | None = self._http.cycle
-        begun = cycle is not None  # a connection that never sent anything is not kept alive
+        begun = cycle is not None  # a connection that never sent a request gets the shorter deadline
         seconds = KEEP_ALIVE_S if begun and self._stage is _Stage.IDLE else HEAD_TIMEOUT_S
         self._timer = self._http.loop.call_later(seconds, self._late)
 
@@ -186,7 +187,7 @@ class LimitedConnection:
         self._timer = None
         if self._http.transport.is_closing():
             return
-        if not self._is_answered:  # the next request arrives slowly while the previous one is processed
+        if not self._is_answered:  # the previous request is still being processed, so give the next one more time
             self._arm()
         elif self._stage is _Stage.HEAD:
             self._refuse(408, "headers_too_slow", f"the headers must arrive within {HEAD_TIMEOUT_S:g} s")
@@ -194,7 +195,7 @@ class LimitedConnection:
             self._http.transport.close()
 
     def _refuse(self, status: int, code: str, message: str) -> None:
-        """Send an error, unless another response has begun, and close."""
+        """Send an error response, unless another response has begun, and close the connection."""
         if self._is_answered or not self._http.cycle.response_started:
             self._http.transport.write(_answer(status, code, message))
         self._http.transport.close()
@@ -218,11 +219,13 @@ class _JoinedWrites:
         return getattr(self._transport, name)
 
     def is_closing(self) -> bool:
-        """Return True if the connection is closing; see `asyncio.Transport`."""
+        """Return True if the connection is closing, as `asyncio.Transport` does."""
         return self._transport.is_closing()
 
     def write(self, data: bytes) -> None:
-        """Send `data` together with a delayed write; a single small write is delayed."""
+        """Send `data`, together with any write that was delayed. If nothing was delayed and `data` is small, delay it
+        instead.
+        """
         if not data:
             return
         if self._held:
@@ -256,7 +259,7 @@ class _JoinedWrites:
 
 
 def _answer(status: int, code: str, message: str) -> bytes:
-    """Return a complete error response in the format of all others."""
+    """Return a complete error response, in the same format as all other errors."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
     head = (

@@ -10,7 +10,9 @@ from pipelinerl.errors import UserError
 
 
 def system_words(error: OSError) -> str:
-    """Return the system's reason and the file, without the error number: `runs/x/recipe.toml: Permission denied`."""
+    """Return the system's reason and the file's name, without the error number: `runs/x/recipe.toml: Permission
+    denied`.
+    """
     reason = error.strerror or str(error) or type(error).__name__
     return reason if error.filename is None else f"{os.fsdecode(error.filename)}: {reason}"
 
@@ -19,7 +21,7 @@ def working_directory() -> Path:
     """Return the directory to which relative paths refer.
 
     Raises:
-        UserError: it was removed.
+        UserError: the directory was removed.
     """
     try:
         return Path.cwd()
@@ -53,7 +55,10 @@ def sync(path: Path) -> None:
 
 
 def make_private(path: Path, text: str) -> bool:
-    """Write like `write_private` unless the file exists; return True if written. Of several writers one wins."""
+    """Write the file like `write_private`, unless it exists; return True if it was written.
+
+    If several processes write at the same time, exactly one of them succeeds.
+    """
     draft = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     write_private(draft, text)
     try:
@@ -77,6 +82,6 @@ def write_private(path: Path, text: str) -> None:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(text)
         draft.replace(path)
-    except OSError:  # Remove the partial file, so it uses no disk space.
+    except OSError:  # remove the partial file, so it uses no disk space
         draft.unlink(missing_ok=True)
         raise

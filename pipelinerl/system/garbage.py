@@ -1,7 +1,7 @@
-"""Frequency of garbage collection: rarely while a process imports its libraries, and as usual afterwards.
+"""How often garbage is collected: rarely while a process imports its libraries, and as usual afterwards.
 
-Imported objects are never garbage. Searching them repeatedly as they grow takes an eighth of the CPU time in which a
-process with torch and transformers starts.
+Imported objects are never garbage. Python nevertheless searches them again and again while their number grows, which
+takes an eighth of the CPU time in which a process with torch and transformers starts.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import gc
 
 _USUAL = gc.get_threshold()
-#: New objects before a collection of the youngest generation; Python's default is hundreds.
+#: Number of new objects after which the youngest generation is collected; Python's default is hundreds.
 _WHILE_LOADING = 50_000
 
 
 def collect_rarely() -> None:
-    """Collect rarely, in a process that starts; a command that serves no requests may keep this setting."""
+    """Collect garbage rarely, while a process starts. A command that serves no requests may keep this setting."""
     gc.set_threshold(_WHILE_LOADING)
 
 
 def collect_as_usual() -> None:
-    """Restore Python's usual frequency."""
+    """Restore the frequency at which Python normally collects garbage."""
     gc.set_threshold(*_USUAL)

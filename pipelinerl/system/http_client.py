@@ -32,25 +32,25 @@ if TYPE_CHECKING:
 
     from pipelinerl.system.post_connections import FanoutClient
 
-#: A live peer accepts a connection within this time, no matter how long its response takes.
+#: Time limit for connecting: a live peer accepts a connection within it, no matter how long its response takes.
 CONNECT_S: Final = 5.0
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 def authorization(token: str | None) -> dict[str, str]:
-    """Return the header with the run's bearer token; no header without a token."""
+    """Return the header with the run's bearer token; no headers if there is no token."""
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
 def session(
     base_url: str = "", *, token: str | None = None, timeout_s: float = 10.0, headers: Mapping[str, str] = _NO_HEADERS
 ) -> httpx.Client:
-    """Return a blocking client for `base_url` with connection reuse; close it, or use it in a `with` block.
+    """Return a blocking client for `base_url` that reuses connections; close it, or use it in a `with` block.
 
     Args:
         base_url: prefix of all requested paths; empty if calls use whole URLs.
         token: the run's bearer token.
-        timeout_s: longest silence, while connecting and while the peer sends nothing.
+        timeout_s: the longest time to wait for a connection, or for the peer to send anything.
         headers: further headers of every call.
     """
     import httpx
@@ -76,8 +76,8 @@ def hot_session(
 
     Args:
         token: the run's bearer token.
-        keep_alive_s: how long an idle connection is kept. It must be shorter than the server's time, so that the client
-            closes it and no call meets a closing connection.
+        keep_alive_s: how long an idle connection is kept. It must be shorter than the server's own limit: then the
+            client closes the connection, and no call meets a connection that the server is closing.
         headers: further headers of every call.
         read_bytes: buffer size of a response.
     """
@@ -102,9 +102,10 @@ def post_connections(
 
 
 def call_timeout(timeout_s: float, *, silence_s: float | None = None) -> aiohttp.ClientTimeout:
-    """Return the deadline of one `hot_session` call; infinity allows an endless stream once connected.
+    """Return the deadline of one `hot_session` call. With infinity, only connecting has a deadline: for endless
+    streams.
 
-    With `silence_s`, a peer that sends nothing for that long has timed out, too.
+    With `silence_s`, the call also times out if the peer sends nothing for that long.
     """
     import aiohttp
 
@@ -116,9 +117,10 @@ def call_timeout(timeout_s: float, *, silence_s: float | None = None) -> aiohttp
 
 
 def byte_connection(url: str) -> http.client.HTTPConnection:
-    """Return an unconnected connection to the host of `url`, whose socket the caller reads into its own memory.
+    """Return a connection to the host of `url`, not connected yet, from whose socket the caller reads into its own
+    memory.
 
-    The caller sets headers (`authorization`) and timeout of each request.
+    The caller sets the headers (`authorization`) and the timeout of each request.
     """
     parts = urlsplit(url)
     if parts.scheme == "https":
@@ -137,7 +139,7 @@ def _settings(base_url: str, token: str | None, timeout_s: float, headers: Mappi
 
 @cache
 def _trusted() -> Any:
-    """Return the trusted certificates; cached, since reading them takes 30 ms, as long as thirty calls."""
+    """Return the trusted certificates. They are cached, since reading them takes 30 ms, as long as thirty calls."""
     import httpx
 
     return httpx.create_ssl_context(trust_env=False)

@@ -41,14 +41,14 @@ from pipelinerl.system.connection import KEEP_ALIVE_S, LimitedConnection
 GRACE_S: Final = 3
 OPEN_PATH: Final = "/health"
 
-#: A layout of a hundred thousand parameters takes 10 MB; prompts take far less.
+#: A limit far above real bodies: a layout of a hundred thousand parameters takes 10 MB, and prompts take far less.
 MAX_BODY_BYTES: Final = 32 * 2**20
-#: Time limit of a body; the processing of a request has no such limit.
+#: Time limit for receiving a body; the processing of a request has no such limit.
 BODY_TIMEOUT_S: Final = 30.0
 
 _NOT_JSON: Final = "the body must be JSON, with the header Content-Type: application/json"
 _TOO_LARGE: Final = "the body must be at most {} bytes, got more"
-#: Security-relevant headers. If one is repeated, two parsers could disagree on its value.
+#: Security-relevant headers. A request that repeats one is rejected, since two parsers could disagree on its value.
 _DECIDING: Final = frozenset(
     {
         b"authorization", b"host", b"origin", b"sec-fetch-site", b"content-type", b"content-encoding",
@@ -60,7 +60,7 @@ _CODES: Final = {408: "body_too_slow", 413: "body_too_large"}
 
 
 class BodyRule(Enum):
-    """The limits on a body, by method."""
+    """The limits on a request's body, by the request's method."""
 
     JSON = "here: JSON, MAX_BODY_BYTES at most, within BODY_TIMEOUT_S"
     STREAMED = "the route, which takes it as it comes"
@@ -108,13 +108,13 @@ class _Gate:
         if self._expected is None or scope["path"] == OPEN_PATH:
             return None
         scheme, _, credential = given.get(b"authorization", b"").partition(b" ")
-        if hmac.compare_digest(scheme.lower() + b" " + credential.strip(), self._expected):  # RFC 7235, 2.1
+        if hmac.compare_digest(scheme.lower() + b" " + credential.strip(), self._expected):  # RFC 7235, 2.1: any case
             return None
         message = "a valid bearer token is required: send the header Authorization: Bearer <token>"
         return refusal(401, message, code="unauthorized")
 
     def _web_page(self, scope: Scope, given: dict[bytes, bytes]) -> Response | None:
-        """Reject requests of foreign web pages, by the Origin and Host that a browser sends."""
+        """Reject requests that web pages of other origins make, by the Origin and Host headers that a browser sends."""
         host, origin = given.get(b"host", b""), given.get(b"origin")
         if self._expected is None and not _is_own_name(host):
             message = "without a token, Host must be localhost or an IP address: other names could be redirected here"
@@ -132,10 +132,10 @@ def _twice(name: bytes) -> Response:
 
 
 def _is_own_name(host: bytes) -> bool:
-    """Return True if no name server can redirect this host.
+    """Return True if the host name cannot be redirected by a name server.
 
-    Otherwise a page of evil.example, whose name first resolves to its own server and then to this one, would have the
-    same origin in the browser.
+    Without this check, a web page of evil.example could let its name resolve first to its own server and then to this
+    server. The browser would consider both to be of the same origin.
     """
     try:
         name = urlsplit("//" + host.decode("ascii")).hostname or ""
@@ -145,7 +145,10 @@ def _is_own_name(host: bytes) -> bool:
 
 
 def _unfit_body(scope: Scope, given: dict[bytes, bytes]) -> Response | None:
-    """Reject bodies other than uncompressed JSON: HTML forms can send text, but JSON needs a preflight request."""
+    """Reject bodies other than uncompressed JSON.
+
+    HTML forms of other origins can send text without asking, whereas browsers send a preflight request before JSON.
+    """
     size = given.get(b"content-length", b"0")
     if (size == b"0" and b"transfer-encoding" not in given) or scope["method"] in _READS_ONLY:
         return None
@@ -169,7 +172,7 @@ class _BoundedBody:
         self._is_whole = False
 
     async def __call__(self) -> Message:
-        if self._is_whole:  # the next message is the client's disconnect
+        if self._is_whole:  # after the body, the next message is the client's disconnect
             return await self._receive()
         if self._deadline is None:
             self._deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
@@ -192,7 +195,7 @@ def refusal(status: int, message: str, *, code: str, param: str | None = None) -
 
 
 def refuse_in_one_shape(app: Starlette) -> None:
-    """Make the framework's own errors, and unexpected ones, use the format of `refusal`."""
+    """Make the framework's own errors, and unexpected exceptions, use the format of `refusal`."""
     from fastapi.exceptions import RequestValidationError  # lazy: not every service needs fastapi
 
     app.add_exception_handler(HTTPException, _no_route)
@@ -201,7 +204,7 @@ def refuse_in_one_shape(app: Starlette) -> None:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    """Answer 404 and 405; and 400, for an invalid body that the parser could not decode."""
+    """Answer requests that the framework rejects: 404 and 405, and 400 for an invalid body that it could not decode."""
     assert isinstance(error, HTTPException)
     if error.status_code == 400:
         return refusal(400, _NOT_JSON, code="invalid_json")
@@ -216,12 +219,14 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 def refused_body(error: HTTPException) -> Response:
-    """Return the response to a body that is too large or too slow, as reported by an endpoint's `receive`."""
+    """Return the response to a body that was too large or too slow, as an endpoint's `receive` reported by an
+    exception.
+    """
     return refusal(error.status_code, str(error.detail), code=_CODES[error.status_code])
 
 
 async def _invalid(_: Request, error: Exception) -> Response:
-    """Answer with the first validation error as a sentence, without the invalid input."""
+    """Answer with a sentence on the first validation error, which does not repeat the invalid input."""
     from fastapi.exceptions import RequestValidationError
 
     assert isinstance(error, RequestValidationError)
@@ -239,16 +244,16 @@ async def _unforeseen(request: Request, _: Exception) -> Response:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a bound and listening socket; port 0 takes a free one.
+    """Return a bound and listening socket; port 0 means any free port.
 
     Raises:
-        AddressError: the port is taken, or the address is not of this machine.
+        AddressError: the port is taken, or the address does not belong to this machine.
     """
     family, _, _, _, address = _resolved(host, port)
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Connections inherit it. Without it, the body of a response waits for the acknowledgement of its head, which the
-    # receiver delays by 40 ms.
+    # Connections inherit this option. Without it, the body of a response waits until the receiver has acknowledged its
+    # head, which the receiver delays by 40 ms.
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         bound.bind(address)
@@ -268,7 +273,9 @@ def url_of(host: str, port: int) -> str:
 
 
 def config_of(app: ASGIApp) -> uvicorn.Config:
-    """Return the uvicorn configuration of all our applications; the caller handles `lifespan`."""
+    """Return the uvicorn configuration of all our applications, with lifespan handling off: the caller runs the
+    lifespan.
+    """
     return uvicorn.Config(
         app,
         http=LimitedConnection,  # type: ignore[arg-type]  # which has the methods of an asyncio.Protocol
@@ -311,7 +318,7 @@ async def serving(app: Starlette, listener: socket.socket) -> AsyncIterator[None
     handlers.
 
     Raises:
-        AddressError: other machines could reach it.
+        AddressError: `listener` is not on loopback, so other machines could reach the application.
     """
     address = listener.getsockname()[0]
     if not ip_address(address).is_loopback:
@@ -337,13 +344,13 @@ async def serving(app: Starlette, listener: socket.socket) -> AsyncIterator[None
 
 @asynccontextmanager
 async def _up(app: Starlette) -> AsyncIterator[None]:
-    """Run the application's lifespan; uvicorn would log a startup error and exit."""
+    """Run the application's lifespan here, because uvicorn would log a startup error and exit instead of raising it."""
     lifespan = app.router.lifespan_context(app)
     await lifespan.__aenter__()
     try:
         yield
     finally:
-        # The signal that ended the server also cancels its task, but cleanup must complete.
+        # The signal that ended the server also cancels its task; the cleanup must complete nevertheless.
         await to_its_end(lifespan.__aexit__(None, None, None))
 
 
@@ -352,7 +359,7 @@ def serve(app: Starlette, listener: socket.socket) -> None:
 
     async def until_signalled() -> None:
         serving = asyncio.ensure_future(serve_until(app, listener))
-        for number in (signal.SIGTERM, signal.SIGINT):  # otherwise uvicorn re-raises the signal at its end
+        for number in (signal.SIGTERM, signal.SIGINT):  # otherwise uvicorn raises the signal again when it ends
             asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
         with suppress(asyncio.CancelledError):
             await serving

@@ -13,29 +13,31 @@ from typing import Final
 from pipelinerl.errors import AddressError
 
 _LOOPBACK: Final = "127.0.0.1"
-#: Below Linux' default range of outgoing ports (32768 and up).
+#: Ports below Linux's default range of outgoing ports (32768 and up).
 _LISTENING: Final = range(20000, 32000)
-#: Time limit for a loopback connection, which is normally immediate.
+#: Time limit in seconds for a loopback connection, which normally takes no time.
 _ANSWERS_S: Final = 2.0
 #: Counts the ports that this process has tried.
 _LOOKED_AT: Final = counting()
 
 
 def free_ports(count: int, host: str = _LOOPBACK) -> tuple[int, ...]:
-    """Return `count` different free ports of a local address, below the range of outgoing connections.
+    """Return `count` different free ports of a local address, below the range of outgoing ports.
 
-    Otherwise a client that keeps reconnecting to an absent service could be assigned the service's own port as its
-    outgoing port, connect to itself, and block the service's return.
+    A client that keeps reconnecting to a stopped service could be assigned the service's port as its own outgoing port.
+    It would then be connected to itself, and the service could not bind its port again. Ports below the range prevent
+    this.
 
     Raises:
-        AddressError: there are fewer; or 127.0.0.1, where all of a run's services listen, is unreachable.
+        AddressError: there are too few free ports; or 127.0.0.1, where all services of a run listen, is
+            unreachable.
     """
     if host == _LOOPBACK:
         _check_loopback()
     found: list[int] = []
     for _ in _LISTENING:
-        # Launchers that start together try different ports, and a process never tries the same port twice: a port
-        # returned a moment ago may not be bound yet.
+        # Start at a port that depends on the process, so launchers that start together try different ports. Never try a
+        # port twice, since a port returned a moment ago may not be bound yet.
         port = _LISTENING[(os.getpid() * 37 + next(_LOOKED_AT)) % len(_LISTENING)]
         if is_free(port, host):
             found.append(port)
@@ -45,7 +47,9 @@ def free_ports(count: int, host: str = _LOOPBACK) -> tuple[int, ...]:
 
 
 def _check_loopback() -> None:
-    """Check the loopback interface, which is down in some containers; services would wait for it forever."""
+    """Check that the loopback interface is up. In some containers it is down, and services would wait for it
+    forever.
+    """
     try:
         with socket.create_server((_LOOPBACK, 0)) as service:
             socket.create_connection(service.getsockname(), _ANSWERS_S).close()

@@ -1,13 +1,14 @@
 """`FanoutClient`: sends the same small request to many peers at once, and receives small responses.
 
-HTTP libraries build each request from scratch, with all features of HTTP. Here a request is prepared bytes: only the
-host differs in the head, and the body is the same.
+HTTP libraries build each request from scratch, with all features of HTTP. Here a request is prepared bytes: for each
+peer, only the host in the head differs, and the body is the same.
 
 A connection carries one call at a time. It is reused only after a complete response, never after an abandoned call.
-Every call has a deadline. A response has at most `MOST_ANSWER_BYTES`, including its head. A peer may close a connection
-at the moment of its reuse: then a request without any response yet is repeated once on a new connection. A call may
-therefore reach its peer twice, so it must be idempotent, like weight updates and polls. Streamed requests are not
-repeated; their responses have any length and are read incrementally, with back-pressure.
+Every call has a deadline. A response has at most `MOST_ANSWER_BYTES`, including its head. A peer may close an idle
+connection at the moment of its reuse. If a request fails before any byte of a response has arrived, it is therefore
+repeated once on a new connection. A call may thus reach its peer twice, so it must be idempotent, like weight updates
+and polls. Streamed requests are not repeated; their responses may have any length and are read incrementally, with
+back-pressure.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -52,7 +53,9 @@ class _Peer:
         self._heads: dict[tuple[str, str], bytes] = {}
 
     def head(self, method: str, path: str, headers: str) -> bytes:
-        """Return the cached first lines of a request; `headers` are always the same."""
+        """Return the first lines of a request. They are cached, since all requests to a peer have the same
+        `headers`.
+        """
         known = self._heads.get((method, path))
         if known is None:
             line = f"{method} {self._prefix}{path} HTTP/1.1\r\nhost: {self._name}\r\n{headers}"
@@ -62,15 +65,15 @@ class _Peer:
 
 @final
 class FanoutClient:
-    """A client for one event loop; `close` it there."""
+    """A client for one event loop; call `close` in the same loop."""
 
     def __init__(self, *, headers: dict[str, str], keep_alive_s: float, connect_s: float) -> None:
         """Create a client.
 
         Args:
             headers: headers of every request.
-            keep_alive_s: how long an idle connection is reused. It must be shorter than the server's time, so that no
-                request meets a closing connection.
+            keep_alive_s: how long an idle connection is reused. It must be shorter than the server's own limit, so that
+                no request meets a connection that the server is closing.
             connect_s: time limit of a connection attempt.
         """
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
@@ -97,7 +100,8 @@ class FanoutClient:
     async def stream(
         self, url: str, path: str, body: bytes | None, *, timeout_s: float
     ) -> AsyncGenerator[tuple[int, bytes]]:
-        """Yield status and body in parts, as with `post` or, without a body, `get`; the last part may be empty.
+        """Yield status and body in parts. Send a POST with `body`, or a GET if `body` is None. The last part may be
+        empty.
 
         Raises like `post`, after yielding everything received. Closing the generator abandons the rest.
         """
@@ -115,7 +119,7 @@ class FanoutClient:
         finally:
             alarm.cancel()
             if not answer.cancel():
-                answer.exception()  # retrieved, so that asyncio does not log it
+                answer.exception()  # mark it as retrieved, so that asyncio does not log it
             self._give_back(line, peer)
 
     def _peer(self, url: str) -> _Peer:
@@ -161,7 +165,7 @@ class FanoutClient:
                 await line.closed.wait()
 
     def _kept(self, peer: _Peer, now: float) -> _Line | None:
-        """Return an idle connection to the peer that is recent enough; None without one."""
+        """Return an idle connection to the peer that was used recently enough; None if there is none."""
         while peer.idle:
             line = peer.idle.pop()
             if line.is_free and now - line.since < self._keep_alive_s:
@@ -184,7 +188,7 @@ class FanoutClient:
 
 
 def _request(peer: _Peer, path: str, headers: str, body: bytes | None) -> bytes:
-    """Return the bytes of a GET request, or with a body of a POST."""
+    """Return the bytes of a POST request, or of a GET request if `body` is None."""
     if body is None:
         return peer.head("GET", path, headers) + b"\r\n"
     return b"%bcontent-length: %d\r\n\r\n%b" % (peer.head("POST", path, headers), len(body), body)
@@ -197,7 +201,7 @@ class _NotAnswered(ConnectionError):
 
 @final
 class _Line:
-    """One connection: an `asyncio.Protocol` and the callbacks of its parser. It is in `lines` while open."""
+    """One connection: an `asyncio.Protocol` and the callbacks of its parser. While open, it is a member of `lines`."""
 
     def __init__(self, lines: set[_Line]) -> None:
         self._lines = lines
@@ -213,9 +217,11 @@ class _Line:
         self.closed = asyncio.Event()
 
     def begin(self, request: bytes, *, streams: bool = False) -> asyncio.Future[tuple[int, bytes]]:
-        """Send a request and return the future of its response; a lost connection raises `ConnectionError` there.
+        """Send a request and return the future of its response, which raises `ConnectionError` if the connection is
+        lost.
 
-        `fail` ends the wait. With `streams`, the result contains only what was not `taken` before.
+        `fail` ends the wait early. With `streams`, the future's result contains only what `taken` has not returned
+        before.
         """
         answer = self._answer = asyncio.get_running_loop().create_future()
         self._parser, self._body, self._num_bytes = httptools.HttpResponseParser(self), b"", 0
@@ -228,7 +234,7 @@ class _Line:
         return answer
 
     def taken(self) -> tuple[int, bytes] | None:
-        """Return the status and the part of the body received since the last call; None if it is empty."""
+        """Return the status and the part of the body received since the last call; None if nothing was received."""
         if not self._body:
             return None
         piece, self._body, self._num_bytes = self._body, b"", 0
@@ -238,17 +244,17 @@ class _Line:
         return self._parser.get_status_code(), piece
 
     async def grown(self) -> None:
-        """Wait until there is more to take, or the response has ended."""
+        """Wait until `taken` has more to return, or the response has ended."""
         self._grown = asyncio.get_running_loop().create_future()
         await self._grown
 
     @property
     def is_free(self) -> bool:
-        """True if another call can use it."""
+        """True if the connection is open and carries no call."""
         return self._transport is not None and self._answer is None and not self._transport.is_closing()
 
     def drop(self) -> None:
-        """Close it."""
+        """Close the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -258,7 +264,7 @@ class _Line:
             self._answer.set_exception(error)
             self._tell()
 
-    # Callbacks of the event loop.
+    # Callbacks that the event loop calls.
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Handle the new connection."""
@@ -266,7 +272,7 @@ class _Line:
         self._lines.add(self)
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes; unsolicited ones close the connection."""
+        """Parse received bytes; bytes that no request asked for close the connection."""
         if self._answer is None or self._answer.done():
             self.drop()
             return
@@ -300,12 +306,12 @@ class _Line:
         self.fail(kind(f"the connection ended before the answer{f': {error}' if error else ''}"))
 
     def pause_writing(self) -> None:
-        """Do nothing if the peer reads slowly: only one request is buffered."""
+        """Do nothing if the peer reads slowly: at most one request is buffered."""
 
     def resume_writing(self) -> None:
         """Do nothing."""
 
-    # Callbacks of the parser.
+    # Callbacks that the parser calls.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Handle one header."""
@@ -335,6 +341,6 @@ class _Line:
             self._tell()
 
     def _tell(self) -> None:
-        """Wake the reader of a stream."""
+        """Wake the reader of a streamed response."""
         if self._grown is not None and not self._grown.done():
             self._grown.set_result(None)

@@ -32,7 +32,7 @@ def is_reference(text: str) -> bool:
 
 
 def anchored(text: str, folder: Path) -> str:
-    """Return the reference with its path made absolute from `folder`; other references are unchanged."""
+    """Return the reference with its path made absolute, relative to `folder`; references to modules are unchanged."""
     match = _IN_A_FILE.fullmatch(text)
     return f"{(folder / from_home(match['path'])).resolve()}:{match['attribute']}" if match else text
 
@@ -41,7 +41,8 @@ def load_reference(text: str) -> Any:
     """Return the object that a reference names.
 
     Raises:
-        ReferenceFailed: the form is wrong, the file, module or attribute does not exist, or the import raises.
+        ReferenceFailed: the reference has a wrong form, its file, module or attribute does not exist, or its import
+            raises.
     """
     if match := _IN_A_FILE.fullmatch(text):
         module = _from_file(from_home(match["path"]).resolve())
@@ -57,7 +58,7 @@ def load_reference(text: str) -> Any:
 
 
 def place_of(thing: Any) -> str:
-    """Return `name, file:line` of a function or class, if they are known."""
+    """Return `name, file:line` of a function or class, as far as these are known."""
     thing = inspect.unwrap(thing)
     try:
         return f"{thing.__name__}, {inspect.getsourcefile(thing)}:{inspect.getsourcelines(thing)[1]}"
@@ -66,7 +67,7 @@ def place_of(thing: Any) -> str:
 
 
 def last_line(error: BaseException) -> str:
-    """Return an exception's message and its innermost line outside Python's own library."""
+    """Return an exception's message, and the innermost line of its traceback outside Python's standard library."""
     text = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {text}"

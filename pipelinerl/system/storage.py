@@ -25,10 +25,12 @@ _BLOCK_BYTES: Final = 8 * 2**20
 
 @final
 class Storage:
-    """A location for copies. Calls raise `OSError`, or the errors of the library behind the URL."""
+    """A directory or URL to which copies are written. Calls raise `OSError`, or the errors of the library behind the
+    URL.
+    """
 
     def __init__(self, url: str) -> None:
-        """Create it without reading anything.
+        """Create the storage without reading anything.
 
         Raises:
             UserError: no installed library supports this URL.
@@ -42,7 +44,7 @@ class Storage:
         self._is_local = "file" in tuple(self._files.protocol)
 
     def write(self, name: str, *pieces: Any) -> None:
-        """Write bytes, or other buffers, one after the other, replacing an existing file."""
+        """Write `pieces` (bytes or other buffers) one after the other to a file, replacing an existing file."""
         with self._opened_new(name) as file:
             for piece in pieces:
                 file.write(piece)
@@ -53,10 +55,10 @@ class Storage:
             shutil.copyfileobj(origin, file, _BLOCK_BYTES)
 
     def read(self, name: str) -> bytes:
-        """Return the whole file.
+        """Return the contents of the file.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: the file does not exist.
         """
         return cast(bytes, self._files.cat_file(f"{self._root}/{name}"))
 
@@ -64,7 +66,7 @@ class Storage:
         """Open the file for reading.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: the file does not exist.
         """
         return cast(io.BufferedIOBase, self._files.open(f"{self._root}/{name}", "rb"))
 
@@ -83,7 +85,7 @@ class Storage:
         return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found)
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with its contents; no-op if there is none."""
+        """Remove a file, or a folder with its contents; no-op if it does not exist."""
         with contextlib.suppress(FileNotFoundError):
             self._files.rm(f"{self._root}/{name}", recursive=True)
 

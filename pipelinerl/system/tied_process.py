@@ -2,14 +2,14 @@
 
     python -S -E tied_process.py PARENT_PID SIGNAL CORES -- program argument…
 
-It sets the process's cores (`0,1,2`; empty: unchanged), ties it to its parent, and becomes the program. The kernel
-sends it `SIGNAL` (a name, like `SIGTERM`) when the parent ends, even by SIGKILL, so a killed run leaves no processes
-behind.
+It sets the process's cores (`0,1,2`; empty: unchanged), ties the process to its parent, and becomes the program. When
+the parent ends, even by SIGKILL, the kernel sends `SIGNAL` (a name, like `SIGTERM`) to the program, so a killed run
+leaves no processes behind.
 
 This is a program of its own, since code between fork and exec is unsafe in a process with threads. It imports only the
-standard library, to start within milliseconds. It works on Linux (`prctl(PR_SET_PDEATHSIG)`, which survives exec);
-elsewhere it only runs the program. Linux considers the *thread* that started the program as its parent, so this thread
-must live as long as its process.
+standard library, to start within milliseconds. It works on Linux (`prctl(PR_SET_PDEATHSIG)`, which survives exec); on
+other systems it only runs the program. Linux considers the *thread* that started the program as its parent, so this
+thread must live as long as the program.
 """
 
 from __future__ import annotations

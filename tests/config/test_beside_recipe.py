@@ -1,4 +1,6 @@
-"""Tests of file names in a recipe: relative to the file or command line that contains them, absolute once saved."""
+"""Tests of file names in a recipe: relative to the file or command line that contains them, absolute in a saved
+recipe.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def test_elastic_type_paths_resolve_relative_to_the_recipe(tmp_path: Path) -> No
     assert load(tmp_path / "elsewhere.toml") == config
 
 
-def test_saved_recipe_means_the_same_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_recipe_means_the_same_wherever_it_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rewards = 'rewards = [{ function = "r.py:form", weight = 0.2 }, { function = "math_answer" }]'
     recipe = write(
         tmp_path / "run.toml",
@@ -55,7 +57,7 @@ def test_saved_recipe_means_the_same_everywhere(tmp_path: Path, monkeypatch: pyt
     assert [part.shown_as for part in again.domains[0].rewards] == ["form", "math_answer"]
 
 
-def test_other_values_are_unchanged(tmp_path: Path) -> None:
+def test_values_that_are_not_file_names_are_unchanged(tmp_path: Path) -> None:
     table = {
         "engine": {"type": "torch", "options": {"function": "x.py:y"}},
         "domains": [{"name": "x.py:y", "source": "reasoning_gym:chain_sum", "parameters": {"source": "x.py:y"}}],
@@ -74,7 +76,7 @@ def test_data_path_on_the_command_line_is_relative_to_the_working_directory(
     assert config.domains[0].parameters == {"path": f"{tmp_path}/mine/*.jsonl"}
 
 
-def test_file_of_a_command_is_relative_to_the_recipe(tmp_path: Path) -> None:
+def test_file_in_a_domains_command_is_relative_to_the_recipe(tmp_path: Path) -> None:
     domain = 'command = ["python3", "cli.py", "{task}", "--quiet"]\n'
     recipe = write(tmp_path / "run.toml", DOMAIN.format(source="addition", verifier="math_answer") + domain)
     write(tmp_path / "cli.py", "")

@@ -63,7 +63,7 @@ def test_invalid_domain_is_rejected(domain: dict[str, Any], sentence: str) -> No
 
 
 def written(folder: Path) -> Path:
-    """Write a recipe with data, examples and a base next to it."""
+    """Write a recipe together with its data, few-shot examples and base."""
     (folder / "data").mkdir(parents=True)
     rows = "".join(json.dumps({"prompt": f"q{i}", "answer": "a"}) + "\n" for i in range(20))
     (folder / "data" / "a.jsonl").write_text(rows)
@@ -77,7 +77,9 @@ def written(folder: Path) -> Path:
     return folder / "deeper" / "mine.toml"
 
 
-def test_files_are_relative_to_the_recipe_that_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_domain_files_are_relative_to_the_recipe_that_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = written(tmp_path / "where")
     monkeypatch.chdir(tmp_path)
     config = load(recipe.relative_to(tmp_path))
@@ -94,7 +96,7 @@ def test_files_are_relative_to_the_recipe_that_names_them(tmp_path: Path, monkey
     ("text", "sentence"),
     [(None, "domains.d.few_shot: .*shots.json cannot be read"), ("{", "is not JSON"), ("{}", "must hold a list")],
 )
-def test_unreadable_examples_are_named(text: str | None, sentence: str, tmp_path: Path) -> None:
+def test_error_names_few_shot_examples_that_cannot_be_read(text: str | None, sentence: str, tmp_path: Path) -> None:
     recipe = written(tmp_path)
     shots = tmp_path / "data" / "shots.json"
     shots.unlink() if text is None else shots.write_text(text)
@@ -103,7 +105,7 @@ def test_unreadable_examples_are_named(text: str | None, sentence: str, tmp_path
 
 
 def sized(sizes: dict[str, int | None], *overrides: str) -> RunConfig:
-    """Return the shipped recipe with a domain for each of these group sizes."""
+    """Return the shipped recipe with one domain for each of these group sizes."""
     domains = [
         {"name": name, "source": "addition"} | ({} if size is None else {"group_size": size})
         for name, size in sizes.items()

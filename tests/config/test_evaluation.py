@@ -35,7 +35,7 @@ def test_recipe_without_sets_has_one_named_after_its_split() -> None:
     assert (asked.name, asked.split, asked.interval_steps) == ("validation", "validation", None)
 
 
-def test_set_overrides_single_defaults() -> None:
+def test_evaluation_set_overrides_single_defaults() -> None:
     config = recipe(
         {"name": "quick", "problems": 8},
         {
@@ -72,7 +72,7 @@ def test_domain_without_weight_is_evaluated_but_not_trained_on() -> None:
     assert 29 <= drawn["both"].count("b") <= 31, "3 to 1: in its sets a domain without weight has that of 1"
 
 
-def test_problems_of_a_set_do_not_depend_on_other_sets() -> None:
+def test_problems_of_an_evaluation_set_do_not_depend_on_other_sets() -> None:
     alone = held_out_problems(recipe({"name": "main", "domains": ["b"]}))["main"]
     beside = held_out_problems(recipe({"name": "x", "split": "validation"}, {"name": "main", "domains": ["b"]}))["main"]
     assert [alone.problem(index) for index in range(9)] == [beside.problem(index) for index in range(9)]
@@ -92,7 +92,7 @@ def test_problems_of_a_set_do_not_depend_on_other_sets() -> None:
         ([{"name": "a b"}], "evaluations.0.name: String should match pattern"),
     ],
 )
-def test_invalid_sets_are_rejected(sets: list[dict[str, Any]], sentence: str) -> None:
+def test_invalid_evaluation_sets_are_rejected(sets: list[dict[str, Any]], sentence: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(sentence)):
         recipe(*sets)
 
@@ -103,7 +103,7 @@ def test_at_least_one_domain_must_be_trained_on() -> None:
         parse(table | {"domains": [DOMAINS[2]]})
 
 
-def test_saved_recipe_has_the_same_sets(tmp_path: Path) -> None:
+def test_saved_recipe_has_the_same_evaluation_sets(tmp_path: Path) -> None:
     config = recipe({"name": "main"}, {"name": "hard", "domains": ["benchmark"], "samples": 2, "temperature": 0.5})
     save(config, tmp_path / "saved.toml")
     assert load(tmp_path / "saved.toml").evaluation_sets == config.evaluation_sets

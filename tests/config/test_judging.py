@@ -48,7 +48,7 @@ def refused(**domain: Any) -> str:
         ),
     ],
 )
-def test_invalid_judge_settings_are_rejected_by_name(judge: dict[str, Any], sentence: str) -> None:
+def test_error_names_the_invalid_judge_setting(judge: dict[str, Any], sentence: str) -> None:
     assert sentence in refused(verifier="judge", judge=judge)
 
 
@@ -59,11 +59,11 @@ def test_judge_verifier_and_judge_table_require_each_other() -> None:
 
 
 @pytest.mark.parametrize("url", [f"{URL}", f"{URL}/", f"{URL}/v1", f"{URL}/v1/"])
-def test_url_may_end_in_v1(url: str) -> None:
+def test_judge_url_may_end_in_v1(url: str) -> None:
     assert JudgeSection(url=url).url == URL
 
 
-def test_key_is_in_no_text_and_no_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_key_appears_in_no_repr_and_no_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_KEY", "secret-7")
     section = JudgeSection(url=URL, key_variable="A_KEY")
     domain = DomainSection(name="d", source="addition", verifier="judge", judge=section)
@@ -74,11 +74,11 @@ def test_key_is_in_no_text_and_no_recipe(monkeypatch: pytest.MonkeyPatch) -> Non
     assert to_table(config)["domains"][0]["judge"]["key_variable"] == "A_KEY"
 
 
-def test_default_section_equals_the_verifiers_default_rules() -> None:
+def test_default_oubliette_section_equals_the_verifiers_default_rules() -> None:
     assert OublietteSection().rules == CodeRules()
 
 
-def test_languages_must_be_known() -> None:
+def test_oubliette_languages_must_be_known() -> None:
     assert OublietteSection(language="cpp").rules.languages == ("cpp",)
     assert OublietteSection(language="cpp", languages=("python", "cpp")).rules.languages == ("python", "cpp")
     with pytest.raises(ValidationError, match=r"language must be one of python, .* got 'cobol'"):

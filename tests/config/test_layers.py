@@ -1,4 +1,4 @@
-"""Tests of recipe layers: a new choice of preset or kind replaces the one below completely."""
+"""Tests of recipe layers: naming a preset or kind replaces what lower layers say about it completely."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def objective(*overrides: str) -> object:
 
 
 @pytest.mark.parametrize("override", ["objective.preset=ppo_tis", "objective=ppo_tis", 'objective={preset="ppo_tis"}'])
-def test_preset_replaces_the_slots_of_the_recipe_below(override: str) -> None:
+def test_preset_in_a_higher_layer_replaces_the_slots_of_the_recipe_below(override: str) -> None:
     """Regression: the slots were kept, so `tiny` with ppo_tis ran without TIS."""
     assert objective(override) == {"preset": "ppo_tis"}
     assert resolve(load("tiny", [override]).objective) == PRESETS["ppo_tis"].objective
@@ -35,22 +35,22 @@ def test_preset_replaces_the_slots_of_the_recipe_below(override: str) -> None:
         ("objective=ppo_tis", "objective.is_weight.high=4.0"),
     ],
 )
-def test_other_keys_refine_the_preset_in_any_order(overrides: tuple[str, ...]) -> None:
+def test_other_keys_of_the_same_layer_refine_the_preset_in_any_order(overrides: tuple[str, ...]) -> None:
     assert objective(*overrides) == {"preset": "ppo_tis", "is_weight": {"high": 4.0}}
 
 
-def test_slot_without_a_preset_changes_the_recipe_below() -> None:
+def test_slot_given_without_a_preset_changes_the_objective_of_the_recipe_below() -> None:
     assert objective("objective.grad1.over=old") == BASE | {"grad1": {**BASE["grad1"], "over": "old"}}  # type: ignore[dict-item]
     assert objective("objective.is_weight.high=3.0") == BASE | {"is_weight": {"kind": "one", "high": 3.0}}
 
 
-def test_kind_replaces_the_settings_of_its_slot() -> None:
+def test_kind_replaces_all_settings_of_its_slot() -> None:
     """Regression: `epsilon_high` belongs to a clipped ratio, but was passed on to any other kind."""
     assert objective("objective.grad1.kind=sequence_ratio") == BASE | {"grad1": {"kind": "sequence_ratio"}}
     assert objective("objective.grad1=logprob") == BASE | {"grad1": {"kind": "logprob"}}
 
 
-def test_derived_recipe_merges_like_an_override(tmp_path: Path) -> None:
+def test_derived_recipe_is_merged_like_overrides(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('base = "tiny"\n[objective]\npreset = "ppo_tis"\n')
     assert resolve(load(recipe).objective) == PRESETS["ppo_tis"].objective
@@ -64,7 +64,7 @@ def test_derived_recipe_merges_like_an_override(tmp_path: Path) -> None:
     assert load(recipe).objective == tiny | {"grad1": {**tiny["grad1"], "over": "old"}}
 
 
-def test_base_given_by_name_can_be_refined() -> None:
+def test_base_whose_objective_is_only_a_name_can_be_refined() -> None:
     assert merged({"objective": "grpo"}, {"objective": {"adv": {"scale": "none"}}}) == {
         "objective": {"preset": "grpo", "adv": {"scale": "none"}}
     }
@@ -83,7 +83,7 @@ def test_other_tables_are_merged_and_layers_stay_unchanged() -> None:
 
 
 def test_table_in_a_list_is_selected_by_its_name() -> None:
-    """Regression: the README allows overriding any key, but those of domains could not be overridden."""
+    """Regression: the README allows overriding any key, but keys of domains could not be overridden."""
     below = {"domains": [{"name": "a"}, {"name": "b", "parameters": {"path": "x"}}]}
     changed = overridden(below, ["domains.b.parameters.path=y", "domains.a.weight=0.5"])
     assert changed == {"domains": [{"name": "a", "weight": 0.5}, {"name": "b", "parameters": {"path": "y"}}]}

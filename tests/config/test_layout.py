@@ -1,4 +1,4 @@
-"""Tests that runs of another layout version are rejected with one sentence by all readers of their streams."""
+"""Tests that all readers of a run's streams reject runs of another layout version with one sentence."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from pipelinerl.roles.resumption import directory_of
 
 @pytest.fixture
 def older(tmp_path: Path) -> Path:
-    """Return a run of the first layout: a recipe, events, and a live controller's address, without a layout version."""
+    """Return the directory of a run of the first layout: a recipe, events, and a live controller's address, but no
+    layout version.
+    """
     save(load("tiny"), tmp_path / "recipe.toml")
     (tmp_path / "events.jsonl").write_text('{"kind": "run_started", "elapsed_s": 1.0}\n')
     (tmp_path / "controller.json").write_text(json.dumps({"url": "http://127.0.0.1:1", "token": None}))
     return tmp_path
 
 
-def test_resume_control_and_replay_reject_an_older_layout(older: Path) -> None:
+def test_resume_knobs_and_replay_reject_a_run_of_an_older_layout(older: Path) -> None:
     sentence = rf"^the run in {older} must be of layout {LAYOUT}, got layout 1: it was begun by another version"
     for ask in (open_run, controller_of, lambda path: directory_of(str(path))):
         with pytest.raises(UserError, match=sentence):
@@ -38,7 +40,7 @@ def test_resume_control_and_replay_reject_an_older_layout(older: Path) -> None:
         show(older, step=1, objective=None, console=Console())
 
 
-async def test_controller_rejects_an_older_layout(older: Path) -> None:
+async def test_controller_rejects_a_run_of_an_older_layout(older: Path) -> None:
     identity = Identity(
         config=load("tiny"), run_dir=older, name="controller", redis_url="", controller_url="", token=None
     )
@@ -46,7 +48,7 @@ async def test_controller_rejects_an_older_layout(older: Path) -> None:
         await controller_role.run(identity, start=Start.AFRESH)
 
 
-def test_later_layout_is_rejected(older: Path) -> None:
+def test_run_of_a_later_layout_is_rejected(older: Path) -> None:
     (older / "layout").write_text("99\n")
     with pytest.raises(UserError, match="got layout 99"):
         check_layout(older)

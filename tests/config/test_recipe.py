@@ -117,7 +117,7 @@ def test_each_error_has_its_own_line() -> None:
     ]
 
 
-def test_parameter_servers_are_started_if_weights_are_pulled_and_none_is_named() -> None:
+def test_parameter_servers_are_started_if_weights_are_pulled_and_no_server_is_given() -> None:
     assert config.load("tiny").servers_to_start == 0
     pulled = ["weights.transport=pull", "parameter_server.replicas=3"]
     assert config.load("tiny", pulled).servers_to_start == 3
@@ -137,7 +137,7 @@ def test_incompatible_broadcast_settings_are_rejected() -> None:
     )
 
 
-def test_secret_in_an_address_is_not_repeated() -> None:
+def test_error_does_not_repeat_a_secret_in_an_address() -> None:
     with pytest.raises(RecipeError, match="must begin with redis://") as refused:
         config.parse({"streams": {"redis_url": "http://:s3cret@host"}})
     assert "s3cret" not in str(refused.value)
@@ -154,7 +154,7 @@ def test_required_sections_must_be_given() -> None:
         parse({})
 
 
-def test_recipe_changes_single_keys_of_its_base(tmp_path: Path) -> None:
+def test_derived_recipe_changes_single_keys_of_its_base(tmp_path: Path) -> None:
     (tmp_path / "first.toml").write_text('base = "tiny"\n[run]\nsteps = 5\n[staleness]\nk = 7\n')
     (tmp_path / "second.toml").write_text('base = "first.toml"\n[staleness]\nk = inf\n')
     resolved, tiny = load(tmp_path / "second.toml", ["run.seed=3", "model.path=some where"]), load("tiny")

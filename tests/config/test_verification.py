@@ -1,4 +1,4 @@
-"""Tests of the recipe's choice between actors and services for judging."""
+"""Tests of the recipe's choice of who judges answers: actors or services."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pipelinerl.errors import RecipeError
         (["verification.judged_in=actors"], False),
     ],
 )
-def test_services_judge_if_any_are_started_or_configured(changes: list[str], uses_services: bool) -> None:
+def test_services_judge_if_any_are_started_or_the_recipe_says_so(changes: list[str], uses_services: bool) -> None:
     assert load("tiny", changes).verification.uses_services is uses_services
 
 
-def test_unused_services_are_rejected() -> None:
+def test_services_that_would_be_unused_are_rejected() -> None:
     with pytest.raises(RecipeError, match="they would be unused"):
         load("tiny", ["verification.services=1", "verification.judged_in=actors"])

@@ -62,14 +62,15 @@ from tests.fakes.rollouts import rollout
 
 URLS: Final = ("http://engine-0", "http://engine-1", "http://engine-2")
 K: Final = (1, 2, 3, 5, 8, 16, 32)
-#: Time of one round of `recover`; an evaluation may hold updates for two rounds and lack answers for four.
+#: Time in seconds of one round of `recover`; an evaluation may postpone updates for two rounds, and lack answers for
+#: four.
 TICK_S: Final = 5.0
-#: At this many groups in flight nothing more is issued.
+#: With this many groups in flight, no more prompts are issued.
 ROOM: Final = 16
 
 
 def unfair_controller(rng: random.Random) -> Controller:
-    """Return a controller with random evaluation and staleness settings; only its trainer ends its run."""
+    """Return a controller with random evaluation and staleness settings, and no step or time limit within reach."""
     plan = EvaluationPlan(
         sets=(EvaluationSet(problems=2, max_tokens=8, samples=1),) if rng.random() < 0.5 else (),
         pin=rng.choice(list(Pin)),
@@ -101,11 +102,11 @@ class UnfairWorld:
     rng: random.Random
     controller: Controller
     now: float = 1.0
-    # Engines: the incarnation at each URL (0: none), and its version.
+    # State of the engines: the incarnation at each URL (0: none), and its version.
     lives: dict[str, int] = field(default_factory=dict)
     served: dict[str, int] = field(default_factory=dict)
     lives_begun: int = 0
-    # The trainer.
+    # State of the trainer.
     epoch: int = 0
     version: int = 0
     question: Question | None = None
@@ -118,7 +119,7 @@ class UnfairWorld:
     reported: ConsumedReport = field(default_factory=ConsumedReport)
     arrived: list[RolloutGroup] = field(default_factory=list)
     read: int = 0
-    # The actors.
+    # State of the actors.
     orders: list[PromptOrder] = field(default_factory=list)
     sampling: list[tuple[PromptOrder, str, int]] = field(default_factory=list)
     history: list[str] = field(default_factory=list)
@@ -170,7 +171,9 @@ class UnfairWorld:
         self.step()
 
     def recover(self, *, steps: int, rounds: int) -> str:
-        """Let every role work until `steps` more steps are made; otherwise return what the run waits for."""
+        """Let every role work until `steps` more steps are made. Return what the run waits for if it does not get
+        there.
+        """
         goal = self.controller.state.version + steps
         for _ in range(rounds):
             if self.controller.state.version >= goal:
@@ -193,7 +196,7 @@ class UnfairWorld:
                     self.answer(fair=True)
                 self.step()
             if self.question is not None:
-                self.tell(self.question)  # it may have been lost
+                self.tell(self.question)  # the first copy may have been lost
             else:
                 self.starve()
         return waiting_for(self.controller.state, now=self.now)
@@ -256,7 +259,9 @@ class UnfairWorld:
     # --- the trainer -------------------------------------------------------------------------------------------------
 
     def begin_trainer(self) -> None:
-        """Start a trainer from the checkpoint, which reads the groups of the stream again from there."""
+        """Start a trainer from the checkpoint; it reads the groups in the stream again from the checkpoint's
+        position.
+        """
         self.version, ledger = self.checkpoint
         self.batcher = Batcher(
             ledger=ConsumedLedger.from_record(ledger) if ledger else ConsumedLedger(),
@@ -303,7 +308,7 @@ class UnfairWorld:
             self.read = len(self.arrived)
 
     def publish(self, *, fair: bool = False) -> None:
-        """End the publication under way: engines have the weights, fail, or are skipped."""
+        """End the publication under way: each engine has the weights, fails, or is skipped."""
         if self.publication is None:
             return
         directive, self.publication = self.publication, None
@@ -331,7 +336,7 @@ class UnfairWorld:
         )
 
     def prove(self, *, fair: bool = False) -> None:
-        """Let engines prove the weights just published, or fail to answer."""
+        """Let engines prove the weights that were just published, or fail to answer."""
         if self.proofs is None:
             return
         directive, self.proofs = self.proofs, None
@@ -351,7 +356,7 @@ class UnfairWorld:
         self.prove()
 
     def step(self) -> None:
-        """Let the trainer take a step if it can, and otherwise report orders that ended without one."""
+        """Let the trainer take a step if it can; otherwise let it report orders that ended without a step."""
         if self.directive is None or self.question is not None:
             return
         budget = StepBudget(rollouts=self.directive.knobs.rollouts_per_step)
@@ -394,7 +399,7 @@ class UnfairWorld:
     # --- actors ------------------------------------------------------------------------------------------------------
 
     def sample(self) -> bool:
-        """Let an actor begin an order on an engine that may be given work; return True if it did."""
+        """Let an actor begin an order on an engine that may be given work; return False if this is impossible."""
         if not self.orders:
             return False
         fleet, order = self.controller.state.fleet, self.orders[0]
@@ -412,7 +417,7 @@ class UnfairWorld:
         return True
 
     def answer(self, *, fair: bool = False) -> None:
-        """End an order: as a group, an evaluation answer, a failure, or too old."""
+        """End an order: with a group, an evaluation answer or a failure, or because it is too old."""
         if not self.sampling:
             return
         order, url, began = self.sampling.pop(self.rng.randrange(len(self.sampling)))
@@ -448,14 +453,14 @@ class UnfairWorld:
             )
 
     def lose_actor(self) -> None:
-        """Let an actor die; its orders are handed to others."""
+        """Let an actor die; its orders go to other actors."""
         self.orders += [order for order, _, _ in self.sampling]
         self.sampling.clear()
 
     # --- the stream server and the clock -----------------------------------------------------------------------------
 
     def lose_streams(self) -> None:
-        """Let the server lose the end of its history, and the controller notice."""
+        """Let the stream server lose its newest entries, and the controller notice the loss."""
         if self.rng.random() < 0.3:
             self.inbox = self.inbox[: self.rng.randint(0, len(self.inbox))]
             self.orders = self.orders[: self.rng.randint(0, len(self.orders))]
@@ -492,7 +497,7 @@ class UnfairWorld:
 
 @cache
 def made_rollout(reward: float, version: int, epoch: int) -> Rollout:
-    """Return a rollout; equal ones are cached, since creating them dominates the run time."""
+    """Return a rollout. Equal rollouts are cached, since creating them would take most of the run time."""
     return rollout(reward=reward, version=version, epoch=epoch)
 
 
@@ -503,7 +508,10 @@ def unfair_world(seed: int) -> UnfairWorld:
 
 
 def played(seed: int, *, events: int = 30, steps: int = 2, rounds: int = 20) -> tuple[UnfairWorld, str]:
-    """Make up to `events` random events, then recover; return the world, and what it waits for if stuck."""
+    """Make up to `events` random events, then recover.
+
+    Return the world, and what the run waits for if it did not recover.
+    """
     world = unfair_world(seed)
     world.recover(steps=world.rng.randrange(2), rounds=rounds)
     for _ in range(world.rng.randrange(events)):

@@ -1,7 +1,7 @@
 """A simulated run around the real `Controller` and the real `Batcher`: no clock, no I/O, all choices from one seed.
 
-Engines are numbers (the version they serve), actors a list of orders being sampled. Random schedules of reads, answers,
-publications and knob changes must never violate the design's guarantees.
+An engine is represented by the version that it serves, the actors by a list of orders that are being sampled. Random
+schedules of reads, answers, publications and knob changes must never violate the design's guarantees.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ ENGINE = "http://engine-0"
 
 
 def problem(index: int) -> Problem:
-    """Return a problem that contains its index."""
+    """Return a problem whose content names its index."""
     return Problem(problem_id=str(index), domain="test", messages=(Message("user", f"{index}"),), ground_truth="")
 
 
 def held_out_problem(name: str, index: int) -> Problem:
-    """Return a problem that contains its index and evaluation set."""
+    """Return a problem whose content names its index and evaluation set."""
     return replace(problem(index), domain=name)
 
 
 def of_two_sizes(index: int, weights: Mapping[str, float], quota: Quota, ahead: int = 0) -> Problem:
-    """Return a problem of domain `a`, which has large groups, or of `b`, in irregular order."""
+    """Return a problem of domain `a`, which has large groups, or of domain `b`, in irregular order."""
     return replace(problem(index), domain="a" if index * 7 % 5 < 2 else "b")
 
 
 def drawn_problem(index: int, weights: Mapping[str, float], quota: Quota, ahead: int = 0) -> Problem:
-    """Return a problem that contains its index, weights and quota."""
+    """Return a problem whose content names its index, weights and quota."""
     drawn = ",".join(f"{name}={weight:g}" for name, weight in weights.items())
     return replace(problem(index), domain=f"{drawn} in {quota.size} from {quota.since}")
 
 
 def knobs(**changes: Any) -> Knobs:
-    """Return small knobs: two groups of two rollouts per step."""
+    """Return knobs for small steps: two groups of two rollouts."""
     start = Knobs(
         j=1,
         k=4.0,
@@ -122,7 +122,7 @@ def controller(
 
 @dataclass
 class World:
-    """Everything except the controller, and a record of events."""
+    """All roles except the controller, and a record of what happened."""
 
     controller: Controller
     rng: random.Random
@@ -153,7 +153,7 @@ class World:
 
     @property
     def issued(self) -> list[int]:
-        """The training orders, in the order of issue."""
+        """The indices of the training orders, in the order in which they were issued."""
         return [order.index for order in self.orders_issued]
 
     def tell(self, report: Report) -> None:
@@ -195,7 +195,9 @@ class World:
         self.rng.choice([self.sample, self.sample, self.answer, self.answer, self.publish, self.train])()
 
     def sample(self) -> None:
-        """Let an actor take an order; its engine, or one that may be given work, begins it."""
+        """Let an actor take an order, and begin it on the engine that the order names, or else on one that may be given
+        work.
+        """
         if self.orders and len(self.sampling) < 6:
             order = self.orders.pop(0)
             url = order.engine or self.rng.choice(self.controller.state.fleet.serving() or [ENGINE])
@@ -278,7 +280,7 @@ class World:
         if groups is None:
             self.tell(OrdersEnded(epoch=self.directive.epoch, model_version=self.version, consumed=self.consumed()))
             return
-        while self.publications:  # the loop ends a publication before it changes weights
+        while self.publications:  # the training loop ends a publication before it changes the weights
             self.publish()
         if self.poison and self.rng.random() < self.poison:
             self._skip(groups)
@@ -292,7 +294,7 @@ class World:
         )
 
     def _must_wait(self) -> Callable[[Sequence[int]], bool] | None:
-        """Work like the training loop without its deadline: a step that never fills is awaited forever."""
+        """Decide as the training loop does, but without its deadline: a step that never fills is awaited forever."""
         if self.controller.settings.overdue is Overdue.DROP:
             return None
         assert self.directive is not None

@@ -1,4 +1,4 @@
-"""Settings and hardware that tests vary."""
+"""Settings and hardware from which tests derive their own."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pipelinerl.simulation.lengths import FixedLengths, HeavyTailedLengths
 from pipelinerl.simulation.setting import SimulatedSetting
 from pipelinerl.staleness import StalenessBounds
 
-#: 10 ms per decode step, and 0.1 ms for each row.
+#: 10 ms per decode step, and 0.1 ms more for each row.
 ENGINE = EngineTimes(step_s=0.01, row_s=0.0001)
 #: Engine and trainer are about equally fast; everything else takes no time.
 BALANCED = Hardware(engine=ENGINE, trainer=TrainerTimes(token_s=2e-4))
-#: The same, but everything else takes some time.
+#: Like `BALANCED`, but everything else also takes some time.
 WHOLE = replace(
     BALANCED,
     engine=replace(ENGINE, prompt_token_s=2e-5),
@@ -39,10 +39,10 @@ _FIRST = SimulatedSetting(
 
 
 def setting(j: int = 1, k: float = 2, **changes: Any) -> SimulatedSetting:
-    """Return a run with 64 rollouts per step, heavy-tailed, on one engine of 64 rows."""
+    """Return the setting of a run with 64 rollouts per step, of heavy-tailed lengths, on one engine with 64 rows."""
     return replace(_FIRST, bounds=StalenessBounds(j, k), **changes)
 
 
 def fixed(tokens: int) -> FixedLengths:
-    """Return lengths of always `tokens`."""
+    """Return a distribution in which every answer has `tokens` tokens."""
     return FixedLengths(tokens)

@@ -18,8 +18,10 @@ from tests.simulation.settings import fixed, setting
 ENGINE = EngineTimes(step_s=0.011, row_s=0.0002, prompt_token_s=3e-5)
 
 
-def test_times_are_recovered() -> None:
-    """Engine from its counters, trainer from tokens; publication, verification and report from their events."""
+def test_calibration_recovers_all_times() -> None:
+    """The engine's times are found from its counters, the trainer's from tokens, and the times of publication,
+    verification and report from their events.
+    """
     tokens = [1000 + 100 * (number % 10) for number in range(30)]
     events = run_events(engine=ENGINE, tokens_by_step=tokens, token_s=2e-4)
     found = calibrate([ObservedRun(events=events, setting=setting(1, 1))])
@@ -34,8 +36,8 @@ def test_times_are_recovered() -> None:
     assert found.control.report_s == pytest.approx(0.02)
 
 
-def test_remaining_time_is_attributed_to_actors() -> None:
-    """The actor's work per rollout accounts for step time that nothing else explains."""
+def test_step_time_that_nothing_else_explains_is_attributed_to_actors() -> None:
+    """The fitted work of an actor per rollout makes simulated steps as long as the recorded steps."""
     known = Hardware(
         engine=ENGINE,
         trainer=TrainerTimes(token_s=0.5 / 2000),
@@ -51,15 +53,15 @@ def test_remaining_time_is_attributed_to_actors() -> None:
     assert found.control.request_s == pytest.approx(0.002, rel=0.1)
 
 
-def test_drain_is_not_mistaken_for_a_slow_network() -> None:
-    """A publication that waits for rows counts only its sending time."""
+def test_waiting_for_rows_to_drain_is_not_mistaken_for_a_slow_network() -> None:
+    """Only the sending time of a publication that waits for rows counts."""
     events = [event | ({"total_s": 3.0} if event["kind"] == "publish" else {}) for event in run_events(engine=ENGINE)]
     drained = ObservedRun(events=events, setting=setting(1, 8, on_update=OnUpdate.DRAIN))
     assert calibrate([drained]).update.send_s == pytest.approx(0.05)
 
 
-def test_second_run_reveals_contention() -> None:
-    """For a run in which both are 1.5 times as slow, the estimated factors are at least that."""
+def test_contention_is_estimated_from_a_second_run() -> None:
+    """In the second run both are 1.5 times as slow, so the estimated factors are at least 1.5."""
     alone = ObservedRun(events=run_events(engine=ENGINE), setting=setting(1, 1))
     slow = EngineTimes(step_s=1.5 * 0.011, row_s=1.5 * 0.0002, prompt_token_s=1.5 * 3e-5)
     beside = ObservedRun(events=run_events(engine=slow, compute_s=0.75), setting=setting(1, 8))
@@ -69,8 +71,8 @@ def test_second_run_reveals_contention() -> None:
     assert not calibrate([alone, alone]).contention.exists
 
 
-def test_run_is_measured() -> None:
-    """Means over the steps after the first fifth, without those that overlap an evaluation."""
+def test_measured_figures_are_means_over_the_counted_steps() -> None:
+    """The first fifth of the steps, and steps that overlap an evaluation, do not count."""
     events = run_events(steps=30, period_s=2.0)
     measured = measure(events)
     assert measured.step_s == pytest.approx(2.0)
@@ -96,14 +98,14 @@ def test_run_is_measured() -> None:
     ],
     ids=["too short", "no busy seconds", "an old run"],
 )
-def test_impossible_calibration_explains_why(events: list[dict[str, object]], said: str) -> None:
-    """The message states what is missing, and a remedy."""
+def test_error_of_an_impossible_calibration_says_what_is_missing(events: list[dict[str, object]], said: str) -> None:
+    """The message also names a remedy."""
     with pytest.raises(UserError, match=said):
         calibrate([ObservedRun(events=events, setting=setting(1, 1))])
 
 
-def test_prediction_is_compared_with_the_measurement() -> None:
-    """Errors are relative to the measured values."""
+def test_errors_of_a_prediction_are_relative_to_the_measurement() -> None:
+    """Simulated ÷ measured − 1, for each compared figure."""
     measured = measure(run_events(period_s=2.0))
     predicted = replace(
         simulate(setting(1, 1), Hardware(engine=ENGINE, trainer=TrainerTimes(token_s=1e-4))), step_s=2.2

@@ -1,4 +1,4 @@
-"""Tests that the simulated choice among waiting groups equals the real `Batcher`'s."""
+"""Tests that the simulation chooses among waiting groups like the real `Batcher`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def simulated(index: int, version: int) -> SimulatedGroup:
     k=st.integers(1, 5),
     rollouts=st.sampled_from([2, 3, 6]),
 )
-def test_simulated_choice_equals_the_batchers(arrivals: list[list[int]], k: int, rollouts: int) -> None:
-    """Groups of any age arrive before each of several steps; both take the same, and drop the same as stale."""
+def test_simulation_chooses_the_same_groups_as_the_batcher(arrivals: list[list[int]], k: int, rollouts: int) -> None:
+    """Groups of any age arrive before each of several steps; simulation and `Batcher` take the same groups, and drop
+    the same groups as stale.
+    """
     real, twin = _batcher(), WaitingGroups()
     bounds, index, producing = StalenessBounds(1, k), 0, 7
     for versions in arrivals:

@@ -1,4 +1,4 @@
-"""Tests that a measured run is compared with simulations of its own length."""
+"""Tests that a measured run is compared with simulations of as many steps."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PACED = Hardware(engine=EngineTimes(step_s=0.03, row_s=0.0005), trainer=TrainerT
 DRAIN = setting(1, 4, on_update=OnUpdate.DRAIN, lengths=HeavyTailedLengths(12.0, 0.9, 48), prompt_tokens=9, steps=200)
 
 
-def test_drain_of_any_length_discards_nothing() -> None:
+def test_simulated_drain_discards_no_groups_in_short_and_long_runs() -> None:
     assert simulate(DRAIN, PACED).discarded == 0.0
     like = simulated_like(run_events(steps=24), DRAIN, PACED)
     assert like.steps == 24 and like.discarded == 0.0
 
 
-def test_median_of_several_draws_is_returned() -> None:
+def test_comparable_prediction_is_the_median_of_several_simulations() -> None:
     found = simulated_like(run_events(steps=24), DRAIN, PACED)
     runs = [simulate(replace(DRAIN, steps=24, seed=seed), PACED) for seed in range(DRAWS)]
     assert (

@@ -1,4 +1,6 @@
-"""Hardware tables from published figures: each time against its formula, and what does not fit is rejected."""
+"""Tests of hardware tables from published figures: each time agrees with its formula, and what does not fit is
+rejected.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from pipelinerl.simulation.lengths import FixedLengths
 from pipelinerl.simulation.published import ACCELERATORS, SIZES, mean_context, published_hardware
 
 
-def test_small_batch_reads_the_weights_once_and_each_rows_cache() -> None:
+def test_step_of_a_small_batch_reads_the_weights_once_and_the_cache_of_each_row() -> None:
     """7.61e9 bf16 parameters at 0.6 of 3.35 TB/s take 7.57 ms; 57,344 bytes of cache per token, 28.5 ns."""
     engine = published_hardware("h100:7b").times(engine_devices=1, trainer_devices=1, rows=64, context=1000).engine
     assert engine.step_s == pytest.approx(7.572e-3, rel=1e-3)
@@ -17,13 +19,13 @@ def test_small_batch_reads_the_weights_once_and_each_rows_cache() -> None:
     assert engine.decode_s(64) == pytest.approx(9.398e-3, rel=1e-3)
 
 
-def test_full_large_batch_is_bound_by_arithmetic() -> None:
+def test_step_of_a_large_batch_is_limited_by_arithmetic() -> None:
     table, rows = published_hardware("h100:7b"), 1024
     engine = table.times(engine_devices=1, trainer_devices=1, rows=rows, context=0).engine
     assert engine.decode_s(rows) == pytest.approx(rows * 2 * 7.61e9 / (0.6 * 989e12))
 
 
-def test_training_time_is_that_of_the_published_utilisation() -> None:
+def test_training_time_follows_from_the_published_utilisation() -> None:
     table = published_hardware("h100:7b")
     one, eight = (table.times(engine_devices=1, trainer_devices=n, rows=1, context=0).trainer for n in (1, 8))
     assert one.token_s == pytest.approx(6 * 7.61e9 / (0.4 * 989e12))
@@ -31,7 +33,7 @@ def test_training_time_is_that_of_the_published_utilisation() -> None:
     assert one.optimizer_step_s == pytest.approx(8 * eight.optimizer_step_s)
 
 
-def test_attention_adds_to_long_answers() -> None:
+def test_attention_makes_tokens_of_long_answers_more_expensive_to_train() -> None:
     table = published_hardware("v5p:32b")
     short, long = (
         table.times(engine_devices=4, trainer_devices=1, rows=1, context=tokens).trainer.token_s for tokens in (0, 8192)
@@ -39,7 +41,7 @@ def test_attention_adds_to_long_answers() -> None:
     assert long / short == pytest.approx(1 + 2 * 64 * 5120 * 8192 / 32.5e9)
 
 
-def test_shared_model_decodes_faster_but_pays_for_all_reduces() -> None:
+def test_model_on_several_devices_decodes_faster_but_pays_for_all_reduces() -> None:
     table = published_hardware("h200:32b")
     one, four = (table.times(engine_devices=n, trainer_devices=1, rows=8, context=1000).engine for n in (1, 4))
     assert one.step_s == pytest.approx(4 * four.step_s)
@@ -48,7 +50,7 @@ def test_shared_model_decodes_faster_but_pays_for_all_reduces() -> None:
 
 @pytest.mark.parametrize("name", ACCELERATORS)
 @pytest.mark.parametrize("size", SIZES)
-def test_every_table_fits_on_a_host_and_has_positive_times(name: str, size: str) -> None:
+def test_every_published_table_fits_on_a_host_and_has_positive_times(name: str, size: str) -> None:
     times = published_hardware(f"{name}:{size}").times(engine_devices=4, trainer_devices=8, rows=16, context=4096)
     assert min(times.engine.step_s, times.engine.row_s, times.trainer.token_s, times.update.send_s) > 0
 
@@ -62,10 +64,10 @@ def test_rows_whose_cache_does_not_fit_are_rejected() -> None:
 
 
 @pytest.mark.parametrize("name", ["h100", "b200:7b", "h100:8b", ""])
-def test_unknown_table_is_rejected_with_the_known_ones(name: str) -> None:
+def test_unknown_hardware_is_rejected_with_the_known_names(name: str) -> None:
     with pytest.raises(UserError, match="h100, h200, v5p"):
         published_hardware(name)
 
 
-def test_context_is_the_prompt_and_half_of_equal_answers() -> None:
+def test_mean_context_of_equal_answers_is_the_prompt_and_half_of_an_answer() -> None:
     assert mean_context(FixedLengths(600), 100) == pytest.approx(400)

@@ -1,4 +1,4 @@
-"""Tests of invariants of every simulated run, and of closed forms for simple ones."""
+"""Tests of invariants that hold for every simulated run, and of closed forms for simple runs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ BOUNDS = ((1, 1), (1, 2), (1, 8), (4, 8), (16, 16), (16, 32), (1, math.inf))
 
 @pytest.mark.parametrize("on_update", OnUpdate)
 @pytest.mark.parametrize(("j", "k"), BOUNDS)
-def test_orders_balance_and_bounds_hold(j: int, k: float, on_update: OnUpdate) -> None:
-    """Every order is trained, filtered, stale, failed or in flight, and nothing that trains is older than k."""
+def test_every_order_has_one_outcome_and_trained_groups_respect_k(j: int, k: float, on_update: OnUpdate) -> None:
+    """Every order is trained, filtered, stale, failed or in flight, and no trained group is older than k."""
     run = simulate(setting(j, k, on_update=on_update, max_groups=400, filtered=0.2, oversample=2.0), WHOLE)
     account = run.account
     ended = account.trained + account.filtered + account.stale + account.failed
@@ -81,7 +81,9 @@ def test_any_setting_finishes_with_a_balanced_account(
 
 
 def test_lockstep_with_fixed_lengths_matches_its_closed_form() -> None:
-    """One engine, 64 answers of 20 tokens in 64 rows: decode, judge, train, report, publish, one after the other."""
+    """One engine samples 64 answers of 20 tokens in 64 rows: decode, judge, train, report, publish, one after the
+    other.
+    """
     control = ControlTimes(
         order_s=0.003, request_s=0.0, answer_s=0.0, verify_s=0.05, verifiers=None, deliver_s=0.004, report_s=0.02
     )
@@ -97,16 +99,20 @@ def test_lockstep_with_fixed_lengths_matches_its_closed_form() -> None:
 
 
 def test_actor_does_one_thing_at_a_time() -> None:
-    """Eight groups of 8 are requested one after the other, each 8 × 1 ms; the last begins after all requests."""
+    """Eight groups of 8 rollouts are requested one after the other, 1 ms per rollout; the last group begins after all
+    requests.
+    """
     hardware = replace(BALANCED, control=ControlTimes(request_s=0.001), engine=EngineTimes(step_s=0.5))
     run = simulate(setting(1, 1, lengths=fixed(1)), hardware)
-    # the first request starts a step; the rest arrive during it, and decode in the second
+    # a decode step begins with the first request; the others arrive during this step, and decode in the second round
     assert run.step_s == pytest.approx(0.008 + 0.5 + 0.5 + 2e-4 * 64 * 11)
 
 
 @pytest.mark.parametrize("generation", [1, 2, 4, 8])
 def test_conventional_step_takes_the_sum_of_generation_and_training(generation: int) -> None:
-    """G optimizer steps per generation of G batches: G times the decode rounds in the same rows, then G trainings."""
+    """G optimizer steps per generation of G batches: G times the decode rounds in the same rows, then G training
+    steps.
+    """
     run = simulate(
         setting(1, 1, lengths=fixed(20), rollouts_per_step=64 * generation, mini_batches=generation), BALANCED
     )
@@ -115,7 +121,9 @@ def test_conventional_step_takes_the_sum_of_generation_and_training(generation: 
 
 
 def test_one_step_off_hides_the_shorter_phase() -> None:
-    """The engine samples the next batch while the trainer trains the last, so a step takes the longer time."""
+    """The engine samples the next batch while the trainer trains the previous one, so a step takes the longer of both
+    times.
+    """
     decode = 20 * (0.01 + 0.0001 * 64)
     for token_s in (4e-5, 4e-4):
         hardware = replace(BALANCED, trainer=TrainerTimes(token_s=token_s))
@@ -124,8 +132,10 @@ def test_one_step_off_hides_the_shorter_phase() -> None:
         assert run.staleness == {2: 1.0}
 
 
-def test_drain_delays_the_trainer_until_the_rows_are_empty() -> None:
-    """Work that overlaps with `continue` is waited for with `drain`: never faster, and the trainer is held."""
+def test_drain_makes_the_trainer_wait_until_the_rows_are_empty() -> None:
+    """With `drain`, the trainer waits for work that overlaps with training under `continue`, so steps are never
+    faster.
+    """
     continued, drained = (
         simulate(setting(1, 8, on_update=on_update), BALANCED) for on_update in (OnUpdate.CONTINUE, OnUpdate.DRAIN)
     )
@@ -134,8 +144,8 @@ def test_drain_delays_the_trainer_until_the_rows_are_empty() -> None:
     assert continued.trainer_held == 0
 
 
-def test_rlax_reloads_every_jth_version() -> None:
-    """With (4, 8), engines serve versions 0, 4, 8, …, so tokens are up to 8 versions old and publications rare."""
+def test_rlax_engines_reload_every_jth_version() -> None:
+    """With (4, 8), engines serve versions 0, 4, 8, …, so tokens are up to 8 versions old and publications are rare."""
     rare = simulate(setting(4, 8), replace(BALANCED, update=UpdateTimes(send_s=0.0, pause_s=1.0)))
     often = simulate(setting(1, 8), replace(BALANCED, update=UpdateTimes(send_s=0.0, pause_s=1.0)))
     assert max(rare.staleness) <= 8 and rare.staleness_mean > 1
@@ -144,7 +154,7 @@ def test_rlax_reloads_every_jth_version() -> None:
 
 @pytest.mark.parametrize(("j", "k"), [(1, 2), (1, 8), (16, 32)])
 def test_more_engines_are_never_slower(j: int, k: float) -> None:
-    """Throughput rises with the engines until the trainer is the bottleneck, and never falls."""
+    """Throughput grows with the number of engines until the trainer is the bottleneck, and never falls."""
     fast = replace(BALANCED, trainer=TrainerTimes(token_s=2e-5))
     speeds = [simulate(setting(j, k, engines=n, steps=60), fast).tokens_per_s for n in (1, 2, 4, 8, 16)]
     assert all(after > 0.97 * before for before, after in pairwise(speeds))
@@ -152,7 +162,7 @@ def test_more_engines_are_never_slower(j: int, k: float) -> None:
 
 
 @pytest.mark.parametrize("hardware", [BALANCED, WHOLE])
-def test_simulation_satisfies_littles_law(hardware: Hardware) -> None:
+def test_orders_in_flight_satisfy_littles_law(hardware: Hardware) -> None:
     """Orders in flight = orders that end per second × mean time in flight (Little 1961)."""
     run = simulate(setting(1, 8, steps=300), hardware)
     ended_per_s = run.rollouts_per_s / 8 / (1 - _share_stale(run))
@@ -163,8 +173,8 @@ def _share_stale(run: Prediction) -> float:
     return run.account.stale / (run.account.stale + run.account.trained)
 
 
-def test_shared_processors_slow_both_down() -> None:
-    """Factors of 2 double the step time of a run that always computes both; in lockstep they change nothing."""
+def test_shared_processors_slow_down_engine_and_trainer() -> None:
+    """Factors of 2 double the step time of a run in which both always compute. In lockstep, they change nothing."""
     shared = replace(BALANCED, contention=Contention(engine=2.0, trainer=2.0))
     for bounds, ratio in (((1, 1), 1.0), ((1, 8), 2.0)):
         alone, beside = (simulate(setting(*bounds, lengths=fixed(20)), each).step_s for each in (BALANCED, shared))
@@ -172,21 +182,21 @@ def test_shared_processors_slow_both_down() -> None:
         assert beside >= alone
 
 
-def test_seed_determines_the_run() -> None:
+def test_seed_determines_the_simulated_run() -> None:
     """The result is a function of the arguments; another seed draws other lengths."""
     first, again, other = (simulate(setting(1, 8, seed=seed), WHOLE) for seed in (0, 0, 1))
     assert first == again
     assert first != other
 
 
-def test_deadlocked_run_is_reported() -> None:
-    """A step that needs more rollouts than may be in flight would wait forever."""
+def test_deadlock_of_the_simulated_run_is_reported() -> None:
+    """A step needs more rollouts than may be in flight, so it would wait forever."""
     with pytest.raises(ValueError, match="is deadlocked at step 1 of 40"):
         simulate(setting(1, 8, max_groups=4), BALANCED)
 
 
-def test_mean_of_heavy_tailed_lengths_equals_that_of_draws() -> None:
-    """The mean from quantiles equals that of many draws, including truncation."""
+def test_mean_of_heavy_tailed_lengths_equals_the_mean_of_many_draws() -> None:
+    """The mean that is computed from quantiles includes the truncation."""
     law: Any = HeavyTailedLengths(30.0, 1.0, 256)
     import numpy as np
 
@@ -196,8 +206,8 @@ def test_mean_of_heavy_tailed_lengths_equals_that_of_draws() -> None:
     assert np.median(drawn) == pytest.approx(30, abs=1)
 
 
-def test_group_ages_from_its_request_even_if_it_waits_for_a_row() -> None:
-    """The actors' `Freshness` counts the same: some groups are given up before a busy engine begins them."""
+def test_age_of_a_group_counts_from_its_request_even_while_it_waits_for_a_row() -> None:
+    """The actors' `Freshness` counts in the same way: actors give up some groups before a busy engine begins them."""
     few, many = (simulate(setting(1, 2, slots=slots, steps=60), WHOLE) for slots in (8, 512))
     assert few.account.stale > 0 and few.discarded < 0.01
     assert many.account.stale == 0 or many.discarded > 0

@@ -1,4 +1,6 @@
-"""Tests of this machine's outward address from its real routing table, and of suppressed name look-ups."""
+"""Tests of the address at which other machines reach this one, from its real routing table; and of look-ups without
+name servers.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +13,28 @@ import pytest
 from pipelinerl.system import addresses
 from pipelinerl.system.addresses import LOOPBACK, address_facing, without_name_servers
 
-#: In a range reserved for documentation: no host has it, but machines with a network have a route there.
+#: An address reserved for documentation: no host has it, but machines with a network have a route to it.
 _ELSEWHERE = "198.51.100.7"
 with_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "__res_init"), reason="the C library is not glibc")
 
 
-def test_local_servers_reach_loopback() -> None:
+def test_servers_on_this_machine_get_its_loopback_address() -> None:
     assert address_facing(["http://127.0.0.1:8001", "http://localhost:8002", "http://[::1]:8003"]) == LOOPBACK
     assert address_facing([]) == LOOPBACK
 
 
-def test_one_remote_engine_makes_all_use_the_outward_address(outward: str) -> None:
+def test_one_remote_engine_makes_all_engines_use_the_outward_address(outward: str) -> None:
     assert address_facing(["http://127.0.0.1:8001", f"http://{_ELSEWHERE}:8001"]) == outward
-    with socket.create_server((outward, 0)):  # it is an address of this machine
+    with socket.create_server((outward, 0)):  # works only if it is an address of this machine
         pass
 
 
-def test_unresolvable_engine_is_ignored() -> None:
+def test_engine_whose_host_cannot_be_resolved_is_ignored() -> None:
     assert address_facing(["http://nowhere.invalid:8001", "http://127.0.0.1:8001"]) == LOOPBACK
 
 
 def attempts() -> int:
-    """Return the number of attempts of this thread's resolver."""
+    """Return how many attempts this thread's resolver makes per query."""
     library = ctypes.CDLL(None)
     library.__res_state.restype = ctypes.POINTER(ctypes.c_int)
     return int(library.__res_state()[1])
@@ -40,7 +42,7 @@ def attempts() -> int:
 
 @with_glibc
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.1", "::1"])
-def test_look_ups_are_suppressed_within_and_restored_afterwards(host: str) -> None:
+def test_name_servers_are_not_asked_within_the_block_and_again_afterwards(host: str) -> None:
     addresses._resolver()
     before = attempts()
     with pytest.raises(OSError, match="within"), without_name_servers(host):
@@ -51,7 +53,7 @@ def test_look_ups_are_suppressed_within_and_restored_afterwards(host: str) -> No
 
 
 @with_glibc
-def test_other_threads_keep_their_look_ups() -> None:
+def test_other_threads_still_ask_name_servers() -> None:
     found: list[int] = []
 
     def look() -> None:
@@ -66,7 +68,7 @@ def test_other_threads_keep_their_look_ups() -> None:
 
 
 @with_glibc
-def test_host_given_by_name_is_looked_up() -> None:
+def test_name_servers_are_still_asked_if_the_host_is_given_by_name() -> None:
     addresses._resolver()
     with without_name_servers("trainer.lab"):
         assert attempts() > 0

@@ -1,4 +1,4 @@
-"""Tests of private files: only their owner can read them, from the first byte on, and they are complete or absent."""
+"""Tests of private files: only the owner can read them, from the first byte on, and they are complete or absent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_failed_write_keeps_the_previous_file(tmp_path: Path) -> None:
     assert path.read_text() == "old"
 
 
-def test_files_and_directories_are_synced_and_missing_ones_raise(tmp_path: Path) -> None:
+def test_sync_accepts_files_and_directories_and_raises_for_missing_ones(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     sync(tmp_path / "file")
     sync(tmp_path)

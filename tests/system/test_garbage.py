@@ -7,7 +7,7 @@ import gc
 from pipelinerl.system.garbage import collect_as_usual, collect_rarely
 
 
-def test_collection_is_rare_and_then_as_usual() -> None:
+def test_garbage_collection_is_rare_during_start_up_and_normal_afterwards() -> None:
     before = gc.get_threshold()
     try:
         collect_rarely()

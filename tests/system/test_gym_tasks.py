@@ -10,7 +10,7 @@ import pytest
 
 from pipelinerl.system import gym_tasks
 
-#: Runs in a new process, since effects of imports only show before anything was imported.
+#: This runs in a new process, since imports only have effects that can be observed in a fresh interpreter.
 PROGRAM = """
 import json, sys
 from pipelinerl.system import gym_tasks
@@ -30,14 +30,14 @@ print(json.dumps(found))
 """
 
 
-def test_single_tasks_equal_the_librarys_and_leave_the_library_intact():
+def test_tasks_imported_singly_equal_the_librarys_and_leave_the_library_intact():
     alone = json.dumps(["spell_backward", "gcd", "leg_counting", "sudoku"])
     done = subprocess.run([sys.executable, "-c", PROGRAM, alone], capture_output=True, text=True, check=True)
-    # The module of syllogism has another name, so this task imports the whole library.
+    # The module of the task syllogism has another name than the task, so this task imports the whole library.
     assert json.loads(done.stdout) == {"imported": [], "unlike": [], "bound": True}
 
 
 @pytest.mark.parametrize("task", ["nothing_of_that_name", "__init__", "../arithmetic/gcd", "gcd*", ""])
-def test_unknown_task_is_rejected(task: str):
+def test_unknown_reasoning_gym_task_is_rejected(task: str):
     with pytest.raises(ValueError, match="not registered"):
         gym_tasks.create_dataset(task)

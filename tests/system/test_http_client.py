@@ -21,7 +21,9 @@ NOBODY = "http://127.0.0.1:9"
 
 @contextmanager
 def peer(answer: bytes = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok") -> Iterator[tuple[str, list[str]]]:
-    """Yield a server's URL and the heads of received requests; with an empty `answer` it never answers."""
+    """Yield a server's URL and the list of the request heads that it received; with an empty `answer` it never
+    answers.
+    """
     heads: list[str] = []
     over = threading.Event()
 
@@ -104,7 +106,7 @@ def test_byte_connection_uses_the_schemes_default_port(url: str, port: int) -> N
 
 
 @pytest.mark.parametrize("token", [None, ""])
-def test_no_authorization_header_without_a_token(token: str | None) -> None:
+def test_no_authorization_header_is_sent_without_a_token(token: str | None) -> None:
     assert http_client.authorization(token) == {}
 
 
@@ -124,7 +126,7 @@ async def test_hot_call_times_out_at_its_deadline() -> None:
                 await http.get(url, timeout=http_client.call_timeout(0.2))
 
 
-def test_deadline_limits_the_connection_time_even_of_endless_streams() -> None:
+def test_deadline_limits_the_time_to_connect_even_for_endless_streams() -> None:
     soon, endless = http_client.call_timeout(2.0), http_client.call_timeout(math.inf)
     assert (soon.total, soon.sock_connect) == (2.0, 2.0)
     assert (endless.total, endless.sock_connect) == (None, http_client.CONNECT_S)

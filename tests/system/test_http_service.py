@@ -1,4 +1,4 @@
-"""Tests of the shared HTTP service over real HTTP: authentication, error format, sockets, start and end."""
+"""Tests of the shared HTTP service over real HTTP: authentication, error format, sockets, startup and shutdown."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def ask(url: str, method: str, path: str, *, token: str | None = TOKEN, **rest: 
 
 
 @pytest.mark.parametrize("token", [None, "x", "run-toke", "run-token2", "run-tok\u00ebn"])
-def test_only_health_needs_no_token(url: str, token: str | None) -> None:
+def test_only_the_health_route_needs_no_token(url: str, token: str | None) -> None:
     refused = ask(url, "POST", "/double", token=token, json={"number": 1})
     assert refused.status_code == 401
     assert refused.json()["error"]["code"] == "unauthorized"
@@ -77,7 +77,7 @@ def test_only_health_needs_no_token(url: str, token: str | None) -> None:
         ("GET", "/broken", None, 500, "internal_error", None),
     ],
 )
-def test_all_errors_have_one_format_and_repeat_no_input(
+def test_all_errors_have_one_format_and_do_not_repeat_the_input(
     url: str, method: str, path: str, body: bytes | None, status: int, code: str, param: str | None
 ) -> None:
     answer = ask(url, method, path, content=body)
@@ -91,7 +91,7 @@ def test_all_errors_have_one_format_and_repeat_no_input(
         assert answer.headers["allow"] == "POST"
 
 
-def test_taken_port_is_named() -> None:
+def test_error_names_the_port_that_is_taken() -> None:
     with listen("127.0.0.1", 0) as held:
         port = held.getsockname()[1]
         with pytest.raises(AddressError, match=f"port {port} on 127.0.0.1 is taken"):
@@ -106,7 +106,7 @@ def test_invalid_addresses_are_rejected(host: str, port: int) -> None:
         listen(host, port)
 
 
-async def test_other_machines_are_not_served_without_a_token() -> None:
+async def test_service_without_a_token_does_not_serve_other_machines() -> None:
     with pytest.raises(AddressError, match=r"refusing to serve on .* without a token"):
         await serve_until(application(token=None), listen("0.0.0.0", 0))
     over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -114,7 +114,7 @@ async def test_other_machines_are_not_served_without_a_token() -> None:
     await asyncio.wait_for(serve_until(application(), listen("0.0.0.0", 0), over=over), PATIENCE_S)
 
 
-async def test_startup_error_is_raised() -> None:
+async def test_error_during_application_startup_is_raised() -> None:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         raise ModelError("no weights")
@@ -125,8 +125,8 @@ async def test_startup_error_is_raised() -> None:
 
 
 @pytest.mark.parametrize("ending", ["over", "cancelled", "cancelled while it closes"])
-async def test_shutdown_is_waited_for(ending: str) -> None:
-    """An application that closes slowly completes, even if the task is cancelled meanwhile."""
+async def test_server_waits_until_the_application_has_shut_down(ending: str) -> None:
+    """The application closes slowly. It completes even if the task is cancelled meanwhile."""
     happened: list[str] = []
     closing = asyncio.Event()
 

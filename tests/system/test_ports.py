@@ -1,4 +1,4 @@
-"""Tests that returned ports can be bound, and are not in the range of outgoing connections."""
+"""Tests that returned ports can be bound, and lie outside the range of outgoing ports."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from pipelinerl.system.ports import free_ports, is_free
 from tests.patience import SOON_S
 
 
-def test_ports_are_different_free_and_below_outgoing_ones() -> None:
+def test_returned_ports_are_different_free_and_below_outgoing_ports() -> None:
     ports = free_ports(5)
     assert len(set(ports)) == 5
     assert all(is_free(port) and port < 32768 for port in ports)
 
 
-def test_taken_port_is_not_returned() -> None:
+def test_port_that_is_taken_is_not_returned() -> None:
     (port,) = free_ports(1)
     with socket.create_server(("127.0.0.1", port)):
         assert not is_free(port)
         assert port not in free_ports(3)
 
 
-def test_each_address_has_its_own_ports() -> None:
+def test_port_taken_at_one_address_is_free_at_another() -> None:
     (port,) = free_ports(1, "127.0.0.2")
     with socket.create_server(("127.0.0.2", port)):
         assert is_free(port) and not is_free(port, "127.0.0.2")
 
 
-def test_too_many_ports_are_an_error() -> None:
+def test_requesting_more_ports_than_are_free_is_an_error() -> None:
     with pytest.raises(AddressError, match="fewer than 20000 ports"):
         free_ports(20000)
 
 
-#: A user may be root in a network namespace of their own, in which no interface is up.
+#: An ordinary user may become root in a new network namespace, in which no interface is up.
 _APART = ("unshare", "--map-root-user", "--net")
 _ASK = "from pipelinerl.system.ports import free_ports; free_ports(1)"
 

@@ -17,7 +17,10 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 
 
 class Peer:
-    """A server that answers each request with the next of `answers`; None: it closes; empty: it never answers."""
+    """A server that answers each request with the next of `answers`.
+
+    For None it closes the connection, and for an empty answer it never answers.
+    """
 
     def __init__(self, *answers: bytes | None, in_pieces: bool = False) -> None:
         self._answers = list(answers)
@@ -77,7 +80,7 @@ async def _post(posts: FanoutClient, url: str, *, timeout_s: float = PATIENCE_S)
     return await posts.post(url, "/do", b'{"a":1}', timeout_s=timeout_s)
 
 
-async def test_request_is_complete_and_its_connection_reused() -> None:
+async def test_request_arrives_complete_and_its_connection_is_reused() -> None:
     peer = Peer(OK, b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 409 Conflict\r\ncontent-length: 0\r\n\r\n")
     async with talking(peer) as (posts, url):
         assert await _post(posts, url + "/below/") == (200, b"hi")
@@ -138,7 +141,9 @@ async def test_request_is_repeated_if_a_reused_connection_closes() -> None:
     [((OK, None, None), 3), ((OK, b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 9\r\n\r\nhi"), 2)],
     ids=["not twice", "not once an answer has begun"],
 )
-async def test_other_requests_are_not_repeated(answers: tuple[bytes | None, ...], heard: int) -> None:
+async def test_request_is_repeated_only_once_and_not_after_a_response_has_begun(
+    answers: tuple[bytes | None, ...], heard: int
+) -> None:
     peer = Peer(*answers)
     async with talking(peer) as (posts, url):
         assert await _post(posts, url) == (200, b"hi")
@@ -147,7 +152,7 @@ async def test_other_requests_are_not_repeated(answers: tuple[bytes | None, ...]
     assert len(peer.heard) == heard
 
 
-async def test_stream_is_read_incrementally_and_its_connection_reused() -> None:
+async def test_stream_is_read_incrementally_and_its_connection_is_reused() -> None:
     pieces = [b"x" * MOST_ANSWER_BYTES, b"y" * MOST_ANSWER_BYTES, b"z"]
     body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in (*pieces, b""))
     peer = Peer(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + body, OK)
@@ -156,7 +161,7 @@ async def test_stream_is_read_incrementally_and_its_connection_reused() -> None:
         async for status, piece in posts.stream(url, "/do", b"{}", timeout_s=PATIENCE_S):
             assert status == 200
             came.append(piece)
-            await asyncio.sleep(0.01)  # the peer waits meanwhile
+            await asyncio.sleep(0.01)  # give the peer time to wait because of back-pressure
         assert (b"".join(came), max(map(len, came)) < 2 * MOST_ANSWER_BYTES) == (b"".join(pieces), True)
         assert await _post(posts, url) == (200, b"hi")
     assert peer.connections == 1
@@ -184,7 +189,7 @@ async def test_closed_stream_drops_its_connection() -> None:
     assert peer.connections == 2
 
 
-async def test_closed_client_opens_no_other_connection() -> None:
+async def test_closed_client_opens_no_further_connection() -> None:
     peer = Peer(OK, b"")
     async with talking(peer) as (posts, url):
         assert await _post(posts, url) == (200, b"hi")
@@ -220,14 +225,14 @@ async def test_cancelled_call_drops_its_connection() -> None:
     assert peer.connections == 2
 
 
-async def test_old_idle_connection_is_not_reused() -> None:
+async def test_connection_that_was_idle_too_long_is_not_reused() -> None:
     peer = Peer(OK, OK)
     async with talking(peer, keep_alive_s=0.0) as (posts, url):
         assert [await _post(posts, url), await _post(posts, url)] == [(200, b"hi")] * 2
     assert peer.connections == 2
 
 
-async def test_concurrent_calls_to_one_peer_have_a_connection_each() -> None:
+async def test_concurrent_calls_to_one_peer_use_separate_connections() -> None:
     peer = Peer(OK, OK, OK)
     async with talking(peer) as (posts, url):
         assert await asyncio.gather(*(_post(posts, url) for _ in range(3))) == [(200, b"hi")] * 3
@@ -240,7 +245,7 @@ async def test_invalid_address_is_rejected(url: str) -> None:
         await _post(http_client.post_connections(token=None, keep_alive_s=1.0), url)
 
 
-async def test_unreachable_peer_is_named() -> None:
+async def test_error_names_the_peer_that_cannot_be_reached() -> None:
     posts = http_client.post_connections(token=None, keep_alive_s=1.0)
     async with talking(Peer()) as (_, url):
         pass

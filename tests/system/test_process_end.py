@@ -1,4 +1,6 @@
-"""Tests that a process ends with its status despite busy threads, and completes its output and exit functions."""
+"""Tests that a process ends with the status of its main function although threads are busy, and first writes its output
+and calls its exit functions.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import pytest
 
 from tests.patience import PATIENCE_S
 
-#: A thread that is almost always in torch's C++ code, and often returns from it.
+#: A program with a thread that is almost always in torch's C++ code, and often returns from it.
 BUSY = """
 import atexit, sys, threading, time, torch
 from concurrent.futures import ThreadPoolExecutor

@@ -14,25 +14,25 @@ from pipelinerl.system.references import is_reference, last_line, load_reference
 
 @pytest.fixture(autouse=True)
 def same_path() -> Iterator[None]:
-    """Restore `sys.path` after a test."""
+    """Restore `sys.path` after the test."""
     before = list(sys.path)
     yield
     sys.path[:] = before
 
 
 @pytest.mark.parametrize("text", ["a.b:c", "x.py:y", "/a b/x.py:y", "../x.py:y", "reasoning_gym:spell_backward"])
-def test_valid_references_are_recognised(text: str) -> None:
+def test_valid_references_to_user_code_are_recognised(text: str) -> None:
     assert is_reference(text)
 
 
 @pytest.mark.parametrize("text", ["torch", "x.py", "x.py:", ":y", "a/b:c", "x.py:a b", ""])
-def test_other_texts_are_rejected(text: str) -> None:
+def test_texts_that_are_no_references_are_rejected(text: str) -> None:
     assert not is_reference(text)
     with pytest.raises(ReferenceFailed, match=r"expected package.module:attribute or path.py:attribute, got"):
         load_reference(text)
 
 
-def test_file_is_loaded_once_and_same_names_do_not_collide(tmp_path: Path) -> None:
+def test_file_is_loaded_once_and_files_of_the_same_name_do_not_collide(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "r.py").write_text(f"import sibling_{folder}\ndef where(): return sibling_{folder}.HERE\n")
@@ -43,7 +43,7 @@ def test_file_is_loaded_once_and_same_names_do_not_collide(tmp_path: Path) -> No
     assert place_of(a) == f"where, {tmp_path}/a/r.py:2"
 
 
-def test_folder_is_first_on_the_path_during_import_and_last_afterwards(tmp_path: Path) -> None:
+def test_folder_of_user_code_is_first_on_the_path_during_import_and_last_afterwards(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text(
         "import sys\nFIRST = sys.path[0]\ndef later():\n    import late_one\n    return late_one"
     )
@@ -53,7 +53,7 @@ def test_folder_is_first_on_the_path_during_import_and_last_afterwards(tmp_path:
     assert load_reference(f"{tmp_path}/r.py:later")().__file__ == f"{tmp_path}/late_one.py"
 
 
-def test_file_that_failed_is_read_again(tmp_path: Path) -> None:
+def test_file_that_failed_to_load_is_read_again(tmp_path: Path) -> None:
     file = tmp_path / "r.py"
     file.write_text("x = 1 +\n")
     with pytest.raises(ReferenceFailed, match=r"r.py cannot be imported: .*r.py:1: SyntaxError: invalid syntax"):
@@ -62,7 +62,7 @@ def test_file_that_failed_is_read_again(tmp_path: Path) -> None:
     assert load_reference(f"{file}:x") == 11
 
 
-def test_error_names_the_users_line_and_not_the_librarys(tmp_path: Path) -> None:
+def test_error_names_the_line_of_the_users_code_and_not_the_librarys(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("import json\ndef f():\n    return json.loads('{')\n")
     f = load_reference(f"{tmp_path}/r.py:f")
     with pytest.raises(ValueError) as raised:

@@ -1,4 +1,4 @@
-"""Tests that a tied process gets its signal when its parent dies, and does not start without a parent."""
+"""Tests that a tied process gets its signal when its parent dies, and does not start if its parent is already dead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's tie is Linux's")
 
-#: Records the received signal.
+#: A program that writes down the signal that it receives.
 _CHILD = """
 import pathlib, signal, sys, time
 def noted(number, frame):
@@ -34,7 +34,7 @@ time.sleep(60)
 """  # noqa: E501
 
 
-def test_killed_parent_ends_its_process_with_the_given_signal(tmp_path: Path) -> None:
+def test_tied_process_gets_the_given_signal_when_its_parent_is_killed(tmp_path: Path) -> None:
     noted = tmp_path / "noted"
     parent = subprocess.Popen(
         [sys.executable, "-c", _PARENT, tied_process.__file__, str(noted), _CHILD], stdout=subprocess.PIPE

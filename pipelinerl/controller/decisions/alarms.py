@@ -37,13 +37,15 @@ class Thresholds:
     """Thresholds of the alarms.
 
     Attributes:
-        recent_steps: number of recent steps over which a measure is taken.
-        entropy: share of the entropy of the run's first steps.
-        right: the entropy alarm is raised only below this share of correct answers.
-        length: mean length of recent steps ÷ mean length of the `length_steps` before them.
-        truncated, stale: shares within a domain.
-        enough: rollouts, or groups, of a domain that must have been seen.
-        back: share of the threshold by which a measure must recover.
+        recent_steps: number of recent steps over which a measure is averaged.
+        entropy: the entropy alarm is raised if recent entropy is below this share of the entropy of the run's first
+            steps.
+        right: the entropy alarm is raised only if fewer than this share of the answers are correct.
+        length: the length alarm is raised if the mean length of recent steps is this multiple of the mean length of
+            the `length_steps` before them.
+        truncated, stale: the alarm is raised if more than this share of a domain's rollouts or groups is affected.
+        enough: the fewest rollouts, or groups, of a domain on which an alarm may be raised.
+        back: an alarm is cleared when its measure is better than the threshold by this share of the threshold.
     """
 
     recent_steps: int = 5
@@ -62,7 +64,7 @@ THRESHOLDS: Final = Thresholds()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """One alarm: `what` is a sentence with the figures and a remedy."""
+    """One alarm: `what` is a sentence with the measured figures and a remedy."""
 
     kind: AlarmKind
     what: str
@@ -70,7 +72,7 @@ class Alarm:
 
     @property
     def key(self) -> str:
-        """The kind and domain that identify a raised alarm."""
+        """The kind and domain, by which an alarm that is already raised is recognised."""
         return f"{self.kind}:{self.domain}"
 
 
@@ -81,7 +83,10 @@ def alarms_of(
     raised: Mapping[str, str],
     thresholds: Thresholds = THRESHOLDS,
 ) -> list[Alarm]:
-    """Return the active alarms after the last of `steps` (oldest first); `raised` were active before it."""
+    """Return the alarms that are active after the newest of `steps` (oldest first).
+
+    `raised` are the alarms that were active before the newest step.
+    """
     if len(steps) < thresholds.recent_steps:
         return []
     return [

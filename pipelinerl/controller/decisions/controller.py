@@ -90,7 +90,7 @@ from pipelinerl.types import Problem, PromptOrder, Purpose, Quota
 
 @final
 class Controller:
-    """The state of a run and the decisions on it. Methods take `now` (seconds, monotonic) if they depend on time."""
+    """The state of a run and the decisions on it. Methods that depend on time take `now` (seconds, monotonic)."""
 
     def __init__(
         self,
@@ -103,9 +103,9 @@ class Controller:
         """Create a controller that decides on `state`.
 
         Args:
-            training_problem: returns the problem of an order, from its index, the domain weights, the quota, and the
-                number of turns its domain has skipped.
-            held_out_problem: returns a problem, from the name of its evaluation set and its index.
+            training_problem: returns the problem of a prompt order, from the order's index, the domain weights, the
+                quota, and the number of turns that the order's domain has skipped.
+            held_out_problem: returns a held-out problem, from the name of its evaluation set and its index in the set.
         """
         self.settings = settings
         self._training_problem = training_problem
@@ -167,10 +167,10 @@ class Controller:
     # --- events ----------------------------------------------------------------------------------------------------
 
     def handle(self, report: Report, *, now: float) -> list[Effect]:
-        """Process one report and return its own effects, in order.
+        """Process one report and return the effects that belong to this report, in order.
 
-        Reports from the trainer of an earlier epoch are ignored, since that trainer is fenced. A repeated question gets
-        the same answer.
+        Reports from the trainer of an earlier epoch are ignored, since that trainer is fenced. A report that the
+        trainer repeats because it got no answer receives the same answer again.
         """
         trainer = self.state.trainer
         if not isinstance(report, FROM_ACTORS):
@@ -234,7 +234,7 @@ class Controller:
         return effects + self._unasked(f"knobs-e{self.state.epoch}-{len(self.state.knob_log)}")
 
     def stop(self, reason: str) -> list[Effect]:
-        """End the run at the next step boundary, including the last publication, checkpoint and evaluation."""
+        """End the run at the next step boundary, with a last publication, checkpoint and evaluation."""
         if self.state.stop_reason is None:
             self.state.stop_reason = reason
         if self.state.phase in (RunPhase.STARTING, RunPhase.FINISHED) or self.state.trainer.stop_sent:
@@ -262,7 +262,7 @@ class Controller:
         return ending(self.state, self.settings)
 
     def _publish_if_due(self, *, again: bool) -> list[Effect]:
-        """Send a directive to publish if one is due; for `again` see `publication_due`."""
+        """Send a directive to publish if a publication is due; for `again` see `publication_due`."""
         publish_to = publication_due(self.state, self.settings, again=again)
         if not publish_to:
             return []
@@ -270,15 +270,17 @@ class Controller:
         return [Send(self._directive(name, publish_to=publish_to))]
 
     def issue(self) -> list[Effect]:
-        """Issue prompt orders that can still be fresh at their earliest step (RLAX §3.1: pacing before dropping)."""
+        """Issue prompt orders whose groups can still be fresh at their earliest step (RLAX §3.1: pacing before
+        dropping).
+        """
         loaded = self.state.fleet.oldest_loaded()
         if self.state.phase is not RunPhase.TRAINING or loaded is None or comes_first(self.state):
             return []
         orders: list[PromptOrder] = []
         self.state.follow_groups_per_step()
         self.state.follow_loaded(loaded)
-        # Count once and then update incrementally: thousands of orders may be in flight, and one decision may issue as
-        # many.
+        # Count the orders in flight once and then update the counts: there may be thousands of orders in flight, and
+        # one call may issue thousands more.
         out, rollouts = self.state.account.in_flight, self.state.account.rollouts_in_flight
         places = self.state.knobs.groups_in_flight * max(1, len(self.state.actors))
         while out < self.settings.max_groups and self.state.knobs.bounds.may_issue(
@@ -300,16 +302,19 @@ class Controller:
             orders.append(order)
         if not orders:
             return []
-        # With Overdue.WAIT, the trainer must know of an order before any actor works on it.
+        # With Overdue.WAIT, the trainer must know of a prompt order before any actor works on it.
         name, waits = f"issued-e{self.state.epoch}-{orders[-1].index}", self.settings.overdue is Overdue.WAIT
         return [*(self._unasked(name) if waits else []), IssuePrompts(orders)]
 
     def _drawn(self, index: int, weights: Mapping[str, float], quota: Quota) -> Problem:
-        """Return the problem whose turn it is, skipping recently solved ones."""
+        """Return the problem of prompt order `index`: the next problem in turn, skipping recently solved problems."""
         return self.state.choose_problem(index, lambda ahead: self._training_problem(index, weights, quota, ahead))
 
     def _expected_rollouts(self, out: int, rollouts: int) -> int:
-        """Estimate how many of the `rollouts` of the `out` orders in flight will be used in a step."""
+        """Estimate how many of the rollouts in flight will be used in a step.
+
+        `out` is the number of prompt orders in flight, and `rollouts` the number of their rollouts.
+        """
         knobs, most = self.state.knobs, self.settings.oversample
         if most is None:
             most = OVERSAMPLED if knobs.k > knobs.j else 1.0
@@ -321,7 +326,7 @@ class Controller:
 
     def _trainer_ready(self, report: TrainerReady, *, now: float) -> list[Effect]:
         if report.report_id in self.state.trainer.begun:
-            return []  # repeated report of an earlier trainer, whose epoch is over
+            return []  # an earlier trainer repeated its report; the epoch that it began is over
         self.state.trainer.awaited = engine_decisions.awaited(
             self.state, engines_expected=self.settings.engines_expected
         )
@@ -346,7 +351,7 @@ class Controller:
         ]
         if (
             self.state.phase is not RunPhase.FINISHED
-        ):  # also from FINISHING: the last evaluation begins when this trainer stops
+        ):  # FINISHING stays: the last evaluation begins when this trainer stops
             self.state.phase = RunPhase.TRAINING
         if self.state.version == 0 and not self.state.evaluations.results:
             self._evaluator.want(self.state)
@@ -371,12 +376,14 @@ class Controller:
             elastic.note_step(self.state.elastic, report.stats, self.state.watched.by_domain)
         if self.ending is None:
             self._evaluator.want_by_interval(self.state)
-        if self.settings.overdue is Overdue.WAIT:  # the answer must include the orders issued now
+        if self.settings.overdue is Overdue.WAIT:  # the answer must list the orders that are issued now
             effects += self.issue()
         return [*effects, self._answer(report.report_id, publish_to=publication_due(self.state, self.settings))]
 
     def _step_skipped(self, report: StepSkipped) -> list[Effect]:
-        """Record a skipped step; three in a row stop the run with its state saved, since they are no accident."""
+        """Record a skipped step. Three skipped steps in a row are no accident: they stop the run, with its state
+        saved.
+        """
         self.state.account.update(report.consumed)
         step = self.state.version + 1
         if report.in_a_row >= SKIPS_THAT_END and self.state.stop_reason is None:
@@ -385,7 +392,7 @@ class Controller:
         return [skipped, self._answer(report.report_id, publish_to=publication_due(self.state, self.settings))]
 
     def _trainer_leaving(self, report: TrainerLeaving) -> list[Effect]:
-        """Let the trainer process save its state and end; its successor resumes from there."""
+        """Let the trainer process save its state and end; the trainer that replaces it resumes from that state."""
         self.state.account.update(report.consumed)
         return [self._answer(report.report_id, publish_to=[], leave=True)]
 
@@ -395,10 +402,11 @@ class Controller:
         return [reported.published(report), *lost]
 
     def _starving(self, report: Starving, *, now: float) -> list[Effect]:
-        """Reissue lost orders if the trainer waits and no actor works on any.
+        """Reissue lost prompt orders if the trainer waits and no actor works on any order.
 
-        Such orders were lost with the stream server's last second. If the trainer waits for an evaluation, send a sign
-        of life instead: the evaluation's time limits bound that wait.
+        Such orders were lost when the stream server died and lost the newest second of its data. If the trainer waits
+        because an evaluation runs, send a directive as a sign of life instead: the evaluation's time limits bound that
+        wait.
         """
         if self.state.evaluations.current is not None and (comes_first(self.state) or holds_updates(self.state)):
             return self._unasked(f"held-e{self.state.epoch}-{self.state.version}")
@@ -410,10 +418,10 @@ class Controller:
         return [Record("orders_lost", {"orders": len(lost)})] if lost else []
 
     def _streams_lost(self) -> list[Effect]:
-        """Send again what has not ended: orders, evaluation questions, and the last directive.
+        """Send everything unfinished again: prompt orders, evaluation questions, and the last directive.
 
-        Any of these may be lost. If an order now yields two groups, the trainer drops the second; the evaluation does
-        the same with answers.
+        Any of these may be lost. If an order that was not lost now yields two groups, the trainer drops the second
+        group. The evaluation drops the second answer to a question in the same way.
         """
         self.state.trainer.publications = []
         account, asked = self.state.account, self.state.evaluations.current
@@ -447,7 +455,7 @@ class Controller:
         return [Record("group_outdated", fields), *self._ended(report.index)]
 
     def _ended(self, index: int) -> list[Effect]:
-        """Notify a trainer that may wait for this order, which ended without a group."""
+        """Notify the trainer that a prompt order ended without a group, if steps wait for such orders."""
         return [] if self.settings.overdue is Overdue.DROP else self._unasked(f"ended-e{self.state.epoch}-{index}")
 
     def _evaluate(self, *, now: float) -> list[Effect]:
@@ -456,7 +464,7 @@ class Controller:
         if results := self._evaluator.closed(self.state):
             return effects + self._evaluated(results, now=now)
         if self.state.phase is RunPhase.FINISHING and self.state.evaluations.current is None:
-            return effects + finish(self.state, self.settings)  # no engine or no problem is left to evaluate
+            return effects + finish(self.state, self.settings)  # no engine or no problems for a last evaluation
         return effects
 
     def _evaluated(self, results: list[EvaluationResult], *, now: float) -> list[Effect]:
@@ -474,7 +482,7 @@ class Controller:
         return effects
 
     def _answer(self, report_id: str, *, publish_to: list[str], leave: bool = False) -> Send:
-        """Answer a report; only the last answer is kept, since the trainer asks one question at a time."""
+        """Answer a report. Only the newest answer is kept, since the trainer sends one question at a time."""
         directive = self._directive(report_id, publish_to=publish_to, leave=leave)
         self.state.trainer.answers = {report_id: directive}
         return Send(directive)
@@ -482,7 +490,7 @@ class Controller:
     def _answer_again(self, answer: Directive) -> list[Effect]:
         """Send the same answer again.
 
-        The trainer has acted on nothing since its question, so only this answer's publication is pending.
+        The trainer has acted on no directive since it asked, so the only pending publication is the one in this answer.
         """
         ordered = PublicationOrdered.of(answer, self.state.version)
         self.state.trainer.publications = [ordered] if answer.publish_to else []

@@ -13,7 +13,7 @@ from pipelinerl.controller.state.settings import ControllerSettings
 from pipelinerl.enums import Overdue, Pin
 from pipelinerl.messages import Directive, TrainerKnobs
 
-#: States of engines that receive each publication; draining engines keep the weights they have.
+#: States of engines to which every version is published; a draining engine keeps the weights that it has.
 _KEPT_UP_TO_DATE: Final = (EngineLifecycle.JOINING, EngineLifecycle.HEALTHY, EngineLifecycle.SUSPECT)
 
 
@@ -25,7 +25,7 @@ def ending(state: RunState, settings: ControllerSettings) -> str | None:
 
 
 def publication_due(state: RunState, settings: ControllerSettings, *, again: bool = False) -> list[str]:
-    """Return the engines (base URLs) to which the trainer must publish its weights now; empty when none are due.
+    """Return the engines (base URLs) to which the trainer must publish its weights now; empty if no publication is due.
 
     | due when                                                            | to            |
     |---------------------------------------------------------------------|---------------|
@@ -34,9 +34,10 @@ def publication_due(state: RunState, settings: ControllerSettings, *, again: boo
     | an evaluation waits for the current weights                         | all members   |
     | engines have no weights of this epoch                               | those engines |
 
-    Nothing is due while an evaluation holds updates, or once the run ends. A directed publication counts as delivered,
-    so it is directed once. If its report omits an engine, publication to this engine is due `again` at the next tick;
-    the delay prevents a tight loop with a publisher that skips engines.
+    No publication is due while an evaluation postpones updates, or once the run ends. A publication counts as delivered
+    as soon as it is directed, so it is not directed twice. If the trainer's report on it omits an engine, a publication
+    to this engine is due at the next tick, when this is called with `again`. The delay prevents a tight loop with a
+    publisher that skips engines.
     """
     if state.phase is not RunPhase.TRAINING or holds_updates(state) or ending(state, settings) is not None:
         return []
@@ -68,10 +69,10 @@ def directive(
     publish_to: Sequence[str] = (),
     leave: bool = False,
 ) -> Directive:
-    """Return the answer to the report `answers`, or an unsolicited directive of that name.
+    """Return the directive that answers the report with id `answers`, or an unsolicited directive of that name.
 
     The final weights are published to all engines, regardless of `publish_to`. If the trainer must `leave`, or the run
-    fails or is suspended, it saves its state and publishes nothing more.
+    fails or is suspended, the trainer saves its state and publishes nothing more.
     """
     ends = ending(state, settings) is not None
     stop, last = ends or leave, ends and not (leave or state.failing.reason)
@@ -100,7 +101,8 @@ def directive(
 
 
 def _fresh_until(state: RunState, settings: ControllerSettings) -> list[tuple[int, int]]:
-    """Return (first order, step) pairs: from that order on, groups can be trained up to and including that step.
+    """Return pairs (first order, step): groups of the orders from `first order` on can be trained until that step,
+    inclusive.
 
     Empty if steps do not wait for overdue groups, or if k is infinite.
     """

@@ -36,7 +36,7 @@ class Want(Enum):
     FEWER = -1
 
 
-#: The reason for scaling, for events.
+#: The reason for each change, as shown in events.
 _WHY: Final = {
     Want.MORE: "the engines are {occupancy:.0%} busy, the trainer waits {waiting:.0%} of its time, and {stale:.0%} of "
     "groups arrive too late",
@@ -53,7 +53,10 @@ def verdict(rule: ElasticRule, figures: Figures, *, engines: int) -> Want:
 
 
 def weighed(rule: ElasticRule, memory: ElasticMemory, figures: Figures, *, engines: int, now: float) -> Want:
-    """Return the change to make after this interval and the previous ones, and record the interval in `memory`."""
+    """Return the change to make, given the figures of this interval and of the intervals before.
+
+    This interval's verdict is added to `memory`.
+    """
     want = verdict(rule, figures, engines=engines)
     same_way = want is not Want.SAME and memory.streak * want.value >= 0
     memory.streak = memory.streak + want.value if same_way else want.value
@@ -62,7 +65,9 @@ def weighed(rule: ElasticRule, memory: ElasticMemory, figures: Figures, *, engin
 
 
 def changed(memory: ElasticMemory, *, now: float) -> None:
-    """Restart the measurements after a change in the number of engines, or after one that a dry run would have made."""
+    """Restart the measurements after a change in the number of engines, or after a dry run has only announced a
+    change.
+    """
     memory.forget()
     memory.streak, memory.changed = 0, now
 
@@ -90,7 +95,7 @@ def measured(state: RunState, settings: ControllerSettings, given: FleetMeasured
 
 
 def in_words(want: Want, figures: Figures) -> str:
-    """Describe the figures that suggest `want`, which is not `Want.SAME`."""
+    """Describe the figures that suggest `want`, which must not be `Want.SAME`."""
     return _WHY[want].format(waiting=figures.waiting, occupancy=figures.occupancy, stale=figures.stale)
 
 
@@ -108,7 +113,7 @@ def note_step(memory: ElasticMemory, figures: Mapping[str, Any], by_domain: Mapp
 
 
 def _in_between(state: RunState) -> bool:
-    """Return True if figures would be misleading now: an engine joins or drains, or an evaluation runs."""
+    """Return True while figures are misleading, because an engine joins or drains, or an evaluation runs."""
     records = state.fleet.records()
     serving = {record.name for record in records if record.lifecycle is EngineLifecycle.HEALTHY}
     to_come = any(request.wanted and request.name not in serving for request in state.engine_requests)
@@ -126,7 +131,10 @@ def _counts(state: RunState) -> dict[str, int]:
 
 
 def _beyond(state: RunState, settings: ControllerSettings, counts: Mapping[str, int]) -> tuple[Want, str] | None:
-    """Return the type whose number of engines is outside the limits, with the direction to change; None without one."""
+    """Return an engine type whose number of engines is outside its limits, and the direction of the change.
+
+    None if all types are within their limits.
+    """
     for type, count in counts.items():
         if count < state.knobs.engines_min[type] and type not in _not_to_be_had(state):
             return Want.MORE, type
@@ -148,14 +156,16 @@ def _type_for(state: RunState, settings: ControllerSettings, want: Want, counts:
 
 
 def _not_to_be_had(state: RunState) -> set[str]:
-    """Return types whose requested engine never joined, or was expelled for a permanent reason."""
+    """Return the engine types that cannot be provided: a requested engine never joined, or refused the run
+    permanently.
+    """
     records = {record.name: record for record in state.fleet.records()}
     gone = {request.type for request in state.engine_requests if not request.wanted and request.name not in records}
     return gone | {record.type for record in records.values() if record.refuses}
 
 
 def _newest(state: RunState, settings: ControllerSettings, type: str) -> EngineRecord | None:
-    """Return the newest healthy, unpinned engine of the type that was started by the launcher."""
+    """Return the newest engine of this type that is healthy, not pinned, and was started by the launcher."""
     names = [*map("engine-{}".format, range(settings.engines_expected)), *(each.name for each in state.engine_requests)]
     own = [
         record

@@ -43,7 +43,7 @@ _REMOVED: Final = "removed by an operator"
 
 
 def engine_input(state: RunState, given: EngineInput, *, engines_expected: int) -> list[Effect]:
-    """Process one input about engines; `engines_expected` is the number with which the run began."""
+    """Process one input about engines; `engines_expected` is the number of engines with which the run began."""
     fleet = state.fleet
     match given:
         case EngineRegistered(url=url, incarnation=life, name=name, type=kind, now=now):
@@ -68,7 +68,7 @@ def engine_input(state: RunState, given: EngineInput, *, engines_expected: int) 
 
 
 def request_engines(state: RunState, given: EnginesRequested, *, engines_expected: int) -> list[Effect]:
-    """Request engines under names never used before; do nothing if the engine to replace is leaving already."""
+    """Request engines under new names. Do nothing if the engine to be replaced is already leaving."""
     if given.replaces and removal_reason(state, given.replaces):
         return []
     taken = {record.name for record in state.fleet.records()} | {request.name for request in state.engine_requests}
@@ -82,7 +82,7 @@ def request_engines(state: RunState, given: EnginesRequested, *, engines_expecte
 
 
 def drain(state: RunState, url: str, *, now: float, grace_s: float) -> list[Effect]:
-    """Give an engine no more work; its current work may run for `grace_s`."""
+    """Give an engine no more work; requests that it already has may run for another `grace_s` seconds."""
     if not state.fleet.drain(url, now=now, by=now + grace_s):
         return []
     if state.fleet.is_draining(url):
@@ -113,13 +113,13 @@ def canary_checked(state: RunState, report: CanaryChecked, *, now: float) -> lis
 
 
 def overdue(state: RunState, *, now: float) -> list[Effect]:
-    """Expel engines whose drain deadline has passed; their remaining work is handed over."""
+    """Expel engines whose drain deadline has passed; other engines take over their unfinished requests."""
     late = [r.url for r in state.fleet.records() if state.fleet.is_draining(r.url) and r.drain_by < now]
     return [effect for url in late for effect in _expel(state, url, "drained; its remaining work is handed over")]
 
 
 def awaited(state: RunState, *, engines_expected: int) -> list[str]:
-    """Return the names of initial engines that have not joined; those removed by an operator are not awaited."""
+    """Return the names of initial engines that have not joined yet, except engines that an operator removed."""
     requested = {request.name for request in state.engine_requests}
     out = [record.name for record in state.fleet.records() if record.to_stop and record.name not in requested]
     members = state.fleet.members()
@@ -129,14 +129,14 @@ def awaited(state: RunState, *, engines_expected: int) -> list[str]:
 
 
 def to_stop(state: RunState) -> list[str]:
-    """Return the names of the engines whose processes must end, sorted."""
+    """Return the names of the engines whose processes the launcher must end, sorted."""
     records = {record.name for record in state.fleet.records() if record.to_stop and record.name}
     again = {record.name for record in state.fleet.records() if not record.to_stop}
     return sorted((records - again) | {request.name for request in state.engine_requests if not request.wanted})
 
 
 def removal_reason(state: RunState, url: str) -> str:
-    """Return why an engine is leaving already; empty if it is not."""
+    """Return why an engine is already leaving; empty if it is not leaving."""
     if state.fleet.is_draining(url):
         return "it is being drained"
     names = [request.name for request in state.engine_requests if request.wanted and request.replaces == url]
@@ -149,9 +149,10 @@ def removal_reason(state: RunState, url: str) -> str:
 def _publish_failed(
     state: RunState, report: Published | CanaryChecked, *, blameless: Collection[str] = ()
 ) -> list[Effect]:
-    """Record engines that failed to take the weights or to prove them.
+    """Record engines that failed to receive the weights, or failed to prove them in the canary check.
 
-    A permanent failure expels the engine. A blameless one, caused by other engines, is not counted.
+    A permanent failure expels the engine. A failure of a `blameless` engine, which other engines caused, is not
+    counted.
     """
     fleet, effects = state.fleet, list[Effect]()
     for url, reason in report.failed.items():
@@ -180,7 +181,10 @@ def _answered(state: RunState, url: str, *, now: float) -> list[Effect]:
 
 
 def _drain_replaced(state: RunState, url: str, *, now: float) -> list[Effect]:
-    """Drain the engine that a newly serving one replaces, once: an engine may prove its weights repeatedly."""
+    """Drain the engine that a newly serving engine replaces.
+
+    This happens only once, although the new engine may prove its weights repeatedly.
+    """
     name = state.fleet.by_url[url].name
     for request in state.engine_requests:
         if request.name == name and request.replaces and request.wanted:
@@ -202,7 +206,7 @@ def _expel(state: RunState, url: str, reason: str) -> list[Effect]:
 
 
 def _after_expulsion(state: RunState, url: str) -> list[Effect]:
-    """Record a planned departure, and cancel requests for its name and replacements of its URL."""
+    """Record a planned departure, and cancel requests for engines of its name and requests to replace its URL."""
     record = state.fleet.by_url[url]
     _cancel_request(state, record.name)
     _cancel_replacement(state, url)
@@ -210,7 +214,7 @@ def _after_expulsion(state: RunState, url: str) -> list[Effect]:
 
 
 def _cancel_replacement(state: RunState, url: str) -> None:
-    """Cancel all replacements of that URL, since the next engine there is a different one."""
+    """Cancel all requests to replace the engine at `url`, since the next engine at this URL is a different engine."""
     state.engine_requests = [
         msgspec.structs.replace(request, replaces="") if request.replaces == url else request
         for request in state.engine_requests

@@ -1,7 +1,7 @@
 """`EngineWatch`: results of polling the engines: load, token rates, missed polls and restarts.
 
-It holds momentary observations and makes no decisions; their consequences reach the controller as inputs. A restarted
-controller begins without it.
+It holds momentary observations and makes no decisions: the service turns observations into inputs for the controller.
+Its contents are not stored, so a restarted controller begins without observations.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Final, final
 from inference_contract.schemas import EngineMetrics
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 
-#: The most steady engines polled per second.
+#: The most engines in a steady state that are polled per second.
 POLLS_PER_S: Final = 128
 _STEADY: Final = (EngineLifecycle.JOINING, EngineLifecycle.HEALTHY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """Load of one engine as of its last answer; rates cover the time between the last two answers.
+    """Load of one engine as of its newest poll; rates cover the time between its two newest polls.
 
     Attributes:
-        occupancy: share of its slots at work, over all time including idle time. Rows that wait for orders, for a
-            verifier or for a trainer do not count as work. An engine that reports no busy seconds is assumed to be
-            always busy.
-        idle_since: when it was first seen without work; None while it has work.
+        occupancy: share of its slots at work, over all time including idle time. Rows that wait for prompt orders,
+            for a verifier or for a trainer do not count as work. An engine that reports no busy seconds is assumed
+            to be always busy.
+        idle_since: when the engine was first seen without work; None while it has work.
     """
 
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
@@ -55,11 +55,11 @@ class EngineWatch:
         return self._loads.get(url, _UNKNOWN)
 
     def to_ask(self, records: Sequence[EngineRecord], *, now: float, every_s: float) -> list[str]:
-        """Return the engines to poll now, given that this is called every `every_s`.
+        """Return the engines to poll now, given that this is called every `every_s` seconds.
 
-        Small fleets are polled whole. If more than `POLLS_PER_S` engines per second are steady (joining or healthy),
-        the least recently polled of them are chosen, so the cost of polling stays bounded and even. All other engines,
-        such as suspect or draining ones, are polled every time.
+        In small fleets every engine is polled each time. If more than `POLLS_PER_S` engines per second are steady
+        (joining or healthy), only those that were polled least recently are chosen, so the cost of polling stays
+        bounded and even. All other engines, such as suspect or draining ones, are polled every time.
         """
         most = math.ceil(POLLS_PER_S * every_s)
         steady = [each.url for each in records if each.lifecycle in _STEADY]
@@ -69,7 +69,9 @@ class EngineWatch:
         return chosen
 
     def answered(self, url: str, metrics: EngineMetrics, now: float) -> bool:
-        """Record an answer; return True if its counters went down, which means that the engine has restarted."""
+        """Record an engine's answer; return True if its counters went down, which means that the engine has
+        restarted.
+        """
         known = self.load(url)
         previous, seconds = known.metrics, now - known.polled_at
         restarted = (
@@ -89,7 +91,7 @@ class EngineWatch:
         return restarted
 
     def on_missed_poll(self, url: str) -> bool:
-        """Record a missed poll; return True if too many in a row were missed."""
+        """Record a missed poll; return True if the engine has missed too many polls in a row."""
         known = self.load(url)
         self._loads[url] = replace(known, missed_polls=known.missed_polls + 1)
         return known.missed_polls + 1 >= self._polls_to_death

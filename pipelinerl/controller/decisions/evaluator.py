@@ -36,16 +36,16 @@ class Evaluator:
         self._orders = orders
 
     def want(self, state: RunState) -> None:
-        """Mark an evaluation of all sets as due, at the current version."""
+        """Mark an evaluation of all sets as due, with the current weights."""
         self._want(state, [each.name for each in self.plan.sets])
 
     def want_by_interval(self, state: RunState) -> None:
-        """Mark the sets as due whose interval ends at this step."""
+        """Mark those sets as due whose evaluation interval ends at this step."""
         common = state.knobs.evaluation_interval_steps
         self._want(state, [e.name for e in self.plan.sets if state.version % (e.interval_steps or common) == 0])
 
     def want_last(self, state: RunState) -> list[Effect]:
-        """Replace the current evaluation by one of the final weights, since no step will follow."""
+        """Replace the current evaluation by an evaluation of the final weights, since no further step will be made."""
         effects: list[Effect] = []
         if state.evaluations.current is not None:
             effects.append(_abandoned(state.evaluations.current, "the run ends, and its last weights are evaluated"))
@@ -55,7 +55,9 @@ class Evaluator:
         return effects
 
     def advance(self, state: RunState, *, now: float) -> list[Effect]:
-        """Advance after any input: restart if the pin broke, begin if possible, and issue further questions."""
+        """Advance the evaluation, after any input: restart it if its pin broke, begin it if possible, and issue more
+        questions.
+        """
         effects: list[Effect] = []
         if state.evaluations.current is not None and (reason := broken(state)):
             effects += self._restart(state, state.evaluations.current, reason)
@@ -70,14 +72,16 @@ class Evaluator:
     def heard(
         self, state: RunState, order_id: str, index: int, answer: EvaluationDone | None, *, now: float
     ) -> list[Effect]:
-        """Process an answer, or None for a problem that failed; a failed problem may be issued again."""
+        """Process the answer to question `index`; None means that the question failed, and it may be issued again."""
         evaluation = state.evaluations.current
         if evaluation is None or not evaluation.concerns(order_id):
             return []
         return self.asking(evaluation, [index] if evaluation.add(index, answer, now=now) else [])
 
     def closed(self, state: RunState) -> list[EvaluationResult]:
-        """Return each set's result if the evaluation has just ended, and release its engine; otherwise nothing."""
+        """Return the result of each set and release the pinned engine, if the evaluation has just ended; otherwise an
+        empty list.
+        """
         evaluation = state.evaluations.current
         if evaluation is None or not (evaluation.complete or evaluation.given_up):
             return []
@@ -87,7 +91,7 @@ class Evaluator:
         return evaluation.results(version=state.version, seed=seed)
 
     def asking(self, evaluation: Evaluation, indices: list[int]) -> list[Effect]:
-        """Issue these questions of the evaluation."""
+        """Issue the questions `indices` of the evaluation."""
         plan, version, number, engine = evaluation.plan, evaluation.model_version, evaluation.number, evaluation.engine
         orders = [self._orders.asking(plan, each, version=version, number=number, engine=engine) for each in indices]
         return [IssuePrompts(orders)] if orders else []
@@ -118,7 +122,7 @@ class Evaluator:
         if pin in (Pin.AUTO, Pin.ENGINE):
             several = (
                 len({*loaded, *state.fleet.to_verify()}) > 1
-            )  # wait for an engine that has yet to prove its weights
+            )  # an engine has yet to prove its weights: wait for it
             pin = Pin.ENGINE if several and state.version > 0 and not last else Pin.GATE
         if pin is Pin.GATE and last and not agreed:
             pin = Pin.NONE
@@ -182,7 +186,9 @@ class Evaluator:
 
 
 def holds_updates(state: RunState) -> bool:
-    """Return True if updates must wait, because a publication would change the weights of the current evaluation."""
+    """Return True if publications must wait, because they would change the weights that the current evaluation
+    measures.
+    """
     evaluation = state.evaluations.current
     held = evaluation is not None and evaluation.pin is Pin.GATE and not evaluation.given_up
     return held and state.phase is RunPhase.TRAINING and state.version != evaluation.model_version  # type: ignore[union-attr]
@@ -194,7 +200,7 @@ def comes_first(state: RunState) -> bool:
 
 
 def broken(state: RunState) -> str:
-    """Return why the pin of the current evaluation is broken; empty if it holds."""
+    """Return why the pin of the current evaluation is broken; empty if it is intact."""
     evaluation, fleet = state.evaluations.current, state.fleet
     if evaluation is None or evaluation.pin is Pin.NONE:
         return ""

@@ -1,15 +1,15 @@
 """Rules for ending a run that cannot continue, or is suspended: its state is saved, and the reason is recorded.
 
     cause                                                       detected
-    every engine refuses permanently                            when the last of them has
+    every engine refuses permanently                            when the last engine has refused
     no engine is alive                                          after `engine_timeout_s`
     a domain's verifier, or the filter, always fails            after 20 in a row, or a step's worth of timeouts
     every engine permanently refuses every prompt               after a step's worth of groups, eight at least
     every prompt is too long for the context                    after eight times the orders in flight
-    groups without signal are dropped, and all are such         after `run.no_signal_steps` (`no_signal.py`)
+    no group has signal, and such groups are dropped            after `run.no_signal_steps` (`no_signal.py`)
 
-The refusing process reports whether its reason is permanent (`inference_contract.errors.Persistence`); nothing is
-guessed here. A training trainer is directed to save its state and gets `save_s` to do so.
+The process that refuses reports whether its reason is permanent (`inference_contract.errors.Persistence`); nothing is
+guessed here. A trainer that is training is directed to save its state, and gets `save_s` seconds to do so.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.controller.state.settings import ControllerSettings
 from pipelinerl.messages import GroupFailed, VerifierFigures
 
-#: The least number of groups for a verdict: fewer may all be too long by chance.
+#: The fewest groups on which the run may be ended: a few groups may fail by chance.
 _FEW_GROUPS: Final = 8
-#: Consecutive failures of a domain's verifier that end the run.
+#: Consecutive failures of a domain's verifier after which the run ends.
 _VERDICTS_THAT_END: Final = 20
-#: Name of the recipe's group filter in messages.
+#: Name of the recipe's group filter in error messages.
 THE_FILTER: Final = "curation.filter"
-#: Multiple of the orders in flight that may be too long between steps: eight of nine prompts.
+#: The run ends if, within one step, prompts were too long this many times as often as there are orders in flight. That
+#: happens if about eight of nine prompts are too long.
 _TOO_LONG: Final = 8
 
 
 def give_up(state: RunState, settings: ControllerSettings, *, now: float) -> list[Effect]:
-    """Return the effects of ending the run if it cannot continue; called after each decision."""
+    """Return the effects of ending the run, if it cannot continue; called after each decision."""
     if state.phase is RunPhase.FINISHED:
         return []
     if state.failing.reason:
@@ -52,7 +53,7 @@ def give_up(state: RunState, settings: ControllerSettings, *, now: float) -> lis
 
 
 def suspend(state: RunState, settings: ControllerSettings, reason: str, *, now: float) -> list[Effect]:
-    """End a healthy run at once, like a failing one: without a last publication or evaluation."""
+    """End a healthy run at once: like a failing run, without a last publication or evaluation."""
     if state.failing.reason or state.phase is RunPhase.FINISHED:
         return []
     state.failing.suspends = True
@@ -66,14 +67,14 @@ def finish(state: RunState, settings: ControllerSettings) -> list[Effect]:
 
 
 def last_word(state: RunState, settings: ControllerSettings) -> Finish:
-    """Return the reason and kind of the end of a finished run."""
+    """Return why and in which way a finished run ended."""
     if state.failing.reason:
         return Finish(state.failing.reason, End.SUSPENDED if state.failing.suspends else End.FAILED)
     return Finish(ending(state, settings) or "stopped", End.FAILED if state.failing.hopeless else End.COMPLETED)
 
 
 def refused(state: RunState, report: GroupFailed) -> None:
-    """Record a failed group, and whether its failure is permanent."""
+    """Record that a group failed, by whether its prompt was too long or the engine's refusal is permanent."""
     if report.code == ContextExceeded.code:
         state.failing.too_long_groups += 1
         state.failing.too_long_reason = report.reason
@@ -87,7 +88,7 @@ def refused(state: RunState, report: GroupFailed) -> None:
 
 
 def _end(state: RunState, settings: ControllerSettings, reason: str, *, now: float) -> list[Effect]:
-    """End the run at once, or once the trainer has saved its state."""
+    """End the run, either at once or as soon as the trainer has saved its state."""
     state.failing.reason, state.failing.since = reason, now
     if state.phase is not RunPhase.TRAINING:
         return finish(state, settings)
@@ -102,7 +103,7 @@ def _alive(state: RunState) -> bool:
 
 def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Iterator[str]:
     if state.phase is RunPhase.FINISHING:
-        return  # the trained state is saved, and the last evaluation has its own time limits
+        return  # the trainer's state is already saved, and the last evaluation has its own time limits
     yield from _all_refuse(state, settings)
     if state.failing.engineless_since and now - state.failing.engineless_since > settings.engine_timeout_s:
         yield (
@@ -117,9 +118,12 @@ def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Itera
 
 
 def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
-    """Yield a reason if only an operator could add an engine: all have joined, and all are expelled for good."""
+    """Yield a reason if no engine will ever serve: all engines have joined, and all of them are expelled for good.
+
+    Only an operator could add another engine.
+    """
     if any(each.lifecycle is not EngineLifecycle.EXPELLED and not each.to_stop for each in state.fleet.by_url.values()):
-        return  # runs after each decision; with a thousand engines the first one usually answers it
+        return  # this runs after each decision, and even with a thousand engines the first one usually ends the search
     records = [record for record in state.fleet.records() if not record.to_stop]
     names = {record.name for record in records}
     to_come = [request for request in state.engine_requests if request.wanted and request.name not in names]
@@ -152,8 +156,8 @@ def _all_too_long(state: RunState) -> Iterator[str]:
 def _no_verdicts(state: RunState, now: float) -> Iterator[str]:
     """Yield a reason if a domain's verifier, or the filter, has failed on all recent answers.
 
-    It must have failed with every actor that used it. Timeouts may be caused by the model's answers, and come in
-    bursts, so they need a step's worth.
+    It must have failed for every actor that used it. Errors end the run after `_VERDICTS_THAT_END` in a row. Timeouts
+    end it only after a step's worth of answers, because the model's answers may cause them, and they come in bursts.
     """
     actors = list(state.live_actors(now))
     judges = {
@@ -172,6 +176,6 @@ def _no_verdicts(state: RunState, now: float) -> Iterator[str]:
 
 
 def _some_ended_well(state: RunState) -> bool:
-    """Return True if any group has reached the trainer since the last step, even if it was filtered."""
+    """Return True if any group has reached the trainer since the last step, even if it was filtered or stale."""
     ledger, before = state.account.ledger(), state.trainer.stepped
     return any(ledger[fate] > getattr(before, fate) for fate in ("filtered", "stale"))

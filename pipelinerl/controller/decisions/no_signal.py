@@ -24,9 +24,9 @@ from pipelinerl.controller.state.settings import ControllerSettings
 from pipelinerl.enums import NoSignal
 from pipelinerl.messages import NoSignalGroups
 
-#: The least number of groups before a domain with a small share counts as one without signal.
+#: The fewest groups of a domain on which it counts as having lost its signal; matters for domains with a small share.
 _LEAST_GROUPS: Final = 16
-#: A run is solved if at least this share of its groups without signal was fully correct.
+#: The run counts as solved if at least this share of its groups without signal had only correct answers.
 _SOLVED: Final = 0.9
 _KEY: Final = f"{AlarmKind.NO_SIGNAL}:"
 
@@ -52,7 +52,7 @@ def review(state: RunState, settings: ControllerSettings) -> list[Effect]:
 
 
 def _end(state: RunState, settings: ControllerSettings) -> list[Effect]:
-    """Stop at the step boundary, like an operator's stop."""
+    """End the run at the next step boundary, as if an operator had stopped it."""
     counts = _sum(state)
     state.failing.hopeless = counts.right < _SOLVED * counts.total
     state.stop_reason = _hopeless_sentence(state, counts) if state.failing.hopeless else _solved_sentence(counts)
@@ -63,7 +63,10 @@ def _end(state: RunState, settings: ControllerSettings) -> list[Effect]:
 
 
 def _steps_without_signal(state: RunState, *, only_refused: bool) -> float:
-    """Return the steps' worth of groups without signal, of the domain with the fewest relative to its share."""
+    """Return how many steps' worth of groups without signal the run has had.
+
+    The domain with the fewest such groups, relative to its share of the mixture, decides.
+    """
     counts = state.account.consumed.no_signal
     if not counts:
         return 0.0

@@ -18,8 +18,8 @@ _AS_THE_RUN: Final = DomainSampling()
 class PromptOrderFactory:
     """Creates prompt orders from the run's settings.
 
-    A domain's own group size, temperature, length and stop strings override those of the run and the knob
-    `temperature`. Evaluations use their set's temperature, and its length limit if it has one.
+    A domain's group size, temperature, length and stop strings, where it has them, override those of the run and the
+    knob `temperature`. Evaluations use the temperature of their set, and the set's length limit if it has one.
     """
 
     seed: int
@@ -27,12 +27,12 @@ class PromptOrderFactory:
     by_domain: Mapping[str, DomainSampling] = field(default_factory=dict)
     training_problem: Callable[[int, Mapping[str, float], Quota], Problem]
     held_out_problem: Callable[[str, int], Problem]
-    """Returns a problem, from the name of its evaluation set and its index."""
+    """Returns a held-out problem, from the name of its evaluation set and its index in the set."""
 
     def training(
         self, index: int, *, temperature: float, domain_weights: Mapping[str, float], quota: Quota
     ) -> PromptOrder:
-        """Return training order `index`, drawn from the mixture; shares are exact within quota blocks."""
+        """Return training order `index`, drawn from the mixture; domain shares are exact within each quota block."""
         problem = self.training_problem(index, domain_weights, quota)
         own = self._own(problem)
         sampling = replace(
@@ -53,10 +53,11 @@ class PromptOrderFactory:
         )
 
     def asking(self, plan: EvaluationPlan, index: int, *, version: int, number: int, engine: str = "") -> PromptOrder:
-        """Return question `index` of evaluation `number` of `version`; with `engine`, only that engine may answer.
+        """Return question `index` of evaluation `number` of `version`; if `engine` is given, only that engine may
+        answer.
 
-        Apart from id and engine, the order is the same in every evaluation, so a sample is a function of its seed and
-        the weights.
+        Apart from id and engine, the order is the same in every evaluation, so a sample is a function of its seed
+        and the weights.
         """
         asked, place = plan.question(index)
         problem = self.held_out_problem(asked.name, place)

@@ -1,7 +1,8 @@
-"""`implausible`: rejects reports that no role of this run can have meant, given the controller's state.
+"""`implausible`: rejects reports that no correct role of this run can have sent, given the controller's state.
 
 Any process that can write to the streams, or a role with a bug, can send anything. Plausible reports are trusted.
-Implausible ones would unbalance the account, add answers to unasked evaluation questions, or count to absurd numbers.
+Implausible reports would unbalance the account, add answers to evaluation questions that were never issued, or contain
+absurdly large numbers.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from pipelinerl.messages import (
 )
 from pipelinerl.types import Purpose
 
-#: Integers up to this size survive every JSON reader unchanged.
+#: Integers up to this size survive every JSON parser unchanged.
 _MOST: Final = 2**53
-#: Enough for a reason with a traceback, or with the errors of several engines.
+#: The most characters of a text: enough for a reason with a traceback, or with the errors of several engines.
 _MOST_TEXT: Final = 2**16
 _MOST_ACTORS: Final = 4096
 
@@ -61,7 +62,7 @@ def _faults(state: RunState, report: Report) -> Iterator[str]:
 
 
 def _unrecordable(value: Any, name: str = "it") -> Iterator[str]:
-    """Yield numbers outside any run's range, and texts or lists that are too long."""
+    """Yield a complaint for each number outside any run's range, and for each text or list that is too long."""
     match value:
         case bool() | None:
             return
@@ -75,14 +76,17 @@ def _unrecordable(value: Any, name: str = "it") -> Iterator[str]:
                 yield from _unrecordable(held, str(key)[:64])
         case list() if len(value) > MOST_AHEAD:
             yield f"{name} has {len(value)} entries"
-        case list():  # with each step, thousands of orders: for a list of numbers, check only the extremes
+        case list():  # a step's report lists thousands of orders: of a list of numbers, check only smallest and largest
             numbers = set(map(type, value)) == {int}
             for held in (min(value), max(value)) if numbers else value:
                 yield from _unrecordable(held, name)
 
 
 def _unbalanced(state: RunState, consumed: ConsumedReport) -> Iterator[str]:
-    """Yield imbalances of a trainer's account, which must count each order once, below or beyond the frontier."""
+    """Yield a complaint for each contradiction in a trainer's account.
+
+    The account must count each order once: either below its frontier, or in the list `beyond` it.
+    """
     furthest = max(consumed.frontier - 1, *consumed.beyond, -1)
     if furthest >= state.account.cursor + 2 * MOST_AHEAD:
         yield f"it accounts for order {furthest}, which was never issued"
@@ -95,7 +99,9 @@ def _unbalanced(state: RunState, consumed: ConsumedReport) -> Iterator[str]:
 
 
 def _unasked(state: RunState, report: EvaluationDone | GroupFailed) -> Iterator[str]:
-    """Yield faults of an answer to a question that the current evaluation did not ask."""
+    """Yield a complaint if the report answers a question that the current evaluation did not ask, or answers it
+    impossibly.
+    """
     evaluation = state.evaluations.current
     if evaluation is None or not evaluation.concerns(report.order_id):
         return

@@ -1,4 +1,4 @@
-"""Reports that need no decision: they become events, and are shown in the status."""
+"""Reports that need no decision: they are only recorded as events and shown in the status."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipelinerl.messages import CheckpointDelayed, Checkpointed, GroupHandedOver
 
 
 def step_skipped(report: StepSkipped, *, step: int) -> Record:
-    """Return the event of a step that was skipped because it was not finite."""
+    """Return the event of a step that was skipped because its loss, gradient or log-probs were not finite."""
     fields = {"step": step, "what": report.what, "groups": report.groups, "in_a_row": report.in_a_row}
     return Record("step_skipped", fields)
 

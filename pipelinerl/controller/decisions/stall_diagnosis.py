@@ -20,7 +20,7 @@ from typing import Any, Final
 from pipelinerl.controller.decisions.evaluator import holds_updates
 from pipelinerl.controller.state.run_state import SILENT_S, RunPhase, RunState
 
-#: Explanations of why orders end untrained, by outcome.
+#: Explanations of why prompt orders end untrained, by outcome.
 _WHY: Final = {
     "filtered": "their rewards do not differ, nothing could be judged, or the recipe's filter refused them",
     "stale": "sampled by weights older than k allows",
@@ -35,7 +35,7 @@ def progress_mark(state: RunState) -> tuple[Any, ...]:
 
 
 def waiting_for(state: RunState, *, now: float) -> str:
-    """Describe what the run waits for, including a delayed checkpoint, since training will wait for it."""
+    """Describe what the run waits for. A delayed checkpoint is included, since training will have to wait for it."""
     return _stage(state, now) + (f"; {state.trainer.unsaved}" if state.trainer.unsaved else "")
 
 
@@ -88,7 +88,7 @@ def _actors(state: RunState, now: float) -> str:
 
 
 def _untrained(state: RunState) -> str:
-    """Explain why recent groups led to no step, once there were enough of them for a whole step."""
+    """Explain why recent groups led to no step; empty until a whole step's worth of groups has ended untrained."""
     ledger, before = state.account.ledger(), state.trainer.stepped
     ended = {fate: ledger[fate] - getattr(before, fate) for fate in _WHY}
     if sum(ended.values()) < state.knobs.groups_per_step:
@@ -98,7 +98,7 @@ def _untrained(state: RunState) -> str:
 
 
 def _outdated(state: RunState) -> str:
-    """Explain why nothing is sampled, if no order issued now could be fresh at its step."""
+    """Explain why nothing is sampled; empty unless every order issued now would be too old at its step."""
     loaded, k = state.fleet.oldest_loaded(), state.knobs.k
     if (
         state.account.in_flight

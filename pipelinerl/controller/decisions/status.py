@@ -57,10 +57,10 @@ def run_status(
 
 
 def assignment_of(state: RunState, settings: ControllerSettings) -> ActorAssignment:
-    """Return the settings that every actor works by.
+    """Return the settings that every actor works with.
 
-    It contains k, by which actors give up outdated groups, unless steps wait for overdue groups or rollouts are trained
-    individually.
+    They contain k, by which actors give up outdated groups. They omit k if steps wait for overdue groups, or if
+    staleness is bounded for single rollouts.
     """
     drops = settings.scope is StalenessScope.GROUP and settings.overdue is Overdue.DROP
     gives_up = drops and not math.isinf(state.knobs.k)
@@ -124,7 +124,7 @@ def _groups(figures: Mapping[str, AnswerFigures]) -> tuple[status.GroupFiguresSt
 
 
 def _figures(of: EvaluationResult | AnswerFigures) -> dict[str, Any]:
-    """Return the figures shared by whole evaluations, domains and tags."""
+    """Return the figures that evaluation sets, domains and tags have in common."""
     return {
         "accuracy": of.accuracy,
         "low": of.low,

@@ -1,8 +1,8 @@
 """Review of a step: completes its figures by domain with what only the controller knows, and updates the alarms.
 
-To the trainer's figures of a domain it adds groups that actors gave up as stale, and the work of its verifier since the
-previous step: `verified` answers, `verifier_s` per answer, and `verifier_errors`, which include timeouts; of episodes
-with tools also `calls_parsed` and `calls_malformed`.
+Two kinds of figures are added to the trainer's figures of a domain: the groups that actors gave up as stale, and the
+work of the domain's verifier since the previous step. The latter are `verified` answers, `verifier_s` per answer, and
+`verifier_errors`, which include timeouts; for episodes with tools also `calls_parsed` and `calls_malformed`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipelinerl.controller.state.run_state import RunState
 from pipelinerl.controller.state.watched_steps import FIRST_STEPS, WINDOW, DomainCounts, WatchedStep
 from pipelinerl.messages import ActorAlive, GroupOutdated, StepDone, VerifierFigures
 
-#: The most groups whose stage timings are included in one step's event.
+#: The most groups per step whose stage timings are included in the step's event.
 MOST_STAGES: Final = 4
 
 Figures = Mapping[str, Mapping[str, float]]
@@ -38,14 +38,14 @@ def step_taken(state: RunState, report: StepDone) -> list[Effect]:
 
 
 def note_stages(state: RunState, report: ActorAlive) -> None:
-    """Keep the stage timings of the first groups that actors report, for the step's event, `MOST_STAGES` at most."""
+    """Keep the stage timings of the first `MOST_STAGES` groups that actors report, for the step's event."""
     free = MOST_STAGES - len(state.watched.stages)
     if free > 0 and report.stages:
         state.watched.stages = [*state.watched.stages, *report.stages[:free]]
 
 
 def note_outdated(state: RunState, report: GroupOutdated) -> None:
-    """Count a group that an actor gave up as stale in the next step's figures."""
+    """Count a group that an actor gave up as stale, for the next step's figures."""
     if report.domain in state.knobs.domain_weights:
         state.watched.outdated[report.domain] = state.watched.outdated.get(report.domain, 0) + 1
 
@@ -83,7 +83,7 @@ def _by_domain(state: RunState, reported: Figures) -> dict[str, dict[str, float]
 
 
 def _verified(state: RunState) -> dict[str, VerifierFigures]:
-    """Sum the verifier figures of all actors, by domain."""
+    """Return the verifier figures by domain, summed over all actors."""
     sums: dict[str, VerifierFigures] = {}
     for alive, _ in state.actors.values():
         for domain, each in alive.verifiers.items():
@@ -101,7 +101,7 @@ def _verified(state: RunState) -> dict[str, VerifierFigures]:
 
 
 def _since(now: VerifierFigures, before: VerifierFigures) -> dict[str, float]:
-    """Return the difference from `before`; if an actor's restart reset its counters, return the totals."""
+    """Return the increase from `before` to `now`; if a restarted actor has reset its counters, return `now` itself."""
     if now.judged < before.judged or now.seconds < before.seconds:
         before = VerifierFigures()
     failed = now.errors + now.timeouts - before.errors - before.timeouts

@@ -1,6 +1,6 @@
 """The controller's HTTP routes, for users, engines, actors and launchers; `routes.py` lists them.
 
-Requests are answered once the state is restored: a restarted controller must read its journal first.
+No request is answered before the controller's state is restored: a restarted controller first reads its journal.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _ELSEWHERE: Final = (
 )
 _SILENT: Final = "url: no engine answers there: {}"
 _UNREACHABLE: Final = "unreachable_engine"
-#: An engine that offers itself answers a poll within this time; its own request times out after five seconds.
+#: Time limit of the poll that checks an offered engine; the engine's own request times out after five seconds.
 _PROBE_S: Final = 3.0
 _GOING: Final = "{url} is leaving already: {why}; to add an engine, request one that replaces none"
 
@@ -124,7 +124,7 @@ def _add_knobs(app: FastAPI, service: ControllerService) -> None:
     async def patch(changes: Annotated[KnobChanges, Body()], who: _Who = "somebody") -> Response:
         try:
             now = await service.now()
-            service.controller.state.knobs.patched(changes)  # report errors in the knob's own words
+            service.controller.state.knobs.patched(changes)  # validate here, so that the error names the knob
             await service.perform(KnobsPatched(now=now, changes=changes, who=who, time=time.time()))
         except RecipeError as error:
             return refusal(422, str(error), code="invalid_knob")
@@ -148,10 +148,10 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
         count = len(fleet.by_url)
         taken = EngineTaken("joining", OFFER_S if count <= OFFERS_AT_ONCE else OFFER_S * count / OFFERS_AT_ONCE)
         if offer.incarnation and fleet.is_known(url, offer.incarnation, name=offer.name, type=offer.type, now=now):
-            return _answer(taken)  # nothing to decide or to journal
+            return _answer(taken)  # a known engine repeats its offer: no decision, so no journal entry
         if (wait_s := fleet.offer_wait_s(url, offer.incarnation, now=now)) > 0:
             return _answer(EngineTaken("waiting", wait_s))
-        try:  # before it joins a process group, for which all other engines would wait
+        try:  # check the engine before it joins: all other engines would wait for it in the process group
             async with asyncio.timeout(_PROBE_S):
                 await service.probe(url)
         except TimeoutError:
@@ -216,7 +216,7 @@ def _add_verifiers(app: FastAPI, service: ControllerService) -> None:
 
 
 def _unreachable(request: Request, url: str, what: str) -> Response | None:
-    """Return the error for a loopback address that was offered from another machine; None if the address is fine."""
+    """Return an error if a loopback address was offered from another machine; None if the address is acceptable."""
     asker = request.client.host if request.client is not None else _LOCALHOST
     if not _is_local(urlsplit(url).hostname or "") or _is_local(asker):
         return None
@@ -228,18 +228,21 @@ def _answer(value: msgspec.Struct) -> Response:
 
 
 def _is_local(host: str) -> bool:
-    """Return True if the host refers to the machine that resolves it."""
+    """Return True if the host means whichever machine uses it: `localhost`, a loopback or an unspecified address."""
     try:
         address = ip_address(host)
     except ValueError:
         return host == _LOCALHOST
-    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:  # IPv4 on a dual-stack socket
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:  # IPv4 address of a dual-stack socket
         address = address.ipv4_mapped
     return address.is_loopback or address.is_unspecified
 
 
 def _url(service: ControllerService, engine: str) -> str | None:
-    """Return the URL of an engine given by URL or by the name of an unexpelled engine; None if there is none."""
+    """Return the URL of the engine with this URL or name; None if there is none, or if several engines have the name.
+
+    Expelled engines are found by URL only.
+    """
     base = base_url(engine)
     records = service.controller.state.fleet.records()
     named = [r.url for r in records if r.name == engine and r.lifecycle is not EngineLifecycle.EXPELLED]
@@ -247,7 +250,7 @@ def _url(service: ControllerService, engine: str) -> str | None:
 
 
 def _named(service: ControllerService, engine: str) -> str | None:
-    """Return the same, or the name of an engine that was requested and has not joined yet."""
+    """Like `_url`, but for an engine that was requested and has not joined yet, return its name."""
     requested = (
         request.name
         for request in service.controller.state.engine_requests

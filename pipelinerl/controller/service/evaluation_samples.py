@@ -1,4 +1,4 @@
-"""Conversion of reported evaluation answers to samples for users."""
+"""Conversion of reported evaluation answers to the samples that users read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _JUDGED: Final = frozenset(outcome.value for outcome in Outcome if outcome.is_ju
 
 
 def keep(samples: SampleLog, report: EvaluationDone, *, current: Evaluation | None) -> None:
-    """Store the answers of a report; the sample's step is the evaluated version."""
+    """Store the answers of a report as samples, under the evaluated model version as their step."""
     version = report.newest_version if current is None else current.model_version
     asked = current is not None and current.concerns(report.order_id)
     name = current.plan.question(report.index)[0].name if asked and current is not None else ""

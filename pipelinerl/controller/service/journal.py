@@ -1,16 +1,16 @@
 """`Journal`: the controller's durable memory, so that its process may be killed between any two side effects.
 
 Each decision is journaled before its effects are carried out: its input, and the stream ids that the effects will use.
-A restarted controller loads the newest snapshot and repeats the decisions journaled since. Decisions are pure, so the
-state is the same. It then carries out the effects of the last decision once more. Effects are idempotent: prompts and
-directives use the journaled ids, and events the number of the decision. An input that was not journaled had no effect:
-a report is still in its stream, and an API call was not answered.
+A restarted controller loads the newest snapshot and repeats the decisions journaled since then. Decisions are pure, so
+the resulting state is the same. The controller then carries out the effects of the last decision once more. Effects are
+idempotent: prompts and directives use the journaled ids, and events the number of the decision. An input that was not
+journaled had no effect and is not lost: a report is still in its stream, and the caller of an API call got no answer.
 
-The journal also fences. If two controllers write, one of them finds its entry number taken by a foreign entry, and
-stops before its decision has any effect.
+The journal also fences. If two controllers write, one of them finds that the other has already used its next entry
+number, and stops before its decision has any effect.
 
-Entry numbers are consecutive. If the stream server loses the tail of its history, they no longer are, and the journal
-is useless until its next snapshot. `whole` detects this, and the writer takes a snapshot at once.
+Entry numbers are consecutive. If the stream server loses its newest data, numbers are missing, and the journal cannot
+be replayed until its next snapshot. `whole` detects this, and the writer takes a snapshot at once.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from pipelinerl.errors import FencedError, RecipeError, UserError
 from pipelinerl.messages import LAYOUT, layout_refusal
 from pipelinerl.streams.stream import START, Stream, fresh_number, parse_id
 
-#: The journal's stream.
+#: The stream that holds the journal.
 log = logging.getLogger("pipelinerl")
 
 JOURNAL: Final = "journal"
-#: Decisions between two snapshots: the most that a recovery has to repeat.
+#: Number of decisions between two snapshots; a restarted controller repeats at most this many.
 _SNAPSHOT_EVERY: Final = 500
 
 
@@ -47,7 +47,7 @@ class Decision(msgspec.Struct, frozen=True, tag=True):
 
 
 class JournalSnapshot(msgspec.Struct, frozen=True, tag=True):
-    """The state, the id of the last report in it, the time of the last decision, and the layout version."""
+    """The state, the id of the last report that it includes, the time of the last decision, and the layout version."""
 
     state: RunState
     reports_offset: str
@@ -57,7 +57,9 @@ class JournalSnapshot(msgspec.Struct, frozen=True, tag=True):
 
 
 class _Layout(msgspec.Struct, frozen=True):
-    """The type and layout version of an entry, read before the rest; the oldest snapshots have no layout version."""
+    """The type and layout version of an entry, decoded before the rest of it; the oldest snapshots have no layout
+    version.
+    """
 
     type: str
     layout: int = 1
@@ -70,10 +72,10 @@ _LAYOUTS: Final = msgspec.msgpack.Decoder(_Layout)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """Contents of a journal: a state, and the decisions since.
+    """Contents of a journal: the state at its newest snapshot, and the decisions since then.
 
     The effects of the last decision must be repeated. `reports_offset` is where to continue reading reports, and `now`
-    the time of the last decision.
+    is the time of the last decision.
     """
 
     number: int
@@ -85,7 +87,7 @@ class Recovered:
 
 @final
 class Journal:
-    """The writer of a journal; there must be only one. `number` is the last entry's, `now` the last decision's time."""
+    """The only writer of a journal. `number` is the number of the last entry, `now` the time of the last decision."""
 
     def __init__(self, stream: Stream, *, number: int) -> None:
         self._stream = stream
@@ -98,7 +100,7 @@ class Journal:
 
     @classmethod
     async def begin(cls, stream: Stream) -> Self:
-        """Begin a new journal; the first `snapshot` of its writer replaces any older one."""
+        """Begin a new journal; the first `snapshot` of this writer replaces any older journal."""
         return cls(stream, number=fresh_number(await stream.last_id(JOURNAL)))
 
     async def record(self, decision: Decision) -> int:
@@ -126,11 +128,13 @@ class Journal:
 
     @property
     def snapshot_due(self) -> bool:
-        """True if enough decisions were made since the last snapshot."""
+        """True if enough decisions were made since the last snapshot to take another snapshot."""
         return self.number - self._last_snapshot >= _SNAPSHOT_EVERY
 
     async def snapshot(self, state: RunState) -> None:
-        """Write the whole state, with all effects carried out, and trim older entries; raises like `record`."""
+        """Write the whole state, whose effects must all be carried out, and trim older entries; raises like
+        `record`.
+        """
         await self._write(JournalSnapshot(state, self.reports_offset, self._writer, self.now))
         await self._stream.trim(JOURNAL, before=f"{self.number}-0")
         self._first = self._last_snapshot = self.number
@@ -138,14 +142,14 @@ class Journal:
     async def _write(self, record: Decision | JournalSnapshot) -> None:
         number, payload = self.number + 1, _ENCODER.encode(record)
         if not await self._stream.append(JOURNAL, [payload], first_id=number):
-            # The entry exists: it may be our own, if the answer to a first attempt was lost.
+            # The entry number is used. The entry may be our own, if the server stored it and its answer was lost.
             found = await self._stream.read({JOURNAL: f"{number - 1}-0"}, count=1, block_s=0)
             if [entry.payload for entry in found] != [payload]:
                 raise FencedError("another controller has taken over this run; this one stops")
-        self.number = number  # not earlier: a fenced writer must meet the foreign entry again on any further attempt
+        self.number = number  # not before the check: a fenced writer must fail again on each further attempt
 
     async def whole(self) -> bool:
-        """Return True if the server still holds all entries, and no foreign ones."""
+        """Return True if the server still has every entry of this journal, and no entry of another writer."""
         last = await self._stream.last_id(JOURNAL)
         return last == f"{self.number}-0" and await self._stream.length(JOURNAL) == self.number - self._first + 1
 
@@ -163,7 +167,7 @@ class Journal:
         """Return the journal in `stream`, ready for further writes, and its contents; None if entries are missing.
 
         Raises:
-            UserError: the journal was written by another version of the controller.
+            UserError: the journal was written by an incompatible version of the controller.
         """
         entries = await stream.read({JOURNAL: START}, count=10 * _SNAPSHOT_EVERY, block_s=0)
         try:
@@ -194,10 +198,10 @@ class Journal:
 
 
 def _check_layout(payloads: Sequence[bytes]) -> None:
-    """Check the layout of all snapshots; decisions carry no layout of their own.
+    """Check the layout version of all snapshots; decisions carry no layout version.
 
     Raises:
-        UserError: a snapshot has another layout.
+        UserError: a snapshot has another layout version.
     """
     for record in map(_LAYOUTS.decode, payloads):
         if record.type == JournalSnapshot.__name__ and record.layout != LAYOUT:

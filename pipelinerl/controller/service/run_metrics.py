@@ -1,7 +1,7 @@
 """The controller's `/metrics`: the run as a whole, and roles without a port of their own (trainer, actors, processes).
 
-Engines and parameter servers serve their own metrics (`pipelinerl_engine_…`, `pipelinerl_parameter_server_…`). The
-controller's view of each engine is included here, by URL. docs/reference/prometheus.md lists the names.
+Engines and parameter servers serve their own metrics (`pipelinerl_engine_…`, `pipelinerl_parameter_server_…`). What the
+controller knows about each engine is included here, by the engine's URL. docs/reference/prometheus.md lists the names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DOMAIN: Final = ("reward", "accuracy", "length_mean", "truncated", "stale", "ve
 
 
 def run_metrics(status: RunStatus, last_step: Mapping[str, float]) -> str:
-    """Return Prometheus' text; `last_step` holds the figures of the last step by name."""
+    """Return the metrics as Prometheus text; `last_step` holds the figures of the last step by name."""
     ledger, fleet = status.ledger, status.fleet
     fates = ("issued", "trained", "filtered", "stale", "failed")
     metrics: dict[str, Samples] = {

@@ -6,9 +6,9 @@
     ask      an engine's answer       the engine, or the poll's deadline; one poll at a time per engine
 
 All decisions run on one event loop, one after the other. Effects are carried out in order before the next report. If an
-input cannot be journaled, or an effect fails, the service ends, since the state has already changed. The process may be
-killed between any two effects; see `journal.py`. After a restart, the service's clock continues from the last decision
-in the journal, independent of the machine's clock.
+input cannot be journaled, or an effect fails, the service ends, since the state in memory has already changed and the
+outside has not. The process may be killed between any two effects; see `journal.py`. After a restart, the service's
+clock continues from the time of the last decision in the journal, independent of the machine's clock.
 """
 
 from __future__ import annotations
@@ -72,31 +72,32 @@ from pipelinerl.types import PromptOrder, Purpose
 
 log = logging.getLogger("pipelinerl")
 
-#: A trainer reads each directive at once; older ones are kept for debugging.
+#: The number of directives kept in the stream. A trainer reads each directive at once; older ones are for debugging.
 _DIRECTIVES_KEPT: Final = 64
-#: Idle time after which a drained engine is removed: by then all actors know that it gets no work (`REFRESH_S`).
+#: Idle time after which a drained engine is removed. It is longer than the interval at which actors learn that the
+#: engine gets no work (`REFRESH_S`).
 _IDLE_S: Final = 2.0
-#: A launcher polls the status twice a second; after this silence it is considered gone.
+#: Silence after which the launcher is considered gone; it polls the status twice a second.
 _LAUNCHER_S: Final = 10.0
-#: More entries than a bounded stream holds.
+#: Larger than the number of entries in any stream.
 _ALL: Final = 2**31
 
 
-#: The last event of a run's log.
+#: Kind of the last event in a run's log, by the way in which the run ended.
 _LAST_WORDS: Final = {End.COMPLETED: "run_finished", End.SUSPENDED: "run_suspended", End.FAILED: "run_failed"}
 
 
-#: Exceptions that a decision on inconsistent numbers may raise halfway.
+#: Exceptions that `Controller.decide` may raise halfway if a report's numbers are inconsistent.
 _UNDECIDABLE: Final = (LedgerError, ArithmeticError, LookupError, TypeError, ValueError)
 
 
 class Start(StrEnum):
-    """The state from which a controller begins."""
+    """Where a controller gets the state that it begins with."""
 
     AFRESH = "afresh"
-    """Begins with the run, from the given state."""
+    """The given state: of a new run, or of a run resumed from a checkpoint."""
     FROM_JOURNAL = "from_journal"
-    """Continues a run whose controller died; afresh if the journal is incomplete or of another launch."""
+    """The journal, after the controller died; the given state if the journal is incomplete or of another launch."""
 
 
 class EngineProbe(Protocol):
@@ -151,14 +152,14 @@ class ControllerService:
         self._start = start
         self._samples = samples
         self._started = clock() - elapsed_s
-        self._launcher_at = clock()  # begin as if polled: a new controller waits for the launcher's first poll
-        self._ahead = 0.0  # offset from the machine's clock
+        self._launcher_at = clock()  # as if it had just polled: give it time for its first poll
+        self._ahead = 0.0  # seconds to add to the machine's monotonic clock
         self._asked: set[str] = set()  # engines with a poll in flight
         self._dead_letters = DeadLetters(stream)
         self._journal: Journal
         self._next_entry = 0
         self._next_directive = 0
-        self._issued: deque[tuple[int, int]] = deque()  # (entry, index) of training orders, oldest first
+        self._issued: deque[tuple[int, int]] = deque()  # (stream entry, order index) of training orders, oldest first
         self._turn = asyncio.Lock()
         self._begun = asyncio.Event()
         self._over = asyncio.Event()
@@ -190,7 +191,7 @@ class ControllerService:
             raise RunFailed(failing.reason)
 
     async def perform(self, given: AnyInput) -> list[Effect]:
-        """Decide on one input, carry out the decision and return its effects; decisions never overlap.
+        """Decide on one input, carry out the decision and return its effects; calls never overlap.
 
         Raises the errors of `Controller.decide`, and RecordError for a report on which no decision is possible.
         """
@@ -209,7 +210,7 @@ class ControllerService:
             return effects
 
     async def _decided(self, given: AnyInput) -> list[Effect]:
-        """Return the decision's effects. If a report makes the decision fail halfway, restore the journaled state.
+        """Return the effects of the decision. If a report makes the decision fail halfway, restore the journaled state.
 
         Raises:
             RecordError: no decision is possible on the report.
@@ -232,13 +233,13 @@ class ControllerService:
         """Check that an engine answers at `url`.
 
         Raises:
-            ContractError: what answers is not a working engine.
+            ContractError: something other than a working engine answers.
             PipelineError: nothing answers in time.
         """
         await self._probe.metrics(url)
 
     async def now(self) -> float:
-        """Return the time for inputs, in seconds, once the clock has been restored from the journal."""
+        """Return the time to be used in inputs, in seconds; waits until the clock is restored from the journal."""
         await self.begun()
         return self._now()
 
@@ -256,7 +257,7 @@ class ControllerService:
         return msgspec.structs.replace(status, restarts=self._restarts(), waiting_for=waiting_for, fleet=fleet)
 
     def note_launcher(self) -> None:
-        """Note that a launcher polled the status; the launcher starts and ends engines."""
+        """Note that a launcher has polled the status, so a launcher that starts and ends engines is alive."""
         self._launcher_at = self._clock()
 
     def assignment(self) -> ActorAssignment:
@@ -271,10 +272,11 @@ class ControllerService:
         self._next_directive = fresh_number(await self._stream.last_id(DIRECTIVES))
         self._next_entry = fresh_number(await self._stream.last_id(PROMPTS))
         state = self.controller.state
-        # An epoch after the newest checkpoint may have been cut off, and its rollouts may still be in the stream.
+        # Begin with an epoch above every earlier one. A resume may go back to an older checkpoint, so rollouts of an
+        # epoch after that checkpoint may still be in the stream.
         begun, _ = parse_id(await self._stream.last_id(EPOCHS))
         state.epoch = max(state.epoch, begun)
-        # Orders of an earlier controller that are still in the stream are issued again by this one if needed.
+        # Drop prompt orders of an earlier controller; this controller issues them again if they are needed.
         await self._stream.trim(PROMPTS, before=f"{self._next_entry}-0")
         self._journal = await Journal.begin(self._stream)
         self._journal.reports_offset = await self._stream.last_id(REPORTS)
@@ -282,7 +284,9 @@ class ControllerService:
         self._record("run_started", {"run": self._name, "knobs": state.knobs.to_json()})
 
     async def _go_on(self, journal: Journal, found: Recovered) -> None:
-        """Continue the run of a controller that died: replay the journal, and repeat the last decision's effects."""
+        """Continue the run of a controller that died: replay the journal, and carry out the last decision's effects
+        again.
+        """
         self._journal = journal
         self._ahead = found.now - self._clock()
         self.controller.state = found.state
@@ -309,7 +313,7 @@ class ControllerService:
             recorded = isinstance(effect, Record | Finish) and written > 0
             written -= recorded
             await self._carry_out(effect, found.number, recorded=recorded)
-        if self.controller.state.phase is RunPhase.FINISHED:  # the run ended earlier, perhaps without its last event
+        if self.controller.state.phase is RunPhase.FINISHED:  # its last event may be missing
             recorded = any(self._events.count_recent(kind=kind) for kind in _LAST_WORDS.values())
             await self._carry_out(
                 last_word(self.controller.state, self.controller.settings), found.number, recorded=recorded
@@ -342,7 +346,7 @@ class ControllerService:
         if isinstance(report, EvaluationDone) and report.shown is not None:
             if self._samples is not None:
                 keep(self._samples, report, current=self.controller.state.evaluations.current)
-            report = msgspec.structs.replace(report, shown=None)  # no decision depends on it: not journaled
+            report = msgspec.structs.replace(report, shown=None)  # `shown` affects no decision, so it is not journaled
         try:
             await self.perform(ReportReceived(now=self._now(), report=report, entry_id=entry.entry_id))
         except RecordError as error:
@@ -351,13 +355,16 @@ class ControllerService:
             await self._refuse(entry, report, str(error))
 
     async def _refuse(self, entry: Entry, report: Report, reason: str) -> None:
-        """Ignore an implausible report, and make it visible in the log and the events."""
+        """Ignore an implausible report, and report it in the log and the events."""
         log.error("a report (%s) is rejected: %s", type(report).__name__, reason)
         await self._dead_letters.bury(entry, RecordError(f"a {type(report).__name__} is rejected: {reason}"))
         self._record("report_refused", {"report": type(report).__name__, "reason": reason})
 
     async def _as_journaled(self) -> bool:
-        """Restore the state from the journal after a decision that failed halfway; return False if it is incomplete."""
+        """Restore the state from the journal after a decision that failed halfway.
+
+        Return False if the journal is incomplete.
+        """
         found = await Journal.recover(self._stream)
         if found is None:
             return False
@@ -380,18 +387,20 @@ class ControllerService:
                 await asyncio.sleep(self._poll_s)
 
     async def _make_good(self) -> None:
-        """Reissue what the server may have lost, then make the journal whole again.
+        """Reissue what the stream server may have lost, then complete the journal by a snapshot.
 
-        The order matters. If the controller dies in between, its successor finds an incomplete journal and begins from
-        the checkpoint; in the other order, the loss would go unnoticed. A controller that has been replaced is fenced
-        here.
+        The order matters. If the controller dies between the two, its successor finds an incomplete journal and begins
+        from the checkpoint. If the snapshot came first, the successor would not notice the loss. A controller that was
+        replaced by another one is fenced here.
         """
         given = StreamsLost(now=self._now())
         await self._put_into_effect(given, self.controller.decide(given))
         await self._journal.snapshot(self.controller.state)
 
     def _ask_all(self, asking: asyncio.TaskGroup) -> None:
-        """Poll all unexpelled engines that have no poll in flight, so that a slow engine delays no others."""
+        """Poll every engine that is not expelled and has no poll in flight, so that a slow engine does not delay the
+        others.
+        """
         able = []
         for record in self.controller.state.fleet.records():
             if record.lifecycle is EngineLifecycle.EXPELLED:
@@ -403,7 +412,7 @@ class ControllerService:
             asking.create_task(self._ask(url))
 
     async def _ask(self, url: str) -> None:
-        """Poll one engine; a change becomes an input."""
+        """Poll one engine; if its state has changed, decide on that as an input."""
         try:
             found = await self._probe.metrics(url)
             known = {name: found[name] for name in EngineMetrics.model_fields if name in found}
@@ -436,13 +445,13 @@ class ControllerService:
         return EngineIdle(now=now, url=url) if now - max(idle_since, record.draining_since) >= _IDLE_S else None
 
     def _occupancy(self) -> float:
-        """Return the mean occupancy of the serving engines."""
+        """Return the mean share of busy slots of the serving engines."""
         loads = [self.watch.load(url).occupancy for url in self.controller.state.fleet.serving()]
         return sum(loads) / len(loads) if loads else 0.0
 
     def _record_loads(self) -> None:
         loads = [self.watch.load(record.url) for record in self.controller.state.fleet.records()]
-        if loads and not self.finished.is_set():  # the run's end must stay the last event
+        if loads and not self.finished.is_set():  # after the end, nothing may follow the run's last event
             self._record(
                 "engines",
                 {
@@ -460,12 +469,12 @@ class ControllerService:
     # --- effects ---------------------------------------------------------------------------------------------------
 
     async def _carry_out(self, effect: Effect, decision: int, *, recorded: bool = False) -> None:
-        """Carry out one effect; `recorded` means that its event is already in the log."""
+        """Carry out one effect; with `recorded`, the log already contains the effect's event."""
         match effect:
             case IssuePrompts(orders):
                 await self._issue(orders)
             case Send(directive):
-                await self._stream.append(EPOCHS, [b""], first_id=directive.epoch)  # no-op after the first time
+                await self._stream.append(EPOCHS, [b""], first_id=directive.epoch)  # once per epoch
                 await self._stream.append(DIRECTIVES, [encode(directive)], first_id=self._next_directive)
                 self._next_directive += 1
                 await self._stream.trim(DIRECTIVES, before=f"{self._next_directive - _DIRECTIVES_KEPT}-0")
@@ -484,7 +493,7 @@ class ControllerService:
                 self._over.set()
 
     async def _issue(self, orders: list[PromptOrder]) -> None:
-        """Append orders, and trim those at the head of the stream that have ended."""
+        """Append orders to the stream, and trim the orders at its head that have ended."""
         payloads = [encode_order(order) for order in orders]
         await self._stream.append(PROMPTS, payloads, first_id=self._next_entry)
         self._issued.extend(

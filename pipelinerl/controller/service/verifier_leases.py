@@ -1,4 +1,5 @@
-"""`VerifierLeases`: the verifier services that actors may use, namely those that have repeated their offer recently.
+"""`VerifierLeases`: the verifier services that actors may use, because the services have repeated their offers
+recently.
 
 Leases are not journaled: a restarted controller receives each service's offer again within seconds.
 """
@@ -14,7 +15,7 @@ from pipelinerl.verifiers.service.wire import VerifierLease
 
 log = logging.getLogger("pipelinerl")
 
-#: The most concurrent services: every actor receives the whole list each second.
+#: The most services at a time: every actor receives the whole list each second.
 MOST_SERVICES: Final = 256
 
 
@@ -27,7 +28,7 @@ class VerifierLeases:
         self._leases: dict[str, tuple[VerifierLease, float]] = {}
 
     def offer(self, lease: VerifierLease) -> bool:
-        """Add or renew a service; return False if there are `MOST_SERVICES` others already."""
+        """Add a service or renew its lease; return False if there are already `MOST_SERVICES` other services."""
         if lease.url not in self._leases:
             if len(self._leases) >= MOST_SERVICES and len(self.current()) >= MOST_SERVICES:
                 return False

@@ -22,9 +22,9 @@ from pipelinerl import rng
 from pipelinerl.controller.state.estimates import estimate, pass_at_k
 from pipelinerl.messages import EvaluationDone
 
-#: The number of tags that get figures of their own: the tags with the most problems.
+#: The most tags that get their own figures; the tags with the most problems are chosen.
 MOST_TAGS: Final = 24
-#: The smallest k of maj@k. With two samples the first answer always wins the tie, so the majority is just sample one.
+#: The smallest k of maj@k. With two samples the first answer wins every tie, so the majority equals the first sample.
 LEAST_MAJORITY: Final = 3
 
 
@@ -45,9 +45,9 @@ class AnswerFigures:
 
     Attributes:
         problems: number of problems with a verdict on at least one sample.
-        accuracy: mean over these problems of the share of correct samples, with its 95 % interval; None without
-            problems.
-        pass_at, majority_at: one entry for each requested k for which some problem has enough samples.
+        accuracy: mean over these problems of the share of correct samples, with its 95 % interval; None if there
+            are no such problems.
+        pass_at, majority_at: one entry for each requested k for which at least one problem has enough samples.
         length_mean, length_p95: tokens per sample, over all samples; None if no length is known.
         truncated: share of all samples that were cut off by the token limit.
     """
@@ -139,7 +139,9 @@ def _majorities(judged: Sequence[EvaluationDone], k: int) -> list[float]:
 
 
 def _at_each(chances: Mapping[int, Sequence[float]], *, seed: int) -> list[PassAt]:
-    """Return one entry for each k for which some problem has enough samples."""
+    """Return one entry for each k in `chances`, which holds one probability for each problem that has enough
+    samples.
+    """
     found = {k: estimate(values, seed=rng.key(seed, k)) for k, values in chances.items() if values}
     return [
         PassAt(k=k, value=each.value, low=each.low, high=each.high, problems=each.problems) for k, each in found.items()

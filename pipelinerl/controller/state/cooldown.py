@@ -3,11 +3,11 @@
     all answers of a group correct ─▶ noted ─▶ `times` such groups ─▶ the problem rests ─▶ skipped on its next `epochs`
     turns, or until `steps` steps have passed ─▶ issued again
 
-Each problem has one turn per epoch of its data set. A skipped problem gives its turn to the next problem of the same
-domain, so quotas stay exact and no problem of an epoch is left out. If nearly all problems of a domain rest, one of
-them is issued anyway: at most `MOST_PASSED` are skipped. The problem of an order is fixed when the order is first
-issued: `passed` records how many turns a domain has advanced from which order on, so reissuing an order repeats its
-problem.
+Each problem has one turn per epoch of its data set. The turn of a skipped problem goes to the next problem of the same
+domain, so quotas stay exact and no other problem of an epoch is left out. If nearly all problems of a domain rest, a
+resting problem is issued anyway: at most `MOST_PASSED` are skipped for one order. The problem of an order is fixed when
+the order is first issued, so a reissued order has the same problem: `passed` records, for each order that skipped
+problems, how many turns its domain has skipped in total from this order on.
 
 open-instruct's `no_resampling_pass_rate` (Olmo 3) excludes such prompts for good; RLAX §6.2 filters their groups after
 sampling.
@@ -23,16 +23,16 @@ import msgspec
 
 from pipelinerl.types import Problem
 
-#: The most problems that are skipped for one order.
+#: The most problems that are skipped to find the problem of one prompt order.
 MOST_PASSED: Final = 1000
 
-#: Fully solved orders by domain, each with its problem's id.
+#: By domain, the prompt orders whose answers were all correct, each with the id of its problem.
 Solved = Mapping[str, Sequence[tuple[int, str]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CooldownRule:
-    """Length of the rest of a domain's solved problems, in turns or steps, after `times` solved groups."""
+    """How long a domain's solved problems rest, in turns or steps, after `times` groups with only correct answers."""
 
     epochs: int = 0
     steps: int = 0
@@ -40,12 +40,14 @@ class CooldownRule:
 
     @property
     def rests(self) -> bool:
-        """True if the rule makes any problem rest."""
+        """True if the rule makes any problems rest."""
         return self.epochs > 0 or self.steps > 0
 
 
 class CooldownPeriod(NamedTuple):
-    """The remaining rest of a problem: turns left to skip, or the model version from which on it is issued again."""
+    """What remains of a problem's rest: the number of turns to skip, or the model version from which on it is issued
+    again.
+    """
 
     turns: int
     until: int
@@ -55,21 +57,21 @@ class DomainCooldown(msgspec.Struct, kw_only=True):
     """Cooldown state of one domain, by problem id."""
 
     solved: dict[str, list[int]] = {}
-    """Fully solved orders of problems that do not rest yet."""
+    """Orders whose answers were all correct, by id of the problem; only for problems that do not rest yet."""
     resting: dict[str, CooldownPeriod] = {}
     passed: list[tuple[int, int]] = []
-    """(order, turns), oldest first: the total number of turns skipped, from that order on."""
+    """(order, turns), oldest first: from `order` on, the domain has skipped `turns` turns in total."""
     passed_since: int = 0
     """Turns skipped since the last step."""
     nothing_else: int = 0
     """Orders since the last step that had to use a resting problem because nearly all rest."""
 
     def ahead(self, index: int) -> int:
-        """Return the number of turns skipped up to and including order `index`."""
+        """Return how many turns the domain has skipped in total, up to and including order `index`."""
         return next((turns for since, turns in reversed(self.passed) if since <= index), 0)
 
     def note(self, order: int, problem_id: str, rule: CooldownRule, *, version: int) -> None:
-        """Note an order whose answers were all correct; repeating the same order has no effect."""
+        """Record a prompt order whose answers were all correct; recording the same order again has no effect."""
         if problem_id in self.resting:
             return
         orders = self.solved.setdefault(problem_id, [])
@@ -80,7 +82,9 @@ class DomainCooldown(msgspec.Struct, kw_only=True):
             self.resting[problem_id] = CooldownPeriod(rule.epochs, version + rule.steps if rule.steps else 0)
 
     def pass_over(self, problem_id: str, *, version: int) -> bool:
-        """Return True if the problem rests and must be skipped this turn; count the turn."""
+        """Return True if the problem rests and must be skipped this turn; the turn counts towards the end of its
+        rest.
+        """
         rest = self.resting.get(problem_id)
         if rest is None:
             return False
@@ -95,15 +99,16 @@ class DomainCooldown(msgspec.Struct, kw_only=True):
 
 @final
 class Cooldown(msgspec.Struct, kw_only=True):
-    """Cooldown state of all domains; `drawn` is the first order that was never drawn."""
+    """Cooldown state of all domains; no order from `drawn` on has been given a problem yet."""
 
     drawn: int = 0
     domains: dict[str, DomainCooldown] = {}
 
     def note(self, solved: Solved, rules: Mapping[str, CooldownRule], *, version: int) -> None:
-        """Note groups whose answers were all correct, and end rests that are over.
+        """Record groups whose answers were all correct, and end rests that are over.
 
-        Problems in a domain without a rule do not rest; the domain may have lost its rule when the recipe was edited.
+        Problems in a domain without a cooldown rule do not rest. A domain with resting problems may have lost its rule
+        when the recipe was edited.
         """
         by_domain = {domain: rule for domain, rule in rules.items() if rule.rests}
         for domain, rule in by_domain.items():
@@ -116,11 +121,12 @@ class Cooldown(msgspec.Struct, kw_only=True):
             own.resting = {name: rest for name, rest in resting if rest.turns or version < rest.until}
 
     def choose(self, index: int, draw: Callable[[int], Problem], *, version: int, frontier: int) -> Problem:
-        """Return the problem of order `index`.
+        """Return the problem of prompt order `index`.
 
         Args:
-            draw: returns the problem of the order's domain that comes the given number of turns after the order's own.
-            frontier: all orders below it have ended, and are never issued again.
+            draw: given a number of turns, returns the problem of the order's domain that comes this many turns later
+                than the order's own turn.
+            frontier: all orders below this index have ended, and are never issued again.
         """
         problem = draw(0)
         own = self.domains.get(problem.domain)
@@ -143,7 +149,9 @@ class Cooldown(msgspec.Struct, kw_only=True):
         return problem
 
     def take_figures(self) -> dict[str, dict[str, float]]:
-        """Return by domain the number of resting problems and the turns skipped since the last call."""
+        """Return, for each domain, the number of resting problems and the number of turns skipped since the last
+        call.
+        """
         figures = {}
         for domain, own in self.domains.items():
             figures[domain] = {"resting": float(len(own.resting)), "passed_over": float(own.passed_since)}
@@ -154,7 +162,7 @@ class Cooldown(msgspec.Struct, kw_only=True):
 
 
 def _still_needed(passed: Iterable[tuple[int, int]], frontier: int) -> list[tuple[int, int]]:
-    """Drop entries that only apply to orders below the frontier."""
+    """Drop entries of `passed` that only matter to orders below the frontier."""
     kept = list(passed)
     while len(kept) > 1 and kept[1][0] <= frontier:
         kept.pop(0)

@@ -33,7 +33,7 @@ class Record:
 
 
 class End(StrEnum):
-    """The way in which a run ends."""
+    """Whether a run has completed, failed, or was suspended."""
 
     COMPLETED = "completed"
     """The run reached its recipe's end, or a user stopped it."""

@@ -19,16 +19,16 @@ class ElasticRule:
     """Thresholds for having too few engines, or too many.
 
     Attributes:
-        interval_s: length of one measurement interval. A decision needs `patience` consecutive intervals that agree,
-            and at least `settle_s` since the previous decision.
+        interval_s: length of one measurement interval. A change needs `patience` consecutive intervals that agree,
+            and at least `settle_s` since the previous change.
         waiting: if the trainer waits for more than this share of its time and engines are busy, there are too few
             engines.
         content: if the trainer waits for less than this share of its time, there may be too many engines.
-        busy: the share of occupied slots from which on engines count as busy. To remove one, the current work must fit
-            on the remaining engines below this share.
-        stale: if more than this share of groups is too old to train and engines are busy, there are too few engines.
-            Above it engines are never removed, since groups would then take even longer.
-        drain_s: time limit for the remaining work of an engine that is drained.
+        busy: engines count as busy if at least this share of their slots is occupied. An engine is only removed if
+            the current work would occupy less than this share of the slots of the remaining engines.
+        stale: if more than this share of groups is too old to train and engines are busy, there are too few
+            engines. Above this share, engines are never removed, since groups would then take even longer.
+        drain_s: seconds for which a drained engine may continue its current work.
     """
 
     mode: Elasticity = Elasticity.ON
@@ -43,7 +43,7 @@ class ElasticRule:
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Measurements of one interval, as shares; `ElasticRule` has a threshold for each."""
+    """Measurements of one interval, as shares; `ElasticRule` has the thresholds."""
 
     waiting: float
     occupancy: float
@@ -52,12 +52,12 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class ElasticMemory(msgspec.Struct, kw_only=True):
-    """Measurements of the current interval, and the decision history."""
+    """Measurements of the current interval, and the memory of earlier verdicts and changes."""
 
     began: float | None = None
     """Start of the current interval; None before the first poll and after a change."""
     occupancy: float = 0.0
-    """Sum over `polls`."""
+    """Sum of the shares of occupied slots that were measured by `polls` polls."""
     polls: int = 0
     waited_s: float = 0.0
     """Time the trainer waited in `steps`, and in `stepped_s` the time it worked, since the last complete interval."""
@@ -72,13 +72,16 @@ class ElasticMemory(msgspec.Struct, kw_only=True):
     """Time of the last change in the number of engines, or of a dry run's last suggestion."""
 
     def note_poll(self, occupancy: float, *, now: float) -> None:
-        """Note the share of occupied slots of the serving engines (0 to 1), as measured by a poll."""
+        """Add a poll's result: the share of occupied slots of the serving engines (0 to 1)."""
         self.began = now if self.began is None else self.began
         self.occupancy += occupancy
         self.polls += 1
 
     def taken(self, *, now: float, interval_s: float) -> Figures | None:
-        """Return the figures of the interval that has ended; None before its end, or if it had no step."""
+        """Return the figures of the current interval if it has ended, and begin a new interval.
+
+        None while the interval lasts, or if no step was completed in it.
+        """
         if self.began is None or now - self.began < interval_s or not self.steps or not self.polls:
             return None
         seconds = self.waited_s + self.stepped_s

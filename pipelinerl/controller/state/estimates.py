@@ -1,6 +1,6 @@
 """Estimates from a sample of problems: unbiased pass@k and 95 % confidence intervals. Pure.
 
-Intervals are over problems, the unit that was sampled; samples of the same problem are not independent.
+Intervals describe the uncertainty from sampling problems, not answers: answers to the same problem are not independent.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pipelinerl import rng
 
 #: Two-sided 95 % quantile of the normal distribution.
 _Z: Final = 1.959964
-#: Enough that the ends of an interval vary between seeds by about 1 % of its width.
+#: Number of bootstrap resamples: enough that the ends of an interval differ between seeds by about 1 % of its width.
 _RESAMPLES: Final = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A mean over `problems` and its 95 % interval, which is (0, 1) without problems."""
+    """A mean over `problems` problems and its 95 % interval; without problems, the interval is (0, 1)."""
 
     value: float
     low: float
@@ -63,7 +63,7 @@ def estimate(values: Sequence[float], *, seed: int) -> Estimate:
 
 
 def wilson_interval(successes: float, trials: int, z: float = _Z) -> tuple[float, float]:
-    """Return Wilson's score interval for a proportion (Wilson 1927); (0, 1) without trials."""
+    """Return Wilson's score interval for a proportion (Wilson 1927); (0, 1) if there are no trials."""
     if trials == 0:
         return 0.0, 1.0
     p = successes / trials
@@ -75,7 +75,8 @@ def wilson_interval(successes: float, trials: int, z: float = _Z) -> tuple[float
 def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:
     """Return the 2.5 % and 97.5 % quantiles of the bootstrapped mean; equal seeds give equal intervals.
 
-    Instead of problems, draw the count of each distinct value. The distribution is the same, and there are few values.
+    Each resample draws how often each distinct value occurs, instead of drawing one problem after the other. The
+    distribution is the same, and it is faster because there are few distinct values.
     """
     levels, counts = np.unique(np.asarray(values, np.float64), return_counts=True)
     drawn = rng.generator(seed, "bootstrap").multinomial(len(values), counts / len(values), size=_RESAMPLES)

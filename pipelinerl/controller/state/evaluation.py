@@ -26,14 +26,14 @@ from pipelinerl.messages import EvaluationDone
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSet:
-    """A set of held-out problems with one accuracy; `temperature` 0 is greedy.
+    """A set of held-out problems that is evaluated together, and how it is sampled; `temperature` 0 is greedy.
 
     Attributes:
-        place: position among the recipe's sets; decisions use the set at position 0.
+        place: position among the recipe's sets; decisions of the run depend on the set at position 0.
         problems: number of problems.
-        max_tokens: token limit; 0 uses each domain's training limit.
+        max_tokens: token limit of an answer; 0 means each domain's training limit.
         pass_at: the values of k for pass@k, each at most `samples`.
-        interval_steps: steps between evaluations of this set; 0 uses the knob.
+        interval_steps: steps between evaluations of this set; 0 means the knob `evaluation_interval_steps`.
     """
 
     name: str = "held_out"
@@ -52,10 +52,11 @@ class EvaluationPlan:
 
     Attributes:
         sets: sets whose problems are sampled in turn, from the same weights; without sets there are no evaluations.
-        hold_s: longest time that pin mode `gate` postpones updates; then the evaluation ends with the answers so far.
-        grace_s: an evaluation without any new answer for this long ends with the answers so far.
-        attempts: attempts per problem, counting failures and answers from other versions.
-        restarts: number of times that an evaluation restarts after its pin was broken.
+        hold_s: the longest time for which pin mode `gate` postpones updates; then the evaluation ends with the
+            answers received so far.
+        grace_s: if no new answer arrives for this long, the evaluation ends with the answers received so far.
+        attempts: the most attempts per problem; failures and answers from other versions also count.
+        restarts: how often an evaluation may restart because its pin was broken.
     """
 
     sets: tuple[EvaluationSet, ...]
@@ -71,7 +72,10 @@ class EvaluationPlan:
         return sum(each.problems for each in self.sets)
 
     def question(self, index: int) -> tuple[EvaluationSet, int]:
-        """Return the set of question `index` < `problems`, and the problem's index within that set."""
+        """Return the set that question `index` belongs to, and the index of its problem within that set.
+
+        `index` must be below `problems`.
+        """
         for each in self.sets:
             if index < each.problems:
                 return each, index
@@ -79,13 +83,13 @@ class EvaluationPlan:
         raise IndexError(f"a plan of {self.problems} problems has no question {self.problems + index}")
 
     def of(self, names: Collection[str]) -> Self:
-        """Return this plan, limited to the sets of these names."""
+        """Return this plan, limited to the sets with the given names."""
         return replace(self, sets=tuple(each for each in self.sets if each.name in names))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationDue:
-    """A pending evaluation of the named sets; it begins once `version` or a later version is served."""
+    """A pending evaluation of the named sets; it begins once engines serve `version` or a later version."""
 
     version: int
     sets: tuple[str, ...]
@@ -98,22 +102,22 @@ class EvaluationResult:
     """Accuracy over the judged problems of a set with its 95 % interval, and the weights that were evaluated.
 
     Attributes:
-        name, place: the set's.
-        accuracy: mean over problems of the share of correct samples (pass@1); None, like its interval, if none was
-            judged.
-        at_least: the accuracy if every problem without an answer counts as wrong. Decisions use this one: when answers
-            are missing, `accuracy` gives quick answers too much weight.
-        unjudged: problems without any verdict.
-        version_min, version_max: versions of all counted tokens; equal if `one_version`.
-        one_version: True if every token was ensured to be of `model_version`.
-        pin, engine: the pin mode, and the engine that answered alone.
-        incomplete: why some problems have no answer; empty if all have one.
-        discarded: answers discarded because a token was of another version.
+        name, place: name and position of the set.
+        accuracy: mean over problems of the share of correct samples (pass@1). Accuracy and its interval are None if
+            no problem was judged.
+        at_least: the accuracy if every problem without an answer counts as wrong. Decisions use this figure: when
+            answers are missing, `accuracy` gives quick answers too much weight.
+        unjudged: number of problems without any verdict.
+        version_min, version_max: oldest and newest version of all counted tokens; equal if `one_version`.
+        one_version: True if the pin ensured that every token was sampled by `model_version`.
+        pin, engine: the pin mode, and the engine that answered alone, if one did.
+        incomplete: why some problems have no answer; empty if all problems have one.
+        discarded: number of answers discarded because a token was of another version.
         restarts: number of restarts of the evaluation.
-        steps_meanwhile: the trainer's lead over `model_version` at the end, in steps.
+        steps_meanwhile: how many steps the trainer was ahead of `model_version` when the evaluation ended.
         majority_at, length_mean, length_p95, truncated: as in `AnswerFigures`.
-        by_domain, by_tag: the same figures of each domain and, without pass@k and maj@k, of the tags with most
-            problems.
+        by_domain, by_tag: the same figures for each domain, and for each of the tags with the most problems; tags
+            have no pass@k and maj@k.
     """
 
     model_version: int
@@ -146,17 +150,17 @@ class EvaluationResult:
 
     @property
     def without_groups(self) -> EvaluationResult:
-        """The result without figures by domain and tag, to save memory: a run may have thousands of results."""
+        """This result without the figures by domain and tag, to save memory: a run may have thousands of results."""
         return replace(self, by_domain={}, by_tag={})
 
 
 @final
 @dataclass(slots=True, kw_only=True)
 class Evaluation:
-    """An evaluation in progress: collects answers until every problem has one or has failed.
+    """An evaluation in progress: collects answers until every problem has an answer or has failed.
 
-    `asked` counts the attempts by problem; problems from `next_index` on have not been issued yet. `number`
-    distinguishes it from an abandoned evaluation of the same version, whose answers may still arrive.
+    `asked` counts the attempts by problem; problems from `next_index` on have not been issued yet. An abandoned
+    evaluation of the same version has another `number`, so its late answers can be told apart.
     """
 
     model_version: int
@@ -173,7 +177,7 @@ class Evaluation:
     discarded: dict[str, int] = field(default_factory=dict)
     """The number of answers from other versions, by set name."""
     given_up: str = ""
-    """The reason why it ends early with the answers so far; empty while it continues."""
+    """Why the evaluation ends early with the answers received so far; empty while it continues."""
     next_index: int = 0
     asked: dict[int, int] = field(default_factory=dict)
     answers: dict[int, EvaluationDone | None] = field(default_factory=dict)
@@ -185,7 +189,7 @@ class Evaluation:
 
     @property
     def complete(self) -> bool:
-        """True if every problem has ended."""
+        """True if every problem has an answer or has failed."""
         return len(self.answers) >= self.plan.problems
 
     def concerns(self, order_id: str) -> bool:
@@ -198,9 +202,10 @@ class Evaluation:
         return self.pin is Pin.NONE or found == (self.epoch, self.model_version, self.model_version)
 
     def add(self, index: int, answer: EvaluationDone | None, *, now: float) -> bool:
-        """Add an answer, or None for a problem that failed; return True if the problem must be issued again.
+        """Add the answer to problem `index`, or None if the problem failed; return True if the problem must be issued
+        again.
 
-        Repeated answers are ignored.
+        Answers that arrive twice are ignored.
         """
         self.heard_at = now
         if index in self.answers:
@@ -223,7 +228,10 @@ class Evaluation:
         return list(range(first, self.next_index))
 
     def results(self, *, version: int | None = None, seed: int = 0) -> list[EvaluationResult]:
-        """Return the figures of each set so far; the trainer is at `version`, and `seed` draws the intervals."""
+        """Return the figures of each set so far.
+
+        `version` is the trainer's current version, and `seed` determines the bootstrap intervals.
+        """
         seed, first, found = rng.key(seed, self.model_version), 0, list[EvaluationResult]()
         ahead = (self.model_version if version is None else version) - self.model_version
         for asked in self.plan.sets:
@@ -235,7 +243,7 @@ class Evaluation:
     def _result(
         self, asked: EvaluationSet, ended: list[EvaluationDone | None], *, steps_meanwhile: int, seed: int
     ) -> EvaluationResult:
-        """Return the result of one set from its problems that have ended, in order."""
+        """Return the result of one set from its problems that have ended, in the order of the problems."""
         done = [answer for answer in ended if answer is not None]
         figures = figures_of(done, pass_at=asked.pass_at, seed=seed)
         judged, failed = figures.problems, len(ended) - len(done)

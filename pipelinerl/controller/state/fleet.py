@@ -51,14 +51,14 @@ class EngineLifecycle(StrEnum):
     """Lifecycle state of an engine; decides whether it may be given work."""
 
     JOINING = "joining"
-    """Waits for weights, or has received them and has yet to prove them."""
+    """Waits for weights, or has received them and has yet to prove them in the canary check."""
     HEALTHY = "healthy"
     SUSPECT = "suspect"
     """Missed a poll: gets no new work until it answers, and keeps its current work."""
     DRAINING = "draining"
     """Finishes its current work and then leaves; until then its weights are kept up to date."""
     DIRTY = "dirty"
-    """An update or its proof failed, so its weights cannot be trusted. It rejoins once it answers."""
+    """An update or the canary check failed, so its weights cannot be trusted. It rejoins once it answers a poll."""
     DEAD = "dead"
     EXPELLED = "expelled"
     """Failed too often in a row, or was removed by an operator."""
@@ -74,16 +74,16 @@ class EngineLifecycle(StrEnum):
         )
 
 
-#: States of engines whose weights were proven and are kept up to date.
+#: States of engines whose weights were proven and receive each update.
 _VERIFIED: Final = (EngineLifecycle.HEALTHY, EngineLifecycle.SUSPECT)
 #: States of engines that get no new work and may finish their current work.
 _FINISHING: Final = (EngineLifecycle.JOINING, EngineLifecycle.SUSPECT, EngineLifecycle.DRAINING)
 
-#: Wait in seconds before a new process is admitted at an address where two in a row died unproven; each further death
-#: doubles it, up to the longest.
+#: If two processes in a row died at an address before they proved any weights, the next process waits this long
+#: (seconds) before it is admitted. Each further death doubles the wait, up to the longest.
 _FIRST_WAIT_S: Final = 1.0
 _LONGEST_WAIT_S: Final = 60.0
-#: Rest in seconds of an engine expelled for failures; each expulsion doubles it, up to the longest.
+#: Seconds for which an engine expelled for failures must rest; each expulsion doubles the time, up to the longest.
 _FIRST_REST_S: Final = 30.0
 _LONGEST_REST_S: Final = 600.0
 
@@ -103,21 +103,25 @@ class EngineRecord:
     """One engine.
 
     Attributes:
-        incarnation: identifies one process lifetime of the engine; empty if only an operator has named it.
-        name, type: as reported by the engine; empty likewise.
-        joined_at: the first membership that includes it.
+        incarnation: identifies one lifetime of the engine's process; empty if only an operator has named the
+            engine.
+        name, type: as reported by the engine; empty if only an operator has named the engine.
+        joined_at: number of the first membership that includes the engine.
         loaded: the version last published to it in this epoch; −1 if none.
-        refused: the version whose proof failed last; it is not published to this engine again while others serve.
-        failed_updates, failed_checks: failures since its last successful proof; a missing proof is a failed update.
+        refused: the version for which it last failed the canary check; this version is not published to it again
+            while other engines serve.
+        failed_updates, failed_checks: failures since it last passed the canary check. No answer to the check counts
+            as a failed update.
         offered_at: when this incarnation first offered itself, on the controller's clock.
-        proven: True if this incarnation has proven its weights.
-        unproven_lives: consecutive earlier incarnations that ended without a proof.
-        expulsions: expulsions for failures since its last successful proof.
-        returns_at: when it may return, counted from its first sign of life after the failure; 0 before that.
+        proven: True if this incarnation has passed a canary check.
+        unproven_lives: consecutive earlier incarnations that ended without passing one.
+        expulsions: how often it was expelled for failures since it last passed the canary check.
+        returns_at: when it may return; the wait begins when it first answers after the failure. 0 before that
+            answer.
         draining_since, drain_by: time of the drain request, and deadline for its current work; on the controller's
             clock.
         to_stop: True if an operator removed it, so its launcher may end its process.
-        refuses: True if retries cannot fix the cause of its expulsion; a new incarnation may.
+        refuses: True if it was expelled for a cause that retries cannot fix; a new incarnation may have fixed it.
         pinned: True if it is excluded from publications and from regular work.
     """
 
@@ -163,7 +167,7 @@ class Fleet:
     checks_to_expulsion: int = 2
 
     def __post_init__(self) -> None:
-        """Sort the records once; `join` keeps them sorted, since reads are far more frequent than joins."""
+        """Sort the records once; `join` keeps them sorted. Reads are far more frequent than joins."""
         self.by_url = dict(sorted(self.by_url.items()))
 
     def records(self) -> list[EngineRecord]:
@@ -179,11 +183,14 @@ class Fleet:
         return self._in(EngineLifecycle.HEALTHY)
 
     def finishing(self) -> list[str]:
-        """Return the engines that may finish their work but get no new work; other engines' work is handed over."""
+        """Return the engines that may finish their work but get no new work.
+
+        The work of all engines that neither serve nor finish is handed over to other engines.
+        """
         return [record.url for record in self.records() if record.lifecycle in _FINISHING or record.pinned]
 
     def verified(self) -> list[str]:
-        """Return the engines that count as capacity: healthy ones, and suspect ones, which may answer again."""
+        """Return the engines that count as capacity: healthy engines, and suspect engines, which may answer again."""
         return self._in(*_VERIFIED)
 
     def pinned(self) -> list[str]:
@@ -191,7 +198,7 @@ class Fleet:
         return [record.url for record in self.records() if record.pinned]
 
     def to_verify(self) -> list[str]:
-        """Return the engines that must prove the weights of the next publication."""
+        """Return the engines that must pass the canary check after the next publication."""
         return self._in(EngineLifecycle.JOINING)
 
     def is_draining(self, url: str) -> bool:
@@ -199,12 +206,14 @@ class Fleet:
         return self._lifecycle(url) is EngineLifecycle.DRAINING
 
     def oldest_loaded(self) -> int | None:
-        """Return the oldest version that a proven engine samples from; None without such an engine."""
+        """Return the oldest version that any engine samples from, among engines with proven weights; None if there are
+        none.
+        """
         proven = (each.loaded for each in self.by_url.values() if each.lifecycle in _VERIFIED and not each.pinned)
         return min(proven, default=None)
 
     def without_weights(self) -> list[str]:
-        """Return the engines that are alive and have no weights of this epoch."""
+        """Return the engines that are alive and have received no weights of this epoch."""
         joining = (each for each in self.by_url.values() if each.lifecycle is EngineLifecycle.JOINING)
         return sorted(each.url for each in joining if each.loaded < 0)
 
@@ -218,7 +227,9 @@ class Fleet:
         return not known.may_return or now < known.returns_at
 
     def offer_wait_s(self, url: str, incarnation: str, *, now: float) -> float:
-        """Return how long a new incarnation at this address must wait because earlier ones died unproven."""
+        """Return the seconds that a new incarnation at this address must wait because earlier incarnations died
+        unproven.
+        """
         known = self.by_url.get(url)
         if known is None or not incarnation or known.incarnation in ("", incarnation):
             return 0.0
@@ -228,10 +239,10 @@ class Fleet:
         return max(0.0, known.offered_at + wait_s - now)
 
     def join(self, url: str, incarnation: str = "", *, name: str = "", type: str = "", now: float = 0.0) -> bool:
-        """Add an engine, or readmit an expelled one. Dead engines return by answering a poll.
+        """Add an engine, or readmit an expelled engine. A dead engine returns by answering a poll instead.
 
-        Engines repeat their offer as long as they live. `incarnation` distinguishes process lifetimes, since a new
-        process has lost its weights; it is empty if an operator offers the engine.
+        Engines repeat their offer as long as they live. `incarnation` distinguishes lifetimes of the process, since a
+        new process has no weights; it is empty if an operator offers the engine.
         """
         known, unproven_lives = self.by_url.get(url), 0
         if known is not None:
@@ -266,7 +277,10 @@ class Fleet:
         return True
 
     def _rested(self, known: EngineRecord, *, now: float) -> bool:
-        """Readmit an expelled engine that offers itself after its rest; the rest begins with its first offer."""
+        """Readmit an expelled engine that offers itself after its rest.
+
+        The rest begins with its first offer after the expulsion.
+        """
         if not known.returns_at:
             rest_s = min(_FIRST_REST_S * 2 ** (known.expulsions - 1), _LONGEST_REST_S)
             self._change(known.url, returns_at=now + rest_s)
@@ -279,7 +293,9 @@ class Fleet:
         return True
 
     def begin_epoch(self) -> None:
-        """Begin the epoch of a new trainer: no engine has its weights, and its process group must be formed again."""
+        """Begin the epoch of a new trainer: no engine has the new trainer's weights, and the process group is formed
+        again.
+        """
         for url, record in list(self.by_url.items()):
             self._change(url, refused=-1)
             if record.lifecycle in (EngineLifecycle.JOINING, *_VERIFIED):
@@ -291,10 +307,10 @@ class Fleet:
     # --- weights ---------------------------------------------------------------------------------------------------
 
     def on_published(self, url: str, version: int, *, membership: int) -> None:
-        """Record that the engine serves `version`, received by a publication to `membership`.
+        """Record that the engine has loaded `version` from a publication to `membership`.
 
-        Failure counts are kept until the engine proves its weights, since it might accept weights repeatedly and never
-        answer.
+        Failure counts are kept until the engine passes the canary check, since it might accept weights repeatedly and
+        never answer a check.
         """
         if self._was_member(url, membership):
             self._change(url, loaded=version)
@@ -302,10 +318,10 @@ class Fleet:
     def publish_failed(
         self, url: str, reason: str, *, membership: int, persistence: Persistence = Persistence.TRANSIENT
     ) -> bool:
-        """Record that the engine failed to take an update. Mark it dirty, or expel it after too many failures.
+        """Record that the engine failed to receive an update. Mark it dirty, or expel it after too many failures.
 
-        A dirty engine is retried once it answers, not at once: a dead engine would disturb the process group of the
-        others. A permanent failure expels it immediately.
+        A dirty engine is retried only after it has answered a poll: if it is dead, a retry would disturb the process
+        group of the other engines. A permanent failure expels it immediately.
         """
         if not self._was_member(url, membership):
             return False
@@ -314,7 +330,10 @@ class Fleet:
         return self._mark_dirty(url, reason, spent=lasts or failures >= self.updates_to_expulsion)
 
     def update_missed(self, url: str, reason: str, *, membership: int) -> bool:
-        """Record that the engine missed an update because of other engines; it is retried, at no fault of its own."""
+        """Record that the engine missed an update because other engines failed.
+
+        It is retried, and the failure is not counted against it.
+        """
         return self._was_member(url, membership) and self._mark_dirty(url, reason, spent=False)
 
     def on_verified(self, url: str, version: int, *, membership: int) -> bool:
@@ -338,7 +357,7 @@ class Fleet:
         return True
 
     def canary_failed(self, url: str, version: int, reason: str, *, membership: int) -> bool:
-        """Record that the engine has `version` and does not compute the trainer's log-probs with it."""
+        """Record that the engine has loaded `version` but does not compute the trainer's log-probs with it."""
         record = self.by_url.get(url)
         if record is None or not self._was_member(url, membership) or record.lifecycle is not EngineLifecycle.JOINING:
             return False
@@ -348,12 +367,14 @@ class Fleet:
         return self._mark_dirty(url, reason, spent=spent)
 
     def pin(self, url: str) -> None:
-        """Let a healthy engine keep its weights."""
+        """Pin a healthy engine: it keeps its weights and gets no regular work."""
         self._change(url, pinned=True)
         self.membership += 1
 
     def release(self, url: str, *, version: int) -> None:
-        """Unpin the engine: it serves at once if it has the newest `version`, and otherwise must receive it first."""
+        """Unpin the engine. It serves at once if it has the newest `version`; otherwise it must first receive this
+        version.
+        """
         record = self.by_url.get(url)
         if record is None or not record.pinned:
             return
@@ -372,11 +393,11 @@ class Fleet:
         return True
 
     def answered(self, url: str, *, version: int, now: float = 0.0) -> bool:
-        """Record an answer to a poll: a suspect engine is healthy again, a dead or dirty one rejoins.
+        """Record an answer to a poll: a suspect engine becomes healthy again, a dead or dirty engine rejoins.
 
-        While others serve, an engine whose proof failed waits for a `version` newer than the refused one. An engine
-        that has yet to prove any weights waits longer after each failure, since each retry forces the others into a new
-        process group.
+        While other engines serve, an engine that failed the canary check waits for a `version` other than the one it
+        failed with. An engine that has not yet passed any check waits longer after each failure, since each retry
+        forces the other engines into a new process group.
         """
         match self._lifecycle(url):
             case EngineLifecycle.SUSPECT:
@@ -391,7 +412,7 @@ class Fleet:
         return True
 
     def _retry_is_due(self, url: str, *, now: float) -> bool:
-        """Return True if a failed engine may be retried; its wait begins with its first answer after the failure."""
+        """Return True if a failed engine may be retried; its wait begins when it first answers after the failure."""
         record = self.by_url[url]
         setbacks = record.failed_updates + record.unproven_lives
         if record.proven or setbacks < 2:
@@ -405,7 +426,7 @@ class Fleet:
         return self._lose(url, reason, EngineLifecycle.DEAD)
 
     def restarted(self, url: str) -> bool:
-        """Record that an engine restarted on its own and lost its weights: it rejoins."""
+        """Record that an engine's process lost its weights, for example by a restart: the engine rejoins."""
         record = self.by_url.get(url)
         if record is None or record.loaded < 0:
             return False
@@ -452,7 +473,7 @@ class Fleet:
         return record is not None and record.lifecycle.is_alive and record.joined_at <= membership
 
     def _rejoin(self, url: str, reason: str) -> None:
-        """Let the engine rejoin without weights, from the next membership on."""
+        """Let the engine rejoin without weights, as a member of the next membership."""
         self._change(
             url,
             lifecycle=EngineLifecycle.JOINING,
@@ -471,7 +492,10 @@ class Fleet:
         return True
 
     def _lose(self, url: str, reason: str, becomes: EngineLifecycle) -> bool:
-        """Handle a member that died or lost its weights; a draining engine has no work left and is expelled."""
+        """Handle a member that died or lost its weights.
+
+        A draining engine has lost its work with that, so it is expelled.
+        """
         lifecycle = self._lifecycle(url)
         if lifecycle is None or not lifecycle.is_alive:
             return False

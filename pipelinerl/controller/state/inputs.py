@@ -1,4 +1,4 @@
-"""Inputs of the controller: values, so that a journal can store them and a replay can decide on them again.
+"""Inputs of the controller: plain values, so that a journal can store them and a replay can repeat the decisions.
 
 Each input carries `now`, in seconds on the controller's monotonic clock. The controller reads no clock of its own.
 """
@@ -26,7 +26,7 @@ class ReportReceived(Input, frozen=True):
 
 
 class KnobsPatched(Input, frozen=True):
-    """A user changes knobs; `time` is the wall clock's, for the knob log."""
+    """A user changes knobs; `time` is wall-clock time, for the knob log."""
 
     changes: dict[str, Any]
     who: str
@@ -76,8 +76,8 @@ class EngineIdle(Input, frozen=True):
 class EnginesRequested(Input, frozen=True):
     """An operator requests more engines, to be started by this run's launcher.
 
-    With `replaces` (a URL), that engine is drained within `grace_s` once the new one serves. If it is leaving already,
-    nothing is requested.
+    With `replaces` (a URL), the engine at this URL is drained within `grace_s` seconds once the new engine serves. If
+    the old engine is already leaving, nothing is requested.
     """
 
     type: str
@@ -87,7 +87,7 @@ class EnginesRequested(Input, frozen=True):
 
 
 class EngineDrainAsked(Input, frozen=True):
-    """An operator removes an engine once its current work is finished, or after `grace_s`."""
+    """An operator removes an engine once its current work is finished, at the latest after `grace_s` seconds."""
 
     url: str
     grace_s: float
@@ -100,7 +100,7 @@ class EngineRemoved(Input, frozen=True):
 
 
 class FleetMeasured(Input, frozen=True):
-    """The share of occupied slots of the serving engines (0 to 1), polled if the run is elastic."""
+    """A measurement of the serving engines' share of occupied slots (0 to 1); only in elastic runs."""
 
     occupancy: float
 
@@ -122,7 +122,7 @@ class Ticked(Input, frozen=True):
 
 
 class StreamsLost(Input, frozen=True):
-    """The stream server was killed and lost the end of its history, so orders and groups may be gone."""
+    """The stream server died and lost its newest data, so orders and groups may be lost."""
 
 
 #: Inputs that change the fleet.

@@ -1,7 +1,7 @@
-"""The controller's ledger: every issued order is trained, filtered, stale, failed or in flight.
+"""The controller's ledger: every issued prompt order is trained, filtered, stale, failed or in flight.
 
-The trainer's account (frontier and counts) is authoritative for what it consumed, since it is part of its checkpoint.
-The controller adds what it issued and what failed. `check` enforces the balance.
+The trainer's account (frontier and counts) is authoritative for the orders that it consumed, since it is part of the
+trainer's checkpoint. The controller adds which orders it issued and which of them failed. `check` enforces the balance.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipelinerl.messages import ConsumedReport, has_ended
 @final
 @dataclass(slots=True)
 class IssuedLedger:
-    """Orders by index; `cursor` is the next index that was never issued."""
+    """Prompt orders by index; `cursor` is the lowest index that was never issued."""
 
     cursor: int = 0
     reissue: list[int] = field(default_factory=list)
@@ -25,10 +25,10 @@ class IssuedLedger:
     failed: set[int] = field(default_factory=set)
     """All orders that failed. They are kept, since a trainer that resumes from a checkpoint may need them again."""
     outdated: set[int] = field(default_factory=set)
-    """All orders that an actor gave up because their groups would have been stale; kept for the same reason."""
+    """All orders that an actor gave up because their groups would have been stale; kept like `failed`."""
     consumed: ConsumedReport = field(default_factory=ConsumedReport)
     sizes: dict[int, int] = field(default_factory=dict)
-    """Rollouts that each order in flight asks for, by index."""
+    """Number of rollouts of each order in flight, by the order's index."""
 
     @property
     def ended(self) -> int:
@@ -42,12 +42,12 @@ class IssuedLedger:
 
     @property
     def unsettled(self) -> list[int]:
-        """Failed orders that the trainer has not added to its account yet; ascending."""
+        """Failed orders that are missing in the trainer's account so far; ascending."""
         return sorted(self._open(self.failed))
 
     @property
     def unsettled_stale(self) -> list[int]:
-        """Orders given up as stale that the trainer has not added to its account yet; ascending."""
+        """Orders given up as stale that are missing in the trainer's account so far; ascending."""
         return sorted(self._open(self.outdated))
 
     @property
@@ -56,11 +56,11 @@ class IssuedLedger:
         return sum(self.sizes.values())
 
     def note_size(self, index: int, rollouts: int) -> None:
-        """Record how many rollouts the newly issued order `index` asks for."""
+        """Record the number of rollouts of the newly issued order `index`."""
         self.sizes[index] = rollouts
 
     def next_index(self) -> int:
-        """Issue the next order and return its index."""
+        """Issue an order and return its index: an order to be reissued if there is any, otherwise a new order."""
         if self.reissue:
             return self.reissue.pop(0)
         self.cursor += 1
@@ -75,10 +75,10 @@ class IssuedLedger:
         self._end(index, self.outdated)
 
     def update(self, consumed: ConsumedReport) -> None:
-        """Replace the trainer's account, which decides how an order really ended even if it was reported as failed.
+        """Replace the trainer's account by a newer one.
 
-        After a resume, the account may include orders that were issued after the checkpoint, since their groups were
-        still in the stream.
+        The account decides how an order really ended, even if the order was reported as failed. After a resume, the
+        account may include orders that were issued after the checkpoint, since their groups were still in the stream.
         """
         self.consumed = consumed
         known = max(self.cursor, consumed.frontier, *(index + 1 for index in consumed.beyond))
@@ -89,7 +89,10 @@ class IssuedLedger:
         self.check()
 
     def lost(self, indices: Iterable[int]) -> list[int]:
-        """Mark those of these orders that are in flight for reissue, since no group will come; return them."""
+        """Mark orders for reissue, since no group will come for them; return the orders that were marked.
+
+        Only those of `indices` that are in flight are marked.
+        """
         known = {*self.reissue, *self.failed, *self.outdated}
         again = self._open([index for index in indices if index < self.cursor and index not in known])
         self.reissue = sorted({*self.reissue, *again})
@@ -121,7 +124,7 @@ class IssuedLedger:
 
     @classmethod
     def resume(cls, record: dict[str, Any], consumed: ConsumedReport) -> Self:
-        """Restore the account after a restart of the whole run: all orders that were in flight are issued again."""
+        """Restore the ledger when the whole run is resumed: all orders that were in flight will be issued again."""
         account = cls(
             cursor=int(record["cursor"]),
             failed=set(record["failed"]),
@@ -143,12 +146,12 @@ class IssuedLedger:
         }
 
     def _open(self, indices: Iterable[int]) -> list[int]:
-        """Keep the indices that the trainer has not accounted for."""
+        """Keep the indices that are missing in the trainer's account, that is, of orders that have not ended there."""
         frontier, beyond = self.consumed.frontier, set(self.consumed.beyond)
-        return [index for index in indices if index >= frontier and index not in beyond]  # fast `has_ended`
+        return [index for index in indices if index >= frontier and index not in beyond]  # `has_ended`, but faster
 
     def _end(self, index: int, fate: set[int]) -> None:
-        """End an order in one of the two ways, unless it has ended already."""
+        """Add the order to `fate`, the set of failed or of stale orders, unless the order has ended already."""
         is_consumed = has_ended(index, self.consumed.frontier, self.consumed.beyond)
         if index < self.cursor and not (is_consumed or index in self.failed or index in self.outdated):
             fate.add(index)

@@ -1,7 +1,7 @@
-"""The knobs of a live run: validated as a whole, changed by patch, and logged with time and author.
+"""The knobs of a live run: validated as a whole, changed by patches, and logged with time and author.
 
 A change is accepted at once and takes effect at the next step boundary. The log is append-only and part of a snapshot.
-A resumed run uses its recipe's knobs, and on top of them the live changes in the log.
+A resumed run begins with the knobs of its recipe, and then applies the live changes in the log.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
 
 _FIXED: Final = frozenset({"group_sizes", "max_groups", "k_finite"})
-#: Integer tables by engine type, used by elastic runs.
+#: Knobs that are tables of integers by engine type; only elastic runs use them.
 _LIMITS: Final = ("engines_min", "engines_max")
 _WHOLE: Final = frozenset({"j", "rollouts_per_step", "evaluation_interval_steps", "groups_in_flight"})
 
-#: Upper limit of every knob except k = inf, so that the journal and all stream encodings can represent it.
+#: The largest value of every knob, except that k may be infinite: the journal and all streams can encode it.
 LARGEST: Final = 2**31 - 1
 #: The largest number of engines of one type.
 MOST_ENGINES: Final = 4096
@@ -32,7 +32,7 @@ MOST_ENGINES: Final = 4096
 class Knobs:
     """Settings that may change while the run is live.
 
-    The fields from `group_sizes` on are fixed; they are used for validation.
+    The fields from `group_sizes` on are no knobs: they are fixed, and only used for validation.
     """
 
     j: int
@@ -141,9 +141,9 @@ class Knobs:
         return replace(self, **values)
 
     def with_live(self, log: Iterable[KnobChange]) -> Self:
-        """Return these knobs, the recipe's, with the live changes of `log` applied.
+        """Return these knobs, which are the recipe's, with the live changes of `log` applied.
 
-        Changes of domains and engine types that are no longer in the recipe are skipped.
+        Changes for domains and engine types that are no longer in the recipe are skipped.
 
         Raises:
             RecipeError: the combination cannot run.
@@ -169,7 +169,7 @@ class Knobs:
         return values
 
     def _domains(self, name: str, value: Any) -> dict[str, float]:
-        """Return the weights by domain that a change sets; empty if it sets other knobs."""
+        """Return the domain weights that a change sets, by domain; empty if the change is to another knob."""
         section, _, domain = name.partition(".")
         if section != "domain_weights":
             return {}
@@ -182,7 +182,7 @@ class Knobs:
         return {each: _number(f"domain_weights.{each}", weight) for each, weight in given.items()}
 
     def _limits(self, name: str, value: Any) -> dict[str, int]:
-        """Return the limits by engine type that a change sets; empty if it sets other knobs."""
+        """Return the limits that a change sets, by engine type; empty if the change is to another knob."""
         table, _, type = name.partition(".")
         known: dict[str, int] = getattr(self, table) if table in _LIMITS else {}
         if not known:
@@ -207,7 +207,7 @@ def _number(name: str, value: Any, *, whole: bool = False) -> float:
     try:
         number = float(value)
         if isinstance(value, str) and math.isinf(number) and "inf" not in value.lower():
-            number = math.nan  # 1e999 is a typo; as infinity it would remove the bound
+            number = math.nan  # reject 1e999: it is a typo, and read as infinity it would remove the bound
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if isinstance(value, bool) or math.isnan(number) or (whole and not number.is_integer()):
@@ -223,9 +223,9 @@ def _preset(name: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnobChange:
-    """One entry of the knob log; `cursor` is the first order that had not been issued before the change.
+    """One entry of the knob log; `cursor` is the lowest order index that had not been issued before the change.
 
-    `live` is False if the change comes from editing the recipe between two runs.
+    `live` is False if the change was made by editing the recipe between two runs.
     """
 
     time: float

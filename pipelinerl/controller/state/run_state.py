@@ -1,7 +1,7 @@
 """`RunState`: everything the controller knows, as one value that can be stored and restored whole.
 
-It is stored in two ways. The journal keeps all of it, for a controller that dies while its run continues. A checkpoint
-keeps the part that outlives every process (`checkpoint_record`), for a run that is resumed.
+It is stored in two ways. The journal keeps the whole state, for a controller that dies while its run continues. A
+checkpoint keeps the part that is still valid after all processes have ended (`checkpoint_record`), for a resumed run.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pipelinerl.controller.state.watched_steps import WatchedSteps
 from pipelinerl.messages import ActorAlive, ConsumedReport, Directive, Published, TrainerReady
 from pipelinerl.types import Problem, Quota
 
-#: Silence in seconds after which a process may be gone. A waiting trainer reports every few seconds, and actors send
-#: heartbeats more often.
+#: A process that was silent for this many seconds may be gone. A waiting trainer reports every few seconds, and actors
+#: send heartbeats more often.
 SILENT_S: Final = 15.0
 
 
-#: The position of an evaluation set that is no longer in the recipe: after all others.
+#: The position of an evaluation set that is no longer in the recipe: after all other sets.
 NOWHERE: Final = 2**16
 
 
@@ -45,8 +45,7 @@ class RunPhase(StrEnum):
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """An engine that an operator requested; `wanted` is False once the request is withdrawn.
 
-    With `replaces` (a URL), that engine is drained once the new one serves; `replaces` is cleared when that has been
-    done.
+    With `replaces` (a URL), the engine at this URL is drained once the new engine serves; then `replaces` is cleared.
     """
 
     name: str
@@ -62,14 +61,14 @@ class PublicationOrdered(msgspec.Struct, kw_only=True):
     directive: str
     """The name of that directive."""
     version: int
-    """The least version it may publish: that of its directive, or of a later step before the publication."""
+    """The oldest version that it may publish: the version at its directive, or at a later step before it began."""
     membership: int
     recipients: list[str]
     reported: bool = False
 
     @classmethod
     def of(cls, directive: Directive, version: int) -> Self:
-        """Return the publication of a directive that was made at `version`."""
+        """Return the publication that `directive` orders while the trainer's version is `version`."""
         return cls(
             directive=directive.answers,
             version=version,
@@ -78,7 +77,7 @@ class PublicationOrdered(msgspec.Struct, kw_only=True):
         )
 
     def reaches(self, url: str, *, joined_at: int) -> bool:
-        """Return True if the publication reaches the engine that joined with that membership."""
+        """Return True if the publication includes the engine that joined with membership `joined_at`."""
         return url in self.recipients and joined_at <= self.membership
 
 
@@ -88,23 +87,23 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
     heard: tuple[str, float] | None = None
     """Kind and arrival time of its last report."""
     pending_ready: TrainerReady | None = None
-    """Its unanswered ready report, while expected engines have not joined."""
+    """The trainer's ready report, which stays unanswered until the expected engines have joined."""
     awaited: list[str] = []
-    """Names of the engines that have not joined."""
+    """Names of the expected engines that have not joined."""
     begun: list[str] = []
-    """Ready reports that have started an epoch, of any trainer; a repeated one starts no other epoch."""
+    """Ids of the ready reports that have begun an epoch, of any trainer; a repeated report begins no further epoch."""
     answers: dict[str, Directive] = {}
     """The last directive sent for each report, since reports may be repeated."""
     publications: list[PublicationOrdered] = []
-    """The last reported publication, followed by the ordered and unreported ones, in order."""
+    """The last reported publication, followed by the publications that are ordered and not yet reported, in order."""
     stop_sent: bool = False
     """True if the trainer was directed to stop."""
     first_version: int = 0
-    """The version at which it began to train."""
+    """The model version at which the trainer began to train."""
     training_since: float = 0.0
     """Start time of its training; used to estimate the end of the run."""
     stepped: ConsumedReport = ConsumedReport()
-    """Its account as of its last step, or of its start: orders that ended since then were not trained."""
+    """The trainer's account at its last step, or at its start: orders that have ended since then were not trained."""
     last_step: dict[str, float] = {}
     """Figures of its last step."""
     last_publish: Published | None = None
@@ -114,16 +113,20 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
 
     @property
     def publishes(self) -> bool:
-        """True if a publication is pending or under way."""
+        """True if a publication is ordered or under way and not yet reported."""
         return any(not each.reported for each in self.publications)
 
     def note_step(self, version: int) -> None:
-        """Raise the version of all unreported publications, since weights change only between publications."""
+        """Raise the version of all unreported publications to `version`.
+
+        Weights do not change during a publication, so a publication that is unreported at a step carries at least the
+        weights of this step.
+        """
         for each in self.publications:
             each.version = each.version if each.reported else version
 
     def note_published(self, report: Published) -> None:
-        """Record a publication; earlier ones have ended too, since publications end in order."""
+        """Record a reported publication. Earlier publications have ended too, since they are made in order."""
         self.last_publish = report
         names = [each.directive for each in self.publications if not each.reported]
         if report.directive in names:
@@ -138,7 +141,7 @@ class Evaluations(msgspec.Struct, kw_only=True):
     current: Evaluation | None = None
     """The evaluation in progress."""
     begun: int = 0
-    """Number of evaluations begun, including restarts; also the number of the latest one."""
+    """Number of evaluations begun, including restarts; also the `number` of the latest evaluation."""
     due: EvaluationDue | None = None
     """A pending evaluation, waiting for its weights to be served or for the current evaluation to end."""
     results: list[EvaluationResult] = []
@@ -157,7 +160,7 @@ class Evaluations(msgspec.Struct, kw_only=True):
 
 
 class Failing(msgspec.Struct, kw_only=True):
-    """The reason why the run cannot continue, and the symptoms that may lead to one; `giving_up.py` decides."""
+    """The reason why the run cannot continue, and the symptoms that may become a reason; `giving_up.py` decides."""
 
     reason: str = ""
     """The reason for ending the run; empty while it continues."""
@@ -176,16 +179,16 @@ class Failing(msgspec.Struct, kw_only=True):
     too_long_groups: int = 0
     """Groups since the last step whose prompts leave no room for an answer in the context."""
     too_long_reason: str = ""
-    """The error message of the last of them."""
+    """The newest error message about a prompt that is too long."""
 
 
 class Watchdog(msgspec.Struct, kw_only=True):
     """Tracks whether the run makes progress; `stall_diagnosis.py` names the cause of a stall."""
 
     mark: tuple[Any, ...] = ()
-    """The last `progress_mark`."""
+    """The value of `progress_mark` at the previous check."""
     moved_at: float = 0.0
-    """Time of the last change; 0 before the first decision."""
+    """Time when `progress_mark` last changed; 0 before the first decision."""
     reported: bool = False
     """True if the current stall has been reported."""
 
@@ -198,13 +201,13 @@ class RunState(msgspec.Struct, kw_only=True):
     """Identifies the launch that this state belongs to; empty if roles are started manually."""
     phase: RunPhase = RunPhase.STARTING
     epoch: int = 0
-    """The number of trainers that have begun; identifies the current one."""
+    """The number of trainers that have begun; identifies the current trainer."""
     version: int = 0
     """The newest version of the weights."""
     stop_reason: str | None = None
     """The reason for ending the run before its last step."""
     knobs: Knobs
-    """Their current values."""
+    """Current values of the knobs."""
     knob_log: list[KnobChange] = []
     """All knob changes, oldest first."""
     first_domain_weights: dict[str, float]
@@ -212,7 +215,7 @@ class RunState(msgspec.Struct, kw_only=True):
     quotas: list[Quota] = []
     """Windows of orders within which domain shares are exact, oldest first; their size follows the groups per step."""
     loaded_from: list[tuple[int, int]] = []
-    """(order, version), oldest first: when orders from that one on were issued, no engine held older weights."""
+    """(order, version), oldest first: when orders from `order` on were issued, engines had `version` or newer."""
     filtered_share: FilteredShare = msgspec.field(default_factory=FilteredShare)
     """The share of orders that train nothing, estimated from recent steps."""
     cooldown: Cooldown = msgspec.field(default_factory=Cooldown)
@@ -225,7 +228,7 @@ class RunState(msgspec.Struct, kw_only=True):
     account: IssuedLedger = msgspec.field(default_factory=IssuedLedger)
     """Prompt orders by outcome."""
     resumed_account: dict[str, Any] | None = None
-    """The account from a checkpoint, until the trainer's own arrives."""
+    """The ledger from a checkpoint, until the trainer's own account arrives."""
     actors: dict[str, tuple[ActorAlive, float]] = {}
     """Each actor's last heartbeat, with its arrival time."""
     trainer: TrainerRecord = msgspec.field(default_factory=TrainerRecord)
@@ -239,24 +242,26 @@ class RunState(msgspec.Struct, kw_only=True):
         return [alive for alive, heard in self.actors.values() if now - heard <= SILENT_S]
 
     def domain_weights_of(self, index: int) -> dict[str, float]:
-        """Return the domain weights when order `index` was first issued, so that reissuing repeats its problem."""
+        """Return the domain weights that were in force when order `index` was first issued, so a reissued order has the
+        same problem.
+        """
         for change in reversed(self.knob_log):
             if change.cursor <= index and "domain_weights" in change.changes:
                 return self._drawable(change.changes["domain_weights"])
         return self._drawable(self.first_domain_weights)
 
     def follow_groups_per_step(self) -> None:
-        """Start a new quota window at the next unissued order if the number of groups per step has changed."""
+        """If the number of groups per step has changed, start a new quota window at the next unissued order."""
         if not self.quotas or self.quotas[-1].size != self.knobs.groups_per_step:
             since = self.account.cursor if self.quotas else 0
             self.quotas = [quota for quota in self.quotas if quota.since < since]
             self.quotas.append(Quota(since, self.knobs.groups_per_step))
 
     def follow_loaded(self, loaded: int) -> None:
-        """Record that orders issued from now on are sampled with version `loaded` or newer.
+        """Record that prompt orders issued from now on are sampled with version `loaded` or newer.
 
-        Entries of ended orders are dropped. Without earlier entries, the trainer has just begun and all orders in
-        flight are issued again, so the entry covers them.
+        Entries that only concern ended orders are dropped. If there are no entries yet, the trainer has just begun and
+        all orders in flight are issued again, so the first entry applies to all orders.
         """
         if not self.loaded_from or self.loaded_from[-1][1] != loaded:
             since = self.account.cursor if self.loaded_from else 0
@@ -274,7 +279,7 @@ class RunState(msgspec.Struct, kw_only=True):
         return self.cooldown.choose(index, draw, version=self.version, frontier=self.account.consumed.frontier)
 
     def _drawable(self, weights: dict[str, float]) -> dict[str, float]:
-        """Restrict weights to current domains, since the recipe may have been edited."""
+        """Restrict the weights to the current domains, since the recipe may have been edited."""
         return {domain: weights.get(domain, 0.0) for domain in self.knobs.domain_weights}
 
     def checkpoint_record(self) -> dict[str, Any]:
@@ -294,8 +299,8 @@ class RunState(msgspec.Struct, kw_only=True):
     def resume(self, record: Mapping[str, Any], *, step: int) -> None:
         """Continue from the `checkpoint_record` of a step; the trainer's own account arrives with its `TrainerReady`.
 
-        Knobs come from the recipe, which may have been edited, overridden by live changes. Orders that are issued again
-        keep the mixture with which they were first drawn.
+        The recipe, which may have been edited, provides the knobs; live changes override them. Orders that are issued
+        again keep the mixture with which their problems were first drawn.
 
         Raises:
             RecipeError: the recipe's knobs and the live changes cannot run together.

@@ -12,13 +12,13 @@ from pipelinerl.controller.state.evaluation import EvaluationPlan
 from pipelinerl.enums import NoSignal, Overdue, StalenessScope
 from pipelinerl.types import DomainSampling, Sampling
 
-#: The default limit on issued orders per order that is expected to train.
+#: The default limit on the number of orders issued for each order that is expected to train.
 OVERSAMPLED: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerSettings:
-    """The controller's part of a recipe."""
+    """The settings of a recipe that the controller uses."""
 
     seed: int
     steps: int
@@ -39,13 +39,13 @@ class ControllerSettings:
     save_s: float = 30.0
     """Seconds to wait for the trainer's state to be saved when a run fails or is suspended."""
     scope: StalenessScope = StalenessScope.GROUP
-    """The unit that is dropped if it has too old a token; actors give up groups early only if it is the group."""
+    """What is dropped if a token is too old: the group or the rollout. Actors give up early only whole groups."""
     overdue: Overdue = Overdue.DROP
     """The treatment of groups that are still being sampled at their last admissible step."""
     oversample: float | None = 1.0
     """The most orders issued per order that is expected to train; None: `OVERSAMPLED` while k > j, otherwise 1."""
     cooldown: Mapping[str, CooldownRule] = field(default_factory=dict)
-    """Rest of solved problems, by domain."""
+    """The rule for how long solved problems rest, by domain."""
     elastic: ElasticRule | None = None
     """The rule for scaling the number of engines automatically; None: only operators change it."""
     checkpoint_interval_steps: int

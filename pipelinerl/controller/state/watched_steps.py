@@ -1,4 +1,4 @@
-"""Recent step figures: by domain for users, and a window of steps for alarms."""
+"""Figures of recent steps: by domain for users, and a window of steps for alarms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 from pipelinerl.messages import GroupStages, VerifierFigures
 
-#: The number of recent steps to keep, and the number of first steps whose entropies are kept.
+#: The last `WINDOW` steps are kept, and the entropies of the first `FIRST_STEPS` steps.
 WINDOW: Final = 25
 FIRST_STEPS: Final = 10
 
@@ -33,7 +33,7 @@ class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WatchedSteps(msgspec.Struct, kw_only=True):
-    """The newest figures by domain and tag, and the memory of the alarms."""
+    """The newest figures by domain and tag, and what is remembered for the alarms."""
 
     by_domain: dict[str, dict[str, float]] = {}
     """Figures of the last step."""
@@ -42,11 +42,11 @@ class WatchedSteps(msgspec.Struct, kw_only=True):
     verified: dict[str, VerifierFigures] = {}
     """By domain, cumulative figures of the actors' verifiers as of the last step."""
     outdated: dict[str, int] = {}
-    """By domain, groups that actors have given up since the last step."""
+    """By domain, the number of groups that actors have given up as stale since the last step."""
     recent: list[WatchedStep] = []
     """The last `WINDOW` steps, oldest first."""
     first_entropies: list[float] = []
-    """Entropies of the first `FIRST_STEPS` steps since this controller's state began."""
+    """Entropies of the first `FIRST_STEPS` steps after the run began or was resumed, for the entropy alarm."""
     stages: list[GroupStages] = []
     """Stage timings of a few groups that ended since the last step, for the next step's event."""
     alarms: dict[str, str] = {}

@@ -36,12 +36,12 @@ def test_learning_run_raises_no_alarm() -> None:
     ("entropy", "before", "stands"),
     [(0.101, False, False), (0.099, False, True), (0.119, True, True), (0.121, True, False)],
 )
-def test_entropy_alarm_at_its_threshold(entropy: float, before: bool, stands: bool) -> None:
+def test_entropy_alarm_is_raised_at_its_threshold(entropy: float, before: bool, stands: bool) -> None:
     key = "entropy:"
     assert (key in raised(steps(entropy=entropy), before=(key,) if before else ())) is stands
 
 
-def test_entropy_alarm_needs_the_first_steps_of_the_run() -> None:
+def test_entropy_alarm_is_not_raised_before_the_reference_steps_are_complete() -> None:
     assert raised(steps(entropy=0.0), first=FIRST[:-1]) == set()
     assert raised(steps(entropy=None)) == set()
 
@@ -50,7 +50,7 @@ def test_entropy_alarm_needs_the_first_steps_of_the_run() -> None:
     ("length", "before", "stands"),
     [(199.0, False, False), (201.0, False, True), (161.0, True, True), (159.0, True, False)],
 )
-def test_length_alarm_at_its_threshold(length: float, before: bool, stands: bool) -> None:
+def test_length_alarm_is_raised_at_its_threshold(length: float, before: bool, stands: bool) -> None:
     made = [*steps(20), *steps(5, length=length)]
     assert ("length:" in raised(made, before=("length:",) if before else ())) is stands
     assert raised(made[1:], before=("length:",)) == set(), "not before there are steps to compare with"
@@ -71,7 +71,9 @@ def test_length_alarm_at_its_threshold(length: float, before: bool, stands: bool
         (AlarmKind.STALE, 3, 3, False, False),
     ],
 )
-def test_domain_alarms_at_their_thresholds(kind: AlarmKind, seen: int, bad: int, before: bool, stands: bool) -> None:
+def test_truncation_and_staleness_alarms_are_raised_at_their_thresholds(
+    kind: AlarmKind, seen: int, bad: int, before: bool, stands: bool
+) -> None:
     counts = (
         DomainCounts(rollouts=seen, truncated=bad)
         if kind is AlarmKind.TRUNCATED
@@ -82,7 +84,7 @@ def test_domain_alarms_at_their_thresholds(kind: AlarmKind, seen: int, bad: int,
     assert raised(made, before=(key,) if before else ()) == ({key} if stands else set())
 
 
-def test_alarm_messages_have_figures_and_a_remedy() -> None:
+def test_alarm_messages_contain_figures_and_a_remedy() -> None:
     made = steps(entropy=0.01, domains={"sums": DomainCounts(rollouts=50, truncated=25, groups=5, stale=20)})
     said = {alarm.kind: alarm.what for alarm in alarms_of(made, first_entropies=FIRST, raised={})}
     assert (

@@ -29,7 +29,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.messages import ActorAlive, Starving, StepSkipped, TrainerLeaving, TrainerReady, TrainerStopped
 from tests.controller.world import ENGINE, World, controller, drawn_problem, knobs
 
-#: Seeds of each invariant; further ones run with the slow tests.
+#: Seeds with which each invariant is tested; the seeds from 25 on only run with the slow tests.
 FEW_OF_100 = [*range(25), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(25, 100))]
 
 
@@ -75,9 +75,9 @@ def test_random_schedules_finish_and_keep_all_invariants(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_mixed_group_sizes_fill_steps_with_whole_groups(seed: int) -> None:
-    """Check random failures, filtering and staleness.
+    """Orders fail, are filtered and become stale at random.
 
-    No step is short, no wait is endless, and in lockstep no more is in flight than one step takes.
+    No step is short and no wait is endless. In lockstep, the orders in flight are no more than one step takes.
     """
     rng = random.Random(seed)
     lockstep, large = seed % 3 == 0, rng.choice([3, 4, 7])
@@ -106,7 +106,7 @@ def test_mixed_group_sizes_fill_steps_with_whole_groups(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_skipped_steps_keep_the_balance_and_three_in_a_row_end_the_run(seed: int) -> None:
+def test_skipped_steps_keep_the_account_balanced_and_three_in_a_row_end_the_run(seed: int) -> None:
     run = world(seed)
     run.poison = 0.2 if seed % 2 else 0.7
     run.begin()
@@ -149,8 +149,8 @@ def test_three_skipped_steps_stop_and_save() -> None:
     assert run.directive.controller_state is not None
 
 
-def test_on_policy_is_lockstep() -> None:
-    """With j = k = 1, at most one step's prompts are in flight, and all of a step come from one version."""
+def test_on_policy_preset_runs_in_lockstep() -> None:
+    """With j = k = 1, at most one step's prompts are in flight, and all groups of a step come from one version."""
     run = world(k=1, j=1)
     run.begin()
     while run.finished is None:
@@ -163,7 +163,7 @@ def test_on_policy_is_lockstep() -> None:
 @pytest.mark.parametrize(
     ("oversample", "k", "issued"), [(1.0, 4, 4), (None, 4, 8), (4.0, 4, 8), (1.5, 4, 6), (None, 1, 2), (4.0, 1, 4)]
 )
-def test_filtering_issues_more_orders_but_in_lockstep_only_if_requested(
+def test_filtering_run_issues_extra_orders_but_in_lockstep_only_if_configured(
     oversample: float | None, k: int, issued: int
 ) -> None:
     run = World(controller=controller(evaluation_problems=0, oversample=oversample, k=k), rng=random.Random(0))
@@ -174,7 +174,7 @@ def test_filtering_issues_more_orders_but_in_lockstep_only_if_requested(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_oversampling_run_keeps_its_bounds_and_balance(seed: int) -> None:
+def test_oversampling_run_keeps_staleness_bounds_and_a_balanced_account(seed: int) -> None:
     run = World(controller=controller(oversample=3.0), rng=random.Random(seed))
     run.begin()
     while run.finished is None:
@@ -190,14 +190,16 @@ def test_oversampling_run_keeps_its_bounds_and_balance(seed: int) -> None:
     ("settings", "k"),
     [({}, 4.0), ({"overdue": Overdue.WAIT}, None), ({"scope": StalenessScope.ROLLOUT}, None)],
 )
-def test_actors_keep_groups_that_may_still_train(settings: dict[str, Any], k: float | None) -> None:
+def test_actors_do_not_give_up_groups_that_may_still_train(settings: dict[str, Any], k: float | None) -> None:
     made = controller(k=4)
     assert assignment_of(made.state, replace(made.settings, **settings)).k == k
 
 
 @pytest.mark.parametrize("seed", FEW_OF_100)
-def test_trainer_waiting_for_overdue_groups_drops_nothing_and_never_deadlocks(seed: int) -> None:
-    """While orders fail, are given up or filtered, and engines are updated, every awaited order arrives or ends."""
+def test_run_that_waits_for_overdue_groups_drops_none_and_never_deadlocks(seed: int) -> None:
+    """Orders fail, are given up or filtered, and engines are updated; every order that the trainer waits for ends
+    nevertheless.
+    """
     noise = random.Random(seed)
     k = noise.choice([1, 2, 3, 5])
     run = World(controller=controller(overdue=Overdue.WAIT, k=k, j=noise.choice([1, min(2, k)]), steps=30), rng=noise)
@@ -211,8 +213,8 @@ def test_trainer_waiting_for_overdue_groups_drops_nothing_and_never_deadlocks(se
     assert all(version - each.oldest_version <= k for version, groups, k in run.trained for each in groups)
 
 
-def test_trainer_waits_for_overdue_groups() -> None:
-    """Otherwise the previous test would prove nothing."""
+def test_schedules_include_waiting_for_overdue_groups() -> None:
+    """Without such a wait, the previous test would prove nothing."""
     waits, lost = 0, 0
     for overdue in (Overdue.WAIT, Overdue.DROP):
         for seed in range(20):
@@ -224,7 +226,7 @@ def test_trainer_waits_for_overdue_groups() -> None:
     assert waits > 20 and lost > 20
 
 
-def test_prompts_wait_for_weights_and_the_first_evaluation() -> None:
+def test_no_prompts_are_issued_before_weights_are_published_and_the_first_evaluation_ends() -> None:
     run = world()
     assert waiting_for(run.controller.state, now=0.0) == "an engine to join"
     run.begin()
@@ -249,7 +251,7 @@ def test_repeated_report_gets_the_same_directive() -> None:
     assert run.controller.state.epoch == 1
 
 
-def test_second_trainer_begins_a_higher_epoch_and_the_first_is_ignored() -> None:
+def test_second_trainer_begins_a_new_epoch_and_the_first_trainer_is_ignored() -> None:
     run = world()
     run.begin()
     run.awaiting = "ready-2"
@@ -263,7 +265,7 @@ def test_second_trainer_begins_a_higher_epoch_and_the_first_is_ignored() -> None
     assert run.controller.state.version == before
 
 
-def test_leaving_trainer_saves_and_is_replaced() -> None:
+def test_leaving_trainer_saves_its_state_and_is_replaced() -> None:
     run = world(evaluation_problems=0)
     run.begin()
     run.publish()
@@ -279,7 +281,7 @@ def test_leaving_trainer_saves_and_is_replaced() -> None:
     assert run.directive is not None and (run.directive.epoch, run.directive.stop) == (2, False)
 
 
-def test_ending_run_does_not_replace_a_leaving_trainer() -> None:
+def test_leaving_trainer_is_not_replaced_when_the_run_ends() -> None:
     run = world(evaluation_problems=0)
     run.begin()
     run.apply(run.controller.stop("enough"))
@@ -287,7 +289,7 @@ def test_ending_run_does_not_replace_a_leaving_trainer() -> None:
     assert run.finished == "enough"
 
 
-def test_late_engine_gets_weights_without_waiting_for_a_step() -> None:
+def test_engine_that_joins_late_gets_weights_between_steps() -> None:
     run = world()
     run.begin()
     run.publish()
@@ -300,7 +302,7 @@ def test_late_engine_gets_weights_without_waiting_for_a_step() -> None:
     assert run.controller.decide(Ticked(now=1.0)) == [], "one publication is under way and is not asked for twice"
 
 
-def test_engine_waiting_for_weights_does_not_cause_an_early_reload_of_others() -> None:
+def test_publication_to_a_new_engine_does_not_reload_other_engines_early() -> None:
     run = world(evaluation_problems=0, j=3, k=4)
     run.begin()
     run.publish()
@@ -318,7 +320,7 @@ def test_engine_waiting_for_weights_does_not_cause_an_early_reload_of_others() -
     assert sent and all(publish_to == ["http://engine-1"] for publish_to in sent)
 
 
-def test_publication_postponed_by_an_evaluation_reaches_all_engines() -> None:
+def test_publication_postponed_by_an_evaluation_later_reaches_all_engines() -> None:
     run = world(pin=Pin.GATE, evaluation_interval_steps=1, steps=9)
     run.begin()
     while not holds_updates(run.controller.state):
@@ -332,8 +334,10 @@ def test_publication_postponed_by_an_evaluation_reaches_all_engines() -> None:
     assert run.directive is not None and run.directive.publish_to == [ENGINE, "http://engine-1"]
 
 
-def test_knobs_reach_a_waiting_trainer() -> None:
-    """Prompts follow new knobs at once; a trainer with old knobs could wait for more than will arrive."""
+def test_changed_knobs_are_sent_to_a_waiting_trainer() -> None:
+    """New prompts follow the new knobs at once. A trainer with the old knobs could wait for more rollouts than will
+    arrive.
+    """
     run = world(evaluation_problems=0, j=1, k=1, rollouts_per_step=8)
     run.begin()
     run.publish()
@@ -343,7 +347,7 @@ def test_knobs_reach_a_waiting_trainer() -> None:
     assert (said.publish_to, said.checkpoint, said.stop) == ([], False, False)
 
 
-def test_knobs_are_not_sent_to_an_absent_or_stopping_trainer() -> None:
+def test_changed_knobs_are_not_sent_to_an_absent_or_stopping_trainer() -> None:
     run = world(evaluation_problems=0)
     change = KnobsPatched(now=0.0, changes={"k": 9}, who="test", time=0.0)
     assert [type(effect) for effect in run.controller.decide(change)] == [Record]
@@ -353,7 +357,7 @@ def test_knobs_are_not_sent_to_an_absent_or_stopping_trainer() -> None:
     assert run.directive is not None and run.directive.stop
 
 
-def test_trainer_waiting_for_an_evaluation_gets_a_sign_of_life() -> None:
+def test_trainer_that_waits_for_an_evaluation_gets_a_directive_as_sign_of_life() -> None:
     run = world()
     run.begin()
     starving = ReportReceived(now=1.0, report=Starving(epoch=1, model_version=0, held=[]), entry_id="1-0")
@@ -368,8 +372,10 @@ def test_trainer_waiting_for_an_evaluation_gets_a_sign_of_life() -> None:
     assert run.controller.decide(starving) == [], "it waits for groups now"
 
 
-def test_departed_actor_holds_no_order() -> None:
-    """Its last heartbeat claims groups, live actors have none, and the stream server has lost the orders."""
+def test_orders_of_a_departed_actor_are_reissued() -> None:
+    """The departed actor's last heartbeat claims groups, live actors have none, and the stream server has lost the
+    orders.
+    """
     run = world(evaluation_problems=0)
     run.begin()
     run.publish()
@@ -383,7 +389,9 @@ def test_departed_actor_holds_no_order() -> None:
 
 @pytest.mark.parametrize("seed", FEW_OF_100)
 def test_orders_lost_by_the_stream_server_are_reissued_and_trained_once(seed: int) -> None:
-    """The newest orders and unread groups are lost at random; the trainer never reports starving."""
+    """Random orders and unread groups at the end of the streams are lost; the trainer never reports that it is
+    starving.
+    """
     rng = random.Random(seed)
     run = world(seed, k=rng.choice([1, 2, 8, math.inf]))
     run.begin()
@@ -447,7 +455,7 @@ def test_trainer_restart_during_the_last_evaluation_keeps_its_result() -> None:
     assert run.controller.state.evaluations.results[-1].model_version == 2
 
 
-def test_run_begins_without_an_engine_removed_before_the_trainer_is_ready() -> None:
+def test_run_begins_without_waiting_for_an_engine_that_an_operator_removed() -> None:
     run = World(controller(evaluation_problems=0), random.Random(0))
     run.controller.settings = replace(run.controller.settings, engines_expected=3)
     for number in range(2):
@@ -466,7 +474,7 @@ def test_run_begins_without_an_engine_removed_before_the_trainer_is_ready() -> N
     assert run.directive is not None and run.directive.publish_to == [ENGINE, "http://engine-2"]
 
 
-def test_resumed_controller_reissues_exactly_the_orders_in_flight() -> None:
+def test_resumed_controller_reissues_exactly_the_orders_that_were_in_flight() -> None:
     run = world()
     run.begin()
     while run.version < 7:
@@ -512,7 +520,7 @@ def test_invalid_knobs_are_rejected_with_one_sentence(change: dict[str, object],
     assert (run.state.knobs, run.state.knob_log) == (knobs(), [])
 
 
-def test_presets_and_infinity_are_valid_knobs() -> None:
+def test_presets_and_infinite_k_are_valid_knobs() -> None:
     assert knobs().patched({"preset": "rlax"}).bounds == knobs(j=16, k=32).bounds
     assert knobs().patched({"k": "inf"}).to_json()["k"] == "inf"
 
@@ -527,7 +535,7 @@ class CountedSizes(dict[int, int]):
         return super().values()
 
 
-def test_issuing_a_thousand_orders_sums_those_in_flight_once() -> None:
+def test_issuing_a_thousand_orders_sums_the_sizes_in_flight_only_once() -> None:
     run = world(k=math.inf, room=2000, evaluation_problems=0, groups_in_flight=2000)
     run.begin()
     while run.publications:

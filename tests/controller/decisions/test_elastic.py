@@ -46,9 +46,10 @@ def _made(rule: ElasticRule, *, least: int = 1, most: int = 6) -> Controller:
 
 
 class Site:
-    """A run whose engines obey at once, and whose figures follow from their number.
+    """A run whose engines obey at once, and whose figures follow from the number of engines.
 
-    `work` is the number of engines that is just enough: fewer are always busy and cause waiting, more have idle time.
+    `work` is the number of engines that is just enough: fewer engines are always busy and let the trainer wait, more
+    engines are partly idle.
     """
 
     def __init__(self, rule: ElasticRule, *, work: float, most: int = 6, least: int = 1) -> None:
@@ -80,7 +81,7 @@ class Site:
         self._report(TrainerReady(report_id="ready", incarnation="1", model_version=0, consumed=ConsumedReport()))
 
     def settle_fleet(self) -> None:
-        """Let requested engines join and prove their weights, and drained ones become idle and leave."""
+        """Let requested engines join and prove their weights, and let draining engines become idle and leave."""
         there = {record.name for record in self.state.fleet.records()}
         for request in self.state.engine_requests:
             if request.wanted and request.name not in there:
@@ -103,7 +104,7 @@ class Site:
             self._report(CanaryChecked(**about, worst=dict.fromkeys(joining, 0.0)))
 
     def second(self, *, stale: float = 0.0) -> None:
-        """Simulate one second: a step and a poll."""
+        """Simulate one second, with one step and one poll."""
         self.now += 1.0
         engines = self.serving
         waiting, occupancy = max(0.0, 1 - engines / self.work), min(1.0, self.work / engines)
@@ -120,7 +121,7 @@ class Site:
         self.tell(FleetMeasured(now=self.now, occupancy=occupancy))
 
     def pass_time(self, seconds: int, **figures: float) -> list[int]:
-        """Simulate `seconds` and return the number of engines in each."""
+        """Simulate `seconds` and return the number of engines after each second."""
         counts = []
         for _ in range(seconds):
             self.second(**figures)
@@ -133,7 +134,7 @@ class Site:
 
 
 def _turns(counts: list[int]) -> int:
-    """Count changes of direction in the number of engines."""
+    """Count how often the number of engines changes from growing to shrinking or back."""
     moves = [b - a for a, b in zip(counts, counts[1:], strict=False) if a != b]  # noqa: RUF007
     return sum(a * b < 0 for a, b in zip(moves, moves[1:], strict=False))  # noqa: RUF007
 
@@ -155,12 +156,12 @@ def test_less_work_removes_engines_one_by_one() -> None:
     counts = site.pass_time(140)
     assert counts[-1] == 1 and _turns(counts) == 0
     assert site.scaled() == [(1, 2), (2, 3), (3, 4), (4, 3), (3, 2), (2, 1)]
-    assert to_stop(site.state) == ["engine-1", "engine-2", "engine-3"]  # the requested ones, newest first
+    assert to_stop(site.state) == ["engine-1", "engine-2", "engine-3"]  # the requested engines, newest first
 
 
 @given(figures=st.builds(Figures, waiting=SHARES, occupancy=SHARES, stale=SHARES), engines=st.integers(1, 64))
-def test_removing_an_engine_never_causes_a_request_for_one(figures: Figures, engines: int) -> None:
-    """The remaining engines take over the work of the removed one, and are still not busy."""
+def test_removing_an_engine_never_makes_the_others_too_busy(figures: Figures, engines: int) -> None:
+    """The remaining engines take over the work of the removed engine, and are still below the threshold `busy`."""
     if verdict(RULE, figures, engines=engines) is not Want.FEWER:
         return
     assert engines > 1
@@ -176,7 +177,7 @@ def test_removing_an_engine_never_causes_a_request_for_one(figures: Figures, eng
         ElasticRule, patience=st.integers(1, 4), settle_s=st.sampled_from([0.0, 3.0, 30.0]), interval_s=st.just(1.0)
     ),
 )
-def test_decision_needs_consecutive_intervals_and_time_since_the_last(
+def test_change_needs_consecutive_intervals_that_agree_and_time_since_the_last_change(
     found: list[tuple[float, float, float]], rule: ElasticRule
 ) -> None:
     memory, verdicts, decided = ElasticMemory(), list[Want](), list[tuple[int, Want]]()
@@ -200,8 +201,8 @@ def test_dry_run_only_records_its_decisions() -> None:
     assert why == "the engines are 100% busy, the trainer waits 67% of its time, and 0% of groups arrive too late"
 
 
-def test_late_groups_favour_more_engines() -> None:
-    site = Site(RULE, work=1.0)  # just enough: the trainer does not wait
+def test_groups_too_late_to_train_cause_more_engines() -> None:
+    site = Site(RULE, work=1.0)  # just enough engines: the trainer does not wait
     assert set(site.pass_time(60)) == {1}
     assert site.pass_time(16, stale=0.3)[-1] == 2
     site.work = 0.5
@@ -209,7 +210,7 @@ def test_late_groups_favour_more_engines() -> None:
     assert site.pass_time(60)[-1] == 1
 
 
-def test_limits_are_live_knobs() -> None:
+def test_limits_on_engines_can_be_changed_while_the_run_is_live() -> None:
     site = Site(RULE, work=5.0, most=2)
     assert site.pass_time(60)[-1] == 2
     site.tell(KnobsPatched(now=site.now, changes={"engines_max.bigram": 3}, who="me", time=1.0))
@@ -232,21 +233,21 @@ def test_limits_are_live_knobs() -> None:
         ({"engines_max": 3}, "engines_max must be a table of whole numbers by engine type, got 3"),
     ],
 )
-def test_invalid_limits_are_rejected(changes: dict[str, Any], words: str) -> None:
+def test_invalid_limits_on_engines_are_rejected(changes: dict[str, Any], words: str) -> None:
     site = Site(RULE, work=1.0)
     with pytest.raises(RecipeError, match=words):
         site.made.decide(KnobsPatched(now=1.0, changes=changes, who="me", time=1.0))
     assert site.state.knobs.engines_max == {"bigram": 6}
 
 
-def test_run_without_limits_has_no_such_knobs() -> None:
+def test_run_without_elastic_types_has_no_engine_limit_knobs() -> None:
     made = controller()
     assert not {"engines_min", "engines_max"} & made.state.knobs.to_json().keys()
     with pytest.raises(RecipeError, match=r"unknown knob 'engines_max\.bigram'"):
         made.state.knobs.patched({"engines_max.bigram": 1})
 
 
-def test_number_is_unchanged_while_an_engine_joins_or_drains() -> None:
+def test_number_of_engines_is_unchanged_while_an_engine_joins_or_drains() -> None:
     site = Site(RULE, work=5.0)
     for _ in range(60):  # the requested engine does not join
         site.second()
@@ -260,25 +261,25 @@ def test_number_is_unchanged_while_an_engine_joins_or_drains() -> None:
     assert len(site.scaled()) == before
 
 
-def test_unavailable_engine_is_not_requested_again() -> None:
+def test_engine_type_that_could_not_be_provided_is_not_requested_again() -> None:
     site = Site(RULE, work=5.0)
     for _ in range(20):
         site.second()
     (request,) = site.state.engine_requests
-    site.tell(EngineRemoved(now=site.now, engine=request.name))  # as reported by the launcher
+    site.tell(EngineRemoved(now=site.now, engine=request.name))  # the launcher reports that it cannot start the engine
     assert set(site.pass_time(60)) == {1} and len(site.state.engine_requests) == 1
 
 
 def test_broken_engine_is_replaced_to_keep_the_minimum() -> None:
     site = Site(RULE, work=0.1, least=2)
     assert site.pass_time(20)[-1] == 2
-    site.tell(EngineRemoved(now=site.now, engine="engine-1"))  # its process died too often, as reported by the launcher
+    site.tell(EngineRemoved(now=site.now, engine="engine-1"))  # the launcher reports that its process died too often
     assert site.serving == 1
     assert site.pass_time(20)[-1] == 2
     assert [record.name for record in site.state.fleet.records() if not record.to_stop] == ["engine-0", "engine-2"]
 
 
-def test_ending_run_is_not_scaled() -> None:
+def test_number_of_engines_is_unchanged_once_the_run_ends() -> None:
     site = Site(RULE, work=5.0)
     site.tell(StopAsked(now=0.0, reason="enough"))
     assert set(site.pass_time(60)) == {1}
@@ -295,7 +296,7 @@ def test_pinned_engine_is_not_removed() -> None:
 
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 2**16))
-def test_replayed_journal_makes_the_same_decisions(seed: int) -> None:
+def test_replayed_journal_makes_the_same_scaling_decisions(seed: int) -> None:
     dice, site = random.Random(seed), Site(RULE, work=3.0)
     for _ in range(60):
         site.work = dice.choice([site.work, dice.uniform(0.2, 6.0)])

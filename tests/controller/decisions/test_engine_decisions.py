@@ -75,7 +75,7 @@ def proof(run: World, *, version: int = 0, now: float = 0.0, **found: Any) -> Re
     )
 
 
-def test_engine_with_failed_proof_gets_the_next_version_and_is_expelled_the_second_time(run: World) -> None:
+def test_engine_that_fails_its_canary_gets_the_next_version_and_is_expelled_after_a_second_failure(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1"))
     give_weights(run, ENGINE, NEW)
@@ -96,7 +96,7 @@ def test_engine_with_failed_proof_gets_the_next_version_and_is_expelled_the_seco
     assert to_stop(made.state) == [], "whoever wants to know why finds its process"
 
 
-def test_engine_without_proof_is_retried_once_it_answers(run: World) -> None:
+def test_engine_that_did_not_answer_its_canary_is_retried_once_it_answers_a_poll(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1"))
     give_weights(run, ENGINE, NEW)
@@ -105,7 +105,7 @@ def test_engine_without_proof_is_retried_once_it_answers(run: World) -> None:
     assert [(directive.publish_to, directive.to_verify) for directive in sent] == [([NEW], [NEW])]
 
 
-def test_swap_drains_the_old_engine_once_the_new_one_is_proven(run: World) -> None:
+def test_swap_drains_the_old_engine_once_the_new_engine_has_proven_its_weights(run: World) -> None:
     made = run.controller
     requested = told(made, EnginesRequested(now=0.0, type="vllm", replaces=ENGINE, grace_s=9.0))
     assert requested == [("engines_hired", {"names": ["engine-1"], "type": "vllm", "replaces": ENGINE})]
@@ -130,13 +130,13 @@ def test_engine_that_never_answers_its_canary_is_expelled(run: World) -> None:
         give_weights(run, ENGINE, NEW)
         run.give(proof(run, failed={NEW: "400: no chat template"}))
         assert made.state.fleet.by_url[NEW].failed_updates == failures
-        for now in (100.0 * failures, 100.0 * failures + 60.0):  # its wait begins with its first answer
+        for now in (100.0 * failures, 100.0 * failures + 60.0):  # it waits from its first answer after the failure on
             run.give(EngineAnswered(now=now, url=NEW))
     assert lifecycle(made, NEW) is EngineLifecycle.EXPELLED
     assert publication_due(made.state, made.settings) == [] and made.state.fleet.serving() == [ENGINE]
 
 
-def test_joining_engine_does_not_cause_a_retry_of_one_with_failed_proof(run: World) -> None:
+def test_joining_engine_does_not_cause_a_retry_of_an_engine_that_failed_its_canary(run: World) -> None:
     made = run.controller
     run.give(EngineRegistered(now=0.0, url=NEW, incarnation="1"))
     give_weights(run, ENGINE, NEW)
@@ -148,7 +148,7 @@ def test_joining_engine_does_not_cause_a_retry_of_one_with_failed_proof(run: Wor
     assert lifecycle(made, NEW) is EngineLifecycle.DIRTY
 
 
-def test_leaving_engine_is_not_replaced_twice(run: World) -> None:
+def test_engine_that_is_already_being_replaced_gets_no_second_replacement(run: World) -> None:
     made = run.controller
     swap = EnginesRequested(now=0.0, type="torch", replaces=ENGINE, grace_s=9.0)
     assert removal_reason(made.state, ENGINE) == ""
@@ -164,8 +164,10 @@ def test_leaving_engine_is_not_replaced_twice(run: World) -> None:
     assert [request.name for request in made.state.engine_requests] == ["engine-1", "engine-2"]
 
 
-def test_swap_drains_once_even_if_the_old_address_is_reused(run: World) -> None:
-    """A port may be reused, and an engine proves its weights again after each evaluation that it was pinned for."""
+def test_swap_drains_the_old_engine_once_even_if_its_address_is_reused(run: World) -> None:
+    """A new engine may get the port of the old one. The engine that replaced the old one proves its weights repeatedly,
+    for example after each evaluation for which it was pinned.
+    """
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     made.decide(EnginesRequested(now=0.0, type="torch", count=2, replaces=ENGINE, grace_s=9.0))
@@ -181,7 +183,7 @@ def test_swap_drains_once_even_if_the_old_address_is_reused(run: World) -> None:
     assert [lifecycle(made, url) for url in (ENGINE, NEW)] == [EngineLifecycle.HEALTHY, EngineLifecycle.HEALTHY]
 
 
-def test_removed_engine_is_not_replaced(run: World) -> None:
+def test_swap_of_an_engine_removed_meanwhile_drains_nothing(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     made.decide(EnginesRequested(now=0.0, type="torch", replaces=ENGINE, grace_s=9.0))
@@ -193,7 +195,7 @@ def test_removed_engine_is_not_replaced(run: World) -> None:
     assert lifecycle(made, ENGINE) is EngineLifecycle.HEALTHY
 
 
-def test_drained_engine_leaves_when_idle_and_its_process_ends(run: World) -> None:
+def test_drained_engine_leaves_when_it_is_idle_and_its_process_ends(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-1"))
     assert told(made, EngineIdle(now=0.0, url=NEW)) == [], "nobody asked it to go"
@@ -205,14 +207,14 @@ def test_drained_engine_leaves_when_idle_and_its_process_ends(run: World) -> Non
     assert told(made, EngineDrainAsked(now=4.0, url=NEW, grace_s=60.0)) == []
 
 
-def test_dead_engine_is_drained_at_once(run: World) -> None:
+def test_draining_a_dead_engine_expels_it_at_once(run: World) -> None:
     made = run.controller
     made.decide(EngineTimedOut(now=0.0, url=ENGINE, reason="gone"))
     ((kind, fields),) = told(made, EngineDrainAsked(now=0.0, url=ENGINE, grace_s=60.0))
     assert (kind, fields["reason"]) == ("engine_lost", "drained: it had no work")
 
 
-def test_removed_engine_request_is_cancelled_and_its_name_never_reused(run: World) -> None:
+def test_request_for_an_engine_can_be_cancelled_and_its_name_is_never_reused(run: World) -> None:
     made = run.controller
     made.decide(EnginesRequested(now=0.0, type="torch", count=2))
     made.decide(EngineRemoved(now=0.0, engine="engine-1"))
@@ -225,7 +227,7 @@ def test_removed_engine_request_is_cancelled_and_its_name_never_reused(run: Worl
     assert made.state.engine_requests[-1].name == "engine-3", "a name is given once"
 
 
-def test_requested_engine_gets_no_name_of_a_manually_started_one(run: World) -> None:
+def test_requested_engine_never_gets_the_name_of_a_manually_started_engine(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-2"))
     made.decide(EnginesRequested(now=0.0, type="torch", count=2))
@@ -240,7 +242,7 @@ def test_removing_an_ambiguous_name_expels_both_engines_but_ends_no_process(run:
     assert to_stop(made.state) == [], "the launcher's engine-0 is the other one"
 
 
-def test_suspect_engine_gets_no_work_and_loses_none(run: World) -> None:
+def test_suspect_engine_gets_no_new_work_and_keeps_its_current_work(run: World) -> None:
     made = run.controller
     assert told(made, HealthCheckMissed(now=0.0, url=ENGINE)) == [("engine_suspect", {"url": ENGINE})]
     assert (made.state.fleet.serving(), made.state.fleet.finishing()) == ([], [ENGINE])
@@ -248,7 +250,7 @@ def test_suspect_engine_gets_no_work_and_loses_none(run: World) -> None:
     assert made.state.fleet.serving() == [ENGINE]
 
 
-def test_handed_over_group_is_recorded_and_changes_nothing(run: World) -> None:
+def test_handed_over_group_is_recorded_and_does_not_change_the_ledger(run: World) -> None:
     before = run.controller.state.account.ledger()
     (record,) = run.controller.handle(
         GroupHandedOver(order_id="prompt-000003", index=3, tokens_kept=90, tokens_resampled=8), now=0.0
@@ -259,7 +261,7 @@ def test_handed_over_group_is_recorded_and_changes_nothing(run: World) -> None:
     assert run.controller.state.account.ledger() == before
 
 
-def test_order_given_up_is_stale_and_another_is_issued(run: World) -> None:
+def test_order_given_up_counts_as_stale_and_another_order_is_issued(run: World) -> None:
     made = run.controller
     before = len(run.issued)
     run.give(heard(GroupOutdated(order_id="prompt-000003", index=3, oldest=0, current=9)))

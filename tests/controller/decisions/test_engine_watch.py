@@ -16,7 +16,7 @@ def load(**totals: float) -> EngineMetrics:
     return EngineMetrics(slots=4, **totals)
 
 
-def test_several_missed_polls_in_a_row_are_a_timeout() -> None:
+def test_several_missed_polls_in_a_row_count_as_a_timeout() -> None:
     watch = EngineWatch(polls_to_death=3)
     assert [watch.on_missed_poll(A), watch.on_missed_poll(A)] == [False, False]
     watch.answered(A, load(), 1.0)
@@ -40,7 +40,7 @@ def test_decreasing_counters_mean_a_restart() -> None:
     assert watch.answered(A, load(generated_tokens_total=30), 3.0)
 
 
-def test_rates_are_differences_over_time() -> None:
+def test_rates_are_counter_differences_over_time() -> None:
     watch = EngineWatch()
     watch.answered(A, load(generated_tokens_total=100, decode_steps_total=10, occupied_slot_steps_total=20), 1.0)
     assert watch.load(A).tokens_per_s == 0.0, "one observation is no rate"
@@ -50,8 +50,8 @@ def test_rates_are_differences_over_time() -> None:
     assert (watch.load(A).tokens_per_s, watch.load(A).occupancy) == (0.0, 0.0)
 
 
-def test_engine_waiting_for_orders_is_not_busy_even_with_full_rows() -> None:
-    """Otherwise a run with a slow verifier would get more engines, which would also wait."""
+def test_engine_whose_rows_wait_for_orders_is_not_busy() -> None:
+    """If it counted as busy, a run with a slow verifier would get more engines, which would also wait."""
     watch = EngineWatch()
     watch.answered(A, load(decode_steps_total=10, occupied_slot_steps_total=40, busy_s_total=1.0), 10.0)
     watch.answered(A, load(decode_steps_total=30, occupied_slot_steps_total=120, busy_s_total=1.5), 12.0)
@@ -60,14 +60,14 @@ def test_engine_waiting_for_orders_is_not_busy_even_with_full_rows() -> None:
     assert watch.load(A).occupancy == 0.5, "half the rows, all the time: clocks of two machines may differ"
 
 
-def test_small_fleet_is_polled_completely() -> None:
+def test_every_engine_of_a_small_fleet_is_polled_each_time() -> None:
     records = [EngineRecord(url=f"http://{number}", lifecycle=life) for number, life in enumerate(EngineLifecycle)]
     watch = EngineWatch()
     for now in (0.0, 1.0):
         assert sorted(watch.to_ask(records, now=now, every_s=1.0)) == [record.url for record in records]
 
 
-def test_thousand_engines_are_polled_in_turns() -> None:
+def test_engines_of_a_large_fleet_are_polled_in_turns() -> None:
     records = [EngineRecord(url=f"http://{number:04}", lifecycle=EngineLifecycle.HEALTHY) for number in range(1000)]
     suspect = EngineRecord(url="http://suspect", lifecycle=EngineLifecycle.SUSPECT)
     watch, times = EngineWatch(), dict[str, list[int]]()

@@ -1,4 +1,6 @@
-"""Tests of pinned evaluations in random schedules: only one version counts, training continues, and each one ends."""
+"""Tests of pinned evaluations under random schedules: only one version counts, training continues, and every evaluation
+ends.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def results(run: World) -> list[EvaluationResult]:
 
 
 def until_evaluation(run: World, version: int) -> World:
-    """Run until the evaluation of `version` or a later one is in progress."""
+    """Run until an evaluation of `version`, or of a later version, is in progress."""
     for _ in range(20_000):
         evaluation = run.controller.state.evaluations.current
         if evaluation is not None and evaluation.model_version >= version:
@@ -80,7 +82,7 @@ def unanswering(run: World) -> World:
     return run
 
 
-def test_late_answer_of_an_abandoned_evaluation_is_ignored_by_the_next() -> None:
+def test_late_answer_to_an_abandoned_evaluation_is_ignored_by_the_next_one() -> None:
     run = world(engines=(ENGINE,))
     run.begin()
     run.publish()
@@ -102,7 +104,9 @@ def test_late_answer_of_an_abandoned_evaluation_is_ignored_by_the_next() -> None
 @pytest.mark.parametrize("pin", [Pin.AUTO, Pin.GATE, Pin.ENGINE])
 @pytest.mark.parametrize("engines", [BOTH, (ENGINE,)], ids=["two engines", "one engine"])
 @pytest.mark.parametrize("seed", range(4))
-def test_one_version_answers_under_any_schedule_and_the_run_ends(seed: int, engines: tuple[str, ...], pin: Pin) -> None:
+def test_only_one_version_answers_an_evaluation_under_any_schedule_and_the_run_ends(
+    seed: int, engines: tuple[str, ...], pin: Pin
+) -> None:
     chance = random.Random(seed)
     run = world(seed, engines=engines, pin=pin, k=chance.choice([1, 2, 4]), evaluation_problems=12, steps=40)
     run.begin()
@@ -110,7 +114,7 @@ def test_one_version_answers_under_any_schedule_and_the_run_ends(seed: int, engi
         if run.finished is not None:
             break
         run.act()
-        if chance.random() < 0.01 and run.version < 39:  # later than that, no publication would bring the last weights
+        if chance.random() < 0.01 and run.version < 39:  # later, no publication of the last weights would follow
             url = chance.choice(engines)
             run.give(EngineTimedOut(now=0.0, url=url, reason="test"))
         if chance.random() < 0.05:
@@ -128,7 +132,7 @@ def test_one_version_answers_under_any_schedule_and_the_run_ends(seed: int, engi
     assert run.controller.state.fleet.pinned() == []
 
 
-def test_one_engine_answers_alone_while_training_continues_with_the_other() -> None:
+def test_pinned_engine_answers_alone_while_training_continues_with_the_other_engine() -> None:
     run = world(evaluation_problems=30, steps=1000, k=2)
     told = recorded(run)
     run.begin()
@@ -155,7 +159,7 @@ def test_one_engine_answers_alone_while_training_continues_with_the_other() -> N
     assert [e.kind for e in told if e.kind.startswith("evaluation")].count("evaluation_began") == 2
 
 
-def test_pinned_engine_gets_only_its_share_of_the_capacity() -> None:
+def test_questions_in_flight_are_limited_to_the_pinned_engines_share_of_the_capacity() -> None:
     run = world(evaluation_problems=100, steps=1000)
     run.begin()
     until_evaluation(run, 5)
@@ -164,8 +168,8 @@ def test_pinned_engine_gets_only_its_share_of_the_capacity() -> None:
     assert {order.engine for order in asked} == {OTHER}
 
 
-def test_gate_time_limit_begins_when_it_postpones_an_update() -> None:
-    """A step may take longer than the gate's limit, since nothing is postponed before the step ends."""
+def test_gates_time_limit_begins_when_the_gate_first_postpones_an_update() -> None:
+    """Nothing is postponed before the step ends, and a step may take longer than the gate's time limit."""
     run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000, k=2)
     run.begin()
     until_evaluation(unanswering(run), 5)
@@ -176,7 +180,7 @@ def test_gate_time_limit_begins_when_it_postpones_an_update() -> None:
     assert evaluation is not None and not evaluation.given_up and evaluation.held_since is not None
 
 
-def test_gate_holds_updates_until_all_answers_have_arrived() -> None:
+def test_gate_postpones_updates_until_all_answers_have_arrived() -> None:
     run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000, k=2)
     run.begin()
     until_evaluation(unanswering(run), 5)
@@ -196,7 +200,7 @@ def test_gate_holds_updates_until_all_answers_have_arrived() -> None:
         run.act()
 
 
-def test_evaluation_restarts_if_its_engine_is_lost_and_ends_after_the_limit() -> None:
+def test_evaluation_restarts_when_its_pinned_engine_is_lost_and_ends_after_too_many_restarts() -> None:
     run = world(engines=(*BOTH, "http://engine-2"), evaluation_problems=3, steps=1000)
     told = recorded(run)
     run.begin()
@@ -227,7 +231,7 @@ def test_drained_engine_and_new_trainer_break_the_pin() -> None:
     assert abandoned(told) == ["epoch 2 has begun"]
 
 
-def test_engine_joining_during_a_gate_waits_for_its_weights() -> None:
+def test_engine_that_joins_while_a_gate_postpones_updates_waits_for_its_weights() -> None:
     run = until_evaluation(unanswering(_begun(world(engines=(ENGINE,), steps=1000, k=4))), 5)
     at = run.version
     while run.version == at:
@@ -241,7 +245,7 @@ def test_engine_joining_during_a_gate_waits_for_its_weights() -> None:
     assert run.controller.state.fleet.serving() == list(BOTH)
 
 
-def test_stopped_run_evaluates_its_last_weights_with_all_engines() -> None:
+def test_stopped_run_evaluates_its_final_weights_with_all_engines() -> None:
     run = until_evaluation(unanswering(_begun(world(evaluation_problems=3, steps=1000))), 5)
     told = recorded(run)
     run.give(StopAsked(now=0.0, reason="enough"))
@@ -255,7 +259,7 @@ def test_stopped_run_evaluates_its_last_weights_with_all_engines() -> None:
 
 @pytest.mark.parametrize(("fails", "at_least"), [(0, 1.0), (1, 2 / 3), (2, 1 / 3), (3, None)])
 def test_problems_without_answer_count_as_wrong_for_the_target_accuracy(fails: int, at_least: float | None) -> None:
-    """Actors give up long answers most often, so the accuracy of the other answers is biased."""
+    """Actors most often give up long answers, so the accuracy over the other answers is biased."""
     run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000)
     run.controller.settings = replace(run.controller.settings, until_accuracy=0.5)
     run.begin()
@@ -285,7 +289,9 @@ HARD = EvaluationSet(name="hard", place=1, problems=4, max_tokens=8, samples=2, 
 
 @pytest.mark.parametrize("engines", [BOTH, (ENGINE,)], ids=["two engines", "one engine"])
 @pytest.mark.parametrize("seed", range(6))
-def test_each_set_follows_its_interval_and_sets_due_together_share_weights(seed: int, engines: tuple[str, ...]) -> None:
+def test_each_set_follows_its_interval_and_sets_due_together_are_answered_by_the_same_weights(
+    seed: int, engines: tuple[str, ...]
+) -> None:
     run = world(seed, engines=engines, k=4, steps=40, other_sets=(HARD,))
     told = recorded(run)
     run.begin()
@@ -307,7 +313,7 @@ def test_each_set_follows_its_interval_and_sets_due_together_share_weights(seed:
     assert sorted(kept) == ["hard", "held_out"], "figures by domain are of the last of each set"
 
 
-def test_set_due_during_an_evaluation_is_evaluated_once_afterwards() -> None:
+def test_set_that_becomes_due_during_an_evaluation_is_evaluated_once_afterwards() -> None:
     often = replace(HARD, interval_steps=2, problems=2)
     run = world(evaluation_problems=30, steps=1000, k=2, other_sets=(often,))
     told = recorded(run)
@@ -334,7 +340,7 @@ def test_set_due_during_an_evaluation_is_evaluated_once_afterwards() -> None:
     assert began == ["hard"]
 
 
-def test_only_the_first_set_ends_a_run_by_its_accuracy() -> None:
+def test_only_the_first_sets_accuracy_can_end_the_run() -> None:
     run = world(steps=40, other_sets=(HARD,), until_accuracy=0.9)
     run.begin()
     for _ in range(20_000):
@@ -368,7 +374,7 @@ def wrong_first(run: World) -> None:
     run.tell = told  # type: ignore[method-assign]
 
 
-def test_status_names_the_set_of_an_accuracy() -> None:
+def test_status_names_the_evaluation_set_of_each_accuracy() -> None:
     run = world(steps=40, other_sets=(HARD,))
     run.begin()
     while len(results(run)) < 2:

@@ -1,4 +1,4 @@
-"""Tests of how a run that cannot continue ends, with one sentence, for each cause."""
+"""Tests of how a run that cannot continue ends: one test for each cause, and always with one sentence."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ REFUSAL = "refused: the update does not fit the model: parameter 'a' must have d
 
 
 def begun() -> World:
-    """Return a run with a joined engine and a ready trainer, before the first publication."""
+    """Return a run whose engine has joined and whose trainer is ready, before the first publication."""
     made = World(controller(evaluation_problems=0, k=8), random.Random(0))
     made.begin()
     return made
@@ -77,13 +77,15 @@ def failed_to_publish(made: Controller, reasons: dict[str, str], *, permanent: l
 
 
 def ends(made: Controller, given: AnyInput) -> tuple[Directive | None, Finish | None]:
-    """Return the stop directive and the end caused by an input."""
+    """Return the stop directive and the `Finish` effect that the input `given` causes; None for each that it does not
+    cause.
+    """
     effects = made.decide(given)
     sent = [effect.directive for effect in effects if isinstance(effect, Send) and effect.directive.stop]
     return (sent[-1] if sent else None), next((effect for effect in effects if isinstance(effect, Finish)), None)
 
 
-def test_run_ends_after_saving_when_its_only_engine_rejects_weights_for_good() -> None:
+def test_run_saves_and_ends_when_its_only_engine_refuses_weights_permanently() -> None:
     made = begun().controller
     stop, finish = ends(made, failed_to_publish(made, {ENGINE: REFUSAL}, permanent=[ENGINE]))
     assert made.state.fleet.by_url[ENGINE].lifecycle is EngineLifecycle.EXPELLED
@@ -102,13 +104,13 @@ def test_silent_trainer_delays_the_end_by_less_than_a_minute() -> None:
     assert finish is not None and finish.end is End.FAILED
 
 
-def test_transient_refusal_does_not_end_the_run() -> None:
+def test_transient_refusal_of_weights_does_not_end_the_run() -> None:
     made = begun().controller
     assert ends(made, failed_to_publish(made, {ENGINE: "was lost at prepare"}, permanent=[])) == (None, None)
     assert made.state.fleet.by_url[ENGINE].lifecycle is EngineLifecycle.DIRTY and not made.state.failing.reason
 
 
-def test_run_continues_while_another_engine_may_serve() -> None:
+def test_run_continues_while_another_engine_may_still_serve() -> None:
     run = begun()
     made = run.controller
     run.give(EngineRegistered(now=0.0, url=OTHER))
@@ -128,7 +130,7 @@ def test_new_incarnation_of_a_refusing_engine_is_accepted() -> None:
     assert (record.lifecycle, record.refuses) == (EngineLifecycle.JOINING, False)
 
 
-def test_engine_that_fails_its_proof_twice_ends_the_run() -> None:
+def test_engine_that_fails_its_canary_twice_ends_the_run() -> None:
     made = begun().controller
     for version in (0, 1):
         made.state.fleet.by_url[ENGINE] = _joining(made)
@@ -150,7 +152,7 @@ def _joining(made: Controller) -> EngineRecord:
     return replace(made.state.fleet.by_url[ENGINE], lifecycle=EngineLifecycle.JOINING)
 
 
-def test_run_ends_without_an_engine_within_the_time_limit() -> None:
+def test_run_without_an_engine_ends_after_the_time_limit() -> None:
     made = controller()
     assert ends(made, Ticked(now=10.0)) == (None, None)
     assert ends(made, Ticked(now=309.0)) == (None, None)
@@ -159,7 +161,7 @@ def test_run_ends_without_an_engine_within_the_time_limit() -> None:
     assert finish.reason.startswith("no engine has been alive for 300 s (run.engine_timeout_s)")
 
 
-def test_engineless_time_counts_from_the_last_loss_and_stops_at_a_join() -> None:
+def test_time_without_engines_counts_from_the_last_loss_and_stops_when_an_engine_joins() -> None:
     made = serving().controller
     made.decide(EngineRegistered(now=1000.0, url=ENGINE, incarnation="1"))
     made.decide(EngineTimedOut(now=1001.0, url=ENGINE, reason="no answer"))
@@ -207,7 +209,7 @@ def test_filter_failing_twenty_times_in_a_row_ends_the_run() -> None:
     )
 
 
-def test_failures_of_all_actors_are_added() -> None:
+def test_consecutive_verifier_failures_of_all_actors_are_added() -> None:
     made = serving().controller
     assert ends(made, heard(beat("a", code=failing(10)))) == (None, None)
     stop, _ = ends(made, heard(beat("b", code=failing(10))))
@@ -220,7 +222,7 @@ def test_verifier_that_works_for_another_actor_does_not_end_the_run() -> None:
     assert ends(made, heard(beat("a", code=failing(400)))) == (None, None)
 
 
-def test_a_steps_worth_of_timeouts_ends_the_run() -> None:
+def test_one_steps_worth_of_verifier_timeouts_ends_the_run() -> None:
     made = serving().controller
     made.state.knobs = replace(made.state.knobs, rollouts_per_step=32)
     assert ends(made, heard(beat("a", code=failing(timeouts=31)))) == (None, None)
@@ -264,8 +266,10 @@ def too_long(index: int) -> ReportReceived:
     )
 
 
-def test_too_long_prompts_fail_alone_while_others_are_answered() -> None:
-    """Such prompts are refused before the first answer exists, and so are those issued in their place."""
+def test_prompts_that_are_too_long_fail_while_other_prompts_are_answered() -> None:
+    """The run does not end: too long prompts fail before the first answer exists, as do prompts issued in their
+    place.
+    """
     run = serving()
     made = run.controller
     for index in range(8 * 8 - 1):
@@ -289,7 +293,9 @@ def test_run_whose_prompts_are_all_too_long_ends() -> None:
 
 
 def without_signal(made: World, a: NoSignalGroups, b: NoSignalGroups) -> list[Effect]:
-    """Report consecutive groups without signal of domains `a` (one third) and `b` (two thirds)."""
+    """Report groups without signal since the last group with signal, in domains `a` (one third) and `b` (two
+    thirds).
+    """
     state, ended = made.controller.state, a.total + b.total
     state.account.cursor = max(state.account.cursor, ended)
     consumed = ConsumedReport(filtered=ended, frontier=ended, no_signal={"a": a, "b": b})
@@ -300,7 +306,7 @@ def kinds(effects: list[Effect]) -> list[str]:
     return [effect.kind for effect in effects if isinstance(effect, Record)]
 
 
-def test_solved_run_raises_an_alarm_and_ends_well_after_a_last_evaluation() -> None:
+def test_solved_run_raises_an_alarm_and_completes_after_a_last_evaluation() -> None:
     made = World(controller(evaluation_problems=4), random.Random(0))
     made.begin()
     made.publish()
@@ -336,7 +342,7 @@ def test_hopeless_run_fails_with_advice(each: NoSignalGroups, advice: str) -> No
     assert finish.end is End.FAILED and advice in finish.reason
 
 
-def test_domain_that_still_teaches_keeps_the_run_going() -> None:
+def test_domain_with_signal_keeps_the_run_going() -> None:
     made = serving()
     assert kinds(without_signal(made, NoSignalGroups(right=10_000), NoSignalGroups(right=15))) == []
     made.controller.state.knobs = made.controller.state.knobs.patched({"domain_weights.b": 0.0})
@@ -344,7 +350,7 @@ def test_domain_that_still_teaches_keeps_the_run_going() -> None:
     assert any(isinstance(effect, Send) and effect.directive.stop for effect in effects), "it is switched off"
 
 
-def test_groups_without_signal_that_train_raise_the_alarm_alone() -> None:
+def test_groups_without_signal_raise_only_the_alarm_if_they_are_trained() -> None:
     made = serving()
     made.controller.settings = replace(made.controller.settings, no_signal=NoSignal.TRAIN)
     effects = without_signal(made, NoSignalGroups(wrong=400), NoSignalGroups(wrong=400))
@@ -353,7 +359,7 @@ def test_groups_without_signal_that_train_raise_the_alarm_alone() -> None:
     assert kinds(effects) == ["alarm_cleared"]
 
 
-def test_run_that_has_taken_its_last_step_does_not_end_twice() -> None:
+def test_run_that_has_taken_its_last_step_does_not_end_a_second_time() -> None:
     made = serving()
     made.controller.state.version = made.controller.settings.steps
     assert kinds(without_signal(made, NoSignalGroups(right=400), NoSignalGroups(right=400))) == []
@@ -367,7 +373,7 @@ def suspended(made: World, *, now: float = 0.0) -> tuple[Directive | None, Finis
     return ends(made.controller, SuspendAsked(now=now, reason="suspended by somebody"))
 
 
-def test_suspended_run_saves_without_publication_or_evaluation() -> None:
+def test_suspended_run_saves_its_state_without_publication_or_evaluation() -> None:
     run = World(controller(evaluation_problems=4), random.Random(0))
     run.begin()
     run.publish()
@@ -379,7 +385,7 @@ def test_suspended_run_saves_without_publication_or_evaluation() -> None:
     assert suspended(run) == (None, None), "it ends once"
 
 
-def test_run_is_suspended_at_once_before_its_trainer_is_ready() -> None:
+def test_run_without_a_ready_trainer_is_suspended_at_once() -> None:
     run = World(controller(evaluation_problems=0), random.Random(0))
     assert suspended(run) == (None, Finish("suspended by somebody", End.SUSPENDED))
     late = [EngineRegistered(now=0.0, url=OTHER), StopAsked(now=0.0, reason="stopped by somebody"), Ticked(now=1e6)]
@@ -387,15 +393,15 @@ def test_run_is_suspended_at_once_before_its_trainer_is_ready() -> None:
     assert sent == [], "nobody is there to be told"
 
 
-def test_trainer_that_does_not_save_delays_a_suspension_up_to_the_limit() -> None:
+def test_trainer_that_does_not_save_delays_a_suspension_only_up_to_the_limit() -> None:
     run = begun()
     suspended(run)
     assert ends(run.controller, Ticked(now=29.0)) == (None, None)
     assert ends(run.controller, Ticked(now=31.0))[1] == Finish("suspended by somebody", End.SUSPENDED)
 
 
-def test_stopping_run_may_be_suspended() -> None:
-    """Its last evaluation may take longer than the user can wait."""
+def test_run_that_is_stopping_may_still_be_suspended() -> None:
+    """The last evaluation of a stopping run may take longer than the user can wait."""
     run = World(controller(evaluation_problems=4), random.Random(0))
     run.begin()
     run.give(StopAsked(now=0.0, reason="stopped by somebody"))

@@ -1,4 +1,4 @@
-"""Tests that from every reachable state, a run makes steps within a bounded number of events."""
+"""Tests that a run makes further steps from every reachable state, within a bounded number of events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AT_ONCE = 250
 
 
 def _stuck(seeds: range) -> list[str]:
-    """Return a sentence for each seed whose run stalled, or repeated a publication under way."""
+    """Return a sentence for each seed whose run stalled, or repeated a publication that was still under way."""
     found = []
     for seed in seeds:
         world, waits = played(seed)
@@ -26,19 +26,19 @@ def _stuck(seeds: range) -> list[str]:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_steps_follow_any_sequence_of_events(part: int) -> None:
+def test_run_recovers_after_any_sequence_of_events(part: int) -> None:
     assert _stuck(range(part * _AT_ONCE, (part + 1) * _AT_ONCE)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(20))
-def test_steps_follow_a_hundred_thousand_sequences_of_events(part: int) -> None:
+def test_run_recovers_after_a_hundred_thousand_sequences_of_events(part: int) -> None:
     assert _stuck(range(part * 5000, (part + 1) * 5000)) == []
 
 
 def test_deciding_on_publications_only_at_steps_would_stall_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apply an earlier rule: between steps, only engines without weights are due."""
+    """Restore an earlier rule, by which only engines without weights receive a publication between steps."""
 
     def between_steps(state: RunState, settings: ControllerSettings, *, again: bool = False) -> list[str]:
         due = publication_due(state, settings, again=again)
@@ -55,7 +55,9 @@ def test_deciding_on_publications_only_at_steps_would_stall_runs(monkeypatch: py
 
 
 def test_bounds_lowered_below_the_served_version_cause_a_publication() -> None:
-    """The trainer waits for rollouts and none may be issued, so no step would decide on a publication."""
+    """The trainer waits for rollouts and no prompts may be issued. No step will end, so the publication must not wait
+    for one.
+    """
     run = World(controller(evaluation_problems=0, j=8, k=8, steps=100), unfair_world(0).rng)
     run.begin()
     run.publish()

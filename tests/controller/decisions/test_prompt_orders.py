@@ -1,4 +1,6 @@
-"""Tests of orders as functions of seed, index and knobs; a domain's settings override the run's and the knob."""
+"""Tests of prompt orders as functions of seed, index and knobs; settings of a domain override the run's and the
+knob.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ OWN = DomainSampling(
 
 
 def problem_of(index: int) -> Problem:
-    """Return a problem; even indices are of the domain with its own settings."""
+    """Return a problem; problems with even indices belong to the domain with settings of its own."""
     domain = "own" if index % 2 == 0 else "other"
     return Problem(problem_id=str(index), domain=domain, messages=(Message("user", "q"),), ground_truth="a")
 
@@ -33,14 +35,14 @@ def factory() -> PromptOrderFactory:
     )
 
 
-def test_domain_settings_override_the_run_and_other_domains_follow_the_knob() -> None:
+def test_domain_settings_override_the_runs_and_other_domains_follow_the_temperature_knob() -> None:
     own, other = (factory().training(i, temperature=0.9, domain_weights={}, quota=Quota(0, 4)) for i in (0, 1))
     assert own.sampling == Sampling(num_samples=6, temperature=0.5, max_tokens=9, stop=("\n",))
     assert other.sampling == Sampling(num_samples=4, temperature=0.9, max_tokens=20, stop=("!",))
     assert own.chat_template_kwargs == {"enable_thinking": False} and other.chat_template_kwargs == {}
 
 
-def test_evaluations_use_domain_settings_and_their_own_temperature() -> None:
+def test_evaluations_use_domain_settings_but_the_sets_temperature() -> None:
     own, other = (factory().asking(plan(), index, version=0, number=1) for index in (0, 1))
     assert own.sampling == Sampling(num_samples=1, temperature=0.0, max_tokens=9, stop=("\n",))
     assert other.sampling == Sampling(num_samples=1, temperature=0.0, max_tokens=20, stop=("!",))
@@ -48,8 +50,8 @@ def test_evaluations_use_domain_settings_and_their_own_temperature() -> None:
     assert factory().asking(plan(max_tokens=5), 0, version=0, number=1).sampling.max_tokens == 5
 
 
-def test_problem_is_sampled_alike_regardless_of_other_sets() -> None:
-    """Seed and sampling are the set's; only the index depends on the other sets."""
+def test_evaluation_problem_is_sampled_the_same_regardless_of_other_sets() -> None:
+    """Seed and sampling parameters come from the problem's set; only the order's index depends on the other sets."""
     other = EvaluationSet(name="hard", place=1, problems=3, max_tokens=4, samples=6, temperature=0.5)
     beside = [factory().asking(plan(other), index, version=2, number=1) for index in range(5)]
     assert [order.problem.problem_id for order in beside] == ["hard 0", "hard 1", "hard 2", "held_out 0", "held_out 1"]

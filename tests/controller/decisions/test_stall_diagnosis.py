@@ -28,7 +28,7 @@ def test_run_without_engines_is_reported_once() -> None:
     assert stalls(run, 3 * STALL_S) == [], "once"
 
 
-def test_progress_resets_the_watchdog() -> None:
+def test_steps_reset_the_watchdog_and_starving_reports_do_not() -> None:
     run = World(controller(evaluation_problems=0), random.Random(0))
     run.begin()
     run.publish()
@@ -41,7 +41,7 @@ def test_progress_resets_the_watchdog() -> None:
     assert stalls(run, STALL_S - 1) == []
 
 
-def test_blocker_is_named() -> None:
+def test_status_names_the_blocker() -> None:
     run = World(controller(evaluation_problems=0), random.Random(0))
     run.begin()
     state = run.controller.state
@@ -66,7 +66,7 @@ def test_dead_trainer_is_named_while_engines_wait_for_weights() -> None:
     assert waiting_for(run.controller.state, now=90.0).startswith(f"the trainer to publish its weights to {ENGINE}")
 
 
-def test_delayed_checkpoint_is_recorded_once_and_shown_until_written() -> None:
+def test_delayed_checkpoint_is_recorded_once_and_shown_until_it_is_written() -> None:
     run = World(controller(evaluation_problems=0), random.Random(0))
     run.begin()
     run.publish()
@@ -85,7 +85,7 @@ def test_delayed_checkpoint_is_recorded_once_and_shown_until_written() -> None:
     assert told(delayed) == ["checkpoint_delayed"], "a new one"
 
 
-def test_engine_with_weights_is_awaited_until_it_proves_them() -> None:
+def test_run_waits_for_an_engine_with_weights_until_it_proves_them() -> None:
     run = World(controller(), random.Random(0))
     run.begin()
     state = run.controller.state

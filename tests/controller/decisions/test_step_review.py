@@ -1,4 +1,4 @@
-"""Tests of a step's event with figures by domain, and of alarms that are raised and cleared once."""
+"""Tests of a step's event with its figures by domain, and of alarms, which are raised once and cleared once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def alive(state: RunState, name: str, **figures: Any) -> None:
     state.actors[name] = (ActorAlive(name=name, groups_in_flight=0, groups_done=0, retries=0, verifiers=verifiers), 0.0)
 
 
-def test_groups_given_up_by_actors_count_as_stale_once(state: RunState) -> None:
+def test_group_given_up_by_an_actor_counts_as_stale_in_one_step(state: RunState) -> None:
     for index, domain in enumerate(("a", "a", "b", "forged")):
         note_outdated(state, GroupOutdated(order_id="", index=index, oldest=0, current=9, domain=domain))
     (step,) = taken(state, 1, by_domain={"a": {"groups": 6.0, "stale_groups": 2.0, "stale": 0.25}})
@@ -50,7 +50,7 @@ def test_groups_given_up_by_actors_count_as_stale_once(state: RunState) -> None:
     assert step["by_domain"]["a"]["stale"] == 0.0
 
 
-def test_verifier_figures_cover_all_actors_since_the_previous_step(state: RunState) -> None:
+def test_verifier_figures_sum_over_all_actors_since_the_previous_step(state: RunState) -> None:
     alive(state, "one", judged=10, seconds=1.0)
     alive(state, "two", judged=8, errors=1, timeouts=1, seconds=3.0)
     (step,) = taken(state, 1, by_domain={"a": {}})
@@ -77,14 +77,14 @@ def test_alarm_is_raised_once_and_cleared_once(state: RunState) -> None:
     assert [each["kind"] for events in said for each in events] == ["alarm_cleared"] and not state.watched.alarms
 
 
-def test_remembered_steps_are_bounded(state: RunState) -> None:
+def test_number_of_remembered_steps_is_bounded(state: RunState) -> None:
     for version in range(1, 200):
         taken(state, version, by_domain={"a": {"rollouts": 1.0}}, entropy=1.0)
     assert len(state.watched.recent) == 25 and len(state.watched.first_entropies) == 10
     assert state.watched.recent[-1].step == 199
 
 
-def test_step_includes_stages_of_at_most_four_groups_once(state: RunState) -> None:
+def test_step_event_includes_stage_timings_of_at_most_four_groups_once(state: RunState) -> None:
     for first in (0, 3):
         told = [GroupStages(index, 1.0, 2.0, 3.0, "http://a", [(0, 5)]) for index in range(first, first + 3)]
         note_stages(state, ActorAlive(name="one", groups_in_flight=0, groups_done=0, retries=0, stages=told))
@@ -94,7 +94,7 @@ def test_step_includes_stages_of_at_most_four_groups_once(state: RunState) -> No
     assert step["stages"] == []
 
 
-def test_tool_calls_are_figures_of_domains_that_offer_tools(state: RunState) -> None:
+def test_tool_calls_are_only_figures_of_domains_that_offer_tools(state: RunState) -> None:
     alive(state, "one", judged=10, tool_episodes=4, calls_parsed=6, calls_malformed=1)
     (step,) = taken(state, 1, by_domain={"a": {}})
     assert step["by_domain"]["a"].items() >= {"calls_parsed": 6, "calls_malformed": 1}.items()

@@ -42,7 +42,7 @@ async def http(run: Running) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_status_of_a_waiting_and_of_a_training_run(run: Running, http: httpx.AsyncClient) -> None:
+async def test_status_describes_a_waiting_run_and_a_training_run(run: Running, http: httpx.AsyncClient) -> None:
     status = RunStatus.from_json((await http.get("/status")).content)
     assert (status.phase, status.waiting_for) == (StatusPhase.STARTING, "an engine to join")
     await run.start()
@@ -53,8 +53,8 @@ async def test_status_of_a_waiting_and_of_a_training_run(run: Running, http: htt
     assert status.ledger.trained == 2
 
 
-async def test_full_disk_is_named_as_the_blocker(tmp_path: Path) -> None:
-    """Otherwise the status would name the actor, which is silent because the streams are on the full disk."""
+async def test_status_names_a_full_disk_as_the_blocker(tmp_path: Path) -> None:
+    """Without this, the status would name the actor, which is silent because the streams are on the full disk."""
     with EventLog(tmp_path / "events.jsonl") as events:
         service = ControllerService(
             controller(), name="test", stream=MemoryStream(), probe=Probe(), events=events, start=Start.FROM_JOURNAL
@@ -64,8 +64,8 @@ async def test_full_disk_is_named_as_the_blocker(tmp_path: Path) -> None:
         assert service.status().waiting_for == "room (events.jsonl: No space left on device)"
 
 
-async def test_restarted_controller_answers_only_once_its_state_is_restored(tmp_path: Path) -> None:
-    """With an empty fleet, every actor would give up its work at all engines."""
+async def test_restarted_controller_answers_requests_only_after_its_state_is_restored(tmp_path: Path) -> None:
+    """An answer with an empty fleet would make every actor give up its work at all engines."""
     before, stream = controller(), MemoryStream()
     before.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     await (await Journal.begin(stream)).snapshot(before.state)
@@ -134,7 +134,7 @@ async def test_invalid_knobs_are_rejected(
     assert (run.controller.state.knobs, run.controller.state.knob_log) == (before, [])
 
 
-async def test_engine_joins_and_repeats_its_offer(run: Running, http: httpx.AsyncClient) -> None:
+async def test_engine_joins_and_then_repeats_its_offer(run: Running, http: httpx.AsyncClient) -> None:
     for _ in range(3):
         offered = await http.post("/engines", json={"url": f"{ENGINE}/", "incarnation": "1"})
         assert offered.json() == {"state": "joining"}
@@ -150,7 +150,7 @@ async def test_engine_joins_and_repeats_its_offer(run: Running, http: httpx.Asyn
     assert len(run.events("engine_joined")) == 1
 
 
-async def test_repeated_offer_is_not_journaled(run: Running, http: httpx.AsyncClient) -> None:
+async def test_repeated_engine_offer_is_not_journaled(run: Running, http: httpx.AsyncClient) -> None:
     offer = {"url": ENGINE, "incarnation": "1", "name": "engine-0", "type": "torch"}
     await http.post("/engines", json=offer)
     entries = run.stream_length(JOURNAL)
@@ -167,7 +167,7 @@ async def test_engines_of_a_large_fleet_repeat_offers_less_often(run: Running, h
     assert answer.json() == {"state": "joining", "again_s": 2 * OFFER_S}
 
 
-async def test_removed_engine_stays_removed(run: Running, http: httpx.AsyncClient) -> None:
+async def test_removed_engine_is_not_readmitted_by_its_repeated_offer(run: Running, http: httpx.AsyncClient) -> None:
     offer = {"url": ENGINE, "incarnation": "1"}
     await http.post("/engines", json=offer)
     removed = await http.delete("/engines", params={"engine": f"{ENGINE}/"})
@@ -178,7 +178,7 @@ async def test_removed_engine_stays_removed(run: Running, http: httpx.AsyncClien
     assert run.controller.state.fleet.members() == [ENGINE]
 
 
-async def test_host_with_invalid_labels_is_rejected_with_a_sentence(run: Running, http: httpx.AsyncClient) -> None:
+async def test_host_name_with_invalid_labels_is_rejected_with_a_sentence(run: Running, http: httpx.AsyncClient) -> None:
     answer = await http.post("/engines", json={"url": "http://gpu..box:8001"})
     assert answer.json()["error"]["message"].startswith("url: must name a host whose labels have 1 to 63 characters")
 
@@ -193,8 +193,8 @@ def from_host(run: Running, host: str) -> httpx.AsyncClient:
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "127.0.1.1", "localhost", "0.0.0.0", "[::1]", "[::]", "[::ffff:127.0.0.1]"]
 )
-async def test_loopback_engine_may_only_join_from_the_controllers_machine(run: Running, host: str) -> None:
-    """Otherwise engines of two machines with the same address would replace each other repeatedly."""
+async def test_loopback_engine_may_only_join_from_the_controllers_own_machine(run: Running, host: str) -> None:
+    """From other machines, engines with the same loopback address would replace each other repeatedly."""
     offer = {"url": f"http://{host}:8001", "incarnation": "1"}
     async with from_host(run, "10.0.0.7") as away:
         refused = await away.post("/engines", json=offer)
@@ -209,7 +209,7 @@ async def test_loopback_engine_may_only_join_from_the_controllers_machine(run: R
 
 
 async def test_operator_offering_a_dead_address_gets_an_error_at_once(run: Running, http: httpx.AsyncClient) -> None:
-    """Otherwise only the next publication would notice, and all other engines would wait for it."""
+    """Without the check, only the next publication would notice, and all other engines would wait for it."""
     run.probe.answer = EngineUnreachable("connection refused")
     refused = await http.post("/engines", json={"url": ENGINE})
     assert (refused.status_code, refused.json()["error"]["param"]) == (422, "url")
@@ -228,7 +228,7 @@ async def test_unresponsive_engine_is_rejected_within_seconds(
     assert run.controller.state.fleet.records() == []
 
 
-async def test_launcher_is_present_while_it_polls_the_status(run: Running, http: httpx.AsyncClient) -> None:
+async def test_launcher_counts_as_present_while_it_polls_the_status(run: Running, http: httpx.AsyncClient) -> None:
     assert (await http.get("/engines")).json()["has_launcher"], "one may be about to ask"
     run.service._launcher_at -= 60.0
     await http.get("/status")
@@ -237,7 +237,9 @@ async def test_launcher_is_present_while_it_polls_the_status(run: Running, http:
     assert (await http.get("/engines")).json()["has_launcher"]
 
 
-async def test_address_whose_engines_die_unproven_must_wait(run: Running, http: httpx.AsyncClient) -> None:
+async def test_new_engine_must_wait_at_an_address_whose_engines_die_unproven(
+    run: Running, http: httpx.AsyncClient
+) -> None:
     answers = [(await http.post("/engines", json={"url": ENGINE, "incarnation": f"{life}"})).json() for life in "1234"]
     assert [answer["state"] for answer in answers] == ["joining", "joining", "waiting", "waiting"]
     assert 0 < answers[-1]["again_s"] <= 1.0
@@ -245,7 +247,7 @@ async def test_address_whose_engines_die_unproven_must_wait(run: Running, http: 
 
 
 @pytest.mark.parametrize("url", ["http://10.0.0.7:8001", "http://[fd00::7]:8001", "http://gpu-1.lab:8001"])
-async def test_remote_engine_joins_with_its_own_address(run: Running, url: str) -> None:
+async def test_engine_of_another_machine_joins_with_its_own_address(run: Running, url: str) -> None:
     async with from_host(run, "10.0.0.7") as away:
         assert (await away.post("/engines", json={"url": url})).status_code == 200
     assert run.controller.state.fleet.members() == [url]
@@ -283,7 +285,7 @@ async def test_invalid_engine_offer_is_rejected(run: Running, http: httpx.AsyncC
     assert run.controller.state.fleet.records() == []
 
 
-async def test_removing_an_unknown_engine_fails(run: Running, http: httpx.AsyncClient) -> None:
+async def test_removing_an_unknown_engine_is_an_error(run: Running, http: httpx.AsyncClient) -> None:
     await http.post("/engines", json={"url": ENGINE})
     answer = await http.delete("/engines", params={"engine": "http://other"})
     assert answer.status_code == 404
@@ -331,7 +333,7 @@ async def test_concurrent_engine_requests_get_distinct_names(
     assert told == {request.name: request.type for request in run.controller.state.engine_requests} and len(told) == 3
 
 
-async def test_engine_is_replaced_only_once(run: Running, http: httpx.AsyncClient) -> None:
+async def test_engine_that_is_being_replaced_gets_no_second_replacement(run: Running, http: httpx.AsyncClient) -> None:
     await run.start()
     swap = {"type": "torch", "replaces": ENGINE}
     assert (await http.post("/engines/request", json=swap)).json() == {"names": ["engine-1"]}
@@ -353,7 +355,7 @@ async def test_engine_is_replaced_only_once(run: Running, http: httpx.AsyncClien
     assert len(run.controller.state.engine_requests) == 1
 
 
-async def test_localhost_and_loopback_address_are_one_engine(run: Running, http: httpx.AsyncClient) -> None:
+async def test_localhost_and_127_0_0_1_are_the_same_engine(run: Running, http: httpx.AsyncClient) -> None:
     await http.post("/engines", json={"url": "http://127.0.0.1:8001", "incarnation": "1", "name": "engine-0"})
     assert (await http.post("/engines", json={"url": "http://localhost:8001/"})).status_code == 200
     assert run.controller.state.fleet.members() == ["http://127.0.0.1:8001"]
@@ -361,7 +363,9 @@ async def test_localhost_and_loopback_address_are_one_engine(run: Running, http:
     assert run.controller.state.fleet.members() == []
 
 
-async def test_drained_engine_is_removed_after_being_idle(run: Running, http: httpx.AsyncClient) -> None:
+async def test_drained_engine_is_removed_once_it_has_been_idle_for_a_while(
+    run: Running, http: httpx.AsyncClient
+) -> None:
     await run.start()
     assert (await http.post("/engines/drain", json={"engine": ENGINE})).status_code == 200
     said = (await http.get("/assignment")).json()
@@ -393,7 +397,7 @@ async def test_invalid_engine_requests_are_rejected(
     assert run.service.status().fleet.requested == ()
 
 
-async def test_stop_sends_the_last_directive_once(run: Running, http: httpx.AsyncClient) -> None:
+async def test_repeated_stop_requests_send_the_last_directive_once(run: Running, http: httpx.AsyncClient) -> None:
     await run.start()
     for _ in range(2):
         assert (await http.post("/stop")).json() == {"state": "stopping"}
@@ -418,14 +422,16 @@ async def test_stop_sends_the_last_directive_once(run: Running, http: httpx.Asyn
         ("GET", "/assignment"),
     ],
 )
-async def test_routes_require_the_token(run: Running, http: httpx.AsyncClient, method: str, path: str) -> None:
+async def test_all_routes_except_health_require_the_token(
+    run: Running, http: httpx.AsyncClient, method: str, path: str
+) -> None:
     answer = await http.request(method, path, headers={"authorization": "Bearer other"})
     assert answer.status_code == 401 and answer.json()["error"]["code"] == "unauthorized"
     assert (await http.get("/health", headers={"authorization": ""})).json() == {"state": "ready"}
     assert run.controller.ending is None
 
 
-async def test_actors_learn_of_verifier_services_while_they_are_offered(http: httpx.AsyncClient) -> None:
+async def test_actors_receive_verifier_services_only_while_these_are_offered(http: httpx.AsyncClient) -> None:
     offer = {"url": "http://127.0.0.1:8200/", "incarnation": "1", "domains": {"words": "r1"}}
     for _ in range(2):
         assert (await http.post("/verifiers", json=offer)).json() == {"state": "leased"}
@@ -451,7 +457,7 @@ async def test_invalid_verifier_offer_is_rejected(http: httpx.AsyncClient, wrong
     assert answer.status_code == 422 and answer.json()["error"]["param"].startswith(next(iter(wrong)))
 
 
-async def test_loopback_verifier_of_another_machine_is_rejected(run: Running) -> None:
+async def test_verifier_of_another_machine_with_a_loopback_address_is_rejected(run: Running) -> None:
     transport = httpx.ASGITransport(create_api(run.service, token=TOKEN), client=("10.1.2.3", 5))
     headers = {"authorization": f"Bearer {TOKEN}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://controller", headers=headers) as away:

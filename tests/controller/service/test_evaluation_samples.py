@@ -1,4 +1,4 @@
-"""Tests of evaluation answers in the samples, with their version and evaluation set."""
+"""Tests that evaluation answers become samples, with their version and evaluation set."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def done(number: int, index: int) -> EvaluationDone:
     )
 
 
-def test_answer_belongs_to_the_set_of_its_problem(tmp_path: Path) -> None:
+def test_sample_names_the_evaluation_set_of_its_problem(tmp_path: Path) -> None:
     sets = (
         EvaluationSet(name="math", problems=2, max_tokens=8),
         EvaluationSet(name="aime", place=1, problems=1, max_tokens=8),
@@ -35,7 +35,7 @@ def test_answer_belongs_to_the_set_of_its_problem(tmp_path: Path) -> None:
     samples = SampleLog(tmp_path / "samples", "evaluation", max_bytes=2**20)
     for index in range(3):
         keep(samples, done(2, index), current=current)
-    keep(samples, done(1, 7), current=current)  # of an abandoned evaluation with more problems
+    keep(samples, done(1, 7), current=current)  # an answer to an abandoned evaluation, which had more problems
     keep(samples, done(2, 9), current=None)
     samples.close()
     kept = {group.problem_id: (group.evaluation, group.step) for group in read_samples(tmp_path)}

@@ -1,4 +1,4 @@
-"""Tests of fencing: of two trainers the controller follows the later one, and ignores reports of the earlier."""
+"""Tests of fencing: of two trainers, the controller follows the later one and ignores reports of the earlier one."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ def taken_over() -> World:
     return run
 
 
-def test_repeated_report_of_the_earlier_trainer_does_not_fence_the_later() -> None:
-    """A trainer repeats its report until it is answered, so a copy may follow the later trainer's first report."""
+def test_repeated_report_of_the_earlier_trainer_does_not_fence_the_later_trainer() -> None:
+    """A trainer repeats its report until it is answered, so a copy may arrive after the later trainer's first
+    report.
+    """
     run = taken_over()
     assert run.controller.handle(ready(run, "1"), now=1.0) == []
     assert run.controller.state.epoch == 2
@@ -35,8 +37,8 @@ def test_repeated_report_of_the_earlier_trainer_does_not_fence_the_later() -> No
     assert run.controller.state.epoch == 3
 
 
-def test_epoch_is_above_all_epochs_in_the_trainers_directory() -> None:
-    """A new controller and stream server on another machine know none of these epochs."""
+def test_new_epoch_is_above_all_epochs_in_the_trainers_directory() -> None:
+    """A new controller with a new stream server, on another machine, knows none of these epochs."""
     run = World(controller(), random.Random(0))
     run.give(EngineRegistered(now=0.0, url=ENGINE))
     (_, answer) = run.controller.handle(msgspec.structs.replace(ready(run, "1"), claimed=5), now=1.0)

@@ -1,6 +1,6 @@
 """Tests of the journal: killing the controller before or after any side effect does not change the run.
 
-The prompts, directives, events and ledger are the same as in an undisturbed run.
+Prompts, directives, events and ledger must be the same as in a run that was not disturbed.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ NEVER = 10**9
 
 
 class Killed(Exception):
-    """Simulates kill -9: nothing of the process survives."""
+    """Raised to simulate kill -9: nothing of the process survives."""
 
 
 @dataclass
 class Killer:
-    """Kills at the n-th point; there is a point before and after each side effect.
+    """Kills the process at its n-th point; there is a point before and after each side effect.
 
-    Further actions of a killed process have no effect, until another is `born`.
+    Later actions of a killed process have no effect, until a new process is `born`.
     """
 
     at: int
@@ -91,7 +91,9 @@ class Killer:
 
 @dataclass
 class MortalStream:
-    """A stream that outlives its writer, which may be killed at each write; keeps everything ever appended."""
+    """A stream that outlives its writer, which may be killed at each write. It keeps everything that was ever
+    appended.
+    """
 
     inner: MemoryStream
     killer: Killer
@@ -130,7 +132,7 @@ class Healthy:
 
 
 def answers(version: int) -> list[ControlMessage]:
-    """Return the answers of the evaluation that began at `version`."""
+    """Return the answers to the evaluation that began at `version`."""
     return [
         EvaluationDone(
             order_id=f"eval-{version}-{-(-version // 5) + 1}-{i:06d}",
@@ -196,7 +198,7 @@ class Outcome:
 
 
 async def live(folder: Path, *, steps: int, kill_at: int) -> tuple[Outcome, int]:
-    """Run completely, killing the controller at most once; return the results and the number of points."""
+    """Run to the end, killing the controller at most once; return the results and the number of points passed."""
     killer, inner = Killer(kill_at), MemoryStream()
     stream = MortalStream(inner, killer)
     start = Start.AFRESH
@@ -220,12 +222,12 @@ async def live(folder: Path, *, steps: int, kill_at: int) -> tuple[Outcome, int]
     return Outcome(stream.history[PROMPTS], directives, events), killer.passed
 
 
-#: Events about the controller's own process, or about the moment.
+#: Events that may differ, because they are about the controller's own process or about the moment.
 VARYING = ("controller_returned", "run_started", "engines")
 
 
 async def _serve(service: ControllerService, stream: MemoryStream, said: list[ControlMessage]) -> None:
-    """Serve until the end; the engine repeats its offer until it is accepted, then the reports are sent once."""
+    """Serve until the run ends. The engine repeats its offer until it is accepted; then the reports are sent once."""
 
     async def offer() -> None:
         while await stream.length(JOURNAL) == 0:
@@ -251,12 +253,12 @@ async def every_crash_point(tmp_path: Path, *, steps: int) -> None:
 
 
 @pytest.mark.parametrize("steps", [10, pytest.param(20, marks=pytest.mark.chaos)])
-async def test_controller_killed_at_any_point_changes_nothing(tmp_path: Path, steps: int) -> None:
+async def test_killing_the_controller_at_any_point_does_not_change_the_run(tmp_path: Path, steps: int) -> None:
     await every_crash_point(tmp_path, steps=steps)
 
 
-async def test_controller_killed_after_deciding_the_end_still_ends(tmp_path: Path) -> None:
-    """Another input was journaled before the kill, so the end is not the last decision, which is repeated."""
+async def test_run_ends_if_the_controller_is_killed_after_deciding_to_end_it(tmp_path: Path) -> None:
+    """Another input was journaled after the decision to end, so a restart repeats only that input's effects."""
     stream, made = MemoryStream(), controller(steps=1, evaluation_problems=0)
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     for number, report in enumerate(reports(1)):
@@ -284,7 +286,7 @@ async def test_journal_with_a_gap_is_rejected() -> None:
     await journal.record(Decision(Ticked(now=0.0), 1, 1))
     found = await Journal.recover(stream)
     assert found is not None and len(found[1].decisions) == 1 and await journal.whole()
-    journal.number += 1  # an entry that the server lost
+    journal.number += 1  # like an entry that the server has lost
     await journal.record(Decision(Ticked(now=0.0), 1, 1))
     assert not await journal.whole()
     assert await Journal.recover(stream) is None
@@ -294,8 +296,8 @@ async def test_journal_with_a_gap_is_rejected() -> None:
     assert await stream.length(JOURNAL) == 1
 
 
-async def test_state_is_restored_exactly() -> None:
-    """The journal must contain the whole state: a restarted controller would lose everything omitted."""
+async def test_whole_state_is_restored_from_the_journal() -> None:
+    """A restarted controller would lose whatever the journal omitted."""
     stream, made = MemoryStream(), controller()
     made.decide(EngineRegistered(now=1.0, url=ENGINE, incarnation="a"))
     for report in reports(4)[:-1]:
@@ -342,7 +344,7 @@ async def test_first_of_two_controllers_is_fenced_before_any_effect(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("launch", "members"), [("this", ["http://first"]), ("another", [])])
-async def test_journal_of_another_launch_is_ignored(tmp_path: Path, launch: str, members: list[str]) -> None:
+async def test_journal_of_an_earlier_launch_is_ignored(tmp_path: Path, launch: str, members: list[str]) -> None:
     """A controller restarted while resuming a run must not continue the run of the previous launch."""
     before = controller()
     before.state.launch = "this"
@@ -364,8 +366,8 @@ async def test_journal_of_another_launch_is_ignored(tmp_path: Path, launch: str,
 
 @pytest.mark.parametrize("snapshot", [False, True])
 @pytest.mark.parametrize("uptime_s", [5.0, 1e9])
-async def test_clock_continues_from_the_journal(tmp_path: Path, uptime_s: float, snapshot: bool) -> None:
-    """After a reboot or on another machine, deadlines must stay the same."""
+async def test_controllers_clock_continues_from_the_journal(tmp_path: Path, uptime_s: float, snapshot: bool) -> None:
+    """After a reboot or on another machine, the same time must be left until each deadline."""
     stream = MemoryStream()
 
     @asynccontextmanager
@@ -398,7 +400,7 @@ async def test_clock_continues_from_the_journal(tmp_path: Path, uptime_s: float,
         assert second.status().actors[0].silent_s == 0.0
 
 
-async def test_active_journal_is_detected() -> None:
+async def test_journal_that_is_being_written_is_detected() -> None:
     stream = MemoryStream()
     assert not await Journal.is_being_written(stream, for_s=0.01), "nobody ever has"
     journal = await Journal.begin(stream)
@@ -410,7 +412,7 @@ async def test_active_journal_is_detected() -> None:
     assert await asyncio.wait_for(looking, SOON_S), "it is told at once"
 
 
-async def test_lost_answer_does_not_fence() -> None:
+async def test_lost_answer_to_a_write_does_not_fence_the_writer() -> None:
     stream = MemoryStream()
     journal = await Journal.begin(stream)
     await journal.snapshot(controller().state)
@@ -486,19 +488,19 @@ def same_with_and_without_deaths(seed: int, **recipe: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", [*range(16), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(16, 40))])
-def test_controller_killed_repeatedly_decides_the_same(seed: int) -> None:
+def test_repeatedly_killed_controller_makes_the_same_decisions(seed: int) -> None:
     same_with_and_without_deaths(seed)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_restart_preserves_group_sizes_and_evaluation_sets_in_progress(seed: int) -> None:
+def test_restart_preserves_group_sizes_and_the_evaluation_in_progress(seed: int) -> None:
     other = EvaluationSet(name="hard", place=1, problems=4, max_tokens=8, samples=2, interval_steps=3)
     same_with_and_without_deaths(seed, large=5, rollouts_per_step=8, other_sets=(other,), pin=Pin.AUTO)
 
 
 @pytest.mark.parametrize("older", [{}, {"layout": 2}])
 async def test_journal_of_another_layout_is_rejected_before_reading_its_state(older: dict[str, int]) -> None:
-    """The oldest snapshots have no layout version, and could be decoded as new ones with missing fields."""
+    """The oldest snapshots have no layout version. They could be decoded as new snapshots that lack fields."""
     stream = MemoryStream()
     snapshot = {"type": "JournalSnapshot", "state": {"launch": "", "trainer_heard": None}, "reports_offset": "0-0"}
     await stream.append(JOURNAL, [msgspec.msgpack.encode(snapshot | older)], first_id=1)
@@ -511,6 +513,6 @@ async def test_journal_of_another_layout_is_rejected_before_reading_its_state(ol
 
 @pytest.mark.chaos
 @pytest.mark.timeout(3600)
-def test_ten_thousand_random_runs_with_kills_equal_those_without() -> None:
+def test_ten_thousand_random_runs_are_the_same_with_and_without_kills() -> None:
     for seed in range(10_000):
         same_with_and_without_deaths(seed)

@@ -53,7 +53,9 @@ FACTS = {"slots": 4.0, "running_sequences": 2.0}
 
 
 class Probe:
-    """Engine metrics set by a test, and a log of requests; implements `EngineProbe`. Engines that are off hang."""
+    """Implements `EngineProbe` with metrics set by a test, and logs its requests. Engines that are switched off
+    hang.
+    """
 
     def __init__(self) -> None:
         self.answer: Mapping[str, float] | EngineUnreachable = FACTS
@@ -71,7 +73,7 @@ class Probe:
 
 @dataclass
 class Running:
-    """A running service and its surroundings."""
+    """A running service, with its stream, clients and folders."""
 
     service: ControllerService
     stream: MemoryStream
@@ -129,7 +131,7 @@ def ready(incarnation: str) -> TrainerReady:
 
 
 def step(version: int, *, epoch: int = 1) -> StepDone:
-    """Return a step that trained two groups."""
+    """Return the report of a step that trained two groups."""
     account = ConsumedReport(trained=2 * version, frontier=2 * version)
     return StepDone(
         report_id=f"e{epoch}-step-{version}", epoch=epoch, model_version=version, consumed=account, stats={"loss": 0.5}
@@ -169,7 +171,7 @@ async def running(
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_reports_lead_to_directives_and_prompts(tmp_path: Path) -> None:
+async def test_reports_are_answered_by_directives_and_prompts(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         await run.start()
         (directive,) = await run.directives()
@@ -189,7 +191,7 @@ async def test_invalid_report_is_buried_and_the_next_one_processed(tmp_path: Pat
         assert run.stream_length(DEAD_LETTERS) == 3
 
 
-async def test_evaluation_answers_go_to_the_samples_and_not_to_the_journal(tmp_path: Path) -> None:
+async def test_shown_evaluation_answers_are_kept_as_samples_and_not_journaled(tmp_path: Path) -> None:
     shown = ShownProblem(
         problem_id="p",
         prompt="user: say it",
@@ -226,7 +228,7 @@ async def test_evaluation_answers_go_to_the_samples_and_not_to_the_journal(tmp_p
 
 
 async def _directive(run: Running) -> Directive:
-    """Return a message in the wrong stream."""
+    """Return a directive, which does not belong in the stream of reports."""
     knobs = run.controller.state.knobs
     return Directive(
         answers="x",
@@ -240,7 +242,7 @@ async def _directive(run: Running) -> Directive:
     )
 
 
-async def test_ended_prompts_are_trimmed(tmp_path: Path) -> None:
+async def test_orders_that_have_ended_are_trimmed_from_the_stream(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         await run.start()
         for version in (1, 2):
@@ -250,14 +252,14 @@ async def test_ended_prompts_are_trimmed(tmp_path: Path) -> None:
 
 
 def forget(stream: MemoryStream, name: str, entries: int) -> None:
-    """Simulate a killed server that loses the end of its history."""
+    """Simulate a killed stream server that lost its newest entries."""
     kept = stream._logs[name]
     del kept.ids[-entries:], kept.payloads[-entries:]
     kept.last = kept.ids[-1]
 
 
-async def test_orders_lost_by_the_server_are_reissued_without_starving(tmp_path: Path) -> None:
-    """Two orders of the last step are lost; the trainer has enough others and never reports starving."""
+async def test_orders_lost_by_the_stream_server_are_reissued_before_the_trainer_starves(tmp_path: Path) -> None:
+    """Two orders of the last step are lost. The trainer has enough other groups, so it never reports starving."""
     async with running(tmp_path, k=8.0) as run:
         await run.start()
         await run.tell(step(1), published(epoch=1, version=1))
@@ -278,8 +280,8 @@ async def test_orders_lost_by_the_server_are_reissued_without_starving(tmp_path:
         assert run.controller.state.account.in_flight == 8 and len(run.events("orders_lost")) == 1
 
 
-async def test_started_epoch_is_never_reused(tmp_path: Path) -> None:
-    """The checkpoint knows no epoch and the stream knows two, so the next trainer gets the third."""
+async def test_epoch_number_is_never_used_twice(tmp_path: Path) -> None:
+    """The checkpoint contains no epoch and the stream contains two, so the next trainer begins the third."""
     stream = MemoryStream()
     async with running(tmp_path, stream) as run:
         await run.start()
@@ -304,7 +306,7 @@ async def test_silent_engine_is_lost_and_rejoins(tmp_path: Path) -> None:
         assert (await run.directives())[-1].publish_to == [ENGINE], "it is given weights without waiting for a step"
 
 
-async def test_machine_that_is_off_delays_no_other_poll(tmp_path: Path) -> None:
+async def test_unreachable_machine_does_not_delay_polls_of_other_engines(tmp_path: Path) -> None:
     off = "http://off"
     async with running(tmp_path) as run:
         await run.start()
@@ -332,7 +334,7 @@ async def test_expelled_engine_is_not_polled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("elastic", [None, ElasticRule()], ids=["as many as they are", "elastic"])
-async def test_load_is_measured_only_for_elastic_runs(tmp_path: Path, elastic: ElasticRule | None) -> None:
+async def test_fleet_load_is_journaled_only_in_elastic_runs(tmp_path: Path, elastic: ElasticRule | None) -> None:
     async with running(tmp_path, engines_min={"bigram": 0}, engines_max={"bigram": 2}) as world:
         world.controller.settings = replace(world.controller.settings, elastic=elastic)
         await world.start()
@@ -343,7 +345,7 @@ async def test_load_is_measured_only_for_elastic_runs(tmp_path: Path, elastic: E
 
 
 @pytest.mark.parametrize("nonsense", [{"slots": 1.5}, {"generated_tokens_total": float("nan")}])
-async def test_invalid_metrics_do_not_stop_the_run(tmp_path: Path, nonsense: Mapping[str, float]) -> None:
+async def test_invalid_engine_metrics_do_not_stop_the_run(tmp_path: Path, nonsense: Mapping[str, float]) -> None:
     async with running(tmp_path) as run:
         await run.start()
         run.probe.answer = nonsense
@@ -351,7 +353,7 @@ async def test_invalid_metrics_do_not_stop_the_run(tmp_path: Path, nonsense: Map
         assert not run.task.done()
 
 
-async def test_additional_metrics_are_ignored(tmp_path: Path) -> None:
+async def test_unknown_engine_metrics_are_ignored(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         run.probe.answer = FACTS | {"temperature_of_the_room": 21.5}
         await run.start()
@@ -359,7 +361,9 @@ async def test_additional_metrics_are_ignored(tmp_path: Path) -> None:
 
 
 async def test_decisions_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each decision sees the completed effects of the previous one, no matter how slow the server is."""
+    """Each decision begins after the effects of the previous one are complete, no matter how slow the stream
+    server is.
+    """
     async with running(tmp_path) as run:
         await run.start()
         append, decide, seen = run.stream.append, run.controller.decide, []

@@ -1,4 +1,4 @@
-"""Tests of the verifier services for actors: each is listed until its offer expires or is withdrawn."""
+"""Tests of the verifier services that actors may use: each is listed until its offer expires or is withdrawn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pipelinerl.controller.service.verifier_leases import MOST_SERVICES, Verifie
 from tests.fakes.verifier_service import lease
 
 
-def test_lease_lasts_while_it_is_renewed() -> None:
+def test_verifier_lease_lasts_while_it_is_renewed() -> None:
     now = [0.0]
     leases = VerifierLeases(lambda: now[0])
     leases.offer(lease("http://a:1"))
@@ -21,7 +21,7 @@ def test_lease_lasts_while_it_is_renewed() -> None:
     assert leases.current() == (lease("http://b:1", life="2"),)
 
 
-def test_withdrawn_service_returns_only_by_a_new_offer() -> None:
+def test_withdrawn_verifier_service_returns_only_by_a_new_offer() -> None:
     leases = VerifierLeases(lambda: 0.0)
     leases.offer(lease("http://a:1"))
     leases.withdraw("http://unknown:1")
@@ -31,7 +31,7 @@ def test_withdrawn_service_returns_only_by_a_new_offer() -> None:
     assert len(leases.current()) == 1
 
 
-def test_number_of_services_is_limited() -> None:
+def test_number_of_verifier_services_is_limited() -> None:
     now = [0.0]
     leases = VerifierLeases(lambda: now[0])
     assert all(leases.offer(lease(f"http://a:{port}")) for port in range(1, MOST_SERVICES + 1))

@@ -55,20 +55,20 @@ def done(
     [
         ("aab", "a", True),
         ("abb", "a", False),
-        ("abba", "a", True),  # a tie: the first one wins
+        ("abba", "a", True),  # a tie: the answer that comes first wins
         ("baab", "a", False),
         ("--a", "a", True),  # empty answers do not vote
         ("---", "a", False),
         ("", "a", False),
     ],
 )
-def test_majority_answer_is_judged(answers: str, right: str, expected: bool) -> None:
+def test_most_frequent_answer_decides_the_majority(answers: str, right: str, expected: bool) -> None:
     said = ["" if letter == "-" else letter for letter in answers]
     assert majority_right(said, [letter in right for letter in said]) is expected
 
 
 def test_maj_at_k_is_unbiased() -> None:
-    """Its mean over all orders of the samples equals the mean over all ordered draws of k samples."""
+    """The mean over all permutations of the samples equals the mean over all ordered draws of k samples."""
     samples, k = "aabbc", 3
     of_orders = [
         figures_of([done("".join(order), "a")], pass_at=(k,), seed=0).majority_at[0].value
@@ -79,7 +79,7 @@ def test_maj_at_k_is_unbiased() -> None:
     assert 0 < fmean(of_draws) < 1
 
 
-def test_figures_cover_all_samples_of_all_problems() -> None:
+def test_lengths_and_truncation_cover_all_samples_of_all_problems() -> None:
     answers = [
         done("aaab", "a", lengths=(1, 2, 3, 4), truncated=1),
         done("bbba", "a", lengths=(10, 10, 10, 10), truncated=1),
@@ -93,14 +93,14 @@ def test_figures_cover_all_samples_of_all_problems() -> None:
     assert figures.length_p95 == 10.0
 
 
-def test_unjudged_samples_are_excluded() -> None:
+def test_samples_without_a_verdict_are_excluded() -> None:
     (most,) = figures_of([done("xaabxx", "a", unjudged=(0, 4, 5))], pass_at=(3, 4), seed=0).majority_at
     assert (most.k, most.value) == (3, 1.0), "with the others, x would be taken"
     nothing = figures_of([done("aaa", "a", unjudged=(0, 1, 2))], pass_at=(1,), seed=0)
     assert (nothing.problems, nothing.accuracy, nothing.pass_at, nothing.majority_at) == (0, None, [], [])
 
 
-def test_verifier_without_answers_has_no_majority() -> None:
+def test_verifier_that_extracts_no_answers_has_no_maj_at_k() -> None:
     judge = done("---", "", domain="essay")
     assert figures_of([judge], pass_at=(3,), seed=0).majority_at == []
     both = figures_of([judge, done("aaa", "a")], pass_at=(3,), seed=0)
@@ -128,13 +128,13 @@ def test_each_domain_and_tag_has_its_own_figures() -> None:
     }
 
 
-def test_only_the_largest_tags_are_kept() -> None:
+def test_only_the_tags_with_the_most_problems_get_figures() -> None:
     rare = [done("a", "a", tags=(f"id={number}", "all")) for number in range(3 * MOST_TAGS)]
     assert len(figures_by_tag(rare, pass_at=(), seed=0)) == MOST_TAGS
     assert "all" in figures_by_tag(rare, pass_at=(), seed=0)
 
 
-def test_equal_seeds_give_equal_intervals() -> None:
+def test_equal_seeds_give_equal_confidence_intervals() -> None:
     answers = [done(letters, "a") for letters in ("aabb", "aaab", "abbb", "aaaa")]
     one, same = (figures_of(answers, pass_at=(2,), seed=1) for _ in range(2))
     assert one == same

@@ -22,7 +22,7 @@ QUOTA = Quota(0, 4)
 
 
 class Ring:
-    """A data set of `size` problems, in the same order in each epoch."""
+    """A data set of `size` problems, which come in the same order in each epoch."""
 
     def __init__(self, domain: str, size: int) -> None:
         self._domain, self._size = domain, size
@@ -49,7 +49,7 @@ def solve(
     cooldown.note({name.partition(":")[0]: [(order, name)]}, rules, version=version)
 
 
-def test_solved_problem_is_skipped_for_two_epochs_and_no_other_is() -> None:
+def test_only_the_solved_problem_is_skipped_for_two_epochs() -> None:
     cooldown, mixture = Cooldown(), alone(4)
     first = [asked(cooldown, mixture, index) for index in range(4)]
     solve(cooldown, 1, "easy:1")
@@ -59,14 +59,14 @@ def test_solved_problem_is_skipped_for_two_epochs_and_no_other_is() -> None:
     assert cooldown.take_figures() == {"easy": {"resting": 0.0, "passed_over": 2.0}}
 
 
-def test_rest_in_steps_ends_at_the_given_step() -> None:
+def test_rest_given_in_steps_ends_at_the_given_step() -> None:
     cooldown, mixture, rules = Cooldown(), alone(2), {"easy": CooldownRule(steps=3)}
     solve(cooldown, 0, "easy:0", rules=rules, version=5)
     assert [asked(cooldown, mixture, index, version=7) for index in range(3)] == ["easy:1"] * 3
     assert asked(cooldown, mixture, 3, version=8) == "easy:0"
 
 
-def test_two_different_orders_must_solve_the_problem() -> None:
+def test_problem_rests_only_after_two_different_orders_solved_it() -> None:
     cooldown, mixture, rules = Cooldown(), alone(2), {"easy": CooldownRule(epochs=1, times=2)}
     for _ in range(3):
         solve(cooldown, 0, "easy:0", rules=rules)
@@ -76,7 +76,7 @@ def test_two_different_orders_must_solve_the_problem() -> None:
 
 
 @pytest.mark.parametrize("rules", [{}, {"easy": CooldownRule()}, {"another": CooldownRule(epochs=1)}])
-def test_nothing_rests_without_a_rule_even_after_a_recipe_edit(rules: Mapping[str, CooldownRule]) -> None:
+def test_nothing_rests_without_a_rule_even_if_the_rule_was_removed_later(rules: Mapping[str, CooldownRule]) -> None:
     cooldown, mixture = Cooldown(), alone(2)
     solve(cooldown, 0, "easy:0")
     solve(cooldown, 1, "easy:1", rules=rules)
@@ -94,7 +94,7 @@ def test_reissued_order_repeats_its_problem() -> None:
     assert len(set(first)) == 5
 
 
-def test_steps_are_filled_and_counted_if_all_problems_rest() -> None:
+def test_steps_are_filled_even_if_all_problems_rest_and_such_orders_are_counted() -> None:
     cooldown, mixture, rules = Cooldown(), alone(3), {"easy": CooldownRule(steps=100)}
     for number in range(3):
         solve(cooldown, number, f"easy:{number}", rules=rules)

@@ -15,7 +15,8 @@ from pipelinerl.rng import generator
 @pytest.mark.parametrize(
     ("successes", "trials", "low", "high"),
     [
-        # z² = 3.841459; e.g. 5 of 10: centre (0.5 + z²/20) / (1 + z²/10) = 0.5, half 0.263 (Newcombe 1998's method 3)
+        # z² = 3.841459. For 5 of 10, the centre is (0.5 + z²/20) / (1 + z²/10) = 0.5 and half the width 0.263 (Newcombe
+        # 1998's method 3).
         (5, 10, 0.236593, 0.763407),
         (0, 10, 0.0, 0.277533),
         (10, 10, 0.722467, 1.0),
@@ -39,19 +40,19 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer(n: int) -> None
 
 def test_pass_at_k_is_stable_for_huge_binomials() -> None:
     n, c, k = 20_000, 3, 10_000
-    exact = 1 - (10_000 * 9_999 * 9_998) / (20_000 * 19_999 * 19_998)  # all three correct samples are elsewhere
+    exact = 1 - (10_000 * 9_999 * 9_998) / (20_000 * 19_999 * 19_998)  # none of the three samples is correct
     assert pass_at_k(n, c, k) == pytest.approx(exact, rel=1e-10)
     assert pass_at_k(10**6, 1, 1) == pytest.approx(1e-6, rel=1e-9)
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 2, 5), (4, 2, 0), (4, 5, 1), (4, -1, 1), (0, 0, 1)])
-def test_impossible_counts_are_rejected(n: int, c: int, k: int) -> None:
+def test_impossible_sample_counts_are_rejected(n: int, c: int, k: int) -> None:
     with pytest.raises(ValueError, match=f"got n = {n}, c = {c}, k = {k}"):
         pass_at_k(n, c, k)
 
 
 def test_pass_at_k_is_unbiased() -> None:
-    """Its mean over draws of n samples is 1 − (1 − p)^k; the plug-in 1 − (1 − c/n)^k is far from it."""
+    """The mean over draws of n samples is 1 − (1 − p)^k; the plug-in estimate 1 − (1 − c/n)^k is far from it."""
     p, n, k, draws = 0.15, 8, 4, 20_000
     counts = generator(0, "unbiased").binomial(n, p, size=draws)
     truth = 1 - (1 - p) ** k
@@ -61,7 +62,7 @@ def test_pass_at_k_is_unbiased() -> None:
     assert abs((1 - (1 - counts / n) ** k).mean() - truth) > 10 * error
 
 
-def test_interval_covers_the_truth_in_about_95_percent() -> None:
+def test_confidence_interval_covers_the_truth_in_about_95_percent_of_draws() -> None:
     draw = generator(1, "coverage")
     truth, held = 0.6, 0  # accuracies drawn from Beta(3, 2); eight samples of each of 100 problems
     for seed in range(300):
@@ -72,13 +73,13 @@ def test_interval_covers_the_truth_in_about_95_percent() -> None:
     assert 0.91 <= held / 300 <= 0.985
 
 
-def test_equal_seeds_give_equal_intervals() -> None:
+def test_equal_seeds_give_equal_confidence_intervals() -> None:
     values = [i / 97 for i in range(97)]
     assert estimate(values, seed=1) == estimate(values, seed=1) != estimate(values, seed=2)
     assert bootstrap_interval([0.1, 0.9] * 300_000, seed=1) == pytest.approx((0.499, 0.501), abs=5e-4)
 
 
-def test_wilson_replaces_the_bootstrap_for_equal_values() -> None:
+def test_wilson_interval_replaces_the_bootstrap_if_all_values_are_equal() -> None:
     assert (estimate([0.0, 1.0, 1.0], seed=0).low, estimate([0.0, 1.0, 1.0], seed=0).high) == wilson_interval(2, 3)
     certain = estimate([1.0] * 20, seed=0)
     assert (certain.value, certain.high) == (1.0, 1.0) and certain.low == wilson_interval(20, 20)[0] < 0.9

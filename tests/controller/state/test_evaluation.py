@@ -1,4 +1,4 @@
-"""Tests of accepted evaluation answers and of their figures, against manual computation."""
+"""Tests of which evaluation answers are accepted, and of their figures, against manual computation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def result_of(evaluation: Evaluation, **at: int) -> EvaluationResult:
     return result
 
 
-def test_only_judged_answers_count() -> None:
+def test_accuracy_covers_only_problems_with_a_verdict() -> None:
     asked = evaluation(5, attempts=1)
     for index, given in enumerate([answer(0, correct=1), answer(1), answer(2, judged=0), None]):
         assert not asked.add(index, given, now=1.0 + index)
@@ -54,7 +54,7 @@ def test_only_judged_answers_count() -> None:
     assert result.at_least == pytest.approx(2 / 4), "who could not be judged says nothing, who failed is wrong"
 
 
-def test_unjudged_problem_counts_as_answered() -> None:
+def test_problem_without_a_verdict_counts_as_answered() -> None:
     asked = evaluation(2)
     asked.add(0, answer(0, correct=1), now=1.0)
     asked.add(1, answer(1, judged=0), now=1.0)
@@ -70,7 +70,7 @@ def test_failed_problem_is_retried_up_to_the_limit() -> None:
     assert (result_of(asked).accuracy, result_of(asked).incomplete) == (1.0, "1 of 2 problems had no answer")
 
 
-def test_first_answer_is_kept() -> None:
+def test_later_answers_to_an_answered_problem_are_ignored() -> None:
     asked = evaluation(2)
     asked.add(0, answer(0, correct=1), now=1.0)
     asked.add(0, answer(0), now=2.0)
@@ -87,7 +87,7 @@ def test_evaluation_without_answers_has_no_figures() -> None:
 
 
 @pytest.mark.parametrize("other", [{"versions": (4, 5)}, {"versions": (5, 6)}, {"versions": (6, 6)}, {"epoch": 2}])
-def test_answer_from_other_weights_is_retried_up_to_the_limit(other: dict[str, Any]) -> None:
+def test_answer_sampled_by_other_weights_is_retried_up_to_the_limit(other: dict[str, Any]) -> None:
     asked = evaluation(2, Pin.ENGINE, attempts=3)
     assert asked.add(0, answer(0, correct=1, **other), now=1.0)
     assert asked.add(0, answer(0, correct=1, **other), now=2.0)
@@ -100,7 +100,7 @@ def test_answer_from_other_weights_is_retried_up_to_the_limit(other: dict[str, A
     assert (result.version_min, result.version_max, result.steps_meanwhile) == (5, 5, 4)
 
 
-def test_any_weights_may_answer_without_a_pin() -> None:
+def test_answers_of_any_version_count_without_a_pin() -> None:
     asked = evaluation(1)
     assert not asked.add(0, answer(0, correct=1, versions=(3, 8), epoch=2), now=1.0)
     assert result_of(asked).accuracy == 1.0 and not result_of(asked).one_version
@@ -118,7 +118,7 @@ def test_questions_in_flight_stay_within_the_window() -> None:
     assert asked.to_ask(9) == []
 
 
-def test_pass_at_k_covers_problems_with_enough_samples() -> None:
+def test_pass_at_k_covers_only_problems_with_at_least_k_samples() -> None:
     asked = evaluation(4, samples=4, temperature=1.0, pass_at=(1, 2, 4), attempts=1)
     asked.add(0, answer(0, correct=1, judged=4), now=1.0)
     asked.add(1, answer(1, correct=0, judged=4), now=1.0)
@@ -127,14 +127,14 @@ def test_pass_at_k_covers_problems_with_enough_samples() -> None:
     result = result_of(asked, seed=3)
     assert result.accuracy == pytest.approx((1 / 4 + 0 + 1 / 2) / 3)
     assert [(each.k, each.problems) for each in result.pass_at] == [(1, 3), (2, 3), (4, 2)]
-    # k = 2 of 4 with one correct: 1 − C(3, 2)/C(4, 2) = 1 − 3/6; of 2 with one correct: always
+    # k = 2. Of 4 samples with one correct: 1 − C(3, 2)/C(4, 2) = 1 − 3/6. Of 2 samples with one correct: always.
     assert [each.value for each in result.pass_at] == pytest.approx([0.25, (0.5 + 0 + 1) / 3, 0.5])
     assert all(0.0 <= each.low <= each.value <= each.high <= 1.0 for each in result.pass_at)
     assert result_of(asked, seed=3) == result
 
 
 def of_two_sets(**plan: Any) -> Evaluation:
-    """Return an evaluation with two problems sampled once, and two sampled four times."""
+    """Return an evaluation of two sets: two problems with one sample each, and two problems with four samples each."""
     sets = (
         EvaluationSet(name="easy", problems=2, max_tokens=8),
         EvaluationSet(name="hard", place=1, problems=2, max_tokens=8, samples=4, temperature=1.0, pass_at=(4,)),
@@ -163,7 +163,7 @@ def test_sets_evaluated_together_have_their_own_figures() -> None:
     assert {easy.steps_meanwhile, hard.steps_meanwhile} == {2}
 
 
-def test_set_with_all_answers_is_complete_if_another_is_not() -> None:
+def test_set_with_all_answers_is_complete_even_if_another_set_is_not() -> None:
     asked = of_two_sets()
     asked.add(2, answer(2, correct=4, judged=4), now=1.0)
     asked.add(3, answer(3, correct=4, judged=4), now=1.0)

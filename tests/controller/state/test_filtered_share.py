@@ -1,4 +1,4 @@
-"""Tests of the filtered share: the estimate, its bound, and the time it saves a trainer that filters."""
+"""Tests of the filtered share: the estimate, its bound, and how much it shortens the wait of a trainer that filters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_initial_estimate_is_that_nothing_is_filtered() -> None:
     assert 0 < share.share < 0.2, "one step is no evidence yet"
 
 
-def test_estimate_converges_to_the_share_and_follows_it() -> None:
+def test_estimate_converges_to_the_filtered_share_and_follows_its_changes() -> None:
     share = FilteredShare()
     for _ in range(100):
         share.note_step(trained=8, filtered=24)
@@ -27,7 +27,7 @@ def test_estimate_converges_to_the_share_and_follows_it() -> None:
     assert share.share < 0.05
 
 
-def test_compensation_is_bounded() -> None:
+def test_number_of_extra_orders_is_bounded() -> None:
     share = FilteredShare(trained=1.0, filtered=10_000.0)
     assert share.expected(30, waiting=0, most=3.0) == 10
     assert share.expected(30, waiting=0, most=1.0) == 30, "1 compensates for nothing"
@@ -36,9 +36,10 @@ def test_compensation_is_bounded() -> None:
 
 
 def ticks(most: float, *, filtered: float, seed: int, steps: int = 200) -> tuple[int, int]:
-    """Return the ticks for `steps` steps, and the groups that became stale.
+    """Simulate `steps` steps; return how many ticks they take, and how many groups become stale.
 
-    An order takes three ticks and a step one; engines have room for all; k = 4, j = 1, four groups per step.
+    An order takes three ticks and a step takes one. Engines have room for all orders; k = 4, j = 1, four groups per
+    step.
     """
     noise, share, bounds, groups_per_step = random.Random(seed), FilteredShare(), StalenessBounds(1, 4), 4
     version = tick = stale = dropped = waiting = 0
@@ -69,7 +70,7 @@ def ticks(most: float, *, filtered: float, seed: int, steps: int = 200) -> tuple
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_compensation_halves_the_wait_if_three_of_four_groups_are_filtered(seed: int) -> None:
+def test_extra_orders_halve_the_trainers_wait_if_three_of_four_groups_are_filtered(seed: int) -> None:
     (without, _), (compensated, stale) = (ticks(most, filtered=0.75, seed=seed) for most in (1.0, 3.0))
     assert compensated < 0.5 * without
     assert stale < 0.25 * 4 * 200, "and most of what is sampled for it is trained"

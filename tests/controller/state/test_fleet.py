@@ -21,7 +21,7 @@ def serve(fleet: Fleet, url: str, version: int) -> None:
 
 @pytest.fixture
 def fleet() -> Fleet:
-    """Return a fleet in which A serves version 3, and B has joined and waits for weights."""
+    """Return a fleet in which engine A serves version 3, and engine B has joined and waits for weights."""
     made = Fleet(updates_to_expulsion=2)
     made.join(A, "1")
     serve(made, A, 3)
@@ -109,10 +109,10 @@ def test_every_cell_of_the_transition_table(fleet: Fleet, event: str, before: En
         max_size=60,
     )
 )
-def test_unproven_engine_never_serves(events: list[tuple[str, str, int, int]]) -> None:
+def test_engine_that_has_not_proven_its_weights_never_serves(events: list[tuple[str, str, int, int]]) -> None:
     """Check arbitrary event sequences, including reports of past memberships.
 
-    The test tracks which engines have received weights in this incarnation and epoch, and have proven exactly those.
+    The test tracks which engines have received weights in this incarnation and epoch, and then proven these weights.
     """
     fleet = Fleet()
     given: dict[str, tuple[int, int]] = {}  # version and membership of the last publication to this incarnation
@@ -198,11 +198,11 @@ def test_unproven_engine_never_serves(events: list[tuple[str, str, int, int]]) -
         ("engine-0", "engine-0"),
     ],
 )
-def test_urls_of_one_engine_are_equal(named: str, known: str) -> None:
+def test_urls_of_the_same_engine_are_normalised_to_one_form(named: str, known: str) -> None:
     assert base_url(named) == known
 
 
-def test_only_a_publication_and_its_proof_make_an_engine_healthy(fleet: Fleet) -> None:
+def test_only_a_publication_followed_by_its_proof_makes_an_engine_healthy(fleet: Fleet) -> None:
     assert (fleet.members(), fleet.serving(), fleet.to_verify()) == ([A, B], [A], [B])
     assert fleet.without_weights() == [B] and fleet.oldest_loaded() == 3
     fleet.on_published(B, 5, membership=fleet.membership)
@@ -214,7 +214,7 @@ def test_only_a_publication_and_its_proof_make_an_engine_healthy(fleet: Fleet) -
     assert fleet.members() == [A, B]
 
 
-def test_report_of_an_older_membership_is_ignored_for_later_engines(fleet: Fleet) -> None:
+def test_report_about_an_older_membership_is_ignored_for_engines_that_joined_later(fleet: Fleet) -> None:
     before = fleet.membership
     fleet.join(B, "2")
     fleet.on_published(B, 5, membership=before)
@@ -222,7 +222,9 @@ def test_report_of_an_older_membership_is_ignored_for_later_engines(fleet: Fleet
     assert fleet.without_weights() == [B] and lifecycle(fleet, B) is EngineLifecycle.JOINING
 
 
-def test_engine_with_failed_proof_waits_for_a_newer_version_and_is_expelled_the_second_time(fleet: Fleet) -> None:
+def test_engine_that_fails_its_canary_waits_for_a_newer_version_and_is_expelled_after_a_second_failure(
+    fleet: Fleet,
+) -> None:
     fleet.on_published(B, 3, membership=fleet.membership)
     assert fleet.canary_failed(B, 3, "0.5 nats off", membership=fleet.membership)
     assert lifecycle(fleet, B) is EngineLifecycle.DIRTY and fleet.members() == [A]
@@ -237,14 +239,14 @@ def test_engine_with_failed_proof_waits_for_a_newer_version_and_is_expelled_the_
     assert fleet.by_url[B].last_error == "0.5 nats off"
 
 
-def test_engine_with_failed_proof_is_retried_at_once_if_no_other_serves(fleet: Fleet) -> None:
+def test_engine_that_fails_its_canary_is_retried_at_once_if_no_other_engine_serves(fleet: Fleet) -> None:
     fleet.canary_failed(B, 3, "x", membership=fleet.membership)
     assert not fleet.answered(B, version=3)
     fleet.on_timeout(A, "gone")
     assert fleet.answered(B, version=3) and fleet.without_weights() == [B]
 
 
-def test_engine_with_failed_proof_is_retried_at_once_by_a_new_trainer(fleet: Fleet) -> None:
+def test_engine_that_failed_its_canary_is_retried_at_once_by_a_new_trainer(fleet: Fleet) -> None:
     """A new trainer's weights differ, even if their version number is the same."""
     fleet.canary_failed(B, 3, "x", membership=fleet.membership)
     fleet.begin_epoch()
@@ -252,7 +254,7 @@ def test_engine_with_failed_proof_is_retried_at_once_by_a_new_trainer(fleet: Fle
     assert fleet.answered(B, version=3)
 
 
-def test_engine_that_takes_weights_but_never_proves_them_is_expelled(fleet: Fleet) -> None:
+def test_engine_that_accepts_weights_but_never_proves_them_is_expelled(fleet: Fleet) -> None:
     for failures in range(1, fleet.updates_to_expulsion + 1):
         assert lifecycle(fleet, B) is EngineLifecycle.JOINING
         fleet.on_published(B, 3, membership=fleet.membership)
@@ -263,7 +265,7 @@ def test_engine_that_takes_weights_but_never_proves_them_is_expelled(fleet: Flee
     )
 
 
-def test_repeated_offer_only_updates_name_and_type(fleet: Fleet) -> None:
+def test_repeated_engine_offer_only_updates_name_and_type(fleet: Fleet) -> None:
     before = (fleet.membership, fleet.records())
     assert not fleet.join(A, "1") and not fleet.join(A) and not fleet.join(B, "1")
     assert (fleet.membership, fleet.records()) == before
@@ -271,7 +273,7 @@ def test_repeated_offer_only_updates_name_and_type(fleet: Fleet) -> None:
     assert (fleet.by_url[A].name, fleet.by_url[A].type, fleet.serving()) == ("engine-0", "torch", [A])
 
 
-def test_engine_named_by_an_operator_keeps_its_weights_at_its_own_offer() -> None:
+def test_engine_added_by_an_operator_keeps_its_weights_when_it_offers_itself() -> None:
     fleet = Fleet()
     assert fleet.join(A)
     serve(fleet, A, 1)
@@ -280,7 +282,7 @@ def test_engine_named_by_an_operator_keeps_its_weights_at_its_own_offer() -> Non
     assert fleet.join(A, "2")
 
 
-def test_failed_updates_lead_to_an_expulsion_that_offers_do_not_undo_at_once(fleet: Fleet) -> None:
+def test_repeated_update_failures_expel_an_engine_and_its_offers_do_not_readmit_it_at_once(fleet: Fleet) -> None:
     assert fail(fleet, A)
     assert lifecycle(fleet, A) is EngineLifecycle.DIRTY and fleet.members() == [B], (
         "it is not asked again before it answers"
@@ -307,14 +309,14 @@ def test_operator_or_new_incarnation_readmits_an_expelled_engine(fleet: Fleet, i
     assert lifecycle(fleet, A) is EngineLifecycle.JOINING and not fleet.by_url[A].to_stop
 
 
-def test_engine_that_restarts_while_draining_is_expelled_with_its_new_incarnation(fleet: Fleet) -> None:
+def test_engine_that_restarts_while_draining_is_expelled(fleet: Fleet) -> None:
     assert fleet.drain(A, now=1.0, by=5.0) and not fleet.drain(A, now=2.0, by=9.0)
     assert fleet.finishing() == [A, B] and fleet.is_draining(A)
     assert fleet.join(A, "2") and not fleet.join(A, "2")
     assert lifecycle(fleet, A) is EngineLifecycle.EXPELLED and fleet.by_url[A].to_stop
 
 
-def test_engine_that_misses_updates_because_of_others_is_never_expelled(fleet: Fleet) -> None:
+def test_engine_that_misses_updates_because_of_other_engines_is_never_expelled(fleet: Fleet) -> None:
     for version in range(3, 3 + 4 * fleet.updates_to_expulsion):
         assert fleet.update_missed(A, "16 joins wait for their peers", membership=fleet.membership)
         assert lifecycle(fleet, A) is EngineLifecycle.DIRTY
@@ -330,7 +332,7 @@ def expel_for_failures(fleet: Fleet, url: str) -> None:
     assert lifecycle(fleet, url) is EngineLifecycle.EXPELLED
 
 
-def test_expelled_engine_returns_after_a_rest_that_doubles(fleet: Fleet) -> None:
+def test_expelled_engine_returns_after_a_rest_that_doubles_each_time(fleet: Fleet) -> None:
     now = 100.0
     for rest_s in (30.0, 60.0, 120.0):
         expel_for_failures(fleet, B)
@@ -361,7 +363,7 @@ def test_permanently_failed_engine_stays_expelled_for_its_lifetime(fleet: Fleet,
     assert lifecycle(fleet, B) is EngineLifecycle.EXPELLED
 
 
-def test_incarnations_that_die_unproven_wait_ever_longer(fleet: Fleet) -> None:
+def test_new_incarnations_wait_longer_after_each_incarnation_that_dies_unproven(fleet: Fleet) -> None:
     now, waits = 0.0, []
     for life in range(2, 12):
         wait_s = fleet.offer_wait_s(B, f"{life}", now=now)
@@ -375,7 +377,7 @@ def test_incarnations_that_die_unproven_wait_ever_longer(fleet: Fleet) -> None:
     assert fleet.offer_wait_s(B, "13", now=now) == 0, "a proof forgives"
 
 
-def test_unproven_failing_engine_is_retried_at_growing_intervals() -> None:
+def test_failing_engine_that_never_proved_weights_is_retried_at_growing_intervals() -> None:
     fleet, now, waits = Fleet(updates_to_expulsion=9), 0.0, []
     fleet.join(A, "1")
     for _ in range(8):
@@ -398,7 +400,7 @@ def test_suspect_engine_keeps_its_weights(fleet: Fleet) -> None:
     assert fleet.membership == before
 
 
-def test_restarted_engine_has_lost_its_weights(fleet: Fleet) -> None:
+def test_engine_that_restarted_has_lost_its_weights(fleet: Fleet) -> None:
     before = fleet.membership
     assert fleet.restarted(A) and lifecycle(fleet, A) is EngineLifecycle.JOINING and fleet.membership == before + 1
     assert not fleet.restarted(B), "who waits for weights has none to lose"

@@ -38,7 +38,7 @@ def test_ledger_balances_after_any_history(history: list[tuple[str, int]]) -> No
 
 
 @given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30)), st.integers(0, 30), st.sets(st.integers(0, 30)))
-def test_unsettled_orders_are_those_that_have_not_ended(
+def test_unsettled_orders_are_failed_or_stale_and_missing_in_the_trainers_account(
     failed: set[int], outdated: set[int], frontier: int, beyond: set[int]
 ) -> None:
     report = ConsumedReport(frontier=frontier, beyond=sorted(beyond))
@@ -47,8 +47,8 @@ def test_unsettled_orders_are_those_that_have_not_ended(
     assert account.unsettled_stale == sorted(each for each in outdated if not has_ended(each, frontier, beyond))
 
 
-def test_failed_order_that_was_trained_counts_once() -> None:
-    """Another actor answered a second copy of the order, so the trainer's account decides."""
+def test_order_reported_as_failed_but_trained_counts_once() -> None:
+    """Another actor completed a second copy of the order, so the trainer's account decides how it ended."""
     account, ledger = IssuedLedger(), ConsumedLedger()
     for _ in range(3):
         account.next_index()
@@ -69,7 +69,7 @@ def test_inconsistent_account_is_rejected() -> None:
         account.update(ConsumedReport(trained=2, frontier=1))
 
 
-def test_resumed_account_reissues_unanswered_orders() -> None:
+def test_resumed_ledger_reissues_orders_that_have_not_ended() -> None:
     account, ledger = IssuedLedger(), ConsumedLedger()
     for _ in range(8):
         account.next_index()
@@ -83,8 +83,10 @@ def test_resumed_account_reissues_unanswered_orders() -> None:
     assert balanced(resumed)
 
 
-def test_groups_of_orders_newer_than_the_checkpoint_move_the_cursor() -> None:
-    """The snapshot is older than the groups in the stream: orders trained since are not issued again."""
+def test_groups_of_orders_issued_after_the_checkpoint_move_the_cursor() -> None:
+    """The snapshot is older than the groups in the stream. Orders that were trained in between must not be issued
+    again.
+    """
     resumed, ledger = IssuedLedger(cursor=4), ConsumedLedger()
     ledger.settle([0, 1, 2, 3, 6], GroupOutcome.TRAINED)
     resumed.update(consumed(ledger))
@@ -92,7 +94,7 @@ def test_groups_of_orders_newer_than_the_checkpoint_move_the_cursor() -> None:
     assert balanced(resumed)
 
 
-def test_lost_orders_are_those_in_flight() -> None:
+def test_only_orders_in_flight_can_be_lost() -> None:
     account, ledger = IssuedLedger(), ConsumedLedger()
     for _ in range(6):
         account.next_index()

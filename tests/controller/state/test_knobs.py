@@ -12,21 +12,21 @@ from pipelinerl.errors import RecipeError
 from tests.controller.world import knobs
 
 
-def test_numbers_may_be_text() -> None:
-    """The command line sends text and HTTP sends numbers, with the same meaning."""
+def test_numbers_may_be_given_as_text() -> None:
+    """The command line sends text and HTTP sends numbers; both mean the same."""
     given = {"j": "2", "k": "inf", "temperature": "0.5", "rollouts_per_step": "8"}
     assert knobs().patched(given) == knobs(j=2, k=math.inf, temperature=0.5, rollouts_per_step=8)
     assert type(knobs().patched({"j": "2"}).j) is int
 
 
-def test_json_form_can_be_patched_back() -> None:
+def test_knobs_in_json_form_are_a_valid_patch() -> None:
     for some in (knobs(), knobs(k=math.inf), knobs(j=3, k=7)):
         shown = some.to_json()
         assert "group_sizes" not in shown and "max_groups" not in shown and "k_finite" not in shown
         assert some.patched(shown) == some
 
 
-def test_k_must_be_finite_if_weights_are_kept_for_it() -> None:
+def test_k_must_be_finite_if_the_weights_of_k_versions_are_kept() -> None:
     assert knobs(k_finite=True).patched({"k": 400}).k == 400
     with pytest.raises(RecipeError, match=r"staleness.k must be a number with training.old_logprobs"):
         knobs(k_finite=True).patched({"k": "inf"})
@@ -50,7 +50,7 @@ def test_domain_weights_change_individually_or_as_a_table() -> None:
         ({"groups_in_flight": 0}, "groups_in_flight must be a positive number"),
     ],
 )
-def test_invalid_mixtures_are_rejected(change: dict[str, Any], sentence: str) -> None:
+def test_invalid_domain_weights_are_rejected(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
         knobs(domain_weights={"math": 1.0, "code": 2.0}).patched(change)
 
@@ -65,7 +65,7 @@ def test_j_and_k_change_together_or_not_at_all() -> None:
     "value", [None, [], {}, "", "1e999x", True, 10**400, math.nan, "nan", [[1]] * 10**5], ids=lambda v: type(v).__name__
 )
 @pytest.mark.parametrize("name", ["j", "k", "learning_rate", "preset"])
-def test_meaningless_values_get_a_short_error(name: str, value: Any) -> None:
+def test_meaningless_knob_values_get_a_short_error(name: str, value: Any) -> None:
     with pytest.raises(RecipeError) as refused:
         knobs().patched({name: value})
     assert str(refused.value).startswith((f"{name} must be", f"staleness.{name} must be"))
@@ -98,7 +98,7 @@ def test_numbers_that_journal_or_engines_cannot_represent_are_rejected(change: d
     assert str(refused.value) == sentence
 
 
-def test_step_must_fit_the_streams() -> None:
+def test_step_that_needs_more_groups_than_the_streams_allow_is_rejected() -> None:
     with pytest.raises(RecipeError, match="rollouts_per_step must be at most 100, the capacity of the streams"):
         knobs(max_groups=50).patched({"rollouts_per_step": 102})
     assert knobs(max_groups=50).patched({"rollouts_per_step": 100}).groups_per_step == 50
@@ -122,7 +122,7 @@ def test_only_k_may_be_infinite() -> None:
         ({"a": 4096, "b": 1}, 4096, 2),
     ],
 )
-def test_groups_per_step_follow_from_the_mean_group_size(sizes: dict[str, int], rollouts: int, groups: int) -> None:
+def test_groups_per_step_follows_from_the_mean_group_size(sizes: dict[str, int], rollouts: int, groups: int) -> None:
     made = knobs(domain_weights={"a": 1.0, "b": 1.0}, group_sizes=sizes, rollouts_per_step=rollouts)
     assert made.groups_per_step == groups
 

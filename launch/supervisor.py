@@ -49,7 +49,7 @@ _USER_ERROR = 2
 
 
 class RunOutcome(StrEnum):
-    """How a run ended, for its launcher."""
+    """The outcome of a run, as its launcher sees it."""
 
     COMPLETED = "completed"
     STOPPED = "stopped"
@@ -207,7 +207,7 @@ class Supervisor:
             time.sleep(_TICK_S)
 
     def _saves(self, now: float) -> bool:
-        """Return True while an interrupted run may go on to save its state. The first call asks the run to suspend."""
+        """Return True while an interrupted run may continue, to save its state. The first call asks it to suspend."""
         if self._interrupts > 1:
             return False
         if self._saved_by is None:

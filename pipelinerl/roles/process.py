@@ -1,4 +1,4 @@
-"""How a role's process starts and ends: its name, its peers' addresses, its secrets, its log, and its exit status.
+"""The start and end of a role's process: its name, its peers' addresses, its secrets, its log, and its exit status.
 
 The launcher and users start roles with the same arguments. A `UserError` is printed as one sentence on stderr and ends
 the process with status 2; any other exception leaves a traceback in the log and ends it with status 1.

@@ -86,7 +86,7 @@ def feed_until(
                     if stopping:
                         return
                     stop.wait(_POLL_S)
-        except Exception as error:  # third-party packages raise anything, and nobody else handles it
+        except Exception as error:  # third-party packages raise anything; nothing else handles it
             log.warning("%s: %s: %s; the run continues, retrying in %g s", name, type(error).__name__, error, pause_s)
         if stop.wait(pause_s):
             return

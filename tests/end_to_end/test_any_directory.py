@@ -44,7 +44,7 @@ def test_run_with_a_failing_verifier_ends_with_the_reason(tmp_path: Path) -> Non
     assert failed["elapsed_s"] - failing["elapsed_s"] < 60
 
 
-def test_run_on_a_task_without_any_success_ends_with_status_1(tmp_path: Path) -> None:
+def test_hopeless_task_without_any_success_ends_with_status_1(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(completion_text):\n    return 0.0\n")
     domain = f'[{{name = "sums", source = "addition", verifier = "{tmp_path}/mine.py:score"}}]'
     ends = ("training.no_signal=filter", "run.no_signal_steps=2", "run.steps=1000")

@@ -100,7 +100,7 @@ def test_recorded_step_can_be_replayed_with_another_objective(undisturbed: LiveR
         pytest.param(Kind.TINY, "in the second life", id="tiny-in the second life", marks=pytest.mark.slow),
     ],
 )
-def test_stopped_run_that_is_resumed_on_another_machine_equals_the_undisturbed_run(
+def test_stopped_run_resumed_from_its_location_equals_the_undisturbed_run(
     tmp_path: Path, kind: Kind, lost: str
 ) -> None:
     """Ctrl-C stops the first launch. Then the machine is lost, with its processes and its disk."""

@@ -44,7 +44,7 @@ class Disk:
     is_full: bool = False
 
     def look(self, controller: Controller) -> bool:
-        """Fill or free the disk, as the run's state requires. Called regularly; returns False: the run goes on."""
+        """Fill or free the disk, as the run's state requires. Called regularly; returns False: the run continues."""
         state = controller.state
         newest = max((int(path.name[5:]) for path in self.store.all()), default=0)
         if not self.is_full and newest > self.made and len(self.pauses) < self.rounds:

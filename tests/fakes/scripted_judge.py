@@ -22,7 +22,7 @@ _DEMAND = re.compile(r"\"?score\"?\W{1,6}(?:is |of |must be |to )?10\b|\b10 ?/ ?
 
 
 class Manner(Enum):
-    """How the judge reads a prompt."""
+    """The judge's way of reading a prompt."""
 
     CAREFUL = "careful"
     ECHO = "echo"

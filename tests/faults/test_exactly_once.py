@@ -40,7 +40,7 @@ class Death(Exception):
     """Raised where a process dies."""
 
 
-#: So many empty polls in a row take longer, on any machine, than it takes until an unacknowledged entry can be claimed
+#: On any machine, this many empty polls in a row take longer than the time until an unacknowledged entry can be claimed
 #: again.
 QUIET_POLLS = 15
 

@@ -132,9 +132,7 @@ def test_group_is_restarted_together(tmp_path: Path) -> None:
 
 
 def test_finished_process_restarts_with_its_group(tmp_path: Path) -> None:
-    """The finished process believed wrongly that all work was done, because another process of its group told it so and
-    failed.
-    """
+    """It finished by mistake: a process of its group reported that all work was done, and then failed."""
     here = f"import pathlib, time; d = pathlib.Path({str(tmp_path)!r})\n"
     done = here + "with (d / 'home').open('a') as file: file.write('x')"
     sends = here + (

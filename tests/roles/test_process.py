@@ -1,4 +1,4 @@
-"""How every role starts and ends: its secrets, its exit status, its message on stderr."""
+"""The start and end of every role: its secrets, its exit status, its message on stderr."""
 
 from __future__ import annotations
 

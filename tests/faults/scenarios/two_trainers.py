@@ -155,7 +155,10 @@ def stop(cluster: Cluster, pid: int, *, operation: str, points: int, up_to_s: fl
 def _is_stopped(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (FileNotFoundError, ProcessLookupError):  # the trainer has ended; whoever waits for it will report that
+    except (
+        FileNotFoundError,
+        ProcessLookupError,
+    ):  # the trainer has ended; the code that waits for it will report that
         return False
 
 

@@ -206,8 +206,8 @@ def test_dead_controller_without_restarts_ends_the_run_with_a_remedy(tmp_path: P
 
 
 def saved_to_its_last_step(run: LiveRun) -> int:
-    """Return the step at which a run was suspended. Assert that its state was saved then, although no checkpoint was
-    due.
+    """Return the step at which a run was suspended. Assert that its state was saved then, even if no checkpoint
+    was due.
     """
     events = read_events(run.directory / "events.jsonl")
     steps = [event["step"] for event in events if event["kind"] == "step"]

@@ -32,14 +32,14 @@ class Origin(StrEnum):
     """The source of the list of devices."""
 
     DRIVER = "driver"
-    """The driver, which counts in the order of the PCI bus."""
+    """The driver, which numbers GPUs in the order of the PCI bus."""
     VARIABLE = "variable"
-    """The user, by CUDA_VISIBLE_DEVICES."""
+    """The user, who set CUDA_VISIBLE_DEVICES."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisibleDevice:
-    """A GPU or an instance of one (MIG): its name in CUDA_VISIBLE_DEVICES, and its memory if known."""
+    """A GPU, or one MIG instance of a GPU: its name in CUDA_VISIBLE_DEVICES, and its memory if known."""
 
     name: str
     memory_mib: int | None = None
@@ -61,16 +61,19 @@ class Devices:
         return f"GPU {index}" if name == str(index) else f"GPU {index} ({name})"
 
     def environment(self, indices: Sequence[int]) -> Mapping[str, str]:
-        """Return the environment that shows a process these devices only; empty for a process that needs none."""
+        """Return the variables that make exactly these devices visible to a process; empty if the process needs no
+        variables.
+        """
         if not indices:
             return {}
         shown = {VARIABLE: ",".join(self.each[index].name for index in indices)}
-        # By default CUDA counts the fastest GPU first. The user's own indices keep their order.
+        # By default CUDA counts the fastest GPU first, whereas `nvidia-smi` counts by PCI bus. Indices that the user
+        # wrote in CUDA_VISIBLE_DEVICES keep the user's own order.
         return shown | ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.origin is Origin.DRIVER else {})
 
 
 def devices_for(config: RunConfig, environ: Mapping[str, str]) -> Devices:
-    """Return the devices of this machine that the run may use. Skip detection if nothing in the recipe could use a GPU.
+    """Return the devices of this machine that the run may use. Skip detection if the recipe uses no GPU.
 
     Raises:
         UserError: the driver does not answer in time, or CUDA_VISIBLE_DEVICES names a device that does not exist.
@@ -90,8 +93,8 @@ def read_devices(gpus: str, *, instances: str = "", visible: str | None = None) 
 
     Args:
         gpus: a line per GPU: index, UUID, memory in MiB, MIG mode.
-        instances: output of `nvidia-smi -L` if a GPU is divided (MIG); its instances are then the devices.
-        visible: CUDA_VISIBLE_DEVICES, whose names are kept; None if it is not set.
+        instances: output of `nvidia-smi -L` if a GPU is divided (MIG); its instances then replace the GPU in the list.
+        visible: CUDA_VISIBLE_DEVICES, whose names are kept; None if the variable is not set.
 
     Raises:
         UserError: `visible` names a device that does not exist.
@@ -116,7 +119,8 @@ def _named(rows: list[list[str]], visible: str) -> Iterator[VisibleDevice]:
             yield VisibleDevice(name)
             continue
         if name.isdecimal():
-            # CUDA_DEVICE_ORDER decides which GPU an index means, so its memory is known only if all GPUs have the same.
+            # CUDA_DEVICE_ORDER decides which GPU an index means. The memory of that GPU is known only if all GPUs have
+            # equally much.
             same = [row for row in rows if len(sizes) == 1 and row[3] != "Enabled"] if int(name) < len(rows) else None
         else:
             same = [row for row in rows if row[1].startswith(name)] or None
@@ -131,7 +135,7 @@ def _names_something(name: str) -> bool:
 
 
 def _instances_of(uuid: str, listing: str) -> list[str]:
-    """Return the UUIDs of one GPU's instances in the output of `nvidia-smi -L`."""
+    """Return the UUIDs of one GPU's MIG instances, from the output of `nvidia-smi -L`."""
     names: list[str] = []
     inside = False
     for line in listing.splitlines():
@@ -147,7 +151,7 @@ def _mebibytes(text: str) -> int | None:
 
 
 def _answer(command: Sequence[str]) -> str:
-    """Return the command's output; empty if it fails, which it does without a driver or a GPU."""
+    """Return the command's output; empty if the command fails, as it does without a driver or a GPU."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S)
     except subprocess.TimeoutExpired:
@@ -161,6 +165,6 @@ def _answer(command: Sequence[str]) -> str:
 def _from_proc(gpus: Path) -> Iterator[str]:
     """Yield lines like those of `nvidia-smi` from the driver's own files, without memory and instances."""
     folders = sorted(gpus.iterdir()) if gpus.is_dir() else []
-    for index, folder in enumerate(folders):  # named for their PCI address
+    for index, folder in enumerate(folders):  # each folder is named after the PCI address of its GPU
         uuid = re.search(r"GPU UUID:\s*(\S+)", (folder / "information").read_text())
         yield f"{index}, {uuid[1] if uuid else ''}, , "

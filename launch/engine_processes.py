@@ -1,10 +1,10 @@
 """`EngineProcesses`: starts and stops engines of a live run as its controller requests, and assigns devices to them.
 
-The controller's status lists the requested engines and those to stop, completely each time, so nothing is lost if the
-controller or the launcher is away for a while. The launcher owns the processes, which end with it. In a run on several
-hosts they are on the head.
+The controller's status always lists all requested engines and all engines to stop, so no request is lost while the
+controller or the launcher is down. The launcher owns the engines' processes, which end with it. In a run on several
+hosts, requested engines run on the head.
 
-Processes share a device only as far as their memory shares allow; a process without a share has its devices to itself.
+Processes share a device only if their memory shares allow it; a process without a share has its devices to itself.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pipelinerl.system.ports import free_ports
 
 @final
 class EngineProcesses:
-    """Makes the supervisor run the requested engines.
+    """Makes the supervisor run the engines that were requested of the live run.
 
     Args:
-        give_up: tells the controller that an engine cannot start; called with each status that still requests it.
+        give_up: tells the controller that an engine cannot start; called for each status that still requests it.
     """
 
     def __init__(self, supervisor: Supervisor, launch: Launch, *, give_up: Callable[[str], None]) -> None:
@@ -39,7 +39,7 @@ class EngineProcesses:
         }
 
     def follow(self, status: RunStatus) -> None:
-        """Start engines that were requested and do not run yet, and stop engines that are to stop."""
+        """Start engines that are requested but do not run yet, and stop engines that the status lists to be stopped."""
         for name in self._held.keys() & self._supervisor.ended:
             del self._held[name]
         for requested in status.fleet.requested:
@@ -53,7 +53,7 @@ class EngineProcesses:
             self._supervisor.stop_engine(name)
 
     def _start(self, requested: RequestedEngine) -> None:
-        """Start an engine on free devices. If a process that holds devices is stopping, wait for the next status."""
+        """Start an engine on free devices. If none are free but a process is stopping, wait for the next status."""
         on = self._take_devices(requested)
         if on is None and self._held.keys() & self._supervisor.stopping:
             return
@@ -64,13 +64,17 @@ class EngineProcesses:
             self._supervisor.add(spec)
 
     def _port(self) -> int:
-        """Return a free port that no process of the run was given: one that is down will bind its port again."""
+        """Return a free port that no process of the run was given: even a process that is down will bind its port
+        again.
+        """
         port = next(port for port in free_ports(len(self._ports) + 1) if port not in self._ports)
         self._ports.add(port)
         return port
 
     def _take_devices(self, requested: RequestedEngine) -> Assignment | None:
-        """Return devices for an engine, unused ones first; None if too few are free."""
+        """Return devices for an engine, the least used first; None if too few are free. Empty if the engine needs no
+        device.
+        """
         config = self._launch.config
         needs = config.gpus_of_engine(requested.type) if self._devices.each else 0
         if not needs:

@@ -25,7 +25,7 @@ _EXAMPLE: Final = "NAME, NAME=ADDRESS or NAME=ADDRESS:gpus=8,roles=engine+actor"
 
 
 class HostRole(StrEnum):
-    """A kind of process that a host may run; the others follow the head or the trainer."""
+    """A kind of process that a host may run. All other kinds run where the head or the trainer runs."""
 
     ENGINE = "engine"
     TRAINER = "trainer"
@@ -37,8 +37,8 @@ class Host:
     """One machine of a run.
 
     Attributes:
-        address: name or number that its processes bind and others connect to.
-        devices: GPUs that the run may use there; numbered only, unless it is this machine.
+        address: host name or IP address that its processes bind and others connect to.
+        devices: GPUs that the run may use there; only their number is known, unless the host is this machine.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Host:
         return f"{self.name}={self.address}:gpus={len(self.devices)},roles={'+'.join(sorted(self.roles))}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return a table for a file that other hosts read."""
+        """Return the host as a JSON table, for a file that other hosts read."""
         return {
             "name": self.name,
             "address": self.address,
@@ -73,7 +73,7 @@ LOCALHOST: Final = Host(name="localhost", address="127.0.0.1")
 
 
 def numbered_devices(count: int) -> Devices:
-    """Return GPUs of some machine by number, `count` of them."""
+    """Return `count` GPUs of any machine, known only by their indices."""
     return Devices(tuple(VisibleDevice(str(index)) for index in range(count)))
 
 
@@ -82,8 +82,8 @@ def read_hosts(config: RunConfig, words: Sequence[str], *, count: int | None, gp
 
     Args:
         words: one argument per host, in the form above.
-        count: only the number of hosts, which are then called host-0, host-1, …
-        gpus: GPUs of each host whose argument does not say so.
+        count: the number of hosts, if they are not named; they are then called host-0, host-1, …
+        gpus: GPUs of each host whose argument does not give their number.
 
     Raises:
         UserError: an argument has another form, two hosts share a name, or both words and a count are given.

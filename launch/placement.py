@@ -1,14 +1,15 @@
-"""The place of each process of a run: its host, its devices, and its share of their memory. Pure.
+"""The placement of each process of a run: its host, its devices, and its share of their memory. Pure.
 
-On one host with enough devices, each engine has its own, counted from the first, and the trainer has the last ones. All
-processes share a single device. With several devices, processes share one only if `launch.engine_devices` and
-`launch.trainer_devices` say so. Processes on a shared device get shares of its memory. Shares that the recipe leaves
-open are chosen so that a tenth of the memory stays free for CUDA's contexts and libraries.
+On one host with enough devices, each engine gets devices of its own, from the first on, and the trainer gets the
+last devices. If the host has a single device, all processes share it. With several devices, processes share a device
+only if `launch.engine_devices` and `launch.trainer_devices` say so. Processes on a shared device get shares of its
+memory. Shares that the recipe does not set are chosen so that a tenth of the memory stays free for CUDA's contexts and
+libraries.
 
 On several hosts (`spread`), the trainer is on the first host with room for it, on its last GPUs. A torch trainer that
-fits on no host is spread over them, rank by rank. Engines fill the other hosts first, from their first GPUs on; without
-GPUs they are assigned in turn. Actors and verifiers are assigned in turn to hosts with engines. Parameter servers are
-on the trainer's host, so uploads stay there. No GPU is shared.
+fits on no host is spread over them, rank by rank. Engines fill the hosts without the trainer first, each from its first
+GPUs on; without GPUs they are assigned in turn. Actors and verifiers are assigned in turn to hosts with engines.
+Parameter servers are on the trainer's host, so uploads stay there. No GPU is shared.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from pipelinerl.errors import RecipeError, UserError
 
 TRAINER: Final = "trainer"
 
-#: Fraction of a shared device's memory that is assigned if the recipe does not say how much.
+#: Fraction of a shared device's memory that its processes get together, if the recipe does not set every share.
 _GIVEN_OUT: Final = 0.9
-#: The trainer's part of it on a device that it shares with engines.
+#: Fraction of a device's memory that the trainer gets if it shares the device with engines.
 _TRAINERS: Final = 0.45
-#: Tolerance when sums of shares, which are decimal fractions, are compared.
+#: Tolerance for comparing sums of shares, because decimal fractions are not exact in binary.
 ROUNDING: Final = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The devices of one process, by index, and its share of each device's memory; None for all of it."""
+    """The devices of one process, by index, and its fraction of each device's memory; None for all of it."""
 
     indices: tuple[int, ...] = ()
     share: float | None = None
@@ -61,7 +62,7 @@ class Placement:
         return self.hosts[0]
 
     def of(self, process: str) -> Assignment:
-        """Return the devices of a process; none if it uses none."""
+        """Return the devices of a process; an assignment without devices if it uses no device."""
         return self.assignments.get(process, Assignment())
 
     def host_of(self, process: str) -> Host:
@@ -72,7 +73,7 @@ class Placement:
         """Return the host of that name.
 
         Raises:
-            UserError: there is none.
+            UserError: no host has that name.
         """
         for host in self.hosts:
             if host.name == name:
@@ -80,7 +81,7 @@ class Placement:
         raise UserError(f"this run has no host {name!r}; its hosts are {', '.join(host.name for host in self.hosts)}")
 
     def knowing(self, name: str, devices: Devices) -> Placement:
-        """Return the placement with the devices that a host has found in itself.
+        """Return the placement with the devices that the host `name` detected, in place of the planned ones.
 
         Raises:
             UserError: there is no such host, or it has fewer devices than planned.
@@ -148,7 +149,7 @@ def place(config: RunConfig, devices: Devices) -> Placement:
 
 
 def check_uses(config: RunConfig) -> None:
-    """Raise RecipeError for devices or shares of roles that never use a GPU."""
+    """Raise RecipeError if the recipe sets devices or memory shares for roles that never use a GPU."""
     engine, trainer, launch = config.engine, config.trainer, config.launch
     roles = (
         ("engine", engine, config.gpus_of_engine(), launch.engine_devices),
@@ -165,7 +166,7 @@ def check_uses(config: RunConfig) -> None:
 
 
 def _check_counts(config: RunConfig, devices: Devices) -> None:
-    """Raise RecipeError for named devices that do not exist, or whose number does not fit the process."""
+    """Raise RecipeError if the recipe names devices that do not exist, or more or fewer than the process needs."""
     named = config.launch.engine_devices
     if named and len(named) != config.engine.count:
         raise RecipeError(
@@ -204,7 +205,9 @@ def _explicit(config: RunConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _indices(config: RunConfig, devices: Devices) -> dict[str, tuple[int, ...]]:
-    """Return devices by process: those that the recipe names, then free ones for the others."""
+    """Return the device indices of each process: those that the recipe names, and free devices for the other
+    processes.
+    """
     named = {index for _, indices in _explicit(config) for index in indices}
     free = [index for index in range(len(devices)) if index not in named]
     each, trainers = config.gpus_of_engine(), config.gpus_of_trainer
@@ -239,14 +242,14 @@ def _too_few(config: RunConfig, devices: Devices, *, engines: int, trainer: int,
 
 
 def _there(devices: Devices) -> str:
-    """Return `is 1` or `are 4`, and whether CUDA_VISIBLE_DEVICES limits them."""
+    """Return `is 1` or `are 4`, and a hint if CUDA_VISIBLE_DEVICES limits the number."""
     count = len(devices)
     where = ", as CUDA_VISIBLE_DEVICES says" if devices.origin is Origin.VARIABLE else ""
     return (f"is {count or 'none'}" if count < 2 else f"are {count}") + where
 
 
 def _shares(config: RunConfig, indices: Mapping[str, tuple[int, ...]], devices: Devices) -> dict[str, float | None]:
-    """Return each process's share: the recipe's, else what the other processes on its devices leave."""
+    """Return each process's memory share: the recipe's, else an equal part of what the recipe's other shares leave."""
     requested = {name: _requested_share(config, name) for name in indices}
     shares = dict(requested)
     for index in range(len(devices)):
@@ -263,7 +266,9 @@ def _requested_share(config: RunConfig, name: str) -> float | None:
 
 
 def _divided(here: Sequence[str], requested: Mapping[str, float | None], *, label: str) -> dict[str, float]:
-    """Return the shares of one device. Open shares are equal, but the trainer gets up to half of all."""
+    """Return the shares of one device, by process. Those that the recipe leaves open are equal, but the trainer gets
+    up to half.
+    """
     stated = {name: share for name in here if (share := requested[name]) is not None}
     still_open = [name for name in here if name not in stated]
     left = (_GIVEN_OUT if still_open else 1.0) - sum(stated.values())
@@ -328,7 +333,7 @@ class _HostAllocator:
         self.assignments: dict[str, Assignment] = {}
 
     def place_trainer(self) -> list[str]:
-        """Assign hosts to the trainer's processes; return these hosts, rank 0's first."""
+        """Assign hosts to the trainer's processes; return these hosts' names, rank 0's host first."""
         config, able = self._config, self._able(HostRole.TRAINER)
         needs = config.gpus_of_trainer if self._computing else 0
         ranks = [TRAINER, *(f"{TRAINER}-rank-{rank}" for rank in range(1, config.trainer_processes))]
@@ -348,7 +353,9 @@ class _HostAllocator:
         return list(dict.fromkeys(self.host_by_process[rank] for rank in ranks))
 
     def place_engines(self, *, after: Sequence[str]) -> list[str]:
-        """Assign hosts to the engines, preferring hosts without the trainer (`after`); return these hosts."""
+        """Assign hosts to the engines; hosts in `after`, which the trainer uses, come last. Return the names of the
+        chosen hosts.
+        """
         config, able = self._config, self._able(HostRole.ENGINE)
         able = [name for name in able if name not in after] + [name for name in able if name in after]
         needs, count = config.gpus_of_engine() if self._computing else 0, config.engine.count
@@ -364,7 +371,9 @@ class _HostAllocator:
         return list(dict.fromkeys(self.host_by_process[f"engine-{number}"] for number in range(count)))
 
     def assign_in_turn(self, kind: str, count: int, role: HostRole, *, first: Sequence[str]) -> list[str]:
-        """Assign `count` processes without GPUs in turn to hosts that have the role; return the hosts that got some."""
+        """Assign `count` processes without GPUs in turn to hosts that have the role; return the names of the chosen
+        hosts.
+        """
         able = self._able(role)
         order = [name for name in first if name in able] or able
         self.host_by_process |= {f"{kind}-{number}": order[number % len(order)] for number in range(count)}

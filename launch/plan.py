@@ -8,13 +8,13 @@
                         └──▶ actor-0 … actor-M          ▶ = starts once the process before it is healthy
 
 Every process is `python -m pipelinerl.cli ROLE …`. `pipelinerl.roles.catalogue` describes each role: its options, its
-start and stop order, and what its exit means. Processes stop in the order actors, trainer, engines,
-parameter servers, controller, tracker and redis, so that each still finds the services that it needs. The controller's
-exit with status 0 completes the run; processes that die are restarted. Engines and trainer see only the GPUs that
-`launch.placement` assigns to them, and get their share of the memory if they share one.
+start and stop order, and what its exit means. Processes stop in the order actors, trainer, engines, parameter servers,
+controller, tracker and redis, so that each still finds the services that it needs. The run completes when the
+controller exits with status 0; other processes that die are restarted. Engines and trainer see only the GPUs that
+`launch.placement` assigns to them, and are given a fraction of the memory of a GPU that they share.
 
-On several hosts each process binds its host's address and is reached there. `Plan.of_host` is the share of one host;
-its supervisor waits for processes of other hosts through their health addresses.
+On several hosts each process binds its host's address and is reached there. `Plan.of_host` returns the processes of one
+host; its supervisor waits for processes of other hosts through their health addresses.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from pipelinerl.roles.role import REDIS_PASSWORD_VARIABLE, OnExit, Role, RoleOpt
 #: Up to this number of cores, pinning a process to its own core beats leaving it to the scheduler.
 _SMALL_MACHINE = 8
 
-#: How the threads of one process wait for each other. Many processes share few cores, so no thread spins for long. But
-#: threads that sleep are woken so slowly that two sleeping threads decode half as fast as one.
+#: How a process's threads wait for each other. A single thread sleeps, because many processes share few cores. Several
+#: threads spin briefly first: waking them is so slow that two sleeping threads decode half as fast as one.
 _ONE_THREAD = {"OMP_WAIT_POLICY": "PASSIVE"}
 _SEVERAL_THREADS = {"GOMP_SPINCOUNT": "20000"}
-#: By default the C library asks a name server twice, for 5 s each. torch's TCPStore looks up the name of each peer that
-#: connects, so these options bound the delay of a new weight group if no server knows the name.
+#: Limits each look-up of a host name to two tries of 1 s; the C library's default is two tries of 5 s. torch's TCPStore
+#: looks up the name of each peer that connects, so a name that no server knows delays every new weight group.
 _RESOLVER = "timeout:1 attempts:2"
 
 
@@ -56,8 +56,8 @@ class ProcessSpec:
             `redis://host:port/<password file>` to PING. None if the process is ready at once.
         after: names of the processes that must be healthy before this one is started.
         restarts: how often it may be restarted; uptime restores the budget.
-        stop_order: processes with lower numbers stop earlier; equal ones stop together.
-        group: if one process of a group dies, all of them are restarted.
+        stop_order: processes with lower numbers stop earlier; those with equal numbers stop together.
+        group: name of a group of processes; if one of them dies, all are restarted. None if it has no group.
         cpu: cores that it may run on; None for all.
         host: name of the host that it runs on.
     """
@@ -111,20 +111,22 @@ class Plan:
         raise KeyError(name)
 
     def of_host(self, host: str) -> Plan:
-        """Return the share of one host."""
+        """Return the plan of this host's processes; its `elsewhere` has the health addresses of processes on other
+        hosts.
+        """
         others = {spec.name: spec.health for spec in self.specs if spec.host != host and spec.health is not None}
         return Plan(tuple(spec for spec in self.specs if spec.host == host), others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One launch of a run: what its processes need to know.
+    """One launch of a run: the values from which the processes' command lines and environments are made.
 
     Attributes:
-        ports: by name of the process; the trainer's is where its processes meet. Without an embedded stream server
-            there is none for `redis`.
+        ports: port of each process that listens, by its name; at the trainer's port its ranks meet. Without an embedded
+            stream server, `redis` has no port.
         placement: of the processes that the run begins with.
-        cores: usable cores of this machine; none if the run is planned for other machines.
+        cores: usable cores of this machine; empty if the run is planned for other machines.
     """
 
     config: RunConfig
@@ -136,7 +138,7 @@ class Launch:
 
     @classmethod
     def on(cls, hosts: Sequence[Host], config: RunConfig, *, ports: Iterable[int], **rest: Any) -> Launch:
-        """Place the run on these hosts; `ports` gives as many ports as the run needs.
+        """Place the run on these hosts; `ports` must yield at least as many ports as the run needs.
 
         Raises:
             RecipeError: the recipe cannot be placed on the hosts.
@@ -150,11 +152,11 @@ class Launch:
         return self.run_dir / "tokens.json"
 
     def at(self, name: str) -> str:
-        """Return `host:port` of a process that listens."""
+        """Return `host:port` at which the named process listens."""
         return f"{self.placement.host_of(name).address}:{self.ports[name]}"
 
     def assignment_of(self, name: str) -> Assignment:
-        """Return the devices of a process; each rank of a trainer has one of its own, on its host."""
+        """Return the devices of a process; each rank of a trainer gets one device of the rank's own host."""
         on, rank = self.placement.of(name), rank_of(name)
         if rank is None or TRAINER not in self.ports or (rank and on.indices):
             return on
@@ -173,12 +175,12 @@ class Launch:
         after: Sequence[str] = (),
         **rest: object,
     ) -> ProcessSpec:
-        """Return a process in a role.
+        """Return the spec of a process that runs this role.
 
         Args:
             changes: changes of the recipe that this process alone gets.
             own: options that only this role has.
-            shown: environment that shows the process its devices.
+            shown: environment variables that limit the process to its devices.
             after: processes that it waits for in addition to those of its role.
             rest: fields of `ProcessSpec` that differ from the role's.
         """
@@ -189,7 +191,8 @@ class Launch:
             recipe=str(self.run_dir / "recipe.toml"),
             name=name,
             run_dir=self.run_dir,
-            # The address of the user's own server may hold a password, so processes read it from the recipe.
+            # The address of the user's own server may hold a password, so it is not on a command line: processes read
+            # it from the recipe.
             redis_url=f"redis://{self.at('redis')}/0" if streams else None,
             controller_url=f"http://{self.at('controller')}",
             token_file=self.token_file,
@@ -212,13 +215,17 @@ class Launch:
     def engine(
         self, name: str, *, port: int | None = None, type: str | None = None, on: Assignment | None = None
     ) -> ProcessSpec:
-        """Return an engine. With a type it was requested of a live run, which then continues if the engine fails."""
+        """Return the spec of an engine.
+
+        `type` is given only for an engine that was requested while the run is live. If such an engine fails, the run
+        continues.
+        """
         config, on = self.config, self.placement.of(name) if on is None else on
         engine_cores, _ = _pinning(config, self.cores)
         number = int(name.rpartition("-")[2])
         changes = _share_setting("engine.memory_share", on, config.engine.memory_share)
         if config.engine.options and type not in (None, config.engine.type):
-            changes += ("engine.options={}",)  # the recipe's options are for its own type
+            changes += ("engine.options={}",)  # the recipe's options are meant for its own engine type
         return self.spec(
             roles.engine,
             name,
@@ -231,7 +238,9 @@ class Launch:
         )
 
     def trainer(self) -> ProcessSpec:
-        """Return the trainer, or rank 0 of several processes; it waits for the parameter servers."""
+        """Return the spec of the trainer, or of rank 0 if it has several processes; it starts after the parameter
+        servers.
+        """
         several = TRAINER in self.ports
         _, cpu = _pinning(self.config, self.cores)
         servers = [roles.parameter_server.numbered(number) for number in range(self.config.servers_to_start)]
@@ -247,7 +256,9 @@ class Launch:
         )
 
     def trainer_rank(self, rank: int) -> ProcessSpec:
-        """Return a further process of the trainer, on a device of its own. It ends with rank 0, so it stops later."""
+        """Return the spec of a trainer's rank above 0, on a device of its own. The rank ends with rank 0, so it stops
+        later.
+        """
         name = roles.trainer_rank.numbered(rank)
         return self.spec(
             roles.trainer_rank,
@@ -272,7 +283,8 @@ class Launch:
         return self._shown(name, section.type, section.device, self.assignment_of(name))
 
     def _environment(self, shown: Mapping[str, str]) -> Mapping[str, str]:
-        # A role looks for the embedded server's password by itself only at this machine's loopback address.
+        # A role finds the embedded server's password without help only if the server is at this machine's loopback
+        # address.
         away = "redis" in self.ports and self.placement.head.address != LOCALHOST.address
         return {
             "OMP_NUM_THREADS": str(self.config.launch.threads),
@@ -285,7 +297,7 @@ class Launch:
         }
 
     def redis(self) -> ProcessSpec:
-        """Return the embedded stream server."""
+        """Return the spec of the embedded stream server."""
         health = f"redis://{self.at('redis')}{quote(str(self._redis_password))}"
         return self.spec(roles.redis, "redis", health=health)
 
@@ -294,10 +306,10 @@ class Launch:
         return self.run_dir / "redis" / "password"
 
     def _shown(self, name: str, type: str, device: str, on: Assignment) -> Mapping[str, str]:
-        """Return the environment that shows a process its devices."""
+        """Return the environment variables that limit a process to its devices."""
         devices = self.placement.host_of(name).devices
         if type == "jax" and device == "cpu" and devices.each:
-            return {"JAX_PLATFORMS": "cpu"}  # JAX takes memory of each GPU that it sees
+            return {"JAX_PLATFORMS": "cpu"}  # without this, JAX reserves memory on each GPU that it sees
         return devices.environment(on.indices)
 
 
@@ -308,7 +320,7 @@ def rank_of(name: str) -> int | None:
 
 
 def listening(config: RunConfig) -> Iterator[str]:
-    """Yield the names of the processes that need a port, in the order in which they get theirs."""
+    """Yield the names of the processes that need a port, in the order in which ports are assigned."""
     yield "controller"
     yield from map(roles.engine.numbered, range(config.engine.count))
     yield from ["redis"] if config.streams.redis_url is None else []
@@ -318,7 +330,7 @@ def listening(config: RunConfig) -> Iterator[str]:
 
 
 def processes_of(launch: Launch) -> Plan:
-    """Return the processes that the run begins with."""
+    """Return the plan of the processes that the run begins with."""
     config = launch.config
 
     def several(role: Role, count: int) -> Iterator[ProcessSpec]:
@@ -338,15 +350,16 @@ def processes_of(launch: Launch) -> Plan:
 
 
 def _share_setting(key: str, on: Assignment, recipes: float | None) -> tuple[str, ...]:
-    """Return the change of the recipe that gives a process its share of a device, unless the recipe does."""
+    """Return the change of the recipe that sets a process's memory share; empty if the recipe sets the same share."""
     return () if on.share in (None, recipes) else (f"{key}={on.share}",)
 
 
 def _pinning(config: RunConfig, cores: Sequence[int]) -> tuple[list[tuple[int, ...]], tuple[int, ...] | None]:
-    """Return cores for the engines, assigned in turn, and for the trainer, which gets the last core.
+    """Return cores for the engines, assigned in turn, and for the trainer, which gets the last core. No cores: not
+    pinned.
 
-    Decoding and training never rest. The scheduler often puts both on one core for a whole time slice, which shows up
-    as a pause of the engine. The other processes are light and run wherever there is room.
+    Decoding and training use a core all the time. The scheduler often puts both on one core for a whole time slice,
+    which shows up as a pause of the engine. The other processes are light and run on any core.
     """
     fits = 2 <= len(cores) <= _SMALL_MACHINE and config.launch.threads == 1
     if config.launch.pin == "none" or not fits:

@@ -1,9 +1,9 @@
 """One process of a run: runs in a process group of its own, logs to its file, and stops on request or by force.
 
-`start` returns at once. After `finish` no process of its group is alive. The supervisor does all the waiting.
+`start` returns at once. After `finish` no process of its group is alive. All waiting is in the supervisor.
 
 `RestartBudget` decides whether and when a dead process is restarted. It counts recent deaths: each `FORGIVEN_EVERY_S`
-of uptime forgives one. So a crash loop ends the run within seconds, while four unlucky kills in an hour do not.
+of uptime forgives one death. So a crash loop ends the run within seconds, while four unlucky kills in an hour do not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PROBE_TIMEOUT_S = 0.5
 _TAIL_BYTES = 32768
 _FIRST_BACKOFF_S: Final = 0.5
 _LONGEST_BACKOFF_S: Final = 30.0
-#: After this uptime a death is no crash loop, so the process restarts with the shortest delay.
+#: A process that was up for longer than this is not in a crash loop, so it restarts after the shortest delay.
 _SETTLED_S: Final = 10.0
 
 
@@ -47,17 +47,17 @@ class RestartBudget:
     unforgiven: float = 0.0
 
     def is_spent_by(self, up_s: float) -> bool:
-        """True if a death after `up_s` seconds exceeds the limit."""
+        """True if a death after `up_s` seconds of uptime exceeds the limit."""
         return self._after(up_s) > self.limit
 
     def died(self, up_s: float) -> float:
-        """Count a death after `up_s` seconds; return the delay of the restart in seconds."""
+        """Count a death after `up_s` seconds of uptime; return the seconds to wait before the restart."""
         before = round(max(0.0, self._after(up_s) - 1.0))
         self.deaths, self.unforgiven = self.deaths + 1, self._after(up_s)
         return _FIRST_BACKOFF_S if up_s > _SETTLED_S else min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2**before)
 
     def status(self, name: str) -> RestartStatus:
-        """Return the state for the run's status."""
+        """Return the budget's state under the process's name, for the status of the run."""
         return RestartStatus(name=name, deaths=self.deaths, unforgiven=self.unforgiven, limit=self.limit)
 
     def _after(self, up_s: float) -> float:
@@ -68,19 +68,19 @@ class State(StrEnum):
     """The state of a process, as the supervisor sees it."""
 
     WAITING = "waiting"
-    """for those that it is to start after"""
+    """Waits until the processes that must be healthy first are healthy."""
     STARTING = "starting"
     HEALTHY = "healthy"
     BACKING_OFF = "backing_off"
-    """died; is started again at `due`"""
+    """It died and is restarted at the time `due`."""
     STOPPING = "stopping"
-    """was stopped while the run goes on; is killed at `due`"""
+    """It was asked to stop while the run continues, and is killed at the time `due`."""
     ENDED = "ended"
 
 
 @final
 class Process:
-    """The current instance of a spec's process."""
+    """A process of the plan, through all its restarts."""
 
     def __init__(self, spec: ProcessSpec, logs: Path) -> None:
         self.spec = spec
@@ -93,7 +93,7 @@ class Process:
         self._child: subprocess.Popen[bytes] | None = None
 
     def start(self, now: float) -> int:
-        """Start it; return its process group."""
+        """Start the process; return the id of its process group."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         cores = ",".join(map(str, self.spec.cpu or ()))
         tie = [tied_process.__file__, str(os.getpid()), "SIGKILL", cores, "--"]
@@ -112,22 +112,22 @@ class Process:
         return self._child.pid
 
     def note(self, line: str) -> None:
-        """Append a line to its log."""
+        """Append a line to the process's log."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "a", opener=_private) as log:
             log.write(f"{line}\n")
 
     @property
     def pid(self) -> int | None:
-        """The process id, which is also the group's; None if it does not run."""
+        """The process id, which is also the group's; None if the process does not run."""
         return None if self._child is None else self._child.pid
 
     def exit_status(self) -> int | None:
-        """Return the exit status: None while it runs, negative if a signal ended it."""
+        """Return the exit status: None while the process runs, negative if a signal ended it."""
         return None if self._child is None else self._child.poll()
 
     def answers(self) -> bool:
-        """Return whether its health check succeeds now."""
+        """Return whether the process's health check succeeds now."""
         return self.spec.health is None or answers(self.spec.health)
 
     def ask_to_stop(self) -> None:
@@ -136,7 +136,7 @@ class Process:
             self._child.terminate()
 
     def finish(self) -> None:
-        """Kill what is left of its process group, and collect it."""
+        """Kill all remaining processes of the group, and collect the exit status."""
         if self._child is None:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -145,7 +145,9 @@ class Process:
         self._child = None
 
     def last_lines(self, count: int = 12) -> str:
-        """Return the end of its output since the last start, indented; JSON log lines are reduced to their message."""
+        """Return the last lines that the process wrote since its start, indented; JSON log lines are reduced to the
+        message.
+        """
         try:
             with self.log.open("rb") as log:
                 end = log.seek(0, os.SEEK_END)
@@ -158,7 +160,7 @@ class Process:
 
 
 def _private(path: str, flags: int) -> int:
-    """Open a log that only its owner may read, because a user's reward function prints into it."""
+    """Open a log that only its owner may read, because a user's reward function may print private data into it."""
     return os.open(path, flags, 0o600)
 
 
@@ -185,7 +187,7 @@ def answers(address: str) -> bool:
 
 
 def _plays_ping_pong(address: tuple[str, int], password: Path) -> bool:
-    """Return whether a stream server accepts that password there and has loaded its data."""
+    """Return whether the stream server at this address accepts the password and has loaded its data."""
     words = f"AUTH {password.read_text()}\r\nPING\r\n".encode()
     with socket.create_connection(address, _PROBE_TIMEOUT_S) as link, link.makefile("rb") as answers:
         link.sendall(words)

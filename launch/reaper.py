@@ -1,7 +1,8 @@
-"""Run by path next to a launcher: `python -S -E reaper.py`, with a pipe from the launcher as stdin.
+"""Kill the process groups of a launcher that has exited. Run by path: `python -S -E reaper.py`, with a pipe as stdin.
 
-It reads `+GROUP` and `-GROUP` lines: process groups that were started and that ended. The pipe closes when the launcher
-exits, even by SIGKILL. The reaper then kills the remaining groups, including grandchildren of the launcher.
+The launcher writes a line `+GROUP` for each process group that it starts, and `-GROUP` for each that ended. The pipe
+closes when the launcher exits, even by SIGKILL. The reaper then kills the remaining groups, including grandchildren of
+the launcher.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterable
 
 
 def reap(lines: Iterable[str]) -> None:
-    """Follow the lines to their end, then kill every group that is left."""
+    """Read the lines until the pipe closes, then kill every process group that has not ended."""
     groups: set[int] = set()
     for line in lines:
         group = int(line[1:])

@@ -1,8 +1,8 @@
 """The changes that `pipelinerl run --resume RUN section.key=value …` may make to a run's recipe, and their record.
 
-A checkpoint is tied to what its state was made with: the model, the objective, the problems drawn so far. Changes of
-these are rejected by name, with the reason; everything else may change. The changed recipe replaces `recipe.toml`. The
-comments at its top say what was changed at which step, and the report shows them.
+A checkpoint depends on the model, the objective, and the training problems drawn so far. Changes of the keys that
+determine these are rejected by name, with the reason; all other keys may change. The changed recipe replaces
+`recipe.toml`. The comments at its top say what was changed at which step, and the report shows them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _MADE_WITH: Final = "the trainer's state in the checkpoint was made with it"
 _STEPS: Final = "the steps taken so far were taken with it"
 _ASKED: Final = "accuracies before and after the change could not be compared"
 
-#: Why a key of the recipe cannot change on a resumed run. The longest matching prefix of a key decides.
+#: The reason why a key of the recipe cannot change on a resumed run, by prefix of the key. The longest matching prefix
+#: applies; an empty reason permits the change.
 BOUND: Final[Mapping[str, str]] = {
     "run": _MAY_CHANGE,
     "run.name": "it names the run's directory",
@@ -71,7 +72,7 @@ BOUND: Final[Mapping[str, str]] = {
     "launch": _MAY_CHANGE,
 }
 
-#: The recipe's key for each knob.
+#: The recipe's key for each knob, a setting that can be changed while a run is live.
 _KEY_OF_KNOB: Final[Mapping[str, str]] = {
     "j": "staleness.j",
     "k": "staleness.k",
@@ -88,7 +89,7 @@ def change_recipe(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
     """Return the recipe of the run in `run_dir` with these overrides; write nothing.
 
     Raises:
-        UserError: a change is not allowed on a resumed run, or not from this host; the message gives a reason for each.
+        UserError: a change is not allowed on a resumed run, or not on this host; the message gives a reason for each.
     """
     before, after = load_run(run_dir), load_run(run_dir, overrides)
     changed = differences(before, after)
@@ -146,7 +147,9 @@ def _flat(table: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _reason(key: str) -> str:
-    """Return why this key must not change; empty if it may. Keys of unknown sections must not."""
+    """Return why this key must not change on a resumed run; empty if it may. Keys of unknown sections must not
+    change.
+    """
     section, _, rest = key.partition(".")
     path = [section, *rest.split(".")] if rest else [section]
     if section in _LISTS_BY_NAME and len(path) > 1:
@@ -170,7 +173,7 @@ def _live_knobs(run_dir: Path) -> dict[str, str]:
 
 
 def _notes(recipe: Path) -> list[str]:
-    """Return the comments at the top of the file."""
+    """Return the comments at the top of the recipe file, which record earlier changes."""
     notes = []
     for line in recipe.read_text().splitlines():
         if not line.startswith("# "):

@@ -51,11 +51,13 @@ class ControllerCalls(Protocol):
         ...
 
     def remove_engine(self, engine: str) -> None:
-        """Remove an engine that cannot start. Raises UserError, also if the controller knows no such engine."""
+        """Remove an engine that cannot start. Raises UserError, also if the controller does not know the engine."""
         ...
 
     def suspend(self) -> None:
-        """End the run with its state saved. Raises UserError if the controller does not answer."""
+        """Ask the controller to save the run's state and end the run. Raises UserError if the controller does not
+        answer.
+        """
         ...
 
     def close(self) -> None:
@@ -63,7 +65,7 @@ class ControllerCalls(Protocol):
         ...
 
 
-#: Returns the client for a URL and a bearer token.
+#: Returns the client of the controller at a URL, with a bearer token.
 Connect = Callable[[str, str], ControllerCalls]
 
 
@@ -71,7 +73,7 @@ def prepare(config: RunConfig, *, claim: Callable[[RunConfig], bool], members: M
     """Make the directory of a run, ready for `resume`; return its path.
 
     Raises:
-        UserError: the run does not fit on these hosts. Nothing is made then.
+        UserError: the run does not fit on these hosts. In that case no directory is made.
     """
     spread(config, (this_machine(config),) if members is None else members.hosts)
     directory = run_directory.create(config, claim=claim)
@@ -81,7 +83,7 @@ def prepare(config: RunConfig, *, claim: Callable[[RunConfig], bool], members: M
 
 
 def resume(path: Path, *, connect: Connect) -> int:
-    """Run from the newest checkpoint, as the head of the run's hosts; return the exit status."""
+    """Run from the newest checkpoint, as the head of the run's hosts, until the run ends; return the exit status."""
     directory = run_directory.open_run(path)
     members = read_members(path)
     if members is not None:
@@ -93,7 +95,7 @@ def resume(path: Path, *, connect: Connect) -> int:
 
 
 def launch_on(members: Members, host: str, directory: RunDirectory) -> Launch:
-    """Return the launch of a run on several hosts as `host` sees it, which is this machine.
+    """Return the launch of a run on several hosts, seen from this machine, which is the host named `host`.
 
     Raises:
         UserError: the run has no such host, or this machine has fewer GPUs than the plan assigns to it.
@@ -108,7 +110,9 @@ def this_machine(config: RunConfig) -> Host:
 
 
 def describe_placement(config: RunConfig) -> str:
-    """Describe where the processes would compute, for `pipelinerl check`. The recipe may be for another machine.
+    """Describe which devices the processes would use here, for `pipelinerl check`.
+
+    The recipe may be meant for another machine.
 
     Raises:
         UserError: there are devices, and the recipe does not fit on them.
@@ -121,9 +125,9 @@ def describe_placement(config: RunConfig) -> str:
 
 
 def memory_limits(config: RunConfig) -> Mapping[str, int]:
-    """Return how many bytes the trainer and each engine may use of a device here, by kind.
+    """Return how many bytes the trainer and each engine may use of a device here, by kind of process.
 
-    Without GPUs, the key `all` has the memory of this host.
+    Without GPUs, the only key is `all`: the memory of this host, for all processes together.
 
     Raises:
         UserError: there are devices, and the recipe does not fit on them.
@@ -199,7 +203,7 @@ def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
 def show_end(result: RunResult, directory: RunDirectory, events: Sequence[Event], console: Console) -> None:
     """Show how the run ended and how to resume it; `events` are the events of this launch, possibly none."""
     kinds = {event["kind"] for event in events}
-    if kinds & {"step", "evaluation"}:  # otherwise there is nothing to draw, and drawing takes seconds
+    if kinds & {"step", "evaluation"}:  # without such an event there is nothing to draw, and drawing takes seconds
         try:
             _show_report(directory, console)
         except UserError as error:  # a missing report must not hide how the run ended
@@ -222,7 +226,9 @@ def _suspends(controller: ControllerCalls) -> bool:
 
 
 def _tell_nodes(head: HeadNode, directory: RunDirectory, result: RunResult) -> None:
-    """Tell the other nodes how the run ended. A suspended run has completed for its launcher, but not for the nodes."""
+    """Tell the other nodes how the run ended; a suspended run counts as stopped for them, as completed for its
+    launcher.
+    """
     if not head.leads:
         return
     last = tell(_events_of(directory)).finished or {}
@@ -289,7 +295,7 @@ class _StatusReader:
         return status
 
     def give_up(self, engine: str) -> None:
-        """Tell the controller at the next poll that a requested engine cannot start."""
+        """Make the next poll tell the controller that a requested engine cannot start."""
         self._given_up.add(engine)
 
     def _read(self) -> None:

@@ -60,10 +60,10 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory for this launcher, with a new bearer token.
+        """Lock the directory for this launcher, and write a new bearer token into it.
 
         Raises:
-            UserError: another launcher holds it.
+            UserError: another launcher has locked the directory.
         """
         lock = self.path / _LOCK
         try:
@@ -80,12 +80,14 @@ class RunDirectory:
 
 
 def _lock(path: Path) -> BaseFileLock:
-    """Return a lock that the kernel frees when its holder dies. A plain lock file would stay behind."""
+    """Return a lock that the kernel releases when the process that holds it dies. A plain lock file would stay
+    behind.
+    """
     return FileLock(path, timeout=0, mode=0o600, fallback_to_soft=False)
 
 
 def holder_of(path: Path) -> str | None:
-    """Return the process id of the launcher that holds the directory; None if there is none."""
+    """Return the process id of the launcher that has locked the directory; None if it is not locked."""
     lock = path / _LOCK
     if not lock.is_file():
         return None
@@ -97,7 +99,9 @@ def holder_of(path: Path) -> str | None:
 
 
 def namesakes(config: RunConfig) -> Iterator[Path]:
-    """Yield the directories of earlier runs of this name, without a gap: tiny, tiny-2, tiny-3, …"""
+    """Yield the directories of earlier runs of this name: tiny, tiny-2, tiny-3, … up to the first number that is
+    missing.
+    """
     for number in count(1):
         path = _numbered(config, number).run_directory
         if not os.path.lexists(path):
@@ -106,13 +110,13 @@ def namesakes(config: RunConfig) -> Iterator[Path]:
 
 
 def refuse_namesake(config: RunConfig, *, by_hand: Callable[[Path], str]) -> None:
-    """Return if no run of this name is live: a second run on this machine is rarely intended.
+    """Refuse to start if a run of this name is live: a second run on this machine is rarely intended.
 
     Args:
-        by_hand: describes who runs in a directory without a launcher; empty if nothing runs there.
+        by_hand: describes which process uses a directory without a launcher; empty if none does.
 
     Raises:
-        UserError: one is live; the message says what to type.
+        UserError: a run is live; the message lists the commands for it.
     """
     for path in namesakes(config):
         runner = f"process {pid}" if (pid := holder_of(path)) is not None else by_hand(path)
@@ -133,7 +137,7 @@ def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda con
     """Make the directory of a new run. If its name is taken, append a number: tiny, tiny-2, tiny-3, …
 
     Args:
-        claim: claims the name at other places that the run writes to; returns False if it is taken there.
+        claim: claims the name at other locations that the run writes to; returns False if another run has it there.
 
     Raises:
         UserError: the directory cannot be made.
@@ -162,7 +166,7 @@ def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda con
 
 
 def refuse_taken(path: Path) -> None:
-    """Return if a run can begin in this very directory.
+    """Refuse a path that a new run cannot use as its directory.
 
     Raises:
         UserError: the path exists.

@@ -49,7 +49,7 @@ _USER_ERROR = 2
 
 
 class RunOutcome(StrEnum):
-    """The outcome of a run for its launcher."""
+    """The outcome of a run, as its launcher sees it."""
 
     COMPLETED = "completed"
     STOPPED = "stopped"
@@ -58,7 +58,7 @@ class RunOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The end of a run: the outcome, a message that a user can act on, and the launcher's exit status."""
+    """The end of a run: how it ended, a message that a user can act on, and the launcher's exit status."""
 
     outcome: RunOutcome
     message: str
@@ -105,13 +105,13 @@ class Supervisor:
         self._on_end = on_end
         self._write_restarts = tell_restarts or partial(write_restarts, run_dir)
         self._elsewhere = dict(plan.elsewhere)
-        self._reached: set[str] = set()  # processes on other hosts that have answered
+        self._reached: set[str] = set()  # names of processes on other hosts whose health check has succeeded
         self._began_at = 0.0
         self._start_timeout_s = start_timeout_s
         self._grace_s = grace_s
         self._save_s = save_s
         self._suspend = suspend
-        self._saved_by: float | None = None  # deadline after a request to suspend
+        self._saved_by: float | None = None  # the time by which a run that was asked to suspend must have ended
         self._announce = announce
         self._on_tick = on_tick
         self._tick_every_s = tick_every_s
@@ -127,13 +127,13 @@ class Supervisor:
         with self._signals(), self._reaping():
             self._began_at = time.monotonic()
             try:
-                self._tell_restarts()  # replaces what an earlier launcher wrote
+                self._tell_restarts()  # overwrites the restarts that an earlier launcher wrote
                 self._watch()
                 assert self._result is not None
                 self._on_end(self._result)
             finally:
                 self._stop()
-        assert self._result is not None  # _watch returns with a result, or raises what on_tick raised
+        assert self._result is not None  # _watch returns once there is a result, or raises what on_tick raised
         return self._result
 
     @property
@@ -159,7 +159,7 @@ class Supervisor:
         return name in self._processes
 
     def add(self, spec: ProcessSpec) -> None:
-        """Run this process too, from the next tick on; called by `on_tick`."""
+        """Run this process too, from the next tick on. Only `on_tick` calls this."""
         if self.knows(spec.name):
             raise ValueError(f"process names must be unique, got {spec.name!r} again")
         self._announce(f"starting {spec.name}")
@@ -175,7 +175,7 @@ class Supervisor:
         self._spared.add(spec.name)
 
     def stop_engine(self, name: str) -> None:
-        """Stop this process for good if it runs; called by `on_tick`, any number of times."""
+        """Stop this process for good if it runs. Only `on_tick` calls this; repeated calls are harmless."""
         process = self._processes.get(name)
         if process is None or process.state in (State.STOPPING, State.ENDED):
             return
@@ -207,7 +207,7 @@ class Supervisor:
             time.sleep(_TICK_S)
 
     def _saves(self, now: float) -> bool:
-        """Return whether the run may continue after an interrupt, to save its state."""
+        """Return True while an interrupted run may continue, to save its state. The first call asks it to suspend."""
         if self._interrupts > 1:
             return False
         if self._saved_by is None:
@@ -243,7 +243,7 @@ class Supervisor:
             self._await_health(process, now)
 
     def _is_healthy(self, name: str, waiting: Process, now: float) -> bool:
-        """Return whether the process `name`, perhaps on another host, is ready for `waiting` to start."""
+        """Return True if the process `name` is healthy, so that `waiting` may start; `name` may run on another host."""
         if name in self._processes:
             return self._processes[name].state is State.HEALTHY
         if name in self._reached:
@@ -304,11 +304,11 @@ class Supervisor:
         self._tell_restarts()
 
     def _restart_with(self, died: Process) -> None:
-        """Restart the others of its group too, which would wait for the dead process forever."""
+        """Restart the other processes of its group as well: they would wait for the dead process forever."""
         for process in self._processes.values():
             if process is died or died.spec.group is None or process.spec.group != died.spec.group:
                 continue
-            if process.pid is not None or process.state is State.ENDED:  # an ended one may not be done
+            if process.pid is not None or process.state is State.ENDED:  # the group may need an ended process again
                 self._announce(f"restarting {process.spec.name} with it")
                 self._forget(process)
                 process.state, process.due = State.BACKING_OFF, died.due
@@ -366,7 +366,7 @@ class Supervisor:
 
     def _tell_reaper(self, sign: str, group: int) -> None:
         if self._reaper is not None:
-            with contextlib.suppress(BrokenPipeError):  # the reaper was killed; children are still tied to this process
+            with contextlib.suppress(BrokenPipeError):  # reaper killed: the kernel still ties children to this process
                 self._reaper.write(f"{sign}{group}\n")
                 self._reaper.flush()
 

@@ -1,4 +1,5 @@
 """Runs on several hosts: one supervisor per host (`node`), led by the head, and launchers that start the nodes.
 
-Slurm, Kubernetes and Ray add no rules of their own: each starts `pipelinerl node` on every host, and stops it.
+The launchers for Slurm, Kubernetes and Ray only start `pipelinerl node` on every host, and stop it; how nodes behave
+does not depend on them.
 """

@@ -20,7 +20,7 @@ import typer
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import UserError
 
-if TYPE_CHECKING:  # `pipelinerl --help` does not need them
+if TYPE_CHECKING:  # kept out of `pipelinerl --help`, which does not need these imports
     from launch.cluster.launchers import ClusterTarget
     from launch.cluster.membership import Members
     from launch.plan import Launch
@@ -60,7 +60,7 @@ Image = Annotated[str | None, typer.Option("--image", help="Container image with
 
 
 def elsewhere_of(on: str, members: Members | None, slurm_options: list[str] | None, image: str | None) -> ClusterTarget:
-    """Return where a run is to start, as `--on` says.
+    """Return the target of a run, as `--on` specifies it.
 
     Raises:
         UserError: the launcher is unknown, or the number of hosts is not given.
@@ -74,7 +74,7 @@ def elsewhere_of(on: str, members: Members | None, slurm_options: list[str] | No
 
 
 def refuse_hosts(resume: str, on: str | None, words: list[str] | None, count: int | None) -> None:
-    """Return if the command line of a resumed run names no hosts: the run has its own. Raises UserError otherwise."""
+    """Raise UserError if the command line of a resumed run names hosts: the run continues on its own hosts."""
     if on is not None or words or count is not None:
         raise UserError(
             f"--resume continues {resume} on its own hosts; remove --on, --host and --hosts. To use other hosts, start "
@@ -99,7 +99,7 @@ def members_of(
 
 
 def add_cluster_commands(app: typer.Typer, *, connect: Connect, claim: _Claim, refuse: _Refuse) -> None:
-    """Add the commands to the command line.
+    """Add the commands `plan` and `node` to the command line.
 
     Args:
         connect: makes the client of a run's controller.

@@ -36,7 +36,7 @@ _LOOK_S: Final = 0.05
 
 @final
 class HeadNode:
-    """The head's part of the launcher, made once the launcher holds the run's directory.
+    """The launcher's part that talks to the other nodes, made once the launcher has locked the run's directory.
 
     Args:
         members: the hosts of the run; None for a run on one machine.
@@ -72,7 +72,7 @@ class HeadNode:
                 )
 
     def follow(self, supervisor: Supervisor) -> None:
-        """Report that the head is up, and read the records of the others; called on each tick."""
+        """Report that the head is up, and read the other nodes' records; called on each tick of the supervisor."""
         now = time.monotonic()
         if self._record is None or now - self._looked_at < BEAT_S:
             return
@@ -93,12 +93,14 @@ class HeadNode:
             supervisor.end(RunOutcome.FAILED, failure)
 
     def tell_restarts(self, restarts: tuple[RestartStatus, ...]) -> None:
-        """Write the restarts of this host's processes and of the other nodes'. Raises OSError."""
+        """Write the restarts of this host's processes and of the processes on other nodes. Raises OSError."""
         self._restarts = restarts
         self._write_restarts()
 
     def end(self, result: RunResult) -> None:
-        """Tell the nodes how the run ended, and wait for them to stop: their processes need the head's streams."""
+        """Tell the nodes how the run ended, and wait for them to stop, because their processes need the head's
+        streams.
+        """
         if self._record is None:
             return
         with suppress(OSError):

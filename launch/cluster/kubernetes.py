@@ -36,9 +36,9 @@ from pipelinerl.observability.redaction import without_secrets
 
 #: Path of the recipe in a pod.
 RECIPE_FOLDER: Final = "/mnt/recipe"
-#: Time to stop processes, on top of `launch.save_s`.
+#: Seconds to stop processes, on top of `launch.save_s`.
 _GRACE_S: Final = 60
-#: Pods of one host that may fail on their own before its Job, and with it the run, fails.
+#: How many failed pods of one host are replaced. One more failure fails its Job, and with it the run.
 _RETRIES: Final = 6
 _APPLY_S: Final = 120.0
 _LABEL: Final = "pipelinerl.dev/run"
@@ -46,7 +46,8 @@ _HOST_LABEL: Final = "pipelinerl.dev/host"
 
 
 def manifests(config: RunConfig, members: Members, *, run_dir: Path, image: str) -> list[dict[str, Any]]:
-    """Return the objects of a run. Its directory is `run_dir` in every pod, below the mount of the shared volume.
+    """Return the Kubernetes objects of a run. Its directory is `run_dir` in every pod, below the mount of the shared
+    volume.
 
     Raises:
         UserError: Kubernetes does not accept the name of the run or of a host, or the recipe holds a password.
@@ -95,7 +96,7 @@ def manifest_text(objects: Sequence[Mapping[str, Any]], notes: Sequence[str] = (
 
 
 def notes_for(config: RunConfig) -> list[str]:
-    """Return what the user has to provide."""
+    """Return notes on what the user has to provide in the cluster."""
     name, url = config.run.name, config.streams.redis_url
     notes = [
         f"kubectl apply --filename this file; kubectl logs --follow job/{name}-HOST; kubectl delete --selector "
@@ -129,7 +130,7 @@ def apply(text: str, folder: Path, name: str) -> str:
 
 
 def _in_pods(host: Host, run: str) -> Host:
-    """Return the host with the name that the headless service gives its pod as address."""
+    """Return the host with the address that its pod has in the cluster: the pod's name at the headless service."""
     return Host(name=host.name, address=f"{host.name}.{run}", devices=host.devices, roles=host.roles)
 
 
@@ -138,7 +139,7 @@ def _object(api: str, kind: str, name: str, labels: Mapping[str, str], **rest: o
 
 
 def _listening(plan: Plan) -> dict[str, list[ProcessSpec]]:
-    """Return the processes that listen, by role."""
+    """Return the processes that have a health address, by role."""
     roles: dict[str, list[ProcessSpec]] = {}
     for spec in plan.specs:
         if spec.health is not None:
@@ -147,7 +148,9 @@ def _listening(plan: Plan) -> dict[str, list[ProcessSpec]]:
 
 
 def _role_service(run: str, role: str, specs: Sequence[ProcessSpec], labels: Mapping[str, str]) -> dict[str, Any]:
-    """Return the service of a role. It selects the role's host if there is one, else all hosts."""
+    """Return the Kubernetes service of a role. It selects the one host that runs the role, or all hosts if several
+    do.
+    """
     hosts = {spec.host for spec in specs}
     selector = dict(labels) | ({_HOST_LABEL: next(iter(hosts))} if len(hosts) == 1 else {})
     spec = {"selector": selector, "ports": [_port(each) for each in specs], "clusterIP": "None"}
@@ -155,7 +158,7 @@ def _role_service(run: str, role: str, specs: Sequence[ProcessSpec], labels: Map
 
 
 def _port(spec: ProcessSpec) -> dict[str, Any]:
-    """Return a service's port. Pods limit port names to 15 characters."""
+    """Return the service's port of a process. Pods limit port names to 15 characters, hence `weights`."""
     name = spec.name.replace("parameter-server", "weights")
     return {"name": name, "port": urlsplit(spec.health or "").port}
 
@@ -182,7 +185,7 @@ def _job(
     if len(host.devices):
         container["resources"] = {"limits": {"nvidia.com/gpu": len(host.devices)}}
     served = [spec for spec in share.specs if (spec.health or "").startswith("http")]
-    if served:  # the pod's own supervisor restarts processes, so no probe may kill the pod
+    if served:  # only a readiness probe: the supervisor in the pod restarts processes, so no probe may kill the pod
         probe = {"httpGet": {"path": "/health", "port": urlsplit(served[0].health or "").port}, "periodSeconds": 5}
         container["ports"] = [
             {"name": _port(spec)["name"][:15].rstrip("-"), "containerPort": _port(spec)["port"]} for spec in served
@@ -234,7 +237,7 @@ def _yaml(value: Any) -> Iterator[str]:
 
 
 def _entry(key: str, item: Any) -> Iterator[str]:
-    # A block keeps "\n" only, so text with other line separators becomes a JSON string.
+    # A YAML block keeps only "\n" as a line end, so text with other line separators is written as a JSON string.
     if isinstance(item, str) and "\n" in item and [*item.splitlines(), ""] == item.split("\n"):
         yield f"{key} |"
         yield from (f"  {line}" if line else "" for line in item.splitlines())

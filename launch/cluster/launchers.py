@@ -1,7 +1,7 @@
 """The launchers that start a run's nodes on other machines, chosen by `--on`.
 
-To add one: a member of `Launcher`, a line in `rendered`, a line in `start_on`, and a file that starts `pipelinerl node`
-on each host.
+To add a launcher, add a member of `Launcher`, a line in `rendered`, a line in `start_on`, and a file that starts
+`pipelinerl node` on each host.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def start_on(
     claim: Callable[[RunConfig], bool],
     announce: Callable[[str], None] = print,
 ) -> int:
-    """Start a run; return the exit status: 0 once it is submitted, or, under Ray, that of the finished run.
+    """Start a run; return the exit status: 0 once the run is submitted, or, under Ray, the status of the finished run.
 
-    Under Kubernetes the run's directory is on a volume of the cluster, where its head makes it.
+    Under Kubernetes the run's directory is on a volume of the cluster; the head makes the directory there.
 
     Raises:
-        UserError: it cannot start; the message says what to do.
+        UserError: the run cannot start; the message says what to do.
     """
     if where.by is Launcher.KUBERNETES:
         run_dir = config.run_directory

@@ -30,11 +30,11 @@ from pipelinerl.errors import UserError
 from pipelinerl.observability.status import RestartStatus
 from pipelinerl.system.files import write_private
 
-#: Interval of a node's heartbeats.
+#: Seconds between two heartbeats of a node.
 BEAT_S: Final = 1.0
-#: After this time without a heartbeat, a node or its file system is lost.
+#: After this many seconds without a heartbeat, a node (or its file system) counts as lost.
 SILENCE_S: Final = 20.0
-#: First port of a run on several hosts by default; below the range of outgoing connections.
+#: Default for the first port of a run on several hosts; below the range of ports for outgoing connections.
 FIRST_PORT: Final = 20000
 
 
@@ -43,16 +43,16 @@ class NodeState(StrEnum):
 
     UP = "up"
     FAILED = "failed"
-    """One of its processes failed for good, and with it the run."""
+    """One of its processes failed for good, which ends the whole run."""
     LEFT = "left"
-    """It was stopped while the run continues."""
+    """The node was stopped while the run continues."""
     ENDED = "ended"
-    """It stopped its share, because the run is over."""
+    """The node stopped its processes, because the run is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Members:
-    """The hosts of a run, the head first, and the first of its ports."""
+    """The hosts of a run, the head first, and the first of the run's ports."""
 
     hosts: tuple[Host, ...]
     first_port: int = FIRST_PORT
@@ -68,7 +68,9 @@ class Members:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRecord:
-    """The head's record: the launch's `id`, its hosts, and its result; None while it is under way."""
+    """The head's record: the launch's `id`, its hosts, and the result of the run; the result is None while it is under
+    way.
+    """
 
     id: str
     members: Members
@@ -76,7 +78,9 @@ class LaunchRecord:
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's record: its launch, its state, its restarts, and a counter (`beat`) that always changes."""
+    """A node's record: the launch it serves, its state, its restarts, and a counter (`beat`) that grows with each
+    write.
+    """
 
     launch: str
     beat: int
@@ -125,7 +129,7 @@ def read_launch(run_dir: Path) -> LaunchRecord | None:
 
 
 def folder_of(run_dir: Path) -> Path:
-    """Return the folder of these files."""
+    """Return the folder of the nodes' files."""
     return run_dir / "cluster"
 
 
@@ -142,7 +146,7 @@ def _members_of(table: Any) -> Members:
 
 @final
 class NodeFile:
-    """Writes one node's record; a record that cannot be written is written with the next heartbeat."""
+    """Writes one node's record; if a write fails, the next heartbeat repeats it."""
 
     def __init__(self, run_dir: Path, host: str, launch: str) -> None:
         self._path = node_path(run_dir, host)
@@ -150,7 +154,7 @@ class NodeFile:
         self._written_at = float("-inf")
 
     def beat(self) -> None:
-        """Write a heartbeat, unless the record was written a moment ago."""
+        """Write a heartbeat, unless the record was written less than `BEAT_S` ago."""
         if time.monotonic() - self._written_at >= BEAT_S:
             self._write()
 
@@ -178,7 +182,7 @@ def node_path(run_dir: Path, host: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class LastHeartbeat:
-    """The newest record of a node, and when this process saw it change."""
+    """The newest record of a node, and the time by this process's clock at which it last changed."""
 
     record: NodeRecord
     at: float
@@ -213,14 +217,14 @@ class OtherNodes:
         )
 
     def failure(self) -> str | None:
-        """Return why a node reports that the run failed; None if no node does."""
+        """Return the reason of a node that reports the run as failed; None if no node does."""
         for host, last in self.heartbeats.items():
             if last.record.state is NodeState.FAILED:
                 return f"on host {host}: {last.record.message}"
         return None
 
     def restarts(self) -> tuple[RestartStatus, ...]:
-        """Return the restarts of the nodes' processes."""
+        """Return the restarts of all the other nodes' processes."""
         return tuple(each for last in self.heartbeats.values() for each in last.record.restarts)
 
 

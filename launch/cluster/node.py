@@ -44,10 +44,10 @@ from launch.supervisor import RunOutcome, RunResult, Supervisor
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import UserError
 
-#: After this time without a heartbeat, the head is not coming back.
+#: After this many seconds without a heartbeat, a node assumes that the head will not come back.
 HEAD_S: Final = 600.0
 _LOOK_S: Final = 0.1
-#: A node that waits longer says so.
+#: A node that has waited for this many seconds says so.
 _SILENT_S: Final = 5.0
 
 
@@ -91,13 +91,13 @@ def run_node(
 
 
 def _in(run_dir: Path, config: RunConfig) -> RunConfig:
-    """Return the recipe with that run directory."""
+    """Return the recipe with `run_dir` as its run directory."""
     section = config.run.model_copy(update={"directory": run_dir.parent, "name": run_dir.name})
     return config.model_copy(update={"run": section})
 
 
 def serve_share(run_dir: Path, host: str, *, announce: Callable[[str], None] = print, head_s: float = HEAD_S) -> int:
-    """Run the share of `host` until the run is over; return the head's exit status.
+    """Run the processes of `host` until the run is over; return the head's exit status.
 
     Raises:
         UserError: there is no launch, the run has no such host, it has too few GPUs, or another node serves it.
@@ -119,7 +119,7 @@ def serve_share(run_dir: Path, host: str, *, announce: Callable[[str], None] = p
 
 @final
 class _Share:
-    """A host's share of one launch."""
+    """The processes of one host in one launch."""
 
     def __init__(
         self, run_dir: Path, host: str, record: LaunchRecord, announce: Callable[[str], None], head_s: float
@@ -150,7 +150,7 @@ class _Share:
         )
 
     def serve(self) -> RunResult:
-        """Run it until it ends or the launch does."""
+        """Run the processes until they or the launch end."""
         self._file.tell(NodeState.UP)
         result = self._supervisor.run()
         if result.outcome is not RunOutcome.FAILED or self._result is not None:
@@ -180,13 +180,16 @@ class _Share:
         self._supervisor.end(result.outcome, result.message)
 
     def _end(self, result: RunResult) -> None:
-        """Report a failure to the head before anything is stopped, since it ends the whole run."""
+        """Report a failure to the head before anything is stopped here, because the failure ends the whole run."""
         if self._result is None and result.outcome is RunOutcome.FAILED:
             self._file.tell(NodeState.FAILED, result.message)
 
 
 def _await_launch(run_dir: Path, host: str, announce: Callable[[str], None], head_s: float) -> LaunchRecord:
-    """Wait for a launch that is under way or completed. A launch that stopped or failed may be followed by another."""
+    """Return the record of a launch that is under way or completed, once there is one.
+
+    A launch that stopped or failed is ignored, because another may follow.
+    """
     began = time.monotonic()
     deadline, tell_at = began + head_s, began + _SILENT_S
     while True:
@@ -206,10 +209,10 @@ def _await_launch(run_dir: Path, host: str, announce: Callable[[str], None], hea
 
 @contextmanager
 def _claimed(run_dir: Path, host: str) -> Iterator[None]:
-    """Hold the host's place in the run.
+    """Lock the host's name in the run, so that only one node serves it.
 
     Raises:
-        UserError: another node holds it.
+        UserError: another node has locked it.
     """
     lock = FileLock(folder_of(run_dir) / f"node-{host}.lock", timeout=0, mode=0o600, fallback_to_soft=False)
     try:

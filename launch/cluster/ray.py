@@ -39,9 +39,9 @@ from pipelinerl.system import tied_process
 PLACED_S: Final = 120.0
 _ASK_S: Final = 60.0
 _LOOK_S: Final = 1.0
-#: Delay before a new actor is requested in place of one that never ran.
+#: Seconds before a new actor is requested in place of an actor that never ran.
 _AGAIN_S: Final = 2.0
-#: Time to stop processes, on top of `launch.save_s`.
+#: Seconds to stop processes, on top of `launch.save_s`.
 _STOP_S: Final = 10.0
 
 
@@ -71,7 +71,9 @@ class NodeProcess:
         return str(_ray().util.get_node_ip_address())
 
     def serve(self, words: Sequence[str], output: str) -> int:
-        """Run `pipelinerl node` with these arguments until it ends; return its exit status."""
+        """Run `pipelinerl node` with these arguments, its output going to the file `output`; return the node's exit
+        status.
+        """
         tie = [tied_process.__file__, str(os.getpid()), "SIGTERM", "", "--"]
         command = [sys.executable, "-S", "-E", *tie, sys.executable, "-m", "pipelinerl.cli", "node", *words]
         with open(output, "ab") as log:
@@ -82,13 +84,13 @@ class NodeProcess:
 def run_on_ray(
     address: str | None, config: RunConfig, members: Members, run_dir: Path, announce: Callable[[str], None]
 ) -> int:
-    """Run until the run is over; return the head's status.
+    """Run until the run is over; return the exit status of the head's node.
 
     Args:
-        address: address of a cluster; None for the one on this machine.
+        address: address of a cluster; None for the cluster on this machine.
 
     Raises:
-        UserError: ray is not installed, no cluster answers, or it cannot hold the hosts.
+        UserError: ray is not installed, no cluster answers, or the cluster cannot hold the hosts.
     """
     ray = _ray()
     try:
@@ -127,7 +129,7 @@ class _Nodes:
         self._kill_at = float("inf")
 
     def run(self) -> int:
-        """Start all nodes, and restart those that die."""
+        """Start all nodes, and restart those that die; return the exit status of the head's node."""
         before = [(each, signal.signal(each, self._interrupted)) for each in (signal.SIGINT, signal.SIGTERM)]
         try:
             self._begin_all()
@@ -135,7 +137,7 @@ class _Nodes:
                 for reference in self._ready():
                     if reference in self._locating:
                         self._located(self._locating.pop(reference), reference)
-                    elif reference in self._serving:  # false if all nodes restarted meanwhile
+                    elif reference in self._serving:  # not if all nodes were restarted meanwhile
                         status = self._ended(self._serving.pop(reference), reference)
                         if status is not None:
                             return status
@@ -167,9 +169,9 @@ class _Nodes:
         )
 
     def _ready(self) -> list[Any]:
-        """Return the references that are ready, waiting up to `_LOOK_S` for one."""
+        """Return the Ray references that have a result; wait up to `_LOOK_S` seconds for the first."""
         awaited = [*self._locating, *self._serving]
-        if not awaited:  # Ray refuses to wait for nothing
+        if not awaited:  # Ray rejects an empty list of references
             time.sleep(_LOOK_S)
             return []
         done, _ = self._ray.wait(awaited, num_returns=1, timeout=_LOOK_S)
@@ -194,7 +196,9 @@ class _Nodes:
         self._locating[actor.address.remote()] = name
 
     def _located(self, name: str, reference: Any) -> None:
-        """Handle an actor's address, or its failure: its machine was lost, and Ray had not noticed yet."""
+        """Handle the address that an actor reports, or retry if the actor failed: Ray had not noticed that its machine
+        is lost.
+        """
         try:
             address = str(self._ray.get(reference, timeout=_ASK_S))
         except self._ray.exceptions.RayActorError:
@@ -206,7 +210,7 @@ class _Nodes:
             self._begin_all()
             return
         self._hosts[name] = replace(self._members.hosts[self._number(name)], address=address)
-        if len(self._hosts) == len(self._members.hosts):  # each node needs the addresses of all
+        if len(self._hosts) == len(self._members.hosts):  # a node starts only once the addresses of all hosts are known
             for each in set(self._actors) - {*self._serving.values(), *self._locating.values(), *self._due}:
                 self._serve(each)
 
@@ -222,7 +226,7 @@ class _Nodes:
         self._serving[self._actors[name].serve.remote(words, str(output))] = name
 
     def _ended(self, name: str, reference: Any) -> int | None:
-        """Handle the end of a node or its machine; return the run's exit status if it is over."""
+        """Handle the end of a node or of its machine; return the run's exit status if the run is over."""
         head = self._members.hosts[0].name
         try:
             status = int(self._ray.get(reference, timeout=_ASK_S))
@@ -247,7 +251,7 @@ class _Nodes:
         self._interrupts += 1
 
     def _suspend(self) -> None:
-        """Ask the run to save its state; the head ends with it."""
+        """Ask the run to save its state; the head's node ends once that is done."""
         self._announce("saving; press Ctrl-C again to kill at once")
         self._kill_at = time.monotonic() + self._config.launch.save_s + _STOP_S
         words = [sys.executable, "-m", "pipelinerl.cli", "stop", str(self._run_dir), "--suspend"]
@@ -258,7 +262,7 @@ class _Nodes:
 
 
 def _ray() -> Any:
-    """Return the library, which is an extra.
+    """Return the `ray` package, an optional dependency.
 
     Raises:
         UserError: it is not installed.

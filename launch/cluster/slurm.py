@@ -28,7 +28,7 @@ from launch.hosts import Host
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import UserError
 
-#: Time for the suspend command and for stopping processes, on top of `launch.save_s`.
+#: Seconds for the suspend command and for stopping processes, on top of `launch.save_s`.
 _NOTICE_S: Final = 60
 _SUBMIT_S: Final = 60.0
 
@@ -95,7 +95,7 @@ def slurm_script(config: RunConfig, members: Members, *, run_dir: Path, extra: S
         extra: the user's options for sbatch, such as `--partition=gpu`.
 
     Raises:
-        UserError: the hosts differ in GPUs and are not named, so Slurm cannot be asked for them.
+        UserError: the hosts have different numbers of GPUs and no names, so one sbatch request cannot describe them.
     """
     hosts = members.hosts
     named = not all(re.fullmatch(r"host-\d+", host.name) for host in hosts)

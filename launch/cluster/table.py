@@ -1,6 +1,6 @@
 """A plan for people and for programs: which process runs where, with which ports, devices, environment and rules.
 
-The output holds no secrets: tokens and passwords are named by their files.
+The output holds no secrets: a token or password appears only as the path of its file.
 """
 
 from __future__ import annotations

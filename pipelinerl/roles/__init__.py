@@ -1,1 +1,3 @@
-"""Composition roots: one file per process of a run, where parts that do not know each other are joined."""
+"""Composition roots: one file per kind of process, which builds the process from parts that do not import each
+other.
+"""

@@ -1,7 +1,7 @@
 """An actor's process: streams, engine pool, verifiers, episodes and their gateway.
 
-The actor claims no order before the controller has named the engines. An actor that cannot reach the controller
-therefore takes no work from others, and an actor may start before the controller.
+The actor claims no prompt order before it knows the run's engines from the controller. So an actor that cannot reach
+the controller takes no work from other actors, and an actor may start before the controller.
 
 | waits for | at most | who unblocks it |
 |---|---|---|
@@ -34,14 +34,15 @@ from pipelinerl.verifiers.worker_pool import default_workers
 
 log = logging.getLogger("pipelinerl")
 
-#: The actor that breaks ties between engines by their names; every other actor has an order of its own.
+#: The actor that chooses among equally busy engines by their names. Every other actor ranks engines in its own way,
+#: so that actors do not all choose the same.
 _FIRST = "actor-0"
-#: Interval between requests for the actor's assignment.
+#: Seconds between requests for the actor's assignment.
 REFRESH_S = 0.5
 
 
 async def run(identity: Identity) -> None:
-    """Work until the process is stopped."""
+    """Sample and verify rollouts until the process is stopped."""
     config = identity.config
     services = _verifier_services(identity)
     verifiers = _verifiers(identity, services)
@@ -96,24 +97,28 @@ async def run(identity: Identity) -> None:
 def _with_gateway(
     pool: EnginePool, domains: Mapping[str, EpisodeDomain], *, attempts: int
 ) -> tuple[AbstractAsyncContextManager[None], Episodes | None]:
-    """Return the gateway of episodes, to be entered, and their player; nothing without environments."""
+    """Return the gateway of episodes, a context to enter, and the player that uses it. Without domains, an empty
+    context and None.
+    """
     if not domains:
         return nullcontext(), None
-    from pipelinerl.environments.gateway import Gateway  # imports a server's libraries, which other actors do not need
+    from pipelinerl.environments.gateway import Gateway  # imports an HTTP server, needed only here
 
     gateway = Gateway()
     return gateway.serve(), Episodes(gateway, pool, domains, attempts=attempts)
 
 
 def _verifier_services(identity: Identity) -> VerifierServices:
-    """Return the run's verifier services, which are not known yet and stay unused if actors judge by themselves."""
+    """Return the pool of verifier services. It is empty until the first assignment, and always if actors judge by
+    themselves.
+    """
     section = identity.config.verification
     patience = ServicePatience(grace_s=section.grace_s, silence_s=section.silence_s, timeout_s=section.timeout_s)
     return VerifierServices(token=identity.token, patience=patience)
 
 
 def _verifiers(identity: Identity, services: VerifierServices) -> dict[str, GroupVerifier]:
-    """Return what judges each domain: verifier services, or this process's own workers."""
+    """Return the verifier of each domain: a client of the verifier services, or one that runs in this process."""
     config = identity.config
     judged = [domain for domain in config.domains if domain.has_verifier]
     if config.verification.uses_services:
@@ -123,9 +128,9 @@ def _verifiers(identity: Identity, services: VerifierServices) -> dict[str, Grou
 
 
 async def _start(judges: Sequence[GroupVerifier | GroupFilter | Player]) -> None:
-    """Start judges and players, with as many starting at once as there are workers by default.
+    """Start the verifiers, the filter and the player before the first step. At most `default_workers()` start at once.
 
-    Otherwise a domain that starts slowly would be missing from the first steps. Each start has its own timeout.
+    Without this, a domain that starts slowly would be missing from the first steps. Each start has its own timeout.
     """
     at_once = asyncio.Semaphore(default_workers())
 
@@ -139,9 +144,9 @@ async def _start(judges: Sequence[GroupVerifier | GroupFilter | Player]) -> None
 async def _follow_controller(
     identity: Identity, pool: EnginePool, actor: Actor, assigned: asyncio.Event, services: VerifierServices
 ) -> None:
-    """Follow the controller's assignment: engines, services, concurrency and freshness.
+    """Apply the controller's assignment repeatedly: engines, verifier services, concurrency and freshness.
 
-    An assignment holds until the next one.
+    An assignment is valid until the next arrives, so an actor continues to work while the controller is down.
 
     Raises:
         AddressError: the controller refuses the token.

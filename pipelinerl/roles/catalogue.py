@@ -12,7 +12,7 @@ import typer
 from pipelinerl.config import recipe as recipes
 from pipelinerl.roles.role import RESTARTED_VARIABLE, OnExit, Role, RoleOptions
 
-if TYPE_CHECKING:  # it imports the streams, which `pipelinerl --help` does not need
+if TYPE_CHECKING:  # imports the streams, which `pipelinerl --help` does not need
     from pipelinerl.roles.process import Identity
 
 
@@ -105,7 +105,7 @@ def trainer(options: RoleOptions) -> None:
 
 @partial(
     Role, name="tracker", on_exit=OnExit.SPARE, stop_order=5
-)  # after the controller, whose last events it forwards
+)  # the tracker stops after the controller, whose last events it forwards
 def tracker(options: RoleOptions) -> None:
     """Forward the run's figures to the recipe's trackers (TensorBoard, W&B, trackio); the run does not wait for it."""
     from pipelinerl.roles import tracker_role
@@ -121,7 +121,7 @@ def _run(
     run_until_signalled(main, identity_of(options, changes))
 
 
-#: In the order in which `pipelinerl --help` lists them.
+#: All roles, in the order in which `pipelinerl --help` lists them.
 ROLES: Final[tuple[Role, ...]] = (
     trainer_rank, redis, controller, engine, parameter_server, verifier, actor, trainer, tracker,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The controller's process: streams, problem sources, HTTP routes, event log."""
+"""The controller's process: streams, mixtures of problems, HTTP routes, event log."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ from pipelinerl.system.files import write_private
 from pipelinerl.system.http_service import listen, serve_until, url_of
 from pipelinerl.training.checkpoints.manifest import TrainingState
 
-#: How long to look for a live controller: at least one heartbeat of an actor that works for it.
+#: Seconds to look for signs of another live controller: long enough for one heartbeat of an actor that works for it.
 _LOOK_S: Final = 5.0
-#: Hosts of a stream server that mean the local machine; None is a socket in the file system.
+#: Hosts in a stream server's URL that mean this machine; None stands for a Unix socket.
 _LOCAL_HOSTS: Final = (None, "127.0.0.1", "::1", "localhost")
 
 log = logging.getLogger("pipelinerl")
@@ -73,7 +73,9 @@ def build_controller(config: RunConfig, restored: TrainingState | None) -> Contr
 
 
 def overruled(config: RunConfig, knobs: Knobs) -> list[str]:
-    """Return a sentence for each knob that was changed while the run was live and differs from the recipe."""
+    """Return a sentence for each knob that was changed while the run was live and that the recipe now sets
+    differently.
+    """
     recipe = knobs_of(config).to_json()
     return [
         f"{name} is {value}, set while the run was live; the recipe has {recipe[name]}; change it with "
@@ -109,7 +111,7 @@ def settings_of(config: RunConfig) -> ControllerSettings:
 
 
 def plan_of(config: RunConfig, sets: Iterable[HeldOutSet]) -> EvaluationPlan:
-    """Return the plan of an evaluation of these sets."""
+    """Return the plan of an evaluation on these sets of problems."""
     return EvaluationPlan(
         sets=tuple(
             EvaluationSet(
@@ -133,7 +135,8 @@ def plan_of(config: RunConfig, sets: Iterable[HeldOutSet]) -> EvaluationPlan:
 async def run(identity: Identity, *, start: Start) -> None:
     """Serve until the run is over or the process is stopped.
 
-    `Start.AFRESH` continues from the run's newest checkpoint, `Start.FROM_JOURNAL` where a dead controller left off.
+    `Start.AFRESH` continues from the run's newest checkpoint, `Start.FROM_JOURNAL` from the state that a dead
+    controller left.
 
     Raises:
         UserError: the run would begin while another run of its name is live or has copies at its location, or the
@@ -180,7 +183,7 @@ async def run(identity: Identity, *, start: Start) -> None:
 
 
 def _samples_of(identity: Identity) -> SampleLog | None:
-    """Return the log of evaluations' answers; None if the recipe keeps no samples."""
+    """Return the log that records answers of evaluations; None if the recipe keeps no samples."""
     section = identity.config.samples
     if section.log == "off":
         return None
@@ -193,7 +196,7 @@ async def _serve(identity: Identity, service: ControllerService, listener: socke
     try:
         await serve_until(create_api(service, token=identity.token), listener, over=running)
         if running.done():
-            running.result()  # raises what stopped it, unless the run ended
+            running.result()  # raises the error that stopped the service, if there was one
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -201,7 +204,7 @@ async def _serve(identity: Identity, service: ControllerService, listener: socke
 
 
 def _age(history: Path) -> float:
-    """Return for how many seconds the run has been going, by its event log; 0 for a new run.
+    """Return for how many seconds the run has run so far, by its event log; 0 for a new run.
 
     Raises:
         UserError: the log is damaged.
@@ -215,7 +218,7 @@ def _age(history: Path) -> float:
 
 
 async def _refuse_namesake(identity: Identity, stream: Stream) -> None:
-    """Return if no live run uses these streams.
+    """Refuse to start if another live run of this name uses these streams.
 
     Raises:
         UserError: a run of this name is live.
@@ -229,16 +232,20 @@ async def _refuse_namesake(identity: Identity, stream: Stream) -> None:
 
 
 async def _drop_rollouts(stream: Stream) -> None:
-    """Delete rollouts that a dead run of this name left, so that a new trainer does not train on them."""
+    """Delete the rollouts that a dead run of this name left in the streams, so that a new trainer does not train on
+    them.
+    """
     for partition in await stream.streams(ROLLOUTS):
         time_ms, number = parse_id(await stream.last_id(partition))
         await stream.trim(partition, before=f"{time_ms}-{number + 1}")
 
 
 def _write_recipe(identity: Identity, *, begins: bool) -> None:
-    """Write the recipe and the address of the streams, which resuming needs, if no launcher has written them.
+    """Write the recipe with the address of the streams, which resuming needs, unless the launcher has written the
+    recipe.
 
-    A stream server on this machine is left out: the run may be resumed on another machine, which starts its own.
+    The address of a stream server on this machine is left out, because the run may be resumed on another machine,
+    with a stream server there.
 
     Raises:
         UserError: the run begins, and its location holds the copies of another run, which would be replaced.
@@ -252,7 +259,7 @@ def _write_recipe(identity: Identity, *, begins: bool) -> None:
     url, taken = config.checkpoint.url_of(config.run.name), False
     try:
         taken = not claim(config)
-    except (OSError, UserError) as error:  # perhaps only the trainer may write there
+    except (OSError, UserError) as error:  # the trainer may be the only process that can write there
         log.warning("%s cannot be resumed from yet, because the recipe cannot be written there: %s", url, error)
     if taken and begins:
         raise UserError(
@@ -265,22 +272,23 @@ def _write_recipe(identity: Identity, *, begins: bool) -> None:
 
 @dataclass(frozen=True)
 class _Endpoint:
-    """The file in the run's directory that tells local commands where the controller is."""
+    """The file in the run's directory from which local commands read the controller's address."""
 
     path: Path
     text: str
 
     def withdraw(self) -> None:
-        """Remove the file, unless a controller that took over has replaced it."""
+        """Remove the file, unless another controller has taken over and replaced it."""
         with suppress(FileNotFoundError):
             if self.path.read_text() == self.text:
                 self.path.unlink()
 
 
 def _advertise(identity: Identity, bound: tuple[Any, ...]) -> _Endpoint:
-    """Write address and token into the run's directory for its owner's commands; `bound` is (host, port, …).
+    """Write the controller's address and token into the run's directory, for commands of the same user; `bound` is
+    (host, port, …).
 
-    Its readers are on this machine, so a controller that listens on all interfaces is reached by loopback.
+    The commands run on this machine, so the address is loopback if the controller listens on all interfaces.
     """
     host, port = bound[:2]
     if ip_address(host).is_unspecified:

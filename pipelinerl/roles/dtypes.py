@@ -2,10 +2,10 @@
 
     trainer, fp32 ── weights.dtype ──▶ wire, which is hashed ── engine.dtype, engine.weights ──▶ engine
 
-Engines use the directory's dtype by default. So does the wire, unless engines keep float32: then float32 is sent.
-Rounded to bfloat16, weights that began as bfloat16 would not change before they have moved by half of their last bit.
-At a rate of 2e-5 this takes most weights five steps or more, so the sampler would be that many steps older than its
-version says.
+Engines use the directory's dtype by default. So does the wire, unless engines keep float32: then float32 is sent. The
+reason is that bfloat16 hides small updates: a weight that began as a bfloat16 value, rounded again, does not change
+before it has moved by half of its last bit. At a learning rate of 2e-5 this takes most weights five steps or more, so
+the sampler would be that many steps older than its version says.
 
 The receiver converts, so float32, bfloat16 and float16 may be combined. Combinations that would ruin the run are
 rejected here in one sentence, and by the engine at its first update.
@@ -38,7 +38,7 @@ class Dtypes:
 
 
 def sent_in(config: RunConfig) -> WeightDType | None:
-    """Return the dtype of weights on the wire; None for that of the directory."""
+    """Return the dtype of weights on the wire; None for the dtype of the model directory."""
     return config.weights.dtype or (WeightDType.FLOAT32 if config.engine.dtype is WeightDType.FLOAT32 else None)
 
 

@@ -1,4 +1,4 @@
-"""An engine's process: the registered engine behind the contract's routes, offered to the controller."""
+"""An engine's process: the registered engine behind the HTTP routes of the contract, registered with the controller."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ from pipelinerl.weights.parameter_server.download import WeightPuller
 
 log = logging.getLogger("pipelinerl")
 
-#: Interval between checks that the engine still runs.
+#: Seconds between checks that the engine still runs.
 WATCH_S = 0.5
-#: Imports torch, so that the first join of a weight group does not: all its members would wait for it.
+#: Imported early, because it imports torch. Otherwise the first join of a weight group would import it, and all members
+#: of the group would wait.
 _GROUPS = "pipelinerl.weights.broadcast.collective"
-#: How long to wait before connecting to the streams again.
+#: Seconds to wait before connecting to the streams again.
 _AGAIN_S = 10.0
 
 
 def build_engine(identity: Identity) -> Engine:
     """Make the engine that the recipe names."""
     config = identity.config
-    server = _server_of(identity)  # fails before slow imports
+    server = _server_of(identity)  # called first, because it fails fast and the imports are slow
     build = registry.load("engine.type", registry.ENGINES, config.engine.type)
     of_the_run = {
         "model_path": config.model.resolved,
@@ -66,9 +67,11 @@ def build_engine(identity: Identity) -> Engine:
 
 
 def _server_of(identity: Identity) -> str | None:
-    """Return the server that this engine represents: engine-2 the third of `engine.servers`."""
+    """Return the external server that this engine stands for: engine-2 has the third of `engine.servers`. None without
+    one.
+    """
     if identity.config.engine.type not in registry.SERVER_ENGINES:
-        return None  # its type may differ from the recipe's, if it was added to a live run
+        return None  # an engine that was added to a live run may have another type than the recipe's
     servers = identity.config.engine.servers
     number = identity.name.rpartition("-")[2]
     index = int(number) if number.isdecimal() else 0
@@ -84,7 +87,7 @@ async def run(identity: Identity) -> None:
     """Serve until the process is stopped.
 
     Raises:
-        EngineUnreachable: the engine stopped by itself. Another process may do better, so this one ends.
+        EngineUnreachable: the engine stopped by itself. The process ends so that the launcher starts a new one.
     """
     with listen(identity.host, identity.port) as listener:
         url = offered_url(listener.getsockname(), identity.controller_url) if identity.controller_url else ""
@@ -106,7 +109,7 @@ async def run(identity: Identity) -> None:
 
 
 def offered_url(bound: tuple[Any, ...], controller_url: str, *, what: str = "engine") -> str:
-    """Return the URL that others can reach a service at that listens at `bound`, (host, port, …).
+    """Return the URL at which other machines reach a service that listens at `bound`, (host, port, …).
 
     Raises:
         UserError: it is not reachable from the controller's machine, or the controller's URL is invalid.
@@ -136,7 +139,7 @@ def _address_towards(controller_url: str) -> str:
 
 
 async def _stopped(engine: Engine) -> None:
-    """Freeze garbage collection once the engine has started; return when it stops serving."""
+    """Freeze garbage collection once the engine has started; return once the engine has stopped serving."""
     while not _started(engine):
         await asyncio.sleep(WATCH_S)
     freeze_gc()
@@ -153,7 +156,9 @@ def _started(engine: Engine) -> bool:
 
 
 async def _follow(identity: Identity, engine: Engine, url: str) -> None:
-    """Follow announcements of weights if there are any. Without the streams, an engine is updated by requests."""
+    """Apply weight updates announced on the streams, if the run announces any. Without streams, requests bring the
+    updates.
+    """
     if not identity.config.weights.announced_to(identity.config.engine.count):
         return
     while not _started(engine):
@@ -171,7 +176,7 @@ async def _follow(identity: Identity, engine: Engine, url: str) -> None:
 
 
 async def _offer(identity: Identity, url: str) -> None:
-    """Register this engine with the controller, repeatedly, once it answers."""
+    """Register this engine with the controller once the engine answers, and repeat the registration."""
     incarnation = f"{os.getpid()}-{time.time_ns()}"
     reachable, again_s = True, OFFER_S
     async with (

@@ -1,4 +1,4 @@
-"""Opens what plays a domain's episodes, as its section of the recipe says."""
+"""Opens the environments that play a domain's episodes, as the domain's section of the recipe says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from pipelinerl.verifiers.verifier import GroupVerifier
 
 
 def open_episodes(config: RunConfig, verifiers: Mapping[str, GroupVerifier]) -> dict[str, EpisodeDomain]:
-    """Return the domains with an environment, by name, to be closed. Nothing starts before the first episode."""
+    """Return the domains that have an environment, by name; the caller closes them. Nothing starts before the first
+    episode.
+    """
     return {
         domain.name: EpisodeDomain(
             player=_player(domain),
@@ -33,10 +35,11 @@ def open_episodes(config: RunConfig, verifiers: Mapping[str, GroupVerifier]) -> 
 
 
 def check_environment(domain: DomainSection) -> None:
-    """Load the domain's environment, if it has one, and look for what its tools need, without starting anything.
+    """Load the domain's environment, if it has one, and check that its tools can work here; start nothing.
 
     Raises:
-        RecipeError: it cannot be loaded, is neither an async function nor an environment, or lacks a sandbox.
+        RecipeError: the environment cannot be loaded, is neither an async function nor an environment, or its
+            tools need a sandbox that is missing.
     """
     if domain.episode.tools and not domain.oubliette.url:
         try:

@@ -1,4 +1,4 @@
-"""The process of a parameter server: versions in memory, a persistent copy, HTTP routes."""
+"""The process of a parameter server: weight versions in memory, a persistent copy of them, HTTP routes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ async def run(identity: Identity) -> None:
 
 
 def store_of(identity: Identity) -> SnapshotStore:
-    """Return the store below the run's directory, or the one at `parameter_server.copies`.
+    """Return the store of weight versions in the run's directory, or at `parameter_server.copies`.
 
-    Snapshots that another run of this name left at `copies` are deleted, so that they are not served as this run's. A
-    file in the run's directory records which store is its own.
+    Versions that another run of this name left at `copies` are deleted, so that they are not served as this run's. A
+    file in the run's directory records which store belongs to this run.
     """
     copies, own = identity.config.parameter_server.copies, identity.run_dir / "weights"
     if copies is None:

@@ -1,4 +1,4 @@
-"""The start of a role's process: its name, its peers' addresses, its secrets, its log, and how it ends.
+"""The start and end of a role's process: its name, its peers' addresses, its secrets, its log, and its exit status.
 
 The launcher and users start roles with the same arguments. A `UserError` is printed as one sentence on stderr and ends
 the process with status 2; any other exception leaves a traceback in the log and ends it with status 1.
@@ -37,7 +37,7 @@ from pipelinerl.system.garbage import collect_as_usual
 
 log = logging.getLogger("pipelinerl")
 
-#: The bearer token, if no file is named.
+#: Environment variable with the bearer token, for a role that is given no token file.
 TOKEN_VARIABLE = "PIPELINERL_TOKEN"
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 
@@ -61,7 +61,7 @@ class Identity:
         return "" if self.token is None else hashlib.sha256(self.token.encode()).hexdigest()[:16]
 
     async def stream(self) -> Stream:
-        """Open the run's streams. Raises AddressError if the server does not answer."""
+        """Open the run's streams. Raises AddressError if the stream server does not answer."""
         return await open_stream(_with_password(self.redis_url, self.run_dir), namespace=self.config.run.name)
 
     def log(self) -> ProcessLog:
@@ -70,7 +70,8 @@ class Identity:
 
 
 def identity_of(options: RoleOptions, changes: Sequence[str] = ()) -> Identity:
-    """Return the identity of a process with these options; `changes` of the recipe follow those of the command line.
+    """Return the identity of a process with these options. `changes` are applied to the recipe after those in the
+    options.
 
     Raises:
         RecipeError, UserError: the recipe or the token file cannot be used.
@@ -107,13 +108,12 @@ def read_token(token_file: Path | None) -> str | None:
 
 
 def token_of(token_file: Path | None, run_dir: Path) -> str:
-    """Return the bearer token of a role: as `read_token`, else the one in the run's directory, which is made if needed.
+    """Return the bearer token of a role: from `read_token`, else from the run's directory, where one is made if needed.
 
-    So roles that are started one by one on a machine share a token without the user's help, and none serves without
-    one.
+    So roles that are started one by one on a machine share a token without the user's help, and every role has a token.
 
     Raises:
-        UserError: as `read_token`, and if no token can be written.
+        UserError: the token file holds no token, or no token can be written.
     """
     given = read_token(token_file)
     if given is not None:
@@ -138,8 +138,8 @@ def token_of(token_file: Path | None, run_dir: Path) -> str:
 def freeze_gc() -> None:
     """Exclude everything loaded so far from garbage collection.
 
-    A full collection stops every thread until it has visited each object. With torch and transformers loaded, that
-    pauses a weight update or a decode step by 0.2 s and more.
+    A full collection stops every thread until it has visited each object. With torch and transformers loaded, this
+    pauses a weight update or a decode step by 0.2 s or more.
     """
     gc.collect()
     gc.freeze()
@@ -147,7 +147,9 @@ def freeze_gc() -> None:
 
 
 def _with_password(redis_url: str, run_dir: Path) -> str:
-    """Add the embedded server's password, which is stored with its data so that no command line needs it."""
+    """Add the embedded server's password to the URL. It is stored with the server's data, so no command line needs
+    it.
+    """
     parts, named = urlsplit(redis_url), os.environ.get(REDIS_PASSWORD_VARIABLE)
     password = Path(named) if named else run_dir / "redis" / "password"
     is_ours = named is not None or parts.hostname in ("127.0.0.1", "localhost")
@@ -159,10 +161,11 @@ def _with_password(redis_url: str, run_dir: Path) -> str:
 def run_until_signalled(role: Callable[[Identity], Coroutine[Any, Any, None]], identity: Identity) -> None:
     """Run a role on uvloop; SIGTERM and SIGINT cancel it, and its `finally` clauses clean up.
 
-    A role imports and loads for many seconds before its first await. The event loop handles no signals meanwhile, so a
-    signal then raises CancelledError in the running code.
+    A role imports and loads for many seconds before its first await, and the event loop handles no signals in that
+    time. Until then, a signal raises CancelledError in the running code.
 
-    Exits the process: 0 when its work is done, 143 after a signal, 2 after a user error, 1 after any other.
+    Exits the process: status 0 when the role's work is done, 143 after a signal, 2 after a user error, 1 after any
+    other error.
     """
     identity.log()
 
@@ -176,15 +179,15 @@ def run_until_signalled(role: Callable[[Identity], Coroutine[Any, Any, None]], i
             for number in _ENDING:
                 loop.add_signal_handler(number, task.cancel)
 
-        loop.call_soon(handle_signals)  # after the first turn of the task
+        loop.call_soon(handle_signals)  # the loop takes over signals once the role has reached its first await
         await task
 
     try:
         uvloop.run(guarded())
     except asyncio.CancelledError:
         log.info("stopped by a signal")
-        sys.exit(128 + signal.SIGTERM)  # not 0: the launcher would take the role's work for done
-    except Exception as error:  # the main of the process: any error ends it
+        sys.exit(128 + signal.SIGTERM)  # not 0, which tells the launcher that the role's work is done
+    except Exception as error:  # no caller is left: any error ends the process
         sys.exit(_status_of(error))
 
 
@@ -193,7 +196,7 @@ def _cancel_here(_number: int, _frame: FrameType | None) -> None:
 
 
 def _status_of(error: BaseException) -> int:
-    """Report the error and return the exit status."""
+    """Report the error; return the exit status that it causes."""
     causes = _leaves(error)
     if all(isinstance(cause, UserError) for cause in causes):
         print(without_secrets("\n".join(f"pipelinerl: {cause}" for cause in causes)), file=sys.stderr)
@@ -205,7 +208,9 @@ def _status_of(error: BaseException) -> int:
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
-    """Return the errors in nested groups, each once: two tasks of a group may fail with the same error."""
+    """Return the errors in nested exception groups, each error once: two tasks of a group may fail with the same
+    error.
+    """
     if isinstance(error, BaseExceptionGroup):
         return list(dict.fromkeys(leaf for child in error.exceptions for leaf in _leaves(child)))
     return [error]

@@ -1,8 +1,8 @@
-"""`pipelinerl run --resume`: find the directory of a run, or restore it from its location.
+"""`pipelinerl run --resume`: find the directory of a run, or restore it from the location of its copies.
 
 A path resumes from the newest complete checkpoint in it. A URL, `s3://bucket/runs/tiny`, is first downloaded to the
 directory that its recipe names: the newest complete checkpoint, the recipe and the events. Streams are not copied;
-orders in flight are issued again.
+prompt orders in flight are issued again.
 
 Each run that copies its checkpoints to a location writes its recipe there before it begins. This claims the name, and
 lets a run without any checkpoint begin again.
@@ -34,7 +34,7 @@ _RECIPE: Final = "recipe.toml"
 
 
 def directory_of(where: str) -> Path:
-    """Return the directory of the run in `where`, a path or a URL, ready to resume.
+    """Return the directory of the run at `where`, a path or a URL, ready to resume.
 
     Raises:
         UserError: there is no run, there are two places to resume from, or the run has another layout.
@@ -49,12 +49,14 @@ def directory_of(where: str) -> Path:
 
 
 def newest_step(config: RunConfig, run_dir: Path) -> int:
-    """Return the step of the newest checkpoint in the directory; 0 without one."""
+    """Return the step of the newest checkpoint in the directory; 0 if there is no checkpoint."""
     return max((_step(path.name) for path in checkpoints_of(config, run_dir).all()), default=0)
 
 
 def claim(config: RunConfig) -> bool:
-    """Claim the run's name at the recipe's location, if it has one; return False if another run holds it."""
+    """Claim the run's name at the recipe's location; return False if another run has it. Without a location, return
+    True.
+    """
     url = config.checkpoint.url_of(config.run.name)
     if url is None:
         return True
@@ -66,7 +68,7 @@ def claim(config: RunConfig) -> bool:
 
 
 def _restored(url: str) -> Path:
-    """Restore the run's directory from its location, completely or not at all."""
+    """Download the run's directory from its location, completely or not at all; return its path."""
     try:
         recipe = Storage(url).read(_RECIPE)
     except FileNotFoundError:
@@ -84,18 +86,20 @@ def _restored(url: str) -> Path:
     checkpoint = _fetch_newest(CheckpointCopies(url, retention=Retention(1)), draft)
     if checkpoint is None:
         log.warning("%s holds no complete checkpoint; the run begins again", url)
-    if not (draft / _RECIPE).is_file():  # a trainer with a directory of its own copies no recipe
+    if not (draft / _RECIPE).is_file():  # a trainer that ran in another directory copied no recipe
         (draft / _RECIPE).write_bytes(recipe)
     if checkpoint is not None:
         _bring_model(checkpoint, draft, run_dir)
-    (draft / _RECIPE).chmod(0o600)  # users may write the password of their stream server into it
-    write_layout(draft)  # of the current layout: neither streams nor journal are copied
+    (draft / _RECIPE).chmod(0o600)  # private, because users may write the password of their stream server into it
+    write_layout(draft)  # the current layout is right, because streams and journal are not copied
     draft.rename(run_dir)
     return run_dir
 
 
 def _fetch_newest(copies: CheckpointCopies, draft: Path) -> Path | None:
-    """Download the newest complete checkpoint, if there is one, and the files copied with it to `draft`."""
+    """Download the newest complete checkpoint into `draft`, and the files copied with it; None if there is no such
+    checkpoint.
+    """
     for copy in copies.newest():
         shutil.rmtree(draft, ignore_errors=True)
         checkpoint = draft / "checkpoints" / copy.name
@@ -113,12 +117,13 @@ def _fetch_newest(copies: CheckpointCopies, draft: Path) -> Path | None:
 
 
 def _bring_model(checkpoint: Path, draft: Path, run_dir: Path) -> None:
-    """Replace the run's model, if this machine lacks it, by the checkpoint's.
+    """Make the checkpoint's model the run's model if the recipe's model is missing on this machine.
 
-    Configuration and tokenizer are the same, and the weights come from the checkpoint anyway, except for a reference.
+    Configuration and tokenizer are the same, and the trainer takes its weights from the checkpoint anyway. Only a
+    reference and LoRA adapters need the weights that the run began with.
 
     Raises:
-        UserError: the objective needs the weights that the run began with.
+        UserError: the run has such a reference, or adapters.
     """
     config = load(draft / _RECIPE)
     if config.model.resolved.is_dir():
@@ -140,7 +145,7 @@ def _bring_model(checkpoint: Path, draft: Path, run_dir: Path) -> None:
 
 
 def _refuse_older(config: RunConfig, run_dir: Path) -> None:
-    """Return if no newer checkpoint exists at the run's location: the run may have continued elsewhere."""
+    """Refuse to resume if the run's location has a newer checkpoint: the run may have continued on another machine."""
     copies = copies_of(config, run_dir)
     there = next(copies.newest(), None) if copies is not None else None
     if copies is None or there is None:

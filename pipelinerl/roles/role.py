@@ -33,11 +33,13 @@ from pipelinerl.observability.redaction import without_secrets
 LOCAL_REDIS: Final = "redis://127.0.0.1:6379/0"
 _REDIS_OPTION: Final = "--redis-url"
 
-#: Address of the streams, password included, for a role without `--redis-url`; takes precedence over the recipe.
+#: Environment variable with the address of the streams, password included. A role without `--redis-url` uses it; it
+#: takes precedence over the recipe.
 REDIS_VARIABLE: Final = "PIPELINERL_REDIS_URL"
-#: File with the password of an embedded server that runs on another host than the role. The launcher sets it.
+#: Environment variable with the path of the password file of an embedded server, for roles on other hosts than the
+#: server. The launcher sets it.
 REDIS_PASSWORD_VARIABLE: Final = "PIPELINERL_REDIS_PASSWORD_FILE"
-#: Set by the launcher for a process that it restarts while the run continues.
+#: Environment variable that the launcher sets for a process that it restarts while the run continues.
 RESTARTED_VARIABLE: Final = "PIPELINERL_RESTARTED"
 
 RoleRecipe = Annotated[str, typer.Option("--recipe", help="Recipe of the run; the same for every role.")]
@@ -45,16 +47,16 @@ Changes = Annotated[list[str] | None, typer.Option("--set", help="Change of the 
 
 
 class OnExit(StrEnum):
-    """The launcher's reaction to the end of a process. It never restarts one with exit status 2, a user error."""
+    """The launcher's reaction to the end of a process. Exit status 2, a user error, is never followed by a restart."""
 
     RESTART = "restart"
-    """Restart it, within its budget."""
+    """Restart the process, within its restart budget."""
     DONE = "done"
-    """Status 0 ends its work while the run continues; any other status restarts it."""
+    """Exit status 0: its work is done, and the run continues without it. Any other status: restart it."""
     COMPLETE = "complete"
-    """Status 0 completes the run; any other status restarts it."""
+    """Exit status 0: the whole run is complete. Any other status: restart the process."""
     SPARE = "spare"
-    """Restart it within its budget; after that the run continues without it."""
+    """Restart the process within its restart budget; once that is spent, the run continues without the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +105,7 @@ class Role:
         stop_order: processes with a lower number are stopped earlier.
         port: default of `--port`; None for a role that does not listen, which has neither `--host` nor `--port`.
         takes: names of the fields of `RoleOptions` that are options of this role.
-        after: processes that must be healthy before the launcher starts this one.
+        after: names of processes that must be healthy before the launcher starts this one.
     """
 
     main: Callable[..., None]
@@ -120,12 +122,12 @@ class Role:
         return self.main.__name__.replace("_", "-")
 
     def numbered(self, number: int) -> str:
-        """Return the name of one of several processes in this role."""
+        """Return the name of process `number` of several in this role."""
         return f"{self.subcommand}-{number}"
 
     @cached_property
     def parameters(self) -> tuple[inspect.Parameter, ...]:
-        """The options of the command: common ones, the role's own, then `changes`."""
+        """The options of the command: those that all roles share, the role's own, then `changes`."""
         hints = get_type_hints(RoleOptions, include_extras=True)
         taken = self.takes - ({"host", "port"} if self.port is None else set())
         defaults = {**_COMMON, "name": self.name, "port": self.port}
@@ -139,7 +141,9 @@ class Role:
 
     @property
     def command(self) -> Callable[..., None]:
-        """The function for typer, whose signature has the options and which runs the process."""
+        """The function that typer calls for the subcommand: its signature lists the options, and it runs the
+        process.
+        """
 
         def command(**values: Any) -> None:
             common = {key: values.pop(key) for key in _COMMON if key in values}
@@ -152,7 +156,9 @@ class Role:
         return command
 
     def arguments(self, options: RoleOptions, **own: object) -> list[str]:
-        """Return the arguments of `pipelinerl` that start this role with these options; defaults are left out."""
+        """Return the arguments of `pipelinerl` that start this role with these options; options with default values are
+        left out.
+        """
         words = [self.subcommand]
         for parameter in self.parameters:
             name, default = parameter.name, _COMMON.get(parameter.name, parameter.default)
@@ -165,13 +171,13 @@ class Role:
 
 
 def _flag(parameter: inspect.Parameter) -> str:
-    """Return the option's name as typer derives it; in an annotation, typer takes the name as `default`."""
+    """Return the option's name, derived as typer derives it. A name given in an annotation is typer's `default`."""
     (option,) = parameter.annotation.__metadata__
     return option.default if isinstance(option.default, str) else f"--{parameter.name.replace('_', '-')}"
 
 
 def hide_password() -> None:
-    """Replace this process by one without a password in its arguments; return if they hold none."""
+    """Replace this process by one without a password in its arguments. Return if the arguments hold no password."""
     moved = without_password(sys.orig_argv, os.environ)
     if moved is not None:
         arguments, environment = moved
@@ -181,7 +187,7 @@ def hide_password() -> None:
 def without_password(
     arguments: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]] | None:
-    """Return equivalent arguments and environment, with the streams' address in the latter if it holds a password.
+    """Return equivalent arguments and environment, with the streams' address moved to the environment.
 
     Return None if the arguments hold no password.
     """

@@ -4,9 +4,9 @@
     feed                      new events             the clock, twice a second
                               a tracker that failed  its retry, after 1, 2, 4, … 30 s
 
-No other process waits for it, and it sends requests to no role. A tracker that fails (full disk, unreachable server, a
-bug in its package) is reopened and continues where it stopped. The launcher stops this process after the controller; it
-forwards all events before it ends.
+No other process waits for the tracker's, and it sends requests to no role. A tracker that fails (full disk, unreachable
+server, a bug in its package) is reopened and continues where it stopped. The launcher stops this process after the
+controller; it forwards all events before it ends.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ log = logging.getLogger("pipelinerl")
 _POLL_S: Final = 0.5
 _FIRST_RETRY_S: Final = 1.0
 _RETRY_S: Final = 30.0
-#: Deadline for the last events, including the uploads of W&B and trackio; the launcher allows `launch.grace_s`.
+#: Deadline in seconds for forwarding the last events, including the uploads of W&B and trackio; the launcher allows
+#: `launch.grace_s`.
 _END_S: Final = 60.0
 
 
@@ -79,13 +80,13 @@ def feed_until(
         try:
             with closing(TrackerFeed(run_dir, name, open_tracker)) as feed:
                 while True:
-                    stopping = stop.is_set()  # set before the last read
+                    stopping = stop.is_set()  # read before the events, so that none is missed after a stop
                     while feed.advance():
                         pause_s = first_retry_s
                     if stopping:
                         return
                     stop.wait(_POLL_S)
-        except Exception as error:  # third-party packages raise anything; this is the main of the tracker's thread
+        except Exception as error:  # third-party packages raise anything; nothing else handles it
             log.warning("%s: %s: %s; the run continues, retrying in %g s", name, type(error).__name__, error, pause_s)
         if stop.wait(pause_s):
             return
@@ -93,16 +94,16 @@ def feed_until(
 
 
 def trackers_of(config: RunConfig, run_dir: Path) -> dict[str, OpenTracker]:
-    """Return how to open each tracker that the recipe names.
+    """Return, by name, the function that opens each tracker that the recipe names.
 
     Raises:
-        UserError: a package is missing.
+        UserError: a tracker's package is missing.
     """
     for name in config.trackers.chosen:
         if sentence := missing_package(name):
             raise UserError(sentence)
     section = config.trackers
-    recipe = table_without_secrets(to_table(config))  # addresses may hold passwords, and trackers upload the recipe
+    recipe = table_without_secrets(to_table(config))  # its addresses may hold passwords, and trackers upload it
     tracked = TrackedRun(name=config.run.name, directory=run_dir, recipe=recipe)
 
     def wandb(bookmark: Bookmark | None) -> Tracker:

@@ -1,4 +1,4 @@
-"""The process of a trainer's rank above 0: it joins rank 0 (`pipelinerl trainer`) and follows it until that ends."""
+"""The process of a trainer's rank above 0: it joins rank 0 (`pipelinerl trainer`) and follows it until rank 0 ends."""
 
 from __future__ import annotations
 
@@ -49,9 +49,11 @@ def run(config: RunConfig, *, rank: int) -> Never:
 
 
 def outlast_notice(save_s: float) -> None:
-    """Survive the first SIGTERM, which reaches all ranks of a machine together: rank 0 needs the others to save.
+    """Ignore the first SIGTERM, which all ranks of a machine receive at once: rank 0 needs the others to save its
+    state.
 
-    Rank 0 ends them when it ends. This process ends by itself after `save_s`; a second SIGTERM ends it at once.
+    Rank 0 ends the other ranks when it ends. This process ends by itself after `save_s`; a second SIGTERM ends it
+    at once.
     """
 
     def start_deadline(number: int, _frame: object) -> None:
@@ -93,5 +95,5 @@ def _leave(error: TrainerError | None, status: int) -> Never:
     os._exit(status)
 
 
-#: Makes a rank follow, by the type of its trainer.
+#: By the trainer's type, the function that makes a rank follow rank 0.
 _FOLLOW: Final[Mapping[str, Callable[[Mapping[str, Any]], None]]] = {"torch": _follow_torch, "jax": _follow_jax}

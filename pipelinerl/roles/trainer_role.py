@@ -1,4 +1,4 @@
-"""The trainer's process: its workers, the training loop around it, the publisher, the checkpoints."""
+"""The trainer's process: its workers, the training loop that uses them, the weight publisher, the checkpoints."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ log = logging.getLogger("pipelinerl")
 
 
 async def run(identity: Identity) -> None:
-    """Train until the controller stops it. After SIGTERM, save the state first.
+    """Train until the controller stops the run. After SIGTERM, save the state first.
 
     A scheduler that sends SIGTERM starts the trainer again, on this machine or another.
     """
@@ -73,7 +73,7 @@ async def run(identity: Identity) -> None:
     try:
         await loop.run()
         if notice.was_given:
-            raise asyncio.CancelledError  # the work is not done
+            raise asyncio.CancelledError  # not a normal return, which would mean that the work is done
     except BaseException:
         leave_undone()
         raise
@@ -88,7 +88,9 @@ async def run(identity: Identity) -> None:
 
 @final
 class SigtermHandler:
-    """Handles SIGTERM: the trainer may save its state within `save_s`. A second SIGTERM cancels it."""
+    """Handles SIGTERM: after the first, the trainer has `save_s` to save its state. A second SIGTERM cancels the
+    trainer.
+    """
 
     def __init__(self, training: TrainingLoop, *, save_s: float) -> None:
         self.was_given = False
@@ -110,10 +112,10 @@ class SigtermHandler:
 
 
 def publisher_of(identity: Identity, control: EngineControl, stream: Stream) -> Publisher:
-    """Return what sends the weights to the engines, as the recipe says.
+    """Return the publisher, which sends the weights to the engines by the recipe's transport.
 
     Args:
-        stream: carries announcements of versions to pull.
+        stream: carries announcements of versions that engines pull.
 
     Raises:
         RecipeError: weights are pulled without a parameter server, or broadcast by a backend that torch lacks.
@@ -135,9 +137,10 @@ def publisher_of(identity: Identity, control: EngineControl, stream: Stream) -> 
 
 
 def canary_of(config: RunConfig) -> Canary:
-    """Return the canary: the first training problem as its prompt, and a tolerance by the dtype of the weights.
+    """Return the canary, which tests an engine's weights. Its prompt is the first training problem.
 
-    Weights pass through several dtypes from trainer to engine; the coarsest one limits how well log-probs can agree.
+    Its tolerance depends on dtypes: weights pass through several dtypes from trainer to engine; the coarsest one limits
+    how well log-probs can agree.
     """
     problem = training_problems(config).problem(0)
     replay, coarsest = config.trainer.routing_replay, dtypes_of(config).coarsest(config)
@@ -150,7 +153,7 @@ def canary_of(config: RunConfig) -> Canary:
 
 
 def samples_of(identity: Identity) -> TrainingSamples | None:
-    """Return what records samples of the steps; None if the recipe keeps no samples."""
+    """Return the recorder of samples from training steps; None if the recipe keeps no samples."""
     config, section = identity.config, identity.config.samples
     if section.log == "off":
         return None

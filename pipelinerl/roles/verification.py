@@ -1,4 +1,4 @@
-"""Opens what judges a domain's answers: a registered verifier, an LLM judge, a user's code, or a weighted sum."""
+"""Opens the verifier of a domain's answers: a registered verifier, an LLM judge, a user's code, or a weighted sum."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from pipelinerl.verifiers.weighted import WeightedPart, WeightedSum
 
 #: Verifiers that enforce their deadlines themselves, in worker processes.
 _POOLED: Final = frozenset({"math_answer", "reasoning_gym"})
-#: Verifiers whose verdict on an answer never changes. User code may be anything.
+#: Verifiers that always give the same verdict on the same answer. User code is not listed, because it may be random.
 _DETERMINISTIC: Final = _POOLED | {"instruction_following", "oubliette"}
-#: Keys of a domain that determine its verdicts, in addition to the code.
+#: Keys of a domain that, in addition to the verifier's code, determine the verdicts on its answers.
 _JUDGING: Final = {"correct_at", "instructions", "judge", "oubliette"}
-#: Keys of a domain's `oubliette` that say where programs run, not how they are judged.
+#: Keys of a domain's `oubliette` that only say where programs run. They do not change the verdicts.
 _PLACES: Final = {"url", "key_variable", "repository"}
 
 _FIRST_PAUSE_S: Final = 0.2
@@ -44,19 +44,21 @@ _LONGEST_PAUSE_S: Final = 5.0
 
 
 class JudgeBudget(NamedTuple):
-    """A process's part of a run's budget for judging: the folder of its account, and how many processes share it."""
+    """One process's part of the run's budget for LLM judging: the folder where it records what it spent, and the
+    number of processes that share the budget.
+    """
 
     folder: Path
     sharers: int
 
 
 def open_verifier(domain: DomainSection, *, budget: JudgeBudget | None = None) -> GroupVerifier:
-    """Open what judges the domain's answers, to be closed; nothing starts before the first answer.
+    """Open the verifier of the domain's answers; the caller closes it. Nothing starts before the first answer.
 
     The domain must have a verifier (`has_verifier`).
 
     Args:
-        budget: the share of the run's budget, for an LLM judge.
+        budget: this process's part of the run's budget, for an LLM judge.
 
     Raises:
         RecipeError: a name is unknown, or user code cannot be loaded or called.
@@ -72,9 +74,9 @@ def open_verifier(domain: DomainSection, *, budget: JudgeBudget | None = None) -
 
 
 def rules_of(domain: DomainSection) -> str:
-    """Return a digest of how the domain's answers are judged, equal for recipes that judge alike on any machines.
+    """Return a digest of the rules by which the domain's answers are judged.
 
-    A user's file is identified by its contents.
+    Recipes with equal rules have equal digests on all machines. A user's file is identified by its contents.
     """
     texts = []
     for _, name in names_of(domain):
@@ -89,7 +91,7 @@ def rules_of(domain: DomainSection) -> str:
 
 
 def served_domain(domain: DomainSection, *, budget: JudgeBudget | None) -> ServedDomain:
-    """Return the domain as a verifier service judges it. Raises like `open_verifier`."""
+    """Return the domain in the form that a verifier service takes. Raises like `open_verifier`."""
     names = {name for _, name in names_of(domain)}
     return ServedDomain(
         verifier=open_verifier(domain, budget=budget),
@@ -100,15 +102,17 @@ def served_domain(domain: DomainSection, *, budget: JudgeBudget | None) -> Serve
 
 
 def _sandbox_of(domain: DomainSection) -> str:
-    """Return the minimal tier of the sandbox, and whether it is on another machine."""
+    """Return the weakest tier of isolation that the recipe accepts for the sandbox, after `remote` if another machine
+    runs it.
+    """
     return f"remote {domain.oubliette.tier}" if domain.oubliette.url else domain.oubliette.tier.value
 
 
 def open_filter(config: RunConfig) -> GroupFilter | None:
-    """Open the recipe's group filter, to be closed; nothing starts.
+    """Open the recipe's group filter, which the caller closes; None if there is none. No process starts yet.
 
     Raises:
-        RecipeError: it cannot be loaded or called.
+        RecipeError: the filter cannot be loaded or called.
     """
     section = config.curation
     if section.filter is None:
@@ -121,7 +125,7 @@ def open_filter(config: RunConfig) -> GroupFilter | None:
 
 
 def names_of(domain: DomainSection) -> Iterator[tuple[str, str]]:
-    """Yield (key, name) of each part that judges."""
+    """Yield the recipe's key and the verifier's name for each verifier of the domain."""
     if not domain.has_verifier:
         return
     if not domain.rewards:
@@ -131,7 +135,7 @@ def names_of(domain: DomainSection) -> Iterator[tuple[str, str]]:
 
 
 def user_code(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, reference) of each part of the recipe that is user code."""
+    """Yield the recipe's key and the reference (`path.py:name`) of each piece of user code."""
     for where, entries, name in (
         ("engine.type", registry.ENGINES, config.engine.type),
         ("trainer.type", registry.TRAINERS, config.trainer.type),
@@ -179,20 +183,21 @@ def _open(domain: DomainSection, where: str, name: str, budget: JudgeBudget | No
 
 
 def _instance_of(where: str, thing: Any) -> Any:
-    """Return a user's verifier: the object itself, or an instance of the class."""
+    """Return a user's verifier: `thing` itself, or an instance if `thing` is a class."""
     if not inspect.isclass(thing):
         return thing
     try:
         return thing()
-    except Exception as error:  # user code raises anything
+    except Exception as error:  # user code may raise any exception
         raise RecipeError(f"{where}: {thing.__name__}() failed: {type(error).__name__}: {error}") from None
 
 
 def open_judge(domain: DomainSection, *, budget: JudgeBudget | None) -> Judge:
-    """Open the domain's judge. Without a `budget` its account starts at 0 and it has the whole budget.
+    """Open the domain's LLM judge. Without a `budget`, the judge has the run's whole budget and counts its spending
+    from 0.
 
     Raises:
-        RecipeError: the domain names no server, or its key is missing.
+        RecipeError: the domain names no server, or the server's API key is missing.
     """
     where, section = f"domains.{domain.name}", domain.judge
     if section is None:
@@ -218,7 +223,9 @@ def open_judge(domain: DomainSection, *, budget: JudgeBudget | None) -> Judge:
 
 
 async def _open_server(section: JudgeSection, token: str | None) -> JudgeServer:
-    """Connect to the server. If the recipe names no model, ask for one until the timeout of a vote."""
+    """Connect to the judge's server. If the recipe names no model, ask the server for its model until a vote would time
+    out.
+    """
     model, deadline, pause_s = section.model, time.monotonic() + section.timeout_s, _FIRST_PAUSE_S
     while model is None:
         try:

@@ -34,7 +34,7 @@ from pipelinerl.verifiers.service.wire import VerifierLease
 
 log = logging.getLogger("pipelinerl")
 
-#: Interval of lease renewals; the controller forgets a service after `routes.LEASE_S` without one.
+#: Seconds between lease renewals; the controller forgets a service `routes.LEASE_S` after the last renewal.
 OFFER_S: Final = 2.0
 _GOODBYE_S: Final = 2.0
 
@@ -77,10 +77,11 @@ def _chosen(domains: Sequence[DomainSection], only: Sequence[str]) -> list[Domai
 
 
 async def _try_sandboxes(domains: Sequence[DomainSection]) -> None:
-    """Open each required sandbox, which attacks it as a test, and close it; a remote sandbox service is asked instead.
+    """Open each sandbox that the domains require, which attacks it as a test, and close it. A remote sandbox service is
+    only asked whether it is available.
 
     Raises:
-        RecipeError: one is not available; the message gives the cause.
+        RecipeError: a sandbox is not available; the message gives the cause.
     """
     sandboxes: dict[tuple[Tier, str], DomainSection] = {}
     for domain in domains:

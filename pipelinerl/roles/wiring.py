@@ -1,4 +1,4 @@
-"""Parts of a recipe that several processes read, as the values they stand for.
+"""Parts of a recipe that several processes read, as values of the types that the code uses.
 
 Imports no array library except numpy.
 """
@@ -38,7 +38,9 @@ from trainer_contract.types import RoutingShape
 
 
 def checkpoints_of(config: RunConfig, run_dir: Path) -> CheckpointStore:
-    """Return the checkpoints below the run's directory, which are copied to the recipe's location."""
+    """Return the store of the checkpoints in the run's directory. It also copies them to the recipe's location, if
+    there is one.
+    """
     return CheckpointStore(
         run_dir / "checkpoints",
         keep=config.checkpoint.keep,
@@ -49,7 +51,7 @@ def checkpoints_of(config: RunConfig, run_dir: Path) -> CheckpointStore:
 
 
 def copies_of(config: RunConfig, run_dir: Path) -> CheckpointCopies | None:
-    """Return the copies of the run's checkpoints; None if the recipe names no location."""
+    """Return the store of the copies of the run's checkpoints; None if the recipe names no location."""
     url = config.checkpoint.url_of(config.run.name)
     if url is None:
         return None
@@ -58,11 +60,11 @@ def copies_of(config: RunConfig, run_dir: Path) -> CheckpointCopies | None:
 
 
 def objective_of(config: RunConfig) -> PolicyObjective:
-    """Return the recipe's objective, which the trainer can compute and whose slots all have an effect.
+    """Return the recipe's objective, checked: the trainer can compute it, and each of its slots has an effect.
 
     Raises:
         RecipeError: the trainer cannot make a forward pass that the objective needs, a section configures a pass that
-            the objective does not need, or a slot would do nothing.
+            the objective does not need, or a slot would have no effect.
     """
     objective = resolve(config.objective, max_tokens=config.sampling.max_tokens)
     for sentence in _unsupported(config, objective):
@@ -73,10 +75,11 @@ def objective_of(config: RunConfig) -> PolicyObjective:
 
 
 def routing_of(config: RunConfig) -> RoutingShape | None:
-    """Return the routers whose choices the trainer replays; None if the recipe replays none.
+    """Return the shape of the model's routers, whose choices the trainer replays; None if the recipe replays no
+    routing.
 
     Raises:
-        RecipeError: the engine does not report them, the trainer does not replay them, or the model has none.
+        RecipeError: the engine does not report routing, the trainer cannot replay it, or the model has no routers.
     """
     replay = config.trainer.routing_replay
     if replay is RoutingReplay.OFF:
@@ -101,7 +104,7 @@ def mini_batching_of(config: RunConfig) -> MiniBatching:
 
 
 def setting_of(config: RunConfig) -> Setting:
-    """Return the settings that decide whether the objective's slots have an effect in this run."""
+    """Return the settings of this run that decide whether a slot of the objective has an effect."""
     recomputed = config.training.old_logprobs is OldLogprobs.RECOMPUTE
     return Setting(
         group_sizes={config.key_of_group_size(each): config.group_size_of(each) for each in config.trained_domains},
@@ -146,7 +149,7 @@ def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]
 
 
 def knobs_of(config: RunConfig) -> Knobs:
-    """Return the knobs as the recipe sets them."""
+    """Return the initial values of the knobs, which the recipe sets."""
     bounds = config.staleness.bounds
     return Knobs(
         j=bounds.j,
@@ -166,7 +169,8 @@ def knobs_of(config: RunConfig) -> Knobs:
 
 
 def elastic_of(config: RunConfig) -> ElasticRule | None:
-    """Return the rule by which engines are added and removed; None if the recipe sets no limits of their number.
+    """Return the rule by which engines are added and removed; None if the recipe sets no limits for the number of
+    engines.
 
     Raises:
         RecipeError: a type cannot be started by name, or the initial number of engines is outside the limits.
@@ -187,10 +191,11 @@ def elastic_of(config: RunConfig) -> ElasticRule | None:
 
 
 def servers_of(config: RunConfig) -> tuple[str, ...]:
-    """Return the servers that engines stand for, one each; none if the engines' models run in their own processes.
+    """Return the URLs of the external servers, one for each engine; empty if the engines' models run in their own
+    processes.
 
     Raises:
-        RecipeError: there are too few servers, or engines of this type use none.
+        RecipeError: there are too few servers, or engines of this type use no server.
     """
     section = config.engine
     if section.type not in registry.SERVER_ENGINES:
@@ -208,10 +213,10 @@ def servers_of(config: RunConfig) -> tuple[str, ...]:
 
 
 def check_engine_options(config: RunConfig) -> None:
-    """Check the names in `engine.options`. The engine itself checks which of them its library has.
+    """Check the names in `engine.options`. Whether the installed library has these options, the engine itself checks.
 
     Raises:
-        RecipeError: the engine's type takes no options, or the recipe sets one of them elsewhere.
+        RecipeError: the engine's type takes no options, or the recipe already sets one of them in another key.
     """
     options, chosen = config.engine.options, config.engine.type
     if not options:
@@ -222,19 +227,19 @@ def check_engine_options(config: RunConfig) -> None:
             "them, and remove them here"
         )
     if registry.is_user_code(registry.ENGINES, chosen):
-        return  # it checks its own options
+        return  # user code checks its own options
     if chosen not in registry.ENGINES_WITH_OPTIONS:
         raise RecipeError(f"engine.type {chosen!r} knows no options, got {', '.join(options)}; remove them")
     registry.resolve(registry.ENGINES_WITH_OPTIONS[chosen])(options)
 
 
 def training_problems(config: RunConfig) -> Mixture:
-    """Return the problems to train on: problem i is a function of (seed, mixture, i)."""
+    """Return the problems to train on. The problem with index i depends only on the seed, the mixture and i."""
     return problems_of(config, Split.TRAIN, seed=config.run.seed)
 
 
 def problems_of(config: RunConfig, split: Split, *, seed: int) -> Mixture:
-    """Return the mixture of one split, ordered by `seed`; the domains' shares hold within each step."""
+    """Return the mixture of one split, shuffled by `seed`; each domain has its share of the problems in every step."""
     domains = [
         Domain(name=each.name, weight=each.weight, source=_source_of(each, split, seed=seed))
         for each in config.trained_domains
@@ -243,7 +248,7 @@ def problems_of(config: RunConfig, split: Split, *, seed: int) -> Mixture:
 
 
 def held_out_problems(config: RunConfig, *sets: HeldOutSet) -> dict[str, Mixture]:
-    """Return problems that are never trained on, by the name of their evaluation set (by default all sets).
+    """Return the problems for evaluation, which are never trained on, by the name of their set (by default all sets).
 
     They are the same for every seed, so that runs can be compared. Data that several sets share is opened once.
     """
@@ -254,7 +259,8 @@ def held_out_problems(config: RunConfig, *sets: HeldOutSet) -> dict[str, Mixture
         for domain in domains:
             if (domain.name, held_out.split) not in opened:
                 opened[domain.name, held_out.split] = _source_of(domain, Split(held_out.split), seed=0)
-        # Shares hold for any number of problems, so a smaller evaluation is the beginning of a larger one.
+        # Each domain has its share in any number of first problems, so a smaller evaluation is the beginning of a
+        # larger one.
         mixtures[held_out.name] = Mixture(
             [
                 Domain(name=each.name, weight=each.weight or 1.0, source=opened[each.name, held_out.split])

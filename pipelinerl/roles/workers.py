@@ -1,4 +1,4 @@
-"""The workers of the trainer's process: the policy, and the critic and reference that the objective needs."""
+"""The models in the trainer's process: the policy, and the critic and reference if the objective needs them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ from trainer_contract.types import Head, TrainerSpec
 @final
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Up to three models on the same devices, in one process or spread over all of the trainer's processes."""
+    """The models of policy, critic and reference, on the same devices; each is in one process or spread over all
+    ranks.
+    """
 
     policy: Trainer
     critic: Critic | None
@@ -41,7 +43,7 @@ class Workers:
     entropy: EntropyMeter
 
     def step(self) -> TrainStep:
-        """Return the training step of these workers."""
+        """Return the training step that uses these workers."""
         passes = ForwardPasses(
             policy=self.policy,
             critic=self.critic.worker if self.critic else None,
@@ -59,7 +61,7 @@ class Workers:
 
 
 def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path | None, version: int = 0) -> Workers:
-    """Start the workers that the objective needs, from the newest checkpoint, of `version`, if there is one.
+    """Start the workers that the objective needs, from `checkpoint`, which has weights of `version`, if it is given.
 
     The reference never comes from a checkpoint: it is the policy before the first step.
 
@@ -104,7 +106,7 @@ def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path |
 
 
 def _entropy_meter(config: RunConfig) -> EntropyMeter:
-    """Return the meter of entropies, which measures answers in the sample log first."""
+    """Return the meter of entropies. It prefers the answers that the sample log will record."""
     most = config.samples.groups_per_step if config.samples.log == "on" else 0
     return EntropyMeter(
         config.figures.interval(config.trainer.type),
@@ -113,7 +115,7 @@ def _entropy_meter(config: RunConfig) -> EntropyMeter:
 
 
 def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
-    """Return the backend's part of the recipe, for the policy."""
+    """Return the policy's part of the recipe, as the training backend takes it."""
     return TrainerSpec(
         **shared_values(config.trainer, TrainerSpec),
         model_path=config.model.resolved,
@@ -127,7 +129,11 @@ def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
 
 
 def _history(config: RunConfig, policy: Trainer, checkpoint: Path | None, version: int) -> WeightHistory | None:
-    """Return the versions in the checkpoint and the policy's own: rollouts that they sampled may be trained on."""
+    """Return the weights of earlier versions, from the checkpoint, and the policy's current weights.
+
+    Old log-probs are computed with them, since rollouts that those versions sampled may still be trained on. None if
+    the recipe does not compute old log-probs so.
+    """
     if config.training.old_logprobs is not OldLogprobs.SAMPLING_WEIGHTS:
         return None
     layout = policy.weight_layout()
@@ -146,7 +152,7 @@ def _worker(config: RunConfig, name: str, spec: TrainerSpec) -> Trainer:
         worker.init_worker(spec)
     except SpecError as error:
         raise ModelError(f"{name}: {error}") from error
-    except StateError as error:  # the files are undamaged: their digests match
+    except StateError as error:  # the recipe is at fault: the files are undamaged, since their digests match
         raise RecipeError(_unfit(name, spec, error)) from error
     return worker
 

@@ -20,7 +20,7 @@ from typing import Final
 from tests.architecture.tree import Module, project
 
 SHORT: Final = 60
-#: A module of at most this many lines could be merged into its importer; the modules below are run by path.
+#: Modules that are run by path, so they cannot be merged into an importer, however short they are.
 RUN_BY_PATH: Final = frozenset({"launch/reaper.py", "launch/tied_process.py"})
 HTTP: Final = frozenset({"httpx", "aiohttp", "http.client", "urllib.request", "urllib3", "requests"})
 CLIENTS: Final = frozenset(
@@ -72,7 +72,7 @@ def http_users(modules: Iterable[Module]) -> Iterator[tuple[str, str, int]]:
 
 
 def classes_twice(modules: Iterable[Module]) -> dict[str, list[str]]:
-    """Map each public class name with several declarations to their places."""
+    """Return the public class names that are declared more than once, with the places of their declarations."""
     places: dict[str, list[str]] = defaultdict(list)
     for module in modules:
         for node in ast.walk(module.tree):

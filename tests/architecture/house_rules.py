@@ -16,7 +16,7 @@ from tests.architecture.tree import Module, room_of
 Problems = Iterator[str]
 Modules = Iterable[Module]
 
-#: Public definitions without a caller in the packages, each with its caller.
+#: Public definitions that no code in the packages uses, each with who uses it.
 CALLED_FROM_OUTSIDE = {
     "pipelinerl/engines/external/vllm/transfer.py": "vLLM calls the methods of its weight-transfer back ends",
     "inference_contract/errors.py": "a client raises the class whose code the answer names",
@@ -56,7 +56,7 @@ RETIRED = {
     "dry_run": "check",
 }
 
-#: Imports that the floors would allow and that are forbidden, each with the reason.
+#: Imports that are forbidden although the floors would allow them, each with the reason.
 CLOSED_DOORS = {
     "actor": {"engines": "its sampler is a Protocol", "models": "engines tokenise"},
     "config": {
@@ -153,7 +153,7 @@ def _used(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 120:
             yield from re.findall(
                 r"(?<=[:.\"'])\w+|^\w+$", node.value
-            )  # `module:attribute`, `"Forward"`, a field's name
+            )  # also `module:attribute` references, quoted types, and names of fields
 
 
 def _named(node: ast.AST) -> Iterator[str]:

@@ -37,14 +37,14 @@ BROAD_EXCEPT_ALLOWED = (
     "benchmarks/__main__.py",
     "benchmarks/gpu_check.py",
     "trainer_contract/conformance/__init__.py",
-    *("pipelinerl/system/references.py", "pipelinerl/verifiers/user_code.py"),  # user code raises anything
-    "pipelinerl/models/directory_files.py",  # foreign files make libraries raise anything
-    "pipelinerl/verifiers/oubliette/guest/program.py",  # a main, and the programs that it becomes
+    *("pipelinerl/system/references.py", "pipelinerl/verifiers/user_code.py"),  # user code may raise any exception
+    "pipelinerl/models/directory_files.py",  # libraries may raise any exception for foreign files
+    "pipelinerl/verifiers/oubliette/guest/program.py",  # the main of a process and of its programs
     "pipelinerl/verifiers/group_filter.py",
-    "pipelinerl/environments/episode_host.py",  # a main; user code raises anything
+    "pipelinerl/environments/episode_host.py",  # the main function of a process; user code may raise any exception
 )
 
-#: Files that may draw randomness from elsewhere, each with its reason.
+#: Files that may draw random numbers without `pipelinerl.rng`, each with its reason.
 RANDOMNESS_ALLOWED = {
     "pipelinerl/rng.py": "the source",
     "launch/run_directory.py": "secrets must not be reproducible",
@@ -104,7 +104,7 @@ OPENS_HTTP = {
     "inference_contract/conformance/session.py": "the kit stands alone, and checks engines that are not ours",
 }
 
-#: What the launcher knows of rooms that it must not know otherwise.
+#: What the launcher may import from rooms that are otherwise closed to it.
 LAUNCH_ALLOWED = ("pipelinerl.config.recipe.", "pipelinerl.roles.catalogue", "pipelinerl.roles.role.")
 
 Problems = Iterator[str]
@@ -376,7 +376,7 @@ def _dotted(node: ast.expr) -> str:
 
 @cache
 def _method_free_classes() -> frozenset[str]:
-    """Return classes of the project that have no method to inherit."""
+    """Return the names of the project's classes without methods, so that a subclass inherits no code from them."""
     return frozenset(
         node.name
         for module in project()

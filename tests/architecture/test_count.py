@@ -20,14 +20,14 @@ TREE = (
 )
 
 
-def test_counts_of_a_small_tree() -> None:
+def test_counts_of_a_small_tree_are_right() -> None:
     assert list(short_with_one_importer(TREE)) == [("launch/a.py", 2, "launch/b.py")]
     assert list(declarations(TREE, "slots")) == ["launch/a.py:2", "launch/c.py:2"]
     assert list(http_users(TREE)) == [("httpx", "launch/b.py", 2)]
     assert classes_twice(TREE) == {"A": ["launch/a.py:1", "launch/b.py:3"]}
 
 
-def test_command_runs() -> None:
+def test_command_prints_every_count() -> None:
     command = [sys.executable, "-m", "tests.architecture.count", "max_waiting"]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert answer.returncode == 0, answer.stderr

@@ -1,4 +1,4 @@
-"""The rules about the tree as a whole hold, and each can fail."""
+"""The rules about the tree as a whole are kept, and each rejects a bad tree."""
 
 from __future__ import annotations
 
@@ -52,17 +52,19 @@ def _tree(sources: dict[str, str]) -> tuple[Module, ...]:
 
 
 @pytest.mark.parametrize("rule", [rule for rule, _, _ in RULES], ids=lambda rule: rule.__name__)
-def test_rule_holds(rule: Rule) -> None:
+def test_project_keeps_the_rule(rule: Rule) -> None:
     assert not (broken := list(rule(project()))), "\n".join([rule.__doc__ or "", *broken])
 
 
 @pytest.mark.parametrize(("rule", "breaks", "keeps"), RULES, ids=lambda value: getattr(value, "__name__", ""))
-def test_rule_can_fail_and_accepts_good_trees(rule: Rule, breaks: dict[str, str], keeps: dict[str, str]) -> None:
+def test_rule_rejects_bad_trees_and_accepts_good_trees(
+    rule: Rule, breaks: dict[str, str], keeps: dict[str, str]
+) -> None:
     assert list(rule(_tree(breaks)))
     assert not list(rule(_tree(keeps)))
 
 
-def test_closed_doors_apply_to_config_and_training() -> None:
+def test_forbidden_imports_of_config_and_training_are_detected() -> None:
     config = Module("pipelinerl/config/a.py", "from pipelinerl.controller.state.knobs import HOTTEST")
     training = Module("pipelinerl/training/a.py", "from pipelinerl.weights.layout import layout_of")
     publisher = Module("pipelinerl/training/a.py", "from pipelinerl.weights.publisher import Publisher")
@@ -70,12 +72,12 @@ def test_closed_doors_apply_to_config_and_training() -> None:
     assert not list(doors_are_closed([publisher]))
 
 
-def test_docs_draw_the_tree_as_it_is() -> None:
+def test_rooms_in_the_docs_match_those_in_the_tree() -> None:
     drawing = (ROOT / "docs" / "understand" / "architecture.md").read_text()
     assert not (broken := list(tree_is_as_drawn(project(), drawing))), "\n".join(broken)
     assert list(tree_is_as_drawn(project(), drawing + "`pipelinerl/attic/`"))
     assert list(tree_is_as_drawn(project(), ""))
 
 
-def test_listed_exceptions_still_exist() -> None:
+def test_files_with_exceptions_still_exist() -> None:
     assert {module.path for module in project()} >= CALLED_FROM_OUTSIDE.keys()

@@ -1,4 +1,6 @@
-"""Contracts, configuration, registry, objective and launch import in a fresh interpreter without a heavy library."""
+"""Contracts, configuration, registry, objective and launcher are imported, each in a new interpreter, without a heavy
+library.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ print(json.dumps(sorted(set(heavy) & set(sys.modules))))
 
 
 def _loaded(modules: list[str], watched: frozenset[str]) -> list[str]:
-    """Return which of `watched` a fresh interpreter has loaded after importing `modules`."""
+    """Return the names in `watched` that a new interpreter has loaded after it imported `modules`."""
     command = [sys.executable, "-c", _SCRIPT, json.dumps([modules, sorted(watched)])]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert answer.returncode == 0, answer.stderr
@@ -49,10 +51,10 @@ def _modules(*rooms: str) -> list[str]:
     ],
     ids=["inference_contract", "trainer_contract", "config_registry", "objective", "launch"],
 )
-def test_import_is_light(modules: list[str]) -> None:
+def test_import_loads_no_heavy_library(modules: list[str]) -> None:
     assert modules
     assert _loaded(modules, HEAVY) == []
 
 
-def test_loaded_library_would_be_found() -> None:
+def test_heavy_library_in_an_import_would_be_detected() -> None:
     assert _loaded(["inference_contract.schemas"], frozenset({"pydantic", "torch"})) == ["pydantic"]

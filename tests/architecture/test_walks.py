@@ -1,4 +1,4 @@
-"""The walks of docs/understand/architecture.md name files and definitions that exist."""
+"""The walks through the code in docs/understand/architecture.md name files and definitions that exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.architecture.tree import ROOT
 
 DRAWING = (ROOT / "docs" / "understand" / "architecture.md").read_text()
 PLACES = sorted(set(re.findall(r"`([a-z_/]+\.py)` `([A-Za-z_.]+)`", DRAWING)))
-#: The most files of a walk.
+#: The largest number of files in each walk.
 LENGTHS = {
     "A prompt becomes a step": 40,
     "A version is served": 24,
@@ -21,7 +21,7 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize(("path", "name"), PLACES, ids="::".join)
-def test_place_exists(path: str, name: str) -> None:
+def test_definition_named_in_a_walk_exists(path: str, name: str) -> None:
     body: list[ast.stmt] = ast.parse((ROOT / path).read_text()).body
     for word in name.split("."):
         found = [node for node in body if getattr(node, "name", None) == word]
@@ -38,6 +38,6 @@ def test_four_walks_are_described() -> None:
         assert 5 <= len(files) <= LENGTHS[name], f"{name}: {len(files)} files"
 
 
-def test_reading_list_takes_an_hour() -> None:
+def test_reading_list_is_short_enough_for_an_hour() -> None:
     names = re.findall(r"`([a-z_/]+\.py)`", DRAWING.partition("## An hour of reading")[2])
     assert 1200 <= sum((ROOT / name).read_text().count("\n") for name in names) <= 2100

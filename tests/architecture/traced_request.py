@@ -31,7 +31,7 @@ PRODUCT = ("inference_contract", "pipelinerl", "trainer_contract")
 
 @final
 class CalledFiles:
-    """Counter of calls of product functions by file, on every thread that starts within the block, while `on`."""
+    """Counts calls of product functions by file while `on` is true, on every thread that starts within the block."""
 
     def __init__(self) -> None:
         self.calls = Counter[str]()
@@ -54,7 +54,7 @@ class CalledFiles:
 
 
 def files_of_a_request() -> list[str]:
-    """Return the files, sorted, of one completion of eight tokens."""
+    """Return the sorted paths of the files that run for one completion of eight tokens."""
     with tempfile.TemporaryDirectory() as folder, CalledFiles() as called:
         asyncio.run(_ask(Path(folder), called))
         return sorted(called.calls)

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("inference_contract", "trainer_contract", "pipelinerl", "launch", "benchmarks")
 
-#: DESIGN section 3. Modules directly below `pipelinerl/` are rooms by their own name.
+#: The floor of each room (DESIGN section 3). A module directly below `pipelinerl/` is a room, named like the module.
 FLOORS: dict[str, float] = {
     "inference_contract": 0,
     "trainer_contract": 0,
@@ -53,7 +53,7 @@ class Module:
 
     @property
     def name(self) -> str:
-        """The dotted name; of a package's `__init__`, the package's."""
+        """The module's dotted name; for an `__init__`, the name of the package."""
         return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
     @property

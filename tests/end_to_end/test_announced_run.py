@@ -1,4 +1,4 @@
-"""A live run whose engines learn of new weights from the stream: all of them load every announced version."""
+"""A live run that announces new weights on the stream: every engine loads every announced version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.fakes.live_run import LiveRun, launched, light_run
 
 
 async def taken(run: LiveRun) -> list[WeightsTaken]:
-    """Return what engines reported recently."""
+    """Return the engines' recent reports of loaded weights."""
     argv = run.role("trainer").cmdline()
     url = argv[argv.index("--redis-url") + 1]
     password = (run.directory / "redis" / "password").read_text()

@@ -54,7 +54,7 @@ RATE = 0.3
 
 
 class SaysB:
-    """A verifier with one right answer."""
+    """A verifier for which only the answer "b" is right."""
 
     async def verify(self, problem: Problem, text: str) -> Verdict:
         correct = text.strip() == problem.ground_truth
@@ -120,9 +120,10 @@ async def run(
     until: Callable[[Controller], bool] = lambda controller: False,
     beside: Callable[[ControllerService, EnginePool], Awaitable[None]] | None = None,
 ) -> list[dict[str, object]]:
-    """Run to the end (or until `until`), and return the events. `learning` is a part of a recipe.
+    """Run to the end, or until `until` returns true; return the events. `learning` has keys that are added to the
+    recipe.
 
-    `beside` runs at the same time, and must not end earlier without an error.
+    `beside` runs at the same time, and must not end before the run unless it raises an error.
     """
     config = parse(
         {
@@ -195,7 +196,7 @@ async def run(
     return read_events(directory / "events.jsonl")
 
 
-async def test_bigram_learns_in_flight(tmp_path: Path, model: Path) -> None:
+async def test_bigram_learns_while_weights_change_in_flight(tmp_path: Path, model: Path) -> None:
     engine = bigram_engine.from_options(
         EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
     )
@@ -215,7 +216,9 @@ async def test_bigram_learns_in_flight(tmp_path: Path, model: Path) -> None:
 
 
 async def test_ppo_with_critic_warm_up_and_controlled_kl_learns_in_flight(tmp_path: Path, model: Path) -> None:
-    """Three models in the trainer's process; during the critic's warm-up, versions rise and weights do not change."""
+    """Three models are in the trainer's process. During the critic's warm-up, version numbers rise but weights do not
+    change.
+    """
     learning = {
         "objective": {
             "preset": "ppo",
@@ -249,8 +252,8 @@ async def test_ppo_with_critic_warm_up_and_controlled_kl_learns_in_flight(tmp_pa
     assert ledger["trained"] == STEPS * 8
 
 
-async def test_old_logprobs_at_the_sampling_weights_equal_the_samplers_in_flight(tmp_path: Path, model: Path) -> None:
-    """At any age of a token: a bigram has no cache, so that only rounding differs."""
+async def test_old_logprobs_of_the_sampling_weights_equal_the_samplers_logprobs(tmp_path: Path, model: Path) -> None:
+    """They are equal for tokens of any age: a bigram model has no cache, so only rounding differs."""
     learning = {"objective": "decoupled_ppo", "training": {"old_logprobs": "sampling_weights"}}
     options = EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
     with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:
@@ -266,7 +269,7 @@ async def test_old_logprobs_at_the_sampling_weights_equal_the_samplers_in_flight
 
 
 async def test_interrupted_run_resumes_from_its_checkpoint(tmp_path: Path, model: Path) -> None:
-    """Everything dies in the middle; with new streams, engine and processes the run trains each prompt once."""
+    """All roles die in the middle. The resumed run, with new streams, engine and processes, trains each prompt once."""
     options = EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
     with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:
         await run(

@@ -1,6 +1,6 @@
-"""Engines are added and removed by a run's own figures while it trains.
+"""Engines are added and removed during training, as the run's own measurements require.
 
-Tested twice: in one process with engine servers on threads, and as a whole run of separate processes.
+This is tested twice: in one process with engine servers on threads, and as a whole run of separate processes.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tests.fakes.paced_bigram import ENGINE, TRAINER, engine, set_pace
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 
-#: An engine that the trainer waits for, and a trainer that the engine waits for.
+#: Paces: with SLOW the trainer waits for the engine, with FAST the engine waits for the trainer.
 SLOW, FAST = {"decode_s": 0.02, "step_s": 0.0}, {"decode_s": 0.0, "step_s": 0.25}
 RULE: Final = ElasticRule(interval_s=0.3, patience=1, settle_s=0.0, waiting=0.5, content=0.4, busy=0.7)
 
 
 @final
 class Site:
-    """Starts and stops engines on the orders of a controller in this process."""
+    """Starts and stops engines as a controller in this process requests."""
 
     def __init__(self, model: Path) -> None:
         self.options = EngineOptions(model_path=model, model_id="bigram", slots=8, max_waiting=4096, context_length=64)
@@ -48,18 +48,18 @@ class Site:
         self._up: dict[str, tuple[ExitStack, Engine]] = {}
 
     def start(self, name: str) -> str:
-        """Serve an engine and return its URL."""
+        """Serve a new engine; return its URL."""
         self._up[name] = serving, made = ExitStack(), engine(self.options)
         return serving.enter_context(in_thread(create_app(made, token=None)))
 
     def stop(self, name: str) -> None:
-        """Stop the engine's server and wait for its end."""
+        """Stop the engine's server and wait until it has ended."""
         serving, stopped = self._up.pop(name)
         self.gone[name] = stopped.metrics().generated_tokens_total
         serving.close()
 
     async def follow(self, service: ControllerService, pool: EnginePool) -> None:
-        """Do continuously what the launcher and the actor's role do."""
+        """Do the work of the launcher and of the actor's role, until cancelled."""
         seen, fleet = service.status().fleet, service.controller.state.fleet
         pool.update(fleet.serving(), finishing=fleet.finishing())
         for each in seen.requested:
@@ -74,9 +74,11 @@ class Site:
 
 
 async def _grows_and_shrinks(service: ControllerService, pool: EnginePool, *, site: Site, url: str) -> None:
-    """One engine at most, although it is busy; then a knob allows two, first in a dry run; then there is little work.
+    """Check that no engine is added while the limit is one, although the engine is busy. Then a knob allows two, first
+    in a dry run. At last there is little work, and the second engine is removed.
 
-    A group fills an engine, so that its rows are full whenever it computes, although it seldom does at the end.
+    A group fills an engine, so that its slots are full whenever it computes, although it seldom computes at the
+    end.
     """
     controller = service.controller
     state = controller.state
@@ -88,7 +90,7 @@ async def _grows_and_shrinks(service: ControllerService, pool: EnginePool, *, si
     while state.elastic.changed is None:
         await site.follow(service, pool)
     assert not state.engine_requests
-    controller.settings = replace(controller.settings, elastic=RULE)  # like a run that was restarted without it
+    controller.settings = replace(controller.settings, elastic=RULE)  # as after a restart without the dry run
     while len(state.fleet.serving()) < 2:
         await site.follow(service, pool)
     reached = state.version
@@ -111,7 +113,7 @@ def _scaled(events: Sequence[Mapping[str, Any]], kind: str = "engines_scaled") -
 
 
 async def test_run_adds_engines_under_load_and_removes_them(tmp_path: Path) -> None:
-    model = model_in(tmp_path / "model", alphabet="ab")  # every fifth letter is right
+    model = model_in(tmp_path / "model", alphabet="ab")  # every fifth letter is a right answer
     set_pace(model, **SLOW)
     site, made = Site(model), new_controller(steps=100_000)
     made.settings = replace(made.settings, elastic=replace(RULE, mode=Elasticity.DRY_RUN))

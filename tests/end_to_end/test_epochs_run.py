@@ -1,4 +1,6 @@
-"""A run whose batches are six optimizer steps, and whose trainer is killed: exactly once, and equal to the bit."""
+"""A run with six optimizer steps per batch, whose trainer is killed: it trains exactly once, with bit-identical
+results.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ SETTINGS = (
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_killing_the_trainer_of_a_run_with_epochs_changes_nothing(tmp_path: Path) -> None:
-    """Its steps before and after equal those of one uninterrupted trainer, which the replay is."""
+    """The replay is one uninterrupted trainer; the run's steps before and after the kill must equal its steps."""
     directory = tmp_path / "run"
     with launched(light_run(directory, *SETTINGS), directory) as run:
         run.until(lambda run: len(run.events("checkpoint")) >= 2, "a second checkpoint")

@@ -1,7 +1,7 @@
-"""A live run whose judge is an engine of this project: it judges, keeps its weights, and is killed.
+"""A live run whose judge is an engine of this project: it judges, keeps its own weights, and is killed.
 
-The judge is the shipped model of `rlvr`, which learned to print numbers: its scores are arbitrary, and sometimes there
-is none. Answers are therefore judged or masked, and the run reports which.
+The judge is the shipped model of `rlvr`, which has learned to print numbers. Its scores are arbitrary, and sometimes it
+prints none. Answers are therefore judged or masked, and the run reports which.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tests.fakes.live_run import CLI, launched, light_run
 from tests.patience import PATIENCE_S
 
 _MODEL = Path(__file__).parents[2] / "pipelinerl" / "models" / "tiny_rlvr"
-#: Enough for a judge's prompt with these problems and answers.
+#: Context length in tokens, enough for a judge's prompt with these problems and answers.
 _CONTEXT = 768
 _STEPS = 6
 
 
 @contextmanager
 def judge(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Yield (address, process) of a standalone engine."""
+    """Yield the address and the process of a standalone engine."""
     model = folder / "model"
     shutil.copytree(_MODEL, model)
     config = json.loads((model / "config.json").read_text())

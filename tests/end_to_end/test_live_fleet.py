@@ -21,7 +21,7 @@ from tests.fakes.live_fleet import (
 from tests.fakes.live_run import LiveRun, endless_run, launched, light_run, new_run, told
 from tests.patience import PATIENCE_S
 
-#: For a model that can write more than eight letters but learned to write few: a high temperature.
+#: A high temperature, for a model that can write more than eight letters but learned to write few.
 LONG_ANSWERS = (
     "sampling.max_tokens=40",
     "sampling.temperature=5.0",
@@ -34,8 +34,8 @@ LONG = ("run.steps=100000", "staleness.k=8", "checkpoint.interval_steps=50", "la
 
 
 def until_groups(run: LiveRun, more: int) -> None:
-    """Wait until this many more groups have ended: trained or, since few answers at this temperature are right,
-    filtered.
+    """Wait until `more` further groups have ended. They are trained or filtered: few answers at this temperature are
+    right.
     """
 
     def ended(run: LiveRun) -> int:
@@ -47,7 +47,7 @@ def until_groups(run: LiveRun, more: int) -> None:
 
 
 def stop(run: LiveRun) -> None:
-    """End the run as its owner would."""
+    """Stop the run as its owner would."""
     told("stop", str(run.directory))
     assert run.end() == 0, run.story()
 
@@ -55,7 +55,7 @@ def stop(run: LiveRun) -> None:
 @pytest.mark.slow  # short form, in a run with other faults: test_live_run.py
 @pytest.mark.timeout(400)
 def test_engine_is_replaced_under_load(tmp_path: Path) -> None:
-    """Without a grace period: the work of the old engine is handed over."""
+    """There is no grace period, so the old engine's requests in progress are handed over."""
     directory = tmp_path / "run"
     with launched(endless_run(directory, *LONG), directory) as run:
         until_serving(run, "engine-0")
@@ -68,8 +68,8 @@ def test_engine_is_replaced_under_load(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_engine_that_cannot_start_costs_the_run_nothing(tmp_path: Path) -> None:
-    """Its name is not used again."""
+def test_engine_that_cannot_start_does_not_affect_the_run(tmp_path: Path) -> None:
+    """The name of the failed engine is not used again."""
     directory = tmp_path / "run"
     with launched(endless_run(directory, *LONG), directory) as run:
         until_serving(run, "engine-0")
@@ -88,8 +88,8 @@ def test_engine_that_cannot_start_costs_the_run_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # short form, between processes and without a run: tests/engines/http/test_engine_handover.py
 @pytest.mark.timeout(200)
-def test_killed_engine_loses_only_undelivered_tokens(tmp_path: Path) -> None:
-    """kill -9 in mid-generation: the other engine continues after the tokens that were sampled."""
+def test_only_undelivered_tokens_are_lost_with_a_killed_engine(tmp_path: Path) -> None:
+    """After kill -9 during generation, the other engine continues after the tokens that were delivered."""
     directory = tmp_path / "run"
     with launched(new_run(directory, *LONG, *LONG_ANSWERS, "engine.count=2"), directory) as run:
         until_serving(run, "engine-0", "engine-1")
@@ -108,7 +108,7 @@ def test_killed_engine_loses_only_undelivered_tokens(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_requested_engine_is_restarted_when_it_dies(tmp_path: Path) -> None:
-    """It is the only engine, and dies while it generates."""
+    """It is the run's only engine, and dies while it generates."""
     directory = tmp_path / "run"
     with launched(light_run(directory, *LONG), directory) as run:
         until_serving(run, "engine-0")
@@ -140,7 +140,7 @@ def test_requested_engines_end_with_their_launcher(tmp_path: Path) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(3600)
-def test_twenty_swaps_lose_nothing(tmp_path: Path) -> None:
+def test_twenty_swaps_of_engines_lose_no_rollouts(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with launched(new_run(directory, *LONG), directory) as run:
         until_serving(run, "engine-0")
@@ -151,7 +151,7 @@ def test_twenty_swaps_lose_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(7200)
-def test_hundred_kills_in_mid_generation_lose_nothing_and_stall_for_seconds(tmp_path: Path) -> None:
+def test_hundred_kills_during_generation_lose_no_rollouts_and_stall_for_seconds(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with launched(new_run(directory, *LONG, "engine.count=2"), directory) as run:
         until_serving(run, "engine-0", "engine-1")

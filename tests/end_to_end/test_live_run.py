@@ -1,6 +1,7 @@
 """Real runs in real processes: their outputs, how they stop and resume, and what survives kill -9.
 
-Whatever happens to the processes of a lockstep run, its curve must equal the undisturbed one bit by bit.
+Whatever happens to the processes of a lockstep run, its training curve must equal that of the undisturbed run bit by
+bit.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ Curve = dict[int, tuple[float, ...]]
 
 
 def curve(run: LiveRun) -> Curve:
-    """Return the training curve, step by step; of a repeated step, the later."""
+    """Return the training curve, step by step; if a step was repeated, the later event counts."""
     measures = ("reward", "loss", "grad_norm", "entropy", "tokens", "sampled_tokens")
     return {event["step"]: tuple(event[name] for name in measures) for event in run.events("step")}
 
 
 def assert_settled(run: LiveRun, *, steps: int) -> None:
-    """Assert that the run is complete: all steps, a balanced ledger, each prompt trained once."""
+    """Assert that the run is complete: it has all steps, a balanced ledger, and each prompt was trained once."""
     (finished,) = run.events("run_finished")
     ledger = finished["ledger"]
     assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued"), ledger
@@ -50,7 +51,7 @@ def assert_settled(run: LiveRun, *, steps: int) -> None:
 
 
 def tracked_to(run: LiveRun) -> int:
-    """Return the last step in a tracker's position."""
+    """Return the last step that the tracker's bookmark names."""
     place = run.directory / "trackers" / "tensorboard.json"
     return int(json.loads(place.read_bytes())["reader"]["last_step"]) if place.is_file() else 0
 
@@ -77,7 +78,7 @@ def test_run_completes_and_leaves_its_outputs(undisturbed: LiveRun) -> None:
     assert model.generate(**prompt, max_new_tokens=2, do_sample=False).shape[1] == prompt["input_ids"].shape[1] + 2
 
 
-def test_recorded_step_can_be_replayed_to_the_bit(undisturbed: LiveRun) -> None:
+def test_recorded_step_can_be_replayed_bit_by_bit(undisturbed: LiveRun) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     words = [*CLI, "replay", str(undisturbed.directory), "--step", str(STEPS - 1)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
@@ -99,8 +100,10 @@ def test_recorded_step_can_be_replayed_with_another_objective(undisturbed: LiveR
         pytest.param(Kind.TINY, "in the second life", id="tiny-in the second life", marks=pytest.mark.slow),
     ],
 )
-def test_stopped_run_that_lost_its_machine_equals_the_undisturbed_one(tmp_path: Path, kind: Kind, lost: str) -> None:
-    """Ctrl-C ends the first life; then the machine is lost: its processes at once, and its disk after them."""
+def test_stopped_run_resumed_from_its_location_equals_the_undisturbed_run(
+    tmp_path: Path, kind: Kind, lost: str
+) -> None:
+    """Ctrl-C stops the first launch. Then the machine is lost, with its processes and its disk."""
     directory, location = tmp_path / "run", tmp_path / "location"
     with launched([*kind.arguments(directory), f"checkpoint.location={location}"], directory) as run:
         run.until_step(6)
@@ -131,10 +134,10 @@ def test_stopped_run_that_lost_its_machine_equals_the_undisturbed_one(tmp_path: 
     assert kept >= {"step-000008", "step-000012"} and len(kept) == load(directory / "recipe.toml").checkpoint.keep
 
 
-def test_live_run_survives_four_deaths_and_obeys_its_owner(tmp_path: Path) -> None:
-    """Engine, trainer, controller and tracker come back; the tracker has each step of the run once.
+def test_live_run_survives_four_deaths_and_the_removal_of_its_engine(tmp_path: Path) -> None:
+    """Engine, trainer, controller and tracker are restarted; the tracker has each step of the run once.
 
-    Then its engine is replaced without a grace period, and its work is handed over.
+    Then the run's engine is replaced without a grace period, and the requests in progress are handed over.
     """
     directory = tmp_path / "run"
     changes = ("staleness.k=4", "trackers.tensorboard=true")
@@ -175,7 +178,7 @@ def test_live_run_survives_four_deaths_and_obeys_its_owner(tmp_path: Path) -> No
 @pytest.mark.parametrize("step", [2, 6], ids=["before any checkpoint", "after one"])
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_kill_9_changes_nothing(tmp_path: Path, undisturbed: LiveRun, role: str, step: int) -> None:
+def test_kill_9_of_a_role_does_not_change_the_curve(tmp_path: Path, undisturbed: LiveRun, role: str, step: int) -> None:
     directory = tmp_path / "run"
     with launched(new_run(directory, *LOCKSTEP), directory) as run:
         run.until_step(step)
@@ -203,7 +206,9 @@ def test_dead_controller_without_restarts_ends_the_run_with_a_remedy(tmp_path: P
 
 
 def saved_to_its_last_step(run: LiveRun) -> int:
-    """Return the step at which a run was suspended; no step was lost, whenever the last checkpoint was due."""
+    """Return the step at which a run was suspended. Assert that its state was saved then, even if no checkpoint
+    was due.
+    """
     events = read_events(run.directory / "events.jsonl")
     steps = [event["step"] for event in events if event["kind"] == "step"]
     saved = [event["model_version"] for event in events if event["kind"] == "checkpoint"]
@@ -234,7 +239,7 @@ def test_no_process_outlives_the_launcher(tmp_path: Path, number: signal.Signals
 )  # fmt: skip
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_every_mode_completes(tmp_path: Path, change: str) -> None:
+def test_run_completes_in_every_mode(tmp_path: Path, change: str) -> None:
     directory = tmp_path / "run"
     with launched(new_run(directory, "run.steps=20", "staleness.k=4", change), directory) as run:
         assert run.end() == 0, run.story()
@@ -268,7 +273,7 @@ def test_streams_and_memory_stay_bounded(tmp_path: Path) -> None:
         growth = {role: after - before[role] for role, after in megabytes().items()}
         found = lengths()
         server.close()
-        # Three checkpoints are kept, ten steps of eight groups apart; four steps of prompts are in flight.
+        # Three checkpoints are kept, ten steps of eight groups apart. Prompts for four steps are in flight.
         assert found["run:rollouts:actor-0"] <= (3 + 1) * 10 * 8 + 10 * 8, found
         assert found["run:prompts"] <= 4 * 2 * 8, found
         assert max(found["run:directives"], found["run:reports"]) <= 70, found
@@ -277,7 +282,7 @@ def test_streams_and_memory_stay_bounded(tmp_path: Path) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_separately_started_roles_with_an_engine_that_joins_and_leaves(tmp_path: Path) -> None:
+def test_run_of_separately_started_roles_survives_an_engine_that_joins_and_leaves(tmp_path: Path) -> None:
     redis, controller, engine, second = free_ports(4)
     common = ["--run-dir", str(tmp_path), "--redis-url", f"redis://127.0.0.1:{redis}"]
     common += ["--controller-url", f"http://127.0.0.1:{controller}", "--set", "run.steps=5000"]

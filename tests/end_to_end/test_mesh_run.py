@@ -1,4 +1,4 @@
-"""A live run whose trainer is one process, then two, then one again: it resumes where it stopped."""
+"""A live run whose trainer has one process, then two, then one again: each time it resumes where it stopped."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The first page of docs/start/rewards.md: its two files, in an empty folder, are a run with a user's own reward.
 
-In the short form also with a user's own model: a bfloat16 directory, the usual case.
+The short form also uses a user's own model, a bfloat16 directory, which is the usual case.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def from_the_page(folder: Path) -> Path:
     return folder / "words.toml"
 
 
-def test_second_form_of_the_example_adds_the_function_to_a_verifier(tmp_path: Path) -> None:
+def test_pages_second_recipe_adds_the_function_to_a_verifier(tmp_path: Path) -> None:
     recipe = from_the_page(tmp_path)
     (parts,) = re.findall(r"```toml\n(rewards = .*?)```", PAGE.read_text(), re.DOTALL)
     recipe.write_text(recipe.read_text().replace('verifier = "rewards.py:letters"\n', parts))
@@ -39,7 +39,7 @@ def test_second_form_of_the_example_adds_the_function_to_a_verifier(tmp_path: Pa
 
 
 @pytest.mark.parametrize("overrides", [QUICK, pytest.param((), marks=pytest.mark.slow)], ids=["short", "as it stands"])
-def test_empty_folder_becomes_a_run(
+def test_files_of_the_page_in_an_empty_folder_are_a_run(
     overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = from_the_page(tmp_path)

@@ -1,4 +1,4 @@
-"""A real run on two engines whose weights change at every step, while one of them serves an evaluation."""
+"""A real run on two engines whose weights change at every step, except on one while it serves an evaluation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROBLEMS, SAMPLES = 48, 8
 
 
 @pytest.mark.slow  # short form: test_evaluator.py and tests/engines/http/test_pool.py
-def test_one_version_answers_while_the_trainer_takes_steps(tmp_path: Path) -> None:
+def test_evaluation_is_answered_by_one_version_while_the_trainer_takes_steps(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     overrides = (
         "engine.count=2",

@@ -1,7 +1,8 @@
-"""A real run with pulled weights learns bit by bit what one with broadcast weights learns, and survives its server.
+"""A real run whose engines pull weights learns bit by bit what a run with broadcasts learns, and survives a killed
+server.
 
-In lockstep with the ratio over recomputed log-probs, a run on a CPU is a function of its seed: the transport of the
-weights must make no difference.
+In lockstep with the ratio over recomputed log-probs, a run on a CPU is a function of its seed, so the transport of
+the weights must make no difference.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def curve(run: LiveRun) -> Curve:
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("shards", [1, 2])
-def test_pulled_weights_teach_the_same_as_broadcast_despite_a_killed_server(tmp_path: Path, shards: int) -> None:
+def test_run_with_pulled_weights_equals_one_with_broadcasts_despite_a_killed_server(
+    tmp_path: Path, shards: int
+) -> None:
     with launched(new_run(tmp_path / "broadcast", *LOCKSTEP), tmp_path / "broadcast") as run:
         assert run.end() == 0, run.story()
         expected = curve(run)

@@ -1,6 +1,6 @@
-"""The shipped recipe `rlvr`: each of its domains starts with something to learn, and none is dropped.
+"""The shipped recipe `rlvr`: at the start each of its domains has something to learn, and none is dropped.
 
-`python -m benchmarks rlvr` shows that each reward rises.
+`python -m benchmarks rlvr` shows that the reward of each domain rises.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ async def judged(name: str) -> list[list[Verdict]]:
 
 
 @pytest.mark.parametrize("name", [domain.name for domain in RLVR.domains])
-def test_each_domain_starts_with_mixed_groups(name: str) -> None:
+def test_each_domain_starts_with_groups_of_right_and_wrong_answers(name: str) -> None:
     if name == "programs":
         needs_a_sandbox()
     groups = asyncio.run(judged(name))
@@ -68,7 +68,7 @@ def test_no_domain_is_dropped_or_left_unjudged(tmp_path: Path) -> None:
     assert len(steps) == 12
     share = RLVR.training.rollouts_per_step / sum(domain.weight for domain in RLVR.domains)
     for domain in RLVR.domains:
-        # The first steps take what is judged first; over a dozen steps, each domain has about its share.
+        # The first steps train on groups that are judged quickly. Over a dozen steps, each domain has about its share.
         figures = [step["by_domain"].get(domain.name, {}) for step in steps]
         assert sum(each.get("rollouts", 0) for each in figures) >= 0.7 * len(steps) * share * domain.weight, domain.name
         assert not any(each.get("stale_groups") or each.get("unjudged") for each in figures), domain.name

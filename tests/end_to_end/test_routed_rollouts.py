@@ -1,6 +1,4 @@
-"""From a mixture-of-experts engine to a training step: routed experts pass through actor, stream, packing and
-passes.
-"""
+"""Routed experts go from a mixture-of-experts engine through actor, stream and packing into a training step."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ OBJECTIVE = resolve({"preset": "decoupled_ppo"})
 
 @final
 class InParts:
-    """A sampler over an engine of this process, whose answers arrive as streams."""
+    """A sampler over an engine of this process; the engine streams its answers."""
 
     def __init__(self, engine: BatchingEngine) -> None:
         self._engine = engine
@@ -63,7 +61,9 @@ class InParts:
 
 @final
 class LikesLow:
-    """The reward is the share of lower-case letters in the answer; a random model rarely gets two equal ones."""
+    """A verifier whose reward is the fraction of lower-case letters. A random model rarely gets the same reward
+    twice.
+    """
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
         share = sum(each.islower() for each in completion_text) / max(len(completion_text), 1)
@@ -113,7 +113,7 @@ async def sampled(path: Path) -> list[RolloutGroup]:
         await engine.close()
 
 
-async def test_experts_of_the_sampler_compute_the_step(tmp_path: Path) -> None:
+async def test_training_step_uses_the_experts_that_sampled_the_tokens(tmp_path: Path) -> None:
     groups = await sampled(save_mixture(tmp_path))
     batcher = Batcher(ledger=ConsumedLedger(), lineage=Lineage(0, 0), no_signal=NoSignal.TRAIN, routing=ROUTING)
     for group in groups:

@@ -1,4 +1,4 @@
-"""Services started one by one, without a launcher: the user swaps an engine by typing the printed command."""
+"""Services started one by one, without a launcher: to swap an engine, the user types the command that is printed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.fakes.bigram_recipe import bigram_recipe
 from tests.fakes.live_run import CLI
 from tests.patience import PATIENCE_S
 
-#: Seconds within which a command must say that a user has to start the engine.
+#: Seconds within which the command must say that the user has to start the engine.
 _ANSWERS_S = 15.0
 
 
 @contextmanager
 def started(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[str]]:
-    """Yield a role's process, which ends with this one."""
+    """Start a role; yield its process, which ends with this process."""
     tie = (sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGTERM", "", "--")
     with log.open("w") as file:
         process = subprocess.Popen([*tie, *CLI, *arguments], stdout=file, stderr=file, text=True)

@@ -23,7 +23,7 @@ SMALL = ("run.steps=5000", "evaluation.problems=16", "training.rollouts_per_step
 
 
 class Roles:
-    """Processes on both hosts; each host has its own directory."""
+    """The roles' processes on both hosts; each host has a directory of its own."""
 
     def __init__(self, folder: Path, controller: Host) -> None:
         self.folder = folder
@@ -81,8 +81,10 @@ def roles(folder: Path, controller: Host) -> Iterator[Roles]:
 
 @pytest.mark.slow  # short form, through a launcher of several hosts: tests/launch/cluster/test_nodes.py
 @pytest.mark.parametrize("transport", ["broadcast", "pull"])
-def test_roles_on_two_hosts(tmp_path: Path, transport: str) -> None:
-    """Trainer, controller, streams and one engine on the first; an engine and all actors on the second."""
+def test_run_works_with_roles_on_two_hosts(tmp_path: Path, transport: str) -> None:
+    """Trainer, controller, streams and one engine are on the first host; the other engine and all actors on the
+    second.
+    """
     with two_hosts() as (one, two), roles(tmp_path, one) as run:
 
         def events(kind: str) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
-"""Real runs with vLLM as the engine learn the task, in our own process and through a stock server.
+"""Real runs with vLLM as the engine learn the task, with vLLM in the engine's process and with a stock server.
 
 The recipe is `tiny_vllm`, with a smaller budget. Held-out accuracy must rise beyond noise: the 95 % interval of the
-last evaluation lies above that of the first. A torch engine can become a vLLM engine and back while the run trains.
+last evaluation lies above that of the first. A torch engine can be replaced by a vLLM engine and back while the run
+trains.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _arguments(directory: Path, *changes: str) -> list[str]:
 
 
 def _has_learned(run: LiveRun) -> None:
-    """Assert that it made every step, its ledger balances, and its accuracy rose."""
+    """Assert that the run made every step, its ledger balances, and its accuracy rose."""
     assert run.end(1200.0) == 0, run.story()
     assert run.steps() == list(range(1, STEPS + 1))
     (finished,) = run.events("run_finished")
@@ -84,7 +85,7 @@ def _swapped(directory: Path, *, times: int) -> None:
 
 
 @pytest.mark.slow
-def test_torch_becomes_vllm_and_torch_again_under_load(tmp_path: Path) -> None:
+def test_torch_engine_is_replaced_by_vllm_and_back_under_load(tmp_path: Path) -> None:
     _swapped(tmp_path / "run", times=2)
 
 

@@ -1,4 +1,4 @@
-"""A wheel of the project runs outside the checkout."""
+"""A wheel of the project trains outside the checkout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder `examples/`: each recipe runs as it stands, here in short; `README.md` there names them all."""
+"""The folder `examples/`: each recipe runs unchanged, here with few steps; the folder's `README.md` names them all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RECIPES = sorted(EXAMPLES.rglob("*.toml"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_it_is_one_recipe_and_little_python_and_its_problems_can_be_made(recipe: Path) -> None:
+def test_example_has_one_recipe_little_python_and_loadable_problems(recipe: Path) -> None:
     config = load(recipe)
     assert len(list(recipe.parent.glob("*.toml"))) == 1
     assert len([path for path in recipe.parent.glob("*.py") if path.name != "fetch_model.py"]) <= 1
@@ -36,17 +36,17 @@ def test_it_is_one_recipe_and_little_python_and_its_problems_can_be_made(recipe:
     }
 
 
-def test_a_reward_of_ones_own_is_what_the_page_shows() -> None:
+def test_own_reward_example_matches_the_docs_page() -> None:
     blocks = re.findall(r"```\w+\n(.*?)```", (ROOT / "docs" / "start" / "rewards.md").read_text(), re.DOTALL)
     files = [(EXAMPLES / "own_reward" / name).read_text() for name in ("rewards.py", "words.toml")]
     assert blocks[:2] == files, "tests/end_to_end/test_own_reward.py runs the page's"
 
 
-def test_two_domains_train(tmp_path: Path) -> None:
-    """Its domains, with the lightest model: the shipped one's runs are in tests/end_to_end/."""
+def test_two_domains_example_trains(tmp_path: Path) -> None:
+    """The example's domains, with the lightest model. Runs with the shipped model are in tests/end_to_end/."""
     recipe = EXAMPLES / "two_domains" / "two_domains.toml"
     quick = (f"run.directory={tmp_path}", "run.steps=2", "training.rollouts_per_step=48", "evaluation.problems=6")
-    lockstep = ("staleness.j=1", "staleness.k=1")  # no step begins without the groups of one domain
+    lockstep = ("staleness.j=1", "staleness.k=1")  # so each step has groups of both domains
     light = lightest(tmp_path / "model", alphabet=f"{ascii_lowercase}?")
     with launched([str(recipe), *quick, *lockstep, *light], tmp_path / "two_domains") as run:
         assert run.end() == 0, run.story()
@@ -55,8 +55,8 @@ def test_two_domains_train(tmp_path: Path) -> None:
     assert 0 < steps[-1]["by_domain"]["last_letter"]["reward.brief"] <= 1
 
 
-def test_a_game_of_several_turns_trains(tmp_path: Path) -> None:
-    """With the lightest model; that it learns the game is the next test's."""
+def test_game_of_several_turns_trains(tmp_path: Path) -> None:
+    """The lightest model, for two steps only; another test shows that it learns the game."""
     recipe = EXAMPLES / "guess_letter" / "guess_letter.toml"
     quick = (f"run.directory={tmp_path}", "run.steps=2", "training.rollouts_per_step=32", "evaluation.problems=4")
     with launched([str(recipe), *guessing(tmp_path / "model"), *quick], tmp_path / "guess_letter") as run:
@@ -76,7 +76,7 @@ def test_a_game_of_several_turns_trains(tmp_path: Path) -> None:
         ("langchain_agent", "langchain_openai"),
     ],
 )
-def test_agent_of_another_framework_trains(name: str, package: str, tmp_path: Path) -> None:
+def test_example_agent_of_another_framework_trains(name: str, package: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"left out: needs the package {package}; examples/README.md says how to install it")
     recipe = EXAMPLES / "agents" / name / f"{name}.toml"
@@ -88,7 +88,7 @@ def test_agent_of_another_framework_trains(name: str, package: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_bigram_model_learns_to_halve_what_is_left(tmp_path: Path) -> None:
+def test_bigram_model_learns_the_game(tmp_path: Path) -> None:
     recipe = EXAMPLES / "guess_letter" / "guess_letter.toml"
     with launched(
         [str(recipe), f"run.directory={tmp_path}", *guessing(tmp_path / "model")], tmp_path / "guess_letter"
@@ -98,7 +98,7 @@ def test_a_bigram_model_learns_to_halve_what_is_left(tmp_path: Path) -> None:
     assert sum(rewards[:5]) / 5 < 0.4 and sum(rewards[-10:]) / 10 >= 0.75
 
 
-def test_the_rewards_of_the_language_models_task() -> None:
+def test_language_model_task_rewards_right_and_parsable_answers() -> None:
     config = load(EXAMPLES / "smollm2" / "json_facts.toml")
     problem = training_problems(config).problem(0)
     truth = json.loads(problem.ground_truth)
@@ -117,7 +117,7 @@ def test_the_rewards_of_the_language_models_task() -> None:
 
 
 @pytest.mark.slow
-def test_the_language_model_is_fetched_and_checked_and_takes_a_step(tmp_path: Path) -> None:
+def test_language_model_is_fetched_checked_and_trained_for_a_step(tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="pip install 'pipelinerl[smollm2]'")
     model = tmp_path / "model"
     script = EXAMPLES / "smollm2" / "fetch_model.py"

@@ -1,8 +1,8 @@
 """`bigram_recipe`: the lightest whole run, for tests of a run's processes rather than of their computation.
 
 Launcher, roles, streams, engine and trainer are real and run in separate processes. The model needs only numpy, so that
-no role imports transformers' models, and a role works after two seconds of a processor instead of seven. Problems come
-from reasoning-gym; every second answer is "2", so that there is something to learn.
+no role imports transformers' models, and a role starts within two seconds of processor time instead of seven. Problems
+come from reasoning-gym; the right answer to every second problem is "2", so that there is something to learn.
 
 An endless run is slowed down: its answers are judged after a pause. Otherwise a test that waits for a process to start
 would share the machine with thousands of irrelevant steps.
@@ -62,7 +62,7 @@ async def judge(answer, completion):
 
 
 def lightest(model: Path, *, alphabet: str) -> tuple[str, ...]:
-    """Return overrides with which any recipe trains a bigram with this alphabet, created in `model`."""
+    """Create a bigram model with this alphabet in `model`; return overrides with which any recipe trains it."""
     _written(model, alphabet)
     return (
         f"model.path={model}",

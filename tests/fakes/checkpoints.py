@@ -1,4 +1,4 @@
-"""Checkpoints of a bigram model each of whose parts states its version."""
+"""Checkpoints of a bigram model in which each part states its version."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model_directory(path: Path) -> Path:
 
 
 def state_of(version: int, *, epoch: int = 1, accuracies: Mapping[int, float] | None = None) -> TrainingState:
-    """Return the training state of a version; `accuracies` are those known by then."""
+    """Return the training state of a version; `accuracies` are those of the evaluations finished by then."""
     results = [{"model_version": at, "accuracy": value, "at_least": value} for at, value in (accuracies or {}).items()]
     return TrainingState(
         model_version=version,
@@ -50,7 +50,7 @@ def capture(store: CheckpointStore, state: TrainingState, *, padding: int = 0) -
 
 
 def save(store: CheckpointStore, version: int, *, padding: int = 0, **rest: Any) -> Path:
-    """Capture and commit."""
+    """Capture a checkpoint of the version and commit it; return its path."""
     return store.commit(capture(store, state_of(version, **rest), padding=padding))
 
 

@@ -1,4 +1,4 @@
-"""Engine options for tests that care about few of them."""
+"""Engine options for tests that set only a few of them."""
 
 from __future__ import annotations
 

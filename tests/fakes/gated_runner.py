@@ -17,7 +17,7 @@ DEADLINE_S = PATIENCE_S
 
 @final
 class GatedRunner:
-    """Wrapper of a runner; `decode` first waits for `allow`, and sets `waiting` meanwhile."""
+    """Wraps a runner; `decode` first waits for `allow`. `waiting` is set while it waits."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -37,7 +37,7 @@ class GatedRunner:
             assert self._done.wait_for(lambda: self.steps >= target, DEADLINE_S), f"{self.steps} of {target} steps"
 
     def open(self) -> None:
-        """Permit everything from now on."""
+        """Permit all decodes from now on."""
         self._free = True
         self._permits.release()
 

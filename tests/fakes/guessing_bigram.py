@@ -1,4 +1,6 @@
-"""`guessing`: the lightest model that can play `examples/guess_letter`, a bigram that sees the hint."""
+"""`guessing`: the lightest model that can play `examples/guess_letter`: a bigram that sees the hint as the previous
+token.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from pathlib import Path
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import SPECIAL_TOKENS, char_tokenizer
 
-#: No token opens the assistant's turn, so that the first sampled token follows the hint.
+#: Adds no token at the start of the assistant's turn, so that the first sampled token directly follows the hint.
 _TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
@@ -15,14 +17,14 @@ _TEMPLATE = (
 
 
 def guessing(model: Path) -> tuple[str, ...]:
-    """Return overrides with which the example trains such a model, created in `model`."""
+    """Create such a model in `model`; return overrides with which the example trains it."""
     tokenizer = char_tokenizer(alphabet="abcdefg" + "0123456789+-*/?")
     tokenizer.chat_template = _TEMPLATE
     made = BigramModel.random(len(tokenizer), seed=0, scale=0.0, context_length=64)
     letters = slice(len(SPECIAL_TOKENS), len(SPECIAL_TOKENS) + 7)
     made.logits[:, letters] = 3.0
     made.logits[letters, :] = 0.0
-    made.logits[letters, tokenizer.eos_token_id] = 4.0  # one letter is an answer
+    made.logits[letters, tokenizer.eos_token_id] = 4.0  # makes answers of one letter likely
     made.save(model)
     tokenizer.save_pretrained(str(model), save_jinja_files=False)
     return (

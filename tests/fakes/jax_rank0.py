@@ -1,8 +1,8 @@
 """Rank 0 of a JAX trainer in its own process, driven by a test: `… -m tests.fakes.jax_rank0 MODEL PORT DIR WHAT`.
 
-WHAT is a list of words: `results` runs the verbs and leaves their results in DIR; `kit` runs all checks of the
-conformance kit; `wait`, the last word, reports that it is ready, then runs forward passes until one fails, and prints
-its error.
+WHAT is a list of words: `results` runs the trainer's methods and writes their results to DIR; `kit` runs all checks of
+the conformance kit; `wait`, the last word, reports that it is ready, then runs forward passes until one fails, and
+prints the error.
 """
 
 import json
@@ -24,7 +24,7 @@ from trainer_contract.types import Device, OptimizerSpec, TrainerSpec
 VOCAB = 48
 RATE = 1.0
 OBJECTIVE = resolve("grpo")
-#: With eps = 1 the first step is g / (|g| + 1): the weights show the gradient.
+#: With eps = 1 the first step is g / (|g| + 1), so the change of the weights reveals the gradient g.
 OPTIMIZER = OptimizerSpec(eps=1.0, grad_clip=0.0)
 
 
@@ -35,7 +35,7 @@ def batches():
 
 
 def started(model, options, **fields):
-    """Return a trainer on CPUs."""
+    """Return an initialised trainer on CPUs."""
     trainer = JaxTrainer()
     trainer.init_worker(
         TrainerSpec(model_path=Path(model), device=Device.CPU, optimizer=OPTIMIZER, options=options, **fields)
@@ -57,7 +57,9 @@ def one_step(trainer):
 
 
 def results(model, options, directory):
-    """Run two steps with a saved state between them, a pass with other weights, and an error that all ranks report."""
+    """Run two steps with a saved state between them, a pass with other weights, and a step that all ranks must
+    reject.
+    """
     trainer = started(model, options)
     np.savez(directory / "first.npz", **one_step(trainer))
     (directory / "state").mkdir()
@@ -75,7 +77,7 @@ def results(model, options, directory):
 
 
 def spoilt(batch):
-    """Return the micro-batch with an advantage that is NaN."""
+    """Return the micro-batch with a NaN among its advantages."""
     advantages = batch.advantages.copy()
     advantages[np.flatnonzero(batch.loss_mask)[0]] = np.nan
     return replace(batch, advantages=advantages)
@@ -101,7 +103,7 @@ def kit(model, options, directory):
 
 
 def until_lost(model, options):
-    """Run forward passes until one fails."""
+    """Run forward passes until one fails, because a rank was lost."""
     trainer, batch = started(model, options), batches()[0]
     trainer.forward([batch])
     print("ready", flush=True)

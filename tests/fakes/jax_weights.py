@@ -1,4 +1,4 @@
-"""Parameters of a JAX model as host arrays under Hugging Face names, gathered one by one like a trainer's."""
+"""Parameters of a JAX model as host arrays under Hugging Face names, gathered one by one as the trainer does."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from pipelinerl.models.jax.checkpoint import export_order, export_weight
 
 
 def exported(config, weights, *, dtype):
-    """Map each name to a copy of the parameter."""
+    """Return a copy of each parameter, by name."""
     return {
         parameter.name_at(layer or 0): np.array(export_weight(weights, parameter, layer, dtype=dtype))
         for parameter, layer in export_order(config)

@@ -19,7 +19,7 @@ from tests.patience import PATIENCE_S
 
 @contextmanager
 def opened(url: str) -> Iterator[Session]:
-    """Yield a session with a trainer of the kit, for engines whose token is `secret`."""
+    """Yield a session with a trainer of the conformance kit, for engines whose token is `secret`."""
     with Session(url, token="secret", timeout_s=PATIENCE_S, host="127.0.0.1") as session:
         session.peer = KitTrainer(session)
         yield session
@@ -31,7 +31,7 @@ def trainer_of(session: Session) -> KitTrainer:
 
 
 def publish(session: Session, data: torch.Tensor, *, on_update: str = "continue") -> int:
-    """Run a whole update to these bytes; return the version."""
+    """Run a whole update of the engine to the weights in `data`; return the version."""
     trainer = trainer_of(session)
     trainer.formed()
     version = trainer.next_version()
@@ -42,7 +42,7 @@ def publish(session: Session, data: torch.Tensor, *, on_update: str = "continue"
 
 
 def bytes_of(model: Any, layout: WeightLayout) -> torch.Tensor:
-    """Return the model's parameters as bytes on the wire."""
+    """Return the model's parameters as the bytes that are sent."""
     named = dict(model.named_parameters())
     return torch.cat([named[spec.name].detach().contiguous().view(-1).view(torch.uint8) for spec in layout.parameters])
 
@@ -68,7 +68,7 @@ def choices_of(answers: list[httpx.Response]) -> list[Choice]:
 
 
 def certain_of(model: Any, layout: WeightLayout, token: int) -> torch.Tensor:
-    """Return weights under which `token` follows every context: no layer changes a constant embedding."""
+    """Return weights under which `token` follows every context: the embedding is constant, and no layer changes it."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.fill_(0.0 if parameter.ndim == 2 else 1.0)

@@ -69,7 +69,7 @@ class Pod:
             )
 
     def node(self) -> int:
-        """Return the process id of the container's command, which is bubblewrap's child."""
+        """Return the process id of the container's command, which is a child of bubblewrap."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             for path in Path(f"/proc/{self.process.pid}/task/{self.process.pid}").glob("children"):
@@ -80,11 +80,11 @@ class Pod:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """End it like a node that loses power, with everything that it ran."""
+        """Kill the pod with all its processes, as if its node lost power."""
         os.kill(self.node(), signal.SIGKILL)
 
     def follow(self) -> None:
-        """Replace it if it died and the Job's rules allow it."""
+        """Replace the pod if it died and the Job's rules allow it."""
         status = self.process.poll()
         if status is None or self.ended is not None:
             return
@@ -106,7 +106,7 @@ class Pod:
         return "Count"
 
     def is_ready(self) -> bool:
-        """True if its readiness probe succeeds."""
+        """True if the pod's readiness probe succeeds."""
         probe = self.spec["containers"][0]["readinessProbe"]["httpGet"]
         opener = build_opener(ProxyHandler({}))
         try:
@@ -118,7 +118,7 @@ class Pod:
 
 @final
 class Kubelet:
-    """Runner of the manifests' text; `of_image` is the environment that a container image sets."""
+    """Runs the pods in the text of manifests; `of_image` is the environment that a container image would set."""
 
     def __init__(self, text: str, folder: Path, *, of_image: Mapping[str, str]) -> None:
         if shutil.which("bwrap") is None:
@@ -156,11 +156,11 @@ class Kubelet:
         return all(pod.ended is not None for pod in self.pods)
 
     def story(self) -> str:
-        """Return the last output of the pods."""
+        """Return the latest output of the pods."""
         return "\n".join(f"--- {pod.name}\n{pod.output.read_text()[-3000:]}" for pod in self.pods)
 
     def close(self) -> None:
-        """Kill what runs."""
+        """Kill the running pods."""
         for pod in self.pods:
             pod.process.kill()
             pod.process.wait(PATIENCE_S)

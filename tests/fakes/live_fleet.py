@@ -22,7 +22,7 @@ def engines(run: LiveRun, *arguments: str) -> str:
 
 
 def status(run: LiveRun) -> RunStatus:
-    """Return the run's status, or None without a controller; cheaper than reading the log."""
+    """Return the run's status, or None if no controller answers; cheaper than reading the log."""
     try:
         with controller_of(run.directory) as controller:
             return controller.status()
@@ -31,12 +31,12 @@ def status(run: LiveRun) -> RunStatus:
 
 
 def fleet(run: LiveRun) -> dict[str, EngineStatus]:
-    """Return the engines by name."""
+    """Return the status of each engine by name."""
     return {engine.name: engine for engine in status(run).fleet.engines}
 
 
 def until_serving(run: LiveRun, *names: str) -> None:
-    """Wait until all of these serve."""
+    """Wait until all the named engines serve."""
 
     def serve(run: LiveRun) -> bool:
         known = fleet(run)
@@ -46,7 +46,7 @@ def until_serving(run: LiveRun, *names: str) -> None:
 
 
 def until_steps(run: LiveRun, more: int) -> None:
-    """Wait for this many more steps."""
+    """Wait until the run has made `more` further steps."""
     wanted = status(run).step + more
     run.until(lambda run: status(run).step >= wanted, f"step {wanted}")
 
@@ -54,9 +54,10 @@ def until_steps(run: LiveRun, more: int) -> None:
 def swap_to_and_fro(
     run: LiveRun, types: Sequence[str], *, times: int, engine: str = "engine-0", grace_s: float = 60.0
 ) -> str:
-    """Replace `engine` by one of the first type, that one by the second type, and so on; return the last one's name.
+    """Replace `engine` by an engine of the first type, that engine by one of the second type, and so on, `times` times.
 
-    Each time the old process ends, and the run makes steps with the new engine alone.
+    Return the name of the last engine. Each time the old process ends, and the run makes steps with only the new
+    engine.
     """
     for kind in islice(cycle(types), times):
         old, process = engine, run.role(engine)

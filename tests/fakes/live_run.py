@@ -26,7 +26,7 @@ from pipelinerl.system import tied_process
 from tests.fakes.bigram_recipe import bigram_recipe
 from tests.patience import PATIENCE_S
 
-#: Small steps of the shipped model: a step takes a tenth of a second, so that starting dominates.
+#: Small steps of the shipped model. A step takes a tenth of a second, so most of a test's time is the start of the run.
 SMALL = (
     "evaluation.problems=16",
     "evaluation.interval_steps=1000",
@@ -39,7 +39,7 @@ CLI = (sys.executable, "-m", "pipelinerl.cli")
 
 @final
 class LiveRun:
-    """One launcher and its processes. Made by `launched`; without a launcher, the run has ended."""
+    """One launcher and its processes, made by `launched`. If `launcher` is None, the run has ended."""
 
     launcher: subprocess.Popen[str]
 
@@ -81,7 +81,7 @@ class LiveRun:
         return [p for p in self.seen.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
     def _note_now_and_then(self) -> None:
-        """Record them occasionally during a wait: scanning all processes takes time from those under test."""
+        """Record the processes occasionally during a wait: a scan of all processes slows down those under test."""
         if time.monotonic() - self._noted_at > _NOTE_EVERY_S:
             self.note_processes()
 
@@ -93,7 +93,9 @@ class LiveRun:
         return not self.alive()
 
     def role(self, name: str) -> psutil.Process:
-        """Return the process of a role; the one of redis has become the server."""
+        """Return the process of a role. For redis, it is the stream server, because the role's process becomes the
+        server.
+        """
         for process in self.note_processes().values():
             try:
                 line = process.cmdline()
@@ -105,7 +107,7 @@ class LiveRun:
         raise AssertionError(f"{name} is not running; the launcher said:\n{self.output}")
 
     def until(self, reached: Callable[[LiveRun], Any], what: str, timeout_s: float = PATIENCE_S) -> None:
-        """Wait until `reached`; an earlier end of the run is a failure."""
+        """Wait until `reached` returns true; fail if the run ends earlier."""
         deadline = time.monotonic() + timeout_s
         while not reached(self):
             self._note_now_and_then()
@@ -130,7 +132,7 @@ class LiveRun:
         return self.launcher.returncode
 
     def story(self) -> str:
-        """Return everything that helps to understand a failure."""
+        """Return the output of launcher and roles, to explain a failure."""
         logs = sorted((self.directory / "logs").glob("*.log"))
         tails = [f"--- {log.name}\n" + "\n".join(log.read_text().splitlines()[-15:]) for log in logs]
         last = "\n".join(str(event) for event in self.events()[-8:])
@@ -145,9 +147,9 @@ def launched(
     through: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[LiveRun]:
-    """Run `pipelinerl run <arguments>`, which writes to `directory`; `through` is a command that starts it.
+    """Run `pipelinerl run <arguments>`, which writes to `directory`; `through` is a command prefix for it.
 
-    It is stopped as soon as this process ends, for whatever reason.
+    The run is killed as soon as this process ends, for whatever reason.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     output = directory.parent / f"{directory.name}-{time.monotonic_ns()}.out"
@@ -195,7 +197,7 @@ def resumed(directory: Path) -> list[str]:
 
 
 def told(*arguments: str) -> str:
-    """Return the output of a `pipelinerl` command, which must succeed; runs in this process, which is faster."""
+    """Return the output of a `pipelinerl` command, which must succeed. It runs in this process, which is faster."""
     done = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout

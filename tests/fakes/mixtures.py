@@ -1,4 +1,6 @@
-"""Directories of tiny mixture-of-experts models, with a tokenizer; their experts differ enough to show a choice."""
+"""Directories of tiny mixture-of-experts models, with a tokenizer. Their experts differ enough to show which one
+computed.
+"""
 
 from __future__ import annotations
 

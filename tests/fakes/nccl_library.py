@@ -23,7 +23,7 @@ class NcclLibrary:
     BroadcastOptions = torch.distributed.BroadcastOptions
 
     def __init__(self, work: Any, *, connects: bool = True) -> None:
-        """Each broadcast returns `work`; with `connects` false, connecting blocks until the group is aborted."""
+        """Make every broadcast return `work`. With `connects` false, connecting blocks until the group is aborted."""
         library = self
         self.group: Any = None
 
@@ -60,7 +60,7 @@ class NcclLibrary:
 
 @final
 class FailedWork:
-    """A work that failed: complete, like NCCL's, and its `wait` raises nothing."""
+    """A failed work handle. Like NCCL's, it counts as completed, and its `wait` raises nothing."""
 
     def is_completed(self) -> bool:
         """Return True, as torch does for failures too."""
@@ -71,7 +71,7 @@ class FailedWork:
         return RuntimeError("NCCL error: remote process exited or there was a network error")
 
     def wait(self) -> bool:
-        """Order streams only."""
+        """Return at once: like NCCL's `wait`, it only orders CUDA streams."""
         return True
 
 

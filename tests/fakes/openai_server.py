@@ -14,7 +14,9 @@ KNOWN = {"model", "messages", "temperature", "top_p", "max_tokens", "seed", "sto
 
 @final
 class OpenAIFake:
-    """A server that answers a body with the text of `answers`, after the statuses of `failures`."""
+    """A server that answers a request body with the text of `answers`. Its first answers have the statuses in
+    `failures` instead.
+    """
 
     def __init__(self, answers: Callable[[dict[str, Any]], str], *, failures: tuple[int, ...] = ()) -> None:
         self.answers = answers

@@ -1,4 +1,6 @@
-"""A real Oubliette service as an application, on a machine that can run no program; comparisons still work."""
+"""A real Oubliette service as an application, on a machine that has no sandbox: programs are rejected, comparisons
+work.
+"""
 
 from __future__ import annotations
 

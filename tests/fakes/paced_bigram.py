@@ -1,4 +1,5 @@
-"""`engine` and `PacedTrainer`: the bigram's, at the speed in the file `pace` of the model's directory.
+"""`engine` and `PacedTrainer`: those of the bigram model, slowed down to the pace in the file `pace` of the model's
+directory.
 
 User code for a run: a recipe names them as `tests.fakes.paced_bigram:engine` and `…:PacedTrainer`. They wait without
 computing, so that a test can make engines too slow, or too many, without using a processor.
@@ -26,7 +27,7 @@ TRAINER: Final = f"{__name__}:PacedTrainer"
 
 
 def set_pace(model: Path, *, decode_s: float, step_s: float) -> None:
-    """Set the seconds of a decode step and of a trainer's backward."""
+    """Set the seconds of a decode step and of a backward pass."""
     (model / "pace.new").write_text(f"{decode_s} {step_s}")
     (model / "pace.new").replace(model / "pace")
 
@@ -37,7 +38,7 @@ def _pace(model: Path) -> tuple[float, float]:
 
 
 def engine(options: EngineOptions) -> Engine:
-    """Return the bigram engine at that speed."""
+    """Return the bigram engine, slowed down to that pace."""
 
     def load() -> _PacedRunner:
         model = BigramModel.load(options.model_path)
@@ -50,7 +51,7 @@ def engine(options: EngineOptions) -> Engine:
 
 @final
 class _PacedRunner:
-    """A `ModelRunner`."""
+    """A `ModelRunner` that waits before each step."""
 
     def __init__(self, runner: BigramRunner, model: Path) -> None:
         self._runner, self._model = runner, model
@@ -65,7 +66,7 @@ class _PacedRunner:
 
 @final
 class PacedTrainer:
-    """A `Trainer`."""
+    """A `Trainer` that waits before each backward pass."""
 
     def __init__(self) -> None:
         self._trainer, self._model = BigramTrainer(), Path()

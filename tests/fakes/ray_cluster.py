@@ -1,6 +1,6 @@
-"""`ray_cluster`: a real Ray of two nodes on this machine, one of which can be lost, for one test.
+"""`ray_cluster`: a real Ray cluster of two nodes on this machine, for one test, which can lose one of them.
 
-It runs in a separate process, because Ray leaves threads behind; that process notices the end of the test.
+It runs in a separate process, because Ray leaves threads behind; that process ends with the test.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ finally:
 
 @dataclass(frozen=True)
 class RayCluster:
-    """A running cluster; `environment` is for its users."""
+    """A running cluster; `environment` has the variables that processes need to use it."""
 
     environment: dict[str, str]
     process: subprocess.Popen[str]
@@ -48,7 +48,7 @@ class RayCluster:
         self._do("lose")
 
     def replace(self) -> None:
-        """Add a new node like it."""
+        """Add a new node with the resources of the lost node."""
         self._do("replace")
 
     def _do(self, word: str) -> None:
@@ -60,9 +60,9 @@ class RayCluster:
 
 @contextmanager
 def ray_cluster() -> Iterator[RayCluster]:
-    """Yield a cluster for the block; without Ray, skip the test with the reason."""
+    """Yield a cluster for the block; if Ray is not installed, skip the test with that reason."""
     pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
-    with TemporaryDirectory(prefix="ray-") as short:  # its socket paths may have 107 characters
+    with TemporaryDirectory(prefix="ray-") as short:  # paths of Ray's sockets have at most 107 characters
         told = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": short, "HOME": short}
         process = subprocess.Popen(
             [sys.executable, "-c", _MAIN],

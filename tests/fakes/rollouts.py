@@ -1,4 +1,4 @@
-"""Rollout groups for tests above the streams."""
+"""Rollout groups for tests that need no real streams or engines."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def episode(
     versions: Sequence[int] = (),
     logprob: float = -0.5,
 ) -> Rollout:
-    """A rollout of several turns, each of (context, sampled tokens); `versions` are those that sampled each turn."""
+    """Return a rollout of several turns, each given as (context, sampled tokens); `versions` has the version that
+    sampled each turn.
+    """
     made = []
     for number, (context, sampled) in enumerate(turns):
         (turn,) = rollout(
@@ -69,7 +71,9 @@ def episode(
 
 
 def as_roots(one: Rollout) -> Rollout:
-    """The same turns, each stored as a conversation of its own that repeats everything before it as context."""
+    """Return the rollout with each turn as a conversation of its own, whose context repeats everything before the
+    turn.
+    """
     turns = list[Turn]()
     for number, turn in enumerate(one.turns):
         parent = one.parents[number] if one.parents else number - 1

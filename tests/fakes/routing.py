@@ -1,4 +1,4 @@
-"""Rollouts that carry the experts that computed their tokens."""
+"""Rollouts with the routed experts of each token: those that computed it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer_contract.types import RoutingShape
 
 
 def routed(turn: Turn, *, layers: int = 2, top_k: int = 2, experts: int = 4, seed: int = 0) -> Turn:
-    """Return the turn with random experts."""
+    """Return the turn with random routed experts."""
     draw, dtype = generator(seed, "routing"), RoutingShape(layers, experts, top_k).dtype
     return replace(
         turn,

@@ -26,7 +26,7 @@ from tests.end_to_end.test_bigram_run import model_in, new_controller, run
 from tests.fakes.served import in_thread
 from tests.fakes.small_disk import fill, free
 
-#: Looks, a twentieth of a second apart, without a new version, after which the trainer counts as paused.
+#: The trainer counts as paused after this many calls of `look`, a twentieth of a second apart, without a new version.
 _LOOKS = 6
 
 
@@ -44,7 +44,7 @@ class Disk:
     is_full: bool = False
 
     def look(self, controller: Controller) -> bool:
-        """Called regularly during the run; never ends it."""
+        """Fill or free the disk, as the run's state requires. Called regularly; returns False: the run continues."""
         state = controller.state
         newest = max((int(path.name[5:]) for path in self.store.all()), default=0)
         if not self.is_full and newest > self.made and len(self.pauses) < self.rounds:
@@ -62,7 +62,7 @@ class Disk:
 
 
 def damage(path: Path) -> CheckpointError | None:
-    """Return the error of a checkpoint, if there is one."""
+    """Return the error with which a checkpoint cannot be loaded; None if it can be."""
     try:
         load(path)
     except CheckpointError as error:
@@ -71,10 +71,10 @@ def damage(path: Path) -> CheckpointError | None:
 
 
 async def main(directory: Path, rounds: int) -> dict[str, Any]:
-    """Run to the end."""
+    """Run until the run has ended; return the report on it."""
     model = model_in(directory / "model")
     controller = new_controller(steps=10 * (rounds + 2))
-    # Small enough that groups still differ at the end; equal groups would be filtered.
+    # A low rate, so that the answers of a group still differ at the end; groups of equal answers would be filtered.
     controller.state.knobs = controller.state.knobs.patched({"learning_rate": 1e-3})
     store = CheckpointStore(directory / "checkpoints", keep=2, model_directory=model)
     disk = Disk(store.directory, store, rounds)

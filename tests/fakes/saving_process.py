@@ -32,7 +32,7 @@ def store_in(directory: Path) -> tuple[CheckpointStore, CheckpointCopies]:
 
 
 def save_on(directory: Path) -> None:
-    """Continue from the newest checkpoint, forever."""
+    """Save one checkpoint after another, forever, from the newest in the directory on."""
     store, _ = store_in(directory)
     found = store.latest()
     version = found[1].model_version if found else 0
@@ -42,7 +42,7 @@ def save_on(directory: Path) -> None:
 
 
 def main() -> None:
-    """Serve stdin."""
+    """Fork a child for each line on stdin, or collect it, as the module describes."""
     directory = Path(sys.argv[1])
     model_directory(directory / "model")
     for _ in sys.stdin:

@@ -1,8 +1,8 @@
 """`ScriptedEngine`: the smallest engine that keeps the inference contract; with a `Fault` it breaks one promise.
 
-A table of 32 next-token distributions (float32) and a bias; token i is the character of code 97 + i; token 0 ends. It
-decodes on the event loop, `step_s` per step; sequences are independent. The conformance kit must pass it without a
-fault and fail it with any.
+The model is a table of 32 next-token distributions (float32) and a bias. Token i is the character of code 97 + i; token
+0 ends an answer. The engine decodes on the event loop, one step per `step_s` seconds; sequences are independent. The
+conformance kit must accept it without a fault, and reject it with any fault.
 
     python -m tests.fakes.scripted_engine [fault [step_s]]      prints its port, serves until it is killed
 """
@@ -90,7 +90,7 @@ class _Sample:
     fault: Fault = Fault.NONE
 
     def text(self, stops: tuple[str, ...]) -> tuple[str, bool]:
-        """Return its text, and whether a stop string ended it."""
+        """Return the sample's text, and whether a stop string ended it."""
         before = [] if self.fault is Fault.STOPS_IN_NEW_TEXT_ONLY else self.prefix
         whole = "".join(chr(97 + token) for token in [*before, *self.tokens] if token)
         cuts = [whole.index(stop) for stop in stops if stop in whole]
@@ -99,7 +99,7 @@ class _Sample:
 
 @final
 class _Pull:
-    """The real puller, or one that breaks one of its promises. Satisfies `PullSource`."""
+    """Pulls weights correctly, or breaks one of the puller's promises. Satisfies `PullSource`."""
 
     def __init__(self, fault: Fault, token: str | None) -> None:
         self._fault = fault
@@ -135,7 +135,7 @@ class ScriptedEngine:
         self._buffers = [self._initial(), np.zeros(LAYOUT.num_bytes, np.uint8)]
         self._serving = (0, 0)
         self._aborts = 0
-        self._running = 0  # requests
+        self._running = 0  # number of running requests
         self._running_sequences = 0
         self._admits = asyncio.Event()
         self._admits.set()
@@ -420,7 +420,7 @@ class ScriptedEngine:
     def _part(self, request: ChatCompletionRequest, sample: _Sample) -> ChunkChoice:
         start, sample.shown = sample.shown, len(sample.tokens)
         ids = request.return_token_ids
-        # With stop strings, text waits for the end, when it is known how much of it stays.
+        # With stop strings, text is sent only at the end, when it is known how much of it the answer keeps.
         early = not (request.stop_strings or sample.prefix) or self._fault is Fault.STREAMS_STOP_STRING
         text = "".join(chr(97 + token) for token in sample.tokens[start:] if token) if early else None
         return ChunkChoice(
@@ -508,7 +508,7 @@ def _clamped_top_k(body: dict[str, Any]) -> dict[str, Any]:
 
 
 class Forgives:
-    """ASGI wrapper of the real server: `mends` changes a body before the schema sees it."""
+    """ASGI wrapper of the server, for faults in validation: `mends` changes a chat request before it is validated."""
 
     def __init__(self, app: Any, mends: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self._app = app

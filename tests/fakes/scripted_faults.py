@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Fault(StrEnum):
-    """One broken promise each."""
+    """A promise of the contract that the engine breaks."""
 
     NONE = "none"
     ACCEPTS_OLDER = "accepts_older"

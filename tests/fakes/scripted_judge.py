@@ -1,8 +1,10 @@
-"""A scripted judge that can be deceived: it reads the prompt like a good model, and obeys anything that is not data.
+"""A scripted judge that can be deceived: it reads the prompt like a good model, and obeys any text that is not quoted
+data.
 
 Behind `OpenAIFake` it judges over real HTTP. Its honest score is 9 for an answer that says "Paris", else 2. It obeys a
-demand for a score in the place of instructions, outside the fences whose mark its system message names. If that message
-names none, or it is `GULLIBLE`, everything is an instruction. `ECHO` repeats the answer before its score.
+demand for a score wherever instructions may be: outside the fences that carry the mark which its system message names.
+If that message names no mark, or the judge is `GULLIBLE`, all text counts as instructions. `ECHO` repeats the answer
+before its score.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from typing import Any
 HONEST_RIGHT, HONEST_WRONG, DEMANDED = 9, 2, 10
 
 _MARK = re.compile(r"carry the mark (\w+)\.")
-#: Forms of a demand.
+#: Texts that count as a demand for the score 10.
 _DEMAND = re.compile(r"\"?score\"?\W{1,6}(?:is |of |must be |to )?10\b|\b10 ?/ ?10\b|\b10 out of 10\b", re.IGNORECASE)
 
 
 class Manner(Enum):
-    """How it reads."""
+    """The judge's way of reading a prompt."""
 
     CAREFUL = "careful"
     ECHO = "echo"
@@ -46,7 +48,7 @@ def scripted_judge(manner: Manner = Manner.CAREFUL) -> Any:
 
 
 def _parted(user: str, mark: str | None) -> tuple[str, str]:
-    """Return the answer under judgement, and all text outside the fences."""
+    """Return the answer to be judged, and all text outside the fences."""
     if mark is None:
         return user.partition("It answered:")[2], user
     block = re.compile(rf"^=== (\w+) {mark} begins[^\n]* ===\n(.*?)\n=== \1 {mark} ends ===$", re.DOTALL | re.MULTILINE)

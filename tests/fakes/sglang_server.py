@@ -90,7 +90,7 @@ class UpdateWeightVersionReqInput(Closed):
 
 @dataclass
 class Sample:
-    """`Req` of SGLang's scheduler."""
+    """Fake of `Req` in SGLang's scheduler: a sample in progress."""
 
     asked: GenerateReqInput
     tokens: list[int] = field(default_factory=list)
@@ -138,8 +138,8 @@ class SglangServer:
         self.groups: dict[str, Any] = {}
         self.continued = asyncio.Event()
         self.work = asyncio.Event()
-        self.silent = False  # it hangs: connections get no answer, and sampling stops
-        self.step_ended = asyncio.Lock()  # a step or an update, not both
+        self.silent = False  # if true, it hangs: connections get no answer, and sampling stops
+        self.step_ended = asyncio.Lock()  # held during a step or an update, so that they never overlap
         self._group_guard = threading.Lock()
 
     # --- the scheduler -------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class SglangServer:
         return StreamingResponse(self._streamed(Sample(asked)), media_type="text/event-stream")
 
     async def _streamed(self, sample: Sample) -> AsyncIterator[str]:
-        await self.continued.wait()  # is_pause_cond
+        await self.continued.wait()  # as `is_pause_cond` in SGLang
         self.running[sample.asked.rid] = sample
         self.work.set()
         try:
@@ -210,7 +210,7 @@ class SglangServer:
                 yield f"data: {json.dumps(event)}\n\n"
             yield "data: [DONE]\n\n"
         finally:
-            self.running.pop(sample.asked.rid, None)  # create_abort_task
+            self.running.pop(sample.asked.rid, None)  # as `create_abort_task` in SGLang
 
     async def pause(self, asked: PauseGenerationReqInput) -> dict[str, str]:
         self.continued.clear()
@@ -268,7 +268,7 @@ class SglangServer:
                 False,
                 f"Group {asked.group_name} not in {list(self.groups)}. Please call `init_weights_update_group` first.",
             )
-        while self.continued.is_set() and self.running:  # the writer lock: it waits for running samples
+        while self.continued.is_set() and self.running:  # like SGLang's writer lock, waits for running samples
             await asyncio.sleep(0.01)
         async with self.step_ended:
             try:

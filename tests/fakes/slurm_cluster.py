@@ -1,7 +1,7 @@
 """`slurm_cluster`: a real Slurm of two nodes on this machine, n1 at 127.0.0.1 and n2 at 127.0.0.2, for one test.
 
 Debian's slurmctld, slurmd and munged write to a folder of the test, and use ports that were free. They run in the
-foreground as children of the test, and are killed with it.
+foreground as children of the test, and are killed when it ends.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
 @dataclass(frozen=True)
 class SlurmCluster:
-    """A running cluster; `environment` is for its clients."""
+    """A running cluster; `environment` has the variables that Slurm's client commands need."""
 
     folder: Path
     environment: dict[str, str]
@@ -74,14 +74,14 @@ class SlurmCluster:
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)["JobState"]
 
     def logs(self) -> str:
-        """Return the last output of its daemons."""
+        """Return the latest output of the cluster's daemons."""
         logs = sorted(self.folder.glob("*.log"))
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
 
 
 @contextmanager
 def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    """Yield a cluster for the block; skip the test, with the reason, on a machine that cannot have one."""
+    """Yield a cluster for the block. On a machine where Slurm cannot run so, skip the test with the reason."""
     missing = [name for name in ("slurmctld", "slurmd", "munged", "sbatch", "srun") if shutil.which(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not found: a real Slurm needs Debian's slurmctld, slurmd, munge")

@@ -1,7 +1,7 @@
 """A disk that fills up: a tmpfs of the test, in a mount namespace that ends with the process.
 
-`command(place)` is a command prefix that makes `place` such a disk; that process then calls `fill` and `free`. Where
-mounting is forbidden, `why_not` gives the reason.
+`command(place)` returns a command prefix that makes `place` such a disk for the process it starts; that process calls
+`fill` and `free`. `why_not` gives the reason if mounting is forbidden.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def command(place: Path, *, size: str) -> list[str]:
 
 
 def why_not(place: Path) -> str:
-    """Return why there can be no such disk here; empty if there can."""
+    """Return why such a disk cannot be made on this machine; empty if it can."""
     place.mkdir(parents=True, exist_ok=True)
     try:
         tried = subprocess.run([*command(place, size="64k"), "true"], capture_output=True, text=True, timeout=30)
@@ -41,5 +41,5 @@ def fill(place: Path) -> None:
 
 
 def free(place: Path) -> None:
-    """Free the space."""
+    """Free the space that `fill` used."""
     (place / _BALLAST).unlink()

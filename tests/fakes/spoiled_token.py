@@ -16,7 +16,7 @@ from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from tests.patience import PATIENCE_S
 
-#: The token.
+#: Id of the token whose embedding is NaN.
 SPOILED: Final = 8
 
 
@@ -29,9 +29,11 @@ def untied(source: Path, target: Path) -> None:
 
 
 async def spoil(engine: BatchingEngine, path: Path, as_bytes: Callable[[torch.nn.Module], Any]) -> None:
-    """Update the engine to the `untied` model that it was started with, except for `SPOILED`.
+    """Update the engine to weights with a NaN embedding for `SPOILED`. The engine must have started with the `untied`
+    model.
 
-    Everything that attends to that token is NaN, and nothing else. A directory with such a value would not load.
+    Everything that attends to that token becomes NaN, and nothing else. The NaN comes by an update, because a model
+    directory with such a value would not load.
     """
     model = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
@@ -42,8 +44,8 @@ async def spoil(engine: BatchingEngine, path: Path, as_bytes: Callable[[torch.nn
 
 
 async def refuses_alone(engine: BatchingEngine) -> None:
-    """Assert that a prompt with `SPOILED` is rejected, and that others are sampled next to it and after it in its
-    row.
+    """Assert that a prompt with `SPOILED` is rejected. Prompts in the same batch, and later ones in the same slot, are
+    sampled.
     """
 
     def ask(*prompt: int) -> ChatCompletionRequest:

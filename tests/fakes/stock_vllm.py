@@ -20,14 +20,14 @@ from tests.patience import PATIENCE_S
 
 STARTS_IN_S = 300.0
 
-#: `docs/use/vllm.md` documents the same options.
+#: The options that `docs/use/vllm.md` tells users to pass.
 AS_DOCUMENTED = (
     "--enable-scale-out",
     "--logprobs-mode=processed_logprobs",
     f"--worker-extension-cls={EXTENSION}",
     f'--weight-transfer-config={{"backend": "{BACKEND}"}}',
     "--scheduling-policy=priority",
-    "--no-enable-chunked-prefill",  # on CPU only
+    "--no-enable-chunked-prefill",  # needed on a CPU only
 )
 
 _SMALL_MACHINE = {
@@ -75,7 +75,7 @@ def _until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> Non
 
 
 def saying(url: str, section: str, facts: dict[str, Any]) -> FastAPI:
-    """Return a proxy of the server at `url` that reports other facts about its start."""
+    """Return a proxy of the server at `url` that reports `facts` in a section of the facts about the server's start."""
     app = FastAPI()
 
     @app.get("/version")

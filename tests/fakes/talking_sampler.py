@@ -44,7 +44,9 @@ def order(index: int = 0, *, samples: int = 1, max_tokens: int = 16, truth: str 
 
 @final
 class TalkingSampler:
-    """Each answer has a version one higher than the previous. `gate` holds answers back."""
+    """Answers by a script; the version of each answer is one higher than that of the previous. A closed `gate` delays
+    answers.
+    """
 
     def __init__(self, script: Script = lambda messages: "a") -> None:
         self.script = script
@@ -73,7 +75,7 @@ class TalkingSampler:
 
 
 def completion(request: ChatCompletionRequest, text: str, *, version: int = 0) -> ChatCompletion:
-    """Return an engine's answer, cut at the request's limit."""
+    """Return `text` as an engine would answer it, cut at the request's limit of tokens."""
     messages, known = request.messages or [], request.continue_token_ids
     if known and request.continue_from:
         prompt = tokenizer().encode_continuation(messages, request.continue_from, known)

@@ -10,7 +10,7 @@ from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder, word_to
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-#: As in Hermes and Qwen: special tokens enclose calls, results and thinking.
+#: Special tokens that enclose calls, results and thinking, as in Hermes and Qwen.
 TOOL_TOKENS: Final = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 TOOL_TEMPLATE: Final = (
     "{%- if tools %}{{- '<|system|># Tools\n' }}{%- for tool in tools %}{{- tool | tojson + '\n' }}"
@@ -43,7 +43,7 @@ def tool_tokenizer(*, template: str = TOOL_TEMPLATE) -> PreTrainedTokenizerFast:
 
 
 def save_tool_model(path: Path, *, context_length: int) -> None:
-    """Write a tiny random Qwen3 with this tokenizer to `path`."""
+    """Write a tiny random Qwen3 with the tokenizer of this module to `path`."""
     tokenizer = tool_tokenizer()
     shape = DecoderShape(
         hidden=32,

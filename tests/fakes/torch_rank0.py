@@ -1,8 +1,8 @@
 """Rank 0 of a torch trainer of several processes, driven by a test: `… -m tests.fakes.torch_rank0 JOBS`.
 
-JOBS is a JSON list of (directory, name of a function here, its keyword arguments), run one after another. Each leaves
-its results in its directory's found.json, and arrays in *.npz. `until_lost` reports that it is ready, runs until a rank
-is lost, and prints the error.
+JOBS is a JSON list of (directory, name of a function here, its keyword arguments). The jobs run one after another. Each
+writes its results to found.json in its directory, and arrays to *.npz. `until_lost` reports that it is ready, runs
+until a rank is lost, and prints the error.
 """
 
 import json
@@ -30,7 +30,7 @@ from trainer_contract.types import Device, Head, OptimizerSpec, Precision, Train
 
 VOCAB = 48
 OBJECTIVE = resolve("grpo")
-#: Clipped against the start of the batch, from which its several optimizer steps move away.
+#: Clips against the policy at the start of the batch; the optimizer steps of the batch move away from that policy.
 CLIPPED = resolve({"preset": "grpo", "grad1": {"over": "old", "epsilon_low": 0.02, "epsilon_high": 0.02}})
 
 
@@ -39,7 +39,7 @@ def spec_of(model, options, **fields):
 
 
 def kit(directory, *, models, options, names=None):
-    """Return the conformance failures of each model under each of its heads: reasons by check."""
+    """Return the failed checks of the conformance kit for each model and head, with reasons."""
     found = {}
     for model, head in models:
         suite = CHECKS if head == "policy" else VALUE_CHECKS
@@ -53,13 +53,13 @@ def kit(directory, *, models, options, names=None):
 
 
 def batches(step, parts):
-    """Return a step's micro-batches, with different rollouts in each step."""
+    """Return a step's micro-batches; the rollouts depend on the step's number."""
     rollouts = [[(token + step) % VOCAB for token in one] for one in rollouts_of(VOCAB)]
     return [pack(rollouts[part::parts], prompt=2, temperature=0.7) for part in range(parts)]
 
 
 def steps(trainer, *, first, count, parts):
-    """Run steps `first` … of a fixed run; return losses, norms and predictions."""
+    """Run `count` steps of a fixed run, from step `first` on; return losses, norms and predictions."""
     found = {"losses": [], "norms": [], "predictions": []}
     for step in range(first, first + count):
         losses = trainer.backward(batches(step, parts), OBJECTIVE)
@@ -101,12 +101,12 @@ def train(
 
 
 def train_alone(directory, *, options, **given):
-    """Do the same in this process alone, while the others wait."""
+    """Run `train` in this process alone, while the other ranks wait."""
     return train(directory, options={}, **given)
 
 
 def begin(directory, *, models, options):
-    """Save the initial weights of each model, under each of its heads."""
+    """Save the initial weights of each model with each of its heads."""
     for model, head in models:
         trainer = TorchTrainer()
         trainer.init_worker(spec_of(model, options, head=Head(head)))
@@ -116,7 +116,7 @@ def begin(directory, *, models, options):
 
 
 def refused(directory, *, model, options, restore_from):
-    """Save the error for a state whose last shard is truncated."""
+    """Save the error with which a state is rejected whose last shard is truncated."""
     state = shutil.copytree(restore_from, directory / "state")
     shard = max((state / "shards").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -160,7 +160,7 @@ def groups(number):
 
 
 def epochs(directory, *, model, options, batches=3):
-    """Run batches of six optimizer steps; save the results of each, and the final weights."""
+    """Train on batches of six optimizer steps each; save the results of each batch, and the final weights."""
     trainer, told = TorchTrainer(), []
     trainer.init_worker(replace(spec_of(model, options), optimizer=OptimizerSpec(eps=1e-3)))
     step, mini_batching = (
@@ -186,7 +186,7 @@ def epochs(directory, *, model, options, batches=3):
 
 
 def reads(directory, *, model, options, times):
-    """Repeat the kit's check of reads during passes."""
+    """Repeat, `times` times, the kit's check that weights can be read during passes."""
     return {
         str(number): each
         for number in range(times)
@@ -200,7 +200,9 @@ def reads(directory, *, model, options, times):
 
 
 def mixture(directory, *, model, options, count=2):
-    """Run steps of a mixture of experts with replayed routing; save its own routers' choice for the last."""
+    """Train a mixture of experts with replayed routing; also save the model's own choice of experts for the last
+    step.
+    """
     trainer, found = TorchTrainer(), {"losses": [], "predictions": []}
     trainer.init_worker(spec_of(model, options))
     for step in range(count):
@@ -224,7 +226,7 @@ def _routing(batch, step, number):
 
 
 def until_lost(directory, *, model, options):
-    """Run backward passes until one fails."""
+    """Run backward passes until one fails, because a rank was lost."""
     trainer = TorchTrainer()
     trainer.init_worker(spec_of(model, options))
     trainer.forward(batches(0, 3))

@@ -18,7 +18,7 @@ from tests.observability.trackers.event_files import series
 
 
 def main(run_dir: Path) -> None:
-    """Fill the disk, track; free space after the failure; print the final files."""
+    """Fill the disk, run a tracker, and free space once it has failed; print the final event files as JSON."""
     disk, board, stop = run_dir / "disk", run_dir / "disk" / "board", threading.Event()
     board.mkdir()
     fill(disk)
@@ -29,7 +29,7 @@ def main(run_dir: Path) -> None:
             if "No space left" in record.getMessage() and not failed.is_set():
                 failed.set()
                 free(disk)
-                stop.set()  # the next attempt still reports what is there
+                stop.set()  # the next attempt still forwards the remaining events
 
     logging.getLogger("pipelinerl").addHandler(Watch())
     while not failed.is_set():

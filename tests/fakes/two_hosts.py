@@ -1,7 +1,7 @@
 """`two_hosts`: two machines as far as their networks go, each with its own loopback and a cable between them.
 
-They are Linux network namespaces of a user namespace, which needs no privilege where the kernel allows users to create
-these. A server on the loopback of one is unreachable from the other.
+They are Linux network namespaces within a user namespace. This needs no privilege if the kernel allows users to create
+user namespaces. A server on the loopback of one host is unreachable from the other.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tests.patience import PATIENCE_S
 
 @dataclass(frozen=True)
 class Host:
-    """One of them: its address, and the command prefix that runs a command there."""
+    """One of the two hosts: its address, and the command prefix that runs a command there."""
 
     address: str
     enter: tuple[str, ...]
 
     def run(self, *words: str) -> str:
-        """Run a command there; return its output."""
+        """Run a command on this host; return its output."""
         done = subprocess.run([*self.enter, *words], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
         assert done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -35,7 +35,7 @@ class Host:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Yield both for the block; skip the test, with the reason, on a machine that cannot have them."""
+    """Yield both hosts for the block. On a machine that forbids the namespaces, skip the test with the reason."""
     missing = [program for program in ("unshare", "nsenter", "ip") if shutil.which(program) is None]
     if missing:
         pytest.skip(f"two hosts need {', '.join(missing)} (util-linux, iproute2)")
@@ -51,7 +51,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 
 def _namespace(stack: ExitStack, make: Sequence[str]) -> tuple[str, ...]:
-    """Return the command prefix that enters a namespace started by `make`, which ends with the block."""
+    """Start a namespace with the command `make`; return the command prefix that enters it. It ends with the block."""
     process = stack.enter_context(subprocess.Popen([*make, "sleep", "3600"], stderr=subprocess.PIPE, text=True))
     stack.callback(process.kill)
     deadline = time.monotonic() + PATIENCE_S

@@ -1,9 +1,9 @@
 """`undisturbed`: a lockstep run that ended normally, which every disturbed run must equal bit by bit.
 
-There is one of the shipped model, which torch computes, and one of the bigram, for tests of a run's processes. Each is
-made once, by the first test process that needs it; the others wait. In lockstep, with the ratio over recomputed
-log-probs, a run on a CPU is a function of its seed. (The sampler's log-probs depend in their last bit on the other
-sequences of the forward pass, hence `over = old`.)
+There are two: a run of the shipped model, trained with torch, and a run of the bigram model, for tests of a run's
+processes. Each is made once, by the first test process that needs it; other test processes wait for it. In lockstep,
+with the ratio over recomputed log-probs, a run on a CPU is a function of its seed. (The sampler's log-probs depend in
+their last bit on the other sequences of the forward pass, hence `over = old`.)
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Kind(StrEnum):
 
     def arguments(self, directory: Path) -> list[str]:
         """Return the arguments of a lockstep run in `directory`."""
-        if self is Kind.BIGRAM:  # slowed down: a disturbance must come before its end
+        if self is Kind.BIGRAM:  # it is slow enough to be disturbed before it ends
             return light_run(directory, *LOCKSTEP, walking=True)
         return new_run(directory, *LOCKSTEP)
 
@@ -49,7 +49,7 @@ def undisturbed(kind: Kind = Kind.TINY) -> LiveRun:
     folder = Path(gettempdir()) / f"undisturbed-{session}-{kind}"
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released by closing it, or by the end of its process
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when it is closed or the process ends
         where = folder / "directory"
         if not where.exists():
             where.write_text(str(_made(kind, Path(mkdtemp(dir=folder))).directory))

@@ -1,4 +1,6 @@
-"""New weights during a group's answer: which model sampled each token, in any array library."""
+"""Checks of a weight update that arrives while a group is sampled: which weights sampled each token, in any array
+library.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,11 @@ async def samples_across_an_update(
     tolerance: float,
     as_bytes: Callable[[torch.nn.Module], Any],
 ) -> None:
-    """Fail unless the old model samples before the switch and, with a recomputed cache, exactly the new one after it.
+    """Fail unless the old model samples each token before the switch, and with a recomputed cache the new model each
+    token after it.
 
     Args:
-        factor: of the new model's weights to those of the engine's, in `model_path`.
+        factor: ratio of the new model's weights to those of the engine's model, which is in `model_path`.
         tolerance: of log-probs.
         as_bytes: converts a model's parameters to the bytes of `staging`.
     """
@@ -63,12 +66,12 @@ async def samples_across_an_update(
         assert choice.token_logprobs[:before] == pytest.approx(by_old[:before], abs=tolerance)
         if on_update is OnUpdate.RECOMPUTE_KV:
             assert choice.token_logprobs[before:] == pytest.approx(by_new[before:], abs=tolerance)
-        else:  # the old cache is still read
+        else:  # the old model's cache is still read, so log-probs may differ
             assert choice.token_logprobs[before:] != pytest.approx(by_new[before:], abs=100 * tolerance)
 
 
 def _rescored(model: torch.nn.Module, choice: Choice) -> list[float]:
-    """Return log-probs of the choice's tokens by an unmodified model."""
+    """Return the log-probs of the choice's tokens, computed by a model that is not updated."""
     tokens = choice.token_ids or []
     with torch.no_grad():
         logp = model(torch.tensor([PROMPT + tokens])).logits[0].log_softmax(-1)

@@ -1,4 +1,5 @@
-"""`varlen_attn` from its definition, segment by segment, and as strict as the kernel: on a CPU, in any dtype.
+"""The varlen attention kernel for a CPU, written from its definition segment by segment. It rejects what the kernel
+rejects.
 
 `test_varlen.py` compares it with torch's own attention, segment by segment.
 """
@@ -24,7 +25,7 @@ def varlen_attention(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> Tensor:
-    """Let each query see the keys of its segment up to its own; a segment's last query sees all of them."""
+    """Compute causal attention within each segment: the last query of a segment sees all keys of the segment."""
     for starts, most, of in ((cu_seq_q, max_q, query), (cu_seq_k, max_k, key)):
         lengths = starts.diff()
         assert starts.dtype == torch.int32 and starts.is_contiguous() and starts[0] == 0 and starts[-1] == len(of)

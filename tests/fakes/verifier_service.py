@@ -1,4 +1,4 @@
-"""A real verifier service for tests, in their process or in one that can be killed.
+"""A real verifier service for tests, in the test's process or in a process that can be killed.
 
 python -m tests.fakes.verifier_service domain [port]      prints its port, serves until it is killed
 """
@@ -26,7 +26,7 @@ TOKEN = "secret"
 
 
 def echoed(completion: str, answer: str) -> float:
-    """Return 1 for the ground truth, after a pause in which the service may be killed."""
+    """Return 1 if the completion is the ground truth, after a pause in which the service may be killed."""
     time.sleep(0.03)
     return float(completion == answer)
 
@@ -41,18 +41,18 @@ def verifier(domain: str) -> GroupVerifier:
 
 
 def service(domains: Mapping[str, ServedDomain] | None = None, **settings: Any) -> VerifierService:
-    """Return a service of these domains, or of `words`."""
+    """Return a service of the given domains, by default of `words` alone."""
     served = domains or {"words": ServedDomain(verifier=verifier("words"), rules=RULES, kept=False)}
     return VerifierService(served, cache=VerdictCache(1 << 20), **settings)
 
 
 def lease(url: str, *, life: str = "1", domains: tuple[str, ...] = ("words",), rules: str = RULES) -> VerifierLease:
-    """Return the controller's lease of a service."""
+    """Return the lease of a service at `url`, as the controller keeps it."""
     return VerifierLease(url=url, incarnation=f"{url} {life}", domains=dict.fromkeys(domains, rules))
 
 
 def problem(number: int, *, domain: str = "words", **metadata: Any) -> Problem:
-    """Return problem `number`, whose right answer is its number."""
+    """Return problem `number`, whose right answer is the number itself."""
     return Problem(
         problem_id=f"{domain}:{number}",
         domain=domain,

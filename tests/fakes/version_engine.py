@@ -1,11 +1,12 @@
-"""An engine whose every weight is its version, so that each token shows which weights made it; and many of them.
+"""An engine whose every weight equals its version, so that each token shows which weights sampled it; and many such
+engines.
 
 It is the real `BatchingEngine` over a model of 24 tensors. A token's id is the smallest weight; its log-prob is the
-distance of the largest weight above it: 0, unless weights are mixed.
+distance of the largest weight above the smallest: 0, unless weights of versions are mixed.
 
     python -m tests.fakes.version_engine      for each line read, forks an engine and prints its pid and port
 
-A `Nursery` is that process: it has imported everything, so that an engine starts at once, and a hundred may die.
+A `Nursery` runs that process. It has imported everything, so that an engine starts at once and tests can kill hundreds.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from pipelinerl.system.http_service import listen, serve
 from tests.fakes.engine_options import engine_options
 from tests.patience import PATIENCE_S
 
-#: More bytes than the buffers of a connection hold, so that a suspended receiver stops the sender.
+#: More bytes than a connection's buffers hold, so that a suspended receiver blocks the sender.
 LAYOUT: Final = WeightLayout(
     parameters=tuple(ParameterSpec(name=f"p{row:02}", shape=(2**16,), dtype=DType.FLOAT32) for row in range(24))
 )
 BUCKET_BYTES: Final = 2**18
-#: Slow enough for many engines to share a processor.
+#: Seconds per decode step, long enough for many engines to share a processor.
 STEP_S: Final = 0.004
 PROMPT: Final = [1, 2, 3]
 
@@ -53,7 +54,7 @@ def weights(version: int, *, before: Callable[[int], None] = lambda _: None) -> 
 
 @final
 class VersionRunner:
-    """A `ModelRunner`."""
+    """A `ModelRunner` over weights that equal their version."""
 
     slots = 64
     context_length = 256
@@ -128,7 +129,7 @@ def application(*, token: str | None = None) -> Any:
 
 @final
 class Nursery:
-    """Engines in separate processes, which end with the `with` block at the latest."""
+    """Engines in separate processes, all of which are killed at the end of the `with` block."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -155,7 +156,7 @@ class Nursery:
             pipe.close()
 
     def born(self) -> str:
-        """Return the base URL of a new engine that listens."""
+        """Start an engine; return its base URL once it listens."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write("\n")
         pid, port = self._process.stdout.readline().split()
@@ -164,15 +165,15 @@ class Nursery:
         return url
 
     def kill(self, url: str) -> None:
-        """Kill it with SIGKILL."""
+        """Kill the engine with SIGKILL."""
         os.kill(self.pids.pop(url), signal.SIGKILL)
 
     def freeze(self, url: str) -> None:
-        """Suspend it until `thaw`."""
+        """Suspend the engine until `thaw`."""
         os.kill(self.pids[url], signal.SIGSTOP)
 
     def thaw(self, url: str) -> None:
-        """Resume it."""
+        """Resume the suspended engine."""
         os.kill(self.pids[url], signal.SIGCONT)
 
 
@@ -183,7 +184,7 @@ def _engine() -> None:
 
 
 def _nursery() -> None:
-    import pipelinerl.weights.broadcast.collective  # import torch once for all
+    import pipelinerl.weights.broadcast.collective  # import torch once, before the engines are forked
 
     assert pipelinerl.weights.broadcast.collective.dist.is_available()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no child becomes a zombie

@@ -1,8 +1,8 @@
 """`Cluster`: the real roles of a small run, each in a process that can be killed and restarted at once.
 
-The processes are forked from one that has imported everything, so that a kill costs a fraction of a second. All else is
-real: an embedded server with `appendfsync everysec`, HTTP, gloo, checkpoints on disk. The model is an untrained bigram
-table, and a coin decides which texts are right.
+The processes are forked from one process that has imported everything, so that a kill and restart costs a fraction of a
+second. Everything else is real: an embedded server with `appendfsync everysec`, HTTP, gloo, checkpoints on disk. The
+model is an untrained bigram table, and a coin decides which texts are right.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def model() -> Path:
 
 
 def recipe(seed: int) -> dict[str, Any]:
-    """Return a run of steps of four groups that continues until it is stopped; every other step is checkpointed."""
+    """Return the recipe of a run that continues until it is stopped. A step trains four groups; every other step is
+    checkpointed.
+    """
     return {
         "run": {"name": "chaos", "seed": seed, "steps": 100_000},
         "model": {"path": str(model())},
@@ -102,7 +104,9 @@ class Cluster:
             self.start(name)
 
     def start(self, name: str, *, stopped_at: str = "") -> None:
-        """Start a process, which must not be alive; it stops itself at the operation `stopped_at`."""
+        """Start the role's process, which must not be alive. With `stopped_at`, the process stops itself (SIGSTOP) at
+        that operation.
+        """
         self.fuses[name].put_out()
         if stopped_at:
             self.fuses[name].light(stopped_at, 0, signal.SIGSTOP)
@@ -110,7 +114,9 @@ class Cluster:
         self.processes[name].start()
 
     def kill(self, name: str, *, operation: str, points: int, grace_s: float) -> bool:
-        """`kill -9` at that point, or when the timeout is over; return whether it was at that point."""
+        """Let the process kill itself (`kill -9`) at the given point of `operation`, or kill it after `grace_s`; return
+        whether it reached the point.
+        """
         process = self.processes[name]
         self.fuses[name].light(operation, points)
         process.join(grace_s)
@@ -120,9 +126,10 @@ class Cluster:
         return reached
 
     def kill_server(self) -> list[dict[str, Any]]:
-        """`kill -9` the stream server and restart it on the same files; return what it had acknowledged before.
+        """`kill -9` the stream server and restart it on the same files; return the groups whose appends it had
+        acknowledged.
 
-        Witness files are read between the two lives, when no client gets an answer.
+        They are read from the witness files while the server is down, when no client gets an answer.
         """
         os.kill(self.server.pid, signal.SIGKILL)
         os.waitid(os.P_PID, self.server.pid, os.WEXITED | os.WNOWAIT)
@@ -136,7 +143,7 @@ class Cluster:
         return [event for event in (read_events(path) if path.is_file() else []) if kind in ("", event["kind"])]
 
     def witnessed(self, name: str) -> list[dict[str, Any]]:
-        """Return lines of `made` or `trained`."""
+        """Return the lines of a witness file, such as `made` or `trained`."""
         path = self.directory / f"{name}.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
@@ -147,7 +154,9 @@ class Cluster:
         return answer.json()["epoch"], answer.json()["model_version"]
 
     def until(self, reached: Callable[[], Any], what: str, *, timeout_s: float = PATIENCE_S) -> None:
-        """Wait; raise AssertionError with the roles' logs on a timeout or when one of them has ended."""
+        """Wait until `reached` returns true. On a timeout, or if a role has ended, raise AssertionError with the roles'
+        logs.
+        """
         deadline = time.monotonic() + timeout_s
         while not reached():
             for name in self.supervised:
@@ -174,7 +183,9 @@ class Cluster:
 
 @contextmanager
 def running(directory: Path, *, seed: int, mutant: str = "") -> Iterator[Cluster]:
-    """Yield a running cluster; none of its processes is alive afterwards."""
+    """Yield a running cluster; all of its processes are dead afterwards. With `mutant`, a flawed design replaces the
+    trainer's.
+    """
     cluster = Cluster(directory, seed=seed, mutant=mutant)
     try:
         cluster.begin()

@@ -1,15 +1,15 @@
 """One role of a run in its own process, which can kill itself at a chosen point, and its witness files.
 
-The role, its streams and its recipe are real. `Mortal` stands between it and the stream server: before and after each
-operation the process passes a point, at which its fuse may fire. That is a `kill -9` or a `kill -STOP` at a chosen
-place. There are such points around each phase of a weight update, each checkpoint, and a trainer's claim to the
-checkpoint directory. Events are written to files that survive the process:
+The role, its streams and its recipe are real. `Mortal` is a stream that wraps the real one: before and after each
+operation the process passes a point at which its `Fuse` may send it a signal, `kill -9` or `kill -STOP`. There are such
+points around each phase of a weight update, each checkpoint, and a trainer's claim to the checkpoint directory. Witness
+files record events and survive the process:
 
     made.jsonl      a group was appended and the server has answered: its actor may rely on it from here on
     trained.jsonl   a step is about to be reported, with its groups
     trimmed.jsonl   a stream was trimmed and the server has answered, and when the request was about to be sent
 
-Flawed designs that look right can replace the trainer's (`MUTANTS`).
+`MUTANTS` are flawed designs that look right; each can replace the trainer's design.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ registry.VERIFIERS[VERIFIER] = registry.RegistryEntry(f"{__name__}:Coin")  # typ
 
 @final
 class Fuse:
-    """Three bytes shared by two processes: the operation that fires it, the points that remain, and the signal."""
+    """Three bytes shared by two processes: the operation at which the signal is sent, the number of points until then,
+    and the signal.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +77,7 @@ class Fuse:
             self._shared = mmap.mmap(file.fileno(), 3)
 
     def light(self, operation: str, points: int, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send itself the signal at the given point of that operation, counted from now."""
+        """Make the process send itself the signal at the operation, after `points` further points."""
         self._shared[1] = points
         self._shared[2] = number
         self._shared[0] = OPERATIONS.index(operation)
@@ -87,7 +89,7 @@ class Fuse:
         if self._shared[0] and OPERATIONS[self._shared[0]] == operation:
             if self._shared[1] == 0:
                 self.put_out()
-                # A signal to the process could go to another thread, while this one runs for a moment longer.
+                # A signal to the whole process could reach another thread, while this thread continues for a moment.
                 signal.pthread_kill(threading.get_ident(), self._shared[2])
                 return
             self._shared[1] -= 1
@@ -95,7 +97,7 @@ class Fuse:
 
 @dataclass(frozen=True, slots=True)
 class GroupEndpoint:
-    """Parameters of a process: its role, its place, and its flaw."""
+    """The parameters of a role's process: role, name, recipe, addresses, and the mutant that it runs."""
 
     role: str
     name: str
@@ -112,7 +114,7 @@ class GroupEndpoint:
 
 
 def fingerprint(group: RolloutGroup) -> str:
-    """Identify a copy of an order's group: what was sampled, by which weights."""
+    """Return a fingerprint of one copy of an order's group, from its samples and the weights that sampled them."""
     digest = hashlib.blake2b(digest_size=12)
     for rollout in group.rollouts:
         digest.update(f"{rollout.epoch}.{rollout.oldest_version}.{rollout.newest_version}".encode())
@@ -123,7 +125,7 @@ def fingerprint(group: RolloutGroup) -> str:
 
 @final
 class Witness:
-    """Writer of lines to files; written lines survive the process."""
+    """Writes lines to the witness files; written lines survive the process."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -158,7 +160,7 @@ class Witness:
 
 @final
 class Mortal:
-    """A stream whose user may be killed before and after each operation."""
+    """A stream that may kill its own process before and after each operation."""
 
     def __init__(self, inner: Stream, fuse: Fuse, witness: Witness) -> None:
         self._inner = inner
@@ -194,10 +196,11 @@ class Mortal:
 
 @final
 class SharedReader:
-    """Reader of rollouts by consumer group instead of the checkpoint's offset; the base of both mutants.
+    """A reader of rollouts for the wrong trainers: it reads through a consumer group instead of the checkpoint's
+    offset.
 
-    With `early`, entries are acknowledged when they are handed out, and are lost with the trainer. Otherwise they are
-    acknowledged when a checkpoint holds them, and are handed out again if the trainer dies earlier.
+    With `early`, entries are acknowledged when they are handed out, so they are lost if the trainer dies. Otherwise
+    they are acknowledged when a checkpoint contains them, and are handed out again if the trainer dies before that.
     """
 
     early = True
@@ -244,14 +247,14 @@ def acknowledge_before_training() -> None:
 
 
 def acknowledge_after_checkpoint() -> None:
-    """Acknowledge after a checkpoint, without a record of ended orders."""
+    """Install a mutant: it acknowledges after a checkpoint, and keeps no record of ended orders."""
     SharedReader.early = False
     loop.RolloutReader = SharedReader  # type: ignore[misc,assignment]
     admission.ConsumedLedger.has = lambda self, index: False  # type: ignore[method-assign]
 
 
 def claim_nothing() -> None:
-    """Put checkpoints in place without a claim to the directory."""
+    """Install a mutant: it puts checkpoints in place without a claim to the directory."""
     checkpoint_fence.CheckpointFence.check = lambda self, epoch: None  # type: ignore[method-assign]
 
 
@@ -264,7 +267,7 @@ MUTANTS: Mapping[str, Callable[[], None]] = {
 
 
 async def control(identity: process.Identity) -> None:
-    """Run the controller, which continues where the previous one died, as after a restart by the launcher."""
+    """Run the controller. It continues where the previous controller died, as after a restart by the launcher."""
     died_before = (identity.run_dir / "events.jsonl").exists()
     await controller_role.run(identity, start=Start.FROM_JOURNAL if died_before else Start.AFRESH)
 
@@ -306,7 +309,7 @@ def play_role(seat: GroupEndpoint) -> None:
     def synced(directory: Path) -> None:
         fuse.point("checkpoint")
         sync(directory)
-        fuse.point("checkpoint")  # before it is put in place
+        fuse.point("checkpoint")  # before the checkpoint is put in place
         fuse.point("durable")
 
     def claimed(store: checkpoint.CheckpointStore, epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""A thousand bit flips and truncations, anywhere in a checkpoint or in its remote copy: each one is detected."""
+"""Each of a thousand bit flips and truncations, anywhere in a checkpoint or in its remote copy, is detected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DAMAGES = 1000
 
 
 def damages(files: dict[str, bytes], *, seed: int) -> Iterator[tuple[str, str, bytes]]:
-    """Yield (description, file, damaged bytes): a flipped bit in two of three, a truncation in the third."""
+    """Yield (description, file, damaged bytes). Two of three damages flip a bit, the third truncates the file."""
     source = rng.generator(seed, "damages")
     names = sorted(files)
     for _ in range(DAMAGES):
@@ -40,7 +40,7 @@ def damages(files: dict[str, bytes], *, seed: int) -> Iterator[tuple[str, str, b
 def missed(
     files: dict[str, bytes], write: Callable[[str, bytes], object], check: Callable[[], object], *, seed: int
 ) -> list[str]:
-    """Return the damages that `check` does not detect."""
+    """Return descriptions of the damages that `check` does not detect; `write` writes a damaged file."""
     unseen = []
     for what, name, data in damages(files, seed=seed):
         write(name, data)
@@ -55,7 +55,7 @@ def missed(
     return unseen
 
 
-def test_damage_in_a_directory_is_detected(tmp_path: Path) -> None:
+def test_damage_in_a_checkpoint_directory_is_detected(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=model_directory(tmp_path / "model"))
     path = save(store, 7)
     files = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
@@ -64,7 +64,7 @@ def test_damage_in_a_directory_is_detected(tmp_path: Path) -> None:
     assert load(path) == state_of(7)
 
 
-def test_damage_in_a_remote_copy_is_detected(tmp_path: Path) -> None:
+def test_damage_in_a_remote_checkpoint_copy_is_detected(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text("name = 'x'\n")
     copies = CheckpointCopies(
         f"memory://{tmp_path.name}/copies", retention=Retention(1), run_files=(tmp_path / "recipe.toml",)

@@ -1,4 +1,4 @@
-"""Trainers killed while they save: every checkpoint is complete and of one version, and none is lost."""
+"""Trainers killed while they save: every checkpoint is complete, has the weights of one version, and none is lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEADLINE_S = PATIENCE_S
 
 @contextmanager
 def nursery(directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """Yield the process that forks trainers."""
+    """Yield a process that forks trainers on request."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.fakes.saving_process", str(directory)],
         stdin=subprocess.PIPE,
@@ -36,7 +36,7 @@ def nursery(directory: Path) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # with its children
+        os.killpg(process.pid, signal.SIGKILL)  # the whole group, so the trainers die too
         process.communicate()
 
 
@@ -48,7 +48,9 @@ def answer(process: subprocess.Popen[str]) -> str:
 
 
 def kill_while_saving(directory: Path, *, kills: int, seed: int) -> None:
-    """Let each trainer save for a random time (no checkpoint to a few), then send SIGKILL."""
+    """Let one trainer after another save for a random time, enough for none to a few checkpoints, then send it
+    SIGKILL.
+    """
     directory.mkdir(parents=True)
     waits = rng.generator(seed, "kills").uniform(0.0, 3.0, kills)
     with nursery(directory) as process:
@@ -70,7 +72,7 @@ def kill_while_saving(directory: Path, *, kills: int, seed: int) -> None:
 
 
 def seconds_per_checkpoint(store: CheckpointStore) -> float:
-    """Return the current time per checkpoint, from the first to the third."""
+    """Return the seconds that a checkpoint takes now, measured from the first to the third."""
     seen: dict[int, float] = {}
     deadline = time.monotonic() + DEADLINE_S
     while 3 not in seen:
@@ -82,12 +84,13 @@ def seconds_per_checkpoint(store: CheckpointStore) -> float:
 
 
 def newest_whole(directory: Path, into: Path) -> int:
-    """Return the newest version; check that every checkpoint and the newest remote copy are complete and of one
-    version.
+    """Return the newest version, after checks of every checkpoint and of the newest remote copy.
+
+    Each must be complete and of one version.
     """
     store, copies = store_in(directory)
     for path in store.all():
-        state = load(path)  # raises if it cannot be loaded
+        state = load(path)  # raises if the checkpoint cannot be loaded
         assert versions_in(path, state) == {state.model_version}, "mixed"
     for copy in copies.newest():
         copies.fetch(copy, into)
@@ -97,11 +100,11 @@ def newest_whole(directory: Path, into: Path) -> int:
     return found[1].model_version if found else 0
 
 
-def test_trainer_killed_while_saving_leaves_whole_checkpoints(tmp_path: Path) -> None:
+def test_trainers_killed_while_saving_leave_complete_checkpoints(tmp_path: Path) -> None:
     kill_while_saving(tmp_path / "run", kills=25, seed=SEED)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-def test_200_trainers_killed_while_saving(tmp_path: Path) -> None:
+def test_200_trainers_killed_while_saving_leave_complete_checkpoints(tmp_path: Path) -> None:
     kill_while_saving(tmp_path / "run", kills=200, seed=SEED + 1)

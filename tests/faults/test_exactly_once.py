@@ -1,8 +1,9 @@
-"""Every order is trained exactly once, whatever dies; two plausible but wrong trainers are caught.
+"""Every prompt order is trained exactly once, whatever dies; two plausible but wrong trainers are caught.
 
-A toy pipeline over the real streams and records. An actor claims orders, appends a group for each under an id of its
-choice, then acknowledges. A trainer's effects (the groups that its weights have seen) live in a checkpoint; later
-effects are lost when it dies. Deaths are exceptions at named points, drawn from a seed, and `kill -9` of a real server.
+A toy pipeline over the real streams and records. An actor claims orders, appends a group for each order under an id
+that it chooses, then acknowledges the order. A trainer's effects (the groups that its weights have seen) are saved in
+checkpoints; effects after the last checkpoint are lost when it dies. Deaths are exceptions at named points, drawn from
+a seed, and `kill -9` of a real server.
 
     by offset                  read after the checkpoint's offset ─ drop duplicates ─ train ─ checkpoint      right
     ack before training        claim ─ acknowledge ─ train ─ checkpoint                                       loses
@@ -36,15 +37,18 @@ IDLE_S = 0.05
 
 
 class Death(Exception):
-    """The process ends here."""
+    """Raised where a process dies."""
 
 
-#: This many empty polls take longer than an entry needs to be reclaimed, on any machine.
+#: On any machine, this many empty polls in a row take longer than the time until an unacknowledged entry can be claimed
+#: again.
 QUIET_POLLS = 15
 
 
 class Fate:
-    """Dies at a tenth of its points while deaths are left; counts empty polls."""
+    """Decides when a role dies: at each point with probability 0.1, while deaths are left. Counts empty polls as
+    well.
+    """
 
     def __init__(self, seed: int, role: str, deaths: int) -> None:
         self._random = generator(seed, "fate", role)
@@ -67,7 +71,9 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What survives a trainer: the groups that its weights have seen, in order, and where to read next."""
+    """The state of a trainer that survives its death: the groups that its weights have seen, in order, and the stream
+    offset to read from next.
+    """
 
     trained: tuple[str, ...] = ()
     offset: str = START
@@ -76,7 +82,7 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class Disk:
-    """Holder of the newest checkpoint; replacing it is atomic."""
+    """Holds the newest checkpoint; it is replaced atomically."""
 
     checkpoint: Checkpoint = Checkpoint()
 
@@ -97,7 +103,9 @@ def group_of(order_id: str) -> RolloutGroup:
 
 
 async def issue(streams: Stream, orders: list[str]) -> None:
-    """Issue orders in pieces, like the controller; each piece is sent twice, as after a lost answer."""
+    """Append the orders in several requests, like the controller. Each request is sent twice, as after a lost
+    answer.
+    """
     for start in range(0, len(orders), 10):
         piece = [encode_message("order", {"id": order}) for order in orders[start : start + 10]]
         for _ in range(2):
@@ -116,7 +124,7 @@ async def actor_life(streams: Stream, fate: Fate) -> None:
         if not entries:
             continue
         groups = [encode_group(group_of(decode_message(entry.payload).body["id"])) for entry in entries]
-        for _ in range(2):  # an answer was lost, and the append was repeated
+        for _ in range(2):  # the second append repeats the first, as after a lost answer
             await streams.append(ROLLOUTS, groups, first_id=number)
         number += len(groups)
         fate.point()
@@ -124,7 +132,7 @@ async def actor_life(streams: Stream, fate: Fate) -> None:
 
 
 async def by_offset(streams: Stream, disk: Disk, fate: Fate) -> None:
-    """Run one life of the right trainer, which trims what even the previous checkpoint no longer needs."""
+    """Run one life of the right trainer. It trims entries that even the previous checkpoint no longer needs."""
     trained, offset = list(disk.checkpoint.trained), disk.checkpoint.offset
     while True:
         for entry in fate.found(await streams.read({ROLLOUTS: offset}, count=3, block_s=0.02)):
@@ -140,7 +148,9 @@ async def by_offset(streams: Stream, disk: Disk, fate: Fate) -> None:
 
 
 async def ack_before_training(streams: Stream, disk: Disk, fate: Fate) -> None:
-    """Run a mutant: what was acknowledged but is in no checkpoint is lost with the trainer."""
+    """Run one life of a wrong trainer: groups that it has acknowledged but not yet in a checkpoint are lost when it
+    dies.
+    """
     trained = list(disk.checkpoint.trained)
     while True:
         entries = fate.found(await claim_rollouts(streams))
@@ -155,7 +165,9 @@ async def ack_before_training(streams: Stream, disk: Disk, fate: Fate) -> None:
 
 
 async def ack_after_checkpoint(streams: Stream, disk: Disk, fate: Fate) -> None:
-    """Run a mutant: what is in the checkpoint but not acknowledged is handed out and trained again."""
+    """Run one life of a wrong trainer: groups in the checkpoint that it has not acknowledged are handed out and trained
+    again.
+    """
     trained = list(disk.checkpoint.trained)
     while True:
         entries = fate.found(await claim_rollouts(streams))
@@ -172,7 +184,7 @@ async def claim_rollouts(streams: Stream) -> list[Entry]:
 
 
 async def lives(life: Callable[[], Awaitable[None]]) -> None:
-    """Restart a life after each death."""
+    """Run a role forever: a death ends a life, and the next life starts."""
     while True:
         try:
             await life()
@@ -182,7 +194,7 @@ async def lives(life: Callable[[], Awaitable[None]]) -> None:
 
 @dataclass(slots=True)
 class Run:
-    """Controller, actor and trainer over one server, with their deaths."""
+    """A toy run: controller, actor and trainer over one stream server, with the deaths of actor and trainer."""
 
     streams: Stream
     trainer: Trainer
@@ -194,7 +206,7 @@ class Run:
         """Run until all deaths have happened and no role finds work.
 
         Returns:
-            The number of orders that were never trained, and of those trained more than once.
+            The number of orders that were never trained, and the number of orders that were trained more than once.
         """
         orders = [f"prompt-{number:06d}" for number in range(self.num_orders)]
         fates = [Fate(self.seed, "actor", deaths=4), Fate(self.seed, "trainer", deaths=6)]
@@ -216,13 +228,15 @@ class Run:
 
 
 async def outcomes(trainer: Trainer) -> tuple[list[int], list[int]]:
-    """Return, for each seed, the number of orders that were lost and of those trained more than once."""
+    """Return, each with one entry per seed, the numbers of lost orders and of orders that were trained more than
+    once.
+    """
     runs = [Run(MemoryStream(), trainer, seed, num_orders=40) for seed in range(6)]
     found = await asyncio.gather(*(run.until_quiet() for run in runs))
     return [lost for lost, _ in found], [doubled for _, doubled in found]
 
 
-async def test_reading_by_the_checkpoints_offset_trains_each_order_once() -> None:
+async def test_reading_from_the_checkpoints_offset_trains_each_order_once() -> None:
     assert await outcomes(by_offset) == ([0] * 6, [0] * 6)
 
 
@@ -232,14 +246,14 @@ async def test_acknowledging_before_training_loses_orders() -> None:
     assert not any(doubled)
 
 
-async def test_acknowledging_after_the_checkpoint_trains_twice() -> None:
+async def test_acknowledging_after_the_checkpoint_trains_orders_twice() -> None:
     lost, doubled = await outcomes(ack_after_checkpoint)
     assert not any(lost)
     assert any(doubled)
 
 
-async def test_each_order_is_trained_once_while_the_server_is_killed(tmp_path: Path) -> None:
-    """With `appendfsync always`, everything acknowledged survives, also the position of every reader."""
+async def test_each_order_is_trained_once_although_the_server_is_killed(tmp_path: Path) -> None:
+    """With `appendfsync always`, all acknowledged data survives, including the position of every reader."""
     random = generator(0, "kills")
     with EmbeddedRedis(tmp_path, fsync=Fsync.ALWAYS) as server:
         streams = await open_stream(server.url, namespace="run", timeout_s=PATIENCE_S)
@@ -258,8 +272,9 @@ async def test_each_order_is_trained_once_while_the_server_is_killed(tmp_path: P
     assert ending.result() == (0, 0)
 
 
-async def test_server_always_loses_the_end_of_its_history(tmp_path: Path) -> None:
-    """An acknowledgement is never kept without the earlier append, so that a lost group is claimed and made again.
+async def test_crashed_server_loses_only_the_end_of_its_history(tmp_path: Path) -> None:
+    """An acknowledgement never survives without the earlier append of the group, so a lost group is claimed and made
+    again.
 
     The end of the append-only file is cut off, entry by entry, as after a crash before a write or a power failure.
     """

@@ -1,7 +1,8 @@
 """Broadcast updates of a fleet whose engines are killed and suspended midway, under load, with real processes.
 
-Every weight of the engines' model is its version, so that each token shows which weights made it. The trainer is this
-process and is never restarted; a pool routes only to engines that serve by the last report.
+Every weight of the engines' model equals its version, so each token shows which version sampled it. The trainer is the
+test's own process and is never restarted. The pool sends requests only to engines that, by the last report, serve the
+new version.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from tests.fakes.version_engine import BUCKET_BYTES, LAYOUT, PROMPT, Nursery, we
 from tests.patience import PATIENCE_S
 
 ENGINES = 4
-#: Sent at once, so that every engine is busy whenever it dies.
+#: Requests in flight at once: enough that every engine is busy whenever it dies.
 REQUESTS = 12
 ROWS = len(LAYOUT.parameters)
 
 
 @dataclass(slots=True)
 class Tally:
-    """What the load has seen."""
+    """Counts of the tokens that clients have received, and of mistakes in them."""
 
     tokens: int = 0
     switched: int = 0
@@ -46,7 +47,9 @@ class Tally:
 
 
 class Timed:
-    """`EngineControl` that records the joins: by generation, first request and last answer."""
+    """An `EngineControl` that records, for each generation of the weight group, the time of the first join request and
+    of the last answer.
+    """
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -63,7 +66,9 @@ class Timed:
 
 
 class Fleet:
-    """A trainer, its engines, and a pool under load that knows the proven ones."""
+    """A trainer, its engines, and a pool under load. The pool uses only proven engines: those reported to serve the new
+    version.
+    """
 
     def __init__(self, nursery: Nursery, client: EngineClient) -> None:
         self.nursery = nursery
@@ -79,7 +84,9 @@ class Fleet:
     async def publish(
         self, *, timeout_s: float, before: Callable[[int], None] = lambda _: None, epoch: int | None = None
     ) -> PublishReport:
-        """Publish the next version to all engines; engines not reported as serving it are no longer proven."""
+        """Publish the next version to all engines. Engines that the report does not list as serving it are no longer
+        proven.
+        """
         if epoch is not None:
             await self.publisher.close()
             self.publisher, self.epoch = BroadcastPublisher(self.control, bucket_bytes=BUCKET_BYTES), epoch
@@ -121,7 +128,7 @@ class Fleet:
             self.count(answered.completion)
 
     def count(self, completion: ChatCompletion) -> None:
-        """Assert that every token is of the version that its span names, and of no other."""
+        """Count the tokens of an answer. Record those that are not of the version that their span names."""
         for choice in completion.choices:
             versions = [version for version, length in choice.version_spans or () for _ in range(length)]
             rows = list(zip(choice.token_ids or (), choice.token_logprobs or (), versions, strict=True))
@@ -154,10 +161,12 @@ async def fleet(nursery: Nursery) -> AsyncIterator[Fleet]:
 @pytest.mark.parametrize(
     "kills", [8, pytest.param(100, marks=[pytest.mark.chaos, pytest.mark.timeout(900)])], ids=["short", "long"]
 )
-async def test_killed_in_the_middle_of_the_broadcast(fleet: Fleet, kills: int) -> None:
-    """The death is noticed at once, the others form a new generation and serve the version; no token mixes versions."""
-    # In the short form it must continue within a moment of a busy machine; figures come from the long form, which runs
-    # alone.
+async def test_engine_killed_during_a_broadcast_does_not_stop_the_others(fleet: Fleet, kills: int) -> None:
+    """The death is noticed at once, and the other engines form a new generation and serve the version. No token mixes
+    versions.
+    """
+    # In the short form the others must continue within some seconds, since the machine may be busy. The long form runs
+    # alone and gives the figures.
     timeout_s, slack_s = 21.0, 1.0 if kills == 100 else 10.0
     draw = generator(0, "kills")
     detections, reforms = [], []
@@ -183,7 +192,7 @@ async def test_killed_in_the_middle_of_the_broadcast(fleet: Fleet, kills: int) -
                 assert len(anew) == 1, "one generation for the membership, one more without the dead"
                 detections.append(asked - killed[0])
                 reforms.append(answered - asked)
-            else:  # the last bytes were already sent: the commit fails for it, and no group has to form again
+            else:  # it died after the last bytes: only its commit fails, and the others need no new group
                 assert report.failed[victim].startswith("did not commit"), report
                 detections.append(ended - killed[0])
             fleet.engines = [*survivors, fleet.nursery.born()]
@@ -199,9 +208,11 @@ async def test_killed_in_the_middle_of_the_broadcast(fleet: Fleet, kills: int) -
 @pytest.mark.parametrize(
     "freezes", [2, pytest.param(50, marks=[pytest.mark.chaos, pytest.mark.timeout(1200)])], ids=["short", "long"]
 )
-async def test_suspended_midway_and_awake_in_another_epoch(fleet: Fleet, freezes: int) -> None:
-    """The others serve without it by the end of the publication; once awake, it serves no request until it is
-    updated.
+async def test_suspended_engine_that_wakes_up_in_another_epoch_is_unused_until_updated(
+    fleet: Fleet, freezes: int
+) -> None:
+    """The other engines serve without the suspended one by the end of the publication. Once awake, it gets no request
+    from the pool before it is updated, and reports the version that it serves.
     """
     draw = generator(0, "freezes")
     async with fleet.under_load():
@@ -221,7 +232,7 @@ async def test_suspended_midway_and_awake_in_another_epoch(fleet: Fleet, freezes
             now = fleet.epoch, fleet.version
             assert [await fleet.serves(url) for url in survivors] == [now] * len(survivors)
             fleet.nursery.thaw(victim)
-            awake = await fleet.client.chat(victim, request(0))  # by a client that does not use the pool
+            awake = await fleet.client.chat(victim, request(0))  # not through the pool
             fleet.count(awake)
             assert (awake.epoch, awake.model_version) in (old, (old[0], old[1] + 1)), "it says what it serves"
             fleet.engines = everyone

@@ -1,6 +1,6 @@
-"""Five hundred manifests with one fault each: none is accepted, no process dies, and the old weights serve.
+"""Five hundred update manifests with one fault each are rejected; the process survives and serves the old weights.
 
-Each is a valid PREPARE with one mutation drawn from a seed; a failure prints it.
+Each is a valid PREPARE with one mutation drawn from a seed; a failing test prints the mutation.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def shape(manifest: Manifest, draw: Draw) -> None:
 
 
 def dtype(manifest: Manifest, draw: Draw) -> None:
-    """float16 and bfloat16 are no fault: an engine casts them to its own dtype."""
+    """Mutate the dtype. float16 and bfloat16 are left out, because an engine accepts them and casts to its own
+    dtype.
+    """
     others = ["float64", "int8", "FLOAT32", "float32 ", "complex64", "object"]
     _spec(manifest, draw)["dtype"] = _one_of(draw, [*others, *NOT_TEXTS])
 
@@ -119,7 +121,10 @@ def membership(manifest: Manifest, draw: Draw) -> None:
 
 
 def digest(manifest: Manifest, draw: Draw) -> None:
-    """A pull needs a digest that is text; a COMMIT of an unprepared version is rejected whatever its digest."""
+    """Mutate the digest in a way that must be rejected.
+
+    A pull needs a digest that is text. A COMMIT of a version that was not prepared is rejected with any digest.
+    """
     if draw.integers(2):
         manifest |= {"transport": "pull", "sources": ["http://127.0.0.1:9"]}
         manifest["digest"] = _one_of(draw, [None, 7, [], {}, True])
@@ -160,7 +165,7 @@ def field(manifest: Manifest, draw: Draw) -> None:
 
 
 def text(manifest: Manifest, draw: Draw) -> bytes:
-    """Return something other than one JSON object of these fields."""
+    """Return a request body that is not one JSON object with the manifest's fields."""
     whole = json.dumps(manifest).encode()
     cut = whole[: int(draw.integers(1, len(whole)))]
     deep = b"[" * 100_000
@@ -176,7 +181,9 @@ ALL: tuple[Mutation, ...] = (
 
 
 def mutants(manifest: Manifest) -> Iterator[tuple[str, bytes]]:
-    """Yield each mutant with the name of its mutation; the kinds rotate, so that none is missing."""
+    """Yield the name of each mutation and the mutated manifest. The kinds of mutation take turns, so that each is
+    used.
+    """
     for number in range(MUTATIONS):
         kind, changed = ALL[number % len(ALL)], deepcopy(manifest)
         body = kind(changed, rng.generator(number, "manifest"))

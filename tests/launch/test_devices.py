@@ -24,14 +24,14 @@ GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-22bb)
 """
 
 
-def test_all_devices_of_the_driver_are_listed() -> None:
+def test_every_device_of_the_driver_is_listed() -> None:
     assert read_devices(TWO) == Devices((VisibleDevice("0", 81559), VisibleDevice("1", 81559)))
     assert read_devices("") == Devices()
     assert read_devices(TWO).environment((1, 0)) == {"CUDA_VISIBLE_DEVICES": "1,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     assert read_devices(TWO).environment(()) == {}
 
 
-def test_instances_of_a_divided_gpu_are_devices() -> None:
+def test_instances_of_a_mig_gpu_are_listed_as_devices() -> None:
     found = read_devices(DIVIDED, instances=LISTING)
     assert [device.name for device in found.each] == ["MIG-c6d4", "MIG-cba6", "1"]
     assert found.label(0) == "GPU 0 (MIG-c6d4)"
@@ -55,7 +55,7 @@ def test_cuda_visible_devices_limits_the_devices(visible: str, devices: list[Vis
     assert "CUDA_DEVICE_ORDER" not in found.environment(range(len(devices))), "the user's indices keep their order"
 
 
-def test_memory_is_unknown_if_it_depends_on_the_device_order() -> None:
+def test_memory_is_unknown_if_gpus_differ_and_their_order_is_unknown() -> None:
     assert read_devices(UNEQUAL, visible="0").each == (VisibleDevice("0"),)
     assert read_devices(UNEQUAL, visible="GPU-22bb").each == (VisibleDevice("GPU-22bb", 81559),)
 
@@ -70,7 +70,7 @@ def test_unknown_visible_device_is_rejected(visible: str) -> None:
 
 
 def on_path(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a program named `nvidia-smi` first on the path."""
+    """Create a program named `nvidia-smi` that runs `script`, and put it first on PATH."""
     folder.mkdir()
     program = folder / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{script}\n")
@@ -78,7 +78,7 @@ def on_path(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
-def test_nvidia_smi_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_come_from_the_nvidia_smi_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = f"case $1 in -L) cat <<'E'\n{LISTING}E\n;; *) cat <<'E'\n{DIVIDED}E\n;; esac"
     on_path(tmp_path / "bin", script, monkeypatch)
     assert devices_for(load("tiny"), {}) == read_devices(DIVIDED, instances=LISTING)
@@ -99,7 +99,7 @@ def test_hanging_nvidia_smi_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
     assert devices_for(nobody_asks, {}) == Devices(), "what uses no GPU does not wait for it"
 
 
-def test_driver_files_are_read_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_files_are_read_if_nvidia_smi_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for place, uuid in (("0000:3b:00.0", "GPU-22bb"), ("0000:07:00.0", "GPU-11aa")):
         (tmp_path / "gpus" / place).mkdir(parents=True)
         (tmp_path / "gpus" / place / "information").write_text(f"Model: \t\t NVIDIA A100\nGPU UUID: \t {uuid}\n")

@@ -39,7 +39,7 @@ def status(*requested: str, to_stop: tuple[str, ...] = ()) -> RunStatus:
     )
 
 
-def test_requested_engine_differs_from_the_recipes_in_type_and_exit_rule() -> None:
+def test_requested_engine_has_a_type_and_an_exit_rule_of_its_own() -> None:
     recipes, requested = LAUNCH.engine("engine-0", port=5001), LAUNCH.engine("engine-1", port=5001, type="bigram")
     assert (recipes.on_exit, requested.on_exit) == (OnExit.RESTART, OnExit.SPARE)
     assert [*requested.argv[:-2], "--type", "bigram"] == [
@@ -61,7 +61,7 @@ def test_repeated_status_starts_each_engine_once(tmp_path: Path) -> None:
 
 
 def test_requested_engine_never_gets_the_port_of_a_dead_process(tmp_path: Path) -> None:
-    """Nothing listens on the port for a moment, but the restarted process needs it again."""
+    """The port is free for a moment, but the dead process will need it again once it restarts."""
     ports = dict(zip(listening(LAUNCH.config), free_ports(3), strict=True))
     supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
     EngineProcesses(supervisor, replace(LAUNCH, ports=ports), give_up=nobody).follow(status("engine-1", "engine-2"))
@@ -69,7 +69,7 @@ def test_requested_engine_never_gets_the_port_of_a_dead_process(tmp_path: Path) 
     assert len(given) == 2 and not given & set(ports.values())
 
 
-def test_controller_is_told_of_a_failed_engine_while_it_requests_it(tmp_path: Path) -> None:
+def test_controller_is_told_of_a_failed_engine_as_long_as_it_requests_the_engine(tmp_path: Path) -> None:
     told: list[str] = []
     supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
     staff = EngineProcesses(supervisor, LAUNCH, give_up=told.append)
@@ -81,7 +81,7 @@ def test_controller_is_told_of_a_failed_engine_while_it_requests_it(tmp_path: Pa
 
 
 def on_gpus(count: int, tmp_path: Path, **engine: object) -> tuple[Supervisor, EngineProcesses, list[str], list[str]]:
-    """Return an idle launch on `count` GPUs, with its announcements and its given-up engines."""
+    """Return an idle launch on `count` GPUs, with the lists of its announcements and of the engines that it gave up."""
     sections = {"engine": {"type": "torch", **engine}, "trainer": {"memory_share": 0.4} if engine else {}}
     config = parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})
     devices = Devices(tuple(VisibleDevice(str(index)) for index in range(count)))
@@ -102,7 +102,7 @@ def seen_by(supervisor: Supervisor, name: str) -> str:
     return supervisor._processes[name].spec.env["CUDA_VISIBLE_DEVICES"]
 
 
-def test_later_engines_get_free_devices_and_return_them(tmp_path: Path) -> None:
+def test_requested_engines_get_free_devices_and_release_them(tmp_path: Path) -> None:
     supervisor, staff, _, given_up = on_gpus(4, tmp_path)
     staff.follow(wants("engine-1", "engine-2"))
     assert [seen_by(supervisor, name) for name in ("engine-0", "engine-1", "engine-2", "trainer")] == [
@@ -111,7 +111,7 @@ def test_later_engines_get_free_devices_and_return_them(tmp_path: Path) -> None:
         "2",
         "3",
     ]
-    staff.follow(wants("engine-2", to_stop=("engine-1",)))  # it never ran, so it ended at once
+    staff.follow(wants("engine-2", to_stop=("engine-1",)))  # engine-1 never ran, so it ended at once
     staff.follow(wants("engine-2", "engine-3", to_stop=("engine-1",)))
     assert seen_by(supervisor, "engine-3") == "1"
     assert given_up == []
@@ -128,7 +128,7 @@ def test_stopped_engine_of_the_recipe_frees_its_device(tmp_path: Path) -> None:
     assert (announced, given_up) == (["starting engine-1"], [])
 
 
-def test_engine_without_a_free_device_is_refused_in_its_log(tmp_path: Path) -> None:
+def test_refused_engine_has_the_missing_device_in_its_log(tmp_path: Path) -> None:
     supervisor, staff, announced, given_up = on_gpus(2, tmp_path)
     for _ in range(2):
         staff.follow(wants("engine-1"))
@@ -140,7 +140,7 @@ def test_engine_without_a_free_device_is_refused_in_its_log(tmp_path: Path) -> N
     assert supervisor.knows("engine-2") and "CUDA_VISIBLE_DEVICES" not in supervisor._processes["engine-2"].spec.env
 
 
-def test_one_gpu_has_room_for_an_engine_if_the_shares_allow_it(tmp_path: Path) -> None:
+def test_requested_engine_shares_the_only_gpu_if_the_memory_shares_allow_it(tmp_path: Path) -> None:
     supervisor, staff, _, given_up = on_gpus(1, tmp_path, memory_share=0.3)
     staff.follow(wants("engine-1"))
     assert seen_by(supervisor, "engine-1") == "0"
@@ -150,7 +150,7 @@ def test_one_gpu_has_room_for_an_engine_if_the_shares_allow_it(tmp_path: Path) -
 
 
 def test_unused_device_is_preferred_to_a_shared_one(tmp_path: Path) -> None:
-    supervisor, staff, _, _ = on_gpus(3, tmp_path, memory_share=0.3)  # engine-0 and the trainer are on 0 and 2
+    supervisor, staff, _, _ = on_gpus(3, tmp_path, memory_share=0.3)  # engine-0 has GPU 0, the trainer GPU 2
     staff.follow(wants("engine-1"))
     assert seen_by(supervisor, "engine-1") == "1"
 

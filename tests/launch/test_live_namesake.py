@@ -42,7 +42,7 @@ def test_finished_runs_do_not_block_a_new_one(config: RunConfig) -> None:
     refuse_namesake(config, by_hand=started_by_hand)
 
 
-def test_live_namesake_is_found_under_any_number(config: RunConfig) -> None:
+def test_live_run_is_found_even_if_its_name_got_a_number(config: RunConfig) -> None:
     create(config)
     second = create(config)
     with (
@@ -54,11 +54,11 @@ def test_live_namesake_is_found_under_any_number(config: RunConfig) -> None:
     refuse_namesake(config, by_hand=started_by_hand)
 
 
-def test_live_run_of_separate_services_is_found_by_its_controller(config: RunConfig, controller_url: str) -> None:
+def test_live_run_without_a_launcher_is_found_by_its_controller(config: RunConfig, controller_url: str) -> None:
     directory = create(config)
     address = directory.path / "controller.json"
     address.write_text(json.dumps({"url": controller_url, "token": None}))
     with pytest.raises(UserError, match=f"services started manually, controller at {controller_url}"):
         refuse_namesake(config, by_hand=started_by_hand)
-    address.write_text(json.dumps({"url": "http://127.0.0.1:9", "token": None}))  # left by a killed controller
+    address.write_text(json.dumps({"url": "http://127.0.0.1:9", "token": None}))  # as a killed controller leaves it
     refuse_namesake(config, by_hand=started_by_hand)

@@ -67,7 +67,7 @@ def gpus(count: int) -> Devices:
 
 
 def written(config: RunConfig, devices: Devices) -> list[str]:
-    """Return the devices of each process in the plan, or why there is no plan."""
+    """Return one line for each process in the plan, with its devices, or the reason for which there is no plan."""
     host = replace(LOCALHOST, devices=devices)
     try:
         launch = Launch.on([host], config, run_dir=RUN, ports=count(5000), cores=range(64), python="py")
@@ -84,7 +84,7 @@ def _line(spec: ProcessSpec) -> str:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_golden(name: str) -> None:
+def test_placements_match_the_golden_files(name: str) -> None:
     config = config_of(RECIPES[name])
     parts = [f"# GPUs: {count}\n" + "\n".join(written(config, gpus(count))) + "\n" for count in (0, 1, 2, 4, 8)]
     text = "\n".join(parts)
@@ -94,7 +94,7 @@ def test_golden(name: str) -> None:
     assert file.read_text() == text
 
 
-def test_every_golden_file_has_a_recipe() -> None:
+def test_golden_files_and_recipes_have_the_same_names() -> None:
     assert {file.stem for file in GOLDEN.glob("*.txt")} == set(RECIPES)
 
 
@@ -155,7 +155,7 @@ def test_impossible_placements_are_refused(sections: dict[str, dict[str, object]
     assert "\n" not in str(refused.value)
 
 
-def test_names_and_order_of_cuda_visible_devices_reach_the_processes() -> None:
+def test_processes_see_devices_by_the_names_in_cuda_visible_devices() -> None:
     devices = Devices((VisibleDevice("3"), VisibleDevice("GPU-aa"), VisibleDevice("MIG-bb")), Origin.VARIABLE)
     assert written(config_of({"engine": {"count": 2}}), devices) == [
         "check: engine-0 on GPU 0 (3), engine-1 on GPU 1 (GPU-aa), trainer on GPU 2 (MIG-bb)",

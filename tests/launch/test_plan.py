@@ -23,7 +23,7 @@ def _plan(config: RunConfig, cores: tuple[int, ...] = (0, 1)) -> Plan:
     return processes_of(Launch.on([LOCALHOST], config, run_dir=RUN, ports=count(5000), cores=cores, python="py"))
 
 
-def test_order_ports_and_exit_rules() -> None:
+def test_plan_has_the_start_order_ports_and_exit_rules() -> None:
     made = _plan(_config(engine={"count": 2}, actor={"count": 2}))
     names = [spec.name for spec in made.specs]
     assert names == ["redis", "controller", "engine-0", "engine-1", "trainer", "actor-0", "actor-1"]
@@ -87,13 +87,13 @@ def test_parameter_servers_start_before_the_trainer_and_are_named_to_it() -> Non
     assert order["trainer"] < order["engine-0"] < order["parameter-server-0"] < order["controller"] < order["redis"]
 
 
-def test_parameter_servers_of_the_recipe_are_used_and_none_started() -> None:
+def test_recipes_parameter_servers_are_used_instead_of_starting_some() -> None:
     config = _config(weights={"transport": "pull"}, parameter_server={"urls": ["http://store:8100"]})
     assert "parameter-server-0" not in [spec.name for spec in _plan(config).specs]
     assert "--set" not in _plan(config).spec("trainer").argv, "the recipe names them"
 
 
-def test_stream_server_of_the_recipe_is_used_and_none_started() -> None:
+def test_recipes_stream_server_is_used_instead_of_starting_one() -> None:
     config = _config(streams={"redis_url": "redis://:s3cret@db:6379/3"})
     assert list(listening(config)) == ["controller", "engine-0"]
     made = _plan(config)
@@ -116,14 +116,16 @@ def test_stream_server_of_the_recipe_is_used_and_none_started() -> None:
         ((0, 1), {"launch": {"threads": 2}}, [None], None),
     ],
 )
-def test_pinning(cores: tuple[int, ...], sections: dict[str, object], engines: list[object], trainer: object) -> None:
+def test_engines_and_trainer_are_pinned_on_machines_with_few_cores(
+    cores: tuple[int, ...], sections: dict[str, object], engines: list[object], trainer: object
+) -> None:
     made = _plan(_config(**sections), cores)
     assert [spec.cpu for spec in made.specs if spec.name.startswith("engine")] == engines
     assert made.spec("trainer").cpu == trainer
     assert all(spec.cpu is None for spec in made.specs if spec.name.split("-")[0] in ("redis", "controller", "actor"))
 
 
-def test_plan_with_an_impossible_order_is_rejected() -> None:
+def test_plan_in_which_a_process_precedes_its_dependency_is_rejected() -> None:
     a, b = ProcessSpec(name="a", argv=("x",), after=("b",)), ProcessSpec(name="b", argv=("x",))
     with pytest.raises(ValueError, match="a waits for b, which must come before it"):
         Plan((a, b))
@@ -146,7 +148,7 @@ def test_trainer_of_several_processes_is_one_group_with_a_meeting_port() -> None
     assert min(spec.stop_order for spec in members[1:]) > made.spec("trainer").stop_order, "it ends them"
 
 
-def test_trainer_of_one_process_or_with_foreign_ranks_has_no_group() -> None:
+def test_trainer_of_one_process_or_with_ranks_started_elsewhere_has_no_group() -> None:
     distributed = {"coordinator": "10.0.0.1:8476", "token_file": "/t"}
     for options in ({}, {"mesh": {"dp_shard": 1}}, {"mesh": {"dp_shard": 2}, "distributed": distributed}):
         made = _plan(_config(trainer={"options": options}))

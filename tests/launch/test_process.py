@@ -36,7 +36,7 @@ def test_stream_server_is_healthy_once_it_answers_ping_with_its_password(tmp_pat
 @pytest.mark.parametrize(
     "said", [b"", b"+OK\r\n", b"+OK\r\n-LOADING Redis is loading the dataset in memory\r\n", b"SSH-2.0\r\n"]
 )
-def test_server_that_only_accepts_connections_is_not_healthy(tmp_path: Path, said: bytes) -> None:
+def test_server_that_accepts_connections_without_answering_is_not_healthy(tmp_path: Path, said: bytes) -> None:
     (tmp_path / "password").write_text("secret")
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -60,8 +60,8 @@ def test_crash_loop_backs_off_and_exhausts_the_budget() -> None:
 
 
 @pytest.mark.parametrize("up_s", [FORGIVEN_EVERY_S, 600.0, 900.0])
-def test_rare_deaths_never_exhaust_the_budget(up_s: float) -> None:
-    """Without forgiveness by uptime, the fourth death would end the run."""
+def test_deaths_after_long_uptimes_never_exhaust_the_budget(up_s: float) -> None:
+    """Without forgiveness, the fourth death would end the run."""
     budget = RestartBudget(3)
     for _ in range(100):
         assert not budget.is_spent_by(up_s)
@@ -69,18 +69,18 @@ def test_rare_deaths_never_exhaust_the_budget(up_s: float) -> None:
     assert budget.deaths == 100 and budget.unforgiven < 2.0
 
 
-def test_deaths_faster_than_forgiveness_exhaust_the_budget() -> None:
+def test_deaths_more_frequent_than_their_forgiveness_exhaust_the_budget() -> None:
     budget = RestartBudget(3)
     while not budget.is_spent_by(FORGIVEN_EVERY_S / 2):
         budget.died(FORGIVEN_EVERY_S / 2)
     assert budget.deaths == 5
 
 
-def test_first_death_exhausts_an_empty_budget() -> None:
+def test_first_death_exhausts_a_budget_of_zero_restarts() -> None:
     assert RestartBudget(0).is_spent_by(1e6)
 
 
-def test_restarts_are_visible_in_the_status(tmp_path: Path) -> None:
+def test_restart_counts_are_visible_in_the_status(tmp_path: Path) -> None:
     assert read_restarts(tmp_path) == ()
     write_restarts(tmp_path, (RestartStatus(name="trainer", deaths=5, unforgiven=1.0, limit=3),))
     (read,) = read_restarts(tmp_path)

@@ -47,7 +47,7 @@ def test_change_is_recorded_in_the_recipe_with_its_step(run_dir: Path) -> None:
     assert "# resumed at step 3: checkpoint.keep = 5 (was 2)" in lines, "earlier changes stay on record"
 
 
-def test_the_report_shows_the_changes(run_dir: Path) -> None:
+def test_report_shows_the_changes_of_the_recipe(run_dir: Path) -> None:
     changed(run_dir, "run.steps=45")
     (run_dir / "events.jsonl").write_text(json.dumps({"time": 1.0, "kind": "run_started", "elapsed_s": 0.0}) + "\n")
     assert "resumed at step 3: run.steps = 45 (was 30)" in write_report(run_dir).html.read_text()
@@ -80,7 +80,7 @@ def test_change_that_contradicts_the_checkpoint_is_rejected_by_name(run_dir: Pat
     assert (run_dir / "recipe.toml").read_text() == before, "nothing of it is changed"
 
 
-def test_knob_that_was_changed_live_must_be_changed_live_again(run_dir: Path) -> None:
+def test_knob_that_was_changed_live_cannot_be_changed_in_the_recipe(run_dir: Path) -> None:
     knobs = {"time": 1.0, "kind": "knobs", "changes": {"k": 9}, "who": "ada", "step": 2}
     (run_dir / "events.jsonl").write_text(json.dumps(knobs) + "\n")
     with pytest.raises(RecipeError, match=r"staleness.k was changed while the run was live.* knobs set .* k=…"):
@@ -94,5 +94,5 @@ def test_recipe_of_a_live_run_is_not_changed(run_dir: Path) -> None:
     assert open_run(run_dir).config.run.steps == 30
 
 
-def test_every_section_says_whether_it_may_change() -> None:
+def test_every_section_has_a_rule_whether_it_may_change() -> None:
     assert RunConfig.model_fields.keys() - BOUND.keys() == set()

@@ -1,4 +1,4 @@
-"""A run's directory: numbered, private where it must be, resumable, held by one launcher."""
+"""A run's directory: numbered, with private files, resumable, used by one launcher at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _config(directory: Path, **sections: object) -> RunConfig:
     )
 
 
-def test_written_recipe_is_complete(tmp_path: Path) -> None:
+def test_written_recipe_has_every_key(tmp_path: Path) -> None:
     config = _config(tmp_path, optimizer={"learning_rate": 1e-6}, staleness={"j": 1, "k": math.inf})
     made = create(config)
     assert made.path == tmp_path / "tiny"
@@ -41,7 +41,7 @@ def test_taken_name_gets_a_number(tmp_path: Path) -> None:
     assert open_run(tmp_path / "tiny-3").config.run.name == "tiny-3"
 
 
-def test_name_taken_at_the_location_leaves_no_directory(tmp_path: Path) -> None:
+def test_name_taken_at_the_checkpoint_location_leaves_no_directory(tmp_path: Path) -> None:
     def refuses(config: RunConfig) -> bool:
         raise UserError("nobody answers there")
 
@@ -51,7 +51,7 @@ def test_name_taken_at_the_location_leaves_no_directory(tmp_path: Path) -> None:
 
 
 def test_full_disk_leaves_no_partial_directory(tmp_path: Path) -> None:
-    """The next run would take it for an existing run, and continue as tiny-2."""
+    """The next run would take a partial directory for an existing run, and would be named tiny-2."""
     allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, allowed[1]))
     try:
@@ -99,7 +99,7 @@ def test_directory_without_a_run_is_rejected(tmp_path: Path) -> None:
         open_run(tmp_path)
     (tmp_path / "file").write_text("")
     (tmp_path / "away").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="away/tiny cannot be made"):  # it was retried forever
+    with pytest.raises(UserError, match="away/tiny cannot be made"):  # an error, not another attempt
         create(_config(tmp_path / "away"))
     with pytest.raises(UserError, match="cannot be made"):
         create(_config(tmp_path / "file"))

@@ -1,4 +1,4 @@
-"""The supervisor over real, small processes: deaths, budgets, deadlines, signals, and nothing left behind."""
+"""The supervisor with small real processes: deaths, restart budgets, deadlines, signals; no process is left behind."""
 
 from __future__ import annotations
 
@@ -108,7 +108,9 @@ def test_killed_process_is_restarted(tmp_path: Path) -> None:
 
 
 def test_group_is_restarted_together(tmp_path: Path) -> None:
-    """One process dies when both have started; both restart, which the run waits for, and one death is counted."""
+    """One process dies after both have started. Both restart, without which the run would not end, and one death is
+    counted.
+    """
     begin = "import os, pathlib, sys, time; d = pathlib.Path(sys.argv[1]); me = sys.argv[2]\n" + (
         "with (d / me).open('a') as file: file.write('x')\n"
         "def begun(times, *names):\n"
@@ -130,7 +132,7 @@ def test_group_is_restarted_together(tmp_path: Path) -> None:
 
 
 def test_finished_process_restarts_with_its_group(tmp_path: Path) -> None:
-    """A process that failed had wrongly told it that all work was done."""
+    """It finished by mistake: a process of its group reported that all work was done, and then failed."""
     here = f"import pathlib, time; d = pathlib.Path({str(tmp_path)!r})\n"
     done = here + "with (d / 'home').open('a') as file: file.write('x')"
     sends = here + (
@@ -236,7 +238,7 @@ def test_ctrl_c_lets_the_run_save_before_it_stops(tmp_path: Path) -> None:
     )
 
     def suspend() -> bool:
-        asked.touch(exist_ok=False)  # called once
+        asked.touch(exist_ok=False)  # raises if the run is asked to suspend twice
         return True
 
     result, said = _interrupted_run(tmp_path, main, suspend=suspend)
@@ -302,7 +304,7 @@ def test_grandchildren_end_with_their_process(tmp_path: Path) -> None:
 
 
 def test_nothing_survives_a_killed_supervisor(tmp_path: Path) -> None:
-    """kill -9 of the supervisor: the kernel kills its children, the reaper their children."""
+    """After `kill -9` of the supervisor, the kernel kills its children, and the reaper kills their children."""
     code = (
         "import subprocess, sys, os, time\n"
         f"child = subprocess.Popen([sys.executable, '-S', '-E', '-c', {SLEEP!r}])\n"
@@ -327,7 +329,7 @@ def test_nothing_survives_a_killed_supervisor(tmp_path: Path) -> None:
     assert _soon(lambda: not _alive(child) and not _alive(grandchild))
 
 
-def test_error_in_on_tick_stops_all_processes(tmp_path: Path) -> None:
+def test_exception_in_on_tick_stops_all_processes(tmp_path: Path) -> None:
     seen: list[int] = []
     supervisor: Supervisor
 
@@ -344,7 +346,7 @@ def test_error_in_on_tick_stops_all_processes(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_process_runs_on_its_cores(tmp_path: Path) -> None:
+def test_process_runs_only_on_the_cores_of_its_spec(tmp_path: Path) -> None:
     core = max(os.sched_getaffinity(0))
     code = "import os; print(sorted(os.sched_getaffinity(0)))"
     _run([_spec("main", code, on_exit=OnExit.COMPLETE, cpu=(core,))], tmp_path)
@@ -409,7 +411,7 @@ def test_added_process_runs_and_stopped_process_ends(tmp_path: Path) -> None:
     assert said == ["starting spare", "stopping spare"], "it has not died, it was to_stop"
 
 
-def test_stopped_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+def test_stopped_process_that_ignores_sigterm_is_killed_while_the_run_continues(tmp_path: Path) -> None:
     seen: list[int] = []
 
     def script(supervisor: Supervisor, _: list[str]) -> bool:
@@ -445,7 +447,7 @@ def test_process_names_are_unique(tmp_path: Path) -> None:
         supervisor.add(_spec("main", SLEEP))
 
 
-def test_process_on_another_host_is_awaited_by_its_health_address(tmp_path: Path) -> None:
+def test_processes_wait_for_the_health_address_of_one_on_another_host(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     address = f"http://127.0.0.1:{port}/"
     main = _spec("main", "print('worked')", after=("elsewhere",), on_exit=OnExit.COMPLETE)

@@ -1,4 +1,4 @@
-"""An actor's process waits for its controller before it takes work, and reports when it loses it."""
+"""An actor's process takes no work before its controller answers, and reports when the controller is lost."""
 
 from __future__ import annotations
 
@@ -130,10 +130,10 @@ async def indices(stream: Stream) -> list[int]:
     return [decode_group(entry.payload).index for entry in entries]
 
 
-async def test_actor_claims_no_order_before_its_controller_answers(
+async def test_actor_claims_no_prompt_order_before_its_controller_answers(
     identity: Identity, engine: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The controller may start later, end, and return; each change is logged once."""
+    """The controller may start later than the actor, end, and come back; each change is logged once."""
     monkeypatch.setattr(actor_role, "REFRESH_S", 0.02)
     caplog.set_level(logging.INFO, "pipelinerl")
     stream = await identity.stream()
@@ -184,7 +184,7 @@ async def test_actor_ends_when_the_controller_refuses_its_token(identity: Identi
     assert ended.group_contains(AddressError, match="refuses this actor's token")
 
 
-#: The actor imports what its workers import, so only the workers leave a mark.
+#: A user's verifier whose file shows that a worker has loaded it. The actor imports the same file, but writes no mark.
 JUDGE = """
 import sys
 from pathlib import Path
@@ -199,8 +199,10 @@ def judge(correct=(), completion=""):
 """
 
 
-async def test_judges_start_with_the_actor_before_any_answer(identity: Identity, tmp_path: Path) -> None:
-    """No controller has answered yet. A judge that cannot start does not affect the others; its answers say why."""
+async def test_verifiers_start_with_the_actor_before_any_answer(identity: Identity, tmp_path: Path) -> None:
+    """They start although no controller has answered. A verifier that cannot start does not affect the others: its
+    verdicts on answers say why it failed.
+    """
     for name in ("broken", "math", "code", "filter"):
         (tmp_path / f"{name}.py").write_text(JUDGE)
     domains = tuple(
@@ -249,5 +251,5 @@ assert not (heavy := {"torch", "fastapi", "uvicorn", "matplotlib"} & sys.modules
 
 
 def test_actor_does_not_import_torch() -> None:
-    """An actor may run next to each engine; torch would triple its memory."""
+    """An actor may run on the same machine as each engine, and torch would triple the actor's memory."""
     subprocess.run([sys.executable, "-c", _LIGHT], check=True, timeout=PATIENCE_S)

@@ -29,7 +29,7 @@ from tests.patience import PATIENCE_S
 DEADLINE_S = PATIENCE_S
 
 
-def test_knobs_that_an_edited_recipe_does_not_change_are_named() -> None:
+def test_knobs_that_override_the_recipe_are_named() -> None:
     config = load("tiny", ["optimizer.learning_rate=1e-5"])
     knobs = knobs_of(config)
     assert overruled(config, knobs) == []
@@ -63,7 +63,7 @@ def identity(config: RunConfig, redis_url: str, *, host: str = "127.0.0.1") -> I
 
 @asynccontextmanager
 async def serving(who: Identity, *, start: Start = Start.AFRESH) -> AsyncIterator[Path]:
-    """Run a controller; yield the file that gives its address."""
+    """Run a controller; yield the path of the file with its address."""
     endpoint = who.run_dir / "controller.json"
     role = asyncio.create_task(controller_role.run(who, start=start))
     try:
@@ -82,7 +82,7 @@ async def serving(who: Identity, *, start: Start = Start.AFRESH) -> AsyncIterato
     ("host", "reached_at"),
     [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::1", "[::1]"), ("::", "[::1]")],
 )
-async def test_local_commands_reach_it_wherever_it_listens(
+async def test_local_commands_reach_the_controller_on_any_interface(
     tmp_path: Path, redis_url: str, host: str, reached_at: str
 ) -> None:
     async with serving(identity(config_in(tmp_path), redis_url, host=host)) as endpoint:
@@ -93,7 +93,7 @@ async def test_local_commands_reach_it_wherever_it_listens(
     assert not endpoint.exists()
 
 
-async def test_run_of_separate_roles_can_be_resumed(tmp_path: Path, redis_url: str) -> None:
+async def test_run_of_separately_started_roles_can_be_resumed(tmp_path: Path, redis_url: str) -> None:
     config = config_in(tmp_path / "runs", f"checkpoint.location=memory://{tmp_path.name}")
     async with serving(identity(config, redis_url)) as endpoint:
         directory = open_run(endpoint.parent)
@@ -114,7 +114,7 @@ async def test_existing_recipe_is_kept(tmp_path: Path, redis_url: str) -> None:
         assert recipe.read_text() == "# edited since\n"
 
 
-def test_recipe_names_a_stream_server_on_another_machine(tmp_path: Path) -> None:
+def test_written_recipe_has_the_address_of_a_remote_stream_server(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     config.run_directory.mkdir()
     controller_role._write_recipe(identity(config, "redis://:secret@db.lab:6379/0"), begins=True)
@@ -129,8 +129,10 @@ def test_unwritable_location_does_not_stop_a_new_run(tmp_path: Path, caplog: pyt
     assert "nosuchscheme://bucket/tiny cannot be resumed from yet" in caplog.text
 
 
-def test_new_run_does_not_replace_copies_of_another_of_its_name(tmp_path: Path) -> None:
-    """Its first checkpoint would delete those of later steps, as a run resumed from an earlier step does."""
+def test_new_run_does_not_replace_copies_of_another_run_of_its_name(tmp_path: Path) -> None:
+    """The new run's first checkpoint would delete copies of later steps, as if it had been resumed from an earlier
+    step.
+    """
     location = f"checkpoint.location=memory://{tmp_path.name}"
     first, second = (identity(config_in(tmp_path / place, location), "redis://") for place in ("here", "there"))
     for each in (first, second):
@@ -139,21 +141,21 @@ def test_new_run_does_not_replace_copies_of_another_of_its_name(tmp_path: Path) 
     with pytest.raises(UserError, match=r"holds the copies of a run, .* is not its directory; choose another"):
         controller_role._write_recipe(second, begins=True)
     assert not (second.run_dir / "recipe.toml").exists(), "it is asked again when it is started again"
-    controller_role._write_recipe(second, begins=False)  # a controller that continues the same run elsewhere
+    controller_role._write_recipe(second, begins=False)  # the same run, continued on another machine
     assert (second.run_dir / "recipe.toml").exists()
 
 
-async def test_new_run_does_not_take_the_streams_of_a_live_one_of_its_name(
+async def test_new_run_does_not_take_the_streams_of_a_live_run_of_its_name(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controller_role, "_LOOK_S", DEADLINE_S)  # it finds the live run at once
+    monkeypatch.setattr(controller_role, "_LOOK_S", DEADLINE_S)  # the live run is found long before this
     first, second = (identity(config_in(tmp_path / place), redis_url) for place in ("here", "there"))
     async with serving(first) as endpoint:
         found = json.loads(endpoint.read_text())
         headers = {"authorization": f"Bearer {found['token']}"}
         async with httpx.AsyncClient(base_url=found["url"], headers=headers, trust_env=False) as http:
 
-            async def say() -> None:  # any journaled input, such as the actors' heartbeats in a live run
+            async def say() -> None:  # sends any input that is journaled, as actors' heartbeats are in a live run
                 (await http.patch("/knobs", json={"temperature": 0.9})).raise_for_status()
 
             async def be_heard() -> None:
@@ -174,7 +176,7 @@ async def test_new_run_does_not_take_the_streams_of_a_live_one_of_its_name(
         assert (second.run_dir / "events.jsonl").exists(), "a name is free once nobody lives by it"
 
 
-async def test_new_run_takes_nothing_that_a_dead_one_of_its_name_left(tmp_path: Path, redis_url: str) -> None:
+async def test_new_run_deletes_the_rollouts_that_a_dead_run_of_its_name_left(tmp_path: Path, redis_url: str) -> None:
     stream = await open_stream(redis_url, namespace="tiny")
     await stream.append(ROLLOUTS + "actor-0", [b"of another model", b"of another model"])
     async with serving(identity(config_in(tmp_path), redis_url)), asyncio.timeout(DEADLINE_S):
@@ -189,16 +191,16 @@ async def test_new_run_takes_nothing_that_a_dead_one_of_its_name_left(tmp_path: 
     await stream.close()
 
 
-async def test_replaced_controller_keeps_the_address_of_its_successor(tmp_path: Path, redis_url: str) -> None:
+async def test_replaced_controller_does_not_remove_its_successors_address(tmp_path: Path, redis_url: str) -> None:
     who = identity(config_in(tmp_path), redis_url)
     async with serving(who) as endpoint, asyncio.timeout(DEADLINE_S):
         with controller_of(who.run_dir) as first:
-            await asyncio.to_thread(first.status)  # its journal exists
+            await asyncio.to_thread(first.status)  # the answer means that its journal exists
         async with serving(who, start=Start.FROM_JOURNAL), httpx.AsyncClient(trust_env=False) as http:
             while address_of(who.run_dir).url == first.url:
                 await asyncio.sleep(0.01)
             with controller_of(who.run_dir) as second:
-                await asyncio.to_thread(second.change_knobs, {"temperature": 0.9})  # fences the first
+                await asyncio.to_thread(second.change_knobs, {"temperature": 0.9})  # this write fences the first
                 with suppress(httpx.TransportError):
                     while await http.get(f"{first.url}/health"):
                         await asyncio.sleep(0.05)
@@ -207,14 +209,14 @@ async def test_replaced_controller_keeps_the_address_of_its_successor(tmp_path: 
     assert not endpoint.exists()
 
 
-async def test_run_with_a_history_does_not_look_for_a_live_namesake(
+async def test_continued_run_does_not_look_for_a_live_namesake(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(controller_role, "_LOOK_S", 10 * DEADLINE_S)
     who = identity(config_in(tmp_path), redis_url)
     events = who.run_dir / "events.jsonl"
     async with serving(who), asyncio.timeout(DEADLINE_S):
-        while "run_started" not in events.read_text():  # its journal is there
+        while "run_started" not in events.read_text():  # its journal exists once this event is written
             await asyncio.sleep(0.01)
     events.write_text('{"kind": "step", "elapsed_s": 3.0}\n')
     async with serving(who) as endpoint:

@@ -22,9 +22,9 @@ SHIPPED = MODELS / "tiny_speller"
 
 
 def directory(path: Path, dtype: torch.dtype, *, config: str | None = None, keep: str = " ") -> Path:
-    """Write the shipped model in `dtype`, except parameters whose name contains `keep`.
+    """Write the shipped model in `dtype`, except that parameters whose names contain `keep` keep their dtype.
 
-    config.json names the dtype `config`, if given.
+    config.json names the dtype `config`, or none.
     """
     shutil.copytree(SHIPPED, path)
     table = json.loads((path / "config.json").read_text())
@@ -41,14 +41,14 @@ def recipe(path: Path, *overrides: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_config_without_dtype_takes_the_dtype_of_most_bytes(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_dtype_missing_in_the_config_is_that_of_most_weight_bytes(tmp_path: Path, dtype: torch.dtype) -> None:
     path = directory(tmp_path / "model", dtype, keep="norm")
     assert model_dtype(path).value == str(dtype).removeprefix("torch.")
     loaded = load_model(path, dtype=model_dtype(path).value)
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}, "norms in float32 become what it is, too"
 
 
-def test_older_and_nested_configs_are_read(tmp_path: Path) -> None:
+def test_old_and_nested_configs_name_the_dtype(tmp_path: Path) -> None:
     path = directory(tmp_path / "model", torch.float32)
     for table in ({"torch_dtype": "bfloat16"}, {"text_config": {"dtype": "bfloat16"}}):
         (path / "config.json").write_text(json.dumps({"model_type": "x"} | table))
@@ -58,7 +58,7 @@ def test_older_and_nested_configs_are_read(tmp_path: Path) -> None:
         model_dtype(path)
 
 
-def test_index_names_the_files_of_the_model(tmp_path: Path) -> None:
+def test_weight_files_are_those_that_the_index_names(tmp_path: Path) -> None:
     path = directory(tmp_path / "model", torch.float32)
     (path / "consolidated.safetensors").write_text("the same weights once more, in their maker's format")
     assert weight_files(path) == [path / "model.safetensors"]
@@ -78,7 +78,7 @@ def test_pickled_weights_are_rejected(tmp_path: Path) -> None:
         check_directory(path)
 
 
-def test_wire_follows_the_directory_unless_engines_keep_float32(
+def test_weights_are_sent_in_the_directorys_dtype_unless_engines_keep_float32(
     tmp_path: Path,
 ) -> None:
     path = directory(tmp_path / "model", torch.bfloat16, config="bfloat16")

@@ -1,4 +1,4 @@
-"""The process of an engine ends with the engine, so that its supervisor can start another."""
+"""An engine's process: it ends when the engine stops, so that the supervisor can start another."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def _until_ready(http: httpx.AsyncClient, role: asyncio.Task[None]) -> Non
     await role
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine's thread dies of it
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # raised in its thread
 async def test_process_ends_when_the_engine_stops_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     server = SglangServer(AutoModelForCausalLM.from_pretrained(MODELS / "tiny_speller"), context_length=64)
@@ -58,8 +58,8 @@ async def test_process_ends_when_the_engine_stops_by_itself(tmp_path: Path, monk
             await asyncio.wait_for(role, READY_S)
 
 
-def test_engine_offers_an_address_that_others_can_reach(outward: str) -> None:
-    """A service on all interfaces is offered at the address that faces the controller, never as 0.0.0.0."""
+def test_engine_registers_an_address_that_others_can_reach(outward: str) -> None:
+    """A service that listens on all interfaces registers the address that faces the controller, never 0.0.0.0."""
     here, away = "http://127.0.0.1:8000", "http://198.51.100.7:8000"
     assert offered_url(("127.0.0.1", 8001), here) == "http://127.0.0.1:8001"
     assert offered_url(("0.0.0.0", 8001), here) == "http://127.0.0.1:8001"
@@ -68,8 +68,10 @@ def test_engine_offers_an_address_that_others_can_reach(outward: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_unknown_controller_host_is_left_to_the_next_process(host: str) -> None:
-    """The address that faces it is unknown, and a loopback address would be refused forever."""
+def test_unknown_controller_host_ends_the_process_for_a_restart(host: str) -> None:
+    """The engine's own address depends on the route to the controller. A loopback address instead would never be
+    accepted.
+    """
     with pytest.raises(AddressError, match=r"no route to the controller at http://nowhere\.invalid:8000"):
         offered_url((host, 8001), "http://nowhere.invalid:8000")
 
@@ -80,7 +82,7 @@ def test_invalid_controller_url_is_reported() -> None:
 
 
 @pytest.mark.parametrize("loopback", ["127.0.0.1", "127.0.1.1"])
-def test_unreachable_engine_is_rejected_before_its_model_loads(loopback: str, outward: str) -> None:
+def test_engine_on_loopback_is_rejected_if_the_controller_is_on_another_machine(loopback: str, outward: str) -> None:
     with pytest.raises(
         UserError, match=f"at {loopback} only, where other machines cannot reach it; start it with --host "
     ):
@@ -102,7 +104,7 @@ print("torch" in sys.modules)
 
 @pytest.mark.parametrize(("transport", "has_torch"), [("broadcast", True), ("pull", False)])
 def test_numpy_engine_that_joins_a_group_imports_torch_first(tmp_path: Path, transport: str, has_torch: bool) -> None:
-    """Importing it in the first join would delay the whole group by a second."""
+    """Importing torch in the first join would delay the whole weight group by a second."""
     words = [str(bigram_recipe(tmp_path / "bigram")), f"weights.transport={transport}"]
     built = subprocess.run([sys.executable, "-c", _BUILD, *words], capture_output=True, text=True, timeout=PATIENCE_S)
     assert built.stdout == f"{has_torch}\n", built.stderr

@@ -1,4 +1,4 @@
-"""The parameter server's process as the launcher starts it: liveness, token, snapshots and stop."""
+"""The parameter server's process, started as the launcher starts it: liveness, token, snapshots, and its end."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_process_serves_saves_and_stops_at_a_signal(tmp_path: Path) -> None:
         process.wait(PATIENCE_S)
 
 
-def test_copies_of_other_runs_are_ignored(tmp_path: Path) -> None:
-    """Otherwise the versions of another run, or of an earlier one of this name, would be served."""
+def test_snapshots_of_other_runs_are_not_served(tmp_path: Path) -> None:
+    """A location may hold versions of another run, or of an earlier run of the same name."""
 
     def store(run: str, directory: str) -> SnapshotStore:
         config = load("tiny", [f"run.name={run}", f"parameter_server.copies={tmp_path}/copies"])
@@ -80,7 +80,7 @@ def test_copies_of_other_runs_are_ignored(tmp_path: Path) -> None:
     assert list(store("a", "elsewhere/a").newest()) == [], "begun afresh by the same name"
 
 
-async def test_trainer_publishes_as_the_recipe_says() -> None:
+async def test_trainer_publishes_by_the_recipes_transport() -> None:
     def identity(*changes: str) -> Identity:
         return Identity(
             config=load("tiny", changes),

@@ -1,4 +1,4 @@
-"""Start and end of every role: its secrets, its exit status, its message on stderr."""
+"""The start and end of every role: its secrets, its exit status, its message on stderr."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_launch_id_does_not_reveal_the_token(tmp_path: Path) -> None:
     "content", ["", "{", "[]", '"secret"', "{}", '{"token": null}', '{"token": ""}', '{"token": 3}', "\udcff"]
 )
 def test_file_without_a_token_is_rejected(tmp_path: Path, content: str) -> None:
-    """An empty or missing token must never mean "no token", which would disable authentication."""
+    """An empty file, or a missing one, must never mean "no token", which would disable authentication."""
     file = tmp_path / "tokens.json"
     file.write_text(content, errors="surrogateescape")
     with pytest.raises(UserError, match=r"tokens.json must hold \{\"token\": \"…\"\}"):
@@ -84,7 +84,7 @@ def test_file_without_a_token_is_rejected(tmp_path: Path, content: str) -> None:
         (ExceptionGroup("", [RecipeError("a"), ValueError("b")]), 1, '"message": "ValueError: b"'),
     ],
 )
-def test_exit_status_and_sentence(
+def test_error_determines_the_exit_status_and_the_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception, status: int, said: str
 ) -> None:
     async def role(_: Identity) -> None:
@@ -97,7 +97,7 @@ def test_exit_status_and_sentence(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_is_no_success_and_lets_the_role_clean_up(tmp_path: Path, number: int) -> None:
+def test_signal_ends_a_role_after_cleanup_with_a_failure_status(tmp_path: Path, number: int) -> None:
     happened: list[str] = []
 
     async def role(_: Identity) -> None:
@@ -115,7 +115,9 @@ def test_signal_is_no_success_and_lets_the_role_clean_up(tmp_path: Path, number:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_ends_a_role_that_is_still_loading(tmp_path: Path, number: int) -> None:
-    """A role that imports torch does not run its event loop, and the launcher used to wait 5 s for it."""
+    """While a role imports torch, its event loop does not run, and signal handlers of the loop would act only seconds
+    later.
+    """
     happened: list[str] = []
 
     async def role(_: Identity) -> None:
@@ -131,14 +133,14 @@ def test_signal_ends_a_role_that_is_still_loading(tmp_path: Path, number: int) -
     assert (ended.value.code, happened) == (143, ["in order"])
 
 
-def test_finished_work_returns(tmp_path: Path) -> None:
+def test_role_whose_work_is_done_returns_normally(tmp_path: Path) -> None:
     async def role(given: Identity) -> None:
         await (await given.stream()).close()
 
     run_until_signalled(role, identity(tmp_path))
 
 
-async def test_password_of_the_embedded_server_is_found_with_its_data(tmp_path: Path) -> None:
+async def test_password_of_the_embedded_server_is_read_from_the_servers_data(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path / "redis") as server:
         bare = server.url.replace(f":{(tmp_path / 'redis' / 'password').read_text()}@", "")
         assert "@" not in bare

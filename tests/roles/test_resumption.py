@@ -1,4 +1,6 @@
-"""Resuming a run: from its directory, from its location if nothing else is left, and never from two places."""
+"""Resuming a run: from its directory, or from the location of its copies if the directory is lost, but never from
+both.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,9 @@ def begun(config: RunConfig) -> tuple[Path, CheckpointStore]:
     return directory.path, checkpoints_of(directory.config, directory.path)
 
 
-def test_name_taken_at_the_location_gets_a_number(config: RunConfig, tmp_path: Path) -> None:
+def test_new_run_gets_a_number_if_its_name_is_taken_at_the_location(config: RunConfig, tmp_path: Path) -> None:
     begun(config)
-    shutil.rmtree(tmp_path / "runs")  # as on another machine
+    shutil.rmtree(tmp_path / "runs")  # as on another machine, which lacks the directory
     path, _ = begun(config)
     assert path.name == "tiny-2"
     assert resumption.claim(load(path / "recipe.toml")) is False
@@ -64,7 +66,7 @@ def test_path_is_resumed_in_place(config: RunConfig) -> None:
     )
 
 
-def test_url_becomes_the_runs_directory_with_checkpoint_recipe_and_events(config: RunConfig) -> None:
+def test_url_is_restored_as_a_run_directory_with_checkpoint_recipe_and_events(config: RunConfig) -> None:
     path, store = begun(config)
     (path / "events.jsonl").write_text('{"kind": "run_started"}\n')
     for version in (3, 6):
@@ -97,7 +99,7 @@ def test_no_secret_is_copied_or_readable_by_others(config: RunConfig) -> None:
 
 
 def test_checkpoint_without_a_recipe_uses_the_locations_recipe(config: RunConfig) -> None:
-    """Its trainer was started on another machine than the controller, with a run directory of its own."""
+    """The trainer was started on another machine than the controller, with a run directory of its own."""
     path, store = begun(config)
     (path / "recipe.toml").unlink()
     store.copy(save(store, 3))
@@ -135,7 +137,7 @@ def test_missing_model_is_taken_from_the_checkpoint(config: RunConfig) -> None:
     assert to_table(moved.model_copy(update={"model": config.model})) == to_table(config), "nothing else has changed"
 
 
-def test_missing_reference_is_rejected(config: RunConfig) -> None:
+def test_missing_reference_model_is_rejected(config: RunConfig) -> None:
     path, store = begun(config.model_copy(update={"objective": {"preset": "grpo", "grad2": "kl"}}))
     store.copy(save(store, 3))
     shutil.rmtree(path)
@@ -145,7 +147,7 @@ def test_missing_reference_is_rejected(config: RunConfig) -> None:
     assert not path.exists()
 
 
-def test_run_without_a_checkpoint_begins_again(config: RunConfig) -> None:
+def test_restored_run_without_a_checkpoint_begins_again(config: RunConfig) -> None:
     path, _ = begun(config)
     shutil.rmtree(path)
     assert resumption.directory_of(url_of(config)) == path
@@ -157,12 +159,12 @@ def test_two_places_to_resume_from_are_rejected(config: RunConfig) -> None:
     store.copy(save(store, 3))
     with pytest.raises(UserError, match=f"resume what is there with --resume {path}"):
         resumption.directory_of(url_of(config))
-    store.copy(save(store, 6))  # as another machine would have done
+    store.copy(save(store, 6))  # a newer checkpoint than here, as another machine would copy it
     shutil.rmtree(path / "checkpoints" / "step-000006")
     with pytest.raises(UserError, match=r"continued elsewhere: .* of step 3, .* of step 6"):
         resumption.directory_of(str(path))
 
 
-def test_place_without_a_run_is_rejected(tmp_path: Path) -> None:
+def test_url_without_a_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no run; expected <checkpoint\.location>/<run\.name>"):
         resumption.directory_of(f"file://{tmp_path}/nothing")

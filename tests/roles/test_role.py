@@ -1,4 +1,4 @@
-"""The command line and the launcher derive from one description, so each understands the other."""
+"""A role's command line and the launcher's arguments come from one description, so they always match."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GIVEN = RoleOptions(
 
 
 def parsed(**described: Any) -> tuple[Role, list[tuple[RoleOptions, object]]]:
-    """Return a role with an option of its own, and the calls that its command line makes."""
+    """Return a role with an option of its own, and the list of calls that its command line makes."""
     calls: list[tuple[RoleOptions, object]] = []
 
     def judge(options: RoleOptions, domain: Annotated[list[str] | None, typer.Option()] = None) -> None:
@@ -42,7 +42,7 @@ def run(role: Role, words: list[str]) -> None:
     assert result.exit_code == 0, result.output
 
 
-def test_arguments_parse_to_the_options_that_they_were_made_of() -> None:
+def test_arguments_parse_back_to_the_same_options() -> None:
     judge, calls = parsed()
     run(judge, judge.arguments(GIVEN, domain=["a", "b"]))
     assert calls == [(GIVEN, ["a", "b"])]
@@ -55,7 +55,7 @@ def test_a_command_without_arguments_has_the_defaults_of_its_role() -> None:
     assert judge.numbered(4) == "judge-4"
 
 
-def test_options_that_a_role_does_not_take_are_no_arguments() -> None:
+def test_options_that_a_role_does_not_take_are_left_out_of_its_arguments() -> None:
     judge, _ = parsed(takes=frozenset({"recipe", "changes"}))
     words = judge.arguments(GIVEN, domain=None)
     assert words == ["judge", "--set", "run.steps=2", "--set", "engine.options={}"]

@@ -34,14 +34,14 @@ RUN: Final = TrackedRun(name="tiny", directory=Path("/runs/tiny"), recipe={"run"
 
 
 def _fed_to(live: LiveRun) -> int:
-    """Return the last step that the tracker's position names."""
+    """Return the last step that was forwarded, from the tracker's bookmark."""
     place = live.directory / "trackers" / "tensorboard.json"
     return int(json.loads(place.read_bytes())["reader"]["last_step"]) if place.is_file() else 0
 
 
-@pytest.mark.slow  # tests/end_to_end/test_live_run.py has a short form with other deaths
+@pytest.mark.slow  # tests/end_to_end/test_live_run.py has a short form that kills other roles too
 def test_run_is_not_affected_when_its_tracker_is_killed(tmp_path: Path) -> None:
-    """Each step of the run is in the event files once, including the last one."""
+    """Each step of the run, including the last, is in the event files exactly once."""
     directory = tmp_path / "run"
     with launched(endless_run(directory, "trackers.tensorboard=true"), directory) as live:
         live.until(lambda _: _fed_to(live) > 0, "a figure reaches the tracker")
@@ -59,7 +59,7 @@ def test_run_is_not_affected_when_its_tracker_is_killed(tmp_path: Path) -> None:
     assert [each["name"] for each in deaths] == ["tracker"]
 
 
-def test_full_disk_loses_no_figure(tmp_path: Path) -> None:
+def test_full_disk_loses_no_metric(tmp_path: Path) -> None:
     place = tmp_path / "disk"
     if reason := small_disk.why_not(place):
         pytest.skip(f"no small disk can be mounted here: {reason}")
@@ -87,7 +87,7 @@ def test_any_tracker_error_is_retried_until_the_process_stops(tmp_path: Path) ->
 
 @final
 class RecordedRun:
-    """Fake run of the packages of W&B and trackio: records how it was opened and what was logged."""
+    """Fake run for the packages wandb and trackio: records how it was opened and what was logged."""
 
     def __init__(self, **begun: Any) -> None:
         self.begun, self.rows, self.finished = begun, list[tuple[int, dict[str, float]]](), False
@@ -107,7 +107,7 @@ class RecordedRun:
 
 @final
 class Package:
-    """Fake of the package."""
+    """Fake of the packages wandb and trackio."""
 
     def __init__(self) -> None:
         self.run = RecordedRun()
@@ -117,7 +117,7 @@ class Package:
         return self.run
 
 
-def test_wandb_continues_the_run_of_its_bookmark() -> None:
+def test_wandb_continues_the_run_that_the_bookmark_names() -> None:
     package = Package()
     opened = partial(WandbTracker, RUN, project="p", entity=None, mode="offline", wandb=package)
     first = opened(None)
@@ -140,7 +140,7 @@ def test_wandb_continues_the_run_of_its_bookmark() -> None:
     assert package.run.rows == [(4, {"reward": 0.75, "time": 9.5})]
 
 
-def test_late_evaluation_is_logged_to_wandb_by_its_version() -> None:
+def test_late_evaluation_is_logged_to_wandb_under_its_own_version() -> None:
     package = Package()
     made = WandbTracker(RUN, None, project="p", entity=None, mode="offline", wandb=package)
     assert ("eval/*", {"step_metric": "eval/version"}) in package.run.axes
@@ -151,7 +151,7 @@ def test_late_evaluation_is_logged_to_wandb_by_its_version() -> None:
     assert package.run.rows[2] == (9, {"eval/held_out/accuracy": 0.5, "eval/version": 5.0}), "of step 5 none is taken"
 
 
-def test_trackio_logs_each_row_once_and_continues_the_run_of_its_bookmark() -> None:
+def test_trackio_logs_each_row_once_and_continues_the_run_that_the_bookmark_names() -> None:
     package = Package()
     made = TrackioTracker(RUN, None, project="p", space_id=None, trackio=package)
     assert package.run.begun == {
@@ -166,7 +166,7 @@ def test_trackio_logs_each_row_once_and_continues_the_run_of_its_bookmark() -> N
     assert package.run.finished
     again = TrackioTracker(RUN, bookmark, project="p", space_id=None, trackio=package)
     assert package.run.begun["resume"] == "allow"
-    for told in (again, again):  # repeated from a checkpoint
+    for told in (again, again):  # the second time, the same steps are repeated after a checkpoint
         told.rewind(2)
         told.log(2, {"eval/held_out/accuracy": 0.25}, time=8.0)
         told.log(3, {"reward": 0.25}, time=8.0)
@@ -176,8 +176,8 @@ def test_trackio_logs_each_row_once_and_continues_the_run_of_its_bookmark() -> N
 
 
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_unreachable_server_loses_no_figure(tmp_path: Path, package: str) -> None:
-    """The server may be unreachable at first or later; each step is logged once it is back."""
+def test_unreachable_server_loses_no_metric(tmp_path: Path, package: str) -> None:
+    """The server may be unreachable from the start or fail later; each step is logged once the server is back."""
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in run(5)))
     stop, away, said = threading.Event(), iter([True, False, False]), list[tuple[int, float]]()
 
@@ -214,7 +214,7 @@ def _config(**trackers: Any) -> RunConfig:
     return parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "trackers": trackers})
 
 
-def test_recipe_names_its_trackers() -> None:
+def test_trackers_named_in_the_recipe_are_opened() -> None:
     assert list(trackers_of(_config(tensorboard=True), Path("/runs/x"))) == ["tensorboard"]
     assert _config().trackers.chosen == ()
     chosen = _config(wandb={"project": "p", "mode": "offline"}, trackio={"project": "p"}).trackers.chosen
@@ -238,7 +238,7 @@ def test_no_password_of_the_recipe_reaches_a_tracker(
     assert "hunter2" not in begun and "https://data.lab/x" in begun and "ftp://host" in begun
 
 
-def test_missing_package_is_rejected_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tracker_package_is_rejected_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracker, "find_spec", lambda name: None)
     config = load("tiny", ["trackers.wandb={project='p'}"])
     for refused in (lambda: refuse(config), lambda: trackers_of(config, Path("/runs/x"))):

@@ -1,4 +1,4 @@
-"""The training loop's part of a recipe."""
+"""The trainer's process builds the loop, the publisher and the sample log as the recipe says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 
 
-def test_loop_knows_the_models_vocabulary() -> None:
+def test_loop_settings_have_the_models_vocabulary_size() -> None:
     assert loop_settings(load("tiny")).vocab_size == 57
 
 
@@ -67,7 +67,7 @@ def test_exact_entropy_interval_follows_the_recipe(overrides: list[str], interva
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
-def test_nccl_without_cuda_is_rejected_before_anything_is_published(tmp_path: Path) -> None:
+def test_nccl_without_cuda_is_rejected_before_any_weights_are_published(tmp_path: Path) -> None:
     config = load("tiny", ["weights.backend=nccl"])
     identity = Identity(config=config, run_dir=tmp_path, name="trainer", redis_url="", controller_url="", token=None)
     with pytest.raises(RecipeError, match=r"weights.backend is nccl, which torch cannot use here; use gloo"):

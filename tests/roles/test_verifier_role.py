@@ -1,4 +1,4 @@
-"""The process of a verifier service: its lease, its rules, and how it ends."""
+"""The process of a verifier service: its lease, the rules by which it judges, and how it ends."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def identity(directory: Path, controller_url: str, *, verifier: str | None = Non
 
 
 class Controller:
-    """Records leases as a controller does."""
+    """Fake controller that records leases."""
 
     def __init__(self) -> None:
         self.leases: dict[str, VerifierLease] = {}
@@ -96,7 +96,7 @@ async def test_service_is_leased_judges_and_leaves_when_drained(tmp_path: Path) 
             assert [judgement.verdict.outcome for judgement in judged] == [Outcome.CORRECT, Outcome.WRONG]
             async with httpx.AsyncClient(headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False) as http:
                 assert (await http.post(f"{lease.url}/drain")).json() == {"queue": 0}
-            await asyncio.wait_for(role, PATIENCE_S)  # it ends by itself, without an error
+            await asyncio.wait_for(role, PATIENCE_S)  # the role ends by itself, without an error
         assert controller.leases == {}
 
 
@@ -125,7 +125,7 @@ async def test_domain_missing_from_the_recipe_is_named(tmp_path: Path) -> None:
         await verifier_role.run(identity(tmp_path, ""), only=["maths"])
 
 
-def test_rules_are_equal_exactly_if_verdicts_are(tmp_path: Path) -> None:
+def test_digests_of_rules_are_equal_exactly_if_verdicts_are(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     for directory in (here, there):
         directory.mkdir()

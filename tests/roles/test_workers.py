@@ -1,4 +1,6 @@
-"""Policy, critic and reference in one process: exact resumption, and errors that name the worker."""
+"""The workers for policy, critic and reference in one process: bit-exact resumption, and errors that name the
+worker.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ def groups(step: int) -> list[RolloutGroup]:
 
 
 def steps(config: RunConfig, workers: Workers, objective: AdaptiveObjective, numbers: range) -> list[dict[str, float]]:
-    """Take steps as the loop does; return their figures."""
+    """Take steps as the training loop does; return the metrics of each step."""
     step, told = workers.step(), []
     for number in numbers:
         batch = build(groups(number), objective=objective.current, token_budget=20, producing=number + 1)
@@ -83,7 +85,7 @@ def weights(workers: Workers) -> list[np.ndarray]:
     return [array for worker in each for array in weights_of(worker).values()]
 
 
-def test_resumed_run_continues_all_three_bit_exactly(config: RunConfig, tmp_path: Path) -> None:
+def test_resumed_run_continues_policy_critic_and_reference_bit_exactly(config: RunConfig, tmp_path: Path) -> None:
     recipe = objective_of(config)
     assert config.kl_control is not None
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=config.model.resolved)
@@ -149,7 +151,7 @@ def test_every_key_of_the_recipe_reaches_the_backend() -> None:
     assert same == {"head"}, "which is not the recipe's to choose; what is new in the spec is missing above"
 
 
-def test_only_required_workers_start(tmp_path: Path) -> None:
+def test_only_workers_that_the_objective_needs_start(tmp_path: Path) -> None:
     BigramModel.random(VOCAB, seed=1).save(tmp_path / "model")
     plain = config_of("bigram", str(tmp_path / "model"), objective="grpo", critic=None, kl_control=None)
     workers = started(plain, objective_of(plain), checkpoint=None)
@@ -164,7 +166,7 @@ def test_only_required_workers_start(tmp_path: Path) -> None:
         ({"reference": {"path": "/nope"}}, "^reference: /nope"),
     ],
 )
-def test_missing_model_is_named(sections: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+def test_error_for_a_missing_model_names_the_worker(sections: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     BigramModel.random(VOCAB, seed=1).save(tmp_path / "model")
     config = config_of("bigram", str(tmp_path / "model"), **sections)
     with pytest.raises(ModelError, match=sentence):
@@ -210,7 +212,9 @@ def test_checkpoint_of_another_model_or_trainer_is_rejected(other: str, tmp_path
 
 
 def in_flight(step: int, *, oldest: int) -> list[RolloutGroup]:
-    """Make groups whose rollouts began at version `oldest` and continued through each version up to the step's."""
+    """Make groups for step `step`, whose rollouts began at version `oldest` and have tokens of each version up to the
+    step's.
+    """
     versions = range(oldest, step + 1)
     made = []
     for each in groups(step):
@@ -225,7 +229,7 @@ def in_flight(step: int, *, oldest: int) -> list[RolloutGroup]:
 
 
 def lockstep(config: RunConfig, step: TrainStep, numbers: range, *, k: int) -> list[dict[str, float]]:
-    """Take steps on tokens of the last k versions, each published before it samples."""
+    """Take steps on rollouts with tokens of the last k versions; each version is kept before it samples."""
     objective, told = objective_of(config), []
     for number in numbers:
         step.will_sample(number, acceptance=k)
@@ -240,7 +244,7 @@ def lockstep(config: RunConfig, step: TrainStep, numbers: range, *, k: int) -> l
 
 @pytest.fixture
 def sampling(config: RunConfig) -> RunConfig:
-    """Return the recipe for both backends with `old_logprobs` at the sampling weights."""
+    """Return a recipe, for both backends, whose old log-probs are computed with the weights that sampled."""
     return config_of(
         config.trainer.type,
         str(config.model.path),
@@ -251,7 +255,7 @@ def sampling(config: RunConfig) -> RunConfig:
     )
 
 
-def test_weights_of_the_last_versions_are_resumed_bit_exactly(sampling: RunConfig, tmp_path: Path) -> None:
+def test_weights_of_earlier_versions_are_resumed_bit_exactly(sampling: RunConfig, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=sampling.model.resolved)
     first = started(sampling, objective_of(sampling), checkpoint=None)
     step = first.step()
@@ -273,7 +277,9 @@ def test_weights_of_the_last_versions_are_resumed_bit_exactly(sampling: RunConfi
     again.close()
 
 
-def test_checkpoint_without_a_history_trains_on_its_own_weights_samples(sampling: RunConfig, tmp_path: Path) -> None:
+def test_resumption_without_weight_history_trains_only_on_samples_of_the_resumed_version(
+    sampling: RunConfig, tmp_path: Path
+) -> None:
     first = started(sampling, objective_of(sampling), checkpoint=None)
     lockstep(sampling, first.step(), range(2), k=2)
     (tmp_path / "old" / "trainer").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Fuzzing campaigns over real connections: no failed request, no stalled client, no kept memory."""
+"""Fuzzing campaigns over real connections: no request fails, no other client is stalled, no memory is kept."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from tests.security.fuzzer import requests
 from tests.security.servers import TOKEN, application
 from tests.security.waiting import Stall, Waiting
 
-#: Statuses above 499 that blame another party or announce a shutdown, and are no failure of this server.
+#: Error codes above status 499 that are no failure of this server: they blame another party or announce a shutdown.
 HONEST: Final = frozenset({"dirty", "engine_stopped", "peer_lost", "deadline_exceeded", "digest_mismatch", "failed"})
-#: Longer than any answer, except to requests that wait for other parties.
+#: Seconds. A request that is unanswered for longer is waiting for other parties.
 _WAITS_FOR_OTHERS_S: Final = 1.0
-#: The server that starts soonest; how fast it answers depends on the machine alone.
+#: The server that runs idle for comparison: it starts soonest, and the speed of its answers depends on the machine
+#: alone.
 _IDLE: Final = "parameter server"
-#: The server may reject a longer body and close the connection before it reads all of it; the answer is then lost.
+#: Bytes. The server may reject a longer body and close the connection before it has read all of it, so the client may
+#: miss the answer.
 _MOST_UNREAD: Final = 65536
-#: Clients, one connection each, that share one seeded stream of requests.
+#: Number of clients, each with one connection. They share one seeded stream of requests.
 _CLIENTS: Final = 4
 
 
@@ -62,7 +64,9 @@ class _Asked:
 
 
 async def campaign(server: str, directory: Path, *, seed: int, count: int) -> Findings:
-    """Fuzz one of `FUZZED` in its own process; compare its memory after a quarter of the requests and at the end."""
+    """Send `count` fuzzed requests to a server of `FUZZED` in its own process; compare its memory after a quarter of
+    them and at the end.
+    """
     for name in ("server", "idle", "routes"):
         (directory / name).mkdir()
     module = "tests.security.fuzzed_server"
@@ -126,7 +130,7 @@ class _Clients:
     async def _answer(
         self, http: aiohttp.ClientSession, method: str, path: str, headers: dict[str, str], content: bytes
     ) -> tuple[int, bytes]:
-        """Return the answer; retry once if the server has just closed the kept connection."""
+        """Return the response; retry once if the server has just closed the kept-alive connection."""
         for is_last in (False, True):
             body = io.BytesIO(content)  # large bodies sent directly would block the clients' event loop
             try:

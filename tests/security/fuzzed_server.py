@@ -1,4 +1,4 @@
-"""One server as its own process: the target of fuzzing, or the idle one for comparison.
+"""One server as its own process: the target of a fuzzing campaign, or the idle server that it is compared with.
 
 python -m tests.security.fuzzed_server SERVER DIRECTORY      prints its port, serves until it is killed
 """
@@ -21,9 +21,11 @@ from tests.security.servers import TOKEN, application
 
 @asynccontextmanager
 async def at_work(server: str, directory: Path) -> AsyncIterator[Any]:
-    """Yield the server's application; a controller's comes with its service, which reads, journals and acts."""
+    """Yield the server's application. A controller's application comes with its running service, which journals and
+    acts.
+    """
     if server.endswith("engine"):
-        import_module("torch")  # as real engines do; else the first join would stall
+        import_module("torch")  # real engines import it too; otherwise the first join would stall
     if server != "controller":
         yield application(server, directory)
         return
@@ -35,7 +37,7 @@ async def at_work(server: str, directory: Path) -> AsyncIterator[Any]:
 
 
 async def main(server: str, directory: Path) -> None:
-    """Serve, with stderr, also that of libraries, redirected into the directory."""
+    """Serve until killed; stderr, including that of libraries, goes to a file in the directory."""
     os.dup2(os.open(directory / "stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), sys.stderr.fileno())
     with listen("127.0.0.1", 0) as bound:
         async with at_work(server, directory) as app:

@@ -1,6 +1,7 @@
-"""A seeded fuzzer with knowledge of the schemas: valid requests with one or more faults.
+"""A seeded fuzzer that knows the schemas: it sends valid requests with one or more faults.
 
-Routes come from the applications, and bodies from valid ones. A route without a valid body here gets arbitrary bodies.
+Routes come from the applications. Bodies are made from valid bodies; a route for which this file has none gets
+arbitrary bodies.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _CHAT: Final = {
 }  # fmt: skip
 _SAID: Final = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 2, "stream": True,
                 "stream_options": {"include_usage": True}}  # fmt: skip
-#: The link to `abc`, which the request carries.
+#: The program link for `abc`, which the request carries too.
 _LINK: Final = str(Link.of(b"abc"))
 _ABC: Final = {"input": _LINK, "output": _LINK, "answer": _LINK}
 _PROGRAM: Final = {"language": "python", "program": _LINK}
-#: Valid bodies, by the end of the path.
+#: Valid request bodies, by the last part of the route's path.
 BODIES: Final[dict[str, tuple[Any, ...]]] = {
     "/chat/completions": (_CHAT, _SAID, _CHAT | {"prefixes": [{"index": 0, "token_ids": [4]}], "n": 1}),
     "/chat/completion": (_CHAT, _SAID),
@@ -74,7 +75,7 @@ _QUERIES: Final = (
     "-inf", "stop", "-16.0:d69ad970d1e1af22:1", "nan:0:0", "1e999:0:0", "inf:ffffffffffffffffff:0", "engine-7",
     "http://127.0.0.1:9",
 )  # fmt: skip
-#: The share of bodies that are larger than any server accepts.
+#: Fraction of bodies that are larger than any server accepts.
 _TOO_LARGE: Final = 0.001
 
 _NUMBERS: Final = (0, -1, 1, 2, 0.5, -0.0, 1e308, 1e-320, 2**31, 2**53, 2**62, 2**63, 2**64, 10**30, 10**400, True)
@@ -130,13 +131,13 @@ def mutated(draw: random.Random, value: Any) -> Any:
 
 
 def body(draw: random.Random, path: str) -> bytes:
-    """Return the bytes of a request's body."""
+    """Return the bytes of a request body for this path."""
     known = max((end for end in BODIES if path.endswith(end)), key=len, default="")
     value = draw.choice(BODIES[known]) if known else anything(draw)
     for _ in range(draw.choice((0, 1, 1, 1, 2, 5))):
         value = mutated(draw, value)
     if known == "/init_process_group" and isinstance(value, dict):
-        value["timeout_s"] = 0.05  # every waiting join holds a thread for this long
+        value["timeout_s"] = 0.05  # each join in progress holds a thread for this long, so keep it short
     if draw.random() < _TOO_LARGE:
         return b'"' + b"a" * (33 * 2**20)
     text = json.dumps(value)
@@ -153,14 +154,14 @@ def body(draw: random.Random, path: str) -> bytes:
 
 
 def queries(app: Any) -> dict[tuple[str, str], list[str]]:
-    """Return the query parameters of each method and path, in the spelling of `routes`, from the application."""
+    """Return the query parameters of each (method, path) of the application, with paths spelled as in `routes`."""
     asked = zip(routes(app), (route for route in app.routes for _ in route.methods), strict=True)
     declared = ((pair, getattr(route, "dependant", None)) for pair, route in asked)
     return {pair: [each.alias for each in known.query_params] for pair, known in declared if known is not None}
 
 
 def requests(seed: int, app: Any, token: str) -> Iterator[tuple[str, str, dict[str, str], bytes]]:
-    """Yield method, path with query, headers and body, without end."""
+    """Yield (method, path with query, headers, body) without end."""
     draw, known, asked = random.Random(seed), [pair for pair in routes(app) if pair[0] != "HEAD"], queries(app)
     while True:
         method, path = draw.choice(known)

@@ -1,4 +1,4 @@
-"""Hostile model directories: one damaged value or one damaged file, by seed."""
+"""Hostile model directories, drawn by seed: one value or one file of a good directory is damaged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-#: Values that replace a value.
+#: Values that replace a value of a configuration.
 _ODD: Final[tuple[Any, ...]] = (
     None, True, False, -1, 0, 1, 2, 3, 10**9, 2**63, 10**40, -(10**9), 0.5, 1e308, float("nan"), float("inf"), "", "x",
     "57", "../x", "/etc/passwd", "\ud800", "\0", "a" * 10_000, [], [[]], {}, {"a": 1}, [0, -1], [10**9] * 3,
@@ -41,7 +41,7 @@ def mutant(original: Path, into: Path, seed: int) -> str:
 
 
 def _value(before: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """Replace a value somewhere in the tree, or set a name that configurations know."""
+    """Return the JSON file with one value replaced, or with a name set that configurations know; and a description."""
     table = json.loads(before)
     places = [(table, word) for word in _WORDS] if "model_type" in table and draw.random() < 0.5 else []
     holder, key = draw.choice(places or list(_places(table)))
@@ -58,7 +58,7 @@ def _lost(before: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 def _text(before: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """Damage the file as a whole."""
+    """Return the file damaged as a whole, and a description."""
     at = draw.randrange(len(before))
     texts = {
         "deep": _DEEP.encode(),
@@ -86,7 +86,7 @@ def _index(before: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 def _header(before: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """Damage the header of a safetensors file."""
+    """Return the safetensors file with a damaged header, and a description."""
     length = struct.unpack("<Q", before[:8])[0]
     kind = draw.choice(["length", "value", "lost", "text", "cut"])
     if kind == "length":

@@ -18,13 +18,13 @@ def connect(url: str) -> socket.socket:
 
 
 def say(connection: socket.socket, data: bytes) -> None:
-    """Send; a server that has already closed has answered before."""
+    """Send the data. Ignore that the server has closed: its answer is then already there."""
     with suppress(BrokenPipeError, ConnectionResetError):
         connection.sendall(data)
 
 
 def hear(connection: socket.socket) -> bytes:
-    """Receive until the server closes."""
+    """Receive until the server closes the connection."""
     heard = b""
     with suppress(ConnectionResetError):
         while piece := connection.recv(65536):
@@ -40,7 +40,7 @@ def exchange(url: str, data: bytes) -> bytes:
 
 
 def statuses(heard: bytes) -> list[int]:
-    """Return the statuses of all answers."""
+    """Return the status codes of all answers in `heard`."""
     return [int(part[:3]) for part in heard.split(b"HTTP/1.1 ")[1:]]
 
 

@@ -1,6 +1,6 @@
 """Every server of the project as an application, with or without a token.
 
-Imports happen on demand, so that a process that serves one does not wait for the imports of the others.
+Each server is imported on demand, so that a process that serves one does not wait for the imports of the others.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 TOKEN = "run-token"
-#: Servers that `--no-token` opens to every user of this machine.
+#: Servers that `--no-token` opens to every user of the machine.
 OPEN_SERVERS = ("engine", "controller", "parameter server", "verifier", "oubliette")
 SERVERS = (*OPEN_SERVERS, "page")
-#: All servers, and the engine that batches; the scripted engine has the same routes.
+#: All servers, and the batching engine, whose routes are those of the scripted engine in `SERVERS`.
 FUZZED = (*SERVERS, "batching engine")
 
 

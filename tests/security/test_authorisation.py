@@ -1,6 +1,6 @@
-"""Every route of every server, taken from the applications, rejects invalid credentials.
+"""Every route of every server rejects invalid credentials. The routes are read from the applications.
 
-A new route is tested without being named here.
+So a new route is tested without being named here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from tests.patience import PATIENCE_S
 from tests.security.servers import SERVERS, TOKEN, application
 
-#: Routes that need no token: a bare liveness answer on every server.
+#: Routes that need no token: `/health`, which says only that the server lives.
 OPEN = {("GET", "/health"), ("HEAD", "/health")}
 
 CREDENTIALS = [
@@ -48,7 +48,7 @@ def client(app: Any) -> httpx.AsyncClient:
 async def status(
     http: httpx.AsyncClient, method: str, path: str, credential: bytes | None, *, patience_s: float = PATIENCE_S
 ) -> int | None:
-    """Return the status, or None if the request was let in and waits."""
+    """Return the response's status, or None if the request passed the gate and then waits."""
     headers = [(b"content-type", b"application/json")]
     if credential is not None:
         headers.append((b"authorization", credential))
@@ -72,14 +72,14 @@ async def test_only_liveness_needs_no_token(app: Any) -> None:
 
 
 @pytest.mark.parametrize("spelling", ["Bearer {}", "bearer {}", "BEARER {}", "Bearer  {}"])
-async def test_token_opens_every_route_with_any_case_of_bearer(app: Any, spelling: str) -> None:
+async def test_token_is_accepted_on_every_route_with_any_case_of_bearer(app: Any, spelling: str) -> None:
     async with client(app) as http:
         for method, path in routes(app):
             answer = await status(http, method, path, spelling.format(TOKEN).encode(), patience_s=0.3)
             assert answer != 401, (method, path)
 
 
-async def test_no_spelling_of_the_open_path_opens_another(app: Any) -> None:
+async def test_other_spellings_of_the_health_path_need_a_token(app: Any) -> None:
     async with client(app) as http:
         for path in ("/health/", "//health", "/health/../metrics", "/HEALTH", "/health;x", "/health%2f", "/health%00"):
             assert await status(http, "GET", path, None) == 401, path

@@ -1,4 +1,4 @@
-"""Attacks with raw bytes on an open port: endless heads, slow heads, false lengths."""
+"""Attacks with raw bytes on an open port: endless request heads, slow heads, wrong lengths."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def answers(url: str) -> None:
-    """Assert that the server answers others at once."""
+    """Assert that the server answers other clients at once."""
     began = time.monotonic()
     assert httpx.get(url + "/health", trust_env=False, timeout=PATIENCE_S).status_code == 200
     assert time.monotonic() - began < SOON_S
@@ -54,7 +54,7 @@ def answers(url: str) -> None:
     ],
     ids=["one long value", "many", "a long target", "a long name", "blank lines"],
 )
-def test_endless_head_is_rejected_and_blocks_nothing(url: str, head: bytes) -> None:
+def test_endless_head_is_rejected_and_blocks_no_other_client(url: str, head: bytes) -> None:
     began = time.monotonic()
     heard = exchange(url, head)
     assert time.monotonic() - began < SOON_S
@@ -97,8 +97,8 @@ def test_blank_lines_do_not_keep_a_connection_open(engine: str, monkeypatch: pyt
         assert statuses(hear(idle)) == [200]
 
 
-def test_head_timeout_does_not_apply_to_the_answer(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A running request outlives the time limit of its own head and of the next one."""
+def test_head_timeout_does_not_apply_while_a_request_runs(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running request may take longer than the timeout for its own head and for the next head."""
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
     body = b'{"messages": [{"role": "user", "content": "x"}], "n": 8, "max_tokens": 180, "seed": 1}'
     with connect(engine) as asking:
@@ -108,7 +108,7 @@ def test_head_timeout_does_not_apply_to_the_answer(engine: str, monkeypatch: pyt
         assert statuses(hear(asking)) == [200, 408]
 
 
-def test_unread_body_is_not_received_forever(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_body_that_the_server_does_not_read_is_not_received_forever(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
     with connect(url) as stranger:
         say(stranger, b"POST /versions HTTP/1.1\r\n" + HOST + JSON + b"content-length: 1000000000\r\n\r\n")
@@ -141,7 +141,7 @@ def test_connections_over_the_limit_are_rejected_and_served_ones_continue(
     answers(engine)
 
 
-def test_process_reserves_half_of_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_use_at_most_half_of_the_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection.resource, "getrlimit", lambda _: (256, 256))
     assert connection.max_connections() == 128
 
@@ -171,12 +171,12 @@ VERSIONS = b"POST /versions HTTP/1.1\r\n" + HOST + KNOWN + JSON
         "a framing that is none", "a chunk of 2**68 bytes", "two hosts", "two tokens", "TLS", "HTTP/2", "pipelined",
     ],
 )  # fmt: skip
-def test_ambiguous_requests_are_rejected(url: str, request_: bytes, expected: list[int]) -> None:
+def test_requests_that_can_be_parsed_in_two_ways_are_rejected(url: str, request_: bytes, expected: list[int]) -> None:
     assert [status for status in statuses(exchange(url, request_)) if status != 404] == expected
 
 
 def test_trailer_is_not_taken_as_a_header(engine: str) -> None:
-    """Otherwise a token, or a second host, could follow a body that was already checked."""
+    """Otherwise a token, or a second host, could follow in the trailer after the head was already checked."""
     trailed = VERSIONS.replace(KNOWN, b"").replace(b"/versions", b"/v1/chat/completions") + CHUNKED
     with connect(engine) as stranger:
         say(stranger, trailed + b"\r\n2\r\n{}\r\n0\r\n" + KNOWN + b"\r\n" + LAST)
@@ -202,7 +202,7 @@ def test_endless_trailer_is_rejected(engine: str) -> None:
     ],
 )
 class TestBodies:
-    """Limits on request bodies, equal on every server."""
+    """Limits on request bodies, which are the same on every server."""
 
     @pytest.fixture
     def served(self, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
@@ -211,13 +211,13 @@ class TestBodies:
         with in_thread(application(server, tmp_path)) as url:
             yield url
 
-    def test_size(self, served: str, path: str) -> None:
+    def test_body_over_the_size_limit_gets_413(self, served: str, path: str) -> None:
         head = f"POST {path} HTTP/1.1\r\n".encode() + HOST + KNOWN + JSON + b"connection: close\r\n"
         for body in (b"content-length: 1001\r\n\r\n", CHUNKED + b"\r\n3e9\r\n" + b" " * 1001 + b"\r\n0\r\n\r\n"):
             heard = exchange(served, head + body)
             assert statuses(heard) == [413] and code(heard) == "body_too_large"
 
-    def test_time(self, served: str, path: str) -> None:
+    def test_body_over_the_time_limit_gets_408(self, served: str, path: str) -> None:
         head = f"POST {path} HTTP/1.1\r\n".encode() + HOST + KNOWN + JSON + b"connection: close\r\n"
         for body in (b"content-length: 900\r\n\r\n{", CHUNKED + b"\r\n5\r\n{"):
             heard = exchange(served, head + body)
@@ -247,8 +247,8 @@ def test_four_hundred_endless_bodies_are_dropped(engine: str, monkeypatch: pytes
             each.close()
 
 
-def test_answer_is_one_packet(url: str) -> None:
-    """Otherwise a client of a thousand engines would wake twice per answer."""
+def test_answer_is_sent_in_one_packet(url: str) -> None:
+    """With two packets, a client of a thousand engines would wake twice per answer."""
     with connect(url) as line:
         for _ in range(8):
             line.sendall(ALIVE + b"\r\n")

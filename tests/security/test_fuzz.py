@@ -1,7 +1,7 @@
 """Almost valid requests: no server fails, stalls other clients or keeps memory.
 
 Seeds are 0, 1, 2, …. The long form runs in parts, each with its own seed and servers, so that one part can be repeated:
-`make chaos ARGS="-k test_many_requests"`, then `--lf` for the failed ones.
+`make chaos ARGS="-k test_server_survives_many_fuzzed_requests"`, then `--lf` for the failed ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from tests.security.campaign import Findings, campaign
 from tests.security.servers import FUZZED, SERVERS
 
-#: The most growth of a warm server; allocators keep the memory of large bodies.
+#: How much the memory of a server that has warmed up may grow: allocators keep the memory of large bodies.
 _MOST_GROWN_BYTES: Final = 32 * 2**20
 _PARTS: Final = 7
 
@@ -27,7 +27,7 @@ async def fuzzed(server: str, directory: Path, *, seed: int, count: int) -> Find
 
 
 @pytest.mark.parametrize("server", SERVERS)
-async def test_a_few_requests(server: str, tmp_path: Path) -> None:
+async def test_server_survives_a_few_fuzzed_requests(server: str, tmp_path: Path) -> None:
     found = await fuzzed(server, tmp_path, seed=0, count=700)
     assert found.statuses[200] > 20 and found.statuses[422] + found.statuses[400] > 100, str(found)
 
@@ -36,7 +36,9 @@ async def test_a_few_requests(server: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", range(1, _PARTS + 1))
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)
-async def test_many_requests(server: str, part: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_server_survives_many_fuzzed_requests(
+    server: str, part: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = await fuzzed(server, tmp_path, seed=part, count=5_000)
     with capsys.disabled():
         print(f"\n{server}, part {part} of {_PARTS}: {found}")

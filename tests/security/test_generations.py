@@ -1,4 +1,4 @@
-"""Epochs, generations and versions only rise, and a wrong one never locks the trainer out permanently."""
+"""Epochs, generations and versions only increase, and a wrong number never locks the trainer out permanently."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def setting() -> Setting:
     return Setting()
 
 
-async def test_failed_join_leaves_the_serving_group_alone(setting: Setting) -> None:
+async def test_failed_join_does_not_disturb_the_serving_group(setting: Setting) -> None:
     await setting.join(1)
     with pytest.raises(DeadlineExceeded):
         await setting.receiver.init_process_group(setting.joining(1000, timeout_s=0.3))
@@ -50,11 +50,11 @@ async def test_failed_join_leaves_the_serving_group_alone(setting: Setting) -> N
     await setting.send()
     assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
     old, setting.trainer = setting.trainer, None
-    await setting.join(2)  # lower than the failed generation
+    await setting.join(2)  # generation 2, lower than the failed one, is accepted
     assert old is not None
 
 
-async def test_waiting_join_does_not_lock_the_trainer_out(setting: Setting) -> None:
+async def test_join_in_progress_does_not_lock_the_trainer_out(setting: Setting) -> None:
     forged = asyncio.create_task(setting.receiver.init_process_group(setting.joining(1000, timeout_s=2.0)))
     await asyncio.sleep(0.05)
     await setting.join(1)
@@ -65,24 +65,24 @@ async def test_waiting_join_does_not_lock_the_trainer_out(setting: Setting) -> N
         await forged
 
 
-async def test_waiting_joins_are_limited(setting: Setting) -> None:
-    """Each occupies a thread."""
+async def test_joins_in_progress_are_limited_in_number(setting: Setting) -> None:
+    """Each join in progress occupies a thread."""
     joins = [setting.receiver.init_process_group(setting.joining(1 + i, timeout_s=2.0)) for i in range(20)]
     ended = await asyncio.gather(*joins, return_exceptions=True)
     assert [type(error) for error in ended].count(Overloaded) == 4
 
 
-async def test_engine_rejects_a_jump(setting: Setting) -> None:
+async def test_engine_rejects_numbers_far_above_the_current_ones(setting: Setting) -> None:
     with pytest.raises(InvalidRequest, match="generation must be at most"):
         await setting.receiver.init_process_group(setting.joining(MOST_GENERATION_STEP + 1, timeout_s=0.3))
     await setting.join(1)
     for far in ({"epoch": MOST_EPOCH_STEP + 1}, {"version": MOST_VERSION_STEP + 1}):
         with pytest.raises(InvalidRequest, match="at most"):
             await setting.phase(UpdatePhase.PREPARE, **far)
-    await setting.phase(UpdatePhase.PREPARE)  # the rejected epoch has locked out nothing
+    await setting.phase(UpdatePhase.PREPARE)  # accepted: the rejected epoch changed nothing
 
 
-def test_rejection_names_the_remedy() -> None:
+def test_rejection_of_an_epoch_names_the_remedy() -> None:
     table = VersionTable(room=2)
     table.confirm(MOST_EPOCH_STEP, {})
     with pytest.raises(InvalidRequest, match="restart this server"):
@@ -103,7 +103,9 @@ def test_rejection_names_the_remedy() -> None:
         (parameter_server, "/progress", {"epoch": 10**30}),
     ],
 )
-async def test_numbers_have_a_ceiling(server: Any, path: str, body: dict[str, Any]) -> None:
+async def test_epochs_generations_and_versions_have_an_upper_limit(
+    server: Any, path: str, body: dict[str, Any]
+) -> None:
     layout = LAYOUT.model_dump(mode="json")
     group = {"group": "g", "backend": "gloo", "rendezvous_host": "127.0.0.1", "rendezvous_port": 9, "rank": 1}
     whole: dict[str, dict[str, Any]] = {
@@ -120,7 +122,7 @@ async def test_numbers_have_a_ceiling(server: Any, path: str, body: dict[str, An
     assert next(iter(body)) in answer.text and "less than" in answer.text, answer.text
 
 
-async def test_trainer_goes_above_a_foreign_generation(setting: Setting) -> None:
+async def test_trainer_uses_a_generation_above_that_of_a_foreign_join(setting: Setting) -> None:
     """A holder of the token can join an engine to its own rendezvous; the next publication still succeeds."""
     with in_thread(engine()) as url:
         async with EngineClient() as client:
@@ -133,7 +135,7 @@ async def test_trainer_goes_above_a_foreign_generation(setting: Setting) -> None
                 await publisher.close()
 
 
-async def test_trainer_of_an_old_epoch_does_not_go_above(setting: Setting) -> None:
+async def test_trainer_of_an_old_epoch_does_not_raise_its_generation(setting: Setting) -> None:
     with in_thread(engine()) as url:
         async with EngineClient() as client:
             later, former = (BroadcastPublisher(client, bucket_bytes=128) for _ in range(2))

@@ -1,4 +1,6 @@
-"""Answers that try to break, stall or deceive a verifier: each gets a verdict in time, and no failure scores 0."""
+"""Answers that try to break, stall or deceive a verifier: each gets a verdict in time, and no failure counts as a
+score of 0.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ GROUP = 8
 COUNTS = [pytest.param(100, id="100"), pytest.param(1000, id="1000", marks=pytest.mark.slow)]
 #: Indices in `hostile_texts` on which math-verify computes forever: powers of powers, factorials of factorials.
 ENDLESS = (5, 7, 8)
-#: Seconds; a busy machine starts and kills processes slowly.
+#: Deadline of a verdict in seconds; shorter would fail on a busy machine, which starts and kills processes slowly.
 DEADLINE_S = 1.0
 PROBLEM = Problem(problem_id="d:1", domain="d", messages=(Message("user", "?"),), ground_truth="x+1")
 
@@ -46,7 +48,7 @@ async def judged(verifier: GroupVerifier, problem: Problem, texts: Sequence[str]
 
 
 def assert_no_failure_is_a_zero(found: Sequence[Judgement]) -> None:
-    """Assert that scores exist only for judged answers, and that every verdict can be encoded."""
+    """Assert that only judged answers have a score, and that every verdict can be encoded."""
     for verdict, _ in found:
         assert verdict.outcome.is_judgement or verdict.reward == 0.0
         assert verdict.outcome is not Outcome.CORRECT
@@ -58,7 +60,7 @@ def assert_no_failure_is_a_zero(found: Sequence[Judgement]) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_math_verifier_judges_or_reports_failure(count: int) -> None:
+async def test_math_verifier_judges_hostile_answers_or_reports_failure(count: int) -> None:
     texts = hostile_texts(count)
     async with judging() as verifier:
         await verifier.judge(PROBLEM, [SampledAnswer("\\boxed{1+x}")])
@@ -76,7 +78,7 @@ async def test_math_verifier_judges_or_reports_failure(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_reasoning_gym_judges_or_reports_failure(count: int) -> None:
+async def test_reasoning_gym_judges_hostile_answers_or_reports_failure(count: int) -> None:
     source = open_source("reasoning_gym:spell_backward", domain="d", split=Split.TRAIN, seed=0)
     async with judging(verifier="reasoning_gym", verifier_timeout_s=PATIENCE_S) as verifier:
         found = await judged(verifier, source.problem(0), [f"\x7f{text}" for text in hostile_texts(count)])
@@ -85,7 +87,7 @@ async def test_reasoning_gym_judges_or_reports_failure(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_failing_user_function_affects_its_answer_only(count: int, tmp_path: Path) -> None:
+async def test_failure_of_a_user_function_affects_only_the_answer_at_hand(count: int, tmp_path: Path) -> None:
     file = tmp_path / "r.py"
     file.write_text(
         "def score(completion, answer):\n"

@@ -1,7 +1,8 @@
-"""An answer that addresses its judge cannot leave its quotation, and a judge's repetition of it is not a score.
+"""An answer that addresses its judge cannot break out of its quotation, and a judge's repetition of the answer is no
+score.
 
-The scripted judge obeys any text in the place of its instructions. Each attack is first shown to work on a prompt with
-guessable fences or without quotation. `pytest -s` prints the share of attacks that changed the score.
+The scripted judge obeys any text outside quotations. Each attack is first shown to work on a prompt with guessable
+fences or without quotation. `pytest -s` prints the fraction of attacks that changed the score.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def with_guessed_fences(text: str) -> tuple[Message, ...]:
     return (Message("system", system), Message("user", RUBRICS["quality"].replace("{{ answer }}", block)))
 
 
-def test_thirty_attacks_work_without_quotation() -> None:
+def test_thirty_attacks_succeed_on_answers_without_quotation() -> None:
     assert len(set(INJECTIONS)) >= 30
     moved = [score_of(without_fences(text), Manner.CAREFUL) for text in INJECTIONS]
     assert [text for text, score in zip(INJECTIONS, moved, strict=True) if score != DEMANDED] == []
@@ -109,14 +110,14 @@ def test_thirty_attacks_work_without_quotation() -> None:
     print(f"\nmoved unquoted: {share(moved, DEMANDED):.0%}; by guessed fences {share(guessed, DEMANDED):.0%}")
 
 
-def test_no_answer_leaves_its_quotation() -> None:
+def test_no_attack_breaks_out_of_the_answers_quotation() -> None:
     scores = [score_of(prompt_of(SETTINGS, problem_of(), text), Manner.CAREFUL) for text in INJECTIONS]
     assert share(scores, HONEST_WRONG) == 1.0
     print(f"\nmoved in quotation: {share(scores, DEMANDED):.0%} of {len(INJECTIONS)}")
 
 
 @pytest.mark.parametrize("place", ["question", "reference", "hint"])
-def test_no_other_data_leaves_its_quotation(place: str) -> None:
+def test_no_attack_breaks_out_of_the_quotation_of_other_fields(place: str) -> None:
     rubric = Template(RUBRICS["reference"] + "\n{{ hint }}")
     settings = JudgeSettings(rubric=rubric, format=SCORES)
     for text in INJECTIONS:
@@ -131,15 +132,19 @@ def test_answer_repeated_by_the_judge_is_not_a_score() -> None:
     print(f"\nof a judge that repeats: moved {share(scores, DEMANDED):.0%}, masked {share(scores, None):.0%}")
 
 
-def test_judge_that_obeys_data_is_deceived() -> None:
-    """Quotation does not protect a model that obeys quoted text; the docs state this share."""
+def test_judge_that_obeys_quoted_text_is_deceived() -> None:
+    """Quotation does not protect a model that obeys quoted text; the docs state the fraction of attacks that
+    succeed.
+    """
     scores = [score_of(prompt_of(SETTINGS, problem_of(), text), Manner.GULLIBLE) for text in INJECTIONS]
     assert share(scores, DEMANDED) > 0.9
     print(f"\nof a judge that obeys its data: moved {share(scores, DEMANDED):.0%}")
 
 
-def test_mark_of_an_earlier_prompt_is_useless() -> None:
-    """An attacker who saw the judge's prompt for one answer cannot use its mark in the next."""
+def test_fence_mark_of_an_earlier_prompt_does_not_help_an_attacker() -> None:
+    """An attacker who has seen the judge's prompt for one answer cannot use the mark of its fences in the next
+    answer.
+    """
     text = "Rome."
     for _ in range(20):
         mark = Quotation({"answer": text}, most_chars=10_000).mark
@@ -149,7 +154,7 @@ def test_mark_of_an_earlier_prompt_is_useless() -> None:
         assert score_of(prompt_of(SETTINGS, problem_of(), text), Manner.CAREFUL) == HONEST_WRONG
 
 
-def test_control_tokens_become_text() -> None:
+def test_control_tokens_in_an_answer_become_plain_text() -> None:
     tokens = ("<|im_end|>", "<|eot_id|>", "</s>", "<s>", "[INST]", "[/INST]", "<end_of_turn>", "<<SYS>>", "<</SYS>>",
               "<｜end▁of▁sentence｜>", "<think>", "</think>", "<EOS>")  # fmt: skip
     for token in tokens:

@@ -1,4 +1,4 @@
-"""Hostile model directories: their code never runs, also with a terminal attached."""
+"""Hostile model directories: their code never runs, even if a user could be asked at a terminal."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_code_in_a_model_directory_is_not_run(tmp_path: Path, monkeypatch: pytes
 
 
 def read_as_commands_do(path: Path) -> None:
-    """Read everything that `check`, `run`, `eval`, `warmstart` and `explain` read from a model directory, and chat
-    once.
+    """Read all that `check`, `run`, `eval`, `warmstart` and `explain` read from a model directory, and render one
+    chat.
     """
     check_directory(path)
     refuse_quantised(path)
@@ -103,7 +103,7 @@ def test_damaged_model_directory_is_read_or_rejected_in_one_sentence(seeds: Sequ
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/x.safetensors", "a/../../x.safetensors"])
-def test_index_that_leaves_its_directory_is_rejected(name: str, tmp_path: Path) -> None:
+def test_weight_index_with_paths_outside_its_directory_is_rejected(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model"
     shutil.copytree(SPELLER, path)
     shutil.copy(path / "model.safetensors", tmp_path / "x.safetensors")
@@ -114,7 +114,7 @@ def test_index_that_leaves_its_directory_is_rejected(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("layers", [-1, 0, 10**9, None, "2", 2000])
-def test_impossible_layer_count_is_rejected_before_building(layers: object, tmp_path: Path) -> None:
+def test_impossible_layer_count_is_rejected_before_the_model_is_built(layers: object, tmp_path: Path) -> None:
     path = tmp_path / "model"
     shutil.copytree(SPELLER, path)
     config = json.loads((path / "config.json").read_text()) | {"num_hidden_layers": layers, "layer_types": None}
@@ -126,7 +126,7 @@ def test_impossible_layer_count_is_rejected_before_building(layers: object, tmp_
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a<|end|>\udfff"])
-def test_lone_surrogate_is_rejected_in_one_sentence(text: str) -> None:
+def test_config_with_a_lone_surrogate_is_rejected_in_one_sentence(text: str) -> None:
     tokenizer = ChatTokenizer.load(SPELLER)
     for encode in (lambda: tokenizer.encode_chat([Message("user", text)]), lambda: tokenizer.encode(text)):
         with pytest.raises(ModelError, match="half of a character"):

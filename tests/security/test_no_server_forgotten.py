@@ -15,18 +15,18 @@ import pytest
 from tests.architecture.tree import Module, project
 from tests.security.servers import SERVERS, application
 
-#: Code that serves a product; benchmarks are excluded because only developers start them.
+#: Folders whose code serves in production. Benchmarks are excluded because only developers start them.
 PRODUCT = ("inference_contract/", "trainer_contract/", "pipelinerl/", "launch/")
-#: The only module that serves.
+#: The only module that may start a server.
 SERVES = "pipelinerl/system/http_service.py"
-#: Calls that build an application, and calls and modules that serve one without the gate.
+#: Calls that build an application. Below: calls and modules that serve an application without the gate.
 MAKES = frozenset({"FastAPI", "Starlette", "Litestar", "Quart", "Flask", "make_asgi_app", "make_wsgi_app"})
 OTHER_WAYS = frozenset(
     {"start_server", "start_http_server", "start_wsgi_server", "make_server", "HTTPServer", "ThreadingHTTPServer",
      "TCPServer", "ThreadingTCPServer", "AppRunner", "run_app", "create_asgi_server"}
 )  # fmt: skip
 OTHER_MODULES = ("uvicorn", "hypercorn", "http.server", "socketserver", "wsgiref", "xmlrpc.server", "aiohttp.web")
-#: Modules that may serve without it: the connection limits in front of the server, and the conformance kit, which
+#: Modules that may serve without the gate: the connection limits in front of the server, and the conformance kit, which
 #: serves weights while the engine under test pulls them.
 MAY = frozenset({SERVES, "pipelinerl/system/connection.py", "inference_contract/conformance/weight_server.py"})
 
@@ -35,7 +35,7 @@ ATTACKED_ELSEWHERE = frozenset({"pipelinerl/environments/gateway.py"})
 
 
 def calls(module: Module) -> Iterator[str]:
-    """Yield the last name of each call."""
+    """Yield the last part of the name of each function that the module calls."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call):
             match node.func:
@@ -48,7 +48,7 @@ def makes_an_application(module: Module) -> bool:
 
 
 def other_ways(modules: Iterable[Module]) -> Iterator[str]:
-    """Yield modules that serve without gate and limits."""
+    """Yield the modules that serve without the gate and the connection limits."""
     for module in (each for each in modules if each.path not in MAY):
         for name in sorted(OTHER_WAYS.intersection(calls(module))):
             yield f"{module.path} calls {name}: serve by {SERVES}, which bounds connections and asks for the token"
@@ -79,19 +79,19 @@ def test_every_application_is_attacked(tmp_path: Path) -> None:
     assert not forgotten, f"tests/security/servers.py makes none of {forgotten}: add it to SERVERS and application"
 
 
-def test_everything_is_served_behind_the_gate() -> None:
+def test_every_module_serves_behind_the_gate() -> None:
     assert not (found := list(other_ways(product()))), "\n".join(found)
     assert {module.path for module in product()} >= MAY, "no exception outlives its file"
 
 
 @pytest.mark.parametrize("server", SERVERS)
 def test_every_application_has_the_gate(server: str, tmp_path: Path) -> None:
-    """`guard` marks an application; `serve_until` serves one without a token on loopback only."""
+    """`guard` marks an application as gated; `serve_until` serves an application without a token only on loopback."""
     guarded: Any = application(server, tmp_path)
     assert guarded.state.guarded is True
 
 
-def test_new_server_would_be_found() -> None:
+def test_new_server_would_be_detected() -> None:
     page = Module("pipelinerl/page.py", "import fastapi\napp = fastapi.FastAPI()\n")
     assert makes_an_application(page) and not makes_an_application(Module("pipelinerl/a.py", "FastAPI = None\n"))
     metrics = Module("pipelinerl/metrics.py", "from prometheus_client import start_http_server\nstart_http_server(9)\n")

@@ -1,6 +1,6 @@
-"""Peers of the weight group that announce one thing and do another: the update fails, and the old weights serve.
+"""Peers of a weight group that announce one thing and do another: the update fails, and the old weights keep serving.
 
-The actions of rank 0 come from a seed; a failure names the case.
+The actions of rank 0 are drawn from a seed; a failing test names the case.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PIECES = LAYOUT.pieces(BUCKET_BYTES)
 AGREEMENT = LAYOUT.agreement(BUCKET_BYTES).encode()
 
 Draw = np.random.Generator
-#: The announcement, and the bytes of each piece sent after it; None means leaving.
+#: What rank 0 announces, and the bytes of each piece that it sends afterwards. None means that it leaves the group.
 Attack = tuple[bytes | None, list[bytes | None]]
 
 
@@ -146,7 +146,7 @@ def peers() -> Iterator[Peers]:
 
 
 async def answered(peers: Peers, cases: range) -> Counter[str]:
-    """Return the outcomes of these cases; occasional honest updates show that the engine still accepts one."""
+    """Return how often each case ended how. Honest updates in between show that the engine still accepts them."""
     target, ended = peers.setting.target, Counter[str]()
     assert await peers.updated(AGREEMENT, _honest()) is UpdateStatus.COMMITTED
     for case in cases:
@@ -167,7 +167,7 @@ async def answered(peers: Peers, cases: range) -> Counter[str]:
     return ended
 
 
-async def test_old_weights_serve_after_any_peer(peers: Peers) -> None:
+async def test_old_weights_serve_after_an_update_by_a_hostile_peer(peers: Peers) -> None:
     ended = await answered(peers, range(14))
     assert ended.pop("honest") == 1 and sum(ended.values()) == 14
     assert {"longer: peer_lost", "other_bytes: digest_mismatch", "other_announcement: peer_lost"} <= ended.keys()
@@ -176,7 +176,9 @@ async def test_old_weights_serve_after_any_peer(peers: Peers) -> None:
 @pytest.mark.parametrize("part", range(5))
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)
-async def test_many_peers(part: int, peers: Peers, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_old_weights_serve_after_updates_by_many_hostile_peers(
+    part: int, peers: Peers, capsys: pytest.CaptureFixture[str]
+) -> None:
     ended = await answered(peers, range(100 * part, 100 * (part + 1)))
     with capsys.disabled():
         print(f"\nhostile peers, part {part + 1} of 5: {dict(ended)}")
@@ -188,7 +190,7 @@ async def test_next_group_forms_after_the_forking_process_is_killed(peers: Peers
     assert await peers.updated(AGREEMENT, _honest()) is UpdateStatus.COMMITTED
 
 
-def test_gpus_and_engines_with_their_own_receiver_are_rejected(peers: Peers) -> None:
+def test_nccl_and_vllm_reject_a_separate_receiving_process(peers: Peers) -> None:
     assert peers.endpoints.reaches(Backend.GLOO, BYTES) and not peers.endpoints.reaches(Backend.NCCL, BYTES)
     with pytest.raises(
         ModelError, match=r"vLLM engine has its own way to receive weights, got engine\.receiver=own_process"
@@ -196,7 +198,7 @@ def test_gpus_and_engines_with_their_own_receiver_are_rejected(peers: Peers) -> 
         vllm_engine(engine_options(receiver=Receiver.OWN_PROCESS))
 
 
-def test_recipe_chooses_the_receiving_process() -> None:
+def test_recipe_chooses_the_process_that_receives_weights() -> None:
     assert endpoints_of(engine_options()) is IN_PROCESS
     chosen = endpoints_of(engine_options(receiver=Receiver.OWN_PROCESS))
     assert isinstance(chosen, OwnProcess)

@@ -1,4 +1,4 @@
-"""Pieces of the wrong length and PREPAREs without a broadcast are rejected and block nothing."""
+"""Weight pieces of the wrong length, and PREPAREs that no broadcast follows, are rejected and block no one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_wrong_piece_lengths_are_rejected_before_the_first_piece(setting: 
     assert not setting.target.current.any() and not setting.target.finished
 
 
-async def test_other_manifest_of_the_same_version_is_no_repetition(setting: Setting) -> None:
+async def test_different_manifest_for_the_prepared_version_is_rejected(setting: Setting) -> None:
     await setting.join(1)
     await setting.phase(UpdatePhase.PREPARE, bucket_bytes=64)
     assert await setting.phase(UpdatePhase.PREPARE, bucket_bytes=64, timeout_s=9.0) is UpdateStatus.PREPARED
@@ -50,8 +50,8 @@ async def test_other_manifest_of_the_same_version_is_no_repetition(setting: Sett
             await setting.phase(UpdatePhase.PREPARE, **{"bucket_bytes": 64, **other})
 
 
-async def test_prepare_without_a_broadcast_ends_soon(setting: Setting) -> None:
-    """The engine has entered no collective yet, so that no peer has to leave first."""
+async def test_aborted_prepare_that_no_broadcast_follows_ends_soon(setting: Setting) -> None:
+    """The engine has entered no collective yet, so it need not wait for a peer to leave."""
     await setting.join(1)
     await setting.phase(UpdatePhase.PREPARE, pieces_key=KEY, timeout_s=PATIENCE_S)
     began, old = time.monotonic(), setting.trainer
@@ -63,7 +63,7 @@ async def test_prepare_without_a_broadcast_ends_soon(setting: Setting) -> None:
 
 
 class _Deaf(Recording):
-    """A recording whose engines in `lost` never receive PREPARE."""
+    """A recording control in which the engines in `lost` never receive PREPARE."""
 
     lost: frozenset[str] = frozenset()
 
@@ -75,7 +75,7 @@ class _Deaf(Recording):
 
 
 async def test_lost_prepare_delays_no_other_engine() -> None:
-    """In gloo's tree, other engines would wait for that engine for a third of the publication's time."""
+    """In gloo's tree, other engines would wait for the lost one for a third of the publication's time."""
     with in_thread(engine()) as first, in_thread(engine()) as second, in_thread(engine()) as third:
         urls = [first, second, third]
         async with EngineClient() as client:

@@ -1,4 +1,4 @@
-"""One client's text cannot delay the other clients of an engine: its length is checked before it is tokenised."""
+"""A long text from one client cannot delay an engine's other clients: its length is checked before it is tokenised."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ CONTEXT: Final = VersionRunner.context_length
 
 
 class SlowTokenizer:
-    """Tokenizer that finishes a text on command, as slowly as a real one with megabytes, and counts texts."""
+    """A tokenizer that finishes a text only on command, as slowly as a real tokenizer with megabytes. It counts the
+    texts.
+    """
 
     def __init__(self) -> None:
         self.texts = 0
@@ -62,7 +64,7 @@ def asked(*contents: str) -> ChatCompletionRequest:
 
 
 @pytest.mark.parametrize("contents", [("a" * 4_000_000,), ("a" * 20_000,) * 2, ("a",) * 100_000])
-async def test_text_that_cannot_fit_is_rejected_before_tokenising(
+async def test_text_longer_than_the_context_is_rejected_before_tokenising(
     served: tuple[BatchingEngine, SlowTokenizer], contents: tuple[str, ...]
 ) -> None:
     engine, tokenizer = served

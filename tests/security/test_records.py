@@ -1,4 +1,4 @@
-"""Hostile entries from a holder of the Redis password end in the dead letters and crash no process."""
+"""Hostile stream entries by a holder of the Redis password become dead letters and crash no process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.controller.service.test_service import Probe, Running, running, step
 from tests.controller.world import ENGINE, controller
 from tests.fakes.rollouts import group
 
-#: A one-byte text that is invalid UTF-8, in place of a one-letter name.
+#: A record whose one-letter name is replaced by a byte that is invalid UTF-8.
 NO_TEXT = encode(GroupFailed(order_id="x", index=1, purpose="training", reason="\u20ac")).replace(
     b"\xe2\x82\xac", b"\xff\xff\xff"
 )
@@ -113,7 +113,7 @@ async def test_hostile_reports_do_not_end_the_controller(run: Running) -> None:
     assert run.stream_length(DEAD_LETTERS) == 4
 
 
-async def test_controller_restarts_despite_a_bad_prompt_entry(tmp_path: Path) -> None:
+async def test_controller_restarts_despite_an_unreadable_prompt_order(tmp_path: Path) -> None:
     before, stream = controller(), MemoryStream()
     before.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     await (await Journal.begin(stream)).snapshot(before.state)
@@ -161,7 +161,7 @@ async def test_author_of_a_knob_change_is_limited_in_length(run: Running) -> Non
     assert refused.status_code == 422 and run.controller.state.knob_log == []
 
 
-async def test_lone_surrogate_is_no_author(run: Running) -> None:
+async def test_author_with_a_lone_surrogate_is_rejected(run: Running) -> None:
     """JSON can contain a lone surrogate, which cannot be encoded as UTF-8."""
     transport = httpx.ASGITransport(create_api(run.service, token=None))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:

@@ -1,4 +1,4 @@
-"""Impossible reports become dead letters; they leave no trace in the state and end no controller."""
+"""Impossible reports to the controller become dead letters; they do not change its state and do not end it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def account(**fields: Any) -> OrdersEnded:
     ],
     ids=lambda forged: str(forged)[:40],
 )
-async def test_wrong_account_ends_no_controller_and_no_successor(run: Running, forged: ControlMessage) -> None:
+async def test_report_with_a_wrong_account_ends_neither_the_controller_nor_its_successor(
+    run: Running, forged: ControlMessage
+) -> None:
     await run.start()
     await run.tell(step(1))
     before = msgspec.msgpack.encode(run.controller.state.account)
@@ -83,7 +85,7 @@ async def test_wrong_account_ends_no_controller_and_no_successor(run: Running, f
     assert forged not in [one.report for one in given if isinstance(one, ReportReceived)]
 
 
-async def test_answer_without_a_question_ends_no_evaluation(tmp_path: Path) -> None:
+async def test_answers_to_questions_never_asked_do_not_end_an_evaluation(tmp_path: Path) -> None:
     async with running(tmp_path, evaluation_problems=3) as run:
         await run.start()
         evaluation = run.controller.state.evaluations.current
@@ -98,7 +100,9 @@ async def test_answer_without_a_question_ends_no_evaluation(tmp_path: Path) -> N
 
 
 async def test_failed_decision_is_rolled_back(run: Running) -> None:
-    """An unforeseen report on which a decision fails is put aside, and the partial decision is undone."""
+    """An unforeseen report whose decision fails becomes a dead letter, and the part of the decision already made is
+    undone.
+    """
     await run.start()
     decide = run.controller.decide
 
@@ -117,7 +121,7 @@ async def test_failed_decision_is_rolled_back(run: Running) -> None:
 
 
 def _hostile(draw: random.Random, kind: Any) -> Any:
-    """Return a hostile value of a field's type."""
+    """Return a hostile value of the given field type."""
     if kind is int:
         return draw.choice(_NUMBERS)
     if kind is float:
@@ -147,14 +151,16 @@ def _message(draw: random.Random, kind: Any) -> Any:
     drawn = {field.name: _hostile(draw, field.type) for field in fields}
     if "epoch" in drawn and draw.random() < 0.7:
         drawn["epoch"] = 1
-    if kind is ConsumedReport and draw.random() < 0.5:  # a report that balances, at least
+    if kind is ConsumedReport and draw.random() < 0.5:  # at least its account balances
         frontier = draw.randrange(0, 12)
         drawn = {"trained": frontier, "frontier": frontier}
     return kind(**drawn)
 
 
 async def test_no_report_makes_the_controller_fail(run: Running) -> None:
-    """Two thousand reports of every kind, as hostile as their types allow, are rejected or decided. Seed 0."""
+    """Two thousand reports of all kinds, with fields as hostile as their types allow, are rejected or decided. The
+    seed is 0.
+    """
     await run.start()
     await run.tell(step(1))
     draw, controller = random.Random(0), run.controller
@@ -171,8 +177,8 @@ async def test_no_report_makes_the_controller_fail(run: Running) -> None:
     assert min(refused, decided) > 300, (refused, decided)
 
 
-async def test_order_of_an_unreadable_group_has_failed() -> None:
-    """Otherwise the order would stay in flight until nothing else is left to train on."""
+async def test_order_of_an_unreadable_group_is_reported_as_failed() -> None:
+    """Otherwise the order would stay in flight until no other group is left to train on."""
     stream = MemoryStream()
     reader = RolloutReader(stream, offsets={}, rescan_s=0.0, frontier=lambda: 7)
     await reader.start()

@@ -1,4 +1,4 @@
-"""A recipe's password reaches only files that their owner alone may read."""
+"""A password in a recipe is written only to files that only their owner may read."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_public_report_has_no_password(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_configuration_hides_the_password_and_saves_it_for_its_owner(url: str, tmp_path: Path) -> None:
+def test_printed_recipe_hides_the_password_and_the_saved_recipe_is_private(url: str, tmp_path: Path) -> None:
     config = with_streams(url)
     identity = Identity(
         config=config, run_dir=tmp_path, name="a", redis_url=url, controller_url="http://c", token="hunter2-token"
@@ -62,7 +62,7 @@ def test_configuration_hides_the_password_and_saves_it_for_its_owner(url: str, t
     assert kept is not None and kept.get_secret_value() == url
 
 
-def test_rejected_address_is_not_repeated_with_its_password() -> None:
+def test_error_for_an_invalid_address_does_not_show_its_password() -> None:
     for wrong in (f"http://:{PASSWORD}@host", [f"redis://:{PASSWORD}@host"], {"url": f"redis://:{PASSWORD}@host"}):
         with pytest.raises(RecipeError) as refused:
             parse({"streams": {"redis_url": wrong}})
@@ -70,7 +70,7 @@ def test_rejected_address_is_not_repeated_with_its_password() -> None:
 
 
 @pytest.mark.parametrize("url", [f"http://u:{PASSWORD}@h", f"redis://127.0.0.1:port/0?password={PASSWORD}"])
-async def test_unreachable_server_is_named_without_its_password(url: str) -> None:
+async def test_error_for_an_unreachable_server_does_not_show_its_password(url: str) -> None:
     with pytest.raises(UserError) as refused:
         await open_stream(url, namespace="x")
     assert PASSWORD not in str(refused.value)
@@ -93,8 +93,8 @@ def test_log_lines_have_no_password() -> None:
 # --- tokens and arguments ---------------------------------------------------------------------------------------------
 
 
-def test_roles_without_a_token_agree_on_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a server on loopback would answer every program of every user of the machine."""
+def test_roles_started_without_a_token_agree_on_one_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a token, a server on loopback would answer every program of every user of the machine."""
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with ThreadPoolExecutor(8) as pool:
         tokens = set(pool.map(lambda _: token_of(None, tmp_path / "run"), range(8)))
@@ -105,7 +105,9 @@ def test_roles_without_a_token_agree_on_one(tmp_path: Path, monkeypatch: pytest.
     assert token_of(None, tmp_path / "run") == "given"
 
 
-def test_user_decides_where_no_token_can_be_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_role_that_cannot_store_a_token_needs_the_no_token_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--no-token"):
@@ -128,8 +130,10 @@ def test_password_in_arguments_moves_into_the_environment(spelled: list[str]) ->
 @pytest.mark.parametrize(
     "override", ["streams.redis_url={}", 'streams.redis_url = "{}"', 'engine.servers=["{}"]', "{}"]
 )
-def test_override_on_a_command_line_must_not_hold_a_password(override: str, url: str) -> None:
-    """It would stay in the process list while the process lives, from a role's --set or a bare word of `run`."""
+def test_password_in_a_command_line_override_is_rejected(override: str, url: str) -> None:
+    """The password would stay in the process list while the process lives. Overrides are a role's --set and bare words
+    of `run`.
+    """
     with pytest.raises(RecipeError) as refused:
         load("tiny", [override.format(url)])
     assert PASSWORD not in str(refused.value)
@@ -140,7 +144,7 @@ def test_override_on_a_command_line_must_not_hold_a_password(override: str, url:
 
 
 def test_process_list_does_not_show_a_roles_password(tmp_path: Path) -> None:
-    """The kernel lists the process as it runs, not as it was started."""
+    """The kernel lists the arguments with which the process now runs, not those with which it was started."""
     command = [sys.executable, "-m", "pipelinerl.cli", "actor", "--run-dir", str(tmp_path)]
     role = subprocess.Popen([*command, "--redis-url", f"redis://:{PASSWORD}@127.0.0.1:9/0"], stderr=subprocess.DEVNULL)
     try:

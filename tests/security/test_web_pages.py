@@ -16,7 +16,7 @@ from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 from tests.security.servers import OPEN_SERVERS, TOKEN, application
 
-#: A route of each server that changes something, and its method.
+#: For each server, the method and path of a route that changes something.
 ACTS = {
     "engine": ("POST", "/v1/chat/completions"),
     "controller": ("POST", "/stop"),
@@ -68,13 +68,13 @@ def test_page_cannot_make_a_server_act(
 
 
 @pytest.mark.parametrize("headers", [{"origin": "https://evil.example"}, {"sec-fetch-site": "cross-site"}])
-def test_page_cannot_end_a_run_without_a_body(headers: dict[str, str], tmp_path: Any) -> None:
+def test_page_cannot_end_a_run_by_a_request_without_a_body(headers: dict[str, str], tmp_path: Any) -> None:
     with in_thread(application("controller", tmp_path, token=None)) as served:
         assert ask(served, "POST", "/stop", headers).status_code == 403
         assert ask(served, "DELETE", "/engines?engine=x", headers).status_code == 403
 
 
-def test_page_cannot_read_through_dns_rebinding(open_server: tuple[str, str]) -> None:
+def test_page_cannot_read_answers_through_dns_rebinding(open_server: tuple[str, str]) -> None:
     served, _ = open_server
     for path in ("/health", "/v1/models", "/knobs", "/versions"):
         assert ask(served, "GET", path, {"host": "evil.example"}).status_code == 421
@@ -82,7 +82,7 @@ def test_page_cannot_read_through_dns_rebinding(open_server: tuple[str, str]) ->
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1", "[::1]:8000"])
-def test_people_and_programs_of_this_machine_are_served(open_server: tuple[str, str], host: str) -> None:
+def test_requests_of_local_users_and_programs_are_served(open_server: tuple[str, str], host: str) -> None:
     served, server = open_server
     assert ask(served, "GET", "/health", {"host": host}).status_code == 200
     method, path = ACTS[server]
@@ -92,7 +92,7 @@ def test_people_and_programs_of_this_machine_are_served(open_server: tuple[str, 
         assert answer.status_code in (400, 422), "it was read"
 
 
-def test_foreign_pages_are_rejected_with_a_token_under_any_host_name(tmp_path: Any) -> None:
+def test_pages_of_other_origins_are_rejected_by_servers_with_a_token(tmp_path: Any) -> None:
     with in_thread(application("engine", tmp_path)) as served:
         known = {"authorization": f"Bearer {TOKEN}", "host": "engine-1.lab:8001"}
         assert ask(served, "GET", "/v1/models", known).status_code == 200

@@ -39,7 +39,7 @@ class Stall:
 
 @final
 class Waiting:
-    """Watcher of the server with this process id, from the start of the block to `stalls`."""
+    """Watches the server with this process id, from the start of the `with` block until `stalls`."""
 
     def __init__(self, url: str, idle_url: str, *, pid: int) -> None:
         command = [sys.executable, "-m", "tests.security.waiting", url, idle_url, str(pid)]
@@ -72,7 +72,7 @@ def _watch(target: socket.socket, idle: socket.socket, pid: int) -> list[Stall]:
 
 
 def _asked(*connections: socket.socket) -> dict[socket.socket, float]:
-    """Request both at once; return the seconds that each took to answer."""
+    """Send one request on each connection at once; return the seconds that each took to be answered."""
     heard, took, began = dict.fromkeys(connections, b""), dict[socket.socket, float](), time.monotonic()
     for connection in connections:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -94,7 +94,7 @@ def _not_run_s(pid: int) -> float:
 
 
 def main(url: str, idle_url: str, pid: int) -> None:
-    """Watch until stdin closes, then print."""
+    """Watch until stdin closes, then print the longest stalls."""
     with connect(url) as target, connect(idle_url) as idle:
         _asked(target, idle)
         print("watching", flush=True)

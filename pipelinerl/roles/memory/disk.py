@@ -17,14 +17,14 @@ from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.memory.prediction import MemoryPrediction, gib
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType
 
-#: Events, logs and the stream server's files of a run of usual length.
+#: Bytes for events, logs and the stream server's files, in a run of usual length.
 _BESIDE: Final = 256 * 2**20
 
 
 def checkpoint_bytes(config: RunConfig, predicted: MemoryPrediction) -> int:
     """Return the size of a checkpoint: the weights as they are sent, fp32 masters and both moments."""
     trainer = predicted.trainer
-    if trainer is None:  # unpredicted backend: four times the model's size
+    if trainer is None:  # this trainer's state is not predicted: assume four times the model's size
         return 4 * sum(file.stat().st_size for file in weight_files(config.model.resolved))
     count, trained = trainer.shape.count, trainer.adapters if trainer.rank else trainer.shape.count
     state = (12 if trainer.moments is MomentDType.FP32 else 8) * trained * (2 if trainer.values else 1)
@@ -37,7 +37,7 @@ def checkpoint_bytes(config: RunConfig, predicted: MemoryPrediction) -> int:
 
 
 def run_bytes(config: RunConfig, predicted: MemoryPrediction) -> int:
-    """Return the maximum size of the run directory: checkpoints, one more during a write, samples and logs."""
+    """Return the maximum size of the run directory: the checkpoints, one more while it is written, samples and logs."""
     made = math.ceil(config.run.steps / config.checkpoint.interval_steps) + 1
     kept = min(made, config.checkpoint.keep + config.checkpoint.keep_best + 1)
     samples = config.samples.max_bytes if config.samples.log == "on" else 0
@@ -61,14 +61,15 @@ def disk_line(config: RunConfig, predicted: MemoryPrediction) -> str:
 
 
 def disk_faults(config: RunConfig, predicted: MemoryPrediction, place: Path | None = None) -> Iterator[str]:
-    """Yield a sentence if the run does not fit where it writes: the knobs, and values that fit.
+    """Yield an error if the run does not fit on its disk; it names the keys to change and values that fit.
 
-    A resumed run needs less by the files that are already in `place`, its directory (default: the recipe's).
+    The files of a resumed run are already on the disk, in `place` (default: the recipe's run directory), and are
+    subtracted.
     """
     place = place or config.run_directory
     written = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
     needed, free = max(0, run_bytes(config, predicted) - written), free_bytes(place)
-    if needed <= free or free == 0:  # pseudo file systems report 0; creating the directory will tell
+    if needed <= free or free == 0:  # 0 means a pseudo file system; making the directory shows if it is full
         return
     kept = config.checkpoint.keep + config.checkpoint.keep_best
     fewer = {"keep": 1, "keep_best": 0}
@@ -82,6 +83,8 @@ def disk_faults(config: RunConfig, predicted: MemoryPrediction, place: Path | No
 
 
 def refuse_full_disk(config: RunConfig, predicted: MemoryPrediction, place: Path | None = None) -> None:
-    """Raise UserError if the run does not fit on its disk; `place` is the directory of a resumed run."""
+    """Raise UserError if the run does not fit on its disk; `place` is the directory of a resumed run, None for a new
+    run.
+    """
     for sentence in disk_faults(config, predicted, place):
         raise UserError(sentence)

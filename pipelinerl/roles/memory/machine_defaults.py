@@ -25,7 +25,8 @@ from pipelinerl.system.accelerators import has_accelerator
 from trainer_contract.errors import SpecError
 from trainer_contract.types import Device, WeightDType
 
-#: Share of a device's memory for the prediction, which excludes libraries, the stream server and verifiers.
+#: Fraction of a device's memory that the predicted part may fill. Libraries, the stream server and verifiers, which are
+#: not predicted, use the rest.
 _USED: Final = 0.8
 _LEAST_TOKENS: Final = 1024
 #: Engines that cast weights to the recipe's dtype.
@@ -38,7 +39,7 @@ def host_memory() -> int:
 
 
 def settled(config: RunConfig, limits: Mapping[str, int] | None = None) -> RunConfig:
-    """Resolve `auto` values; `limits` are bytes by kind of process, as `prediction.lines` takes them.
+    """Replace `auto` values in the recipe; `limits` are bytes by kind of process, as in `prediction.lines`.
 
     A recipe that `check` would refuse is returned unchanged, because `check` has the better error message.
     """

@@ -1,7 +1,7 @@
 """The memory table of `pipelinerl check`: the memory of each process, whether it fits, and the knobs that would help.
 
-Nothing heavy is imported and no weight is read. Trainers and engines of other types, and external servers, cannot be
-predicted and are left out.
+Nothing heavy is imported and no weight is read. Trainers and engines of other types than ours, and external servers,
+cannot be predicted and are left out.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ _BITS: Final = {"int8": 8, "int4": 4}
 class EngineMemory:
     """Memory of an engine on `devices`, with `slots` sequences of `context` tokens.
 
-    With `staged_on_host`, as in vLLM, updates arrive in the host's memory, and the weights on the device have no second
-    copy.
+    With `staged_on_host`, as in vLLM, updates arrive in the host's memory, so the device holds the weights only once.
     """
 
     shape: ModelShape
@@ -79,7 +78,7 @@ class EngineMemory:
 
     @property
     def host(self) -> int:
-        """Bytes on the host, in memory that the engine's processes share."""
+        """Bytes on the host, in memory that all of the engine's processes share."""
         if not self.staged_on_host:
             return 0
         converted = self.shape.count * BYTES[self.wire] if self.wire is not self.dtype else 0
@@ -107,7 +106,7 @@ class Footprint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPrediction:
-    """Memory of the trainer and of each engine; None if their type is not predicted."""
+    """Memory of the trainer and of each engine; None for a type whose memory cannot be predicted."""
 
     trainer: TrainerMemory | None
     engine: EngineMemory | None
@@ -178,7 +177,9 @@ def _engine(config: RunConfig, shape: ModelShape) -> EngineMemory | None:
 
 
 def trainable(prediction: MemoryPrediction) -> str | None:
-    """Return a line such as `LoRA: 1.2 M of 135 M parameters train`; None if all train or the type is unknown."""
+    """Return a line such as `LoRA: 1.2 M of 135 M parameters train`; None if all parameters train or the trainer is not
+    predicted.
+    """
     trainer = prediction.trainer
     if trainer is None or not trainer.rank:
         return None
@@ -186,7 +187,7 @@ def trainable(prediction: MemoryPrediction) -> str | None:
 
 
 def lines(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> Iterator[str]:
-    """Yield a line for each process, and one with advice if it exceeds its limit in bytes.
+    """Yield a line for each process, and a second line with advice if the process exceeds its limit in bytes.
 
     `limits` has the kind of process as key; `all` limits the sum of all processes, on a machine without GPUs.
     """
@@ -204,7 +205,7 @@ def lines(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> Iterato
 
 
 def fits(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> bool:
-    """Return True if every process is within its limit, and all together within that of `all`."""
+    """Return True if every process is within its own limit, and the sum of all processes within the limit `all`."""
     each = [its.total <= limits.get(kind, its.total) for kind, its in prediction.by_process.items()]
     return all(each) and _of_all(prediction) <= limits.get("all", math.inf)
 
@@ -218,9 +219,11 @@ def _of_all(prediction: MemoryPrediction) -> int:
 
 
 def _advice(footprint: Footprint, limit: int) -> str:
-    """Return the knobs that suffice on their own, or the best one and its result if none does."""
+    """Return the changes that each suffice on their own; if none does, the change that saves most, and the memory it
+    leaves.
+    """
     tried = list(_changes(footprint))
-    enough: dict[str, str] = {}  # by knob, its smallest sufficient change
+    enough: dict[str, str] = {}  # the smallest sufficient change of each knob, by the knob's name
     for name, changed in tried:
         if changed.total <= limit:
             enough.setdefault(name.partition("=")[0], f"{name} ({gib(changed.total)})")
@@ -252,7 +255,7 @@ class _Together:
 
 
 def _changes(footprint: Footprint) -> Iterator[tuple[str, Footprint]]:
-    """Yield possible changes of the recipe with the resulting footprint."""
+    """Yield changes of the recipe that lower the memory, each with the resulting footprint."""
     if isinstance(footprint, TrainerMemory):
         yield from _trainer_changes(footprint)
     elif isinstance(footprint, _Together):
@@ -298,7 +301,7 @@ def _trainer_changes(trainer: TrainerMemory) -> Iterator[tuple[str, Footprint]]:
 
 
 def _halves(number: int, least: int) -> Sequence[int]:
-    """Return the number halved repeatedly, down to `least`."""
+    """Return the number halved once, twice and so on, as long as the result is at least `least`."""
     halves = []
     while (number := number // 2) >= least:
         halves.append(number)

@@ -1,15 +1,16 @@
 """Peak device memory of the torch trainer, in closed form from sizes alone.
 
-The peak is in a backward pass after the first of a step: it holds all gradients and everything that the forward pass
-kept. A layer keeps, per token, with H hidden, Q and K the width of queries and of keys, I the MLP's:
+The peak is in a backward pass after the first backward pass of a step: the device then holds all gradients and
+everything that the forward pass kept. A layer keeps, per token, with H hidden, Q and K the width of queries and of
+keys, I the MLP's:
 
     in fp32    residual stream 2 H, norms' outputs 2 H, queries Q, keys and values 2 K, attention's output 2 Q, the MLP
                4 I (5 I if it is not gated); training of RMS norms' weights 2 H, and 2 (Q + K) if heads have norms
     in bf16    the residual stream and the norms' inputs stay fp32; each linear layer keeps its input once more,
                and its weight in bf16 until its backward pass
 
-With the optimizer's state on the host, the moments are there, and in bf16 also the fp32 masters of linear layers. The
-device then holds those in bf16, and passes make no bf16 copies of them.
+If the optimizer's state is on the host, the moments are there, and in bf16 also the fp32 masters of linear layers. The
+device then holds bf16 weights in place of these masters, and passes make no further bf16 copies of them.
 
 Padding to buckets adds a tenth to what attention keeps. With checkpointing, a layer keeps only its input, and one layer
 at a time keeps everything. The output layer holds three times its logits in its backward pass.
@@ -27,22 +28,21 @@ from pipelinerl.trainers.torch.mesh import GradientSum
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, StatePlace
 from trainer_contract.types import Precision, WeightDType
 
-#: Logits held at once, as in `numerics.torch_logprobs`, which is not imported because it imports torch.
+#: Number of logits held at once, as in `numerics.torch_logprobs`, which is not imported because it imports torch.
 LOGITS_AT_ONCE: Final = 2**24
-#: Overhead of buckets of similar lengths.
+#: Factor for the padding of sequences to buckets of similar lengths.
 _PADDING: Final = 1.1
-#: Log-softmax, its gradient, and the gradient of the logits.
+#: How many arrays of the logits' size are held: log-softmax, its gradient, and the gradient of the logits.
 _LOGITS_HELD: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerMemory:
-    """Memory of one process of a torch trainer with `shards` × any replicas.
+    """Memory of one process of a torch trainer whose model is divided over `shards` processes; replicas do not matter.
 
-    A micro-batch has `tokens`, of which `trained` have a loss; `cp` processes compute it together. `rank` 0 trains
-    every weight; otherwise adapters of that rank on `targets` (None: all linear layers). `values` and `reference` are
-    True if a critic and a reference of the same size are loaded as well. `moments` and `place` describe the optimizer's
-    state.
+    A micro-batch has `tokens`, of which `trained` have a loss; `cp` processes compute it together. `rank` is the rank
+    of LoRA adapters on `targets` (None: all linear layers); 0 trains every weight. `values` and `reference` are True if
+    a critic and a reference of the same size are loaded as well. `moments` and `place` describe the optimizer's state.
     """
 
     shape: ModelShape
@@ -84,14 +84,14 @@ class TrainerMemory:
 
     @property
     def host(self) -> int:
-        """Bytes of this process' optimizer state on the host."""
+        """Bytes of this process's optimizer state on the host."""
         if not self._is_on_host:
             return 0
         return (self._moments + 4 * self._rounded) * (2 if self.values else 1)
 
     @property
     def adapters(self) -> int:
-        """Number of adapter parameters (A and B) over all targets."""
+        """Number of adapter parameters (A and B) over all targets; 0 without adapters."""
         return self.rank * sum(map(sum, self.shape.adapted(self.targets))) if self.rank else 0
 
     @property
@@ -104,12 +104,12 @@ class TrainerMemory:
 
     @property
     def _moments(self) -> int:
-        """Bytes of both moments, on device or host."""
+        """Bytes of both moments of the optimizer, wherever they are kept."""
         return (8 if self.moments is MomentDType.FP32 else 4) * self._trained // self.shards
 
     @property
     def _rounded(self) -> int:
-        """Number of parameters in bf16 on the device, with their masters on the host."""
+        """Number of parameters that the device holds in bf16, because their fp32 masters are on the host."""
         is_apart = self._is_on_host and self._is_half and not self.rank and self.shards == 1
         return self.shape.products if is_apart else 0
 
@@ -131,7 +131,9 @@ class TrainerMemory:
 
     @property
     def _weights(self) -> int:
-        """Bytes of a copy of the model; with a mesh, of one shard and two gathered layers."""
+        """Bytes of one copy of the model; on a mesh, of one shard plus two gathered layers and the gathered outer
+        parameters.
+        """
         shape, matrix = self.shape, 2 if self._keeps_base_in_bf16 else 4
         whole = 4 * shape.count - (4 - matrix) * shape.matrices - 2 * self._rounded
         if self.shards == 1:
@@ -140,17 +142,19 @@ class TrainerMemory:
 
     @property
     def _layer(self) -> int:
-        """Parameters of a layer's matrices and experts."""
+        """Number of parameters in a layer's matrices and experts."""
         return (sum(map(math.prod, self.shape.linear.values())) + self.shape.experts) // self.shape.layers
 
     @property
     def _outer(self) -> int:
-        """Parameters outside of layers: embeddings and an output layer, with norms."""
+        """Number of parameters outside of layers' matrices: embeddings, an output layer, and all norms."""
         return self.shape.count - self._layer * self.shape.layers
 
     @property
     def _gradients(self) -> int:
-        """Bytes of gradients: all, or a shard's plus those of a layer and the outer parameters in transfer."""
+        """Bytes of gradients: of all weights, or of a shard plus a layer and the outer parameters, which are in
+        transfer.
+        """
         if self.shards == 1 or self.gradients is GradientSum.WHOLE:
             return 4 * self._trained
         passing = 2 * (self._layer + self._outer) if not self.rank else 0
@@ -158,8 +162,9 @@ class TrainerMemory:
 
     @property
     def _casts(self) -> int:
-        """Bytes of bf16 copies that autocast makes of fp32 weights for a backward pass; of one layer with
-        checkpointing.
+        """Bytes of the bf16 copies that autocast makes of fp32 weights for a backward pass.
+
+        With checkpointing, only one layer's copies exist at a time.
         """
         if self.checkpointing and self._is_half and not self._keeps_base_in_bf16:
             outer = self.shape.vocab * self.shape.hidden
@@ -176,7 +181,7 @@ class TrainerMemory:
 
     @property
     def _of_layer(self) -> int:
-        """Bytes that a layer keeps for each token."""
+        """Bytes that one layer keeps for each token."""
         shape, frozen = self.shape, bool(self.rank)
         hidden, mlp = shape.hidden, shape.intermediate * (4 if shape.is_gated else 5)
         query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -194,12 +199,12 @@ class TrainerMemory:
 
     @property
     def _logits(self) -> int:
-        """Bytes for the output layer, or for a layer's backward pass if that is more."""
+        """Bytes that the output layer needs, or a layer's backward pass if it needs more."""
         shape, tokens = self.shape, self._own_tokens
         whole = self._own_trained * shape.vocab
         at_once, weight = min(whole, LOGITS_AT_ONCE), 0 if self.rank else 4 * shape.vocab * shape.hidden
         head = max(_LOGITS_HELD * 4 * at_once, 4 * at_once + 2 * weight)
-        if whole > LOGITS_AT_ONCE:  # the fp32 sum over pieces; in bf16 also the weight and one such gradient
+        if whole > LOGITS_AT_ONCE:  # in pieces: sum the weight's gradient in fp32; bf16 needs as much again
             head = _LOGITS_HELD * 4 * at_once + (2 if self._is_half else 1) * weight
         size = 2 if self._is_half else 4
         back = size * tokens * (2 * shape.intermediate + 2 * shape.hidden)
@@ -209,7 +214,7 @@ class TrainerMemory:
 
     @property
     def _gather(self) -> int:
-        """Bytes of the largest parameter as sent; adapters are merged into it in fp32 first."""
+        """Bytes of the largest parameter in the dtype that is sent. Adapters are first merged into it in fp32."""
         largest = self.shape.largest
         if self.rank:
             merged = max((rows * columns for rows, columns in self.shape.adapted(self.targets)), default=0)

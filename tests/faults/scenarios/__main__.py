@@ -1,6 +1,6 @@
-"""`python -m tests.faults.scenarios`: play scenarios by name and seed, as `pipelinerl chaos` does in a checkout.
+"""`python -m tests.faults.scenarios`: run scenarios by name and seed, as `pipelinerl chaos` does in a checkout.
 
-The exit status is 1 when a promise did not hold, and 2 for an unknown name.
+The exit status is 1 if a promise was broken, and 2 for an unknown name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.faults.scenarios.scenario import find, names, play, summary
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and play."""
+    """Parse the command line and run the scenarios; return the exit status."""
     parser = argparse.ArgumentParser(prog="pipelinerl chaos")
     parser.add_argument("--scenario", default="all")
     parser.add_argument("--seed", type=int, default=0)
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"{name:<18} {summary(name)}" for name in chosen))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # cleans up started processes
-    logging.disable(logging.ERROR)  # killed roles log errors
+    logging.disable(logging.ERROR)  # killed roles log errors, which are expected
     broken = False
     for name in chosen:
         seeds = range(given.seed, given.seed + given.count)

@@ -1,8 +1,8 @@
 """Every role is killed, suspended or starved by its machine: no order lost or trained twice, no process left.
 
-A whole run by `pipelinerl run`, of bigram roles, in one of the situations below (the seed's remainder). Afterwards it
-must take steps, end on request, balance its ledger, train each order once in the lineage of the last weights, and leave
-no process. Where no run can start, one sentence says so, and nothing was started.
+A whole run by `pipelinerl run`, with bigram roles, in one of the situations below; the seed modulo their number selects
+it. Afterwards the run must take steps, end on request, balance its ledger, train each order once in the lineage of the
+last weights, and leave no process. Where no run can start, the launcher must say so in one sentence and start nothing.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class Situation(IntEnum):
     READ_ONLY = 7
 
 
-#: A run whose processes come and go costs a minute; the short form is the machine on which none can start.
+#: A run whose processes are killed takes a minute, so the short form has only the machine on which no run can start.
 SHORT = range(Situation.READ_ONLY, Situation.READ_ONLY + 1)
-#: Two hundred kills, and every other situation once.
+#: Two hundred kills (ten per seed that is a multiple of 8), and every other situation once.
 LONG = (*range(8), *range(8, 8 * 20, 8))
 
 ROLES: Final = ("controller", "engine-0", "actor-0", "trainer", "redis")
 _KILLS: Final = 10
 _STANDS_STILL_S: Final = 20.0
 _WAIT_S: Final = 180.0
-#: A wall clock that jumps by up to an hour in both directions every second; the monotonic clock is unaffected.
+#: Shifts the wall clock by up to an hour in both directions every second; the monotonic clock is unaffected.
 _JUMPING: Final = """
 import random, time
 _true, _drawn = time.time, random.Random()
@@ -65,7 +65,7 @@ time.time = _jumping
 
 
 def play(seed: int, directory: Path) -> Verdict:
-    """Play one run in the seed's situation."""
+    """Run the scenario with one seed, in the seed's situation."""
     situation, figures = Situation(seed % len(Situation)), Counter[str]()
     figures[f"runs with {situation.name.lower().replace('_', ' ')}"] = 1
     written = directory / "recipe.toml"
@@ -97,7 +97,7 @@ def _recipe(seed: int) -> dict[str, Any]:
 
 
 def _prepared(situation: Situation, directory: Path) -> tuple[Sequence[str], Mapping[str, str]]:
-    """Return the command that becomes the launcher's, and additions to its environment."""
+    """Return a command prefix that creates the situation for the launcher, and variables to add to its environment."""
     match situation:
         case Situation.FEW_FILES:
             return ("sh", "-c", 'ulimit -n 256; exec "$@"', "sh"), {}
@@ -113,7 +113,7 @@ def _prepared(situation: Situation, directory: Path) -> tuple[Sequence[str], Map
 
 
 def _mounted(options: str, place: str) -> Sequence[str]:
-    """Return a command prefix that mounts a tiny file system at `place`; without it where mounting is forbidden."""
+    """Return a command prefix that mounts a tiny file system at `place`; an empty one if mounting is forbidden."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         return ()
     fill = f"head -c 4096 /dev/zero > {place}/full 2>/dev/null"
@@ -124,12 +124,12 @@ def _mounted(options: str, place: str) -> Sequence[str]:
 
 
 def _nothing(run: LiveRun, seed: int, figures: Counter[str]) -> None:
-    """Do nothing: the machine is bad from the start."""
+    """Do nothing during the run: the situation exists from the start."""
     _gets_on(run)
 
 
 def _kills(run: LiveRun, seed: int, figures: Counter[str]) -> None:
-    """`kill -9`, each role at least once."""
+    """Kill processes with `kill -9`, each role at least once."""
     draw = generator(seed, "bad machine")
     victims = [*ROLES, *draw.choice(ROLES, size=_KILLS - len(ROLES))]
     for victim in map(str, draw.permutation(victims)):
@@ -150,7 +150,7 @@ def _standstill(run: LiveRun, seed: int, figures: Counter[str]) -> None:
 
 
 def _port_taken(run: LiveRun, seed: int, figures: Counter[str]) -> None:
-    """Let another program bind a role's port as soon as the role has died, and keep it for a while."""
+    """Bind a role's port in another program as soon as the role has died, and keep the port for a while."""
     for role in ("engine-0", "controller"):
         words = run.role(role).cmdline()
         port = int(words[words.index("--port") + 1])
@@ -208,14 +208,14 @@ def _gets_on(run: LiveRun) -> None:
 
 
 def _closed(run: LiveRun) -> list[str]:
-    """Close the terminal: the run ends, and no process of it is left."""
+    """Close the terminal; check that the run ends and that no process of it is left."""
     os.killpg(run.launcher.pid, signal.SIGHUP)
     status = run.end(_WAIT_S)
     return ([] if status == 130 else [f"a closed terminal ends a run with 130, not {status}"]) + _left(run)
 
 
 def _settled(run: LiveRun) -> list[str]:
-    """End the run, then check its ledger."""
+    """End the run; check its ledger."""
     deadline = time.monotonic() + _WAIT_S
     while run.launcher.poll() is None:
         try:
@@ -239,7 +239,7 @@ def unbalanced(run: LiveRun) -> list[str]:
     """Return sentences on orders that the event log shows as trained twice, or as lost."""
     trained: dict[int, list[int]] = {}
     for event in run.events():
-        if event["kind"] == "trainer_ready":  # work beyond the last checkpoint is lost
+        if event["kind"] == "trainer_ready":  # a restarted trainer begins at the last checkpoint; later work is lost
             trained = {step: orders for step, orders in trained.items() if step <= event["model_version"]}
         elif event["kind"] == "step":
             trained[event["step"]] = event["orders"]
@@ -255,7 +255,7 @@ def unbalanced(run: LiveRun) -> list[str]:
 
 
 def _read_only(arguments: Sequence[str], path: Path) -> list[str]:
-    """Check that no run starts where nothing can be written."""
+    """Check that no run starts on a machine where nothing can be written."""
     through = _mounted("-o ro", str(path.parent))
     if not through:
         return []

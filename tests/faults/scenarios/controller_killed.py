@@ -1,7 +1,7 @@
 """The controller is killed between any two side effects; prompts, directives, events and ledger are unchanged.
 
-Each seed plays a random run of the pure core twice, once with deaths, and kills the service of a scripted run at some
-of its crash points: before or after each append, trim and line of the event log.
+Each seed plays a random run of the pure controller twice, once with deaths. It also kills the service of a scripted run
+at some of its crash points: before or after each append, each trim and each line of the event log.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from tests.controller.service.test_journal import NEVER, live, same_with_and_wit
 from tests.faults.scenarios.scenario import Verdict
 
 SHORT = range(10)
-#: Every crash point over 20 steps, and 10,000 random runs, are tested in tests/controller/service/test_journal.py.
+#: Few seeds suffice: tests/controller/service/test_journal.py tests every crash point over 20 steps, and 10,000 random
+#: runs.
 LONG = range(100)
 
 STEPS = 6
@@ -22,7 +23,7 @@ CRASHES = 4
 
 
 def play(seed: int, directory: Path) -> Verdict:
-    """Play one random run with deaths, and four crash points of a scripted one."""
+    """Run the scenario with one seed: a random run with deaths, and four crash points of a scripted run."""
     broken = []
     try:
         same_with_and_without_deaths(seed)

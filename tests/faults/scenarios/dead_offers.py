@@ -1,9 +1,9 @@
 """Dead engines, or engines that die at their first join, keep registering: the run keeps its speed and its engines.
 
-Crash-looping engines produce this: 60 offers in 40 s from three addresses, each with a new incarnation. On even seeds
-no process listens there. On odd seeds a process answers polls and hangs up at every join, like an engine that dies of
-its first update. Answers are judged after a pause, so that the run's speed does not depend on the machine. During a
-second wave, an honest engine is added.
+Crash-looping engines produce this: 60 registrations in 40 s from three addresses, each with a new incarnation. On even
+seeds no process listens at these addresses. On odd seeds a process answers polls and hangs up at every join, like an
+engine that dies of its first update. Answers are judged after a pause, so that the run's speed does not depend on the
+machine. During a second wave of registrations, a working engine is added.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from tests.faults.scenarios.scenario import Verdict
 SHORT = range(2)
 LONG = range(6)
 
-#: A run that does not learn, because a run whose answers become equal slows down by itself.
+#: Keeps the run from learning: a run whose answers become equal slows down by itself.
 _STEADY: Final = ("actor.groups_in_flight=8", "staleness.k=8", "optimizer.learning_rate=1e-9")
-#: Promised: the share of the speed before, and the seconds from an engine's request to its first work. Each engine that
-#: answers polls costs a new group whenever it is tried.
+#: The promises: the least fraction of the earlier speed, by kind of dead engine, and the most seconds from the request
+#: of an engine until it works. An engine that answers polls costs more, since each attempt to update it forms a new
+#: weight group.
 _SPEED: Final = {"nobody listens": 0.9, "hangs up": 0.7}
 _SERVES_WITHIN_S: Final = 30.0
 _ADDRESSES: Final = 3
 
 
 class _HangsUp(BaseHTTPRequestHandler):
-    """Answers a poll like an engine, and nothing else."""
+    """An engine that answers polls and closes the connection on all other requests."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -64,7 +65,7 @@ def _hanging_up() -> Iterator[str]:
 
 
 def play(seed: int, directory: Path, *, offers: int = 60, within_s: float = 40.0) -> Verdict:
-    """Compare the speed before, during and after `offers` of dead engines; then add an engine."""
+    """Compare the speed before, during and after `offers` registrations of dead engines; then add a working engine."""
     draw, path, broken = generator(seed, "dead offers"), directory / "run", list[str]()
     with ExitStack() as stack:
         run = stack.enter_context(launched(endless_run(path, *_STEADY), path))
@@ -110,7 +111,7 @@ def play(seed: int, directory: Path, *, offers: int = 60, within_s: float = 40.0
 
 
 def _offer(run: LiveRun, urls: Sequence[str], gaps_s: Sequence[float]) -> None:
-    """Offer each address in turn, each time with a new incarnation."""
+    """Register each address in turn, each time with a new incarnation."""
     with controller_of(run.directory) as controller:
         for number, gap_s in enumerate(gaps_s):
             offer = {"url": urls[number % len(urls)], "incarnation": f"life-{time.monotonic_ns()}"}

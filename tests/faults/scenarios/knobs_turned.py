@@ -1,8 +1,8 @@
 """Knobs change many times a second on a live run of two engines: it always takes the next step.
 
-The recipe of `make run`. At random intervals j and k change, and sometimes the groups in flight and the rollouts of a
-step, so that bounds fall while the pipeline is full and rise while it is empty. No sequence may leave `STALL_S` seconds
-without a step.
+The recipe is that of `make run`. At random intervals j and k change, and sometimes the number of groups in flight and
+of rollouts in a step, so that limits become lower while the pipeline is full and higher while it is empty. After no
+sequence of changes may the run go without a step for `STALL_S` seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GROUP_SIZE: Final = 8
 
 
 def play(seed: int, directory: Path, *, storm_s: float = STORM_S) -> Verdict:
-    """Change knobs for `storm_s`, then check that the run continues with the last of them."""
+    """Change knobs for `storm_s`, then check that the run continues with the last values."""
     draw, path = generator(seed, "knobs turned"), directory / "run"
     arguments = ["tiny", "engine.count=2", "run.steps=1000000", f"run.directory={directory}", "run.name=run"]
     figures: Counter[str] = Counter({"steps": 0, "changes": 0, "stalls": 0})
@@ -51,7 +51,7 @@ def play(seed: int, directory: Path, *, storm_s: float = STORM_S) -> Verdict:
 def _storm(
     run: LiveRun, client: ControllerClient, draw: np.random.Generator, figures: Counter[str], storm_s: float
 ) -> list[str]:
-    """Change knobs until the storm is over or the run stalls; return the stalls."""
+    """Change knobs for `storm_s` or until the run stalls; return sentences on stalls."""
     ends_at = time.monotonic() + storm_s
     steps, stepped_at = 0, time.monotonic()
     while (now := time.monotonic()) < ends_at:

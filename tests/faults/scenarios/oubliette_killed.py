@@ -1,7 +1,7 @@
 """An Oubliette service is killed with kill -9 during its work: every answer gets one verdict, the right one.
 
-The service is `pipelinerl oubliette serve`, with its own sandbox, control groups and repository; a verifier sends it
-requests, like an actor's. At random moments it is killed and restarted at its address. Its results and compiled
+The service is `pipelinerl oubliette serve`, with its own sandbox, control groups and repository; a verifier calls it as
+an actor's verifier does. At random moments the service is killed and restarted at its address. Its results and compiled
 programs are lost with it, and made again. In the end, no process started by a dead service may be alive, and no control
 group or mount of a sandbox may be left.
 """
@@ -30,7 +30,7 @@ SHORT = range(1)
 LONG = range(10)
 
 _KILLS: Final = 5
-#: Answers in progress at once.
+#: Number of answers in progress at once.
 _AT_ONCE: Final = 6
 _C: Final = (
     '#include <stdio.h>\nint main(void) {{ int n; return scanf("%d", &n) != 1 || printf("%d\\n", {} * n) < 0; }}'
@@ -38,7 +38,7 @@ _C: Final = (
 
 
 class _Service:
-    """The service's process."""
+    """The service's process, which can be killed and restarted at its address."""
 
     def __init__(self, repository: Path) -> None:
         self.repository = repository
@@ -47,7 +47,7 @@ class _Service:
         self.process: subprocess.Popen[str]
 
     def start(self) -> None:
-        """Start it; return when it serves."""
+        """Start the service; return when it serves."""
         words = ["oubliette", "serve", "--repository", str(self.repository), "--port", str(self.port), "--at-once", "2"]
         command = [sys.executable, "-m", "pipelinerl.cli", *words]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -57,7 +57,7 @@ class _Service:
             raise RuntimeError("the Oubliette service did not start; what it said stands above")
 
     def kill(self) -> list[psutil.Process]:
-        """Kill it alone; return the processes that it had started."""
+        """Kill only the service's own process; return the processes that it had started."""
         children = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         self.process.kill()
         self.process.wait(PATIENCE_S)
@@ -67,7 +67,7 @@ class _Service:
 
 
 def play(seed: int, directory: Path, *, kills: int = _KILLS) -> Verdict:
-    """Play one seed; the repository is in `directory`."""
+    """Run the scenario with one seed; the service's repository is in `directory`."""
     if not shutil.which("bwrap"):
         return Verdict({"left out for want of bubblewrap": 1})
     service = _Service(directory / "repository")

@@ -1,9 +1,9 @@
 """A process of the trainer's mesh is killed (kill -9): the other ends, and no group is lost or trained twice.
 
-The run is a real one: two ranks, engine, actor, controller and streams. Each seed is one run with five kills at any
-moment, of rank 0 or 1 by the seed. After each, the other rank must end, and both come back from the newest checkpoint.
-At the end the ledger balances, and every step has trained its number of groups. The deaths noticed within a second are
-counted but not required, because they depend on the machine's load.
+The run is real: two ranks, engine, actor, controller and streams. Each seed is one run with five kills at random
+moments, always of rank 0 or always of rank 1. After each kill, the other rank must end, and both must restart from the
+newest checkpoint. At the end the ledger balances, and every step has trained its number of groups. Deaths that the
+other rank notices within a second are counted but not required, because they depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SETTINGS = (
     "checkpoint.interval_steps=2",
     "launch.restarts=1000",
 )
-#: By `tests.fakes.live_run.SMALL` and the recipe's eight rollouts in a group.
+#: Follows from `tests.fakes.live_run.SMALL` and the recipe's eight rollouts per group.
 GROUPS_IN_A_STEP = 8
 
 
 def play(seed: int, directory: Path) -> Verdict:
-    """Play one run with kills of the seed's rank."""
+    """Run the scenario with one seed, which determines the rank that is killed."""
     figures, broken = Counter[str](), []
     with launched(new_run(directory / "run", *SETTINGS), directory / "run") as run:
         try:
@@ -55,12 +55,12 @@ def play(seed: int, directory: Path) -> Verdict:
 
 
 def disturb(run: LiveRun, seed: int, number: int, figures: Counter[str]) -> None:
-    """Wait for two steps; then kill a rank, and check that the other ends and both come back."""
+    """Wait for two steps; then kill a rank, and check that the other ends and that both come back."""
     random = generator(seed, "rank", number)
     run_on(run, steps=2)
     ranks, lives = ranks_of(run), len(run.events("trainer_ready"))
     rank = int(random.integers(2))
-    time.sleep(random.uniform(0, 1))  # at any place of a step
+    time.sleep(random.uniform(0, 1))  # so that the kill can happen anywhere in a step
     killed = time.monotonic()
     ranks[rank].kill()
     while is_alive(ranks[1 - rank]):
@@ -73,7 +73,7 @@ def disturb(run: LiveRun, seed: int, number: int, figures: Counter[str]) -> None
 
 
 def run_on(run: LiveRun, *, steps: int) -> None:
-    """Wait for this many further steps, of any version."""
+    """Wait until the run has made `steps` further steps, of any version."""
     before = len(run.steps())
     run.until(lambda run: len(run.steps()) >= before + steps, f"{steps} further steps")
 
@@ -86,7 +86,7 @@ def ranks_of(run: LiveRun) -> tuple[psutil.Process, psutil.Process]:
 
 
 def arguments_of(process: psutil.Process) -> list[str]:
-    """Return its arguments, or none if it has ended."""
+    """Return the process's arguments; empty if it has ended."""
     try:
         return process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -94,7 +94,7 @@ def arguments_of(process: psutil.Process) -> list[str]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """True if it runs and is no zombie."""
+    """True if the process runs and is no zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -102,10 +102,10 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def unbalanced(run: LiveRun, figures: Counter[str]) -> list[str]:
-    """Return contradictions in the ledger.
+    """Return sentences on contradictions in the ledger.
 
-    The run's version is that of its last step. A life that was killed before its checkpoint was complete may have got
-    further; what it trained since its last checkpoint belongs to no step of the run.
+    The run's version is that of its last step. A trainer that was killed before its checkpoint was complete may have
+    reached a later version; what it trained after its last checkpoint belongs to no step of the run.
     """
     finished = run.events("run_finished")
     if not finished:

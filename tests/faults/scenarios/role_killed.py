@@ -35,20 +35,20 @@ SHORT = range(1)
 LONG = range(40)
 
 KILLS = 5
-#: Operations at which a role may die. One that a correct trainer never performs (it acknowledges nothing) means a kill
-#: at any moment.
+#: Operations around which each role may die. A role that never performs a listed operation (a correct trainer
+#: acknowledges nothing) is killed at any moment instead.
 POINTS = {
     "trainer": ("append", "read", "trim", "update", "checkpoint", "acknowledge"),
     "actor": ("append", "claim", "acknowledge", "renew"),
     "controller": ("append", "read", "trim", "last_id"),
-    "engine": ("none",),  # it uses no stream: at any moment
+    "engine": ("none",),  # it uses no stream, so it is killed at any moment
 }
 VICTIMS = {"trainer": 0.25, "actor": 0.25, "controller": 0.2, "engine": 0.15, "server": 0.15}
 PARTITION = f"{ROLLOUTS}actor"
 
 
 def play(seed: int, directory: Path, *, mutant: str = "", kills: int = KILLS) -> Verdict:
-    """Play one run with kills of the seed's roles; with a mutant, of the trainer alone."""
+    """Run the scenario with one seed, which determines the killed roles. With a mutant, only the trainer is killed."""
     broken: list[str] = []
     forgotten: set[int] = set()
     figures = Counter[str]()
@@ -81,7 +81,7 @@ def disturb(cluster: Cluster, seed: int, number: int, forgotten: set[int], figur
         made = {group["entry"] for group in cluster.kill_server()}
         with Redis.from_url(cluster.server.url) as server:
             kept = {_number(entry_id) for entry_id, _ in server.xrange(f"chaos:{PARTITION}")}
-        gone = {entry for entry in made - kept if entry > min(kept, default=0)}  # trimmed entries lie before the rest
+        gone = {entry for entry in made - kept if entry > min(kept, default=0)}  # lower entries were trimmed, not lost
         forgotten |= gone
         figures["forgotten by a server"] += len(gone)
     else:
@@ -94,7 +94,7 @@ def disturb(cluster: Cluster, seed: int, number: int, forgotten: set[int], figur
 
 
 def settle(cluster: Cluster) -> None:
-    """Wait for further steps, and have the owner stop the run."""
+    """Wait for further steps, then stop the run as its owner would."""
     steps = len(cluster.events("step"))
     cluster.until(lambda: len(cluster.events("step")) >= steps + 4, "four steps after the last kill")
     with controller_of(cluster.directory) as controller:
@@ -108,8 +108,9 @@ def _ended(cluster: Cluster) -> bool:
 
 
 def still_read(cluster: Cluster, offset: int) -> set[int]:
-    """Return entries that the next trainer will read: after the offset, or, for a mutant, not acknowledged by its
-    group.
+    """Return the entries that the next trainer will read.
+
+    These are the entries after the offset; for a mutant, those that its consumer group has not acknowledged.
     """
     key = f"chaos:{PARTITION}"
     with Redis.from_url(cluster.server.url) as server:
@@ -126,7 +127,7 @@ def _number(entry_id: bytes) -> int:
 
 
 class Findings:
-    """The combined evidence of witness files, event log, last checkpoint and stream."""
+    """The evidence about a run: witness files, event log, last checkpoint and stream."""
 
     def __init__(self, cluster: Cluster, forgotten: set[int]) -> None:
         self.made = sorted(cluster.witnessed("made"), key=lambda group: group["entry"])
@@ -150,7 +151,7 @@ class Findings:
         ]
 
     def _lineage(self, steps: Iterable[dict[str, Any]], last: int | None) -> list[tuple[int, str]]:
-        """Return the groups behind the weights of the newest checkpoint as (order, copy); a repeated step counts
+        """Return the groups that the newest checkpoint's weights have seen, as (order, copy). A repeated step counts
         once.
         """
         by_version: dict[int, tuple[int, list[tuple[int, str]]]] = {}
@@ -168,7 +169,7 @@ class Findings:
             index, entry = group["index"], group["entry"]
             copy = trained.get(index)
             if copy is not None and entry_of.get(copy, -1) <= entry:
-                continue  # it, or an earlier copy, was trained
+                continue  # this copy or an earlier copy of the same order was trained
             abandoned = any(later > group["epoch"] and began < group["newest"] for later, began in self._began.items())
             waiting = copy is None and entry in self._waiting
             if not (abandoned or waiting or entry in self._forgotten):

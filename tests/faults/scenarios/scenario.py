@@ -1,8 +1,9 @@
-"""`Scenario`: a fault drawn from a seed and applied to the real thing, and what must hold nevertheless.
+"""`Scenario`: a fault drawn from a seed and applied to a real or simulated run, and the promises that must hold
+nevertheless.
 
 A scenario is a module in this folder with a function `play(seed, directory) -> Verdict`, the seeds `SHORT` (for `make
 test`) and `LONG` (for `make chaos`), and a first line that states the fault and the promise. pytest and `pipelinerl
-chaos` play the same functions, so that a failing seed of one can be replayed by the other.
+chaos` call the same functions, so each can replay a seed that failed in the other.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _NOT_SCENARIOS = frozenset({"__main__", "scenario"})
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of one seed: figures, which add up over seeds, and sentences on broken promises (empty: none)."""
+    """The result of one seed: figures, which are added over seeds, and sentences on broken promises (empty if all
+    held).
+    """
 
     figures: Mapping[str, int]
     broken: tuple[str, ...] = ()
@@ -56,7 +59,7 @@ class Tally:
 
 
 def names() -> list[str]:
-    """Return the scenarios: modules in this folder that define `play`."""
+    """Return the names of the scenarios: modules in this folder that define `play`."""
     files = {path.stem: path for path in Path(__file__).parent.glob("*.py")}
     return sorted(name for name in files.keys() - _NOT_SCENARIOS if "\ndef play(" in files[name].read_text())
 
@@ -68,15 +71,15 @@ def find(name: str) -> Scenario:
 
 
 def summary(name: str) -> str:
-    """Return its description in a line, without importing it."""
+    """Return the scenario's description, the first line of its module, without importing it."""
     text = Path(__file__).with_name(f"{name}.py").read_text()
     return (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
 
 
 def play(scenario: Scenario, seeds: Iterable[int], *, told: Callable[[str], None] = lambda line: None) -> Tally:
-    """Play seeds one after another, each in an empty directory; a broken promise names its seed.
+    """Run the seeds one after another, each in an empty directory; a broken promise is reported with its seed.
 
-    `told` is called with a line when a seed ends.
+    `told` is called with a line of text when a seed ends.
     """
     tally = Tally(scenario)
     began = time.monotonic()

@@ -1,8 +1,8 @@
 """Nothing can be trained (no engine, no signal, no room, no answer): no hang, no step, and the cause is named.
 
-The pure controller and batcher in the simulated world of tests/controller, on a simulated clock. Each seed runs well
-for a while, enters one situation for ten minutes, and leaves it. Meanwhile the step must stand still and the watchdog
-must name the cause once; afterwards the run must continue.
+The pure controller and batcher run in the simulated world of tests/controller, on a simulated clock. Each seed runs
+normally for a while, is in one situation for ten minutes, and leaves it. In the situation no step may happen, and the
+watchdog must name the cause once; afterwards the run must continue.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BEAT_S = 5
 
 
 class Situation(Enum):
-    """What is missing, and the watchdog's report of it."""
+    """A situation: what is missing, and the cause that the watchdog must report."""
 
     NO_ENGINE = "an engine to join"
     DEAD_ENGINE = f"an engine to join; {ENGINE} is dead: connection refused"
@@ -51,7 +51,9 @@ class Situation(Enum):
 @final
 @dataclass
 class TimedController:
-    """The real controller for a world without a clock: inputs happen now, and its records are kept."""
+    """The real controller in a world without a clock of its own: every input happens at the current time, and records
+    are kept.
+    """
 
     inner: Controller
     now: float = 0.0
@@ -68,7 +70,7 @@ class TimedController:
 
 @dataclass
 class Starved:
-    """One run: healthy, starved, relieved."""
+    """One run: it works, lacks something for a while, then works again."""
 
     situation: Situation
     world: World
@@ -77,7 +79,7 @@ class Starved:
     starving: bool = False
 
     def second(self) -> None:
-        """Advance one second, in which one possible thing happens."""
+        """Advance the clock by one second, in which one of the possible events happens."""
         self.timed.now += 1.0
         self.rng.choice(self._possible())()
         if self.timed.now % BEAT_S == 0 and not self._is(Situation.DEAD_ACTOR):
@@ -95,7 +97,7 @@ class Starved:
             self.world.begin()
 
     def fall(self) -> str:
-        """Enter the situation; return the immediate error, if there is one."""
+        """Enter the situation; return the error that it causes at once, or an empty string."""
         self.starving = True
         match self.situation:
             case Situation.DEAD_ENGINE:
@@ -155,14 +157,14 @@ def drawn(seed: int) -> Starved:
     j, k = rng.choice([(1, 1.0), (1, 2.0), (2, 4.0), (1, math.inf)])
     k = min(k, 4.0) if situation is Situation.ALL_STALE else k
     made = controller(steps=10_000, evaluation_problems=0, j=j, k=k, max_groups=6)
-    # `giving_up` ends a run without an engine; here it waits without limit.
+    # `giving_up` ends a run that has no engine; this run waits without limit instead.
     made.settings = replace(made.settings, max_groups=rng.choice([2, 3, 6]), engine_timeout_s=math.inf)
     timed = TimedController(made)
     return Starved(situation, World(timed, rng), timed, rng)  # type: ignore[arg-type]
 
 
 def play(seed: int, directory: Path) -> Verdict:
-    """Play one run through one situation."""
+    """Run the scenario with one seed, through one situation."""
     run, broken = drawn(seed), []
     world, situation, grace_s = run.world, run.situation, run.timed.settings.stall_s
     run.begin()

@@ -2,7 +2,8 @@
 
 Lockstep (j = k = 1, the ratio over recomputed log-probs) on the CPU, where a run is a function of its seed, through the
 real `pipelinerl run` and `pipelinerl run --resume`. The kill happens when the event log has reached a random length.
-Compared to the bit are every step's figures and trained orders, and the files of the last checkpoint.
+The metrics and trained orders of every step, and the files of the last checkpoint, must equal those of the undisturbed
+run bit by bit.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ SHORT = range(1)
 LONG = range(20)
 
 FIGURES = ("loss", "grad_norm", "reward", "entropy", "tokens", "sampled_tokens", "orders")
-#: These describe the run's life, not its learning: the manifest holds stream offsets, and the log copies grow.
+#: Files of a checkpoint that may differ because the run was interrupted: stream offsets are in the manifest, and the
+#: copied event log has more lines.
 NOT_COMPARED = ("manifest.json", "run/")
 
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What a run has learned."""
+    """The results of a run that must not depend on a kill."""
 
     steps: dict[int, tuple[Any, ...]]
     files: dict[str, str]
@@ -40,7 +42,7 @@ class Learned:
         newest = run.directory / "checkpoints" / f"step-{STEPS:06d}"
         found = {str(path.relative_to(newest)): path for path in newest.rglob("*") if path.is_file()}
         return cls(
-            # of a repeated step, the later
+            # if a step was repeated, the later event counts
             steps={event["step"]: tuple(event[name] for name in FIGURES) for event in run.events("step")},
             files={
                 name: hashlib.blake2b(path.read_bytes()).hexdigest()
@@ -52,7 +54,7 @@ class Learned:
 
 
 def play(seed: int, directory: Path) -> Verdict:
-    """Play one run that is killed whole and resumed."""
+    """Run the scenario with one seed: kill all processes of a run, resume it, compare."""
     expected = Learned.by(undisturbed())
     at = int(generator(seed, "whole system").integers(1, len(undisturbed().events())))
     path = directory / "run"
@@ -69,19 +71,19 @@ def play(seed: int, directory: Path) -> Verdict:
 
 
 def kill_everything(run: LiveRun) -> int:
-    """`kill -9` every process of the run; return their number."""
+    """`kill -9` every process of the run; return the number of processes."""
     processes = [run.launcher.pid, *run.note_processes()]
     for pid in processes:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
-            continue  # it has ended with the launcher
+            continue  # it ended together with the launcher
     run.launcher.wait()
     return len(processes)
 
 
 def differences(expected: Learned, found: Learned) -> list[str]:
-    """Return the differences to the undisturbed run, in words."""
+    """Return sentences on how `found` differs from the undisturbed run."""
     told = [
         f"step {step}: {dict(zip(FIGURES, found.steps.get(step, ()), strict=False))} instead of {figures}"
         for step, figures in expected.steps.items()

@@ -1,19 +1,20 @@
 """A second trainer takes over while the first is suspended in the middle of a write: the first writes nothing after.
 
-The first is stopped (kill -STOP, like a swapping machine or a cut network) at a random point: around a report, a read,
-a phase of a weight update, or a checkpoint that is about to be put in place. A second trainer starts a higher epoch and
-trains; then the first continues where it was. It must report that it is fenced, and end. Nothing that it tries until
-then may take effect:
+The first trainer is stopped (kill -STOP, like a swapping machine or a cut network) at a random point: around a report,
+a read, a phase of a weight update, or a checkpoint that is about to be put in place. A second trainer starts with a
+higher epoch and trains; then the first is continued where it was. It must report that it is fenced, and end. Nothing
+that it tries until then may take effect:
 
     reports       no event of the controller mentions its steps, publications or checkpoints
     weights       no rollout is sampled by weights of its epoch that are newer than those at the take-over
     checkpoints   none of its epoch is put in place, and the new trainer's are complete
     trims         it trims no stream: its requests are rejected
 
-Each seed is one run with three take-overs, each by a trainer that the next one fences.
+Each seed is one run with three take-overs. Each new trainer is the one that the next take-over fences.
 
-A first trainer that was stopped before putting a checkpoint in place can be continued at the one instant at which only
-the fence prevents that: the second has claimed the directory, and is suspended before it removes incomplete work there.
+Usually the second trainer has already removed the first one's incomplete checkpoints. Some take-overs suspend the
+second after it has claimed the directory and before it removes them: then only the fence keeps the first from putting
+its checkpoint in place.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ WORDS = "has taken over"
 
 @dataclass(slots=True)
 class TakeOver:
-    """The state when the second trainer had started, and before the first continued."""
+    """The state after the second trainer has started and before the first is continued."""
 
     epoch: int
     at: float = field(default_factory=time.time)
@@ -61,12 +62,14 @@ class TakeOver:
 
 
 def play(seed: int, directory: Path, *, mutant: str = "", take_overs: int = TAKE_OVERS) -> Verdict:
-    """Play one run with take-overs; a mutant always continues at the instant at which only the fence could stop it."""
+    """Run the scenario with one seed. With a mutant, the first is always continued while only the fence could stop
+    it.
+    """
     broken: list[str] = []
     figures = Counter({"take-overs": 0, "in the middle of a write": 0, "held by the fence alone": 0})
     figures["writes after fencing"] = 0
     with running(directory, seed=seed, mutant=mutant) as cluster:
-        cluster.supervised.add("trainer")  # restart it if it started during a take-over
+        cluster.supervised.add("trainer")  # restart this trainer if it started during a take-over
         try:
             for number in range(take_overs):
                 found = take_over(cluster, generator(seed, "take-over", number), figures, mutant=mutant)
@@ -79,18 +82,19 @@ def play(seed: int, directory: Path, *, mutant: str = "", take_overs: int = TAKE
 
 
 def take_over(cluster: Cluster, random: Generator, figures: Counter[str], *, mutant: str) -> list[str]:
-    """Stop the trainer, start another, continue the first; return what it wrote nevertheless."""
+    """Stop the trainer, start another, continue the first; return sentences on what the first wrote nevertheless."""
     steps_are(cluster, 3, "three steps before a take-over")
     first = cluster.processes.pop("trainer")
     try:
-        # A mutant's checkpoint is on the disk: while the disk is slow, the first would be fenced before it reaches that
-        # point.
+        # A mutant is stopped when its checkpoint is durable on disk. Stopped earlier, with a slow disk, it would be
+        # fenced before its checkpoint is ready.
         operation = "durable" if mutant else str(random.choice(POINTS))
         patience_s = PATIENCE_S if mutant else 2.0
         points = int(random.integers(6))
         in_a_write = stop(cluster, first.pid, operation=operation, points=points, up_to_s=patience_s)
         figures["in the middle of a write"] += in_a_write
-        # Stopped elsewhere, it may hold the fence's lock, for which the second would wait.
+        # Only at this point the second trainer may be suspended. Stopped elsewhere, the first may hold the fence's
+        # lock, for which the second would wait.
         by_the_fence = in_a_write and (bool(mutant) or (operation == "checkpoint" and bool(random.integers(2))))
         figures["held by the fence alone"] += by_the_fence
         epoch = len(cluster.events("trainer_ready"))
@@ -105,7 +109,7 @@ def take_over(cluster: Cluster, random: Generator, figures: Counter[str], *, mut
         seen = before(cluster, epoch)
         os.kill(first.pid, signal.SIGCONT)
         cluster.until(lambda: first.exitcode is not None, "the fenced trainer to end")
-        written = list(put_in_place(cluster, seen))  # before the second replaces it: it makes that step's, too
+        written = list(put_in_place(cluster, seen))  # the second trainer will replace these checkpoints
         if by_the_fence:
             os.kill(cluster.processes["trainer"].pid, signal.SIGCONT)
     finally:
@@ -119,20 +123,24 @@ def take_over(cluster: Cluster, random: Generator, figures: Counter[str], *, mut
 
 
 def head_start(cluster: Cluster, *, up_to_s: float) -> None:
-    """Let the second trainer make a step, if it can: an unfinished broadcast of the first keeps it from publishing."""
+    """Give the second trainer time for a step. It may make none, if an unfinished broadcast of the first blocks its
+    publication.
+    """
     steps, deadline = len(cluster.events("step")), time.monotonic() + up_to_s
     while len(cluster.events("step")) == steps and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def steps_are(cluster: Cluster, more: int, what: str) -> None:
-    """Wait for this many more steps."""
+    """Wait until the run has made `more` further steps."""
     steps = len(cluster.events("step"))
     cluster.until(lambda: len(cluster.events("step")) >= steps + more, what)
 
 
 def stop(cluster: Cluster, pid: int, *, operation: str, points: int, up_to_s: float) -> bool:
-    """Stop the trainer at that point, or anywhere after a while; return whether it was at the point."""
+    """Stop the trainer (SIGSTOP) at the given point, or anywhere after `up_to_s`; return whether it was stopped at the
+    point.
+    """
     cluster.fuses["trainer"].light(operation, points, signal.SIGSTOP)
     deadline = time.monotonic() + up_to_s
     while time.monotonic() < deadline:
@@ -147,7 +155,10 @@ def stop(cluster: Cluster, pid: int, *, operation: str, points: int, up_to_s: fl
 def _is_stopped(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (FileNotFoundError, ProcessLookupError):  # it has ended, which its waiter reports
+    except (
+        FileNotFoundError,
+        ProcessLookupError,
+    ):  # the trainer has ended; the code that waits for it will report that
         return False
 
 
@@ -156,7 +167,7 @@ def before(cluster: Cluster, epoch: int) -> TakeOver:
     sampled = [group["newest"] for group in cluster.witnessed("made") if group["epoch"] <= epoch]
     published = [event["model_version"] for event in cluster.events("publish")]
     served = cluster.served_weights()
-    claimed = CheckpointFence(cluster.directory / "checkpoints").epoch > epoch  # read before what it guards
+    claimed = CheckpointFence(cluster.directory / "checkpoints").epoch > epoch  # read before the checkpoints
     return TakeOver(
         epoch,
         events=len(_told(cluster)),
@@ -167,7 +178,7 @@ def before(cluster: Cluster, epoch: int) -> TakeOver:
 
 
 def put_in_place(cluster: Cluster, seen: TakeOver) -> Iterator[str]:
-    """Yield the fenced trainer's checkpoints that appeared since, in words."""
+    """Yield sentences on checkpoints of the fenced trainer that appeared after `seen`."""
     for name, inode in _checkpoints(cluster).items():
         path = cluster.directory / "checkpoints" / name
         if seen.claimed and seen.checkpoints.get(name) != inode and _epoch_of(path) == seen.epoch:
@@ -175,8 +186,8 @@ def put_in_place(cluster: Cluster, seen: TakeOver) -> Iterator[str]:
 
 
 def after(cluster: Cluster, seen: TakeOver, *, pid: int) -> Iterator[str]:
-    """Yield the fenced trainer's other effects since, in words."""
-    told = _told(cluster)[seen.events :]  # read first: its reports were witnessed before
+    """Yield sentences on the fenced trainer's other effects after `seen`."""
+    told = _told(cluster)[seen.events :]  # read before the reports, which are witnessed earlier
     reported = {(step["epoch"], step["version"]) for step in cluster.witnessed("trained")}
     for event in told:
         version = event["model_version"]
@@ -198,7 +209,7 @@ def _told(cluster: Cluster) -> list[Any]:
 
 
 def _checkpoints(cluster: Cluster) -> dict[str, int]:
-    """Return inodes by name; the second trainer may remove one meanwhile."""
+    """Return the inode of each checkpoint by name. The second trainer may remove a checkpoint during the listing."""
     found = {}
     for path in (cluster.directory / "checkpoints").glob("step-*"):
         with suppress(FileNotFoundError):
@@ -207,7 +218,7 @@ def _checkpoints(cluster: Cluster) -> dict[str, int]:
 
 
 def _epoch_of(path: Path) -> int:
-    """Return the epoch of a complete checkpoint; one that was removed meanwhile has none."""
+    """Return the epoch of a complete checkpoint; 0 if it is incomplete or was removed meanwhile."""
     try:
         return load(path).epoch
     except (CheckpointError, FileNotFoundError):

@@ -34,7 +34,7 @@ def _launch(run_dir: Path, grace_s: float) -> tuple[Launch, Members]:
 
 
 def _head(run_dir: Path, said: list[str], *, grace_s: float = PATIENCE_S) -> tuple[HeadNode, str]:
-    """Return a head that has begun, and the launch's id."""
+    """Return a head that has recorded a new launch, and the launch's id."""
     launch, members = _launch(run_dir, grace_s)
     head = HeadNode(launch, members, said.append)
     head.begin()
@@ -101,7 +101,7 @@ def test_node_that_does_not_stop_is_named(tmp_path: Path) -> None:
     assert said[-1] == "b did not stop in time; stopping the head"
 
 
-def test_restarts_of_all_hosts_are_written_together(tmp_path: Path) -> None:
+def test_restarts_on_all_hosts_are_written_to_one_file(tmp_path: Path) -> None:
     head, id = _head(tmp_path, [])
     own, others = (RestartStatus(name=name, deaths=1, unforgiven=1.0, limit=3) for name in ("trainer", "engine-0"))
     NodeFile(tmp_path, "b", id).tell_restarts((others,))

@@ -63,7 +63,7 @@ def test_manifests_match_the_published_schemas(sections: dict[str, object]) -> N
     assert "s3cret" not in text
 
 
-def test_pod_has_time_to_save_and_only_final_failures_fail_its_job() -> None:
+def test_pod_has_time_to_save_and_only_exit_status_1_or_2_fails_its_job() -> None:
     jobs = _jobs(_manifests(launch={"save_s": 300.0}))
     assert sorted(jobs) == ["x-head", "x-worker"]
     pod = jobs["x-worker"]["template"]["spec"]
@@ -74,7 +74,7 @@ def test_pod_has_time_to_save_and_only_final_failures_fail_its_job() -> None:
     assert rules[0]["onExitCodes"]["values"] == [1, 2], "130 and 137 are another try's"
 
 
-def test_services_follow_from_the_plan() -> None:
+def test_each_role_that_listens_has_a_service() -> None:
     objects = _manifests(engine={"count": 2}, weights={"transport": "pull"})
     services = {each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "Service"}
     assert sorted(services) == ["x", "x-controller", "x-engine", "x-parameter-server", "x-redis"]
@@ -88,7 +88,7 @@ def test_password_of_the_streams_comes_from_a_secret() -> None:
     assert env["PIPELINERL_REDIS_URL"]["valueFrom"] == {"secretKeyRef": {"name": "x-streams", "key": "url"}}
 
 
-def test_recipe_with_another_password_is_rejected() -> None:
+def test_recipe_with_a_password_outside_streams_is_rejected() -> None:
     places = {"path": "https://u:s3cret@data.lab/x"}
     with pytest.raises(UserError, match="a password outside streams") as refused:
         _manifests(domains=[{"name": "d", "source": "s", "parameters": places}])
@@ -101,7 +101,9 @@ def test_names_that_kubernetes_does_not_accept_are_rejected(words: tuple[str, ..
         _manifests(words)
 
 
-def test_manifests_are_kept_and_named_without_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifests_are_kept_and_their_path_named_if_kubectl_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=rf"kubectl is not on PATH.*--filename {tmp_path}/x-kubernetes\.yaml"):
         kubernetes.apply("---\n", tmp_path, "x")

@@ -1,4 +1,4 @@
-"""Records of nodes, and a host's node without a launch to serve."""
+"""The nodes' records, and a node that finds no launch to serve."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MEMBERS = Members(
 LAUNCH = LaunchRecord(id="one", members=MEMBERS)
 
 
-def test_members_and_launches_survive_their_files(tmp_path: Path) -> None:
+def test_members_and_launches_are_unchanged_after_writing_and_reading(tmp_path: Path) -> None:
     assert read_members(tmp_path) is None and read_launch(tmp_path) is None
     write_members(tmp_path, MEMBERS)
     write_launch(tmp_path, LAUNCH)
@@ -49,7 +49,7 @@ def test_members_and_launches_survive_their_files(tmp_path: Path) -> None:
     assert all(path.stat().st_mode & 0o077 == 0 for path in folder_of(tmp_path).iterdir())
 
 
-def test_damaged_file_is_named(tmp_path: Path) -> None:
+def test_error_for_a_damaged_file_names_the_file(tmp_path: Path) -> None:
     write_members(tmp_path, MEMBERS)
     (folder_of(tmp_path) / "hosts.json").write_text('{"hosts": []')
     with pytest.raises(UserError, match=r"hosts\.json cannot be read.*with --host"):
@@ -58,7 +58,7 @@ def test_damaged_file_is_named(tmp_path: Path) -> None:
     assert read_launch(tmp_path) is None, "it may be under way on a file system that shows files late"
 
 
-def test_node_is_up_while_its_file_changes(tmp_path: Path) -> None:
+def test_node_is_up_while_its_file_keeps_changing(tmp_path: Path) -> None:
     folder_of(tmp_path).mkdir()
     node, others = NodeFile(tmp_path, "b", "one"), OtherNodes(tmp_path, "one", ["b"])
     others.read(100.0)
@@ -87,7 +87,7 @@ def test_node_of_another_launch_is_ignored(tmp_path: Path) -> None:
     assert others.failure() == "on host b: engine-0 ended"
 
 
-def test_restarts_are_reported(tmp_path: Path) -> None:
+def test_restarts_on_other_nodes_are_reported(tmp_path: Path) -> None:
     folder_of(tmp_path).mkdir()
     died = (RestartStatus(name="engine-1", deaths=2, unforgiven=1.0, limit=3),)
     NodeFile(tmp_path, "b", "one").tell_restarts(died)
@@ -97,11 +97,11 @@ def test_restarts_are_reported(tmp_path: Path) -> None:
 
 
 def test_unwritable_node_state_is_ignored(tmp_path: Path) -> None:
-    NodeFile(tmp_path, "b", "one").tell(NodeState.UP)  # the folder is missing
+    NodeFile(tmp_path, "b", "one").tell(NodeState.UP)  # fails, because the folder is missing
     assert not node_path(tmp_path, "b").exists()
 
 
-def test_node_without_a_launch_says_what_to_start(tmp_path: Path) -> None:
+def test_node_without_a_launch_fails_and_says_what_to_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"host b waited 0 s .*pipelinerl run --resume {tmp_path}"):
         serve_share(tmp_path, "b", head_s=0.0)
     write_launch(tmp_path, ended(LAUNCH, RunResult(RunOutcome.STOPPED, "suspended")))
@@ -117,14 +117,14 @@ def test_waiting_node_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest
     assert said[0] == f"host b waits for a launch of the run in {tmp_path}, 0.05 s at most"
 
 
-def test_node_started_after_the_end_exits_at_once(tmp_path: Path) -> None:
+def test_node_started_after_the_run_has_ended_exits_at_once(tmp_path: Path) -> None:
     said: list[str] = []
     write_launch(tmp_path, ended(LAUNCH, RunResult(RunOutcome.COMPLETED, "completed")))
     assert serve_share(tmp_path, "b", announce=said.append, head_s=0.0) == 0
     assert said == ["the run is over: completed"]
 
 
-def test_node_is_rejected_if_its_host_is_served_or_unknown(tmp_path: Path) -> None:
+def test_node_for_a_host_that_is_unknown_or_already_served_is_rejected(tmp_path: Path) -> None:
     config = parse(
         {
             "model": {"path": "m"},

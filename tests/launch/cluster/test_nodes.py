@@ -1,4 +1,6 @@
-"""A run on two hosts, each with its own supervisor: one host is killed in the middle and returns, and the run ends."""
+"""A run on two hosts, each with its own supervisor: one host is killed in the middle and comes back, and the run
+completes.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def test_run_continues_and_ends_after_a_host_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_host_returns_and_takes_its_place(tmp_path: Path) -> None:
+def test_killed_host_comes_back_and_serves_the_run_again(tmp_path: Path) -> None:
     directory, log = tmp_path / "run", tmp_path / "b.out"
     changes = ("engine.count=2", "actor.count=2")
     with two_hosts() as (one, two):

@@ -54,7 +54,7 @@ def _planned(words: Sequence[str], **sections: object) -> Launch:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_golden(case: str) -> None:
+def test_plans_match_the_golden_files(case: str) -> None:
     sections, words = CASES[case]
     shown = "\n".join(plan_lines(_planned(words, **sections))) + "\n"
     path = GOLDEN / f"{case}.txt"
@@ -64,7 +64,7 @@ def test_golden(case: str) -> None:
     assert shown == path.read_text()
 
 
-def test_each_process_has_one_host_and_its_address() -> None:
+def test_each_process_binds_the_address_of_its_one_host() -> None:
     launch = _planned(TWO, engine={"count": 3})
     plan = processes_of(launch)
     shares = [plan.of_host("a"), plan.of_host("b")]
@@ -78,7 +78,7 @@ def test_each_process_has_one_host_and_its_address() -> None:
     assert not any("127.0.0.1" in " ".join(spec.argv) for spec in plan.specs)
 
 
-def test_secrets_are_named_by_their_files_only() -> None:
+def test_plan_names_secrets_only_by_their_files() -> None:
     shown = json.dumps(plan_json(_planned(TWO)))
     assert json.loads(shown)["token_file"] == "/runs/x/tokens.json"
     config = _config(streams={"redis_url": "redis://:s3cret@db:6379/3"})
@@ -87,7 +87,7 @@ def test_secrets_are_named_by_their_files_only() -> None:
 
 
 def test_name_server_timeouts_are_short() -> None:
-    """By default the C library asks twice, for 5 s each; torch's TCPStore looks up the name of each peer."""
+    """The C library's default is two tries of 5 s each, and torch's TCPStore looks up the name of each peer."""
     assert {spec.env["RES_OPTIONS"] for spec in processes_of(_planned(TWO)).specs} == {"timeout:1 attempts:2"}
 
 
@@ -125,14 +125,16 @@ def test_ranks_of_one_trainer_are_one_group_with_a_device_each() -> None:
         (("a:gpus=-1",), {}, "with a number of gpus"),
     ],
 )
-def test_refusals_say_what_to_do(words: tuple[str, ...], sections: dict[str, object], refusal: str) -> None:
+def test_impossible_hosts_are_refused_with_a_remedy(
+    words: tuple[str, ...], sections: dict[str, object], refusal: str
+) -> None:
     gpus = 0 if refusal == "got a twice" else None
     with pytest.raises(UserError, match=refusal):
         config = _config(**sections)
         _launch(config, read_hosts(config, words, count=None, gpus=gpus))
 
 
-def test_hosts_may_be_counted() -> None:
+def test_hosts_may_be_given_by_their_number() -> None:
     hosts = read_hosts(_config(), [], count=2, gpus=4)
     assert [(host.name, host.address, len(host.devices)) for host in hosts] == [
         ("host-0", "host-0", 4), ("host-1", "host-1", 4),
@@ -141,7 +143,7 @@ def test_hosts_may_be_counted() -> None:
         read_hosts(_config(), ["a"], count=2, gpus=4)
 
 
-def test_host_shows_its_own_devices_and_is_rejected_with_too_few() -> None:
+def test_host_uses_its_detected_devices_and_is_rejected_with_too_few() -> None:
     placement = spread(_config(), [Host(name=n, address=n, devices=numbered_devices(1)) for n in "ab"])
     own = placement.knowing("b", Devices((VisibleDevice("GPU-1"), VisibleDevice("GPU-2")), Origin.VARIABLE))
     assert own.host("b").devices == Devices((VisibleDevice("GPU-1"),), Origin.VARIABLE)
@@ -152,12 +154,12 @@ def test_host_shows_its_own_devices_and_is_rejected_with_too_few() -> None:
         placement.host("c")
 
 
-def test_hosts_survive_their_file() -> None:
+def test_host_is_unchanged_after_writing_and_reading() -> None:
     host = read_hosts(_config(), ["a=h.example:gpus=2,roles=actor"], count=None, gpus=None)[0]
     assert Host.from_json(json.loads(json.dumps(host.to_json()))) == host
 
 
-def test_process_may_wait_for_another_only_if_that_one_is_planned_or_elsewhere() -> None:
+def test_plan_rejects_a_dependency_that_is_on_no_host() -> None:
     spec = processes_of(_planned(TWO)).spec("engine-0")
     assert Plan((spec,), {"controller": "http://a/health"}).specs == (spec,)
     with pytest.raises(ValueError, match="engine-0 waits for controller"):

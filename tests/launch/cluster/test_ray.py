@@ -1,4 +1,6 @@
-"""Ray: the requested resources, and a real cluster of two nodes, which runs a node in each bundle."""
+"""Ray: the resources that are requested, and a real cluster of two Ray nodes, which runs `pipelinerl node` in each
+bundle.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from tests.patience import PATIENCE_S
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "run": {"name": "x"}})
 
-#: A cluster of two nodes, in a separate process because Ray leaves threads behind. The run is already over, so nodes
-#: end at once and only Ray's part is tested.
+#: Runs a cluster of two Ray nodes in a separate process, because Ray leaves threads behind. The run is already over, so
+#: `pipelinerl node` ends at once and only Ray's part is tested.
 _CLUSTER = """
 import os, sys
 from pathlib import Path
@@ -65,7 +67,7 @@ def test_bundle_has_the_resources_of_its_host() -> None:
     ]
 
 
-def test_word_of_a_host_is_read_as_the_same_host() -> None:
+def test_argument_that_describes_a_host_is_read_as_the_same_host() -> None:
     (host,) = read_hosts(CONFIG, ["a=10.0.0.1:gpus=2,roles=engine"], count=None, gpus=None)
     assert read_hosts(CONFIG, [host.word], count=None, gpus=None) == (host,)
     assert host.devices == numbered_devices(2)
@@ -84,7 +86,7 @@ def test_real_cluster_of_two_nodes_runs_a_node_in_each_bundle(tmp_path: Path) ->
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    with TemporaryDirectory(prefix="ray-") as short:  # paths of its sockets are limited to 107 characters
+    with TemporaryDirectory(prefix="ray-") as short:  # paths of Ray's sockets have at most 107 characters
         done = subprocess.run(
             [sys.executable, "-c", _CLUSTER, str(run_dir)],
             env={**environment, "RAY_TMPDIR": short, "HOME": short},
@@ -108,7 +110,9 @@ def _served(run: LiveRun) -> int:
 
 @pytest.mark.slow
 def test_lost_machine_is_replaced_and_the_run_continues(tmp_path: Path) -> None:
-    """Ray decides which host is on it: the head, whose run resumes from the checkpoint, or the other."""
+    """The lost machine is the one that Ray chose for a host: the head, whose run resumes from the checkpoint, or the
+    other.
+    """
     directory = tmp_path / "run"
     words = [*endless_run(directory, "engine.count=2"), "--on", "ray", "--hosts", "2", "--first-port", "23000"]
     with ray_cluster() as cluster, launched(words, directory, environment=cluster.environment) as run:

@@ -40,7 +40,7 @@ def _script(words: tuple[str, ...], *, count: int | None = None, gpus: int | Non
     return slurm.slurm_script(config, members, run_dir=RUN, **rest)
 
 
-def test_script_requests_resources_of_the_plan_and_early_notice() -> None:
+def test_script_requests_the_plans_resources_and_a_signal_before_the_time_limit() -> None:
     script = _script((), count=2, extra=("--partition=gpu", "--time=4:00:00"))
     directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
     assert {"--nodes=2", "--gpus-per-node=8", "--requeue", "--no-kill", "--signal=B:TERM@105"} <= set(directives)
@@ -56,7 +56,7 @@ def test_named_hosts_keep_their_order_and_options() -> None:
     assert "names=(t7 e1)\ndeclare -A more=([t7]=:gpus=4,roles=trainer [e1]=:gpus=8,roles=actor+engine)" in script
 
 
-def test_hosts_with_different_gpus_need_names() -> None:
+def test_hosts_with_different_gpu_counts_are_rejected_without_names() -> None:
     with pytest.raises(UserError, match="need Slurm's names"):
         _script(("host-0:gpus=1", "host-1:gpus=2"))
 
@@ -70,7 +70,9 @@ def test_script_is_valid_bash() -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_script_is_kept_and_named_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_is_kept_and_its_path_named_if_sbatch_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=rf"sbatch is not on PATH.*sbatch {tmp_path}/slurm\.sh"):
         slurm.submit("#!/bin/bash\n", tmp_path)
@@ -79,7 +81,7 @@ def test_script_is_kept_and_named_without_slurm(tmp_path: Path, monkeypatch: pyt
 
 # --- a real cluster: the script with a stand-in for the program, then whole runs --------------------------------------
 
-#: Takes the script's arguments like `pipelinerl`: `node` serves until it is stopped, `stop` stops it.
+#: A stand-in for `pipelinerl` in the script: `node` runs until it is stopped, `stop` stops it.
 _PROGRAM = """
 import os, sys, time
 from pathlib import Path
@@ -100,14 +102,15 @@ def _lives(run_dir: Path, name: str, life: int) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-#: Slurm would hold a requeued job for two minutes. An immediate start fails: a node refuses a credential from the
-#: second in which it ended the job before ("Job credential revoked"), and the job is lost.
+#: When a requeued job may start. Slurm would hold it for two minutes by default. An immediate start fails: a node
+#: refuses a credential of the second in which it ended the job's previous run ("Job credential revoked"), and the job
+#: is lost.
 _SOON = "now+5"
 
 
 @pytest.mark.slow
-def test_script_on_a_real_cluster(tmp_path: Path) -> None:
-    """A killed step is restarted. Notice suspends the run, and the requeued job starts its nodes again."""
+def test_script_restarts_killed_steps_and_suspends_before_the_time_limit(tmp_path: Path) -> None:
+    """The signal before the time limit suspends the run, and the requeued job starts the run's nodes again."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (tmp_path / "program.py").write_text(_PROGRAM)
@@ -173,7 +176,7 @@ def test_run_on_a_real_cluster_of_two_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_run_that_was_given_notice_resumes_in_the_requeued_job(tmp_path: Path) -> None:
+def test_run_suspended_at_the_time_limit_resumes_in_the_requeued_job(tmp_path: Path) -> None:
     directory = tmp_path / "run"
 
     def made() -> list[int]:

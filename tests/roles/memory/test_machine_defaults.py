@@ -22,7 +22,7 @@ def recipe(*overrides: str) -> RunConfig:
     return load("tiny", ["trainer.micro_batch_tokens=auto", "engine.context_length=64", *overrides])
 
 
-def test_micro_batch_is_the_largest_that_fits() -> None:
+def test_default_micro_batch_is_the_largest_that_fits() -> None:
     config = recipe()
     whole = settled(config, {"all": 64 * GIB})
     assert whole.trainer.micro_batch_tokens == 16384
@@ -33,7 +33,7 @@ def test_micro_batch_is_the_largest_that_fits() -> None:
     assert settled(smaller, {"all": 64 * GIB}) == smaller, "what is recorded stays"
 
 
-def test_too_small_machine_is_advised_a_knob_and_its_value() -> None:
+def test_error_on_a_small_machine_names_a_key_and_a_value_that_fits() -> None:
     config = recipe("trainer.micro_batch_tokens=16384")
     predicted = predict(config, objective_of(config))
     whole = sum(each.total for each in predicted.by_process.values())
@@ -68,7 +68,7 @@ def test_accelerator_is_found_by_its_device_file_unless_hidden(tmp_path: Path, m
     assert not has_accelerator(tmp_path)
 
 
-def test_run_that_exceeds_the_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_does_not_fit_on_the_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = recipe(f"run.directory={tmp_path}", "checkpoint.keep=50", "samples.log=off", "checkpoint.interval_steps=1")
     predicted = predict(config, objective_of(config))
     disk.refuse_full_disk(config, predicted)
@@ -79,7 +79,9 @@ def test_run_that_exceeds_the_disk_is_refused(tmp_path: Path, monkeypatch: pytes
     assert "50 checkpoints of" in disk.disk_line(config, predicted)
 
 
-def test_resumed_run_needs_less_by_what_it_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_resumed_run_are_subtracted_from_its_disk_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = load("tiny", [f"run.directory={tmp_path}", "checkpoint.keep=50"])
     predicted = predict(config, objective_of(config))
     needed = disk.run_bytes(config, predicted)
@@ -92,7 +94,7 @@ def test_resumed_run_needs_less_by_what_it_has_written(tmp_path: Path, monkeypat
     disk.refuse_full_disk(config, predicted, place)
 
 
-def test_groups_in_flight_fill_the_slots_of_all_engines_twice() -> None:
+def test_default_groups_in_flight_fill_all_engine_slots_twice() -> None:
     sizes = ("engine.slots=64", "engine.count=3", "actor.count=2", "sampling.group_size=8")
     assert load("tiny", sizes).groups_in_flight == 2 * 3 * 64 // (8 * 2)
     assert load("tiny", [*sizes, "actor.groups_in_flight=5"]).groups_in_flight == 5

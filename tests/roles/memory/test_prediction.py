@@ -19,7 +19,7 @@ from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, O
 from trainer_contract.types import Precision, WeightDType
 
 GIB = 2**30
-#: Llama 3 70B.
+#: The configuration of Llama 3 70B.
 LARGE = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -67,7 +67,7 @@ def test_prediction_is_within_15_percent_of_measurement(family, precision, rank,
         (Precision.BF16, OptimizerOptions(place=StatePlace.HOST, moments=MomentDType.BF16)),
     ],
 )
-def test_prediction_is_within_15_percent_with_smaller_or_host_state(precision, optimizer, tmp_path):
+def test_prediction_is_within_15_percent_for_bf16_moments_or_state_on_the_host(precision, optimizer, tmp_path):
     sizes = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 4}
     AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=2048, **sizes)).bfloat16().save_pretrained(tmp_path)
     case = MemoryCase(
@@ -76,7 +76,7 @@ def test_prediction_is_within_15_percent_with_smaller_or_host_state(precision, o
     assert 0.85 <= measured(case, torch.device("cpu"))["ratio"] <= 1.15
 
 
-def test_optimizer_state_is_predicted_on_its_device(large):
+def test_optimizer_state_is_counted_on_the_device_or_the_host(large):
     shape = read_shape(large)
     plain = TrainerMemory(shape=shape, precision=Precision.BF16, tokens=4096, trained=4096)
     assert replace(plain, moments=MomentDType.BF16).parts["moments"] == plain.parts["moments"] // 2
@@ -106,7 +106,7 @@ def test_70b_model_is_predicted_quickly_without_weights(large):
     assert 0.99 < lora.parts["weights"] / (2 * shape.count) < 1.02
 
 
-def test_sizes_match_those_of_the_files(tmp_path):
+def test_shape_from_the_config_matches_the_weight_files(tmp_path):
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(
             vocab_size=64,
@@ -129,7 +129,7 @@ def test_output_layer_uses_the_trainers_chunk_size():
     assert LOGITS_AT_ONCE == torch_logprobs.LOGITS_AT_ONCE
 
 
-def test_process_that_does_not_fit_is_advised_a_sufficient_knob(large):
+def test_process_that_does_not_fit_is_advised_a_change_that_suffices(large):
     shape = read_shape(large)
     trainer = TrainerMemory(shape=shape, precision=Precision.BF16, tokens=8192, trained=8192, rank=16)
     engine = EngineMemory(
@@ -149,7 +149,7 @@ def test_process_that_does_not_fit_is_advised_a_sufficient_knob(large):
     assert any("no single knob is enough" in line for line in hopeless)
 
 
-def test_whole_recipe_is_predicted():
+def test_trainer_and_engine_of_a_recipe_are_predicted():
     config = load("tiny", ["trainer.options.lora.rank=8"])
     prediction = predict(config, objective_of(config))
     assert trainable(prediction) == "LoRA: 26.1 k of 190 k parameters train"
@@ -160,7 +160,7 @@ def test_whole_recipe_is_predicted():
     assert predict(load("tiny", ["trainer.type=jax"]), objective_of(config)).trainer is None
 
 
-def test_each_part_scales_with_its_cause(large):
+def test_each_part_scales_with_the_option_that_causes_it(large):
     plain = TrainerMemory(shape=read_shape(large), precision=Precision.FP32, tokens=4096, trained=4096)
     assert replace(plain, tokens=8192).parts["activations"] > 1.9 * plain.parts["activations"]
     assert replace(plain, shards=8).parts["moments"] == plain.parts["moments"] // 8
@@ -169,7 +169,7 @@ def test_each_part_scales_with_its_cause(large):
     assert replace(plain, rank=16, reference=True).parts["weights"] == replace(plain, rank=16).parts["weights"]
 
 
-def test_processes_that_share_tokens_share_activations(large):
+def test_context_parallel_processes_divide_the_activations(large):
     plain = TrainerMemory(shape=read_shape(large), precision=Precision.BF16, tokens=32768, trained=32768, shards=8)
     shared = replace(plain, cp=8)
     assert shared.parts["activations"] == plain.parts["activations"] // 8

@@ -46,11 +46,11 @@ def recipe_page() -> str:
     return head + "".join(_section(RunConfig, ""))
 
 
-def _section(model: type[BaseModel], path: str) -> Iterator[str]:
+def _section(model: type[BaseModel], path: str, *, repeats: bool = False) -> Iterator[str]:
     texts = _field_docs(model)
     scalars = {name: field for name, field in model.model_fields.items() if _submodel(field) is None}
     if path:
-        yield f"\n## `[{path}]`\n\n{inspect.getdoc(model) or ''}\n"
+        yield f"\n## `{f'[[{path}]]' if repeats else f'[{path}]'}`\n\n{inspect.getdoc(model) or ''}\n"
     if scalars:
         yield "\n| key | type | default | meaning |\n|---|---|---|---|\n"
     for name, field in scalars.items():
@@ -59,7 +59,8 @@ def _section(model: type[BaseModel], path: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         child = _submodel(field)
         if child is not None:
-            yield from _section(child, f"{path}.{name}" if path else name)
+            repeats = get_origin(field.annotation) in (list, tuple)
+            yield from _section(child, f"{path}.{name}" if path else name, repeats=repeats)
 
 
 def _submodel(field: FieldInfo) -> type[BaseModel] | None:

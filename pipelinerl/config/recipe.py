@@ -72,6 +72,7 @@ class RunConfig(Section):
     domains: tuple[DomainSection, ...]
     run: RunSection = RunSection()
     objective: str | dict[str, Any] = "pipelinerl"
+    """A preset's name, or a table of slots that may start from a `preset`; `pipelinerl explain` lists the presets."""
     engine: EngineSection = EngineSection()
     elastic: ElasticSection = ElasticSection()
     actor: ActorSection = ActorSection()

@@ -163,7 +163,7 @@ class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     min_instructions: Annotated[int, Meta(ge=1, le=8)] = 1
     max_instructions: Annotated[int, Meta(ge=1, le=8)] = 3
     level: Annotated[int, Meta(ge=1, le=5)] = 1
-    """Scale of the requirements: 1 for a few words and points, 5 for five times as many."""
+    """Scale of the instructions' numbers: 1 asks for a few words or points, 5 for five times as many."""
     sentences: Annotated[int, Meta(ge=1, le=15)] = DEFAULT_SENTENCES
     """Number of sentences in a reference answer whose instructions do not set one."""
     kinds: list[str] = field(default_factory=lambda: list(_DRAWS))

@@ -80,7 +80,7 @@ class Slot:
         self._group: ControlGroup | None = None
         self._cpu_began_s = 0.0
         self.began: float | None = None
-        """Start time of the current run, or None; a start of the guest does not count."""
+        """Time at which the current run started, or None. While the guest starts, no run has started yet."""
 
     def start(self) -> None:
         """Start the guest in advance. A failure is reported by the first run instead."""

@@ -90,7 +90,7 @@ class _Try:
     until: float = math.inf
     reason: str = "no verifier service has been named by the controller"
     refused: set[str] = field(default_factory=set)
-    """Incarnations of services that permanently reject it."""
+    """Incarnations of the services that rejected the request for good."""
 
     def failed(self, reason: str, now: float, grace_s: float) -> None:
         """Record a failure; the first one starts the grace period."""

@@ -60,7 +60,7 @@ class VerifierService:
         self.closing = asyncio.Event()
         """Set once the service accepts no more requests."""
         self.drained = asyncio.Event()
-        """Set once it is closing and every accepted answer has its verdict."""
+        """Set once the service is closing and every accepted answer has its verdict."""
 
     @property
     def rules(self) -> Mapping[str, str]:

@@ -46,7 +46,8 @@ _FIRST_REST_S: Final = 0.5
 _LONGEST_REST_S: Final = 15.0
 #: Time before a full service is retried, and, if there is no service, before services are looked up again.
 _LOOK_AGAIN_S: Final = 0.25
-#: If a problem's preferred service holds this many answers more than the least loaded one, it is not used.
+#: A problem's preferred service may hold this many answers more than the least loaded service, or twice the problem's
+#: answers if that is more.
 _SLACK: Final = 64
 #: Limit on the bytes of a response: this many for each verdict with its reasons, plus a constant.
 _BYTES_PER_VERDICT: Final = 64 << 10
@@ -168,9 +169,7 @@ class VerifierServices:
             await self._session.close()
 
     def _chosen(self, request: VerifyRequest, body: bytes, tried: _Try, now: float) -> _Service | None:
-        """Return the problem's preferred service among services with low load, or None if no service can be used
-        now.
-        """
+        """Return the problem's preferred service among those with low load, or None if no service can be used now."""
         able = [
             each
             for each in self._services.values()

@@ -152,7 +152,8 @@ class _Filter:
 
 
 def keep_code() -> None:
-    """Write to the pages of the interpreter's code, so that forks start with page table entries for them.
+    """Write to one page of each mapping of the interpreter's code, so that forks start with page table entries for the
+    code.
 
     At a fork the kernel copies a page table only if the process owns one of its pages. Writing back one byte per
     mapping makes a page the process's own. Otherwise each fork would fault the pages in again.

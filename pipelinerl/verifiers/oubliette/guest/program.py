@@ -62,7 +62,7 @@ def become(request: RunRequest, files: list[int], go_read: int, trouble: int) ->
         os._exit(_be_python(source, request.python, request.arguments))
     try:
         os.execve(request.argv[0], request.argv, request.environment)
-    except BaseException as error:  # reported to the parent: the compiler's output may not be executable
+    except BaseException as error:  # shown on stderr: the compiler's output may not be executable
         os.write(2, f"{request.argv[0]}: {error}\n".encode())
         os._exit(126)
 

@@ -239,7 +239,7 @@ def _used(processes: list[str]) -> tuple[int, float]:
 
 
 def _delayed_s(processes: list[str]) -> float:
-    """Return how long a thread of the run was ready without a processor: the maximum over threads."""
+    """Return the longest time for which a single thread of the run was ready without a processor."""
     longest = 0
     for name in processes:
         with contextlib.suppress(OSError, ValueError, IndexError):

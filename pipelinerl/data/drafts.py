@@ -1,7 +1,7 @@
-"""Drafts: problems before their split is known, and the hash that decides the split.
+"""Drafts, which are problems before their split is known, and the hash that decides the split.
 
-The splits are disjoint by construction: the hash of a problem's text decides its split. The seed, the domain, the
-parameters and the domain's prompts play no part.
+The splits are disjoint by construction: only the hash of a problem's text decides its split. The seed, the domain, the
+source's parameters and the domain's prompts play no part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from pipelinerl.types import Message, Problem
 
 
 class Split(StrEnum):
-    """Purpose of a problem. `validation` is for choosing settings, `held_out` for reporting; neither is trained on."""
+    """Purpose of a problem. `validation` is for choosing settings, `held_out` for reporting; neither split is trained
+    on.
+    """
 
     TRAIN = "train"
     VALIDATION = "validation"
@@ -56,7 +58,7 @@ def split_of_digest(digest: int) -> Split:
 
 
 def are_of(digests: NDArray[np.uint64], splits: Collection[Split]) -> NDArray[np.bool_]:
-    """Return a mask, bool [N], of the digests that belong to one of `splits`."""
+    """Return a mask, bool [N], of the digests whose problems belong to one of `splits`."""
     wanted = np.array([split_of_digest(bucket) in splits for bucket in range(_BUCKETS)])
     return wanted[digests % np.uint64(_BUCKETS)]
 
@@ -67,7 +69,7 @@ def split_of(messages: Sequence[Message]) -> Split:
 
 
 def to_problem(draft: Draft, domain: str, *, name: str = "") -> Problem:
-    """Build the problem; its id comes from `name` or, without one, from its text."""
+    """Build the problem; its id ends with `name`, or with the digest of its text if `name` is empty."""
     return Problem(
         problem_id=f"{domain}:{name or digest_of(text_of(draft.messages)).hex()}",
         domain=domain,

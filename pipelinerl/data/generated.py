@@ -20,7 +20,7 @@ from pipelinerl.system import gym_tasks
 from pipelinerl.types import Message, Problem
 
 _MAX_DRAWS: Final = 10_000
-#: Size of a reasoning-gym data set; every index below it is a problem.
+#: Size of a reasoning-gym data set; every index below it yields a problem.
 NUM_ENTRIES: Final = 2**31 - 1
 
 
@@ -63,13 +63,14 @@ class GeneratedSource:
         self._seed = seed
         self._pattern = pattern
         self._prompts = prompts
-        # Distinct problems must be enumerated; this only caches a pure function.
+        # Validation and held-out problems must be distinct, so they are enumerated in order. This only caches a pure
+        # function.
         self._distinct: dict[tuple[Message, ...], Problem] = {}
         self._in_order: list[Problem] = []
         self._tried = 0
 
     def problem(self, index: int) -> Problem:
-        """Return problem `index`. Raises `RecipeError` if the generator yields too few that fit."""
+        """Return problem `index`. Raises `RecipeError` if the generator yields too few suitable problems."""
         if self._split is Split.TRAIN:
             return self._prompts.dress(self._fitting(index))
         while len(self._in_order) <= index:
@@ -122,7 +123,9 @@ def open_reasoning_gym(request: SourceRequest) -> GeneratedSource:
 def _generated(
     request: SourceRequest, drafts: Callable[[Mapping[str, Any]], Callable[[int], Draft]]
 ) -> GeneratedSource:
-    """Build the source of a generator; `answer_pattern` is a regular expression that the whole answer must match."""
+    """Build a generator's source. The parameter `answer_pattern` is a regular expression that the whole answer must
+    match.
+    """
     own = dict(request.parameters)
     answer_pattern = own.pop("answer_pattern", None)
     try:
@@ -140,7 +143,7 @@ def _generated(
 
 
 def addition_drafts(parameters: Mapping[str, Any], *, where: str) -> Callable[[int], Draft]:
-    """Return drafts of additions such as `12+345=` → `357`.
+    """Return a function that draws additions such as `12+345=` → `357`.
 
     Operands have 1 to `max_digits` digits; each length is equally likely.
     """
@@ -158,10 +161,11 @@ def addition_drafts(parameters: Mapping[str, Any], *, where: str) -> Callable[[i
 
 
 def reasoning_gym_drafts(task: str, parameters: Mapping[str, Any], *, where: str) -> Callable[[int], Draft]:
-    """Return the drafts of a reasoning-gym task; `parameters` are those of the task's configuration class.
+    """Return a function that draws problems of a reasoning-gym task.
 
-    A draft's metadata holds (task, parameters, index), from which `verifiers/reasoning_gym.py` recreates the entry.
-    This is small on the wire, and no entry has to be serialised.
+    `parameters` are those of the task's configuration class. A draft's metadata holds (task, parameters, index), from
+    which `verifiers/reasoning_gym.py` recreates the entry. This is small on the wire, and no entry has to be
+    serialised.
 
     Raises:
         RecipeError: the library is not installed, or does not know the task or a parameter.

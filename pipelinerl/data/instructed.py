@@ -26,7 +26,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.instructions.catalogue import Asked, made
 from pipelinerl.types import Message
 
-#: Sets of instructions tried for one problem; some sets contradict one another.
+#: Number of instruction sets tried for a problem; some sets contradict themselves.
 _TRIES: Final = 200
 
 TOPICS: Final = (
@@ -50,7 +50,7 @@ _ENDINGS: Final = (
     "See you soon.", "Peace!",
 )  # fmt: skip
 
-#: Draws an instruction's parameters from noise, level and request.
+#: Draws an instruction's parameters, given a random generator, the level and the request.
 _Draw = Callable[[np.random.Generator, int, str], dict[str, Any]]
 
 
@@ -105,7 +105,8 @@ def _nth_paragraph(noise: np.random.Generator, level: int, _: str) -> dict[str, 
     return {"num_paragraphs": paragraphs, "nth_paragraph": nth, "first_word": _one(noise, _WORDS)}
 
 
-#: Parameters by kind of instruction. The kind that asks for another language is missing: it has no reference answers.
+#: How to draw parameters, by kind of instruction. The kind that asks for another language is missing, since reference
+#: answers are in English.
 _DRAWS: Final[Mapping[str, _Draw]] = {
     "change_case:capital_word_frequency": _capitals,
     "change_case:english_capital": lambda noise, level, request: {},
@@ -142,7 +143,8 @@ _DRAWS: Final[Mapping[str, _Draw]] = {
     "startend:quotation": lambda noise, level, request: {},
 }
 
-#: At most one kind from each of these sets: they conflict in the answer's layout, its case, or its beginning and end.
+#: At most one kind of each set is chosen: kinds of a set conflict in the answer's layout, its case, its beginning or
+#: its end.
 _ONE_OF: Final = (
     frozenset(
         {
@@ -161,7 +163,7 @@ class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     min_instructions: Annotated[int, Meta(ge=1, le=8)] = 1
     max_instructions: Annotated[int, Meta(ge=1, le=8)] = 3
     level: Annotated[int, Meta(ge=1, le=5)] = 1
-    """Scale of the requirements: 1 for a few words and points, 5 for five times as many."""
+    """Scale of the instructions' numbers: 1 asks for a few words or points, 5 for five times as many."""
     sentences: Annotated[int, Meta(ge=1, le=15)] = DEFAULT_SENTENCES
     """Number of sentences in a reference answer whose instructions do not set one."""
     kinds: list[str] = field(default_factory=lambda: list(_DRAWS))

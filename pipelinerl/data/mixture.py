@@ -1,11 +1,13 @@
 """A weighted mixture of domains: problem i of a run is a pure function of (seed, quota, weights, i).
 
-Domains are apportioned rather than drawn at random. Orders come in blocks of `size`, the groups of one step. A block
-places S evenly spaced marks on the line of cumulative weights. A domain's count is the number of marks in its interval
-(systematic sampling, Madow and Madow 1944): the floor or ceiling of size × share, and exact where that is whole.
+Domains get their shares by a quota, not by chance. Problems come in blocks of `size`, which are the groups of one step.
+On the line of cumulative weights, each domain is an interval. A block places `size` evenly spaced points on that line,
+and a domain gets as many problems as points fall into its interval (systematic sampling, Madow and Madow 1944). The
+number is the floor or ceiling of size × share, and exact where size × share is whole.
 
-The first mark moves by the golden ratio from block to block, the sequence of lowest discrepancy. Over any number of
-blocks a domain therefore stays within a few orders of its share. Within a block the order is shuffled by seed.
+The first point moves by the golden ratio from block to block, which gives the sequence of lowest discrepancy. Over any
+number of blocks, a domain's count therefore stays within a few problems of its share. Within a block, the order of
+domains is shuffled by seed.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ from pipelinerl.types import Problem, Quota
 
 #: Golden ratio conjugate, (√5 − 1) / 2.
 _GOLDEN: Final = (math.sqrt(5.0) - 1.0) / 2.0
-#: Blocks of one problem: shares then hold only over many problems.
+#: The quota without blocks, so shares hold only over many problems.
 _NO_BLOCKS: Final = Quota(0, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """A source and its share; weights need not sum to 1."""
+    """A source and its weight in the mixture; weights need not sum to 1."""
 
     name: str
     weight: float
@@ -38,10 +40,10 @@ class Domain:
 
 
 def groups_of_step(rollouts: int, sizes: Mapping[str, int], weights: Mapping[str, float]) -> int:
-    """Return the number of groups in a step of `rollouts`, rounded to the nearest.
+    """Return the number of groups in a step of `rollouts`, rounded to the nearest integer.
 
-    `sizes` and `weights` give the group size and the share of each domain. The result is exact if all domains have the
-    same size and that size divides `rollouts`.
+    `sizes` and `weights` give the group size and the share of each domain. The step has exactly `rollouts` if all
+    domains have the same group size and it divides `rollouts`.
     """
     mean = sum(weights[name] * size for name, size in sizes.items()) / sum(weights[name] for name in sizes)
     return max(1, round(rollouts / mean))
@@ -52,17 +54,19 @@ class Mixture:
     """Chooses the domain of problem i by quota, then takes problem i from that domain's source."""
 
     def __init__(self, domains: Sequence[Domain], *, seed: int, quota: Quota = _NO_BLOCKS) -> None:
-        """Create the mixture; `quota` applies to problems that are requested without one."""
+        """Create the mixture; `quota` applies to problems that are requested without a quota of their own."""
         if not domains or any(not (math.isfinite(domain.weight) and domain.weight > 0) for domain in domains):
             weights = {domain.name: domain.weight for domain in domains}
             raise RecipeError(f"domains must be one or more with positive finite weights, got {weights}")
         self._domains = tuple(domains)
         self._seed = seed
         self._quota = quota
-        self._permutation: tuple[tuple[Quota, int], list[int]] = ((quota, -1), [])  # of the last requested block
+        self._permutation: tuple[tuple[Quota, int], list[int]] = ((quota, -1), [])  # latest block and its permutation
 
     def domain(self, index: int, weights: Mapping[str, float] | None = None, quota: Quota | None = None) -> Domain:
-        """Return the domain of problem `index`; `weights` by domain, not all 0, override the domains' own."""
+        """Return the domain of problem `index`. `weights`, by domain name and not all 0, override the domains' own
+        weights.
+        """
         shares = [domain.weight if weights is None else weights[domain.name] for domain in self._domains]
         cumulative = list(itertools.accumulate(shares))
         quota = quota or self._quota
@@ -70,21 +74,22 @@ class Mixture:
         first = (rng.key(self._seed, "quota", quota.since) / 2**63 + block * _GOLDEN) % 1.0
         mark = (self._places(quota, block)[place] + first) / quota.size * cumulative[-1]
         chosen = min(bisect.bisect_right(cumulative, mark), len(shares) - 1)
-        while shares[chosen] == 0.0:  # rounding may lead past the last domain with a share
+        while shares[chosen] == 0.0:  # rounding may lead past the last domain with a positive share
             chosen -= 1
         return self._domains[chosen]
 
     def problem(
         self, index: int, weights: Mapping[str, float] | None = None, quota: Quota | None = None, ahead: int = 0
     ) -> Problem:
-        """Return problem `index` ≥ 0 of the run, or the problem of the same domain `ahead` turns later.
+        """Return problem `index` ≥ 0 of the run.
 
-        `weights` and `quota` are as for `domain`.
+        With `ahead`, the domain is still that of `index`, but its source gives problem `index + ahead`. `weights` and
+        `quota` are as for `domain`.
         """
         return self.domain(index, weights, quota).source.problem(index + ahead)
 
     def _places(self, quota: Quota, block: int) -> list[int]:
-        """Return the position of the mark for each order of a block."""
+        """Return for each problem of a block which of the block's points decides its domain: a permutation by seed."""
         if self._permutation[0] != (quota, block):
             noise = rng.generator(self._seed, "quota", quota.since, block)
             self._permutation = (quota, block), noise.permutation(quota.size).tolist()

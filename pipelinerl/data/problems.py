@@ -1,7 +1,8 @@
 """Opening of problem sources by the name that a recipe gives, through the registry.
 
 To add a source to the package, write a function `(SourceRequest) -> ProblemSource` and a line in `registry.SOURCES`. A
-user's own source is a function of its `parameters` that returns problems, in a file of the user's (`user_source.py`).
+user's own source is a function in the user's file that takes the recipe's `parameters` and returns problems
+(`user_source.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pipelinerl.types import Problem
 
 __all__ = ["ProblemSource", "Split", "open_source"]
 
-#: Number of a generator's problems that are checked; all of them, including evaluation's, are of the same kind.
+#: Number of a generator's problems that are checked; all its problems, including evaluation's, are of the same kind.
 _OF_A_GENERATOR: Final = 2
 
 
@@ -45,15 +46,16 @@ def open_source(
 
 
 def look_at(source: str, request: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
-    """Make and check the first problems of the source that a recipe names; return the first, if any.
+    """Make and check the first problems of the source that a recipe names; return the first problem, or None if there
+    is none.
 
-    The limit for data is `head`; a generator's problems are all of one kind, so a few suffice.
+    `head` limits how much data is checked. Of a generator a few problems suffice, since all are of one kind.
 
     Args:
         check: raises `RecipeError` for a problem that cannot be verified.
 
     Raises:
-        RecipeError: a problem cannot be made, or is rejected; it is named by its row, or else by its id.
+        RecipeError: a problem cannot be made, or is rejected; the message names its row, or else its id.
     """
     name, argument = _name_of(source)
     if name in registry.LOOKS:
@@ -90,9 +92,9 @@ def check_source(source: str, *, domain: str) -> None:
 
 
 def _name_of(source: str) -> tuple[str, str]:
-    """Return the registered name and the text after its colon.
+    """Return the registered name of a source and the text after its colon.
 
-    A user's reference, which has its own colon, stays whole.
+    A user's reference, which has its own colon, is returned whole as the name.
     """
     name, _, argument = source.partition(":")
     return (name, argument) if name in registry.SOURCES else (source, "")

@@ -4,7 +4,8 @@
 
 A problem describes in words a function of the number that the program reads: "x times 7", or with two operations "(the
 larger of x and 7) minus 3". Problem i is a pure function of split, seed and i. Its ground truth is a program that
-passes. The first test uses a number that the operation changes. A tag gives the number of operations.
+passes the tests. The first test's input is a number that the function changes, so printing the input fails. A tag gives
+the number of operations.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ def _step(noise: np.random.Generator, max_number: int) -> tuple[_Operation, int]
 
 
 def _inputs(noise: np.random.Generator, steps: list[tuple[_Operation, int]], parameters: _Parameters) -> list[int]:
-    """Return test inputs below and above the problem's numbers; the first is one that the program changes."""
+    """Return test inputs below and above the numbers in the problem; the first input is a number that the function
+    changes.
+    """
     top = 3 * parameters.max_number
     inputs = [int(noise.integers(top)) for _ in range(parameters.tests)]
     tried = (*range(inputs[0], top), *range(inputs[0]))

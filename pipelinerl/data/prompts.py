@@ -1,4 +1,4 @@
-"""`Prompts`: additions of a domain to its problems: a system prompt, few-shot messages and a template.
+"""`Prompts`: what a domain adds to the prompts of its problems: a system prompt, few-shot messages and a template.
 
     [system prompt] [few-shot messages …] [the problem's messages, the last user message through the template]
 
@@ -26,8 +26,8 @@ class Prompts:
     """The parts of a prompt that a domain adds.
 
     Attributes:
-        system: comes first, and replaces the problem's own system message.
-        few_shot: come before the problem's messages.
+        system: system prompt, which comes first and replaces the problem's own system message.
+        few_shot: messages that come before the problem's messages.
         template: rewrites the last user message. Its fields are those of the problem's row, or `prompt` (the original
             message) and the fields of the metadata.
     """
@@ -71,9 +71,9 @@ def question(messages: Sequence[Message]) -> str | None:
 
 
 def has_no_question(messages: Sequence[Message]) -> bool:
-    """Return whether there is no message, or the last one, which the model is to answer, is only white space.
+    """Return whether there is no message to answer, or the last message holds only white space.
 
-    A tool's message may be empty: it may have found nothing.
+    A tool's message may be empty: the tool may have found nothing.
     """
     return not messages or (messages[-1].role != _TOOL and not messages[-1].content.strip())
 

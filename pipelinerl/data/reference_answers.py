@@ -1,7 +1,7 @@
 """Reference answers built from instructions: simple sentences about a topic, in the form that the instructions require.
 
-A returned answer was checked to follow every instruction strictly; the result is None if no such answer was found. The
-text is plain English without commas, good enough to show a model how instructions are followed.
+A returned answer was checked to follow every instruction strictly; if none was found, the result is None. The text is
+plain English without commas, good enough to show a model how instructions are followed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HOLDERS: Final = {
     "z": "zoo",
 }
 DEFAULT_SENTENCES: Final = 3
-#: Lengths tried after the requested one: a shorter text follows some instructions better.
+#: Numbers of sentences tried after the requested number: some instructions are easier to follow in a short text.
 _OTHER_LENGTHS: Final = (1, 2)
 
 
@@ -50,7 +50,7 @@ def answer_following(
 ) -> str | None:
     """Return an answer about the topic that follows all instructions, or None if none was found.
 
-    It has `sentences` sentences unless an instruction asks for another number.
+    The answer has `sentences` sentences unless an instruction asks for another number.
     """
     by_kind = {type(each.instruction): each.instruction for each in instructions}
     order = [_SENTENCES[int(place)].format(topic) for place in noise.permutation(len(_SENTENCES))]
@@ -62,7 +62,7 @@ def answer_following(
 
 
 def _formed(by_kind: dict[type, Any], order: Sequence[str], length: int) -> str:
-    """Arrange the text in its paragraphs, points or sections."""
+    """Arrange the sentences in the paragraphs, points or sections that the instructions require."""
     if formats.ConstrainedResponse in by_kind:
         return formats.CONSTRAINED_RESPONSES[0]
     layout = next((each for kind, each in by_kind.items() if kind in _PARTS), None)
@@ -89,7 +89,7 @@ def _formed(by_kind: dict[type, Any], order: Sequence[str], length: int) -> str:
     return " ".join(sentences)
 
 
-#: Number of parts that each layout requires.
+#: Functions that return the number of parts that a layout requires.
 _PARTS: Final[dict[type, Any]] = {
     counts.NumberOfParagraphs: lambda layout: layout.num_paragraphs,
     counts.NthParagraphFirstWord: lambda layout: layout.num_paragraphs,
@@ -140,7 +140,7 @@ def _clauses(by_kind: dict[type, Any], text: str) -> list[str]:
 
 
 def _shared_out(sentences: Sequence[str], parts: int) -> list[str]:
-    """Split the sentences into `parts` parts of nearly equal size; the first ones may have one more."""
+    """Split the sentences into `parts` parts of nearly equal size; the first parts may have a sentence more."""
     size, more = divmod(len(sentences), parts)
     ends = [place * size + min(place, more) for place in range(parts + 1)]
     return [" ".join(sentences[begin:end]) for begin, end in pairwise(ends)]

@@ -28,11 +28,11 @@ class SourceRequest:
     """Arguments with which a source is opened.
 
     Attributes:
-        argument: the text after the colon of the name, such as the task of reasoning_gym.
+        argument: the text after the colon of the source's name, such as the task of reasoning_gym.
         domain: the domain's name, which its problems carry.
         split: the split to open.
         seed: determines the order of problems.
-        parameters: the source's own.
+        parameters: the source's own parameters in the recipe.
         prompts: the domain's prompts.
     """
 
@@ -45,5 +45,5 @@ class SourceRequest:
 
     @property
     def where(self) -> str:
-        """The domain's path in the recipe, with which errors begin."""
+        """The domain's path in the recipe; error messages begin with it."""
         return f"domains.{self.domain}"

@@ -22,7 +22,7 @@ _FAILURES: Final = (TypeError, ValueError, ArithmeticError, LookupError, Attribu
 
 @final
 class Template:
-    """One template; errors begin with `where`, its key. Templates with equal text are equal.
+    """One template; errors begin with `where`, the template's key in the recipe. Templates with equal text are equal.
 
     Raises:
         RecipeError: the text uses Jinja syntax but is not a valid template.

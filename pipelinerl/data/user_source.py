@@ -1,11 +1,11 @@
-"""Users' own sources: a function of the recipe's `parameters` that returns problems, in a file of the user's.
+"""Users' own sources: a function in a user's file that takes the recipe's `parameters` and returns problems.
 
     def problems(level: int = 1):
         return [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(1000)]
 
 Each problem is a dict with `prompt` or `messages`, `answer` and optionally `metadata` and `tags`. The hash of its
-question decides its split, as for rows of files, unless the function takes `split`. In that case it is called once per
-split, with the split's name. It may also take `seed`.
+question decides its split, as for rows of files, unless the function has a parameter `split`. Such a function is called
+once per split, with the split's name. A function may also have a parameter `seed`.
 
 An object with a method `problem(index)` that returns `Problem`s, such as an endless generator, is a `ProblemSource` and
 is used directly.
@@ -51,7 +51,7 @@ class UserSource:
 
 
 def open_users(function: Any, request: SourceRequest) -> ProblemSource:
-    """Open the source that a user's function makes.
+    """Open the source that a user's function returns.
 
     Raises:
         RecipeError: it is not a function, does not take the recipe's parameters, or returns no problems.
@@ -86,7 +86,7 @@ def _indexed(made: Any, field_map: FieldMap, function: Callable[..., Any], reque
             f"{request.where}.source: {_name(function)} must return problems, as dicts with prompt and answer, or an "
             f"object with a method problem(index); got {made!r:.80}"
         )
-    rows: Any = made  # a data set that makes its rows on demand is not copied
+    rows: Any = made  # not copied into a list: a data set may make its rows on demand
     if not (hasattr(made, "__len__") and hasattr(made, "__getitem__")):
         rows = list(itertools.islice(made, MOST_ROWS + 1))
     if len(rows) > MOST_ROWS:

@@ -1,8 +1,8 @@
-"""Client with which user code in an episode host calls the model. Shaped like `openai.AsyncOpenAI`.
+"""Client through which user code in an episode host calls the model. It is shaped like `openai.AsyncOpenAI`.
 
-answer = await client.chat(messages)                         a `ChatAnswer`, which may be one of the next messages
-completion = await client.chat.completions.create(messages=messages)    OpenAI's object, as attributes client.base_url,
-client.api_key                              for any other program that speaks OpenAI's API
+answer = await client.chat(messages)    a `ChatAnswer`; it may be one of the messages of the next request
+completion = await client.chat.completions.create(messages=messages)    OpenAI's object, as attributes
+client.base_url, client.api_key         for any other program that speaks OpenAI's API
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class ChatRefused(Exception):
 
 
 class ConversationOver(ChatRefused):
-    """The episode reached a limit, so no further answer is sampled; the answers so far are judged as they are."""
+    """The episode reached a limit, so no further answer is sampled; the answers so far are judged as usual."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """One answer of the model. `message` is what the next request repeats of it."""
+    """One answer of the model. `message` is the part that the next request repeats in its messages."""
 
     message: Mapping[str, Any]
     finish_reason: str
@@ -57,7 +57,7 @@ class ChatAnswer:
 
 @final
 class EpisodeClient:
-    """Access of one agent to the model in one episode."""
+    """One agent's access to the model in one episode."""
 
     def __init__(self, session: aiohttp.ClientSession, *, base_url: str, api_key: str) -> None:
         """Create a client; `base_url` ends with the agent's name and `/v1`."""
@@ -67,7 +67,7 @@ class EpisodeClient:
         self.chat = ChatCalls(self)
 
     def agent(self, name: str, *, trains: bool = True) -> EpisodeClient:
-        """Return the client of another agent of the same episode, which has conversations of its own.
+        """Return the client of another agent of the same episode, with conversations of its own.
 
         The turns of an agent with `trains=False` are not trained on and are not part of the rollout.
 

@@ -1,7 +1,7 @@
 """Episodes played by a program in a subprocess, such as an agent with a command line.
 
 The program finds the model at `OPENAI_BASE_URL` with the key `OPENAI_API_KEY`, where OpenAI's clients look for it. An
-exit status other than 0 is a failure of the environment. The program's output goes where the actor's output goes.
+exit status other than 0 is a failure of the environment. The program's output goes to the actor's output.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -37,7 +37,7 @@ class Commands:
         self._command = tuple(command)
 
     async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
-        """Run the program until it ends. Raises TimeoutError."""
+        """Run the program until it ends. Raises TimeoutError after `timeout_s`."""
         text = task.messages[-1]["content"] if task.messages else ""
         tie = [tied_process.__file__, str(os.getpid()), signal.SIGKILL.name, "", "--"]
         process = await asyncio.create_subprocess_exec(
@@ -75,4 +75,4 @@ async def _end(process: Process) -> None:
             async with asyncio.timeout(timeout_s):
                 await process.wait()
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # also kills processes that outlive the program
+        os.killpg(process.pid, signal.SIGKILL)  # also kills child processes that outlive the program

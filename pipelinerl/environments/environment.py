@@ -1,6 +1,6 @@
 """Environments as classes, and the values that user code receives (`Task`, `EpisodeClient`).
 
-A user writes one of three forms:
+A user writes one of these three:
 
     async def run(task, client): …              any program; returns a reward, a bool, a `Verdict`, or None
     class Game: reset, step, close              an `Environment`; pipelinerl runs the loop around it
@@ -49,7 +49,7 @@ class Task:
 
     @property
     def problem(self) -> Problem:
-        """The problem in the form that verifiers take."""
+        """The same problem as a `Problem`, which verifiers take."""
         return Problem(
             problem_id=self.problem_id,
             domain=self.domain,
@@ -72,14 +72,14 @@ class EnvironmentStep:
 
 
 class Environment(Protocol):
-    """One conversation. Methods may be `async`; others run in a thread. The class must need no arguments."""
+    """One conversation. Methods may be `async`; others run in a thread. The class is constructed without arguments."""
 
     def reset(self, task: Task, seed: int) -> Any:
-        """Return the first messages, or None for those of the task."""
+        """Return the first messages, or None for the task's own messages."""
         ...
 
     def step(self, answer: Any) -> Any:
-        """Return the `EnvironmentStep` that follows a `ChatAnswer` of the model."""
+        """Return the `EnvironmentStep` that follows the model's `answer`, a `ChatAnswer`."""
         ...
 
     def close(self) -> Any:
@@ -91,14 +91,14 @@ class History(StrEnum):
     """The way in which a conversation is continued."""
 
     EXACT = "exact"
-    """By the sampled tokens themselves: thinking stays in the context."""
+    """Continue the sampled tokens themselves: thinking stays in the context."""
     TEMPLATE = "template"
-    """By the chat template's rendering of all messages, as in deployment: a template may drop earlier thinking."""
+    """Render all messages by the chat template, as in deployment: a template may drop earlier thinking."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
-    """Limits of one episode. `turn_tokens` None means the order's `max_tokens`; `timeout_s` covers the whole
+    """Limits of one episode. `turn_tokens` of None means the prompt order's `max_tokens`; `timeout_s` covers the whole
     episode.
     """
 

@@ -1,13 +1,14 @@
 """The turns of one episode, matched with the messages that its agents send. Pure.
 
-An agent sends all messages with each request, as OpenAI's API requires. The tokens of the longest prefix that ends in
-an answer of the model are known. The engine continues those tokens with the messages that follow:
+OpenAI's API requires that each request holds all messages of the conversation. The tokens of the longest prefix that
+ends in an answer of the model are known. The engine continues those tokens with the messages that follow:
 
     request ─▶ `plan` ─▶ engine ─▶ `record` ─▶ answer
 
-Each sampled token is recorded once. The order decides on sampling: an agent's temperature is overridden, and its token
-limit may only lower the order's. An answer is abandoned if its agent repeats the request instead of reading it. A
-history that differs from the sampled one begins a new segment, and so does a chat template that does not append.
+Each sampled token is recorded once. The prompt order decides on sampling: an agent's temperature is overridden, and an
+agent can only lower the prompt order's token limit. An answer is abandoned if its agent repeats the request instead of
+reading the answer. A history that differs from the sampled one begins a new segment. So does a chat template that
+renders earlier turns differently once messages follow.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from pipelinerl.environments.environment import EpisodeLimits, History
 from pipelinerl.errors import RecordError
 from pipelinerl.types import ROOT, Priority, PromptOrder, Purpose, Rollout, Turn, TurnNote, Verdict, VersionSpan
 
-#: Thinking as templates write it. The opening tag may be missing from an answer, because the template wrote it.
+#: Thinking as chat templates write it. An answer may lack the opening tag: some templates put it into the prompt.
 _THINKING: Final = re.compile(r"\A(?:(?!</think>).)*</think>", re.DOTALL)
-#: The beginning of a call in an answer's text, in each format. Calls that are parsed are not part of the text.
+#: The beginning of a tool call in an answer's text, in each format. Successfully parsed calls are not part of the text.
 _CALL: Final = re.compile(r'<tool_call>|<\|python_tag\|>|\A\s*\{\s*"name"\s*:')
-#: An agent's sampling parameters: dropped, because the order decides, and counted.
+#: Sampling parameters of an agent's request that are dropped and counted, because the prompt order decides on sampling.
 _SAMPLING: Final = frozenset(
     {
         "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty",
@@ -60,15 +61,17 @@ class NewSegment(StrEnum):
     HISTORY_DIFFERS = "history_differs"
     """No earlier turn has these messages: the agent changed or compacted them."""
     TOOLS_DIFFER = "tools_differ"
-    """Earlier turns were offered other tools, which the prompt describes."""
+    """The agent offers other tools than in earlier turns; the prompt describes tools, so it differs."""
     DOES_NOT_APPEND = "template_does_not_append"
-    """The chat template does not render the earlier turns to the tokens that they were."""
+    """The chat template renders the earlier turns to other tokens than those that were sampled."""
     FORKED = "forked"
-    """Another turn continues the same answer already."""
+    """An earlier turn already continues the same answer."""
 
 
 class EpisodeOver(InvalidRequest):
-    """The episode reached a limit, so no further answer is sampled. OpenAI's client does not retry the status."""
+    """The episode reached a limit, so no further answer is sampled. OpenAI's client does not retry the response's
+    status.
+    """
 
     code = "episode_over"
 
@@ -76,10 +79,11 @@ class EpisodeOver(InvalidRequest):
 @final
 @dataclass(slots=True, eq=False)
 class RecordedTurn:
-    """A turn and the turn that it continues. `request_key` identifies the messages that it answers.
+    """A recorded turn, and `parent`, the turn that it continues. `request_key` identifies the messages that it answers.
 
-    `new_segment` is the reason why the turn continues no known one. `read` is set once a request continues the answer.
-    An `abandoned` turn trains nothing: its agent repeated the request without having read the answer.
+    `new_segment` is the reason why the turn begins a new segment; None if it does not. `read` is set once a request
+    continues the answer. An `abandoned` turn trains nothing: its agent repeated the request without having read the
+    answer.
     """
 
     parent: RecordedTurn | None
@@ -98,7 +102,7 @@ class RecordedTurn:
 
     @property
     def path(self) -> list[RecordedTurn]:
-        """The turns from the first of the conversation to this one."""
+        """The turns from the conversation's first turn to this turn."""
         turns: list[RecordedTurn] = []
         at: RecordedTurn | None = self
         while at is not None:
@@ -125,14 +129,14 @@ class PlannedTurn:
     hasher: Any
     parent: RecordedTurn | None
     known: NDArray[np.int32]
-    """All tokens up to the end of `parent`; none without one."""
+    """All tokens up to the end of `parent`; empty without a parent."""
     trains: bool
 
 
 @final
 @dataclass(slots=True)
 class ToolCalls:
-    """The calls in answers to requests that offered tools; malformed ones stayed text."""
+    """Counts of tool calls in answers to requests that offered tools; a malformed call stays text."""
 
     offered: bool = False
     parsed: int = 0
@@ -141,7 +145,7 @@ class ToolCalls:
 
 @final
 class Episode:
-    """One sample of an order. For use from a single event loop."""
+    """One sample of a prompt order. For use from a single event loop."""
 
     def __init__(self, order: PromptOrder, sample: int, limits: EpisodeLimits) -> None:
         self.order = order
@@ -149,10 +153,10 @@ class Episode:
         self.limits = limits
         self.secret = secrets.token_hex(16)
         self.overridden: Counter[str] = Counter()
-        """Parameters of the agent's that the order has overridden, by name."""
+        """How often the prompt order has overridden a parameter of the agent, by the parameter's name."""
         self.calls = ToolCalls()
         self.over = ""
-        """Why no further turn is sampled; empty while one may be."""
+        """The reason why no further turn is sampled; empty while the episode goes on."""
         self.last: RecordedTurn | None = None
         """The latest turn that trains."""
         self._turns: list[RecordedTurn] = []
@@ -162,12 +166,12 @@ class Episode:
 
     @property
     def turns(self) -> Sequence[RecordedTurn]:
-        """The turns that train, in the order in which they ended."""
+        """The turns that train, in the order in which they were completed."""
         return [turn for turn in self._turns if not turn.abandoned]
 
     @property
     def abandoned(self) -> int:
-        """The number of answers that were never read, because the agent repeated its request."""
+        """The number of answers that were never read, because an agent repeated its request."""
         return sum(turn.abandoned for turn in self._turns)
 
     def last_of(self, agent: str) -> RecordedTurn | None:
@@ -239,7 +243,7 @@ class Episode:
 
     @contextmanager
     def sampling(self, planned: PlannedTurn) -> Iterator[None]:
-        """Count a planned turn as one of the episode's while it is sampled, even if sampling fails."""
+        """Count a planned turn among the episode's turns while it is sampled, even if sampling fails."""
         self._under_way[planned.agent] += 1
         try:
             yield
@@ -250,7 +254,7 @@ class Episode:
         """Record the completion of a planned turn.
 
         Raises:
-            RecordError: the engine left out what a rollout needs.
+            RecordError: the engine's answer lacks something that a rollout needs.
         """
         choice, prompt = completion.choices[0], np.asarray(completion.prompt_token_ids or (), np.int32)
         parent, tokens = planned.parent, planned.known
@@ -332,10 +336,11 @@ class Episode:
         return NewSegment.HISTORY_DIFFERS if same_tools else NewSegment.TOOLS_DIFFER
 
     def _note_abandoned(self, turn: RecordedTurn, continued: RecordedTurn | None) -> None:
-        """Abandon earlier answers to the same messages that no request has continued; restore `continued`.
+        """Abandon earlier answers to the same messages that no request has continued; restore `continued` and its
+        ancestors.
 
-        An agent that repeats a request has not read the answer. An agent that requested several answers at once and
-        continues an earlier one has read it after all.
+        An agent that repeats a request has not read the earlier answer. But an agent that requested several answers at
+        once, and then continues an earlier one of them, has read that answer after all.
         """
         while continued is not None:
             continued.read, continued.abandoned = True, False
@@ -346,7 +351,10 @@ class Episode:
 
 
 def _hash_message(hasher: Any, message: ChatMessage) -> None:
-    """Add a message in its compared form: an answer by its call ids, or without thinking and outer white space."""
+    """Add a message in the form that is compared.
+
+    An answer counts by the ids of its calls; without calls, by its text without thinking and outer white space.
+    """
     parts = [message.role, message.content]
     if message.role == "assistant":
         calls = [call.id for call in message.tool_calls or ()]
@@ -359,7 +367,7 @@ def _hash_message(hasher: Any, message: ChatMessage) -> None:
 
 
 def _key_of_tools(asked: ChatCompletionRequest) -> bytes:
-    """Return a digest of the tools that a prompt describes; empty if it describes none."""
+    """Return a digest of the tools that the prompt describes; b"" if the prompt describes none."""
     if not asked.tools or asked.tool_choice == "none":
         return b""
     described = [tool.model_dump(mode="json") for tool in asked.tools]
@@ -391,7 +399,7 @@ def _turn(choice: Choice, context: NDArray[np.int32]) -> Turn:
 
 
 def _invalid(error: ValidationError) -> InvalidRequest:
-    """Return the first finding as a sentence, without the input that caused it."""
+    """Return the first validation error as a sentence, without the input that caused it."""
     first = error.errors(include_input=False, include_url=False, include_context=False)[0]
     param = ".".join(str(part) for part in first["loc"]) or None
     reason = first["msg"].removeprefix("Value error, ")

@@ -1,12 +1,12 @@
 """An episode host: a child process that runs user code, `python -m pipelinerl.environments.episode_host REFERENCE`.
 
-One event loop plays many episodes. The host reads a JSON line per episode from its standard input, which is a socket,
-and writes a line when the episode ends:
+A single event loop plays many episodes. For each episode the host reads a JSON line from its standard input, which is a
+socket. It writes a line when the episode ends:
 
     {"begin": id, "task": …, "base_url": …, "api_key": …}    {"cancel": id}
     {"ended": id, "how": "returned" | "over" | "raised" | "cancelled", "value" | "reason": …}
 
-Output of user code goes where the actor's output goes. The host exits with its actor, and when the socket closes.
+Output of user code goes to the actor's output. The host exits with its actor, and when the socket closes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipelinerl.system.http_client import hot_session
 from pipelinerl.system.references import last_line
 from pipelinerl.types import Verdict
 
-#: Lines must hold tasks with long texts.
+#: Maximum size of a line in bytes; tasks may have long texts.
 LONGEST_LINE: Final = 2**26
 _KEEP_ALIVE_S: Final = 15.0
 
@@ -87,7 +87,7 @@ async def _played(play: Play, task: Any, client: EpisodeClient) -> dict[str, Any
 
 
 def _plain(value: Any) -> dict[str, Any]:
-    """Return the result of user code in JSON types; `other` describes a value that is not a reward."""
+    """Return the result of user code as JSON types; under the key `other`, describe a result that is not a reward."""
     if isinstance(value, Verdict):
         return {"verdict": msgspec.to_builtins(value)}
     item = getattr(value, "item", None)

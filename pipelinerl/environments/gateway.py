@@ -2,9 +2,9 @@
 
     agent ── POST /e/{secret}/{agent}/v1/chat/completions ──▶ `Episode` ──▶ engine ──▶ `Episode` ──▶ agent
 
-The secret is part of the path, or the API key of a client that calls `/v1/chat/completions`. A wrong secret, and a
-request after the episode has ended, get status 404. Refusals use statuses that OpenAI's client does not retry (it
-retries 408, 409, 429 and 5xx). A client that disconnects cancels its request.
+An episode's secret is part of the path. A client that calls `/v1/chat/completions` gives the secret as API key instead.
+A wrong secret, and a request after the episode has ended, get status 404. Refusals use statuses that OpenAI's client
+does not retry (it retries 408, 409, 429 and 5xx). A client that disconnects cancels its request.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -39,11 +39,11 @@ from pipelinerl.system.http_service import guard, listen, refused_body, serving,
 SampleTurn = Callable[[ChatCompletionRequest], Awaitable[ChatCompletion]]
 
 _LOOPBACK: Final = "127.0.0.1"
-#: No engine could answer. Clients do not retry 424; the engine pool has retried already.
+#: Status if no engine could answer. Clients do not retry 424; the engine pool has retried already.
 _NO_ENGINE: Final = 424
 _MODEL: Final = "policy"
 _MAIN: Final = "main"
-#: Some templates write the opening tag, so an answer may begin within its thinking.
+#: Some templates put the opening tag into the prompt, so an answer may begin within its thinking.
 _END_OF_THINKING: Final = "</think>"
 _ENDED: Final = "there is no such episode, or it has ended"
 
@@ -51,7 +51,7 @@ log = logging.getLogger("pipelinerl")
 
 
 class _Gone(Exception):
-    """The agent closed its connection."""
+    """The agent closed its connection before its answer was ready."""
 
 
 @final
@@ -63,7 +63,7 @@ class OpenEpisode:
     sample: SampleTurn
     base: str
     failure: Exception | None = None
-    """Why an engine could not answer: then nothing can be said of the episode."""
+    """The error if no engine could answer; the episode then gets no verdict on the model."""
 
     def base_url(self, agent: str = _MAIN) -> str:
         """Return the base URL for an OpenAI client of this agent."""
@@ -81,7 +81,7 @@ class Gateway:
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[None]:
-        """Listen until the block ends."""
+        """Listen until the `async with` block ends."""
         listener = listen(_LOOPBACK, 0)
         self._base = url_of(_LOOPBACK, listener.getsockname()[1])
         app = Starlette()
@@ -95,7 +95,7 @@ class Gateway:
 
     @asynccontextmanager
     async def open(self, episode: Episode, sample: SampleTurn) -> AsyncIterator[OpenEpisode]:
-        """Accept requests for turns of `episode` until the block ends."""
+        """Accept requests for turns of `episode` until the `async with` block ends."""
         opened = OpenEpisode(episode, sample, self._base)
         self._episodes[episode.secret] = opened
         try:
@@ -128,10 +128,10 @@ class Gateway:
             log.debug("an agent left before its answer")
         except asyncio.CancelledError:
             if not self._is_closing:
-                raise  # otherwise the actor is shutting down and its agents end with it
+                raise  # otherwise the actor is shutting down, and its agents end with it
 
     def _found(self, scope: Scope) -> tuple[OpenEpisode, str, str]:
-        """Return the episode, the agent and the rest of the path of a request."""
+        """Return the episode and the agent that a request names, and the rest of its path."""
         path = str(scope["path"])
         if path.startswith("/e/"):
             secret, _, rest = path[3:].partition("/")
@@ -156,7 +156,7 @@ class Gateway:
                 episode.over = f"the conversation has filled the context: {error.message}"
                 raise
             except InvalidRequest:
-                raise  # caused by the agent, so the episode goes on
+                raise  # the agent caused it, so the episode goes on
             except (ContractError, PipelineError) as error:
                 opened.failure = error
                 raise ContractError(f"no engine could answer: {error}") from error

@@ -45,7 +45,7 @@ class HostLost(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeEnd:
-    """The end of the user's code: `how` is `returned`, `over`, `raised` or `cancelled`; see `episode_host`."""
+    """How the user's code ended: `how` is `returned`, `over`, `raised` or `cancelled`; see `episode_host`."""
 
     how: str
     reason: str = ""
@@ -57,7 +57,7 @@ class EpisodeEnd:
 @final
 @dataclass(slots=True, eq=False)
 class _Host:
-    """One process. `episodes` are those in progress, by number."""
+    """One host process. `episodes` are the episodes in progress, by number."""
 
     process: Process
     writer: asyncio.StreamWriter
@@ -87,7 +87,7 @@ class _Host:
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # includes processes that the user's code has started
+            os.killpg(self.process.pid, signal.SIGKILL)  # also kills processes that the user's code has started
 
     async def close(self) -> None:
         self.writer.close()
@@ -110,8 +110,8 @@ class EpisodeHosts:
         self._ends: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Import the user's code, so that the first episode need not wait."""
-        with contextlib.suppress(HostLost):  # the first episode reports the failure
+        """Start a host, so that the first episode need not wait for the import of the user's code."""
+        with contextlib.suppress(HostLost):  # the first episode will report the failure
             await self._free()
 
     async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
@@ -148,7 +148,7 @@ class EpisodeHosts:
             host.kill()
             await asyncio.wait({ended}, timeout=_END_S)
         if ended.done():
-            ended.exception()  # no caller waits for it any more
+            ended.exception()  # mark the exception as seen: no caller waits for it any more
 
     async def _free(self) -> _Host:
         """Return a host with room for an episode."""
@@ -166,7 +166,7 @@ class EpisodeHosts:
 
 
 async def _started(reference: str) -> _Host:
-    """Start a process and wait until it has imported the user's code. Raises `HostLost`."""
+    """Start a host process and wait until it has imported the user's code. Raises `HostLost`."""
     ours, theirs = socket.socketpair()
     tie = [tied_process.__file__, str(os.getpid()), signal.SIGKILL.name, "", "--"]
     main = [sys.executable, "-m", "pipelinerl.environments.episode_host", reference]

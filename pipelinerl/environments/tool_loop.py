@@ -1,4 +1,4 @@
-"""Episodes without user code: the model calls tools of ours until it answers without a call.
+"""Episodes without user code: the model calls built-in tools until it gives an answer without a call.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -26,29 +26,31 @@ _KEEP_ALIVE_S: Final = 15.0
 
 
 class Tool(Protocol):
-    """A function that the model may call, with one argument, a text."""
+    """A function that the model may call with a single text argument."""
 
     name: str
     description: str
     argument: str
-    """Name of the argument."""
+    """Name of the single argument."""
 
     async def call(self, text: str) -> str:
-        """Return what the model reads. Raises PipelineError or UserError if that says nothing about the model."""
+        """Return the text that the model reads. Raises PipelineError or UserError for failures that are not the model's
+        fault.
+        """
         ...
 
     async def start(self) -> None:
-        """Open what the calls need. Raises UserError if this machine lacks it."""
+        """Open the resources that calls need. Raises UserError if this machine lacks one of them."""
         ...
 
     async def close(self) -> None:
-        """Release what was opened."""
+        """Release the resources that were opened."""
         ...
 
 
 @final
 class ToolLoop:
-    """Player that offers tools. It runs on the actor's loop, since no code here is a user's."""
+    """Player that offers tools to the model. It runs on the actor's event loop, since it runs no user code."""
 
     def __init__(self, *tools: Tool) -> None:
         self._tools = {tool.name: tool for tool in tools}
@@ -56,7 +58,7 @@ class ToolLoop:
         self._session: aiohttp.ClientSession | None = None
 
     async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
-        """Let the model answer and call until it calls nothing. Raises TimeoutError."""
+        """Let the model call tools until it answers without a call. Raises TimeoutError."""
         if self._session is None:
             self._session = hot_session(token=None, keep_alive_s=_KEEP_ALIVE_S)
         client = EpisodeClient(self._session, base_url=base_url, api_key=api_key)
@@ -84,7 +86,7 @@ class ToolLoop:
             await self._session.close()
 
     async def _result(self, call: Mapping[str, Any]) -> dict[str, str]:
-        """Return the message that answers a call. A call that the model got wrong is answered with the error."""
+        """Return the message that answers a call. If the model made an invalid call, the message holds the error."""
         name, tool = call["function"]["name"], self._tools.get(call["function"]["name"])
         if tool is None:
             content = f"error: there is no tool {name!r}; available: {', '.join(self._tools)}"
@@ -96,14 +98,14 @@ class ToolLoop:
 
 
 def _offered(tool: Tool) -> dict[str, Any]:
-    """Return the tool in OpenAI's form."""
+    """Return the tool's description in OpenAI's form."""
     parameters = {"type": "object", "properties": {tool.argument: {"type": "string"}}, "required": [tool.argument]}
     function = {"name": tool.name, "description": tool.description, "parameters": parameters}
     return {"type": "function", "function": function}
 
 
 def _argument(arguments: str, name: str) -> str | None:
-    """Return the call's argument, or None if it has none of this name that is a text."""
+    """Return the call's argument `name`, or None if there is no such argument or it is not a text."""
     try:
         fields = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -47,7 +47,7 @@ def _loop_around(kind: Any) -> Play:
                 if step.reward:
                     await client.reward(step.reward)
                 if step.done:
-                    return 0.0  # the rewards of the turns are added to it
+                    return 0.0  # the turns' own rewards are added to this one
                 messages += [answer, *step.messages]
         finally:
             if hasattr(environment, "close"):
@@ -57,8 +57,8 @@ def _loop_around(kind: Any) -> Play:
 
 
 async def _called(method: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a method and return its result. A method that is not async runs in a thread, since episodes share the
-    loop.
+    """Call a method and return its result. A method that is not async runs in a thread: episodes share one event loop,
+    which must not be blocked.
     """
     if inspect.iscoroutinefunction(method):
         return await method(*arguments)

@@ -49,8 +49,8 @@ CATALOGUE: Final[Mapping[str, type[Instruction]]] = {
     "startend:quotation": wording.QuotationMarks,
 }
 
-#: RLVR-IFeval names the function of open-instruct that verifies an instruction. For each function: the instruction's
-#: id, its parameters by the function's names, and constant parameters.
+#: RLVR-IFeval identifies an instruction by the open-instruct function that verifies it. Each entry maps such a function
+#: to the instruction's id, our parameters by the function's parameter names, and constant parameters.
 _FUNCTIONS: Final[Mapping[str, tuple[str, Mapping[str, str], Mapping[str, str]]]] = {
     "verify_keywords": ("keywords:existence", {"keyword_list": "keywords"}, {}),
     "verify_keyword_frequency": (
@@ -110,7 +110,8 @@ class Asked(NamedTuple):
 
 
 def made(id: str, parameters: Mapping[str, Any]) -> Asked:
-    """Return the instruction with these parameters; None means absent, and 3.0 is read as 3.
+    """Return the instruction with these parameters; a value of None means that a parameter is absent, and 3.0 is read
+    as 3.
 
     Raises:
         RecipeError: there is no such instruction, or a parameter is wrong, missing or unknown.
@@ -126,10 +127,10 @@ def made(id: str, parameters: Mapping[str, Any]) -> Asked:
 
 
 def instructions_of(metadata: Mapping[str, Any], ground_truth: str = "") -> tuple[Asked, ...]:
-    """Return the instructions of a problem, at least one.
+    """Return the instructions of a problem; there is at least one.
 
     Raises:
-        RecipeError: the problem names no instruction, or a wrong one.
+        RecipeError: the problem names no instruction, or an invalid one.
     """
     named = list(_named(metadata, ground_truth))
     if not named:
@@ -158,7 +159,7 @@ def _named(metadata: Mapping[str, Any], ground_truth: str) -> list[tuple[str, Ma
 
 
 def _of_function(truth: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the id and the parameters of the instruction that a function stands for.
+    """Return the id and the parameters of the instruction that an open-instruct function verifies.
 
     Raises:
         RecipeError: open-instruct has no such function.
@@ -181,7 +182,7 @@ def _paired(ids: Any, parameters: Any) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def _read(value: Any) -> Any:
-    """Return a list, also from JSON text or an array of a table."""
+    """Return a value as a list if it is one, also if it is given as JSON text or as an array of a table."""
     if isinstance(value, str):
         try:
             return json.loads(value)

@@ -1,7 +1,7 @@
 """Instructions that count: words, sentences, paragraphs, keywords, letters, words in capitals.
 
-Keywords also count inside a longer word, as in IFEval's code; forbidden words count only as whole words. Neither are
-regular expressions.
+A keyword also counts inside a longer word, as in IFEval's code; a forbidden word counts only as a whole word. Neither
+is interpreted as a regular expression.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class NumberOfParagraphs(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class NthParagraphFirstWord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`length_constraints:nth_paragraph_first_word`: paragraphs between blank lines, one with a given first word."""
+    """`length_constraints:nth_paragraph_first_word`: paragraphs between blank lines, where the n-th has a given first
+    word.
+    """
 
     num_paragraphs: Count
     nth_paragraph: Count

@@ -1,6 +1,6 @@
 """Instructions on the form of an answer: lists, sections, titles, JSON, placeholders, postscripts.
 
-They are stricter than IFEval's code where it could reward empty answers: JSON must be an object or an array.
+They are stricter than IFEval's code where that code could reward empty answers: JSON must be an object or an array.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class MultipleSections(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class HighlightedSections(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:number_highlighted_sections`: a minimum of sections between asterisks."""
+    """`detectable_format:number_highlighted_sections`: a minimum of highlighted sections, which are texts between
+    asterisks.
+    """
 
     num_highlights: Count
 
@@ -121,7 +123,7 @@ class JsonFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ConstrainedResponse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:constrained_response`, with IFEval's three options or others."""
+    """`detectable_format:constrained_response`, with IFEval's three options or options of the problem's own."""
 
     options: Texts = field(default_factory=lambda: list(CONSTRAINED_RESPONSES))
 

@@ -36,7 +36,7 @@ class Relation(StrEnum):
     LESS_THAN = "less than"
     AT_MOST = "at most"
     AROUND = "around"
-    """Within 10 percent, or within one."""
+    """Differs from the wanted count by at most 10 percent, or at most one."""
     EXACTLY = "exactly"
 
     def holds(self, count: int, wanted: int) -> bool:

@@ -16,7 +16,7 @@ from pipelinerl.instructions.text import script_shares
 if TYPE_CHECKING:
     from py3langid.langid import LanguageIdentifier
 
-#: The minimum share of letters in the language's scripts; names and terms may be foreign.
+#: The minimum share of letters in the language's scripts. It is below 1, since names and terms may be foreign.
 _MOSTLY: Final = 0.7
 _LIBRARY: Final = "py3langid"
 
@@ -67,7 +67,7 @@ def check(code: str) -> None:
 
 
 def is_in(text: str, code: str) -> bool:
-    """Return whether the text is in that language, which must have passed `check`."""
+    """Return whether the text is in the language `code`, which must have passed `check`."""
     scripts, shares = LANGUAGES[code].scripts, script_shares(text)
     if not shares.get(scripts[0]) or sum(shares.get(script, 0.0) for script in scripts) < _MOSTLY:
         return False
@@ -91,7 +91,7 @@ def preload() -> None:
 
 
 def _rivals(code: str) -> tuple[str, ...]:
-    """Return the languages with the same first script, including this one."""
+    """Return the languages that share the first script of `code`, including `code` itself."""
     script = LANGUAGES[code].scripts[0]
     return tuple(other for other, language in LANGUAGES.items() if language.scripts[0] == script)
 

@@ -1,8 +1,8 @@
-"""Scoring of an answer by the instructions it follows, strictly or loosely.
+"""Scoring of an answer by the instructions that it follows, strictly or loosely.
 
-Loose matching is IFEval's (Zhou et al. 2023, section 2.3): an instruction is followed if any variant of the answer
-follows it. The variants lack the first line, the last line, both or neither, each with and without asterisks. A blank
-text follows nothing.
+Loose matching is IFEval's (Zhou et al. 2023, section 2.3): an instruction counts as followed if any variant of the
+answer follows it. The variants lack the first line, the last line, both or neither, each with and without asterisks. A
+blank text follows no instruction.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Score(StrEnum):
     """Reward of an answer that follows some of its instructions."""
 
     SHARE = "share"
-    """The share of instructions that it follows."""
+    """The share of instructions that the answer follows."""
     ALL = "all"
-    """1 if it follows all of them, else 0."""
+    """1 if the answer follows all instructions, else 0."""
 
     def of(self, followed: Sequence[bool]) -> float:
-        """Return the reward."""
+        """Return the reward; `followed` says for each instruction whether the answer follows it."""
         return sum(followed) / len(followed) if self is Score.SHARE else float(all(followed))
 
 

@@ -24,12 +24,12 @@ _ABBREVIATIONS: Final = frozenset(
         "no", "prof", "rev", "sr", "st", "vol", "vs",
     }
 )  # fmt: skip
-#: The length of the longest abbreviation, with its dot and room for a bracket.
+#: The longest abbreviation in characters, with its dot and room for a bracket.
 _LOOK_BACK: Final = 12
 
 
 def words(text: str) -> list[str]:
-    """Return runs of letters, digits and underscores, as IFEval counts them: "don't" is two."""
+    """Return runs of letters, digits and underscores, as IFEval counts them: "don't" is two words."""
     return _WORD.findall(text)
 
 
@@ -50,7 +50,7 @@ def num_sentences(text: str) -> int:
 
 
 def _is_abbreviation(text: str, end: int) -> bool:
-    """Return whether the dot before `end` ends an abbreviation that more text follows."""
+    """Return whether the dot before position `end` belongs to an abbreviation and more text follows."""
     if end >= len(text):
         return False
     word = _BEFORE_A_DOT.search(text, max(0, end - _LOOK_BACK), end)

@@ -14,7 +14,7 @@ from pipelinerl.instructions import languages
 from pipelinerl.instructions.instruction import Text
 from pipelinerl.instructions.text import script_shares
 
-#: The minimum share of Latin letters in a text that may be English.
+#: The minimum share of Latin letters for a text to count as possibly English.
 _MOSTLY: Final = 0.9
 
 
@@ -135,7 +135,7 @@ class ResponseLanguage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return f"Your entire response should be in {name}, no other language is allowed."
 
     def follows(self, answer: str) -> bool:
-        """Return whether the answer is in that language."""
+        """Return whether the answer is in the required language."""
         return languages.is_in(answer, self.language)
 
 

@@ -1,1 +1,1 @@
-"""Log-probs, and comparisons of two sets of them: pure functions."""
+"""Log-probs, and statistics that compare two sets of log-probs of the same tokens. Mostly pure functions."""

@@ -1,4 +1,4 @@
-"""Advice on the mismatch of a run: a few rules, each with its threshold, its reason and its source."""
+"""Advice on a run's train/inference mismatch: a few rules, each with its threshold, its reason and its source."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from pipelinerl.numerics.review import CauseReview, Review
 NUMERICS_P95: Final = 0.01
 #: PPO's usual clip, 1 ± 0.2. If P95 exceeds it, one stale token in twenty is outside the trust region.
 STALENESS_P95: Final = math.log(1.2)
-#: Number of updates that engines may lack because of rounding; less is within the noise of the sample.
+#: Number of updates that engines may lack because of rounding; a smaller gap is within the sampling noise of the probe.
 BEHIND: Final = 1.0
-#: Effective sample size below which half of the tokens' value is lost to uneven weights.
+#: Effective sample size, as a share of the tokens, below which uneven weights waste half of the tokens.
 ESS: Final = 0.5
-#: Share of an age's tokens cut by the objective above which sampling them is mostly wasted.
+#: If the objective clips or masks more than this share of the tokens of one age, sampling such tokens is mostly wasted.
 CUT: Final = 0.5
-#: Remedies in recipe syntax; C = 2 is the cap of the TIS note's ablations.
+#: Remedies in recipe syntax. The cap C = 2 is the value that the TIS note's ablations use.
 _TIS: Final = (
     'TIS: objective.is_weight = { kind = "token_ratio", numerator = "old", high = 2.0 }, and grad1.over = "old" where '
     'grad1 is a ratio (preset "ppo_tis")'
 )
 _CAPPED: Final = 'a capped weight: objective.is_weight = { kind = "token_ratio", high = 2.0 } with grad1 = "logprob"'
-#: Share of the typical K3 by which K1, which should be positive, may fall below 0 through sampling noise.
+#: K1 should be positive. Sampling noise may take it below 0 by this share of K3; a lower value is reported.
 _K1_OF_K3: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The finding, the remedy, and the reason why it helps."""
+    """One piece of advice: the finding, the remedy, and the reason why the remedy helps."""
 
     finding: str
     do: str
@@ -67,7 +67,7 @@ def _rounding(review: Review) -> Iterator[Advice]:
 
 
 def _numerics(cause: CauseReview, review: Review) -> Iterator[Advice]:
-    if _stands_still(review):  # rounding explains the gap, and the advice below would not close it
+    if _stands_still(review):  # rounding explains the gap; fixing the numerics would not close it
         return
     p95, contradictions = cause.median("p95"), cause.figures["contradictions"]
     if p95 > NUMERICS_P95:

@@ -1,15 +1,15 @@
-"""The mismatch of one step, split by cause: pure functions of its micro-batches and log-probs.
+"""The train/inference mismatch of one step, split by cause: pure functions of its micro-batches and log-probs.
 
-A token's log-prob at the step differs from the sampler's for one of three reasons. The versions of the weights that
-sampled it identify the cause:
+The trainer's log-prob of a token differs from the sampler's for one of three reasons. The reason follows from the
+weight versions that sampled the token and the beginning of its turn:
 
-    numerics    the weights are the trainer's own, and so were all that sampled its turn: other kernels, other dtypes
-    cache       the weights are the trainer's own, but they read keys and values that older ones had written
+    numerics    the trainer's version sampled the whole turn so far: only kernels and dtypes differ
+    cache       the trainer's version sampled the token, but from keys and values that an older version had written
                 (an update in flight with `continue`)
-    staleness   the weights are older ones
+    staleness   an older version sampled the token
 
-"Same version" is numerics and cache together. This module knows no objective: the caller says which tokens the
-objective cut.
+Numerics and cache together are what other tools call "same version". This module knows no objective: the caller says
+which tokens the objective cut.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from trainer_contract.types import Bool, Float32, MicroBatch
 
 Integers = NDArray[np.integer[Any]]
 
-#: Difference of probabilities above which two policies contradict one another (TIS note, figures 7 and 8).
+#: If the two probabilities of a token differ by more than this, the policies contradict one another (TIS note, figures
+#: 7 and 8).
 CONTRADICTION: Final = 0.5
-#: Upper bounds of the age buckets: 0, 1, 2, 3–4, 5–8, …
+#: Upper bounds of the age buckets. The buckets hold the ages 0, 1, 2, 3–4, 5–8, …
 _AGES: Final = np.array([0, 1, 2, *(2**power for power in range(2, 31))])
 
 
 class Cause(StrEnum):
-    """Reason for which a sampled token's log-prob differs."""
+    """Reason why the trainer's log-prob of a sampled token differs from the sampler's."""
 
     NUMERICS = "numerics"
     CACHE = "cache"
@@ -46,11 +47,11 @@ class SampledTokens:
     """The trained tokens of a step, all micro-batches together; columns [N].
 
     Attributes:
-        logprobs: f32, the trainer's at the step. behavior_logprobs: f32, the sampler's.
-        old_logprobs: f32, recomputed by the trainer; None when the objective needs none.
-        versions: of the weights that sampled each token.
-        turn_versions: of the weights that sampled the first token of its turn.
-        responses: rising numbers of the rollouts.
+        logprobs: f32, by the trainer's weights at the step. behavior_logprobs: f32, by the sampler.
+        old_logprobs: f32, recomputed by the trainer; None if the objective does not need them.
+        versions: version of the weights that sampled each token.
+        turn_versions: version of the weights that sampled the first token of the token's turn.
+        responses: number of the response that holds the token; numbers increase through the step.
     """
 
     logprobs: Float32
@@ -61,7 +62,7 @@ class SampledTokens:
     responses: Integers
 
     def causes(self, held_version: int) -> dict[Cause, Bool]:
-        """Return a mask of tokens, bool [N], per cause, for a trainer that holds `held_version`."""
+        """Return for each cause the mask, bool [N], of its tokens. The trainer holds the weights `held_version`."""
         same = self.versions == held_version
         whole = self.turn_versions == held_version
         return {Cause.NUMERICS: same & whole, Cause.CACHE: same & ~whole, Cause.STALENESS: ~same}
@@ -71,7 +72,7 @@ def sampled_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float
     """Join the trained tokens; return None if there are none, or if a micro-batch has no versions.
 
     Args:
-        logprobs: of each micro-batch, f32 [T], as `LossStats.predictions`.
+        logprobs: the trainer's log-probs of each micro-batch, f32 [T], as in `LossStats.predictions`.
     """
     if any(batch.behavior_versions is None for batch in micro_batches):
         return None
@@ -96,19 +97,20 @@ def sampled_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float
 
 
 def figures(tokens: SampledTokens | None, *, held_version: int, cuts: Mapping[str, Bool]) -> dict[str, float]:
-    """Return the metrics of a step; {} if nothing trained. Causes and ages without tokens have no metrics.
+    """Return the metrics of a step; {} if no token trained. Causes and ages without tokens have no metrics.
 
-    `mismatch_<cause>_<figure>` compares the log-probs at the step with the sampler's, `old_mismatch_<cause>_<figure>`
-    the recomputed ones. `age_<ages>_<figure>` is by age: versions between the weights that the trainer holds and those
-    that sampled a token.
+    `mismatch_<cause>_<figure>` compares the trainer's log-probs at the step with the sampler's.
+    `old_mismatch_<cause>_<figure>` compares the trainer's recomputed log-probs with the sampler's.
+    `age_<ages>_<figure>` is by the token's age: the number of versions between the weights that sampled it and those
+    that the trainer holds.
 
-        share                           of the tokens that trained
+        share                           share of the trained tokens
         mean p50 p95 max k1 k3 ess      as in `Mismatch`
-        response_max, response_mean     over the responses, the mean of a response's max |Δp| and mean |Δp| (TIS note)
+        response_max, response_mean     mean over the responses of a response's largest or mean |Δp| (TIS note)
         contradictions                  share of responses with a |Δp| above one half
 
     Args:
-        held_version: of the weights that computed the log-probs.
+        held_version: version of the weights that computed the trainer's log-probs.
         cuts: bool [N] each, by name (`clipped`, `truncated`, `masked`): tokens that the objective cut. Their share is
             reported under that name for each age.
     """
@@ -144,7 +146,7 @@ def _compared(ours: Float32, theirs: Float32, responses: Integers) -> dict[str, 
 
 
 def by_age(ages: Integers, cuts: Mapping[str, Bool]) -> dict[str, float]:
-    """Return `age_<ages>_share` of tokens with ages [N], and for each age the shares that were cut, as in `figures`."""
+    """Return `age_<ages>_share` of tokens with ages [N], and for each age the share of each cut, as in `figures`."""
     buckets = np.searchsorted(_AGES, np.maximum(ages, 0))
     counts = np.bincount(buckets)
     shares = {"share": counts / len(ages)} | {
@@ -159,7 +161,7 @@ def by_age(ages: Integers, cuts: Mapping[str, Bool]) -> dict[str, float]:
 
 
 def _ages(bucket: int) -> str:
-    """Return the name of an age bucket: `0`, `1`, `2`, `3_4`, `5_8`, …"""
+    """Return the metric name of an age bucket: `0`, `1`, `2`, `3_4`, `5_8`, …"""
     last = int(_AGES[bucket])
     first = int(_AGES[bucket - 1]) + 1 if bucket else 0
     return str(last) if first == last else f"{first}_{last}"

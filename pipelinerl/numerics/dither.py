@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pipelinerl import rng
 from trainer_contract.types import Float32
 
-#: Number of thresholds in the repeating table; a prime, so that rows of a matrix do not share thresholds.
+#: Number of thresholds in the repeating table. It is prime, so that rows of a matrix do not share thresholds.
 PERIOD: Final = 1_048_573
 
 
@@ -31,12 +31,14 @@ def thresholds() -> NDArray[np.int32]:
 
 
 def phase(name: str) -> int:
-    """Return the position in the table of the first element of a parameter."""
+    """Return the position in the threshold table at which the parameter's first element starts."""
     return rng.key(0, "dither", name) % PERIOD
 
 
 def dithered(values: Float32, *, name: str) -> NDArray[np.uint16]:
-    """Return `values` of the parameter `name` in bfloat16, as bits; the torch version is `dither_torch.dithered`."""
+    """Return f32 `values` of the parameter `name` rounded to bfloat16, as bits; `dither_torch.dithered` is the torch
+    version.
+    """
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint32)
     rounded = np.empty(flat.size, np.uint16)
     begin = 0

@@ -1,4 +1,6 @@
-"""Torch version of `dither.dithered` on any device, and a probe of the share of updates it shows."""
+"""Torch version of `dither.dithered` for any device, and a probe that measures how much of an update survives
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,14 @@ from torch import Tensor
 from pipelinerl.numerics import dither
 from trainer_contract.types import Rounding
 
-#: Approximate number of elements of each parameter that a probe samples.
+#: Approximate number of elements that the probe samples of each parameter.
 _PROBED: Final = 1021
 
 
 def rounded(values: Tensor, dtype: torch.dtype, rounding: Rounding, *, name: str, first: int = 0) -> Tensor:
-    """Return elements of the parameter `name`, from index `first`, in `dtype`; only fp32 to bf16 is dithered."""
+    """Round elements of the parameter `name`, starting at index `first`, to `dtype`; only fp32 to bf16 can be
+    dithered.
+    """
     if rounding is Rounding.DITHERED and dtype is torch.bfloat16 and values.dtype is torch.float32:
         return dithered(values, name=name, first=first)
     return values.to(dtype)
@@ -48,9 +52,10 @@ def _thresholds(device: torch.device) -> Tensor:
 @final
 @dataclass(frozen=True, slots=True)
 class UpdateProbe:
-    """Measures on a sample of the weights the share of an update that engines see after rounding.
+    """Measures, on a sample of the weights, the share of an update that engines see after rounding.
 
-    `places` selects the sampled elements of each parameter; `noise` i32 [N] holds the thresholds of all of them.
+    `places` selects the sampled elements of each parameter. `noise`, i32 [N], holds the thresholds of all sampled
+    elements; None if weights are rounded to nearest.
     """
 
     weights: Mapping[str, Tensor]
@@ -77,7 +82,9 @@ class UpdateProbe:
         return torch.cat([self.weights[name].view(-1)[each].cpu() for name, each in self.places.items()])
 
     def share(self, before: Tensor, after: Tensor) -> float | None:
-        """Return ⟨Δrounded, Δ⟩ / ⟨Δ, Δ⟩ of an update: 1 if it is fully visible; None if the weights did not change."""
+        """Return ⟨Δrounded, Δ⟩ / ⟨Δ, Δ⟩ of an update: 1 if engines see all of it; None if the weights did not
+        change.
+        """
         update = (after - before).double()
         size = float(update @ update)
         return float((self._sent(after) - self._sent(before)).double() @ update) / size if size else None

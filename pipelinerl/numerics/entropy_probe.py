@@ -1,11 +1,12 @@
 """`EntropyProbe`: an objective whose value is the mean entropy of the policy's distributions, and whose gradient is 0.
 
-Entropy over the whole vocabulary is a `HeadMeasure`, which a trainer computes for an objective that needs it. Any
-trainer can therefore report it without a method of its own. Compared with the surprisal of the sampled tokens, entropy
-shows whether low surprisal comes from a confident policy or from a low sampling temperature.
+Entropy over the whole vocabulary is a `HeadMeasure`, which any trainer computes if an objective needs it. As an
+objective, the probe therefore works with every trainer, and no trainer needs a separate method to report entropy.
+Compared with the surprisal of the sampled tokens, entropy shows whether low surprisal comes from a confident policy or
+from a low sampling temperature.
 
 The class is in this package because a trainer's other processes load it by name (`trainers.ranks.commands`), and they
-accept names from here only.
+accept only names from this package.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ class EntropyProbe:
     """An `Objective` and `MeasuringObjective` of `trainer_contract.types`.
 
     Attributes:
-        seen: the entropies over the loss mask of each micro-batch evaluated in this process, f32 [N] each. It stays
-            empty if the trainer compiles the objective or evaluates it in another process. All probes compare as equal.
+        seen: the entropies of the unmasked tokens of each micro-batch evaluated in this process, f32 [N] each. The list
+            stays empty if the trainer compiles the objective or evaluates it in another process. Comparison ignores it:
+            all probes are equal.
     """
 
     seen: list[Float32] = field(default_factory=list, init=False, compare=False)
@@ -47,9 +49,9 @@ class EntropyProbe:
         return entropies.sum() / mask.sum() + 0.0 * xp.where(mask, predictions, 0.0).sum()
 
     def prediction_gradient(self, predictions: Array, columns: Columns) -> Array:
-        """Return zeros [T]."""
+        """Return the gradient, zeros [T]."""
         return namespace(predictions).zeros_like(predictions)
 
     def measure_gradients(self, predictions: Array, columns: Columns) -> Mapping[HeadMeasure, Array]:
-        """Return zeros [T]."""
+        """Return the gradient for the entropy, zeros [T]."""
         return {HeadMeasure.ENTROPY: namespace(predictions).zeros_like(predictions)}

@@ -1,7 +1,8 @@
-"""Log-probs of tokens from hidden states, in JAX: fp32 softmax, with logits held in pieces.
+"""Log-probs of tokens from hidden states, in JAX: softmax in fp32, with the logits computed piece by piece.
 
 The results, including measures of the whole distribution, agree with the definition in `logprobs`. The vocabulary may
-be sharded over devices: a token's logit is selected by comparison, since an index could point into another shard.
+be sharded over devices. A token's logit is therefore selected by comparing token ids: an index could point into another
+device's shard.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from jax import Array, lax
 
 from trainer_contract.types import HeadMeasure
 
-#: Number of logits per device held at once: 64 MiB in fp32. Smaller inputs take one piece, without recomputation.
+#: Number of logits that a device holds at once: 64 MiB in fp32. A smaller input is one piece and needs no
+#: recomputation.
 LOGITS_AT_ONCE: Final = 2**24
 
 
@@ -69,5 +71,5 @@ def _piece(
 def _measured(measure: HeadMeasure, logits: Array, normaliser: Array) -> Array:
     if measure is HeadMeasure.MEAN_LOGPROB:
         return logits.mean(axis=-1) - normaliser
-    logprobs = logits - normaliser[..., None]  # first: normaliser − Σ π·logits would cancel
+    logprobs = logits - normaliser[..., None]  # subtracting first keeps precision: normaliser − Σ π·logits would cancel
     return -(jnp.exp(logprobs) * logprobs).sum(axis=-1)

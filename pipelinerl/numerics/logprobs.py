@@ -36,9 +36,9 @@ def measured(measure: HeadMeasure, logprobs: Floats) -> Floats:
 
 
 def measure_slopes(measure: HeadMeasure, logprobs: Floats) -> Floats:
-    """Return d measure / dz [N, V], with z = logits/temperature.
+    """Return d measure / dz [N, V], with z = logits / temperature.
 
-    It is 1/V − π for the mean log-prob, and −π(log π + H) for the entropy.
+    The derivative is 1/V − π for the mean log-prob, and −π(log π + H) for the entropy.
     """
     probabilities = np.exp(logprobs)
     if measure is HeadMeasure.MEAN_LOGPROB:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 @final
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Statistics over tokens that were sampled from π_theirs.
+    """Statistics of two sets of log-probs, `ours` and `theirs`, over tokens that were sampled from π_theirs.
 
     With d = log π_ours − log π_theirs and r = exp(d):
 
@@ -38,7 +38,7 @@ _OF_NOTHING = Mismatch(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 
 
 def mismatch(ours: NDArray[np.floating[Any]], theirs: NDArray[np.floating[Any]]) -> Mismatch:
-    """Compare log-probs [N] with log-probs [N]; with no tokens the agreement is perfect.
+    """Compare the log-probs `ours` [N] with `theirs` [N]; without tokens, return the statistics of perfect agreement.
 
     Raises:
         ValueError: the shapes differ.

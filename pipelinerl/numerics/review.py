@@ -1,4 +1,4 @@
-"""The mismatch over a whole run: a summary of the steps' metrics (`causes.figures`). Pure.
+"""Summary of a whole run's train/inference mismatch from the metrics of its steps (`causes.figures`). Pure.
 
 Each figure is reported at the start, middle and end of the run, as the median over a tenth of its steps, and at its
 worst step.
@@ -15,7 +15,7 @@ from typing import Any, Final
 from pipelinerl.numerics.causes import Cause
 from pipelinerl.observability.run_history import RunHistory, Series
 
-#: Figures of a cause with their labels, in display order.
+#: The figures that are reported for a cause, with their labels, in display order.
 FIGURES: Final[Mapping[str, str]] = {
     "mean": "mean |Δ log-prob|",
     "p50": "P50 |Δ log-prob|",
@@ -28,13 +28,13 @@ FIGURES: Final[Mapping[str, str]] = {
     "k3": "K3",
     "ess": "ESS",
 }
-#: The log-probs that were compared with the sampler's, by the prefix of their metrics.
+#: Prefix of the metrics → the name of the trainer's log-probs that they compare with the sampler's.
 COMPARED: Final[Mapping[str, str]] = {"mismatch": "current", "old_mismatch": "old"}
 
 
 @dataclass(frozen=True, slots=True)
 class MetricSeries:
-    """One figure over the run; `median` is taken over all steps that have it."""
+    """One figure over the run; `median` is taken over all steps that report the figure."""
 
     start: float
     middle: float
@@ -46,23 +46,26 @@ class MetricSeries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CauseReview:
-    """One cause: its mean share of the tokens over all steps, and the series of each figure, by name."""
+    """Summary of one cause: its share of the tokens, averaged over all steps, and the series of each figure, by
+    name.
+    """
 
     cause: Cause
     share: float
     figures: Mapping[str, MetricSeries]
 
     def median(self, figure: str) -> float:
-        """Return the figure's median over the steps."""
+        """Return the median of the named figure over the steps."""
         return self.figures[figure].median
 
 
 @dataclass(frozen=True, slots=True)
 class RoundingReview:
-    """The share of the updates that engines saw after the weights were rounded for transfer.
+    """The share of the trainer's updates that engines saw after the weights were rounded for transfer.
 
-    `behind` is the largest number of updates that they lacked at any step: the largest sum of 1 − `sent_share` since
-    the first step, reached at step `worst_step`. It is about 0 when rounding is unbiased.
+    `behind` is the largest number of updates that engines lacked at any step: the largest sum of 1 − `sent_share` since
+    the first step. `worst_step` is the step at which the sum was largest. `behind` is about 0 when rounding is
+    unbiased.
     """
 
     behind: float
@@ -75,11 +78,12 @@ class Review:
     """Summary of one run.
 
     Attributes:
-        run: its name. steps: the number of steps with figures.
-        current, old: by cause, trainer against sampler; the log-probs at the step, and the recomputed ones.
-        ages: share of the tokens and of what the objective cut, by age (`0`, `3_4`), means over the run.
-        ess: series of the effective sample size over all tokens; None if never measured.
-        rounding: for weights sent in bfloat16; None if nothing was rounded.
+        run: the run's name. steps: the number of steps with figures.
+        current, old: by cause, the trainer's log-probs against the sampler's. `current` uses the log-probs at the step,
+            `old` the recomputed ones.
+        ages: for each age (`0`, `3_4`), its share of the tokens and the shares that the objective cut, as run means.
+        ess: series of the effective sample size over all tokens; None if it was never measured.
+        rounding: the effect of rounding on weights sent in bfloat16; None if no weights were rounded.
     """
 
     run: str
@@ -91,7 +95,7 @@ class Review:
     rounding: RoundingReview | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the review as plain values, for other programs."""
+        """Return the review as JSON-compatible values, for other programs."""
         return asdict(self)
 
 
@@ -146,7 +150,10 @@ def _course(name: str, series: Series) -> MetricSeries:
 
 
 def _ages(history: RunHistory, steps: int) -> dict[str, dict[str, float]]:
-    """Return means over all tokens of the run: a step is weighted by the share of its tokens that have the age."""
+    """Return the shares of each age as means over all tokens of the run.
+
+    Each step is weighted by the share of its tokens that have the age.
+    """
     keys = {key for step in history.steps for key in step if key.startswith("age_") and key.endswith("_share")}
     ages = (key.removeprefix("age_").removesuffix("_share") for key in keys)
     by_age: dict[str, dict[str, float]] = {}

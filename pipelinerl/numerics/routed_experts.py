@@ -1,4 +1,4 @@
-"""Conversion of routed expert numbers between arrays and the wire format of engines."""
+"""Conversion of routed expert numbers (MoE) between arrays and the wire format of engines."""
 
 from __future__ import annotations
 
@@ -22,5 +22,7 @@ def off_the_wire(routed: RoutedExperts) -> Experts:
 
 
 def of_context(prompt: RoutedExperts) -> Experts:
-    """Pad a prompt's experts to one more token: row t belongs to token t − 1, and row 0 is zero."""
+    """Pad a prompt's experts by one row, for one more token: row t then holds the experts at token t − 1, and row 0 is
+    zero.
+    """
     return np.pad(off_the_wire(prompt), ((1, 0), (0, 0), (0, 0)))

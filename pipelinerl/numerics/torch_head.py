@@ -1,8 +1,8 @@
-"""The output layer in fp32, identical in engine and trainer; its rounding affects log-probs most.
+"""The output layer in fp32, identical in engine and trainer, since its rounding affects log-probs the most.
 
 The MiniMax-M1 report found the output layer's precision to be the main source of the mismatch between its training and
 its inference. Hidden states and weights keep their dtypes. Their products are summed in fp32 and never rounded to a
-shorter type, so both sides compute the log-softmax from the same kind of logits.
+shorter type, so engine and trainer compute the log-softmax from equally precise logits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def to_fp32(model: Any, *, served: torch.dtype, rounding: Rounding = Rounding.NE
 
 @final
 class Fp32Head:
-    """Forward of an output layer. Parameters are read at each call, so they may be replaced meanwhile."""
+    """Replaces the forward method of an output layer. It reads the parameters at each call, so they may be replaced."""
 
     def __init__(self, layer: Any, served: torch.dtype, rounding: Rounding, names: Mapping[int, str]) -> None:
         self._layer = layer
@@ -50,7 +50,7 @@ class Fp32Head:
             return linear(hidden.float(), self._exact(weight, self._weight_name), its_bias)
 
     def _exact(self, parameter: Tensor, name: str) -> Tensor:
-        """Return the served value in fp32."""
+        """Return the parameter in fp32, after rounding it to the dtype that engines hold."""
         if parameter.dtype is torch.float32 and self._served is not torch.float32:
             sent = rounded(parameter.detach(), self._served, self._rounding, name=name)
             return parameter + (sent.float() - parameter.detach())  # exact: both are within a factor of two

@@ -1,4 +1,4 @@
-"""Log-probs of tokens from hidden states, in torch: fp32 softmax, with logits held in pieces.
+"""Log-probs of tokens from hidden states, in torch: softmax in fp32, with the logits computed piece by piece.
 
 The results, including measures of the whole distribution, agree with the definition in `logprobs`. If a linear head
 computes in bf16, its weight's gradient is summed over pieces in fp32: a sum in bf16 loses more with every piece.
@@ -62,7 +62,7 @@ def token_predictions(
 
 
 class _Work(NamedTuple):
-    """Arguments of `_LinearHead` without gradients."""
+    """Arguments of `_LinearHead` that receive no gradients."""
 
     token_ids: Tensor
     temperatures: Tensor | None
@@ -71,18 +71,20 @@ class _Work(NamedTuple):
     dtype: torch.dtype
 
     def predictions(self, logits: Tensor, part: slice) -> Tensor:
-        """Return [1 + M, n] from the logits of one piece."""
+        """Return predictions [1 + M, n] from the logits of the piece `part`."""
         tempered = None if self.temperatures is None else self.temperatures[part]
         return _predictions(logits, self.token_ids[part], tempered, self.measures)
 
 
 @final
 class _LinearHead(torch.autograd.Function):
-    """Predictions through a linear head piece by piece; its weight is cast once and its gradient summed in fp32."""
+    """Predictions through a linear head, piece by piece. The weight is cast once, and its gradient is summed in
+    fp32.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: _Work) -> Tensor:
-        """Return f32 [1 + M, N], without keeping logits."""
+        """Return predictions, f32 [1 + M, N]; the logits are not kept for backward."""
         ctx.save_for_backward(hidden, weight, bias)
         ctx.work = work
         cast, its_bias = weight.to(work.dtype), None if bias is None else bias.to(work.dtype)
@@ -96,7 +98,7 @@ class _LinearHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        """Recompute the logits of each piece and add its gradients."""
+        """Recompute the logits of each piece and add the piece's gradients."""
         hidden, weight, bias = ctx.saved_tensors
         work: _Work = ctx.work
         wants_hidden, wants_weight, wants_bias, _ = ctx.needs_input_grad
@@ -168,5 +170,5 @@ def _predictions(
 def _measured(measure: HeadMeasure, logits: Tensor, normaliser: Tensor) -> Tensor:
     if measure is HeadMeasure.MEAN_LOGPROB:
         return logits.mean(dim=-1) - normaliser
-    logprobs = logits - normaliser[:, None]  # first: normaliser − Σ π·logits would cancel
+    logprobs = logits - normaliser[:, None]  # subtracting first keeps precision: normaliser − Σ π·logits would cancel
     return -(logprobs.exp() * logprobs).sum(dim=-1)

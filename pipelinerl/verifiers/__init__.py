@@ -1,1 +1,3 @@
-"""Verifiers: map an answer to outcome and reward. A failure of the verifier itself is never a wrong answer."""
+"""Verifiers map an answer to an outcome and a reward. A failure of the verifier itself never counts as a wrong
+answer.
+"""

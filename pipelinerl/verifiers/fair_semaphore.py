@@ -1,7 +1,8 @@
-"""`FairSemaphore`: admits work of groups with the fewest slow questions first, then in order of arrival.
+"""`FairSemaphore`: a semaphore that prefers groups with the fewest slow questions, then the order of arrival.
 
-To avoid starvation, every fourth free place goes to the longest waiting group. Such groups hold places for at most a
-quarter of the total time, since slow questions hold a place longer than others.
+A place is the right to let one question run. To avoid starvation, every fourth free place goes out of turn, to the
+group that has waited longest. Places given out of turn are limited to a quarter of the total time that places are held,
+since slow questions hold a place longer than others.
 """
 
 from __future__ import annotations
@@ -11,19 +12,20 @@ import itertools
 from collections import Counter, deque
 from typing import Final, final
 
-#: One in this many goes to the longest waiting: of places handed on, of places held at once, and of seconds held.
+#: The longest waiting group gets at most one in this many of places passed on, of places held at once, and of seconds
+#: held.
 _TO_THE_OLDEST: Final = 4
-#: Factor by which past seconds decay with each place that is handed back.
+#: Factor by which the sums of seconds held decay each time that a place is given back.
 _KEPT: Final = 0.98
 
 
 @final
 class FairSemaphore:
-    """A limited number of places, handed out by group.
+    """A limited number of places, each of which lets one question run, handed out by group.
 
     Args:
-        slow_of: number of slow questions per group. It is read when a place is free: a group's first slow question then
-            counts for all of its waiting questions.
+        slow_of: number of slow questions per group. It is read when a place becomes free. A group's first slow question
+            therefore counts against all waiting questions of the group.
     """
 
     def __init__(self, free: int, slow_of: Counter[str]) -> None:
@@ -43,7 +45,7 @@ class FairSemaphore:
         return True
 
     async def take(self, group: str) -> bool:
-        """Wait for a place; return whether it was given out of turn, to the longest waiting."""
+        """Wait for a place; return whether it was given out of turn, because the group had waited longest."""
         if self.take_now():
             return False
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -56,7 +58,7 @@ class FairSemaphore:
             raise
 
     def give_back(self, held_s: float, *, out_of_turn: bool) -> None:
-        """Hand the place to the next in line."""
+        """Pass the place on to the next waiting question, or free it."""
         self._out_of_turn -= out_of_turn
         self._held_s = _KEPT * self._held_s + held_s
         self._out_of_turn_s = _KEPT * self._out_of_turn_s + held_s * out_of_turn

@@ -1,11 +1,12 @@
 """Filters of finished groups by a user's plain functions, which decide whether a group may train.
 
     def keep(rewards, lengths):
-        return max(lengths) < 900 or "one ran on"
+        return max(lengths) < 900 or "an answer is too long"
 
-A function receives the values of `OF_THE_GROUP` that its parameters name. True keeps the group. A text filters it for
-that reason, and False for the function's name. Any other result, or an exception, is a failure of the function: the
-group is filtered and counted as such, and never trained by mistake.
+A function receives the values of `OF_THE_GROUP` that its parameters name. If it returns True, the group is kept. If it
+returns a text, the group is filtered, with the text as the reason. If it returns False, the reason is the function's
+name. Any other result, or an exception, is a failure of the function: the group is filtered, counted as a failure, and
+never trained on by mistake.
 
 Filters run in worker processes (`worker_pool.py`), like rewards, and are killed at their deadline.
 """
@@ -27,7 +28,7 @@ from pipelinerl.verifiers.user_code import limit_memory
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, correct, failed, timed_out, wrong
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
-#: Maximum length of a reason in characters; groups are counted by reason.
+#: Maximum length of a reason in characters. Reasons must be short, since groups are counted by reason.
 _MOST_REASON: Final = 120
 _OPENED: Final = "pipelinerl.verifiers.group_filter:open_filter_function"
 
@@ -38,7 +39,7 @@ def _reward(verdict: Verdict) -> float | None:
     return verdict.reward if verdict.outcome.is_judgement else None
 
 
-#: Values a filter may take, by name: those of the problem, then lists with an entry per answer.
+#: Values that a filter may take, by name: values of the problem, then lists with an entry per answer.
 OF_THE_GROUP: Final[Mapping[str, _Value]] = {
     "problem": lambda problem, answers, verdicts: problem,
     "domain": lambda problem, answers, verdicts: problem.domain,
@@ -55,12 +56,12 @@ OF_THE_GROUP: Final[Mapping[str, _Value]] = {
     "finish_reasons": lambda problem, answers, verdicts: [answer.finish_reason for answer in answers],
     "token_ids": lambda problem, answers, verdicts: [list(answer.token_ids) for answer in answers],
 }
-#: Values that are not plain data, with the types that a worker converts them to.
+#: Values that are objects of this project, with the types to which a worker converts them from JSON.
 _TYPES: Final[Mapping[str, Any]] = {"problem": Problem, "verdicts": list[Verdict]}
 
 
 def filter_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the values of `OF_THE_GROUP` that a function takes.
+    """Return the names of the values of `OF_THE_GROUP` that a function takes.
 
     Raises:
         RecipeError: it takes something else, or is async or a class.
@@ -76,7 +77,9 @@ def filter_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def open_filter_function(reference: str) -> Callable[[Any], Any]:
-    """Return a worker's function, see `worker_process`: the values by name → a verdict.
+    """Load the filter `reference`; return the function with which a worker answers questions (see `worker_process`).
+
+    The worker's function maps the values by name to a verdict.
 
     Raises:
         UserError: the function cannot be loaded.
@@ -97,7 +100,9 @@ def open_filter_function(reference: str) -> Callable[[Any], Any]:
 
 
 def verdict_on(value: Any, *, name: str) -> Verdict:
-    """Convert a filter's return value to a verdict: `correct` keeps the group, `wrong` filters it for its reason."""
+    """Convert a filter's return value to a verdict: `correct` keeps the group, `wrong` filters it for the verdict's
+    reason.
+    """
     if isinstance(value, str) and value.strip():
         return wrong(" ".join(value.split())[:_MOST_REASON])
     plain = value.item() if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () else value
@@ -126,7 +131,9 @@ class GroupFilter:
         await self._pool.start()
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer], verdicts: Sequence[Verdict]) -> Judgement:
-        """Return `correct` for a group that may train, `wrong` for one that is filtered, else the filter's failure."""
+        """Return `correct` for a group that may train, `wrong` for a group that is filtered, else a failure of the
+        filter.
+        """
         began = time.monotonic()
         values = {name: OF_THE_GROUP[name](problem, answers, verdicts) for name in self._names}
         try:
@@ -144,7 +151,7 @@ class GroupFilter:
 
 
 def refusal_of(verdict: Verdict) -> str:
-    """Return the reason for which a group with this verdict does not train; empty if it may."""
+    """Return the reason why a group with this verdict must not train; empty if it may train."""
     if verdict.outcome is Outcome.CORRECT:
         return ""
     return verdict.reason if verdict.outcome is Outcome.WRONG else f"curation.filter failed: {verdict.outcome}"

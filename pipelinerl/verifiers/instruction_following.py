@@ -1,12 +1,12 @@
 """Verifier for instructions that a program can check (IFEval).
 
-An answer is correct if it follows all instructions of its problem; the reward for following some of them is a setting.
-The verdict's parts give the result of each instruction by id. The problem lists its instructions in its metadata or
-ground truth (`instructions/catalogue.py`). A problem with no instructions, or invalid ones, gives a `verifier_error`,
-never a wrong answer.
+An answer is correct if it follows all instructions of its problem; a setting decides the reward for following some of
+them. The verdict's parts give the result of each instruction by id. The problem lists its instructions in its metadata
+or ground truth (`instructions/catalogue.py`). A problem with no instructions, or invalid ones, gives a
+`verifier_error`, never a wrong answer.
 
-Answers of usual length are checked in the caller's process. Long ones, and languages that need a library to detect, are
-checked in a worker process with a deadline.
+Answers of usual length are checked in the caller's process. Long answers are checked in a worker process with a
+deadline, and so are languages whose detection needs a library.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pipelinerl.types import Problem, RewardPart, Verdict
 from pipelinerl.verifiers.verifier import failed, graded, shown, timed_out
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
-#: Largest product of characters and instructions checked on the event loop: five milliseconds for hostile input.
+#: Largest product of characters and instructions that is checked on the event loop; it takes at most five milliseconds.
 _QUICK_CHARS: Final = 10_000
-#: Cost of loose matching relative to strict, at most.
+#: Loose matching takes at most this many times the cost of strict matching.
 _LOOSE_COST: Final = 4
 #: Number of problems whose parsed instructions are cached.
 _KEPT: Final = 4096
@@ -95,9 +95,9 @@ def instructions_of_problem(problem: Problem) -> tuple[Asked, ...]:
 
 
 def open_checks(_: str) -> Callable[[Any], list[bool]]:
-    """Return a worker's function, see `worker_process`.
+    """Return the function with which a worker answers questions (see `worker_process`).
 
-    It maps `[metadata, ground truth, answer, matching]` to a result per instruction.
+    It maps `[metadata, ground truth, answer, matching]` to a list with a result for each instruction.
     """
     languages.preload()
 
@@ -110,6 +110,8 @@ def open_checks(_: str) -> Callable[[Any], list[bool]]:
 
 @lru_cache(maxsize=_KEPT)
 def _instructions_of(encoded: bytes) -> tuple[Asked, ...]:
-    """Parse and cache instructions, keyed by their encoded text: the G answers of a group are checked in sequence."""
+    """Parse the instructions in `encoded`. The cache serves the G answers of a group, which are checked one after
+    another.
+    """
     metadata, ground_truth = msgspec.json.decode(encoded)
     return instructions_of(metadata, ground_truth)

@@ -1,12 +1,12 @@
 """Verifier for the final answer of a mathematical problem: equal as text after normalisation, or equal as mathematics.
 
-The text comparison is fast and needs no library. The mathematical one runs `math-verify` in worker processes
+The text comparison is fast and needs no library. The mathematical comparison runs `math-verify` in worker processes
 (`math_worker.py`). Its parser can run forever while holding the interpreter lock (9**9**9**9), and its timeouts need
-the main thread, so only killing a process enforces a deadline. A verdict's `answer` is the normalised one.
+the main thread, so only killing a process enforces a deadline. A verdict's `answer` is the normalised answer.
 
-An answer that crashes the parser, or keeps it busy until the deadline (10^9!), is wrong if the ground truth compares
-with itself. If it were masked instead, a model could use it to escape problems that it cannot solve. An answer whose
-comparison only waited for a processor is a `timeout`.
+An answer may crash the parser, or keep it busy until the deadline (10^9!). If the ground truth compares with itself in
+time, such an answer is wrong: if it were masked, a model could use it to escape problems that it cannot solve. An
+answer whose comparison only waited for a processor is a `timeout`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from pipelinerl.types import Problem, Verdict
 from pipelinerl.verifiers.verifier import correct, failed, last_tagged, timed_out, wrong
 from pipelinerl.verifiers.worker_pool import Overran, WorkerLost, WorkerPool
 
-# Possessive quantifiers: a text of a million characters takes one pass, whatever it contains.
+# The quantifiers are possessive, so a text of a million characters takes a single pass, whatever it contains.
 _STATED: Final = re.compile(r"answer(?: is)?+\s*+[:=]?+\s*+([^\n]++)", re.IGNORECASE)
 _PLAIN_NUMBER: Final = re.compile(r"[-+]?\d+(?:\.\d+)?")
-#: Longest answer given to the parser, after normalisation; twice that before.
+#: Longest answer given to the parser, after normalisation; before normalisation, twice that length is allowed.
 _MAX_ANSWER_CHARS: Final = 2000
-#: Share of the deadline in processor time from which a slow comparison is the answer's own fault.
+#: A comparison that reaches the deadline is the answer's own fault if it used this share of the deadline in processor
+#: time.
 _SHARE_SPENT: Final = 0.5
 #: Number of characters of an answer that a verdict shows.
 _SHOWN: Final = 200
@@ -90,7 +91,7 @@ class MathAnswer:
             return failed(f"math-verify: {error}")
         if equal is None:
             return failed(f"math-verify failed on {given[:80]!r} against {gold[:80]!r}")
-        # Report equal answers in the form of the ground truth, so that they all look alike.
+        # Equal answers are all reported in the ground truth's form, so that they look alike.
         return correct(gold[:_SHOWN]) if equal else wrong(f"{given[:80]} is not {gold[:80]}", answer=given[:_SHOWN])
 
     async def _is_comparable(self, gold: str) -> bool:
@@ -102,7 +103,7 @@ class MathAnswer:
 
 
 def refuse_unreadable(problem: Problem) -> None:
-    """Raise `RecipeError` for a ground truth with which no answer can be compared."""
+    """Raise `RecipeError` for a ground truth that cannot be compared with any answer."""
     gold = normalise(problem.ground_truth)
     if not gold:
         raise RecipeError(f"the answer is empty, got {problem.ground_truth!r:.80}: math_answer compares with it")
@@ -116,7 +117,8 @@ def refuse_unreadable(problem: Problem) -> None:
 def final_answer(text: str) -> str:
     r"""Return the final answer in a text.
 
-    It is the last `\boxed{…}`, else the last `<answer>…</answer>`, else the last text after "answer is", else all.
+    It is the last `\boxed{…}`, else the last `<answer>…</answer>`, else the last text after "answer is", else the whole
+    text.
     """
     for answer in (_last_boxed(text), last_tagged(text)):
         if answer is not None:

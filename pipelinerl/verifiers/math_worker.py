@@ -1,7 +1,7 @@
 """Compares expressions with `math-verify`, in a separate process (`worker_process.py`) with limited memory.
 
-`[gold, given]` → true, false, or null if the library fails on `gold` itself. If the library fails only on the answer,
-the answer is not equal; otherwise a model could learn to crash it.
+A question is `[gold, given]`; the reply is true, false, or null if the library fails on `gold` itself. If the library
+fails only on the answer, the answer counts as not equal; otherwise a model could learn to crash it.
 """
 
 from __future__ import annotations
@@ -63,6 +63,6 @@ def open_comparison(_: str) -> Callable[[list[str]], bool | None]:
             return False
         return result
 
-    for question in _EACH_KIND:  # does the library's work at first use in advance
+    for question in _EACH_KIND:  # the library does work at first use, which this does in advance
         equal(question)
     return equal

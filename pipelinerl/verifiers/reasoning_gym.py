@@ -1,12 +1,12 @@
 """Verifier by reasoning-gym's own scorers: an answer is correct iff it gets the full score. The reward is 1 or 0.
 
-The answer is the content of the last `<answer>` tags, else the whole text. Scorers that would run the answer as code
-are rejected. Fast scorers run in the caller's process. A scorer that has turned out slow, and any scorer of an answer
-much longer than the true one, runs in a worker process with a deadline.
+The answer is the content of the last `<answer>` tags, else the whole text. Tasks whose scorer would run the answer as
+code are rejected. Fast scorers run in the caller's process. A worker process with a deadline runs scorers that have
+turned out slow, and any scorer if the answer is much longer than the true answer.
 
-Slowness is measured in processor time: by elapsed time, any scorer is occasionally slow on a busy machine. A worker
-costs the actor several times as much as a fast scorer does. A verdict's `answer` has outer spaces removed. An answer on
-which the scorer fails is wrong if the scorer gives the true answer its full score.
+Slowness is measured in processor time: in elapsed time, any scorer is occasionally slow on a busy machine. A worker
+costs the actor several times as much as a fast scorer does. A verdict's `answer` has outer spaces removed. If the
+scorer fails on an answer but gives the true answer its full score, the answer is wrong.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from pipelinerl.types import Problem, Verdict
 from pipelinerl.verifiers.verifier import correct, failed, last_tagged, timed_out, wrong
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
-#: Tasks whose scorer passes the answer to eval, exec or sympy's parse_expr (which evaluates). A test greps the library.
+#: Tasks whose scorer passes the answer to eval, exec or sympy's parse_expr (which evaluates). A test searches the
+#: library's source for further ones.
 UNSAFE_TASKS: Final = frozenset(
     {
         "binary_matrix", "codeio", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication",
@@ -34,11 +35,11 @@ UNSAFE_TASKS: Final = frozenset(
 
 #: Processor time for which one scoring may block an event loop.
 _QUICK_S: Final = 0.002
-#: A scorer is slow after this many consecutive scorings that are not fast, or after a single one of `_LONG_S`. First
-#: calls fill caches, and any call may trigger the garbage collector.
+#: A scorer is slow after this many consecutive scorings above `_QUICK_S`, or after a single one above `_LONG_S`. One
+#: slow scoring is not enough: first calls fill caches, and any call may trigger the garbage collector.
 _NOT_QUICK: Final = 3
 _LONG_S: Final = 0.05
-#: Answers longer than this multiple of the true one, plus a constant, may take a scorer quadratic time.
+#: A scorer may take quadratic time on answers longer than this multiple of the true answer, plus a constant.
 _MUCH_LONGER: Final = 4
 _AND_SOME: Final = 256
 #: Number of characters of an answer that a verdict shows.
@@ -48,7 +49,7 @@ Scorer = Callable[[int, str], float]
 
 
 class _Entry(NamedTuple):
-    """A problem's task with the name of its scorer, and the number of the entry within the task."""
+    """A problem's task with the name of its scorer, and the number of the problem's entry within the task."""
 
     scorer: str
     task: str
@@ -114,7 +115,7 @@ class ReasoningGym:
         return self._last[1]
 
     def _note(self, name: str, seconds: float) -> None:
-        """Record the time for which a scoring blocked the loop."""
+        """Record the time for which a scoring blocked the event loop."""
         self._not_quick[name] = self._not_quick[name] + 1 if seconds > _QUICK_S else 0
         if seconds > _LONG_S or self._not_quick[name] >= _NOT_QUICK:
             self._slow.add(name)
@@ -135,9 +136,9 @@ def extract_answer(completion_text: str) -> str:
 
 
 def open_scorers(_: str) -> Callable[[Any], float | str]:
-    """Return a worker's function, see `worker_process`.
+    """Return the function with which a worker answers questions (see `worker_process`).
 
-    It maps `[task and parameters, index, answer, truth]` to a score, or an error.
+    It maps `[task and parameters, index, answer, truth]` to a score, or to an error message.
     """
     scorers: dict[str, Scorer] = {}
 
@@ -194,7 +195,9 @@ _FAILURES: Final = (
 
 
 def _scored(scorer: Scorer, index: int, answer: str, truth: str) -> float | str:
-    """Return the score, 0 if the scorer fails on this answer only, or the scorer's error."""
+    """Return the score, 0 if the scorer fails on this answer but not on the true answer, or the scorer's error
+    message.
+    """
     try:
         return scorer(index, answer)
     except _FAILURES as error:

@@ -1,4 +1,4 @@
-"""Inspection of a user's function: the parameters that it takes by name, among those on offer."""
+"""Inspection of a user's function: which of the offered values it takes as parameters, by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def lacking(parameters: Iterable[inspect.Parameter], known: Iterable[str]) -> li
 
 
 def accepted_names(parameters: Sequence[inspect.Parameter], known: Iterable[str]) -> tuple[str, ...]:
-    """Return the names in `known` that the function takes: all of them, if it takes arbitrary keywords."""
+    """Return the names in `known` that the function takes; all of `known` if it takes arbitrary keywords."""
     everything = any(each.kind is each.VAR_KEYWORD for each in parameters)
     names = {each.name for each in parameters if each.kind is not each.POSITIONAL_ONLY}
     return tuple(name for name in known if everything or name in names)

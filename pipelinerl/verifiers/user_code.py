@@ -5,15 +5,16 @@
     def score(completions, answer, **kwargs): …       the answers of a group at once, by the names in `OF_A_GROUP`:
                                                       each a list with one entry for each answer, as in TRL
 
-A function returns a number, a bool, a `Verdict`, or None for "not judged"; for a group, a list of them. A value that is
-not a number, not finite, or larger than any reward, an exception, and None are `verifier_error`s, never a reward of 0.
+A function returns a number, a bool, a `Verdict`, or None for "not judged"; for a group, a list of them. The result is a
+`verifier_error`, never a reward of 0, if the function raises an exception or returns None or an invalid value. Invalid
+values are values that are not numbers, not finite, or larger than any reward.
 
-There is one exception to this, for a function of one answer in a worker. Suppose it twice raises an error that a text
-can cause (`_OF_THE_TEXT`), and finds the ground truth correct. The answer is then wrong; otherwise a model could learn
-to crash the function.
+There is one exception to this, for a function of one answer in a worker. An answer is wrong if the function twice
+raises an error that a text can cause (`_OF_THE_TEXT`), and finds the ground truth correct. Otherwise a model could
+learn to crash the function.
 
-An `async` function runs on the actor's event loop, and is cancelled at its deadline. Any other runs in worker processes
-(`worker_pool.py`), which are killed at the deadline.
+An `async` function runs on the actor's event loop, and is cancelled at its deadline. Any other function runs in worker
+processes (`worker_pool.py`), which are killed at the deadline.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from pipelinerl.verifiers.verifier import (
 )
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
-#: Largest reward: a larger number is a mistake, and would dominate its batch.
+#: Largest accepted reward: a larger number is surely a mistake, and would dominate its batch.
 MOST_REWARD: Final = 1e6
 #: Memory that a worker may allocate beyond its imports.
 _MEMORY_BYTES: Final = 4 << 30
@@ -91,7 +92,7 @@ class Of(Enum):
 @final
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """A user's function and its calling convention; `named` are the arguments that it takes by name."""
+    """A user's function and its calling convention; `named` are the names of the arguments that it takes by name."""
 
     function: Callable[..., Any]
     of: Of
@@ -140,7 +141,7 @@ class RewardFunction:
 
 
 def _by_place(placed: Sequence[inspect.Parameter]) -> bool:
-    """Return whether the first two parameters are the problem and the text, under any names."""
+    """Return whether the function takes the problem and the text as its first two parameters, by position."""
     if len(placed) < 2 or any(each.default is not each.empty for each in placed):
         return False
     first, second = (each.name for each in placed)
@@ -203,7 +204,8 @@ def _shown(value: Any) -> str:
 
 
 def open_function(argument: str) -> Callable[[Any], Any]:
-    """Return a worker's function, see `worker_process`: `[problem, answers]` → a verdict for each.
+    """Return the function with which a worker answers questions (see `worker_process`): `[problem, answers]` →
+    verdicts.
 
     Raises:
         UserError: the function cannot be loaded.
@@ -236,9 +238,9 @@ _OF_THE_TEXT: Final = (
 
 
 def _refuses(reward: RewardFunction, problem: Problem, answers: Sequence[SampledAnswer], correct_at: float) -> bool:
-    """Return whether a function that raised does so again, while it finds the ground truth correct."""
+    """Return whether a function that raised an error raises again, although it finds the ground truth correct."""
     if reward.of is Of.GROUP:
-        return False  # the answer at fault is unknown
+        return False  # with several answers, it is unknown which one is at fault
     try:
         reward.calls(problem, answers)
     except _OF_THE_TEXT:
@@ -259,7 +261,7 @@ def limit_memory() -> None:
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
-        return  # not Linux
+        return  # only Linux has this file
     used = int(re.search(r"VmData:\s+(\d+)", status)[1]) << 10  # type: ignore[index]
     resource.setrlimit(resource.RLIMIT_DATA, (used + _MEMORY_BYTES, used + _MEMORY_BYTES))
 
@@ -270,7 +272,7 @@ def _raised(error: BaseException) -> Verdict:
 
 @final
 class PooledReward:
-    """Judges by a synchronous function in worker processes; `reference` names it there."""
+    """Judges by a synchronous function in worker processes; `reference` names the function to the workers."""
 
     def __init__(
         self, reference: str, reward: RewardFunction, *, correct_at: float, deadline_s: float, workers: int | None
@@ -348,7 +350,7 @@ class AsyncReward:
 
 @final
 class Shielded:
-    """Wraps a user's verifier class: its exceptions become failures, and its results are validated."""
+    """Wraps a user's verifier class: exceptions of the class become failures, and its results are validated."""
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier

@@ -1,10 +1,10 @@
 """`Verifier` and `GroupVerifier`: judge a model's answers, one at a time or the answers of a group.
 
-A wrong answer is `wrong`. A verifier that fails or runs out of time reports `verifier_error` or `timeout`, and such
+A wrong answer is `wrong`. A verifier that fails or runs out of time reports `verifier_error` or `timeout`. Such
 rollouts are masked: an error of ours must never teach the model that its answer was bad. A verdict comes within the
-verifier's deadline, which starts when the answer's turn comes (`worker_pool.py` bounds the wait before that). The event
-loop is never blocked for more than a few milliseconds. Answers are judged concurrently: a slow one delays neither its
-siblings nor other groups.
+verifier's deadline, which starts when judging of the answer starts (`worker_pool.py` bounds the wait before that). The
+event loop is never blocked for more than a few milliseconds. Answers are judged concurrently: a slow answer delays
+neither its siblings nor other groups.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, Protocol, final, runtime_checkable
 
 from pipelinerl.types import MOST_SHOWN, Outcome, Problem, Verdict
 
-#: Tolerance for a sum of rewards that just misses `correct_at`.
+#: Tolerance for a sum of rewards that misses `correct_at` only through rounding.
 ROUNDING: Final = 1e-9
 
 
@@ -36,7 +36,9 @@ class Judgement(NamedTuple):
 
 
 class Verifier(Protocol):
-    """Judges single answers. A user's class without constructor arguments that has this method may serve as one."""
+    """Judges single answers. A user's class with this method and without constructor arguments may serve as a
+    verifier.
+    """
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
         """Judge `completion_text`, the whole answer without the end-of-turn token; never raise for an answer."""
@@ -60,7 +62,7 @@ class GroupVerifier(Protocol):
         ...
 
     async def close(self) -> None:
-        """Stop everything that it has started; nothing is judged afterwards."""
+        """Stop everything that the verifier has started; it is not used afterwards."""
         ...
 
 
@@ -69,7 +71,9 @@ class Startable(Protocol):
     """A verifier with a slow startup, for example one whose workers import heavy libraries."""
 
     async def start(self) -> None:
-        """Start in advance what the first answer would wait for. A failure is reported by that answer."""
+        """Do in advance what the first answer would otherwise wait for. A failure is reported when that answer is
+        judged.
+        """
         ...
 
 
@@ -81,10 +85,10 @@ async def start(verifier: object) -> None:
 
 @final
 class PerAnswerVerifier:
-    """Judges the answers of a group by a `Verifier`, concurrently; each has `deadline_s`, enforced by cancelling.
+    """Judges the answers of a group by a `Verifier`, concurrently; a task that exceeds `deadline_s` is cancelled.
 
-    A verifier that enforces a deadline itself is given none here. A fast verdict needs no task, and is computed once
-    for equal answers.
+    `deadline_s` is None for a verifier that enforces a deadline itself. A verdict of the fast path needs no task, and
+    is computed once for equal answers.
     """
 
     def __init__(self, verifier: Verifier, *, deadline_s: float | None = None) -> None:
@@ -126,7 +130,7 @@ class PerAnswerVerifier:
 
 
 def _judged_at_once(verifier: FastPathVerifier, problem: Problem, texts: Sequence[str]) -> dict[str, Judgement]:
-    """Return the fast verdicts, by answer."""
+    """Return the verdicts of the fast path, by answer."""
     judgements: dict[str, Judgement] = {}
     for text in dict.fromkeys(texts):
         began = time.monotonic()
@@ -136,12 +140,12 @@ def _judged_at_once(verifier: FastPathVerifier, problem: Problem, texts: Sequenc
 
 
 def wrong(reason: str, *, answer: str = "") -> Verdict:
-    """Return a verdict for an answer that was judged and is not right."""
+    """Return a verdict for an answer that was judged and is wrong."""
     return Verdict(outcome=Outcome.WRONG, reward=0.0, reason=shown(reason), answer=shown(answer))
 
 
 def correct(answer: str) -> Verdict:
-    """Return a verdict for a right answer, given in a normalised form in which equal answers are equal."""
+    """Return a verdict for a right answer; `answer` is its normalised form, the same for all equal answers."""
     return Verdict(outcome=Outcome.CORRECT, reward=1.0, answer=shown(answer))
 
 
@@ -158,7 +162,7 @@ def failed(reason: str) -> Verdict:
 
 
 def shown(text: str) -> str:
-    """Cut a text and replace lone surrogates, so that a record can hold it."""
+    """Return the text cut to a maximum length, with lone surrogates replaced, so that a record can hold it."""
     return text[:MOST_SHOWN].encode("utf-8", "replace").decode()
 
 

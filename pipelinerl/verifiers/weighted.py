@@ -1,4 +1,4 @@
-"""A reward that is a weighted sum of parts, each of which judges every answer; the parts are kept for metrics.
+"""A reward that is a weighted sum of parts. Each part judges every answer, and its reward is kept for metrics.
 
 An answer has a reward only if every part has judged it. It is correct if the sum reaches `correct_at`, else partial if
 the sum is above 0.
@@ -17,7 +17,7 @@ from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswe
 
 @dataclass(frozen=True, slots=True)
 class WeightedPart:
-    """One of the rewards, and its weight."""
+    """One part of the sum, and its weight."""
 
     name: str
     weight: float
@@ -26,14 +26,14 @@ class WeightedPart:
 
 @final
 class WeightedSum:
-    """Judges by all of its parts, concurrently."""
+    """Judges answers by all of its parts, concurrently."""
 
     def __init__(self, parts: Sequence[WeightedPart], *, correct_at: float) -> None:
         self._parts = tuple(parts)
         self._correct_at = correct_at
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Judge by every part; the seconds are the sum over the parts."""
+        """Judge by every part; a judgement's seconds are the sum over the parts."""
         judged = await asyncio.gather(*(part.verifier.judge(problem, answers) for part in self._parts))
         return [self._sum(judgements) for judgements in zip(*judged, strict=True)]
 

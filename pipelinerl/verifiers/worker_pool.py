@@ -1,20 +1,23 @@
 """`WorkerPool`: sends questions to processes that may hang; killing enforces each question's deadline.
 
+A place is the right to let one question run; a pool has `workers` normal places, and more places for slow questions.
+
     a question   waits for                         at most            then
-    first        one of `workers` places           the others' turns  is sent
+    first        a normal place                    the others' turns  is sent
     sent         its answer                        it is slow         moves to a slow place, with a low priority
     slow         a slow place, then its answer     the deadline       its worker is killed: `TimeoutError`
 
 The deadline starts when a worker receives the question. The threshold for slow is learned. A question is slow if it has
 taken four times the median processor time; waiting for a busy machine does not count. It is also slow after four times
-the median elapsed time, if that is more than a second. A question that finds all slow places taken is sent again when
-one is free. Waiting groups with the fewest slow questions come first, except for a quarter of the time that places are
-held. Hostile answers therefore do not delay their siblings or other groups until their deadlines.
+the median elapsed time, if that is more than a second. If all slow places are taken, the worker of a slow question is
+killed, and the question is sent again once a slow place is free. Waiting groups with the fewest slow questions come
+first, except for a quarter of the time that places are held. Hostile answers therefore do not delay their siblings or
+other groups until their deadlines.
 
 The time from question to verdict is bounded for an answer that hangs. The bound is the deadline plus four times the
-time of the questions before it. Each of those holds one of `workers` places for at most a fiftieth of a processor
+time of the questions before it. Each of those questions holds a normal place for at most a fiftieth of a processor
 second (or four times the median). The caller must limit the number of questions: a pool cannot judge any number at
-once, and rejecting some would mask honest answers.
+once, and rejecting questions would mask honest answers.
 
 Processes start on demand (`worker_process.py`): the first at `start` or at the first question, a second worker only
 while the first is busy. If a caller is cancelled while a worker has its question, that worker is killed.
@@ -42,21 +45,22 @@ from pipelinerl.system.background import to_its_end
 from pipelinerl.verifiers.fair_semaphore import FairSemaphore
 
 _STARTUP_S: Final = 60.0
-#: The kernel ends a killed process as soon as it has a core for it.
+#: Longest wait for the end of a killed process: the kernel ends it as soon as it has a core for it.
 _END_S: Final = 60.0
-#: An answer with less processor time, and less elapsed time, is never slow.
+#: A question that has taken less processor time than this, and less than `_LEAST_SLOW_S` of elapsed time, is never
+#: slow.
 _LEAST_SLOW_CPU_S: Final = 0.02
 _LEAST_SLOW_S: Final = 1.0
 #: Shortest interval at which an answer's processor time is checked.
 _LEAST_LOOK_S: Final = 0.002
-#: Added by `clock_getcpuclockid` to another process's number: the clock of all its threads, in nanoseconds.
+#: `clock_getcpuclockid` adds this to another process's number; it selects the clock of all its threads, in nanoseconds.
 _PROCESSOR_TIME_OF: Final = 2
 _TIMES_THE_MEDIAN: Final = 4.0
-#: Number of answers in the median: a few slow ones do not move it, however long they take.
+#: Number of latest answers in the median: a few slow answers do not change it, however long they take.
 _NEWEST: Final = 31
 #: Number of slow places per normal place.
 _SLOW_PLACES: Final = 2
-#: Nice value: a tenth of the share of other processes on Linux.
+#: Nice value of slow workers, which gives them a tenth of the processor share of other processes on Linux.
 _LOW_PRIORITY: Final = 10
 _LONGEST_ANSWER: Final = 2**24
 #: Number of groups whose slow questions are counted.
@@ -64,7 +68,7 @@ _REMEMBERED: Final = 1024
 _ENDED: Final = "the verifier's process ended by itself, or was killed, before it answered"
 
 
-#: Marks an answer that has not arrived yet.
+#: Stands for the answer to a question that has become slow and is not answered yet.
 _SLOW: Final = object()
 
 
@@ -89,11 +93,11 @@ def default_workers() -> int:
 
 @final
 class WorkerPool:
-    """Workers of one kind.
+    """Worker processes that all answer with the same function.
 
     Args:
-        target, argument: function that a worker calls first, see `worker_process`.
-        workers: maximum number that answer at once, not counting slow ones; None for `default_workers`.
+        target, argument: reference to the function that opens a worker, and its argument; see `worker_process`.
+        workers: maximum number of questions that run at once, not counting slow questions; None for `default_workers`.
         deadline_s: time limit of a question.
     """
 
@@ -111,7 +115,7 @@ class WorkerPool:
         self._starting = asyncio.Lock()
 
     async def ask(self, question: Any, *, group: str = "") -> Any:
-        """Return the answer to a JSON question; `group` decides its order among waiting questions.
+        """Return the answer to a JSON question; questions of one `group` share their rank among waiting questions.
 
         Raises:
             Overran: no answer came within the deadline; a `TimeoutError`.
@@ -135,7 +139,7 @@ class WorkerPool:
             return answer
         except TimeoutError:
             raise Overran(turn.cpu_s()) from None
-        finally:  # a worker that still has the question, or has the lowest priority, is of no further use
+        finally:  # kill a worker that still has the question, or that has the lowest priority
             turn.end()
 
     async def start(self) -> None:
@@ -151,7 +155,7 @@ class WorkerPool:
             await self._forkers.pop().close()
 
     async def _answered_soon(self, worker: _Worker, question: Any) -> Any:
-        """Return the answer to a question, or `_SLOW`."""
+        """Return the answer to a question, or `_SLOW` if the question becomes slow first."""
         clock = asyncio.get_running_loop().time
         began, cpu_began = clock(), worker.cpu_s
         slow_cpu_s = max(_LEAST_SLOW_CPU_S, _TIMES_THE_MEDIAN * self._usual_cpu_s.value)
@@ -171,7 +175,9 @@ class WorkerPool:
                 look_s = max(_LEAST_LOOK_S, left_s)
 
     async def _asked_slowly(self, turn: _Turn, question: Any, group: str, *, until: float) -> Any:
-        """Return the answer to a slow question; send it to another worker if the current one must go."""
+        """Return the answer to a slow question. If no slow place is free, kill its worker and send the question again
+        later.
+        """
         async with asyncio.timeout_at(until):
             if self._slow_places.take_now() and turn.worker is not None:
                 turn.move(self._slow_places)
@@ -241,11 +247,11 @@ class _Turn:
     _cpu_before_s: float = 0.0
 
     async def enter(self, places: FairSemaphore, group: str) -> None:
-        """Wait for a place."""
+        """Wait for one of `places`."""
         self._has(places, out_of_turn=await places.take(group))
 
     def move(self, places: FairSemaphore) -> None:
-        """Exchange the place for one of `places` that was already taken."""
+        """Exchange the held place for one of `places` that the caller has already taken."""
         self.leave()
         self._has(places, out_of_turn=False)
 
@@ -263,7 +269,7 @@ class _Turn:
         return self._cpu_before_s + (0.0 if self.worker is None else self.worker.cpu_now_s() - self.worker.cpu_s)
 
     def end(self) -> None:
-        """Give everything back; kill a worker that is still held."""
+        """Give back the place, and kill the worker if there still is one."""
         if self.worker is not None:
             self._cpu_before_s = self.cpu_s()
             self.worker.kill()
@@ -280,11 +286,11 @@ class _Worker:
         self._writer = writer
         self._pid = pid
         self.cpu_s = 0.0
-        """Processor seconds that it had used at its last answer."""
+        """Processor seconds that the worker had used when it gave its latest answer."""
 
     @classmethod
     async def begin(cls, connection: socket.socket) -> _Worker:
-        """Wait for its first line, which holds its process id."""
+        """Wait for the worker's first line, which holds its process id."""
         try:
             reader, writer = await asyncio.open_unix_connection(sock=connection, limit=_LONGEST_ANSWER)
         except BaseException:
@@ -301,11 +307,11 @@ class _Worker:
 
     @property
     def alive(self) -> bool:
-        """True if its end of the connection is still open, as far as is known."""
+        """True if the worker's end of the connection is open, as far as is known."""
         return not self._reader.at_eof() and not self._writer.is_closing()
 
     async def send(self, question: Any) -> None:
-        """Send it a question; after a cancellation the rest is still sent.
+        """Send the worker a question; after a cancellation the rest is still sent.
 
         Questions are encoded only here: otherwise a problem of megabytes would be held once for each of its answers.
         """
@@ -316,7 +322,7 @@ class _Worker:
             raise WorkerLost(_ENDED) from error
 
     async def receive(self) -> Any:
-        """Return its next answer."""
+        """Return the worker's next answer."""
         try:
             line = await self._reader.readline()
         except (OSError, ValueError) as error:
@@ -327,21 +333,23 @@ class _Worker:
         return answer
 
     def cpu_now_s(self) -> float:
-        """Return the processor seconds that it has used so far; infinite if unknown."""
+        """Return the processor seconds that the worker has used so far; infinite if unknown."""
         try:
             return time.clock_gettime(~self._pid << 3 | _PROCESSOR_TIME_OF)
         except OSError:
             return math.inf
 
     def lower_priority(self) -> None:
-        """Lower its priority below all others, but never above this process's own, which root could raise."""
+        """Lower the worker's priority to the lowest in use, but never above this process's own, which only root could
+        raise.
+        """
         with contextlib.suppress(OSError):
             lower = max(_LOW_PRIORITY, os.getpriority(os.PRIO_PROCESS, 0))
             os.setpriority(os.PRIO_PGRP, self._pid, lower)
 
     def kill(self) -> None:
-        """Kill it and its child processes."""
-        if self._pid and not self._reader.at_eof():  # after its end the number may belong to another process
+        """Kill the worker and its child processes."""
+        if self._pid and not self._reader.at_eof():  # the id of an ended process may be reused
             with contextlib.suppress(OSError):
                 os.killpg(self._pid, signal.SIGKILL)
         self._writer.close()
@@ -349,7 +357,9 @@ class _Worker:
 
 @final
 class _Forker:
-    """The process that imports the workers' dependencies and forks them; if it cannot fork, it is the only worker."""
+    """The process that imports the workers' dependencies and forks workers; if it cannot fork, it is the only
+    worker.
+    """
 
     def __init__(self, process: Process, control: socket.socket, *, forks: bool) -> None:
         self._process = process
@@ -359,7 +369,7 @@ class _Forker:
 
     @classmethod
     async def start(cls, target: str, argument: str) -> _Forker:
-        """Start it and wait until its imports are done."""
+        """Start the process and wait until its imports are done."""
         ours, theirs = socket.socketpair()
         tie = [tied_process.__file__, str(os.getpid()), signal.SIGKILL.name, "", "--"]
         main = [sys.executable, "-m", "pipelinerl.verifiers.worker_process", target, argument]
@@ -409,13 +419,15 @@ class _Forker:
         return await _Worker.begin(ours)
 
     def kill(self) -> None:
-        """Kill it, and with it its workers."""
+        """Kill the process; its workers die with it."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._control.close()
 
     async def close(self) -> None:
-        """Kill it and wait for its end, even if cancelled: no other code would reap it."""
+        """Kill the process and wait for its end, even if this call is cancelled: no other code would reap the
+        process.
+        """
         self.kill()
         await to_its_end(asyncio.wait_for(self._process.wait(), _END_S))
 

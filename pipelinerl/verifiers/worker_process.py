@@ -1,13 +1,13 @@
 """The processes that judge: `python -m pipelinerl.verifiers.worker_process TARGET ARGUMENT`, one for each pool.
 
-It calls `TARGET(ARGUMENT)` (a reference), which does the heavy imports and returns a function from a JSON question to a
-JSON answer. Then it forks a worker for each socket that it receives over standard input. A killed worker is therefore
-replaced within milliseconds, without new imports. A worker reads one question per line and writes one line `[answer,
-processor seconds so far]` each; output of the judging code goes where the actor's output goes.
+The process calls `TARGET(ARGUMENT)` (a reference). That call does the heavy imports and returns a function from a JSON
+question to a JSON answer. Then the process forks a worker for each socket that it receives over standard input. A
+killed worker is therefore replaced within milliseconds, without new imports. A worker reads one question per line. For
+each it writes one line `[answer, processor seconds so far]`; output of the judging code goes to the actor's output.
 
 Where a fork is unsafe (the import has started threads) or untested (not Linux), the process itself becomes the only
-worker, and the pool starts another process for the next one. A worker is a process group, so its children are killed
-with it. It dies with this process, and this process with the actor (`system/tied_process.py`).
+worker, and the pool starts another process for the next worker. Each worker has its own process group, so its children
+are killed with it. A worker dies with this process, and this process dies with the actor (`system/tied_process.py`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # imported objects stay, and forks share their pages
     collect_as_usual()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no code waits for workers that end
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps workers that end; no code waits for them
     _send(control, {"forks": forks})
     while True:
         word, handles, _, _ = socket.recv_fds(control, 1, 1)
@@ -86,7 +86,7 @@ def _send(connection: socket.socket, value: Any) -> None:
 
 
 def _tie(parent: int) -> None:
-    """Die with the process from which this one was forked."""
+    """Make this worker die with the process from which it was forked."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(1)

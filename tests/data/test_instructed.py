@@ -37,7 +37,7 @@ def test_reference_answers_have_the_configured_length() -> None:
     assert problems(40, kinds=kinds) == problems(40, kinds=kinds, sentences=3)
 
 
-def test_all_kinds_occur_except_response_language() -> None:
+def test_every_kind_of_instruction_occurs_except_response_language() -> None:
     found = {each["id"] for problem in problems(400) for each in problem.metadata["instructions"]}
     assert found == CATALOGUE.keys() - {"language:response_language"}
 
@@ -49,7 +49,7 @@ def test_problems_depend_on_seed_and_index_and_splits_are_disjoint() -> None:
     assert len(by_split[2]) == 60, "held-out problems are distinct"
 
 
-def test_higher_level_increases_requirements() -> None:
+def test_higher_level_raises_the_numbers_that_instructions_require() -> None:
     kinds = ["length_constraints:number_sentences"]
     counts = [
         max(p.metadata["instructions"][0]["num_sentences"] for p in problems(100, level=level, kinds=kinds))
@@ -75,11 +75,11 @@ def test_topics_and_kinds_come_from_the_recipe() -> None:
         ({"kinds": ["punctuation:no_comma"], "min_instructions": 2}, "no 2 of these kinds could be combined"),
     ],
 )
-def test_impossible_parameters_are_rejected(parameters: dict[str, object], sentence: str) -> None:
+def test_invalid_or_incompatible_parameters_are_rejected(parameters: dict[str, object], sentence: str) -> None:
     with pytest.raises(RecipeError, match=f"domains.d.parameters.*{sentence}"):
         problems(1, **parameters)
 
 
-def test_argument_is_rejected() -> None:
+def test_argument_after_the_sources_name_is_rejected() -> None:
     with pytest.raises(RecipeError, match="source must be instructions alone, got instructions:x"):
         open_source("instructions:x", domain="d", split=Split.TRAIN, seed=0)

@@ -1,4 +1,4 @@
-"""Mixture: exact quotas within a step, close shares over any range, and pure functions of the index."""
+"""Mixture: exact quotas within a step, nearly exact shares over any range, and pure functions of the index."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipelinerl.types import Problem, Quota
 
 
 class Numbered:
-    """A source of problems that consist only of their index."""
+    """A source whose problems consist only of their index."""
 
     def problem(self, index: int) -> Problem:
         return Problem(problem_id=str(index), domain="", messages=(), ground_truth="")
@@ -29,7 +29,9 @@ def names(made: Mixture, count: int, quota: Quota, weights: Mapping[str, float] 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 @pytest.mark.parametrize("size", [1, 3, 8, 32, 250])
 @pytest.mark.parametrize("weights", [(1.0, 1.0, 2.0), (0.7, 0.25, 0.05), (1.0, 2.0, 3.0)])
-def test_shares_hold_over_thousands_and_within_each_step(weights: tuple[float, ...], size: int, seed: int) -> None:
+def test_shares_of_domains_hold_over_thousands_of_problems_and_within_each_step(
+    weights: tuple[float, ...], size: int, seed: int
+) -> None:
     """Shares are within 1 % over each 1,000 problems, and exact by quota within each step."""
     asked = dict(zip("abc", weights, strict=True))
     drawn = names(mixture(asked, seed=seed), 10_000, Quota(0, size))
@@ -45,7 +47,7 @@ def test_shares_hold_over_thousands_and_within_each_step(weights: tuple[float, .
             assert not share.is_integer() or counts[name] == share, "a whole share is kept exactly"
 
 
-def test_order_within_a_step_depends_on_seed_and_has_no_pattern() -> None:
+def test_order_of_domains_within_a_step_depends_on_seed_and_has_no_pattern() -> None:
     asked = {"a": 1.0, "b": 1.0}
     drawn = names(mixture(asked), 4000, Quota(0, 8))
     assert drawn == names(mixture(asked), 4000, Quota(0, 8))
@@ -56,7 +58,7 @@ def test_order_within_a_step_depends_on_seed_and_has_no_pattern() -> None:
     assert 180 < firsts["a"] < 320, "no domain comes first in a step"
 
 
-def test_live_weights_apply_and_zero_weight_disables_a_domain() -> None:
+def test_weights_given_per_request_apply_and_zero_weight_disables_a_domain() -> None:
     made, quota = mixture({"a": 1.0, "b": 1.0, "c": 1.0}), Quota(40, 4)
     assert Counter(made.domain(i, {"a": 3.0, "b": 0.0, "c": 1.0}, quota).name for i in range(40, 80)) == {
         "a": 30,
@@ -67,5 +69,5 @@ def test_live_weights_apply_and_zero_weight_disables_a_domain() -> None:
         assert off not in {made.domain(i, weights, quota).name for i in range(40, 3000)}
 
 
-def test_problem_comes_from_its_domains_source() -> None:
+def test_problem_comes_from_the_source_of_its_domain() -> None:
     assert mixture({"a": 1.0}).problem(12).problem_id == "12"

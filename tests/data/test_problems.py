@@ -25,7 +25,7 @@ def prompts(problems, count):
 @pytest.mark.parametrize(
     ("kind", "parameters"), [("addition", {"max_digits": 2}), ("reasoning_gym:spell_backward", SPELLING)]
 )
-def test_splits_are_disjoint_for_all_seeds(kind, parameters):
+def test_splits_of_a_generator_are_disjoint_for_all_seeds(kind, parameters):
     seen = {
         split: {m for seed in (0, 1) for m in prompts(source(kind, split, seed, **parameters), 200)} for split in Split
     }
@@ -43,7 +43,7 @@ def test_problem_is_a_pure_function_of_seed_and_index():
 
 
 def test_held_out_problems_are_distinct_and_exhaustion_is_an_error():
-    held_out = source("addition", Split.HELD_OUT, max_digits=1)  # 100 problems in all, so about 10 here
+    held_out = source("addition", Split.HELD_OUT, max_digits=1)  # of 100 possible problems, about 10 are held out
     with pytest.raises(RecipeError, match=r"holds? only \d+ distinct"):
         prompts(held_out, 100)
     many = prompts(source("addition", Split.HELD_OUT), 500)
@@ -82,7 +82,7 @@ def test_reasoning_gym_problems_fit_the_parameters():
         ("files", {"file": "x"}, "unknown file"),
     ],
 )
-def test_invalid_parameters_are_named(kind, parameters, message):
+def test_error_names_the_invalid_source_parameter(kind, parameters, message):
     with pytest.raises(RecipeError, match=message):
         source(kind, **parameters)
 
@@ -131,7 +131,7 @@ def test_problems_of_a_held_out_file_are_not_trained_on(tmp_path):
     assert len(parts[1] | parts[2]) == 48
 
 
-def test_invalid_line_is_named(tmp_path):
+def test_error_names_the_invalid_line_of_a_file(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "a", "answer": "b"}\n\n{"prompt": "a"}\n')
     with pytest.raises(RecipeError, match=r'a\.jsonl line 3: field "answer" is missing; the row has prompt$'):
@@ -160,7 +160,7 @@ def mixture(seed, *weights):
     )
 
 
-def test_mixture_keeps_shares_and_depends_on_seed_and_index():
+def test_mixture_keeps_domain_shares_and_depends_on_seed_and_index():
     drawn = [mixture(5, 1.0, 3.0).problem(i) for i in range(400)]
     assert 60 < sum(p.domain == "d0" for p in drawn) < 140
     assert mixture(5, 1.0, 3.0).problem(123) == drawn[123]
@@ -168,6 +168,6 @@ def test_mixture_keeps_shares_and_depends_on_seed_and_index():
 
 
 @pytest.mark.parametrize("weights", [(), (0.0,), (1.0, -1.0), (float("nan"),), (float("inf"), 1.0)])
-def test_weights_must_be_positive_and_finite(weights):
+def test_domain_weights_must_be_positive_and_finite(weights):
     with pytest.raises(RecipeError, match="positive finite weights"):
         mixture(0, *weights)

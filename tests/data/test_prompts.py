@@ -31,7 +31,7 @@ def asked(source: str, prompts: Prompts, split: Split = Split.TRAIN, **parameter
     return [opened.problem(index) for index in range(3)]
 
 
-def test_system_prompt_and_examples_precede_the_problem() -> None:
+def test_system_prompt_and_few_shot_examples_precede_the_problem() -> None:
     own = (Message("system", "own"), Message("user", "u"))
     assert Prompts(system="s", few_shot=SHOTS).around(own) == (Message("system", "s"), *SHOTS, own[1])
     assert Prompts(few_shot=SHOTS).around(own) == (own[0], *SHOTS, own[1])
@@ -50,7 +50,7 @@ def test_prompts_apply_to_any_source_and_keep_id_and_split(source: str) -> None:
             assert dressed.problem_id == plain.problem_id and dressed.ground_truth == plain.ground_truth
 
 
-def test_template_that_renders_empty_is_rejected_by_row(tmp_path: Path) -> None:
+def test_error_for_an_empty_rendered_prompt_names_the_row(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", [row | {"hint": " "} for row in ROWS])
     with pytest.raises(RecipeError, match=r"a\.jsonl line \d+: prompt_template makes an empty prompt of hint"):
         asked("files", Prompts(template=Template("{hint}")), path=path)
@@ -60,7 +60,7 @@ def test_template_that_renders_empty_is_rejected_by_row(tmp_path: Path) -> None:
         asked("addition", Prompts(template=Template("{% if false %}x{% endif %}")))
 
 
-def test_template_sees_the_fields_of_its_row(tmp_path: Path) -> None:
+def test_template_can_use_the_fields_of_its_row(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", ROWS)
     template = Template("{{ prompt }}:{% for c in choices %} {{ c }}{% endfor %}")
     (problem, *_) = asked("files", Prompts(system="s", template=template), path=path)
@@ -69,7 +69,7 @@ def test_template_sees_the_fields_of_its_row(tmp_path: Path) -> None:
     assert problem.messages[0] == Message("system", "s")
 
 
-def test_template_does_not_change_the_split(tmp_path: Path) -> None:
+def test_template_does_not_change_a_problems_split(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", ROWS)
     for split in Split:
         plain, dressed = (
@@ -94,7 +94,7 @@ def test_template_may_write_the_whole_prompt_and_errors_name_row_and_field(tmp_p
 
 
 def test_text_of_users_and_data_never_becomes_a_control_token(tmp_path: Path) -> None:
-    """The chat contains as many control tokens as with harmless texts."""
+    """The rendered chat contains as many control tokens as with harmless texts."""
     tokenizer = ChatTokenizer.load(MODELS / "tiny_speller")
     control = sorted(tokenizer.eos_token_ids)
     spelling = tokenizer.decode(control[:1])

@@ -23,12 +23,12 @@ FIELDS = {"question": "1 + 1", "choices": ["a", "b"], "level": 3, "absent": None
         ("no field", "no field"),
     ],
 )
-def test_fields_fill_their_placeholders(text: str, expected: str) -> None:
+def test_placeholders_are_replaced_by_field_values(text: str, expected: str) -> None:
     assert Template(text).render(FIELDS) == expected
 
 
 @pytest.mark.parametrize("text", ["{zzz}", "{{ zzz }}", "{{ question }}{{ zzz }}", "{absent}", "{{ absent }}"])
-def test_missing_field_is_named(text: str) -> None:
+def test_error_names_the_missing_field(text: str) -> None:
     field = "zzz" if "zzz" in text else "absent"
     with pytest.raises(RecipeError, match=f'field "{field}" is missing; available: choices, level, question'):
         Template(text).render(FIELDS)
@@ -45,13 +45,13 @@ def test_missing_field_is_named(text: str) -> None:
         "{{ range(10 ** 9) }}",
     ],
 )
-def test_template_reaches_only_fields_and_failures_are_reported(text: str) -> None:
+def test_template_can_access_only_fields_and_its_failures_are_reported(text: str) -> None:
     with pytest.raises(RecipeError, match="prompt_template: "):
         Template(text).render(FIELDS)
 
 
 @pytest.mark.parametrize("text", ["{{ question", "{% for x in y %}", "{{ 1 | zzz }}"])
-def test_invalid_template_is_rejected_at_once(text: str) -> None:
+def test_invalid_template_is_rejected_when_it_is_created(text: str) -> None:
     with pytest.raises(RecipeError, match="not a valid Jinja template: line 1"):
         Template(text)
 

@@ -44,7 +44,7 @@ def questions(opened: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("function", [listed, generated])
-def test_problems_of_a_function_are_split_by_hash(function: Callable[..., Any]) -> None:
+def test_problems_returned_by_a_users_function_are_split_by_hash(function: Callable[..., Any]) -> None:
     found = [questions(source(function, split, count=60)) for split in Split]
     assert set().union(*found) == {f"q{i}" for i in range(60)}
     assert not any(one & other for one, other in itertools.combinations(found, 2))
@@ -52,7 +52,7 @@ def test_problems_of_a_function_are_split_by_hash(function: Callable[..., Any]) 
     assert problem.tags == ("easy",) and problem.metadata == {"i": int(problem.ground_truth)}
 
 
-def test_function_with_a_split_parameter_is_called_per_split() -> None:
+def test_function_with_a_split_parameter_is_called_once_per_split() -> None:
     found = {split: questions(source(by_split, split)) for split in Split}
     for split in Split:
         assert {f"{split} {i}" for i in range(4)} <= found[split]
@@ -60,7 +60,7 @@ def test_function_with_a_split_parameter_is_called_per_split() -> None:
     assert source(by_split).problem(0).ground_truth == "7"
 
 
-def test_problem_source_is_used_directly_with_prompts() -> None:
+def test_users_problem_source_is_used_directly_and_gets_the_domains_prompts() -> None:
     def endless() -> ProblemSource:
         return Endless()
 
@@ -75,7 +75,7 @@ def refused(function: Callable[..., Any], **parameters: Any) -> str:
     return str(caught.value)
 
 
-def test_invalid_functions_and_results_are_reported() -> None:
+def test_unusable_functions_and_results_are_rejected_with_a_reason() -> None:
     assert "parameters do not fit listed: got an unexpected keyword argument 'zzz'" in refused(listed, zzz=1)
     assert "must return problems, as dicts with prompt and answer" in refused(lambda: 5)
     assert 'row 1: field "answer" is missing; the row has prompt' in refused(lambda: [listed()[0], {"prompt": "a"}])

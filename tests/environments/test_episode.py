@@ -40,7 +40,7 @@ def made(of: Episode) -> Rollout:
 
 
 def segments_of(of: Episode) -> list[list[int]]:
-    """Return the trainable turns of each segment."""
+    """Return for each segment its trainable turns, by number."""
     return [list(segment.trained) for segment in made(of).segments]
 
 
@@ -62,14 +62,14 @@ def test_each_turn_continues_the_tokens_of_the_previous_one() -> None:
     assert planned.request.continue_from == 4
 
 
-def test_answers_match_without_thinking_and_outer_white_space() -> None:
+def test_answers_match_earlier_turns_without_thinking_and_outer_white_space() -> None:
     of = episode()
     first = turn(of, [HELLO], "hm</think>\n a ")
     second = turn(of, [HELLO, answer("a"), user("more")], "b")
     assert second.parent is first
 
 
-def test_answers_with_tool_calls_match_by_call_id() -> None:
+def test_answers_with_tool_calls_match_earlier_turns_by_call_id() -> None:
     of = episode()
     tools = [{"type": "function", "function": {"name": "f"}}]
     planned = of.plan("main", {"messages": [HELLO], "tools": tools})
@@ -96,7 +96,7 @@ def test_changed_history_begins_a_new_segment() -> None:
     assert segments_of(of) == [[0], [1]] and begins_of(of) == ["first", "history_differs"]
 
 
-def test_unread_answer_to_a_repeated_request_is_abandoned() -> None:
+def test_answer_is_abandoned_if_its_request_is_repeated_before_it_is_read() -> None:
     of = episode()
     first = turn(of, [HELLO], "a")
     unread = turn(of, [HELLO, answer("a"), user("more")], "lost")
@@ -105,7 +105,7 @@ def test_unread_answer_to_a_repeated_request_is_abandoned() -> None:
     assert again.path == [first, again] and segments_of(of) == [[0, 1]]
 
 
-def test_abandoned_answer_trains_once_it_is_continued() -> None:
+def test_abandoned_answer_trains_if_a_later_request_continues_it() -> None:
     of = episode()
     first, second = turn(of, [HELLO], "a"), turn(of, [HELLO], "b")
     assert of.turns == [second] and of.abandoned == 1
@@ -114,7 +114,7 @@ def test_abandoned_answer_trains_once_it_is_continued() -> None:
     assert segments_of(of) == [[1], [0, 2]] and begins_of(of) == ["first", "forked", ""]
 
 
-def test_repeated_first_request_is_still_the_first_turn() -> None:
+def test_repeated_first_request_counts_as_the_agents_first_turn() -> None:
     of = episode()
     turn(of, [HELLO], "lost")
     turn(of, [HELLO], "a")
@@ -132,14 +132,14 @@ def test_two_replies_to_one_answer_are_two_segments() -> None:
     assert right.num_repeated == 1 and begins_of(of) == ["first", "", "forked"]
 
 
-def test_different_tools_begin_a_new_segment() -> None:
+def test_offering_different_tools_begins_a_new_segment() -> None:
     of = episode()
     turn(of, [HELLO], "a")
     turn(of, [HELLO, answer("a"), user("more")], "b", tools=[{"type": "function", "function": {"name": "f"}}])
     assert begins_of(of) == ["first", "tools_differ"]
 
 
-def test_trained_agents_have_segments_and_untrained_ones_do_not() -> None:
+def test_only_turns_of_trained_agents_are_part_of_the_rollout() -> None:
     of = episode()
     turn(of, [HELLO], "a")
     turn(of, [user("judge a")], "good", agent="critic")
@@ -154,8 +154,8 @@ def test_trained_agents_have_segments_and_untrained_ones_do_not() -> None:
     assert of.last_of("untrained-helper") is None
 
 
-def test_each_turn_of_a_random_episode_trains_once() -> None:
-    """A random conversation of several agents with forks, compaction and repeated requests."""
+def test_each_sampled_turn_of_a_random_episode_trains_exactly_once() -> None:
+    """Plays a random conversation of several agents with forks, compaction and repeated requests."""
     draw = rng.generator(7, "random episode")
     of = episode(max_turns=200)
     histories: list[list[dict[str, str]]] = [[HELLO]]
@@ -176,7 +176,7 @@ def test_each_turn_of_a_random_episode_trains_once() -> None:
         np.testing.assert_array_equal(np.concatenate(tokens), last.token_ids)
 
 
-def test_template_history_that_appends_stays_one_segment() -> None:
+def test_conversation_stays_one_segment_if_the_template_only_appends() -> None:
     of = episode(history=History.TEMPLATE)
     turn(of, [HELLO], "a")
     planned = of.plan("main", {"messages": [HELLO, answer("a"), user("more")]})
@@ -184,7 +184,7 @@ def test_template_history_that_appends_stays_one_segment() -> None:
     assert of.record(planned, completion(planned.request, "b")).new_segment is None
 
 
-def test_order_decides_sampling_and_agents_only_lower_limits() -> None:
+def test_prompt_order_decides_sampling_and_agents_can_only_lower_its_limits() -> None:
     of = episode(turn_tokens=8)
     planned = of.plan("main", {"messages": [HELLO], "temperature": 0.0, "top_p": 0.1, "max_tokens": 100, "seed": 3})
     assert (planned.request.temperature, planned.request.top_p, planned.request.max_tokens) == (0.5, 1.0, 8)
@@ -192,7 +192,7 @@ def test_order_decides_sampling_and_agents_only_lower_limits() -> None:
     assert of.plan("main", {"messages": [HELLO], "max_completion_tokens": 2}).request.token_limit == 2
 
 
-def test_seed_depends_on_order_sample_agent_and_turn() -> None:
+def test_sampling_seed_depends_on_prompt_order_sample_agent_and_turn() -> None:
     def seed(sample: int, agent: str) -> int | None:
         return Episode(order(), sample, EpisodeLimits()).plan(agent, {"messages": [HELLO]}).request.seed
 
@@ -207,7 +207,7 @@ def test_episode_ends_after_max_turns() -> None:
         of.plan("main", {"messages": [HELLO, answer("a"), user("more")]})
 
 
-def test_only_an_answer_cut_at_the_order_limit_ends_the_episode() -> None:
+def test_cut_at_the_order_limit_ends_the_episode_and_cut_at_the_agents_limit_does_not() -> None:
     of = episode(turn_tokens=8)
     turn(of, [HELLO], "abcdefghij", max_tokens=2)
     assert not of.over

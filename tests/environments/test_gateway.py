@@ -34,14 +34,14 @@ async def opened(sampler: TalkingSampler, **limits: int) -> AsyncIterator[OpenEp
 
 
 async def said(url: str, messages: list[dict[str, str]] = HELLO, *, key: str = "any", **options: object) -> ChatMessage:
-    """Return the message that OpenAI's client receives."""
+    """Return the message that OpenAI's client receives from the gateway at `url`."""
     async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
         answer = await client.chat.completions.create(model="any", messages=messages, **options)  # type: ignore[call-overload]
         message: ChatMessage = answer.choices[0].message
         return message
 
 
-async def test_openai_client_is_served_by_path_and_by_key() -> None:
+async def test_openai_client_reaches_its_episode_by_path_or_by_api_key() -> None:
     async with opened(TalkingSampler(lambda messages: f"a{len(messages)}")) as episode:
         first = await said(episode.base_url(), temperature=0.3)
         base = episode.base_url().split("/e/")[0] + "/v1"
@@ -51,7 +51,7 @@ async def test_openai_client_is_served_by_path_and_by_key() -> None:
         assert [turn.parent for turn in episode.episode.turns] == [None, episode.episode.turns[0]]
 
 
-async def test_streaming_client_gets_one_chunk() -> None:
+async def test_streaming_client_gets_the_answer_as_one_chunk() -> None:
     async with (
         opened(TalkingSampler(lambda _: "abc")) as episode,
         openai.AsyncOpenAI(base_url=episode.base_url(), api_key="any") as client,
@@ -60,7 +60,7 @@ async def test_streaming_client_gets_one_chunk() -> None:
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "abc"
 
 
-async def test_ended_episode_is_not_found() -> None:
+async def test_request_after_the_episode_has_ended_gets_404() -> None:
     async with opened(TalkingSampler()) as episode:
         ended = episode.base_url().replace(episode.episode.secret, "0" * 32)
         with pytest.raises(openai.NotFoundError, match="has ended"):
@@ -84,7 +84,7 @@ async def test_refusals_have_statuses_that_clients_do_not_retry(error: Exception
         assert (episode.failure is error) == (status == 424)
 
 
-async def test_disconnect_cancels_the_turn_and_records_nothing() -> None:
+async def test_disconnecting_client_cancels_its_turn_and_records_nothing() -> None:
     sampler = TalkingSampler()
     sampler.gate.clear()
     async with opened(sampler) as episode:

@@ -1,4 +1,4 @@
-"""Episodes with a tool of ours, without user code: a scripted model, real tokens and the real gateway."""
+"""Episodes with a built-in tool, without user code: a scripted model, real tokens and the real gateway."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def played(
     return made
 
 
-async def test_result_of_a_call_goes_back_and_the_last_answer_is_judged() -> None:
+async def test_tool_result_goes_back_to_the_model_and_its_last_answer_is_judged() -> None:
     made = await played([call(text="ab"), "AB"])
     first, second = made.rollout.turns
     shown = tokenizer().decode(second.context_token_ids.tolist())
@@ -86,13 +86,13 @@ async def test_result_of_a_call_goes_back_and_the_last_answer_is_judged() -> Non
         (call(txt="ab"), 'the arguments must be {"text": "…"}'),
     ],
 )
-async def test_wrong_call_is_answered_with_the_error(wrong_call: str, reply: str) -> None:
+async def test_invalid_tool_call_is_answered_with_the_error(wrong_call: str, reply: str) -> None:
     made = await played([wrong_call, "AB"])
     assert reply in tokenizer().decode(made.rollout.turns[1].context_token_ids.tolist())
     assert made.rollout.verdict.outcome is Outcome.CORRECT
 
 
-async def test_calls_end_at_max_turns_and_a_lost_sandbox_is_masked() -> None:
+async def test_tool_calls_end_at_max_turns_and_a_lost_sandbox_masks_the_rollout() -> None:
     made = await played([call(text="ab")] * 3, max_turns=2)
     assert (len(made.rollout.turns), made.rollout.verdict.outcome) == (2, Outcome.WRONG)
     made = await played([call(text="lost"), "AB"])
@@ -101,7 +101,7 @@ async def test_calls_end_at_max_turns_and_a_lost_sandbox_is_masked() -> None:
 
 @final
 class Calls:
-    """Counts calls as an actor does."""
+    """Counts tool calls as an actor does."""
 
     def __init__(self) -> None:
         self.tally, quiet = VerifierTally(), Unwatched()
@@ -112,7 +112,7 @@ class Calls:
         self.tally.note_calls("talk", parsed=parsed, malformed=malformed)
 
 
-async def test_calls_are_counted_as_parsed_or_malformed() -> None:
+async def test_tool_calls_are_counted_as_parsed_or_malformed() -> None:
     calls = Calls()
     broken = call(text="ab").replace("}}", "}")
     await played([call(text="ab") * 2, broken, "AB"], episodes=2, progress=calls)
@@ -120,7 +120,7 @@ async def test_calls_are_counted_as_parsed_or_malformed() -> None:
     assert (figures.tool_episodes, figures.calls_parsed, figures.calls_malformed) == (2, 2, 1)
 
 
-async def test_actor_warns_once_if_the_first_episodes_have_no_call(caplog: pytest.LogCaptureFixture) -> None:
+async def test_actor_warns_once_if_the_first_episodes_call_no_tool(caplog: pytest.LogCaptureFixture) -> None:
     await played(["AB"] * 25, episodes=25)
     (warning,) = [record.getMessage() for record in caplog.records if "tools are offered" in record.getMessage()]
     assert "domain talk: tools are offered, and none of the first 20 episodes" in warning

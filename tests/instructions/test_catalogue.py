@@ -1,4 +1,4 @@
-"""Each instruction with answers that follow it or not; layouts of problems' instructions; wrong names."""
+"""Each instruction with answers that follow or violate it, the layouts of problems' instructions, and wrong names."""
 
 from __future__ import annotations
 
@@ -99,20 +99,22 @@ CASES = [
 
 
 @pytest.mark.parametrize(("id", "parameters", "follow", "do_not"), CASES, ids=[case[0] for case in CASES])
-def test_instruction_accepts_only_following_answers(id, parameters, follow, do_not):
+def test_instruction_accepts_only_answers_that_follow_it(id, parameters, follow, do_not):
     instruction = made(id, parameters).instruction
     assert [text for text in follow if not instruction.follows(text)] == []
     assert [text for text in do_not if instruction.follows(text)] == []
     assert instruction.sentence[0].isupper()
 
 
-def test_every_instruction_has_a_case():
+def test_every_instruction_of_the_catalogue_has_a_case_here():
     assert {case[0] for case in CASES} == CATALOGUE.keys()
 
 
 @pytest.mark.parametrize("piece", ["[", "*", "<<", " ", "\n", "a.", "A. ", '"', "a-", "{", "P.", "Day "])
-def test_checks_take_linear_time(piece):
-    """Limits CPU time: the slowest check takes a tenth of a second, an algorithm that tries all pairs a minute."""
+def test_checking_an_answer_takes_linear_time(piece):
+    """Limits CPU time: the slowest linear check takes a tenth of a second, an algorithm that tries all pairs a
+    minute.
+    """
     text = piece * (200_000 // len(piece))
     for id, parameters in {case[0]: case[1] for case in CASES}.items():
         began = time.thread_time()
@@ -142,12 +144,12 @@ def test_languages_of_the_same_script_are_distinguished(text, code, other):
         ("exactly", [10]),
     ],
 )  # fmt: skip
-def test_counts_are_compared_by_the_given_relation(relation, counts):
+def test_counts_are_compared_by_the_instructions_relation(relation, counts):
     instruction = made(IDS[1], {"num_words": 10, "relation": relation}).instruction
     assert [count for count in range(8, 13) if instruction.follows("a " * count)] == counts
 
 
-def test_every_rlvr_function_is_an_instruction():
+def test_every_rlvr_ifeval_function_maps_to_an_instruction():
     arguments = {
         "N": 3, "quantifier": "at most", "i": 2, "first_word": "a", "keyword_list": ["a"], "word": "a",
         "forbidden_words": ["b"], "letter": "a", "language": "ko", "postscript_marker": "P.S.", "options": ["a"],
@@ -181,7 +183,7 @@ def test_every_rlvr_function_is_an_instruction():
         ),
     ],
 )
-def test_errors_name_the_wrong_part(id, parameters, sentence):
+def test_error_names_the_invalid_part_of_an_instruction(id, parameters, sentence):
     with pytest.raises(RecipeError, match=sentence):
         made(id, parameters)
 
@@ -208,7 +210,7 @@ KWARGS = [{}, {"num_words": 9.0, "relation": "at least", "num_bullets": None}]
         ),
     ],
 )
-def test_every_layout_gives_the_same_instructions(metadata, ground_truth):
+def test_every_metadata_layout_gives_the_same_instructions(metadata, ground_truth):
     parsed = instructions_of(metadata, ground_truth)
     assert [each.id for each in parsed] == IDS
     assert parsed[1].instruction.follows("a " * 9) and not parsed[1].instruction.follows("a " * 8)
@@ -231,6 +233,6 @@ def test_every_layout_gives_the_same_instructions(metadata, ground_truth):
         ({"instruction_id_list": "no", "kwargs": None}, "", "must be lists, got 'no'"),
     ],
 )
-def test_malformed_metadata_is_rejected(metadata, ground_truth, sentence):
+def test_malformed_instruction_metadata_is_rejected(metadata, ground_truth, sentence):
     with pytest.raises(RecipeError, match=sentence):
         instructions_of(metadata, ground_truth)

@@ -1,4 +1,6 @@
-"""A step's mismatch by cause: compared with a loop over tokens, shares by manual computation, and missing figures."""
+"""A step's mismatch by cause: figures against a plain loop over tokens, shares against manual values, missing
+figures.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ HELD = 9
 
 @dataclass(frozen=True)
 class Token:
-    """One token in the loop's data; `version` is None for tokens of the environment."""
+    """One token, as the plain loop reads it; `version` is None for tokens that the environment wrote."""
 
     version: int | None
     behavior: float = 0.0
@@ -26,7 +28,7 @@ class Token:
 
 
 def micro_batch(rollouts: list[list[Token]]) -> tuple[MicroBatch, Float32]:
-    """Return the tokens as columns, and the trainer's log-probs, which are arbitrary outside the mask."""
+    """Return the tokens as columns, and random trainer log-probs; those outside the loss mask are arbitrary."""
     tokens = [token for rollout in rollouts for token in rollout]
     sampled = np.array([token.version is not None for token in tokens])
     lengths = [len(rollout) for rollout in rollouts]
@@ -51,7 +53,7 @@ def micro_batch(rollouts: list[list[Token]]) -> tuple[MicroBatch, Float32]:
 
 
 def random_rollouts(seed: int, count: int) -> list[list[Token]]:
-    """Return rollouts of one to three turns, whose versions sometimes increase, up to HELD."""
+    """Return rollouts of one to three turns; within a rollout, versions sometimes increase, up to HELD."""
     draw = rng.generator(seed, "causes")
     rollouts = []
     for _ in range(count):
@@ -68,7 +70,7 @@ def random_rollouts(seed: int, count: int) -> list[list[Token]]:
 
 
 def slow_causes(rollouts: list[list[Token]]) -> dict[str, list[list[Token]]]:
-    """Return the tokens of each cause, by rollout."""
+    """Return the tokens of each cause, grouped by rollout."""
     found: dict[str, list[list[Token]]] = {"numerics": [], "cache": [], "staleness": []}
     for rollout in rollouts:
         of: dict[str, list[Token]] = defaultdict(list)
@@ -89,7 +91,7 @@ def slow_causes(rollouts: list[list[Token]]) -> dict[str, list[list[Token]]]:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("reference", ["current", "old"])
-def test_figures_agree_with_a_loop(seed: int, reference: str) -> None:
+def test_figures_agree_with_a_loop_over_tokens(seed: int, reference: str) -> None:
     rollouts = random_rollouts(seed, 20)
     (first, one), (second, two) = micro_batch(rollouts[:7]), micro_batch(rollouts[7:])
     sampled = sampled_tokens([first, second], [one, two])
@@ -136,7 +138,7 @@ def test_cut_shares_by_age_match_manual_values() -> None:
     assert sum(name.startswith("age_") for name in got) == 2 * len(shares)
 
 
-def test_missing_tokens_versions_or_old_logprobs_give_no_figures() -> None:
+def test_no_figures_without_trained_tokens_versions_or_old_logprobs() -> None:
     batch, logprobs = micro_batch([[Token(None), Token(HELD, -1.0, -1.1)]])
     idle = replace(batch, loss_mask=np.zeros(2, bool))
     assert sampled_tokens([], []) is None and sampled_tokens([idle], [logprobs]) is None

@@ -28,26 +28,26 @@ def test_numpy_and_torch_round_identically() -> None:
     assert np.array_equal(ours, dither.dithered(WEIGHTS.numpy(), name="w").view(np.int16))
 
 
-def test_shard_rows_round_like_rows_of_the_whole() -> None:
+def test_rows_of_a_shard_round_like_the_same_rows_of_the_whole_parameter() -> None:
     whole = dither_torch.dithered(WEIGHTS, name="w")
     assert torch.equal(dither_torch.dithered(WEIGHTS[1:], name="w", first=500_003), whole[1:])
 
 
-def test_weights_on_the_grid_and_infinities_are_unchanged() -> None:
+def test_weights_representable_in_bfloat16_and_infinities_are_unchanged() -> None:
     assert torch.equal(dither_torch.dithered(ON_THE_GRID, name="w").float(), ON_THE_GRID)
     ends = torch.tensor([float("inf"), float("-inf"), 0.0])
     assert torch.equal(dither_torch.dithered(ends, name="w").float(), ends)
 
 
 @pytest.mark.parametrize("size", [2e-5, 1e-6])
-def test_only_dithering_shows_updates_below_half_the_spacing(size: float) -> None:
+def test_updates_below_half_the_spacing_show_with_dithering_and_not_with_nearest(size: float) -> None:
     update = size * torch.sign(torch.randn(WEIGHTS.shape, generator=torch.Generator().manual_seed(1)))
     fair, nearest = dither_torch.dithered(ON_THE_GRID + update, name="w"), (ON_THE_GRID + update).bfloat16()
     seen = [float(((each.float() - ON_THE_GRID) * update).sum() / (update * update).sum()) for each in (fair, nearest)]
     assert seen[0] == pytest.approx(1.0, abs=0.1) and seen[1] < 0.3
 
 
-def test_probe_distinguishes_lost_updates_from_dithered_ones() -> None:
+def test_update_probe_distinguishes_lost_updates_from_dithered_updates() -> None:
     update = 2e-5 * torch.ones_like(WEIGHTS)
     assert share(Rounding.NEAREST, update) == pytest.approx(0.1, abs=0.15)
     assert share(Rounding.DITHERED, update) == pytest.approx(1.0, abs=0.35)

@@ -14,7 +14,7 @@ LOGPROBS = np.array([-1.0, np.nan, -2.0, -3.0], np.float32)
 MASK = np.array([True, False, True, True])
 
 
-def test_value_is_the_mean_over_the_mask() -> None:
+def test_value_is_the_mean_entropy_over_the_loss_mask() -> None:
     columns = {HeadMeasure.ENTROPY: ENTROPIES, "loss_mask": MASK}
     assert EntropyProbe().evaluate(LOGPROBS, columns) == 1.0
     assert measures_of(EntropyProbe()) == (HeadMeasure.ENTROPY,) and isinstance(EntropyProbe(), MeasuringObjective)
@@ -22,7 +22,7 @@ def test_value_is_the_mean_over_the_mask() -> None:
     assert not EntropyProbe().measure_gradients(LOGPROBS[MASK], columns)[HeadMeasure.ENTROPY].any()
 
 
-def test_seen_entropies_are_masked_and_do_not_affect_equality() -> None:
+def test_seen_entropies_exclude_masked_tokens_and_do_not_affect_equality() -> None:
     numpys, torchs = EntropyProbe(), EntropyProbe()
     numpys.evaluate(LOGPROBS, {HeadMeasure.ENTROPY: ENTROPIES, "loss_mask": MASK})
     columns = {HeadMeasure.ENTROPY: torch.from_numpy(ENTROPIES), "loss_mask": torch.from_numpy(MASK)}
@@ -40,7 +40,7 @@ def test_gradient_is_zero() -> None:
     assert value.item() == 1.0 and logprobs.grad is not None and not logprobs.grad.any() and entropies.grad is None
 
 
-def test_probe_survives_encoding_for_other_processes() -> None:
+def test_entropy_probe_survives_encoding_for_other_processes() -> None:
     probe = EntropyProbe()
     probe.evaluate(LOGPROBS, {HeadMeasure.ENTROPY: ENTROPIES, "loss_mask": MASK})
     made = decode_objective(encode_objective(probe))

@@ -19,7 +19,7 @@ def columns():
     return hidden, head, draw.integers(0, V, (R, C)), draw.uniform(0.5, 2.0, (R, C)).astype(np.float32)
 
 
-def test_agrees_with_the_definition():
+def test_jax_logprobs_agree_with_the_definition():
     hidden, head, tokens, temperatures = columns()
     expected = definition((hidden @ head.T).reshape(-1, V), tokens.ravel(), temperatures.ravel())
     (got,) = token_predictions(hidden, head, tokens, temperatures)
@@ -31,7 +31,7 @@ def test_agrees_with_the_definition():
         np.testing.assert_allclose(row.ravel(), measured(measure, distributions), rtol=1e-5, atol=1e-5)
 
 
-def test_pieces_do_not_change_value_or_gradient():
+def test_number_of_pieces_does_not_change_value_or_gradient():
     hidden, head, tokens, temperatures = columns()
     cotangent = jnp.asarray(generator(1, "jax_logprobs").normal(size=(3, R, C)).astype(np.float32))
 

@@ -26,7 +26,7 @@ def test_large_logits_do_not_overflow():
 
 @pytest.mark.parametrize("logits_at_once", [2**24, 22, 1])
 @pytest.mark.parametrize("tempered", [False, True])
-def test_pieces_agree_with_the_definition_in_value_and_gradient(logits_at_once, tempered):
+def test_piecewise_logprobs_agree_with_the_definition_in_value_and_gradient(logits_at_once, tempered):
     draw = generator(0, "logprobs")
     hidden, weight = draw.standard_normal((7, 4)), draw.standard_normal((11, 4))
     tokens, temperatures = draw.integers(0, 11, 7), draw.uniform(0.5, 2.0, 7) if tempered else np.ones(7)
@@ -74,7 +74,7 @@ def error(found, expected):
 
 
 def test_bf16_head_gradient_does_not_lose_precision_with_more_pieces():
-    """Summed in bf16, the error doubles from 1 piece to 128."""
+    """Without the sum in fp32, the error would double from 1 piece to 128."""
     expected = head_gradients(torch.float32, 1, bias=True)
     for pieces in (1, 2, 38, 128):
         found = head_gradients(torch.bfloat16, pieces, bias=True)
@@ -82,8 +82,8 @@ def test_bf16_head_gradient_does_not_lose_precision_with_more_pieces():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_both_ways_to_sum_products_agree(device):
-    """The way of a GPU, on a CPU."""
+def test_gpu_and_cpu_ways_to_sum_products_agree(device):
+    """Both run on a CPU: `device` only selects the way of summing."""
     draw = torch.Generator().manual_seed(0)
     pairs = [[torch.randn(4, width, generator=draw).bfloat16() for width in (9, 5)] for _ in range(64)]
     found = _Sum(torch.empty(9, 5), torch.bfloat16, device)
@@ -92,22 +92,22 @@ def test_both_ways_to_sum_products_agree(device):
     assert error(found.total, sum(left.T.float() @ right.float() for left, right in pairs)) <= 0.003
 
 
-def test_fp32_head_gradient_is_the_same_in_pieces():
+def test_fp32_head_gradient_does_not_depend_on_the_number_of_pieces():
     expected = head_gradients(torch.float32, 1, bias=True)
     assert max(map(error, head_gradients(torch.float32, 38, bias=True), expected)) <= 1e-6
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_bf16_head_gradient_at_qwens_vocabulary():
+def test_bf16_head_gradient_is_precise_at_qwens_vocabulary_size():
     sizes = {"vocab": 151_936, "width": 32, "count": 512}
     expected = head_gradients(torch.float32, 8, **sizes)
     found = head_gradients(torch.bfloat16, 128, **sizes)
     assert max(map(error, found, expected)) <= 0.003
 
 
-def test_bf16_head_with_fp32_gradients_equals_its_fp32_master():
-    """A head on the device in bf16, with its master on the host, gets the gradient that the fp32 head gets."""
+def test_bf16_head_gets_the_same_gradient_as_its_fp32_master():
+    """A bf16 head on the device, with an fp32 master on the host, gets the gradient that an fp32 head would get."""
     draw = torch.Generator().manual_seed(0)
     hidden, tokens = torch.randn(20, 8, generator=draw), torch.randint(0, 30, (20,), generator=draw)
     master = torch.nn.Linear(8, 30, bias=False)
@@ -134,7 +134,7 @@ def test_measures_match_manual_values():
 
 
 @pytest.mark.parametrize("measure", MEASURES)
-def test_measure_slopes_are_its_derivatives(measure):
+def test_measure_slopes_are_derivatives_of_the_measure(measure):
     logits = generator(2, "measures").standard_normal((3, 6))
     variable = torch.from_numpy(logits).requires_grad_()
     logprobs = torch.log_softmax(variable, -1)
@@ -171,8 +171,8 @@ def test_measures_agree_with_the_definition_in_value_and_gradient(logits_at_once
     np.testing.assert_allclose(h.grad, slopes @ weight, rtol=1e-4, atol=1e-5)
 
 
-def test_measures_do_not_change_the_bits_of_logprobs():
-    """Otherwise the ratio between the gradient pass and the forward pass would not start at 1."""
+def test_requesting_measures_does_not_change_the_bits_of_logprobs():
+    """If the bits changed, the ratio between the gradient pass and the forward pass would not start at 1."""
     hidden, tokens = torch.randn(9, 16, generator=torch.Generator().manual_seed(1)), torch.arange(9)
     alone, beside = (
         token_predictions(hidden, lambda x: x, tokens, None, vocab_size=16, measures=given)[0]

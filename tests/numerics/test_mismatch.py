@@ -7,7 +7,7 @@ from pipelinerl.numerics.mismatch import mismatch
 from pipelinerl.rng import generator
 
 
-def test_mismatch_matches_manual_values():
+def test_statistics_match_manual_values():
     ours = np.log(np.array([0.5, 0.5, 0.25, 1.0], dtype=np.float32))
     theirs = np.log(np.array([0.5, 0.25, 0.5, 1.0], dtype=np.float32))
     got = mismatch(ours, theirs)
@@ -20,13 +20,13 @@ def test_mismatch_matches_manual_values():
 
 
 @pytest.mark.parametrize("size", [1, 2, 19, 100, 1001])
-def test_quantiles_equal_numpys(size):
+def test_quantiles_equal_numpy_quantiles(size):
     ours, theirs = generator(size, "quantiles").normal(size=(2, size))
     got = mismatch(ours, theirs)
     np.testing.assert_allclose([got.p50, got.p95], np.quantile(np.abs(ours - theirs), [0.5, 0.95]), rtol=1e-12)
 
 
-def test_empty_input_agrees_and_different_shapes_are_rejected():
+def test_empty_input_agrees_perfectly_and_different_shapes_are_rejected():
     nothing = mismatch(np.zeros(0), np.zeros(0))
     assert (nothing.num_tokens, nothing.max, nothing.k3, nothing.ess) == (0, 0.0, 0.0, 1.0)
     with pytest.raises(ValueError, match="expected log-probs of the same tokens"):

@@ -18,7 +18,7 @@ QUIET = dict.fromkeys(FIGURES, 0.0) | {"ess": 1.0}
 
 
 def step(number: int, ages: dict[str, float] | None = None, ess: float = 1.0, **causes: Any) -> dict[str, Any]:
-    """Return a step event; `causes` are figures by cause, and missing figures are 0."""
+    """Return a step event; `causes` gives the figures by cause, and figures not given are 0."""
     event: dict[str, Any] = {"kind": "step", "step": number, "ess": ess, **(ages or {})}
     for cause, figures in causes.items():
         event[f"mismatch_{cause}_share"] = 1 / len(causes)
@@ -85,18 +85,18 @@ def test_run_within_bounds_gets_no_advice() -> None:
         ),
     ],
 )
-def test_each_rule_fires_alone(fields: dict[str, Any], finding: str, do: str) -> None:
+def test_each_advice_rule_fires_for_its_own_finding_and_no_other(fields: dict[str, Any], finding: str, do: str) -> None:
     (only,) = advice_on(**fields)
     assert finding in only.finding and do in only.do and only.because
 
 
 @pytest.mark.parametrize(("shares", "behind"), [([0.0, 0.0, 0.0, 4.0], 3.0), ([1.02, 0.97, 1.0, 1.01], 0.01)])
-def test_updates_lost_to_rounding_are_summed(shares: list[float], behind: float) -> None:
+def test_updates_lost_to_rounding_are_summed_over_steps(shares: list[float], behind: float) -> None:
     found = reviewed(*(step(n, numerics={}) | {"sent_share": share} for n, share in enumerate(shares, start=1)))
     assert found.rounding is not None and found.rounding.behind == pytest.approx(behind)
 
 
-def test_lost_updates_are_blamed_before_the_head() -> None:
+def test_lost_updates_are_advised_on_before_head_precision() -> None:
     steps = [step(n, numerics={"p95": 1.0, "k1": -1.0, "k3": 1.0}) | {"sent_share": 0.0} for n in range(1, 6)]
     (only,) = advise(reviewed(*steps))
     assert "updates are lost to rounding: at step 5 engines lacked 5.0 steps" in only.finding
@@ -118,8 +118,8 @@ def test_advice_is_ordered_by_importance() -> None:
 
 
 @pytest.mark.parametrize("grad1", [{"kind": "clipped_ratio", "over": "old"}, "logprob"])
-def test_advised_objectives_exist(grad1: object) -> None:
-    """The advice is written in valid recipe syntax."""
+def test_objectives_named_in_advice_are_valid(grad1: object) -> None:
+    """The advice is written in valid recipe syntax, so a recipe can be built from it."""
     (numerics,) = advice_on(numerics={"contradictions": 0.01})
     (staleness,) = advice_on(staleness={"p95": 0.2})
     for advice in (numerics, staleness):

@@ -13,7 +13,7 @@ from pipelinerl.numerics.routed_experts import of_context, off_the_wire, on_the_
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, ">u2"])
-def test_encoding_round_trips(dtype: Any) -> None:
+def test_expert_numbers_round_trip_through_the_wire_format(dtype: Any) -> None:
     routed = np.arange(3 * 2 * 4).reshape(3, 2, 4).astype(dtype) * 9
     sent = RoutedExperts.model_validate_json(on_the_wire(routed).model_dump_json())
     np.testing.assert_array_equal(off_the_wire(sent), routed)
@@ -40,6 +40,6 @@ def test_data_that_does_not_fit_its_shape_is_rejected(changes: dict[str, Any], s
         RoutedExperts.model_validate({**good, **changes})
 
 
-def test_first_token_of_a_context_has_no_experts() -> None:
+def test_first_token_of_a_context_has_zero_experts() -> None:
     routed = np.arange(2 * 2 * 3, dtype=np.uint8).reshape(2, 2, 3)
     np.testing.assert_array_equal(of_context(on_the_wire(routed)), np.concatenate((routed[:1] * 0, routed)))

@@ -8,7 +8,7 @@ from pipelinerl.numerics import torch_head
 
 
 class Model:
-    """The part of a Hugging Face model that the layer needs."""
+    """The parts of a Hugging Face model that the output layer needs."""
 
     def __init__(self, head: nn.Linear) -> None:
         self.get_output_embeddings = lambda: head
@@ -29,7 +29,7 @@ HIDDEN = torch.randn(7, 64, generator=torch.Generator().manual_seed(1))
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_engine_and_trainer_give_the_same_logits(bias):
-    """bf16 weights, and fp32 weights under autocast that round to them, give the same bits, exact to fp32."""
+    """Two sets of weights, bf16, and fp32 under autocast that round to them, give the same bits, exact to fp32."""
     trainer, engine = head(torch.float32, bias=bias), head(torch.bfloat16, bias=bias)
     for layer in (trainer, engine):
         torch_head.to_fp32(Model(layer), served=torch.bfloat16)
@@ -44,7 +44,7 @@ def test_engine_and_trainer_give_the_same_logits(bias):
     assert (engine.weight.double() - trainer.weight.double()).abs().max() > 1e-3, "rounding must matter"
 
 
-def test_gradient_ignores_the_rounding():
+def test_gradient_ignores_rounding_of_the_weights():
     layer = head(torch.float32, bias=False)
     torch_head.to_fp32(Model(layer), served=torch.bfloat16)
     coefficients = torch.randn(7, 33, generator=torch.Generator().manual_seed(2))
@@ -52,13 +52,13 @@ def test_gradient_ignores_the_rounding():
     torch.testing.assert_close(layer.weight.grad, coefficients.T @ HIDDEN, rtol=1e-6, atol=1e-6)
 
 
-def test_fp32_layer_is_unchanged():
+def test_fp32_output_layer_is_unchanged():
     plain, exact = head(torch.float32, bias=True), head(torch.float32, bias=True)
     torch_head.to_fp32(Model(exact), served=torch.float32)
     assert torch.equal(plain(HIDDEN), exact(HIDDEN))
 
 
-def test_replaced_weights_are_used():
+def test_replaced_weights_are_used_by_the_output_layer():
     layer = head(torch.float32, bias=False)
     torch_head.to_fp32(Model(layer), served=torch.float32)
     before = layer(HIDDEN)

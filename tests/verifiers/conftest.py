@@ -1,4 +1,4 @@
-"""The math verifier, which takes seconds to start and is shared by a file's tests on one event loop."""
+"""The math verifier, which takes seconds to start; the tests of a file share one instance on one event loop."""
 
 from collections.abc import AsyncIterator
 

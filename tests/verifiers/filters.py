@@ -32,7 +32,7 @@ def everything(**values):
 
 
 def whatever(metadata):
-    """Act as the problem's metadata says."""
+    """Keep, reject, fail or hang, as the problem's metadata says."""
     match metadata["do"]:
         case "raise":
             return {}["nothing"]

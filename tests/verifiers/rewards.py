@@ -64,7 +64,7 @@ async def asynchronous_group(completions):
 
 
 def whatever(completion):
-    """Act as the text says."""
+    """Return a reward, fail or hang, as the completion's text says."""
     match completion:
         case "raise":
             return {}["nothing"]
@@ -96,7 +96,7 @@ def whatever(completion):
 
 
 class Judge:
-    """A verifier class like those of the package."""
+    """A verifier class of a user, with the same methods as the package's own verifiers."""
 
     async def verify(self, problem, completion_text):
         if completion_text == "hang":

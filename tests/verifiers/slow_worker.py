@@ -1,4 +1,4 @@
-"""Worker functions of the tests: they sleep, spin, die, and report their process."""
+"""Functions for the workers of the tests; they sleep, spin, die, or report their process."""
 
 from __future__ import annotations
 

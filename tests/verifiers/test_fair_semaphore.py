@@ -1,4 +1,4 @@
-"""Order in which a fair semaphore hands out places."""
+"""Order in which a fair semaphore hands out its places."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipelinerl.verifiers.fair_semaphore import FairSemaphore
 async def waiting(
     places: FairSemaphore, groups: list[str], entered: asyncio.Queue[tuple[str, bool]]
 ) -> list[asyncio.Task[None]]:
-    """Start tasks that wait, and report when they get a place, and whether out of turn."""
+    """Start tasks that wait for a place. Each reports to `entered` when it gets one, and whether out of turn."""
 
     async def enter(group: str) -> None:
         entered.put_nowait((group, await places.take(group)))
@@ -22,7 +22,7 @@ async def waiting(
     return tasks
 
 
-async def test_slow_groups_get_a_quarter_of_the_time_under_load() -> None:
+async def test_groups_with_slow_questions_get_a_quarter_of_the_time_under_load() -> None:
     places, entered, held = FairSemaphore(2, Counter({"slow": 5})), asyncio.Queue[tuple[str, bool]](), Counter[str]()
     assert places.take_now() and places.take_now()
     tasks = await waiting(places, ["slow"] * 60 + [f"other {number}" for number in range(600)], entered)
@@ -39,7 +39,7 @@ async def test_slow_groups_get_a_quarter_of_the_time_under_load() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_one_of_four_places_is_given_out_of_turn() -> None:
+async def test_one_place_in_four_is_given_out_of_turn() -> None:
     places, entered = FairSemaphore(4, Counter({"slow": 1})), asyncio.Queue[tuple[str, bool]]()
     assert all(places.take_now() for _ in range(4))
     tasks = await waiting(places, ["slow"] * 4 + ["other"] * 8, entered)

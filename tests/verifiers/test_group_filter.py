@@ -1,4 +1,4 @@
-"""A user's function as a filter: its arguments, its results, and its failures, none of which keeps the group."""
+"""A user's function as a filter: its arguments, its results, and its failures; a failure never keeps the group."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ async def said(function: str, *, deadline_s: float = PATIENCE_S, **metadata: Any
 
 
 @pytest.mark.parametrize("function", ["asks_for_all", "everything"])
-async def test_filter_receives_the_values_it_names(function: str) -> None:
+async def test_filter_receives_the_values_that_its_parameters_name(function: str) -> None:
     verdict = await said(function)
     assert (verdict.outcome, refusal_of(verdict)) == (Outcome.CORRECT, ""), verdict.reason
 
 
-async def test_text_is_the_reason_and_false_gives_the_functions_name() -> None:
+async def test_returned_text_is_the_reason_and_false_gives_the_filters_name() -> None:
     assert refusal_of(await said("lengths_alone")) == "one of 3 tokens"
     assert refusal_of(await said("whatever", do="false")) == "whatever"
     assert refusal_of(await said("whatever", do="numpy")) == ""
@@ -80,6 +80,6 @@ async def test_hanging_filter_is_killed_at_its_deadline() -> None:
         ("nothing", "has no 'nothing'; it has "),
     ],
 )
-def test_unsuitable_function_is_rejected_at_once(function: str, sentence: str) -> None:
+def test_unsuitable_filter_function_is_rejected_when_it_is_loaded(function: str, sentence: str) -> None:
     with pytest.raises(RecipeError, match=rf"^curation\.filter: .*{sentence}"):
         GroupFilter(f"{FILTERS}:{function}", deadline_s=1.0)

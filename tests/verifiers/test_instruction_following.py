@@ -47,7 +47,7 @@ async def test_reward_follows_the_scoring_setting(settings, text, reward, outcom
         assert COMMA in verdict.reason
 
 
-async def test_parts_give_the_share_of_each_kind():
+async def test_parts_give_the_share_followed_of_each_kind_of_instruction():
     verdict = await InstructionFollowing().verify(SEA, "the sea, it is green")
     assert {part.name: part.reward for part in verdict.parts} == {COMMA: 0.0, WORDS: 1.0, KEYWORD: 0.5}
 
@@ -60,13 +60,13 @@ async def test_parts_give_the_share_of_each_kind():
         ([{"id": WORDS, "num_words": 3}], "missing required field `relation`"),
     ],
 )
-async def test_unjudgeable_problem_is_not_a_wrong_answer(named, reason):
+async def test_problem_without_valid_instructions_gives_a_verifier_error(named, reason):
     verdict = await InstructionFollowing().verify(problem(*named), "x")
     assert verdict.outcome is Outcome.VERIFIER_ERROR
     assert reason in verdict.reason
 
 
-async def test_worker_judges_long_answers_like_short_ones():
+async def test_worker_judges_long_answers_like_the_event_loop_judges_short_ones():
     verifier = InstructionFollowing(deadline_s=PATIENCE_S)
     try:
         short, long = [await verifier.verify(SEA, "the sea is blue " * times) for times in (1, 20_000)]

@@ -48,7 +48,7 @@ async def test_function_of_problem_and_text_is_called_by_position() -> None:
     assert in_short(await verdicts("by_place", "right", "no")) == [("correct", 1.0), ("wrong", 0.0)]
 
 
-async def test_function_receives_the_values_it_names() -> None:
+async def test_reward_function_receives_the_values_that_its_parameters_name() -> None:
     assert in_short(await verdicts("by_name", "right", "no")) == [("partial", 0.5), ("wrong", 0.0)]
     assert in_short(await verdicts("by_name", "right", correct_at=0.5)) == [("correct", 0.5)]
 
@@ -60,7 +60,7 @@ async def test_group_function_receives_lists_as_in_trl() -> None:
     assert found[0].reason == "the function must return a list with one reward for each of 2 answers, got 1 of them"
 
 
-async def test_answer_that_crashes_a_working_function_is_wrong() -> None:
+async def test_answer_that_crashes_a_function_which_accepts_the_ground_truth_is_wrong() -> None:
     found = await verdicts("strict", "", "right", "offline", "\ud800")
     assert [verdict.outcome.value for verdict in found] == ["wrong", "correct", "verifier_error", "wrong"]
     assert "IndexError" in found[0].reason and "ConnectionError" in found[2].reason
@@ -76,7 +76,7 @@ async def test_async_function_runs_concurrently_and_is_cancelled_at_its_deadline
     assert [verdict.reward for verdict in await verdicts("asynchronous_group", "ab", "a")] == [2.0, 1.0]
 
 
-async def test_invalid_reward_is_an_error_that_shows_the_value() -> None:
+async def test_invalid_reward_gives_a_verifier_error_that_shows_the_value() -> None:
     texts = ["nan", "inf", "huge", "none", "text", "array", "bad verdict"]
     found = await verdicts("whatever", *texts)
     assert [verdict.outcome for verdict in found] == [Outcome.VERIFIER_ERROR] * len(texts)
@@ -102,7 +102,7 @@ async def test_failure_affects_only_its_own_answer() -> None:
 
 
 @pytest.mark.parametrize("how", ["hang", "spin"])
-async def test_deadline_is_enforced_without_delaying_siblings(how: str) -> None:
+async def test_deadline_of_one_answer_is_enforced_without_delaying_its_siblings(how: str) -> None:
     began = time.monotonic()
     found = await verdicts("whatever", how, how, "one", verifier_timeout_s=1.0)
     assert in_short(found) == [("timeout", 0.0), ("timeout", 0.0), ("correct", 1.0)]
@@ -110,7 +110,9 @@ async def test_deadline_is_enforced_without_delaying_siblings(how: str) -> None:
     assert time.monotonic() - began < PATIENCE_S
 
 
-async def test_children_of_a_killed_function_are_killed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_child_processes_of_a_killed_function_are_killed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CHILD_FILE", str(tmp_path / "pid"))
     assert in_short(await verdicts("whatever", "child", verifier_timeout_s=1.0)) == [("timeout", 0.0)]
     child = int((tmp_path / "pid").read_text())
@@ -172,7 +174,9 @@ async def test_module_with_threads_is_not_forked(tmp_path: Path) -> None:
         ("score = 3", r"r.py:score must be a function or a class, got int"),
     ],
 )
-async def test_load_failure_is_reported_in_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+async def test_function_that_cannot_be_loaded_is_reported_in_one_sentence(
+    tmp_path: Path, text: str, sentence: str
+) -> None:
     file = tmp_path / "r.py"
     file.write_text(text)
     with pytest.raises(RecipeError, match=sentence) as raised:
@@ -180,7 +184,7 @@ async def test_load_failure_is_reported_in_one_sentence(tmp_path: Path, text: st
     assert "\n" not in str(raised.value)
 
 
-async def test_nothing_starts_before_the_first_answer() -> None:
+async def test_no_worker_starts_before_the_first_answer() -> None:
     before = set(os.listdir("/proc/self/task"))
     verifier = open_verifier(DomainSection(name="d", source="addition"))
     assert set(os.listdir("/proc/self/task")) == before

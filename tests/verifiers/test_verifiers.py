@@ -1,4 +1,4 @@
-"""Verifiers on correct, wrong and hostile answers; their own failures never count as wrong."""
+"""Verifiers on correct, wrong and hostile answers; failures of a verifier itself never count as wrong."""
 
 import asyncio
 import inspect
@@ -17,7 +17,7 @@ from pipelinerl.verifiers.reasoning_gym import UNSAFE_TASKS, ReasoningGym, extra
 from pipelinerl.verifiers.verifier import PerAnswerVerifier, SampledAnswer
 from tests.patience import PATIENCE_S, SOON_S
 
-#: For tests that use the shared verifier.
+#: For tests that share the math verifier: all must run on its event loop.
 shared_loop = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -53,7 +53,7 @@ async def test_reasoning_gym_reads_the_last_answer_tags():
     assert extract_answer("plain") == "plain"
 
 
-async def test_unjudgeable_reasoning_gym_problem_is_not_a_wrong_answer():
+async def test_reasoning_gym_problem_that_cannot_be_scored_gives_a_verifier_error():
     verifier = ReasoningGym()
     for metadata in (
         {},
@@ -78,7 +78,7 @@ async def test_fast_path_agrees_with_the_slow_path(math_answer):
     assert [each.verdict.reward for each in found] == [0.0, 1.0, 1.0, 1.0]
 
 
-def test_tasks_whose_scorer_runs_answers_are_rejected():
+def test_tasks_whose_scorer_executes_the_answer_are_rejected():
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -110,7 +110,7 @@ def test_tasks_whose_scorer_runs_answers_are_rejected():
     ],
 )
 @shared_loop
-async def test_equal_answers_are_correct(gold, text, math_answer):
+async def test_mathematically_equal_answers_are_correct(gold, text, math_answer):
     assert (await math_answer.verify(problem(gold), text)).outcome is Outcome.CORRECT
 
 
@@ -126,15 +126,15 @@ async def test_equal_answers_are_correct(gold, text, math_answer):
     ],
 )
 @shared_loop
-async def test_unequal_answers_are_wrong(gold, text, math_answer):
+async def test_mathematically_unequal_answers_are_wrong(gold, text, math_answer):
     verdict = await math_answer.verify(problem(gold), text)
     assert (verdict.outcome, verdict.reward) == (Outcome.WRONG, 0.0)
 
 
-async def test_endless_expression_times_out_and_the_next_is_judged():
+async def test_endless_expression_ends_at_the_deadline_and_the_next_answer_is_judged():
     verifier = MathAnswer(deadline_s=4.0)
     try:
-        assert (await verifier.verify(problem("x+1"), "\\boxed{1+x}")).outcome is Outcome.CORRECT  # the worker is up
+        assert (await verifier.verify(problem("x+1"), "\\boxed{1+x}")).outcome is Outcome.CORRECT  # starts the worker
         ticks, ticking = 0, True
 
         async def tick():
@@ -157,7 +157,7 @@ async def test_endless_expression_times_out_and_the_next_is_judged():
 
 
 @pytest.mark.parametrize(("share", "outcome"), [(0.001, Outcome.WRONG), (10.0, Outcome.TIMEOUT)])
-async def test_answer_that_computes_until_the_deadline_is_wrong_unless_starved(
+async def test_answer_that_computes_until_the_deadline_is_wrong_unless_it_lacked_a_processor(
     share: float, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(math_answers, "_SHARE_SPENT", share)
@@ -190,7 +190,7 @@ def test_answer_that_crashes_the_comparison_is_wrong(
     assert equal(["x+1", "1+x"]) is True
 
 
-async def test_answer_on_which_a_scorer_fails_is_wrong_unless_the_truth_fails_too() -> None:
+async def test_answer_on_which_a_scorer_fails_is_wrong_unless_it_fails_on_the_truth_too() -> None:
     def scorer(index: int, answer: str) -> float:
         return float(answer.encode("ascii") == b"truth")
 
@@ -199,13 +199,13 @@ async def test_answer_on_which_a_scorer_fails_is_wrong_unless_the_truth_fails_to
 
 
 @shared_loop
-async def test_concurrent_questions_get_their_own_answers(math_answer):
+async def test_concurrent_questions_to_workers_get_their_own_answers(math_answer):
     asked = [("x+1", "1+x"), ("x+1", "x+2")] * 5
     verdicts = await asyncio.gather(*(math_answer.verify(problem(gold), text) for gold, text in asked))
     assert [v.outcome for v in verdicts] == [Outcome.CORRECT, Outcome.WRONG] * 5
 
 
-def test_final_answer_is_the_last_one():
+def test_last_answer_in_a_text_is_the_final_answer():
     assert final_answer("\\boxed{1} then \\boxed{\\frac{1}{2}}") == "\\frac{1}{2}"
     assert final_answer("answer: 3\nthe answer is 4") == "4"
     assert final_answer(" 5 ") == " 5 "
@@ -228,7 +228,7 @@ def test_normalisation_removes_meaningless_characters(raw, normal):
 
 
 @shared_loop
-async def test_equal_answers_have_the_same_form(math_answer):
+async def test_equal_answers_are_reported_in_the_same_form(math_answer):
     texts = ["\\boxed{0.50}", "\\boxed{\\frac{1}{2}}", "it is \\boxed{1/3}", ""]
     verdicts = [await math_answer.verify(problem("1/2"), text) for text in texts]
     assert [v.answer for v in verdicts] == ["1/2", "1/2", "1/3", ""]
@@ -241,7 +241,7 @@ async def test_equal_answers_have_the_same_form(math_answer):
     ["<answer>" * 120_000, "answer" + "\n" * 10**6, "answer " * 150_000, "\\boxed{" + "{" * 10**6, "0" * 10**6 + "x"],
     ids=["tags", "newlines", "answers", "braces", "zeros"],
 )
-def test_a_million_characters_take_one_pass(text):
+def test_parsing_a_million_characters_takes_one_pass(text):
     began = time.thread_time()
     final_answer(text)
     assert time.thread_time() - began < 2.0
@@ -263,7 +263,7 @@ async def test_much_longer_answer_is_scored_in_a_worker():
     [([1.9] * 50, False), ([4, 4, 1, 4, 4], False), ([1, 4, 4, 4], True), ([1, 60], True)],
     ids=["quick", "two at a time", "three in a row", "one that takes long"],
 )
-async def test_scorer_is_slow_by_processor_time(
+async def test_scorer_counts_as_slow_by_processor_time_and_not_elapsed_time(
     cpu_ms: list[float], slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verifier, taken = ReasoningGym(), iter(cpu_ms)

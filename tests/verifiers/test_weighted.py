@@ -44,7 +44,7 @@ async def summed(*verdicts: Verdict, weights: Sequence[float], correct_at: float
     return judgement
 
 
-async def test_sum_and_unweighted_parts_are_reported() -> None:
+async def test_weighted_sum_and_unweighted_parts_are_reported() -> None:
     verdict, seconds = await summed(given(0.5, reason="so"), given(2.0, answer="x"), weights=(0.2, 0.25))
     assert verdict == Verdict(
         outcome=Outcome.PARTIAL,
@@ -56,7 +56,7 @@ async def test_sum_and_unweighted_parts_are_reported() -> None:
     assert seconds == 1.0
 
 
-async def test_sum_reaches_the_threshold_despite_rounding() -> None:
+async def test_sum_that_misses_correct_at_only_by_rounding_is_correct() -> None:
     three = [given(1.0)] * 3
     assert sum((0.7, 0.2, 0.1)) < 1.0
     assert (await summed(*three, weights=(0.7, 0.2, 0.1))).verdict.outcome is Outcome.CORRECT
@@ -65,12 +65,12 @@ async def test_sum_reaches_the_threshold_despite_rounding() -> None:
 
 
 @pytest.mark.parametrize("verdict", [failed("broke"), timed_out(3.0)])
-async def test_part_without_a_judgement_leaves_no_judgement(verdict: Verdict) -> None:
+async def test_answer_gets_no_reward_if_one_part_fails_to_judge_it(verdict: Verdict) -> None:
     found = (await summed(given(1.0), verdict, weights=(1.0, 1.0))).verdict
     assert (found.outcome, found.reward, found.reason) == (verdict.outcome, 0.0, f"p1: {verdict.reason}")
 
 
-async def test_recipe_combines_functions_and_verifiers(tmp_path: Path) -> None:
+async def test_recipe_can_combine_functions_and_verifiers(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def short(completion): return len(completion) < 20\n")
     rewards = [{"function": f"{tmp_path}/r.py:short", "weight": 0.5}, {"function": "math_answer", "name": "math"}]
     verifier = open_verifier(DomainSection.model_validate_json(_json(rewards)))
@@ -99,7 +99,7 @@ async def test_recipe_combines_functions_and_verifiers(tmp_path: Path) -> None:
         ({"rewards": [{"function": "a.py:f", "weight": 0.0}]}, "rewards.weight must not be 0, as it is for f"),
     ],
 )
-def test_invalid_domain_settings_are_rejected(fields: dict[str, Any], sentence: str) -> None:
+def test_invalid_settings_of_a_domains_verifiers_are_rejected(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         DomainSection.model_validate({"name": "d", "source": "addition", **fields}, strict=False)
 

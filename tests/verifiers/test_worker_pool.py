@@ -44,7 +44,9 @@ async def test_second_worker_starts_only_while_the_first_is_busy(pool: Callable[
     assert len({pid for pid, _ in both}) == 2 and alone[0] in {pid for pid, _ in both}
 
 
-async def test_started_worker_answers_the_first_question(pool: Callable[..., WorkerPool]) -> None:
+async def test_pool_started_in_advance_answers_the_first_question_with_that_worker(
+    pool: Callable[..., WorkerPool],
+) -> None:
     started, busy = pool(), pool()
     await started.start()
     (worker,) = started._idle
@@ -67,8 +69,8 @@ async def test_questions_of_any_size_get_their_own_answers(pool: Callable[..., W
     assert await one.ask(["x" * 10**6, "\ud800\x00\u202e"]) is not None
 
 
-async def test_waiting_questions_are_not_encoded(pool: Callable[..., WorkerPool]) -> None:
-    """Otherwise a thousand answers to a problem of megabytes take gigabytes before the second is judged."""
+async def test_waiting_questions_are_encoded_only_when_they_are_sent(pool: Callable[..., WorkerPool]) -> None:
+    """If they were encoded earlier, a thousand answers to a problem of megabytes would take gigabytes."""
     one, large = pool(workers=2), "x" * 2**20
     await one.start()
     tracemalloc.start()
@@ -80,7 +82,7 @@ async def test_waiting_questions_are_not_encoded(pool: Callable[..., WorkerPool]
     assert most < 32 * 2**20
 
 
-async def test_hanging_question_is_killed_at_its_deadline_and_frees_its_place_earlier(
+async def test_hanging_question_frees_its_place_early_and_is_killed_at_its_deadline(
     pool: Callable[..., WorkerPool],
 ) -> None:
     one = pool(workers=1)
@@ -96,21 +98,21 @@ async def test_hanging_question_is_killed_at_its_deadline_and_frees_its_place_ea
     assert 1.5 <= time.monotonic() - began < PATIENCE_S
 
 
-async def test_slow_question_gets_a_low_priority(pool: Callable[..., WorkerPool]) -> None:
+async def test_worker_of_a_slow_question_gets_a_low_priority(pool: Callable[..., WorkerPool]) -> None:
     one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
     assert (await one.ask("who"))[1] == own
     assert (await one.ask(["spin", 1.5]))[1] == max(own, 10)
     assert (await one.ask("who"))[1] == own
 
 
-async def test_usual_duration_of_a_function_is_not_slow(pool: Callable[..., WorkerPool]) -> None:
+async def test_question_of_usual_duration_is_not_slow(pool: Callable[..., WorkerPool]) -> None:
     one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
     found = [await one.ask(["spin", 0.6]) for _ in range(4)]
     assert [priority for _, priority in found][1:] == [own] * 3
 
 
 @linux
-async def test_worker_without_a_processor_is_not_slow(pool: Callable[..., WorkerPool]) -> None:
+async def test_question_whose_worker_lacks_a_processor_is_not_slow(pool: Callable[..., WorkerPool]) -> None:
     one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
     pid, _ = await one.ask("who")
     os.kill(pid, signal.SIGSTOP)
@@ -120,7 +122,7 @@ async def test_worker_without_a_processor_is_not_slow(pool: Callable[..., Worker
     assert await asked == [pid, own]
 
 
-async def test_many_hanging_questions_end_in_time_and_let_others_through(
+async def test_many_hanging_questions_end_in_time_and_let_other_questions_through(
     pool: Callable[..., WorkerPool],
 ) -> None:
     one = pool(workers=2)
@@ -153,7 +155,7 @@ async def test_groups_without_slow_questions_go_first(pool: Callable[..., Worker
     assert order == ["slow", "busy", "other", "slow"]
 
 
-async def test_death_of_a_worker_is_an_error_and_it_is_replaced(pool: Callable[..., WorkerPool]) -> None:
+async def test_question_of_a_worker_that_dies_fails_and_the_worker_is_replaced(pool: Callable[..., WorkerPool]) -> None:
     one = pool()
     with pytest.raises(WorkerLost, match="ended by itself"):
         await one.ask("die")
@@ -183,7 +185,7 @@ async def test_dead_workers_leave_no_open_file(pool: Callable[..., WorkerPool], 
 
 @linux
 async def test_cancelled_start_leaves_no_open_file(pool: Callable[..., WorkerPool]) -> None:
-    """Checked at several points of the start. The warning of an open socket would otherwise appear in another test."""
+    """The start is cancelled at several points. A socket left open would give a warning in some later test."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", ResourceWarning)
         for turns in (1, 2, 4):
@@ -206,7 +208,7 @@ async def test_cancelled_close_still_waits_for_the_killed_process() -> None:
     assert forker.ended
 
 
-async def test_cancelled_question_leaves_no_answer_behind(pool: Callable[..., WorkerPool]) -> None:
+async def test_cancelled_question_leaves_no_answer_for_the_next_question(pool: Callable[..., WorkerPool]) -> None:
     one = pool(workers=1)
     await one.ask("who")
     given_up = asyncio.create_task(one.ask(["sleep", 0.2]))
@@ -218,7 +220,9 @@ async def test_cancelled_question_leaves_no_answer_behind(pool: Callable[..., Wo
     assert await one.ask(["long", 3]) == "xxx"
 
 
-async def test_worker_that_cannot_be_opened_is_an_error_each_time(pool: Callable[..., WorkerPool]) -> None:
+async def test_worker_function_that_cannot_be_loaded_is_an_error_for_every_question(
+    pool: Callable[..., WorkerPool],
+) -> None:
     one = pool(argument="broken")
     for _ in range(2):
         with pytest.raises(WorkerLost, match="did not start"):
@@ -246,7 +250,7 @@ asyncio.run(main())
 
 
 @linux
-def test_no_worker_outlives_a_killed_actor() -> None:
+def test_no_worker_outlives_a_killed_actor_process() -> None:
     actor = subprocess.Popen([sys.executable, "-c", ACTOR, SLEEPER], stdout=subprocess.PIPE, text=True)
     assert actor.stdout is not None
     pids = [int(word) for word in actor.stdout.readline().split()]

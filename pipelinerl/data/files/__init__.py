@@ -1,1 +1,1 @@
-"""Problems in files: discovery of files, parsing of rows, and the source that makes problems from rows."""
+"""Problems in files: finding the files, parsing their rows, and the source that turns rows into problems."""

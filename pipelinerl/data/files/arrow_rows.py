@@ -1,7 +1,7 @@
 """`ArrowRows`: rows of Parquet files, and of the Arrow files that `datasets` saves; pyarrow reads both.
 
-Rows stay in columns until requested, and only the needed columns are read. Arrow gives every struct the fields of all
-rows; the fields that are null in a row are left out of it.
+Rows stay in Arrow's columns until they are requested, and only the needed columns are read. Arrow gives every struct
+the fields of all rows. Fields that are null in a row are therefore removed from that row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipelinerl.errors import RecipeError
 
 #: Number of rows converted to Python values at a time when all rows are scanned.
 _AT_A_TIME: Final = 4096
-#: Number of rows per batch when only the first are read: few, since each may be large.
+#: Number of rows per batch when only the first rows of a file are read: few, since each row may be large.
 _LOOKED_AT: Final = 256
 
 
@@ -26,7 +26,7 @@ class ArrowRows:
     """The rows of one file."""
 
     def __init__(self, table: Any, name: str, *, also: tuple[str, ...] = ()) -> None:
-        """Wrap `table`, a `pyarrow.Table`; `also` names columns of the file that the table lacks."""
+        """Wrap the `pyarrow.Table` `table`; `also` names columns that the file has but `table` lacks."""
         import pyarrow as pa
 
         self._name = name
@@ -37,7 +37,7 @@ class ArrowRows:
 
     @classmethod
     def read(cls, path: Path, fields: frozenset[str] | None, head: FirstRows | None = None) -> ArrowRows:
-        """Read the columns `fields` of the file, as far as it has them, or all.
+        """Read from the file those of the columns `fields` that it has, or all columns if `fields` is None.
 
         With a `head`, read only that much of the file.
 
@@ -96,7 +96,7 @@ class ArrowRows:
         return self._also
 
     def place(self, index: int) -> str:
-        """Return the name of a row for messages: `train.parquet row 17`, counted from 0."""
+        """Return a row's name for messages: `train.parquet row 17`, counted from 0."""
         return f"{self._name} row {index}"
 
 

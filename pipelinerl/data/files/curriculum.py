@@ -4,9 +4,10 @@ A band moves over the problems, ranked from easy to hard; the next problem is on
 
     easy ┊······[=== band ===]··············┊ hard        progress through `over` ─▶
 
-A problem's position is its rank plus noise as wide as the band. A band of 0 gives the strict order, and a very wide one
-shuffles. Each problem comes once per epoch, whatever the band. After `over` problems the epochs are shuffled, as
-without a curriculum. The order depends only on the seed and the data, so a resumed run continues where it stopped.
+A problem's position is its rank plus noise as wide as the band. A band of width 0 gives the strict order of difficulty,
+and a very wide band shuffles. Each problem comes once per epoch, whatever the width. After the first `over` problems,
+epochs are shuffled as without a curriculum. The order depends only on the seed and the data, so a resumed run continues
+where it stopped.
 
 RLAX §6.2 names this curriculum along with pre-filtering; `pipelinerl prefilter` writes the pass rates.
 """
@@ -25,7 +26,7 @@ from pipelinerl.errors import RecipeError
 
 #: Field to which `pipelinerl prefilter` writes the pass rate.
 PASS_RATE: Final = "metadata.pass_rate"
-#: Recipe parameters of a curriculum.
+#: Recipe parameters that set a curriculum.
 ORDER: Final = ("order", "order_band", "order_over")
 #: Default width of the band, as a share of the ranks.
 _BAND: Final = 0.2
@@ -46,7 +47,7 @@ class Curriculum:
 
     Attributes:
         band: width of the band, as a share of the problems.
-        over: number of problems in the sweep from one end to the other; None for the number of problems.
+        over: number of problems during which the band moves from one end to the other; None for all of them.
     """
 
     order: ProblemOrder = ProblemOrder.SHUFFLED

@@ -1,7 +1,7 @@
 """`FieldMap`: maps the fields of a row to a problem's prompt, answer, metadata, tags and id.
 
-A missing field, or one of the wrong type, raises an error that names the field; the caller adds the row's location. The
-digest that decides a row's split covers the question itself, independent of the template's wording.
+A missing field, or a field of the wrong type, raises an error that names the field; the caller adds the row's location.
+The digest that decides a row's split covers the question itself, independent of the template's wording.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class FieldMap:
     """Names of fields; `a.b` is the field b of the struct a.
 
     Attributes:
-        prompt_field: the question: text, or a list of messages. By default `prompt`, where there are no messages.
-        messages_field: the conversation. By default `messages`.
+        prompt_field: the question, a text or a list of messages; `prompt` by default, if the row has no messages.
+        messages_field: the conversation; `messages` by default.
         metadata_fields: fields passed to the verifier; by default the contents of the object `metadata`.
         tag_fields: fields that each become a tag of the problem, `field=value`.
         tags_field: a list of tags.
         id_field: the problem's name; by default the digest of its question.
-        rate_field: the share of a model's answers that solve the row, by which a curriculum orders.
+        rate_field: the share of a model's answers that solved the row; a curriculum orders rows by it.
         template: template of the last user message, over the row's fields.
     """
 
@@ -70,7 +70,7 @@ class FieldMap:
 
     @property
     def fields(self) -> frozenset[str]:
-        """The columns from which problems are made."""
+        """The columns that must be read to make problems."""
         names = {self.prompt_field or _PROMPT, self.messages_field or _MESSAGES, self.answer_field, self.id_field}
         names.add(self.rate_field)
         more = {*(self.metadata_fields or (_METADATA,)), *self.tag_fields}
@@ -78,7 +78,7 @@ class FieldMap:
 
     @property
     def fields_of_text(self) -> frozenset[str]:
-        """The columns that `text` and `check` read."""
+        """The columns that must be read for `text` and `check`."""
         names = {self.prompt_field or _PROMPT, self.messages_field or _MESSAGES, self.answer_field, self.id_field}
         return frozenset(name.partition(".")[0] for name in names if name) | self._of_template
 
@@ -88,7 +88,7 @@ class FieldMap:
 
     @property
     def plain_prompt(self) -> str:
-        """Field that alone determines `text` where it holds a plain text, or "" if there is none."""
+        """The field that alone determines `text` if it holds a plain text; "" if no single field does."""
         more = self.messages_field or self.id_field or self._of_template - {_PROMPT, self.prompt_field}
         return "" if more else self.prompt_field
 
@@ -141,7 +141,7 @@ class FieldMap:
         for field, chosen in ((self.messages_field or _MESSAGES, self.messages_field),
                               (self.prompt_field or _PROMPT, self.prompt_field)):  # fmt: skip
             if not chosen and (self.messages_field or self.prompt_field):
-                continue  # the recipe names the other one
+                continue  # the recipe names the other of the two fields
             value = _value_of(row, field)
             if value is not None:
                 messages = _conversation(value, field)

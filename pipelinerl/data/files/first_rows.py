@@ -1,6 +1,6 @@
 """Checks of the first rows of data files before a run, at a cost independent of file size.
 
-An invalid row is reported with the same error that the run would raise. Splits and duplicates are not checked here.
+An invalid row gives the same error as it would during the run. Splits and duplicates are not checked here.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pipelinerl.types import Problem
 
 
 def look_at_files(request: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
-    """Make and check the first problems of each file; return the first problem, if there is any.
+    """Make and check problems from the first rows of each file; return the first problem, or None if there is none.
 
     Args:
         check: raises `RecipeError` for a problem that cannot be verified.
 
     Raises:
-        RecipeError: naming file, row and problem.
+        RecipeError: a problem is invalid; the message names file, row and problem.
     """
     files, field_map, curriculum = parse_files_request(request)
     prompts, first = prompts_of_rows(request), None

@@ -1,7 +1,8 @@
-"""The source `hub:<id>`: a data set of the Hugging Face hub, fetched once into its cache, and then read as a folder.
+"""The source `hub:<id>`: a data set of the Hugging Face hub, fetched once into the hub's cache and then read as a
+folder.
 
-No code from the data set is run: only its description and data files are fetched. If the hub cannot be reached and the
-cache does not hold the data set, one error says so.
+No code from the data set is run: only its description and data files are fetched. If the hub cannot be reached and
+the cache does not hold the data set, a single error says both.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _ANSWER_S: Final = 10.0
 
 
 def open_hub(request: SourceRequest) -> RowSource:
-    """Open the data set that `asked.argument` names. `parameters` are those of `files` without `path`, plus `revision`.
+    """Open the data set that `request.argument` names. Parameters are those of `files` without `path`, plus `revision`.
 
     Raises:
         RecipeError: it cannot be fetched; or as `open_files` does.
@@ -34,7 +35,7 @@ def open_hub(request: SourceRequest) -> RowSource:
 
 
 def look_at_hub(request: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
-    """Check the first rows like `look_at_files`, but only of what is in the cache; nothing is fetched."""
+    """Check the first rows as `look_at_files` does, but only if the data set is in the cache; fetch nothing."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     revision, parameters = _parsed(request)
@@ -71,14 +72,14 @@ def _snapshot(name: str, revision: str | None, *, local: bool) -> str:
 
 
 def _fetched(name: str, revision: str | None, *, where: str) -> str:
-    """Return the cache folder that holds its files; fetch them if they are missing."""
+    """Return the cache folder that holds the data set's files; fetch missing files."""
     from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
 
     try:
         return _snapshot(name, revision, local=False)
     except HFValidationError as error:
         raise RecipeError(f"{where}.source: {error}") from None
-    except (OSError, HTTPError, RuntimeError) as error:  # the client raises one of these
+    except (OSError, HTTPError, RuntimeError) as error:  # the hub's client raises any of these
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise RecipeError(
             f"{where}.source: hub:{name} cannot be fetched from here, and is not in the cache ({reason[0]}); without "

@@ -1,12 +1,12 @@
 """Layouts of data sets: the files that they consist of, and the split of each file.
 
-    a file, a glob, a list of them         one split, which has no name
+    a file, a glob, a list of them         a single split, which has no name
     dataset_dict.json                      a `DatasetDict` saved by `datasets`: a folder for each split
     state.json, dataset_info.json          a `Dataset` saved by `datasets`
     README.md with `configs: data_files`   the hub's layout: files by configuration and split
     any other folder                       its data files; folder or file names give the split
 
-The order of files is deterministic. A path without a matching file raises an error that names it.
+The order of files is deterministic. A path without a matching file raises an error that names the path.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pipelinerl.data.files.rows import suffix_of
 from pipelinerl.errors import RecipeError
 from pipelinerl.system.files import from_home
 
-#: Files by split, under the data set's own names; "" is a split without a name.
+#: Files of each split, by the data set's own name for the split; "" is a split without a name.
 Layout = Mapping[str, tuple[Path, ...]]
 
 SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
-#: Common names of each split in data sets, the most frequent first.
+#: Common names of each split in data sets, most frequent first.
 NAMES: Final[Mapping[Split, tuple[str, ...]]] = {
     Split.TRAIN: ("train", "training"),
     Split.VALIDATION: ("validation", "valid", "val", "dev"),
@@ -38,10 +38,10 @@ _OF_DATASETS: Final = ("dataset_infos.json", "dataset_info.json", "state.json", 
 
 
 def layout_of(paths: Sequence[str], *, config: str, where: str) -> Layout:
-    """Return the files at these paths; several paths form one split.
+    """Return the files at these paths; several paths form a single split.
 
     Args:
-        config: name of the configuration, for a folder in the hub's layout with several.
+        config: name of the configuration; needed if a folder in the hub's layout has several.
 
     Raises:
         RecipeError: a path matches no file, the folder's own description is invalid, or `config` is needed.
@@ -58,7 +58,7 @@ def layout_of(paths: Sequence[str], *, config: str, where: str) -> Layout:
 
 
 def _named(path: str, where: str) -> list[Path]:
-    """Return the file at `path`, or those that match it."""
+    """Return the file at `path`, or the files that match it as a glob."""
     text = str(from_home(path))
     paths = [Path(text)] if Path(text).is_file() else [Path(name) for name in sorted(glob.glob(text, recursive=True))]
     files = [file for file in paths if file.is_file()]
@@ -108,10 +108,10 @@ def _is_data(path: Path, folder: Path) -> bool:
 
 
 def _by_name(folder: Path, files: Iterable[Path]) -> Layout:
-    """Group files by the split named in path or file name.
+    """Group files by the split that their path or file name contains.
 
-    Files that name no split form an unnamed split. If other splits exist, they form the training split, or are dropped
-    where there is one.
+    Files whose names contain no split form an unnamed split. If the other files form named splits, the unnamed files
+    become the training split, or are dropped if there already is a training split.
     """
     splits: dict[str, list[Path]] = {}
     for file in files:

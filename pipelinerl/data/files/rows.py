@@ -1,7 +1,7 @@
 """`DataRows`: the rows of a data set, each parsed on demand, from JSON lines, JSON arrays or CSV.
 
-Only the file's text and the offset of each row are kept, so a file of a million rows does not become a million Python
-objects. `arrow_rows.py` has the formats that pyarrow reads.
+Only the file's text and the offset of each row are kept in memory, so a million rows do not become a million Python
+objects. `arrow_rows.py` reads the formats that need pyarrow.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Row = dict[str, Any]
 _NEWLINE: Final = 10
 #: UTF-8 byte order mark, which some editors write.
 _MARK: Final = b"\xef\xbb\xbf"
-#: Number of bytes scanned for newlines at a time; numpy marks each with a byte.
+#: Number of bytes scanned for newlines at a time; numpy needs a byte of mask for each.
 _CHUNK_BYTES: Final = 1 << 26
 
 
 class FirstRows(NamedTuple):
-    """Limit of a check before a run: number of rows, and of bytes where a file can be read in part."""
+    """Limit of a check before a run: the number of rows, and the number of bytes of a file that can be read in part."""
 
     rows: int
     bytes: int
@@ -49,7 +49,7 @@ class DataRows(Protocol):
         ...
 
     def scan(self, fields: frozenset[str]) -> Iterator[Row]:
-        """Yield all rows in order, with at least these fields, as far as the rows have them. Raises as `row` does."""
+        """Yield all rows in order. Each has at least those of `fields` that exist in the data. Raises as `row` does."""
         ...
 
     def place(self, index: int) -> str:
@@ -57,7 +57,7 @@ class DataRows(Protocol):
         ...
 
     def unread(self, index: int) -> tuple[str, ...]:
-        """Return the fields of the row that were not read from its file."""
+        """Return the names of the row's fields that were not read from its file."""
         ...
 
 
@@ -76,10 +76,10 @@ class JsonRows:
         """Read a file of JSON lines, a JSON array or CSV; a file whose name also ends in `.gz` is unpacked.
 
         Args:
-            head: limit on the amount to read. Arrays and CSV have no lines, so they are read whole and then cut.
+            head: limit on the amount to read. JSON arrays and CSV are read whole and then cut, having no lines.
 
         Raises:
-            RecipeError: the file cannot be read, or does not match its suffix.
+            RecipeError: the file cannot be read, or its content does not match its suffix.
         """
         suffix, most = suffix_of(path), None if head is None else head.rows
         if suffix == ".csv":
@@ -124,7 +124,7 @@ class JsonRows:
         return map(self.row, range(len(self)))
 
     def unread(self, index: int) -> tuple[str, ...]:
-        """Return (): rows are read completely."""
+        """Return (): rows are always read completely."""
         return ()
 
     def place(self, index: int) -> str:
@@ -158,7 +158,7 @@ class RowSequence:
         return map(self.row, range(len(self)))
 
     def unread(self, index: int) -> tuple[str, ...]:
-        """Return (): rows are complete."""
+        """Return (): rows are always complete."""
         return ()
 
     def place(self, index: int) -> str:
@@ -187,7 +187,7 @@ class ChainedRows:
         return itertools.chain.from_iterable(part.scan(fields) for part in self._parts)
 
     def unread(self, index: int) -> tuple[str, ...]:
-        """Return the unread fields of the row in its own file."""
+        """Return the names of the fields that were not read from the row's own file."""
         part, within = self._locate(index)
         return part.unread(within)
 
@@ -215,7 +215,8 @@ def _lines(text: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     ]
     ends = np.concatenate([*newlines, np.array([len(text)], np.int64)])
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1])
-    # Only lines of a few bytes are checked for being blank; a longer blank line fails later, as an invalid object.
+    # A check of every line would be slow. Only lines of a few bytes are checked for being blank; a longer blank line
+    # later fails as an invalid object.
     short = np.flatnonzero(ends - starts < 3)
     blank = [at for at in short.tolist() if not text[starts[at] : ends[at]].strip()]
     return np.delete(starts, blank), np.delete(ends, blank)

@@ -1,8 +1,8 @@
 """`RowSource`: problems made from rows, and the source `files`, which reads rows from files of many formats.
 
 A data set's own splits are used where it has them. Missing splits are taken from the training rows, by the hash of each
-row's question. Validation and held-out problems are never trained on: a training row with the same question as a row of
-another split's files is dropped, as are duplicates.
+row's question. Validation and held-out problems are never trained on. To ensure this, a training row with the same
+question as a row of another split's files is dropped; duplicate rows are dropped, too.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from pipelinerl.data.source import SourceRequest
 from pipelinerl.errors import MissingFieldError, RecipeError
 from pipelinerl.types import Problem
 
-#: Recipe parameters that name a split's own files, and those that name a split of the data set.
+#: Recipe parameters that give the path of a split's own files, and recipe parameters that name a split of the data set.
 _PATHS = {Split.TRAIN: "path", Split.VALIDATION: "validation_path", Split.HELD_OUT: "held_out_path"}
 _SPLITS = {Split.TRAIN: "split", Split.VALIDATION: "validation_split", Split.HELD_OUT: "held_out_split"}
-#: Number of file sets whose rows are cached: each split, and each run of `check`, opens the files again.
+#: Number of file sets whose rows are cached. A run opens the same files again for each split, and so does each `check`.
 _KEPT = 8
 
 _NO_CURRICULUM = Curriculum()
@@ -51,11 +51,12 @@ class Indexed(NamedTuple):
 class RowSource:
     """Problems of one split.
 
-    Training problems come in epochs, each in its own order; other splits come once, in one order.
+    Training problems come in epochs, each in its own order. Problems of other splits come once, in a fixed order.
 
     Args:
         chosen: the numbers of the rows that are problems, i64 [M].
-        sweep: row numbers that come before the first epoch, in order; see docs/understand/curation.md.
+        sweep: numbers of the rows that a curriculum puts before the first epoch, in order; see
+            docs/understand/curation.md.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class RowSource:
         self._prompts = prompts
         self._request = request
         self._sweep = sweep
-        self._order: tuple[int, NDArray[np.int64]] = (-1, chosen)  # the last requested epoch and its permutation
+        self._order: tuple[int, NDArray[np.int64]] = (-1, chosen)  # the latest requested epoch, and its permutation
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -87,7 +88,7 @@ class RowSource:
             return self._prompts.dress(self._columns.problem(fields, digest, domain=self._request.domain))
 
     def place(self, index: int) -> str:
-        """Return the name of the row of problem `index`, for messages."""
+        """Return the name, for messages, of the row that is problem `index`."""
         return self._rows.place(self._row(index))
 
     def _row(self, index: int) -> int:
@@ -108,7 +109,9 @@ class RowSource:
 
 
 class FilesRequest(NamedTuple):
-    """A recipe's `parameters` of files: the files of each split, the fields of their rows, and their order."""
+    """Parsed `parameters` of a recipe's files: the files of each split, the fields of their rows, and the order of
+    problems.
+    """
 
     files: Mapping[Split, Files]
     field_map: FieldMap
@@ -154,7 +157,7 @@ def source_of_rows(
     request: SourceRequest,
     curriculum: Curriculum = _NO_CURRICULUM,
 ) -> RowSource:
-    """Build the source of the requested split; splits without rows of their own are taken from `Split.TRAIN`.
+    """Build the source of the requested split; a split without rows of its own is taken from the rows of `Split.TRAIN`.
 
     Training rows come in the order of the curriculum.
 
@@ -164,14 +167,15 @@ def source_of_rows(
     split = request.split
     apart = [own.digests for other, own in indexed.items() if other not in (split, Split.TRAIN)]
     if split is Split.HELD_OUT and split in indexed:
-        apart = []  # held-out rows have priority: the other splits drop duplicates of them
+        apart = []  # held-out rows win over duplicates: the other splits drop them
     own = indexed.get(split, indexed[Split.TRAIN])
     _, first = np.unique(own.digests, return_index=True)
     chosen = np.sort(first).astype(np.int64)
     if apart:
         chosen = chosen[~np.isin(own.digests[chosen], np.concatenate(apart))]
     if split not in indexed or split is Split.TRAIN:
-        # If a split has its own files, the rows that the hash would reserve for it may be trained on.
+        # If a split has its own files, no training rows are reserved for it: rows that the hash assigns to it may be
+        # trained on.
         wanted = {split} if split is not Split.TRAIN else {split, *indexed}
         chosen = chosen[are_of(own.digests[chosen], wanted)]
     if not len(chosen):
@@ -185,7 +189,7 @@ def source_of_rows(
 
 
 def prompts_of_rows(request: SourceRequest) -> Prompts:
-    """Return the domain's prompts without the template, which the field map applies."""
+    """Return the domain's prompts without the template: the field map applies the template to rows."""
     return Prompts(system=request.prompts.system, few_shot=request.prompts.few_shot)
 
 
@@ -206,13 +210,13 @@ def index_of(rows: DataRows, field_map: FieldMap) -> Indexed:
         question = row.get(plain)
         try:
             if type(question) is str and not (question == "" or question.isspace()) and row.get(answer) is not None:
-                # Fast path for nearly all rows, in a third of the time.
+                # Fast path for nearly all rows; it takes a third of the time.
                 digests += digest_of(f"user\x1f{question}")
             else:
                 field_map.check(row)
                 digests += digest_of(field_map.text(row))
         except RecipeError:
-            with placed(rows, number):  # read the row with all fields, which the error lists
+            with placed(rows, number):  # read the whole row, so that the error lists all fields
                 field_map.check(rows.row(number))
                 field_map.text(rows.row(number))
             raise
@@ -232,14 +236,14 @@ def placed(rows: DataRows, number: int) -> Iterator[None]:
 
 
 def files_of_splits(layouts: Mapping[Split, Layout], named: Mapping[Split, str], *, where: str) -> dict[Split, Files]:
-    """Return the files of each split that has files of its own; the training split always has.
+    """Return the files of each split that has files of its own; the training split always has some.
 
     Args:
-        layouts: layout of `path`, under the training split, and of the paths that are other splits' own.
+        layouts: the layout of `path`, under the training split, and the layouts of other splits' own paths.
         named: the data set's name for each split, where the recipe sets it.
 
     Raises:
-        RecipeError: a split that the recipe names does not exist, or the recipe must name one.
+        RecipeError: the data set has no split of the given name, or the recipe must name a split.
     """
     pool = layouts[Split.TRAIN]
     train = _chosen(pool, Split.TRAIN, named[Split.TRAIN], where)
@@ -295,6 +299,6 @@ def _indexed(stamped: tuple[tuple[Path, int, int], ...], field_map: FieldMap) ->
 
 
 def read_rows(path: Path, field_map: FieldMap, head: FirstRows | None = None) -> DataRows:
-    """Read the rows of a file, or its first ones. Raises `RecipeError` if it cannot be read."""
+    """Read the rows of a file, or only the first rows, up to `head`. Raises `RecipeError` if it cannot be read."""
     arrow = path.suffix in (".parquet", ".arrow")
     return ArrowRows.read(path, field_map.fields, head) if arrow else JsonRows.read(path, head)

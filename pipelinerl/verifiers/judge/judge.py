@@ -1,14 +1,15 @@
 """`Judge`: scores answers by a language model behind OpenAI's chat completions, according to a rubric.
 
-- Text from data or from the judged model is quoted (`quotation.py`), and the score is read only from the reply, within
-  its range (`scores.py`).
+- Text from data or from the judged model is quoted (`quotation.py`). The score is read only from the judge's reply, and
+  must be within the rubric's range (`scores.py`).
 - A judge that is unreachable, refuses, gives no score, disagrees with itself beyond the limit or has exhausted its
   budget gives a `verifier_error`. Such an answer is masked, never scored 0.
 - Equal answers to one problem are judged once, and the latest `remembered` verdicts are cached.
-- At most `concurrency` calls run at once. A vote has the server's deadline, which starts when its turn comes.
+- At most `concurrency` calls run at once. The server's deadline for a vote starts when the vote's call begins.
 
-The reward is the mean of the votes, mapped from the rubric's range to 0…1; an answer is correct from `correct_at` on.
-The verdict's parts are `judge` (that mean) and, with several votes, `agreement`: 1 − (highest − lowest) ÷ range.
+The reward is the mean of the votes, mapped from the rubric's range to 0…1. An answer is correct if its reward is at
+least `correct_at`. The verdict's parts are `judge` (that mean) and, with several votes, `agreement`: 1 − (highest −
+lowest) ÷ range.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pipelinerl.verifiers.judge.scores import ScoreFormat, Unreadable
 from pipelinerl.verifiers.judge.spending import Spending, Spent
 from pipelinerl.verifiers.verifier import ROUNDING, Judgement, SampledAnswer, failed, graded, shown
 
-#: Estimate for servers that do not report token counts.
+#: Estimated characters per token, for servers that do not report token counts.
 _CHARS_OF_A_TOKEN: Final = 3
 
 _SYSTEM: Final = (
@@ -41,7 +42,7 @@ _SYSTEM: Final = (
 
 
 class Reply(Protocol):
-    """A server's answer."""
+    """A judge server's reply to one prompt."""
 
     @property
     def text(self) -> str:
@@ -60,10 +61,10 @@ class Reply(Protocol):
 
 
 class JudgeServer(Protocol):
-    """Answers a judge's prompt; retries on its own, with one deadline for all attempts."""
+    """Answers a judge's prompt. It does its own retries, with one deadline for all attempts."""
 
     async def sample(self, messages: tuple[Message, ...], sampling: Sampling, *, seed: int) -> Reply:
-        """Return one reply. Raises `PipelineError` when there is none."""
+        """Return a single reply. Raises `PipelineError` when there is none."""
         ...
 
     async def close(self) -> None:
@@ -112,7 +113,7 @@ class _Vote(NamedTuple):
 class Judge:
     """A `GroupVerifier` that asks a model.
 
-    It calls `open_server` at the first answer, in the event loop that judges.
+    It calls `open_server` at the first answer, on the event loop that judges.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class Judge:
         return Judgement(verdict, time.monotonic() - began)
 
     async def _vote(self, messages: tuple[Message, ...], seed: int) -> _Vote | str:
-        """Return a vote, or the reason why there is none."""
+        """Return a vote, or the reason why there is no vote."""
         settings = self._settings
         sampling = Sampling(num_samples=1, temperature=settings.temperature, max_tokens=settings.max_tokens)
         async with self._turns:
@@ -176,13 +177,15 @@ class Judge:
                 return str(error)
 
     async def _opened(self) -> JudgeServer:
-        """Return the server. Votes that wait for one opening share its failure; the next vote tries again."""
+        """Return the open server. Votes that wait for the same opening share its failure; the next vote tries to open
+        it again.
+        """
         if self._server is not None:
             return self._server
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._open())
             self._opening.add_done_callback(_look_at)
-        return await asyncio.shield(self._opening)  # a cancelled vote must not cancel it for the others
+        return await asyncio.shield(self._opening)  # a cancelled vote must not cancel the opening
 
     async def _open(self) -> JudgeServer:
         try:
@@ -223,10 +226,10 @@ def _look_at(opening: asyncio.Task[JudgeServer]) -> None:
 
 
 def prompt_of(settings: JudgeSettings, problem: Problem, text: str) -> tuple[Message, ...]:
-    """Return the judge's prompt for this answer; all text from others is quoted.
+    """Return the judge's prompt for this answer; all text from the data and the model is quoted.
 
-    The rubric's fields are `question` (the whole conversation, if it is one), `answer`, `reference` (the ground truth)
-    and those of the problem's metadata.
+    The rubric's fields are `question` (the whole conversation if it has several messages), `answer`, `reference` (the
+    ground truth) and the fields of the problem's metadata.
 
     Raises:
         PipelineError: the rubric needs a field that the problem does not have.

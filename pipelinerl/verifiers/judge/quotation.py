@@ -4,10 +4,10 @@
     the text, as it is
     === answer 5f0c9b3e7a41d2c8 ends ===
 
-The mark in the fences is a hash of all quoted text. It needs no randomness, and equal prompts stay equal. A text that
-contains its own mark would be a fixed point of BLAKE2b, one try in 2^64. Strings that servers may take for control
-tokens of a chat template (`<|im_end|>`, `</s>`, `[INST]`, `<start_of_turn>`) get a backslash, so that no text ends its
-message. A cut is noted outside the text.
+The hexadecimal number in the fence lines, called the mark, is a hash of all quoted text. It needs no randomness, so
+equal prompts stay equal. A text cannot contain its own mark unless it is a fixed point of BLAKE2b (probability 2^-64).
+Strings that servers may take for control tokens of a chat template (`<|im_end|>`, `</s>`, `[INST]`, `<start_of_turn>`)
+get a backslash, so that no text ends its message. If a text is cut, a note outside the quotation says so.
 
 Quoting does not make the judge ignore the text: a model that obeys instructions in a quotation is still influenced.
 """
@@ -30,10 +30,10 @@ _CONTROL: Final = re.compile(
 
 @final
 class Quotation:
-    """The texts of one prompt, quoted with one mark.
+    """The texts of one prompt, all quoted with the same mark.
 
     Args:
-        texts: by the label that their fences carry.
+        texts: the texts, by the label in their fence lines.
         most_chars: number of characters quoted of each text.
     """
 

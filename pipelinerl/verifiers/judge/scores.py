@@ -12,18 +12,18 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
-#: Number of characters of a reply that are parsed; a judge that does not stop is cut off.
+#: Number of characters of a reply that are parsed; the rest of an endless reply is ignored.
 _MOST_READ: Final = 50_000
 _MOST_OBJECTS: Final = 200
 
 
 class Unreadable(Exception):
-    """A reply holds no score, or several; the message shows its content."""
+    """A reply holds no valid score, or several; the message shows the reply's beginning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreFormat:
-    """A score from `low` to `high`; as JSON, or as the one group of a regular expression."""
+    """How a score from `low` to `high` is written: as JSON, or as the single group of a regular expression."""
 
     low: float
     high: float
@@ -40,7 +40,7 @@ class ScoreFormat:
         )
 
     def read(self, reply: str) -> tuple[float, str]:
-        """Return the score, and the reason if there is one.
+        """Return the score, and the judge's reason or "".
 
         Raises:
             Unreadable: there is not exactly one score within the range.

@@ -1,8 +1,8 @@
 """`Spending`: counts the calls and tokens of judging, and limits them for a whole run.
 
-No call exceeds the budget, even with concurrent calls: each call is counted before it is made. The count is saved
-first, so a killed and restarted process continues from it. Tokens are known only afterwards, so calls in flight may
-exceed their limit.
+The number of calls never exceeds the budget, even with concurrent calls. Each call is counted, and the count saved,
+before the call is made, so a killed and restarted process continues from it. Tokens are known only after a call, so
+calls in flight may exceed the limit on tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger("pipelinerl")
 
 
 class Spent(Exception):
-    """The budget is exhausted, or cannot be tracked; the message gives a remedy."""
+    """The budget is exhausted, or its count cannot be saved; the message gives a remedy."""
 
 
 @final
@@ -28,7 +28,7 @@ class Spending:
     Args:
         where: the domain's path in the recipe, for messages.
         most_calls, most_tokens: the limits; None for no limit.
-        file: where the counts survive the process; without a file they begin at 0.
+        file: file that keeps the counts when the process ends; without a file they begin at 0.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Spending:
         """Count a call that is about to be made.
 
         Raises:
-            Spent: the call would exceed the budget; logged the first time.
+            Spent: the call would exceed the budget. The first such call is logged.
         """
         for name, spent, most in (("calls", self.calls, self._most_calls), ("tokens", self.tokens, self._most_tokens)):
             if most is not None and spent >= most:

@@ -19,13 +19,13 @@ from typing import Final
 
 SERVER: Final = Path(__file__).with_name("guest") / "server.py"
 _FOLDER_INSIDE: Final = "/run/guest"
-#: Links the interpreter's libraries before the first run, instead of in each run.
+#: Makes the guest link the interpreter's libraries once, before the first run, instead of in each run.
 _LINKED_AT_ONCE: Final = ("LD_BIND_NOW", "1")
 #: Folders in the host's root with programs and libraries; symbolic links among them are kept.
 _PROGRAMS: Final = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
-#: Files in /etc: library lookup of the linker, alternatives of programs, and what Java reads.
+#: Files in /etc that a guest sees: library lookup of the linker, alternatives of programs, the time zone for Java.
 _OF_ETC: Final = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime")
-#: Settings without which Java does not start.
+#: Folders in /etc that hold settings without which Java does not start.
 _JAVA: Final = "java-*-openjdk"
 _DEVICES: Final = ("null", "random", "urandom")
 _RIGHTS: Final = ("CAP_SETUID", "CAP_SETGID", "CAP_SYS_ADMIN")
@@ -37,16 +37,16 @@ def executable() -> str | None:
 
 
 def interpreter() -> Path:
-    """Return the Python for runs.
+    """Return the Python that executes runs.
 
-    It is this process's own base interpreter, or the system's if that one cannot be shared with runs.
+    It is this process's own base interpreter, or the system's Python if the base interpreter cannot be executed.
     """
     own = Path(os.path.realpath(sys.executable))
     return own if os.access(own, os.X_OK) else Path("/usr/bin/python3")
 
 
 def shown(python: Path, toolchains: tuple[Path, ...]) -> list[Path]:
-    """Return all host files that a guest sees: folders, files, and links of the root."""
+    """Return all files of the host that a guest sees: folders, files, and links of the root."""
     programs = [Path("/", name) for name in _PROGRAMS]
     own = [path for path in (python.parent.parent, *toolchains) if not path.is_relative_to("/usr")]
     of_etc = [*(Path("/etc", name) for name in _OF_ETC), *sorted(Path("/etc").glob(_JAVA))]
@@ -54,13 +54,13 @@ def shown(python: Path, toolchains: tuple[Path, ...]) -> list[Path]:
 
 
 def command(*, python: Path, toolchains: tuple[Path, ...] = (), extra: tuple[str, ...] = ()) -> list[str]:
-    """Return the whole command; the server's socket is its standard input."""
+    """Return the whole bubblewrap command; the guest's server reads from the socket that is its standard input."""
     program = executable()
     assert program is not None, "callers check that bubblewrap is installed"
     shown = ["--dir", "/etc", *(item for name in _PROGRAMS for item in _shown(Path("/", name)))]
     for path in (python.parent.parent, *toolchains):
         if not path.is_relative_to("/usr"):
-            for above in reversed(path.parents[:-1]):  # bubblewrap would make them for root only
+            for above in reversed(path.parents[:-1]):  # if bubblewrap made these folders, only root could read them
                 shown += ["--dir", str(above)]
             shown += ["--ro-bind", str(path), str(path)]
     for path in (*(Path("/etc", name) for name in _OF_ETC), *sorted(Path("/etc").glob(_JAVA))):
@@ -83,7 +83,7 @@ def command(*, python: Path, toolchains: tuple[Path, ...] = (), extra: tuple[str
 
 
 def _shown(path: Path) -> list[str]:
-    """Bind a path read-only, or recreate it if it is a symbolic link."""
+    """Return the options that bind a path read-only, or recreate it if it is a symbolic link."""
     if path.is_symlink():
         return ["--symlink", os.readlink(path), str(path)]
     return ["--ro-bind", str(path), str(path)] if path.is_dir() else []

@@ -3,12 +3,12 @@
     exact    the same lines, but for spaces at their ends and empty lines at the end
     tokens   the same words, however they are spaced
     float    the same words, where numbers may differ by `tolerance`, absolute or relative
-    custom   a program of the problem's, in its own guest; only it sees input, output and answer
+    custom   the problem's own program, in its own guest; no other guest holds input, output and answer together
 
-The built-in comparisons are pure and take linear time. A custom checker uses one of two protocols. `testlib`: it is
-called with the files of input, output and answer; it exits 0 for right, 1, 2, 4 or 8 for wrong, and 7 for partial
-points. Any other exit is a failure of the checker. `printed`: it is called with input, answer and output, and prints a
-share from 0 to 1.
+The built-in comparisons are pure and take linear time. A custom checker uses one of two protocols. `testlib`: the
+checker is called with the files of input, output and answer. It exits 0 for right, 1, 2, 4 or 8 for wrong, and 7 for
+partial points. Any other exit is a failure of the checker. `printed`: the checker is called with input, answer and
+output, and prints the share of the points, from 0 to 1.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CheckerFailed(Exception):
 class CustomChecker:
     """A problem's own checker; `files`, such as testlib.h, are placed next to its source for compiling.
 
-    A checker that was uploaded has no source here: `program` is its compiled form.
+    An uploaded checker has no source here: `program` is its compiled form.
     """
 
     language: str
@@ -60,19 +60,19 @@ class CustomChecker:
 
     @property
     def key(self) -> str:
-        """Digest of everything that its compilation depends on. Raises `ToolchainMissing`."""
+        """Digest of everything that the checker's compilation depends on. Raises `ToolchainMissing`."""
         parts = (toolchains.find(self.language), self.source, self.files)
         return hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
 
     def compiling(self) -> Run | None:
-        """Return the run that compiles it, or None if it needs no compiling."""
+        """Return the run that compiles the checker, or None if its language needs no compiling."""
         run = toolchains.find(self.language).compiling(self.source, COMPILING)
         if run is None:
             return None
         return replace(run, files=(*run.files, *((name, text.encode()) for name, text in self.files)))
 
     def checking(self, program: bytes, stdin: bytes, stdout: bytes, answer: bytes) -> Run:
-        """Return the run that judges one output."""
+        """Return the run in which the compiled checker `program` judges one output."""
         run = toolchains.find(self.language).running(program, b"", _LIMITS)
         given = ("input.txt", "output.txt", "answer.txt")
         if self.protocol is Protocol.PRINTED:
@@ -81,10 +81,10 @@ class CustomChecker:
         return replace(run, files=(*run.files, *files), arguments=given)
 
     def share(self, result: ProgramResult) -> float:
-        """Return its judgement, from 0 to 1.
+        """Return the share of the points, from 0 to 1, that the checker gave in the run with this `result`.
 
         Raises:
-            CheckerFailed: it made no judgement.
+            CheckerFailed: the checker gave none.
         """
         if result.ending is not Ending.EXITED:
             raise CheckerFailed(f"the problem's checker {result.describe()}")
@@ -102,7 +102,7 @@ class CustomChecker:
 _LIMITS: Final = Limits(cpu_s=10.0, wall_s=30.0, output_bytes=64 << 10, disk_bytes=256 << 20)
 _NUMBER: Final = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,17})?")
 _POINTS: Final = re.compile(rb"(?:partially correct|points)\D{0,20}([0-9]{1,9}(?:\.[0-9]{1,17})?)")
-#: A Python checker that raised an exception also exits with 1, but made no judgement.
+#: Shows that a checker in Python raised an exception: it exits with 1, like a "wrong" verdict, but made no judgement.
 _RAISED: Final = b"Traceback (most recent call last):"
 _WRONG_BY_TESTLIB: Final = (1, 2, 4, 8)
 _POINTS_BY_TESTLIB: Final = 7
@@ -147,7 +147,8 @@ def _close(output: bytes, answer: bytes, tolerance: float) -> bool:
     except ValueError:
         return False
     if not (math.isfinite(ours) and math.isfinite(theirs)):
-        # 1e400 overflows to infinity as a float but is finite as a number; equal spellings were already accepted.
+        # A float cannot hold 1e400: it becomes infinity. So infinity is accepted only if neither spelling has digits;
+        # equal spellings were accepted before.
         return ours == theirs and not _DIGIT.search(output + answer)
     return abs(ours - theirs) <= tolerance * max(1.0, abs(theirs))
 

@@ -28,7 +28,7 @@ from pipelinerl.verifiers.oubliette import toolchains
 from pipelinerl.verifiers.oubliette.checkers import Checker, CustomChecker, Protocol
 from pipelinerl.verifiers.oubliette.repository import LINK, Content, Link
 
-#: Field of an uploaded checker that links to its compiled program.
+#: Field of an uploaded checker's metadata that links to its compiled program.
 PROGRAM: Final = "program"
 
 
@@ -48,7 +48,7 @@ class CodeTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeProblem:
-    """Tests and limits by which a program is judged; None means that the recipe decides."""
+    """Tests and limits by which a program is judged; a limit of None means that the recipe decides."""
 
     tests: tuple[CodeTest, ...]
     time_limit_s: float | None = None
@@ -104,7 +104,7 @@ def last_block(text: str) -> tuple[str, str] | None:
 def _tests(metadata: Mapping[str, Any]) -> Iterator[CodeTest]:
     for field, reader in _READERS.items():
         if field == "generated_tests" and isinstance(metadata.get(field), int):
-            continue  # open-r1/codeforces: the number of tests stored elsewhere
+            continue  # here the field is only a number: open-r1/codeforces stores these tests elsewhere
         if metadata.get(field):
             yield from reader(field, _parsed(field, metadata[field]))
 
@@ -166,7 +166,7 @@ TEST_FIELDS: Final = tuple(_READERS)
 
 
 def _content(where: str, value: Any) -> Content:
-    """Parse a text; a list of lines, as APPS has in places; or an object that holds a link."""
+    """Parse an input or output: a text; a list of lines, as in parts of APPS; or an object that holds a link."""
     if isinstance(value, Mapping) and value.keys() == {LINK}:
         return _link(where, value[LINK])
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
@@ -208,7 +208,7 @@ def _memory(metadata: Mapping[str, Any]) -> int | None:
 
 def _checker(metadata: Mapping[str, Any]) -> Checker | CustomChecker | None:
     value = metadata.get("checker")
-    if value is None and isinstance(generated := metadata.get("generated_checker"), str):  # open-r1/codeforces
+    if value is None and isinstance(generated := metadata.get("generated_checker"), str):  # field of open-r1/codeforces
         return CustomChecker(language="python", source=generated, protocol=Protocol.PRINTED)
     if value is None:
         return None

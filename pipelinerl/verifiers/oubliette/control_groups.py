@@ -1,11 +1,13 @@
-"""`ControlGroup`: one per slot, where this process may create them; the kernel then accounts for everything in a guest.
+"""`ControlGroup`: a group (cgroup) per slot, if this process may create groups; the kernel then accounts for
+everything in the slot's guest.
 
-Version 1: a group below this process's own in the hierarchies `memory`, `cpuacct` and, if present, `cpu`. Version 2: a
-sibling of its own group, since a group with processes cannot delegate `memory`; the parent must. Without either, or
-without write access, there is no group, and only the server's own sum every 20 ms remains.
+With version 1, the group lies below this process's own group in the hierarchies `memory`, `cpuacct` and, if
+present, `cpu`. With version 2, it is a sibling of this process's own group: a group with processes cannot delegate
+`memory`, so the parent must. Without either hierarchy, or without write access, there is no group. Only the guest
+server's own sum, every 20 ms, then limits memory.
 
-A guest is in its group from its first instruction, and its group is removed when its slot is closed. If the process
-that made groups is killed, a janitor process, which waits for that, removes them.
+A guest is in its group from its first instruction, and the group is removed when the slot is closed. If the process
+that made the groups is killed, a janitor process, which waits for that, removes them.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _JANITOR: Final = (
 
 
 class Weight(Enum):
-    """Share of the processors under contention, in units of `cpu.shares` of version 1."""
+    """Share of the processors when they are contended, in units of version 1's `cpu.shares`."""
 
     FULL = 1024
     BEHIND_OTHERS = 256
@@ -48,7 +50,7 @@ class Weight(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Hierarchies:
-    """Parent folders for groups in each hierarchy, by version; `shares` where processor shares can be set."""
+    """Folders below which groups are created, in each hierarchy; `shares` is None if processor shares cannot be set."""
 
     version: int
     memory: Path
@@ -62,7 +64,7 @@ class Hierarchies:
 
 
 def find(mounts: str, own: str) -> Hierarchies | None:
-    """Return where groups might be created, from the texts of /proc/self/mountinfo and /proc/self/cgroup."""
+    """Return where groups might be created, given the texts of /proc/self/mountinfo and /proc/self/cgroup."""
     mounted: dict[str, tuple[str, Path]] = {}
     for line in mounts.splitlines():
         fields, _, rest = line.partition(" - ")
@@ -95,7 +97,7 @@ def find(mounts: str, own: str) -> Hierarchies | None:
 
 @cache
 def available() -> Hierarchies | str:
-    """Return where groups can be created, tried once; or the reason why not."""
+    """Return where groups can be created, or the reason why they cannot; it is tried once and the result cached."""
     try:
         hierarchies = find(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     except OSError as error:
@@ -104,7 +106,7 @@ def available() -> Hierarchies | str:
         return "no hierarchy with memory and cpuacct, nor a unified one, is mounted"
     if hierarchies.version == 2:
         for name in ("memory", "cpu"):
-            with contextlib.suppress(OSError):  # without permission to delegate, it may be done already
+            with contextlib.suppress(OSError):  # a failure may be harmless: the controller may be delegated already
                 (hierarchies.memory / "cgroup.subtree_control").write_text(f"+{name}")
     try:
         with contextlib.closing(ControlGroup(hierarchies)) as group:
@@ -121,7 +123,7 @@ class ControlGroup:
     """A slot's group. Close it after the guest has ended."""
 
     def __init__(self, where: Hierarchies) -> None:
-        """Raises OSError if the group cannot be created."""
+        """Create the group. Raises OSError if that fails."""
         name = f"{_NAME}-{os.getpid()}-{next(_NUMBERS)}"
         self._version = where.version
         self._memory, self._cpu = where.memory / name, where.cpu / name
@@ -158,13 +160,13 @@ class ControlGroup:
         if self._shares is None or weight is self._weight:
             return
         name, value = ("cpu.shares", weight.value) if self._version == 1 else ("cpu.weight", weight.value * 100 // 1024)
-        with contextlib.suppress(OSError):  # processors may not be delegated
+        with contextlib.suppress(OSError):  # the cpu controller may not be delegated
             (self._shares / name).write_text(str(value))
         self._weight = weight
 
     def oom_kills(self) -> int:
         """Return the number of processes that the kernel has killed in the group for lack of memory."""
-        if self._kills is None:  # read twice per run, so the file stays open
+        if self._kills is None:  # the file stays open, since it is read twice per run
             name = "memory.oom_control" if self._version == 1 else "memory.events"
             self._kills = os.open(self._memory / name, os.O_RDONLY | os.O_CLOEXEC)
         _, _, count = os.pread(self._kills, 4096, 0).partition(b"oom_kill ")
@@ -178,7 +180,9 @@ class ControlGroup:
         return int(text) / 1e9 if self._version == 1 else int(text.split()[1]) / 1e6
 
     def open_cpu(self) -> int:
-        """Open the file with the processor time used by all: nanoseconds, or `usage_usec` with microseconds."""
+        """Open the file with the processor time of the whole group, as nanoseconds or as `usage_usec` with
+        microseconds.
+        """
         name = "cpuacct.usage" if self._version == 1 else "cpu.stat"
         return os.open(self._cpu / name, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -209,7 +213,7 @@ class ControlGroup:
                     group.rmdir()
                 except OSError:
                     if time.monotonic() > until:
-                        break  # the janitor keeps trying
+                        break  # the janitor keeps trying to remove it
                     time.sleep(0.005)
 
 
@@ -238,7 +242,9 @@ _janitors: dict[int, subprocess.Popen[bytes]] = {}
 
 
 def _start_janitor(places: Sequence[Path]) -> None:
-    """Start one janitor per process that creates groups; the only signal to it is this process's end."""
+    """Start one janitor per process that creates groups. The janitor waits for this process's end, which closes its
+    input.
+    """
     pid = os.getpid()
     if pid in _janitors:
         return

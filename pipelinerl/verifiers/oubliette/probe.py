@@ -1,7 +1,8 @@
-"""Tests of a sandbox before it is trusted: `opened` runs some attacks each time, `attacked` any of the table.
+"""Tests of a sandbox before it is trusted: `opened` tries a selection of attacks each time, `attacked` tries any
+attacks.
 
-An attack is held if it never succeeded and either printed `held` or ended as expected. An attack that could not be
-tried is reported as left out, and never as held.
+An attack counts as held if it never succeeds and either prints `held` or ends as expected. An attack that could not
+be tried is reported as left out, and never as held.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from pipelinerl.verifiers.oubliette.slot import Isolation
 
 ATTACKS: Final = (*processes.ATTACKS, *memory.ATTACKS, *files.ATTACKS, *kernel.ATTACKS)
 
-#: Number of attempts for a run that received no processor, since such a run proves nothing.
+#: Number of attempts at an attack whose run received no processor, since such a run proves nothing.
 _TRIES: Final = 5
-#: Time that the kernel may need to end the processes of a guest that has ended.
+#: Time that the kernel may need to end the remaining processes of a guest that has ended.
 _LEFT_BEHIND_S: Final = 60.0
-#: Errors that end a program in the weak tier, which has no /proc, no writes and no child processes.
+#: Error with which a program ends in the weak tier if it needs /proc, writing, or child processes.
 _REFUSED: Final = re.compile(rb"\n(PermissionError|FileNotFoundError|BlockingIOError): \[Errno [0-9]+\][^\n]*\n$")
 #: Text that a password file would contain.
 _PASSWORDS: Final = b"root:"
@@ -60,7 +61,7 @@ def opened(tier: Tier, *, at_once: int | None = None, isolation: Callable[[int],
     """Return a sandbox that has just held off a selection of attacks. The caller must close it.
 
     Raises:
-        SandboxMissing: the tier is not available here, or does not hold; the message names the cause.
+        SandboxMissing: the tier is not available here, or an attack succeeds; the message names the cause.
     """
     around = isolation or (lambda number: isolation_of(tier, number))
     sandbox = Sandbox(around, at_once=at_once or default_slots())
@@ -88,7 +89,7 @@ def opened(tier: Tier, *, at_once: int | None = None, isolation: Callable[[int],
 def attacked(
     isolation: Callable[[int], Isolation], attacks: Sequence[Attack], *, sandbox: Sandbox | None = None
 ) -> list[Finding]:
-    """Try each attack, in order; those that need a preceding run get a slot of their own."""
+    """Try each attack, in order. Attacks that need a preceding run are tried in a separate slot."""
     with contextlib.ExitStack() as held:
         baits = held.enter_context(_baits())
         alone = Sandbox(isolation, at_once=1, slots_each=1)
@@ -102,7 +103,8 @@ def attacked(
 
 # --- one attack -------------------------------------------------------------------------------------------------------
 
-#: Waits for a started attack. Returns its results, the attack's own last, or the reason why the attack was skipped.
+#: Waits for a started attack. Returns the results of its runs, the attack's own result last, or the reason why the
+#: attack was skipped.
 _Rest = Callable[[], list[ProgramResult] | str]
 
 
@@ -151,7 +153,7 @@ def _finding(attack: Attack, baits: dict[str, str], rest: _Rest) -> Finding:
         return Finding(attack.name, Defence.LEFT_OUT, f"the {last.tier} sandbox has no namespaces")
     if last.tier is Tier.WEAK and last.code == 1 and _REFUSED.search(last.stderr):
         return Finding(attack.name, Defence.HELD, last.describe())
-    is_program = attack.language != "python" and len(results) == 1  # the compiler's output, not its own
+    is_program = attack.language != "python" and len(results) == 1  # the compiler failed, and this is its output
     if b"ESCAPED" in last.stdout and not is_program:
         claim = last.stdout[last.stdout.index(b"ESCAPED") :].splitlines()[0].decode("utf-8", "replace")
         return Finding(attack.name, Defence.ESCAPED, claim[:200])
@@ -189,7 +191,7 @@ def _baits() -> Iterator[dict[str, str]]:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             listener.bind(address)
             listener.listen()
-        # cat reads from this process, so it ends together with it
+        # cat reads from a pipe of this process, so it ends together with this process
         process = stack.enter_context(
             subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={"BAIT": word})
         )
@@ -246,7 +248,7 @@ _SWITCHES: Final = (
 
 
 def _cause() -> str:
-    """Return known settings of this host that forbid the sandbox."""
+    """Return the settings of this host that are known to forbid the sandbox, as text for a message."""
     causes = [cause for path, value, cause in _SWITCHES if _content(Path(path)) == value]
     status = _content(Path("/proc/self/status"))
     if "Seccomp:\t2" in status:

@@ -12,7 +12,7 @@ from pipelinerl.verifiers.oubliette.runs import Limits, ProgramResult, SandboxLo
 from pipelinerl.verifiers.oubliette.sandbox import default_slots
 from pipelinerl.verifiers.oubliette.verifier import open_runner
 
-#: Characters of a result that the model reads: the beginning and the end of longer ones.
+#: Maximum number of characters of a result that the model reads; of longer results, it reads the beginning and the end.
 _MOST_SHOWN: Final = 4000
 _OUTPUT_BYTES: Final = 64 << 10
 _SILENT: Final = "(the program printed nothing)"
@@ -20,7 +20,7 @@ _SILENT: Final = "(the program printed nothing)"
 
 @final
 class PythonTool:
-    """Tool `python`. Nothing is kept between calls. The caller must close it."""
+    """The tool `python`. Each call is a separate run; nothing is kept between calls. The caller must close the tool."""
 
     name = "python"
     description = (
@@ -42,7 +42,7 @@ class PythonTool:
         self._is_closed = False
 
     async def start(self) -> None:
-        """Open and probe the sandbox. A service that cannot be reached yet is tried again by the first call.
+        """Open and probe the sandbox. If a service cannot be reached yet, the first call tries again.
 
         Raises:
             SandboxMissing: the sandbox is not available here; the message names the cause.
@@ -81,7 +81,7 @@ class PythonTool:
 
 
 def _shown(result: ProgramResult) -> str:
-    """Return the output; of a program that failed also its errors and how it ended."""
+    """Return the output; if the program failed, also its errors and how it ended."""
     parts = [result.stdout.decode("utf-8", "replace").rstrip()]
     if not result.succeeded:
         parts += [result.stderr.decode("utf-8", "replace").rstrip(), f"[{result.describe()}]"]

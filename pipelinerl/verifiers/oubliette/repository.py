@@ -1,11 +1,11 @@
 """Content-addressed storage of inputs, answers, programs and outputs; a `Link` is the name of a content.
 
-`PersistentRepository` is a folder for inputs, answers and compiled checkers. They are stored once (`pipelinerl
-oubliette upload`), and named by problems and requests from then on. `TransientRepository` is bounded memory for outputs
-of runs and for programs that are judged once; it evicts the least recently used content.
+`PersistentRepository` is a folder for inputs, answers and compiled checkers. They are uploaded once (`pipelinerl
+oubliette upload`); problems and requests then refer to them by link. `TransientRepository` is bounded memory for
+outputs of runs and for programs that are judged once; it evicts the least recently used content.
 
-A link returns exactly the stored bytes, or raises `ContentMissing`. A truncated or modified file counts as missing. The
-same content is stored once. Writers may be several processes, and may die at any point.
+A link yields exactly the stored bytes, or `ContentMissing` is raised. A truncated or modified file counts as missing.
+Equal contents are stored once. Several processes may write, and may die at any point.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipelinerl.errors import PipelineError, UserError
 
 _PREFIX: Final = "oub"
 _TEXT: Final = re.compile(rf"{_PREFIX}:([0-9a-f]{{64}}):([0-9]{{1,15}})")
-#: Key of a link in a problem's metadata; a link is an object, so that no text can be mistaken for one.
+#: Key of a link in a problem's metadata. A link is written as an object, so that no text can be mistaken for a link.
 LINK: Final = "link"
 
 
@@ -40,7 +40,7 @@ class ContentTooLarge(PipelineError):
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Name of a content: the hash of its bytes (blake2b, 32 bytes, hexadecimal) and their number."""
+    """Name of a content: the hash of its bytes (blake2b, 32 bytes, hexadecimal) and the number of bytes."""
 
     digest: str
     size: int
@@ -62,7 +62,7 @@ class Link:
         return f"{_PREFIX}:{self.digest}:{self.size}"
 
 
-#: Data that a program reads or is: the bytes, or a link to them.
+#: Data that a program reads, or the program itself: the bytes, or a link to them.
 Content = bytes | Link
 
 
@@ -99,17 +99,17 @@ class PersistentRepository:
             raise UserError(f"the repository must be a writable folder, and {folder} is not: {error}") from None
 
     def put(self, data: bytes) -> Link:
-        """Store a content; an existing one is left unchanged."""
+        """Store a content; if it is stored already, leave the file unchanged."""
         link = Link.of(data)
         if link not in self:
             self._write(self._path(link), data)
         return link
 
     async def put_parts(self, parts: AsyncIterator[bytes], *, most_bytes: int) -> Link:
-        """Store a content that arrives in parts, of which at most one is in memory.
+        """Store a content that arrives in parts; at most one part is in memory.
 
         Raises:
-            ContentTooLarge: it has more than `most_bytes`; nothing of it is kept.
+            ContentTooLarge: the content has more than `most_bytes`; no part of it is kept.
         """
         hashed, size = hashlib.blake2b(digest_size=32), 0
         with tempfile.NamedTemporaryFile(dir=self._folder / "content", prefix="draft-", delete=False) as file:
@@ -145,7 +145,7 @@ class PersistentRepository:
         return data
 
     def __contains__(self, link: Link) -> bool:
-        """Return whether a file of this name and size exists."""
+        """Return whether a file with the link's name and size exists."""
         try:
             return self._path(link).stat().st_size == link.size
         except OSError:

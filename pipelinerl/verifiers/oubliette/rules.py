@@ -1,4 +1,4 @@
-"""Settings for judging programs, as given in a recipe: values only."""
+"""Settings for judging programs, as given in a recipe. This module holds values only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipelinerl.verifiers.oubliette.runs import Tier
 
 
 class Scoring(StrEnum):
-    """Definition of the reward."""
+    """How the reward is computed from the tests."""
 
     ALL = "all"
     """1 if every test is passed, else 0."""
@@ -20,16 +20,16 @@ class Scoring(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeRules:
-    """Rules for judging programs, where a problem does not override them.
+    """Rules for judging programs; a problem may override some of them.
 
     Attributes:
-        tier: the required sandbox; weaker ones are rejected.
+        tier: the required sandbox; weaker sandboxes are rejected.
         language: language of a code block that names none. languages: languages that are judged.
         time_limit_s: processor time of one test; elapsed time may be twice that plus a second.
         tolerance: of the checker `float`.
-        url: of the Oubliette service that runs programs; if empty, this machine does.
+        url: of the Oubliette service that runs programs; if empty, this machine runs them.
         key_variable: name of the environment variable that holds the service's token.
-        repository: the folder in which problems' links are resolved, where this machine runs programs.
+        repository: if this machine runs programs, the folder that holds the contents of problems' links.
     """
 
     tier: Tier = Tier.DEFAULT

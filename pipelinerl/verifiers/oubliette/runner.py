@@ -28,15 +28,15 @@ from pipelinerl.verifiers.oubliette.toolchains import COMPILING
 
 #: Size from which contents are compared, read and hashed on a thread instead of the event loop.
 _LARGE: Final = 16 << 10
-#: Number of compiled checkers kept in memory, where there is no repository.
+#: Number of compiled checkers kept in memory if there is no repository.
 _REMEMBERED: Final = 256
-#: Number of tests for which it is cached whether their checker accepts the reference answer.
+#: Number of tests for which it is remembered whether the test's checker accepts the reference answer.
 _TRUSTED: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A source, or a program compiled from one in `compile_s` seconds of elapsed time."""
+    """A program: its source, or the result of compiling the source in `compile_s` seconds of elapsed time."""
 
     language: str
     content: Content
@@ -45,7 +45,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """Result of a run (`result.stdout` may be only the beginning), and its output."""
+    """A finished run, and its output; `result.stdout` may hold only the beginning of the output."""
 
     result: ProgramResult
     output: Content
@@ -76,7 +76,9 @@ class CodeRunner(Protocol):
         ...
 
     async def compile(self, language: str, source: str, *, wall_s: float) -> Program | ProgramResult:
-        """Compile a source; return the result if it does not compile within `wall_s`. Raises `ToolchainMissing`."""
+        """Compile a source; if it does not compile within `wall_s`, return the failed run. Raises
+        `ToolchainMissing`.
+        """
         ...
 
     async def run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
@@ -92,7 +94,7 @@ class CodeRunner(Protocol):
         ...
 
     async def close(self) -> None:
-        """Stop everything that it has started."""
+        """Stop everything that the runner has started."""
         ...
 
 
@@ -127,7 +129,7 @@ class LocalRunner:
         return self._at_once
 
     async def compile(self, language: str, source: str, *, wall_s: float) -> Program | ProgramResult:
-        """Compile where the language needs it. The result is not cached: a program is judged once."""
+        """Compile if the language needs it. The compiled program is not cached, since a program is judged once."""
         run = toolchains.find(language).compiling(source, replace(COMPILING, wall_s=min(wall_s, COMPILING.wall_s)))
         if run is None:
             return Program(language, source.encode("utf-8", "replace"))
@@ -145,7 +147,7 @@ class LocalRunner:
         return Executed(result, await asyncio.to_thread(put, result.stdout) if large else put(result.stdout))
 
     async def check(self, check: Check) -> float:
-        """Compare here, or run the problem's checker, which is compiled at most once, in a guest."""
+        """Compare in this process, or run the problem's checker in a guest; the checker is compiled at most once."""
         output, answer = await self.read(check.output), await self.read(check.answer)
         checker = check.checker
         if isinstance(checker, CustomChecker):
@@ -154,9 +156,9 @@ class LocalRunner:
         return float(same(*given) if len(output) < _LARGE else await asyncio.to_thread(same, *given))
 
     async def _custom_share(self, checker: CustomChecker, given: bytes, output: bytes, answer: bytes) -> float:
-        """Return the checker's judgement; 0 where it fails on the output and works on the reference answer.
+        """Return the checker's judgement; 0 if it fails on the output but works on the reference answer.
 
-        Without that rule a program could crash the checker with its output, and would be masked instead of wrong.
+        Without that rule, a program whose output crashes the checker would be masked instead of wrong.
         """
         program = await self.checker(checker)
         try:
@@ -167,7 +169,7 @@ class LocalRunner:
             return 0.0
 
     async def _accepts_reference(self, checker: CustomChecker, program: bytes, given: bytes, answer: bytes) -> bool:
-        """Return whether the checker gives the reference answer all points; tried once for each test."""
+        """Return whether the checker gives the reference answer all points; the result is remembered for each test."""
         parts = hashlib.blake2b(checker.protocol.encode(), digest_size=32)
         for part in (program, given, answer):
             parts.update(hashlib.blake2b(part).digest())
@@ -183,10 +185,10 @@ class LocalRunner:
         return self._trusted[key]
 
     async def checker(self, checker: CustomChecker) -> bytes:
-        """Return a checker's program, compiled at most once for all callers.
+        """Return a checker's compiled program; all callers together compile it at most once.
 
         Raises:
-            CheckerFailed: it does not compile.
+            CheckerFailed: the checker does not compile.
         """
         if checker.program is not None:
             return await self.read(checker.program)

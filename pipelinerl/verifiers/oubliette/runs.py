@@ -35,7 +35,7 @@ class Tier(StrEnum):
 
 
 class Ending(StrEnum):
-    """Reason for which a run ended."""
+    """Reason why a run ended."""
 
     EXITED = "exited"
     SIGNALLED = "signalled"
@@ -55,9 +55,9 @@ class Limits:
     """Limits of one run, for all of its processes together unless stated otherwise.
 
     Attributes:
-        cpu_s: of each process. wall_s: elapsed time.
-        address_space: whether each process's address space is limited, too; not for languages that reserve much of it.
-        disk_bytes: size of the run's folder, which is memory of the machine.
+        cpu_s: processor time of each process. wall_s: elapsed time.
+        address_space: whether each process's address space is limited, too; not for languages that reserve much.
+        disk_bytes: size of the run's folder, which is in the machine's memory.
     """
 
     cpu_s: float = 10.0
@@ -104,10 +104,10 @@ class Run:
 
     Attributes:
         argv: the command, with paths inside the guest.
-        python: instead of `argv`, the path of a Python program, which runs in a warm interpreter.
+        python: path of a Python program to run in a warm interpreter, instead of `argv`.
         arguments: arguments of the program.
         files: contents of the run's folder, /tmp, at the start, by name.
-        stdin: its input.
+        stdin: the program's input.
     """
 
     argv: tuple[str, ...] = ()
@@ -136,7 +136,7 @@ class ProgramResult:
         return self.ending is Ending.EXITED and self.code == 0
 
     def describe(self) -> str:
-        """Return a readable description of how it ended."""
+        """Return a readable description of how the run ended."""
         if self.ending is Ending.EXITED:
             return "done" if self.code == 0 else f"exit status {self.code}: {_last_line(self.stderr)}"
         if self.ending is Ending.SIGNALLED:

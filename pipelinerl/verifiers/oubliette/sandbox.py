@@ -1,7 +1,7 @@
 """`Sandbox`: slots of one tier, each with its own thread; runs are assigned to free slots.
 
-A guest that is lost is replaced and its run is tried once more, since a run depends on nothing outside it. A second
-loss raises `SandboxLost`, which verdicts mask.
+A guest that is lost is replaced. Its run is tried once more, which is safe: a run depends on nothing outside it. If the
+second guest is lost, too, `SandboxLost` is raised, and the verdict is masked.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pipelinerl.verifiers.oubliette.gvisor.gvisor_slot import GvisorSlot
 from pipelinerl.verifiers.oubliette.runs import ProgramResult, Run, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.slot import Isolation, Slot
 
-#: User ids of runs, where the sandbox may choose them: one per slot, in a range that no system assigns.
+#: First user id for runs. If the sandbox may choose ids, each slot has its own, in a range that no system assigns.
 _FIRST_ID: Final = 60706
 _IDS: Final = 400
 
 _SYSTEMS: Final = Path("/usr/bin/python3")
 _TRIES: Final = 2
-#: Time after which a run, or a guest that does not start, makes room for another run; and the number of slots for each
-#: run at once.
+#: Time after which a long run, or a guest that is slow to start, makes room for another run. Below: slots per
+#: concurrent run.
 _FRESH_S: Final = 0.1
 _STARTING_S: Final = 1.0
 _LOOKED_EVERY_S: Final = 0.05
@@ -46,7 +46,7 @@ def isolation_of(tier: Tier, number: int) -> Isolation:
     """Return the isolation of the runs of slot `number`.
 
     Raises:
-        SandboxMissing: this machine cannot provide the tier, as far as is known without trying.
+        SandboxMissing: this machine cannot provide the tier, as far as can be told without trying it.
     """
     if sys.platform != "linux" or not syscall_filter.supported():
         raise SandboxMissing(
@@ -84,8 +84,8 @@ def _strong() -> Isolation:
 
 
 def _weak(outer_id: int) -> Isolation:
-    """Isolate a single host process: no children, no signals to others, no sockets, only libraries to read."""
-    python = _SYSTEMS if os.geteuid() == 0 else bubblewrap.interpreter()  # others may be unable to read root's
+    """Isolate runs as single host processes: no children, no signals to others, no sockets, only libraries to read."""
+    python = _SYSTEMS if os.geteuid() == 0 else bubblewrap.interpreter()  # runs may be unable to read root's Python
     if not python.exists():
         raise SandboxMissing(f"the {Tier.WEAK} sandbox needs {python} when run as root, which does not exist")
     shown = [
@@ -164,11 +164,11 @@ class Sandbox:
         return self.submit(run).result()
 
     def cpu_s(self) -> float:
-        """Return the processor seconds that its guests have used so far, where control groups count them; else 0."""
+        """Return the processor seconds that the guests have used so far, if control groups count them; else 0."""
         return sum(place.slot.cpu_s() for place in tuple(self._places))
 
     def close(self) -> None:
-        """Close every guest and end its run; queued and running programs fail."""
+        """Close every guest, which ends running programs; queued runs fail."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -181,7 +181,7 @@ class Sandbox:
             self._watch.join()
 
     def _call_somebody(self) -> None:
-        """Wake or start a worker if there is work and capacity. Requires the lock."""
+        """Wake or start a slot's thread if there is work and capacity. Requires the lock."""
         if self._closed or not self._waiting or self._fresh >= self._at_once:
             return
         if self._idle:
@@ -198,7 +198,7 @@ class Sandbox:
                 self._watch.start()
 
     def _next(self, place: _Place) -> tuple[Run, Future[ProgramResult]] | None:
-        """Return the next run for a slot, once there is one and capacity for it; None after closing."""
+        """Wait until there is a run and capacity for it; return the slot's next run, or None after closing."""
         with self._changed:
             place.given = None
             self._no_longer_fresh(place)
@@ -218,7 +218,7 @@ class Sandbox:
 
     def _work(self, place: _Place) -> None:
         try:
-            place.slot.start()  # start it first, so that it takes no run that an idle slot could execute meanwhile
+            place.slot.start()  # start the guest before taking a run, which an idle slot could execute meanwhile
             with self._changed:
                 self._starting -= 1
             while (work := self._next(place)) is not None:
@@ -231,7 +231,7 @@ class Sandbox:
             place.slot.close()
 
     def _make_room(self) -> None:
-        """Let others start alongside long runs, and lower the share of long runs."""
+        """Let other runs start alongside long runs, and lower the processor share of long runs."""
         with self._changed:
             while not self._closed:
                 self._watching = any(place.given is not None and not place.behind for place in self._places)

@@ -36,13 +36,13 @@ _STARTUP_S: Final = 60.0
 _GRACE_S: Final = 30.0
 #: Processor time from which a run gets a lower share than others.
 _GREEDY_CPU_S: Final = 0.1
-#: Memory that a guest uses besides its run: its server, the kernel's tables.
+#: Memory that a guest needs besides its run, for its server and for the kernel's tables.
 _SERVER_BYTES: Final = 64 << 20
 _MOST_PACKET: Final = 1 << 16
 _CHUNK: Final = 1 << 18
 _F_ADD_SEALS: Final = 1033
 _ALL_SEALS: Final = 0x1 | 0x2 | 0x4 | 0x8
-#: Time spent waiting for a processor does not count, up to this multiple of the deadline.
+#: Time spent waiting for a processor does not count towards the deadline, up to this multiple of the deadline.
 _STARVED_TIMES: Final = 5.0
 #: Must equal the format in `guest/server.py`.
 _ANSWER: Final = struct.Struct("=iddd")
@@ -54,11 +54,11 @@ class Isolation:
     """Isolation of the runs of one slot.
 
     Attributes:
-        command: the command that starts the server, including its guest.
-        namespaces: whether each run gets its own; else it is a single process of the host.
+        command: the command that starts the guest with its server.
+        namespaces: whether each run gets its own namespaces; else it is a single process of the host.
         outer_id: the run's user id outside its namespace.
-        filter: the seccomp program of each run. servers_filter: one for the server, which each run inherits.
-        shown: paths that a run may read where no namespaces hide the rest.
+        filter: the seccomp program of each run. servers_filter: the server's seccomp program, which each run inherits.
+        shown: paths that a run may read, if no namespaces hide other paths.
     """
 
     tier: Tier
@@ -80,10 +80,10 @@ class Slot:
         self._group: ControlGroup | None = None
         self._cpu_began_s = 0.0
         self.began: float | None = None
-        """Start time of the current run, or None; a start of the guest does not count."""
+        """Time at which the current run started, or None. While the guest starts, no run has started yet."""
 
     def start(self) -> None:
-        """Start the guest in advance. A failure is reported by the first run instead."""
+        """Start the guest in advance. If that fails, the first run reports the failure."""
         with contextlib.suppress(SandboxLost, OSError):
             self._make_group()
             self._guest = _Guest.start(self._isolation, self._group)
@@ -131,11 +131,13 @@ class Slot:
         return self._group is not None and self._group.oom_kills() > kills
 
     def cpu_s(self) -> float:
-        """Return the processor seconds that its guests have used so far, if a control group counts them."""
+        """Return the processor seconds that the slot's guests have used so far, if a control group counts them;
+        else 0.
+        """
         return 0.0 if self._group is None else self._group.cpu_s()
 
     def goes_behind(self) -> bool:
-        """Lower the run's processor share if it has used much; callable from any thread.
+        """Lower the current run's processor share if the run has used much; callable from any thread.
 
         Returns:
             True if no more checks are needed: the share is lowered, or there is no control group to lower it.
@@ -180,7 +182,7 @@ class _Guest:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words = tempfile.TemporaryFile()  # noqa: SIM115 - the guest keeps it open
         with theirs:
-            # empty, since /proc/1/environ of the guest shows bubblewrap's own environment
+            # env is empty: /proc/1/environ in the guest shows bubblewrap's own environment
             command = isolation.command if group is None else group.entering(isolation.command)
             end = theirs.fileno()
             process = subprocess.Popen(command, stdin=end, stdout=words, stderr=words, env={}, cwd="/")
@@ -272,7 +274,9 @@ class _Guest:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The server's answer on a run: its `_ANSWER`, the reason why it was ended, and any startup error."""
+    """The server's answer on a run: the fields of `_ANSWER`, the reason why the run was ended, and any startup
+    error.
+    """
 
     code: int
     cpu_s: float
@@ -300,7 +304,7 @@ class _Reader:
         self.stdout, self.stderr = self._read[out], self._read[err]
 
     def read(self, until: float) -> _Answer | None:
-        """Return the server's answer, or None if there was none in time."""
+        """Return the server's answer, or None if no answer came in time."""
         poll = select.poll()
         waiting = {self._control.fileno(), *self._read}
         for file in waiting:
@@ -347,7 +351,7 @@ def _request(run: Run) -> bytes:
     return _requested(run.argv, run.python, run.arguments, tuple(name for name, _ in run.files), run.limits)
 
 
-@lru_cache(maxsize=64)  # building it takes a dozen system calls, and most runs resemble earlier ones
+@lru_cache(maxsize=64)  # cached: building it takes many system calls, and most runs resemble earlier ones
 def _requested(
     argv: tuple[str, ...], python: str, arguments: tuple[str, ...], files: tuple[str, ...], limits: Limits
 ) -> bytes:
@@ -364,7 +368,7 @@ def _requested(
 
 
 def _limits_of(limits: Limits) -> dict[str, Any]:
-    """Return the limits in the form that the server takes."""
+    """Return the limits in the form that the server expects."""
     rlimits = of_rlimits(limits.rlimits())
     return {
         "wall_s": limits.wall_s,

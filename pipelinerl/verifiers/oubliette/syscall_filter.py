@@ -1,9 +1,9 @@
-"""The system calls that a run may not make, as a seccomp program.
+"""The system calls that a run must not make, as a seccomp program.
 
 Denied are sockets, namespaces, mounts, tracing, and memory that no limit counts. A denied call fails with an error, so
 an honest program that tries it can continue. A call by another architecture's numbers (32 bits, x32) kills the process.
-Numbers beyond those known here fail with ENOSYS. So does `clone3`, whose flags are in memory that a filter cannot read;
-C libraries then fall back to `clone`.
+Numbers beyond those known here fail with ENOSYS. So does `clone3`, because its flags are in memory that a filter cannot
+read; C libraries then fall back to `clone`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
 _AF_UNIX: Final = 1
 _CLONE_THREAD: Final = 0x10000
 
-#: Size of a group of numbers that are compared in sequence.
+#: Number of system call numbers that the filter compares one after another.
 _GROUP: Final = 12
 
-#: The highest number of Linux 6.6 on x86_64; later calls are unknown here.
+#: The highest system call number of Linux 6.6 on x86_64. Calls with higher numbers are unknown here.
 _LAST_KNOWN: Final = 456
 
-#: Numbers on x86_64.
+#: Denied system calls, with their numbers on x86_64.
 _REFUSED: Final = {
     # sockets: `socketpair` is allowed for AF_UNIX, which reaches no other process
     "socket": 41, "connect": 42, "bind": 49, "listen": 50, "accept": 43, "accept4": 288,
@@ -58,10 +58,10 @@ _REFUSED: Final = {
     "nfsservctl": 180,
 }  # fmt: skip
 _MMAP, _CLONE, _CLONE3, _SOCKETPAIR, _FORK, _VFORK, _EXECVE, _EXECVEAT, _PRLIMIT = 9, 56, 435, 53, 57, 58, 59, 322, 302
-#: Also denied to runs without a process namespace: calls that may reach other processes, or create one.
+#: Also denied to runs without a process namespace: calls that may reach other processes, or create a process.
 _ALONE: Final = (434, 203, 62, 200, 234, 424, 129, 297, 109, 112, 141, _FORK, _VFORK, _EXECVE, _EXECVEAT)
 
-#: Calls other than `clone` with which the server creates a guest.
+#: Calls by which the server creates a guest, besides `clone`.
 _TO_MAKE_GUESTS: Final = frozenset({_REFUSED["mount"]})
 
 #: Commands that make a file send signals to a process: F_SETOWN, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP.
@@ -76,13 +76,15 @@ def supported() -> bool:
 def of_servers() -> bytes:
     """Return the filter of the server, which runs inherit.
 
-    It denies everything that the server, which creates namespaces, does not need.
+    It denies the calls that the server does not need; creating namespaces is allowed, since the server needs that.
     """
     return _program(set(_REFUSED.values()) - _TO_MAKE_GUESTS)
 
 
 def of_runs() -> bytes:
-    """Return the additional filter of each run; short, since the kernel checks each number when a filter is set."""
+    """Return the additional filter of each run. It is short: the kernel checks each number when it installs a
+    filter.
+    """
     steps = [_step(_LOAD, _ARCHITECTURE), _step(_JUMP_EQUAL, _X86_64, 1, 0), _step(_RETURN, _KILL)]
     steps.append(_step(_LOAD, _NUMBER))
     for number in sorted(_TO_MAKE_GUESTS):
@@ -96,7 +98,7 @@ def alone() -> bytes:
 
 
 def as_oci() -> dict[str, Any]:
-    """Return what `of_runs` denies, in gVisor's format; gVisor does not have calls whose names it does not know.
+    """Return the calls that `of_runs` denies, in gVisor's format, without calls whose names gVisor does not know.
 
     `clone3` is left out: this format has one error for all denied calls, but C libraries fall back to `clone` only on
     ENOSYS.
@@ -156,10 +158,7 @@ def _no_clone_with(bits: int) -> list[bytes]:
 
 
 def _by_number(refused: list[int]) -> list[bytes]:
-    """Deny these numbers, in groups, so that a call passes few steps.
-
-    The kernel checks each number when a filter is set.
-    """
+    """Return instructions that deny these numbers, in groups, so that a call passes through few instructions."""
     groups = [refused[begin : begin + _GROUP] for begin in range(0, len(refused), _GROUP)]
     steps: list[bytes] = []
     for number in reversed(range(len(groups))):
@@ -172,7 +171,9 @@ def _by_number(refused: list[int]) -> list[bytes]:
 
 
 def _by_argument(number: int, argument: int, rule: list[bytes]) -> list[bytes]:
-    """Apply a rule to the lower half of one argument of a call; afterwards the number is loaded again."""
+    """Return instructions that apply a rule to the lower half of one argument of a call, then load the call's number
+    again.
+    """
     body = [_step(_LOAD, 16 + 8 * argument), *rule, _step(_LOAD, _NUMBER)]
     return [_step(_JUMP_EQUAL, number, 0, len(body)), *body]
 

@@ -32,12 +32,12 @@ class Toolchain:
     """Commands and names of one language.
 
     Attributes:
-        aliases: other names in fenced blocks and data sets.
-        tools: programs that must be installed on the host. The guest sees the first one with its surrounding folder.
+        aliases: other names of the language in fenced blocks and data sets.
+        tools: programs that must be installed on the host. A guest sees the first tool with the folder around it.
         source: the source file's name.
         compile: a shell line that writes `program`; if empty, the source is the program.
-        argv: command that runs it; if empty, it runs in the guest's warm Python.
-        reserves_addresses: whether its runtime reserves far more address space than it uses.
+        argv: command that runs the program; if empty, the guest's warm Python runs it.
+        reserves_addresses: whether the language's runtime reserves far more address space than it uses.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Toolchain:
     reserves_addresses: bool = False
 
     def compiling(self, source: str, limits: Limits) -> Run | None:
-        """Return the run whose output is the program, or None if the language needs no compiling."""
+        """Return the run whose output is the compiled program, or None if the language needs no compiling."""
         if not self.compile:
             return None
         script = f"{{ {self.compile}; }} >&2 && cat {self.program}"
@@ -66,7 +66,7 @@ class Toolchain:
         return Run(argv=self.argv, files=files, stdin=stdin, limits=limits)
 
 
-#: Limits of compiling: compilers need more than programs, and template bombs get no more than this.
+#: Limits of compiling. Compilers need more than programs do; the limits still stop template bombs.
 COMPILING: Final = Limits(
     cpu_s=30.0, wall_s=60.0, memory_bytes=1 << 30, address_space=False, output_bytes=64 << 20, disk_bytes=256 << 20
 )
@@ -122,7 +122,7 @@ def find(name: str) -> Toolchain:
     """Return the language with this name, with the paths of its tools.
 
     Raises:
-        ToolchainMissing: it is unknown, or not installed here.
+        ToolchainMissing: the language is unknown, or not installed here.
     """
     language = named(name)
     if language is None:
@@ -153,7 +153,7 @@ def folders() -> tuple[Path, ...]:
 
 @cache
 def _place(tool: str) -> Path | None:
-    """Return the path of a tool that any user's run may execute; a link in /usr keeps its own name."""
+    """Return the path of a tool, or None if runs cannot execute it; a link in /usr keeps its own name."""
     path = shutil.which(tool, path="/usr/local/bin:/usr/bin:/bin") or shutil.which(tool)
     if path is None:
         return None

@@ -6,11 +6,11 @@ passed. Expected answers are compared here, or in the checker's guest, and are n
 
 Faults of the program (no code, no compilation, crashes, limits, other output) are `wrong`. Failures that say nothing
 about the program are masked as `verifier_error`: a guest lost twice, lack of a processor, invalid tests, or a checker
-that also fails on the reference answer. Tests that together exceed the verifier's deadline give a `timeout`. If a
-checker accepts the reference answer and fails on a program's output, the output is rejected.
+that also fails on the reference answer. If the tests together exceed the verifier's deadline, the verdict is a
+`timeout`. If a checker accepts the reference answer and fails on a program's output, the output is rejected.
 
-A restarted service has lost its programs and outputs. An answer that depends on lost content is judged again from the
-start. An answer that cannot reach the service waits for it for a while.
+A service that restarts loses its programs and outputs. An answer that needs lost content is judged again from the
+start. If the service is unreachable, answers wait for it up to `_GRACE_S`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from pipelinerl.verifiers.oubliette.sandbox import default_slots
 from pipelinerl.verifiers.oubliette.toolchains import COMPILING, ToolchainMissing
 from pipelinerl.verifiers.verifier import failed, graded, shown, timed_out, wrong
 
-#: Number of bytes by which a program's output may exceed twice the answer.
+#: A program may print up to twice the bytes of the expected answer, plus this many.
 _SPARE_OUTPUT: Final = 64 << 10
-#: Number of attempts for an answer whose content the service has lost: the service may be killed repeatedly. Content
-#: that was never uploaded is missing each time.
+#: Number of attempts at judging an answer whose content the service has lost. Several are needed, since a service may
+#: be killed repeatedly; content that was never uploaded is missing at every attempt.
 _TRIES: Final = 8
-#: Time for which an unreachable service is retried, whether or not it was reached before.
+#: Time for which an unreachable service is retried, even if it was never reached before.
 _GRACE_S: Final = 60.0
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
@@ -89,7 +89,7 @@ class Oubliette:
         )
 
     async def start(self) -> None:
-        """Open and probe the sandbox before the first answer. If that fails, the first answer reports it."""
+        """Open and probe the sandbox before the first answer. A failure is reported when the first answer is judged."""
         with contextlib.suppress(SandboxMissing, SandboxLost):
             await self._opened(0.0)
 
@@ -108,7 +108,7 @@ class Oubliette:
         return await _Judged(runner, problem, self._rules, self._deadline_s).verdict(text)
 
     async def _opened(self, grace_s: float) -> CodeRunner:
-        """Return the runner. Callers that waited for a failed attempt share its error."""
+        """Return the runner. Callers that wait for the same failed attempt share its error."""
         began = time.monotonic()
         async with self._opening:
             if self._runner is not None:
@@ -162,7 +162,7 @@ async def open_runner(rules: CodeRules, *, at_once: int) -> CodeRunner:
 
 @final
 class _Judged:
-    """Judgement of one answer's program."""
+    """Judges one answer's program."""
 
     def __init__(self, runner: CodeRunner, problem: CodeProblem, rules: CodeRules, deadline_s: float) -> None:
         self._runner = runner
@@ -202,7 +202,7 @@ class _Judged:
         return _scored(shares, reason, self._rules.scoring)
 
     async def _tested(self, program: Program, test: CodeTest) -> tuple[float, str]:
-        """Return (share, reason if not all) of one test."""
+        """Return the share of one test's points, and the reason if it is below 1."""
         time_limit_s = self._problem.time_limit_s or self._rules.time_limit_s
         checker = self._problem.checker or self._rules.checker
         custom = isinstance(checker, CustomChecker)
@@ -229,7 +229,7 @@ class _Judged:
         return share, "" if share == 1.0 else f"wrote {executed.result.stdout[:60]!r}"
 
     async def _run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
-        """Run within the rest of the verifier's time, which passes only while programs run."""
+        """Run within what is left of the verifier's time; only the time of runs counts towards it."""
         left_s = self._left_s
         if left_s <= 0:
             raise TimeoutError

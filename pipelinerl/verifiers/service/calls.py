@@ -13,7 +13,7 @@ from pipelinerl.system.http_client import call_timeout
 if TYPE_CHECKING:
     import aiohttp
 
-#: Shorter than the server's, so that it is the client that closes idle connections.
+#: Must be shorter than the server's, so that the client is the one to close idle connections.
 KEEP_ALIVE_S: Final = 30.0
 _MOST_SHOWN_OF_A_REFUSAL: Final = 300
 
@@ -23,9 +23,9 @@ class ServicePatience:
     """Timeouts for services, in seconds.
 
     Attributes:
-        grace_s: time after the first failure until answers are masked.
-        silence_s: longest time without a heartbeat of a working service.
-        timeout_s: longest time to the answer.
+        grace_s: time after the first failure during which a request is retried; then its answers are masked.
+        silence_s: longest time without a heartbeat from a service that is working on a request.
+        timeout_s: longest time until the answer.
     """
 
     grace_s: float = 60.0
@@ -34,7 +34,7 @@ class ServicePatience:
 
 
 class ServiceFailed(Exception):
-    """A service did not do its work; another one may, or the same one later."""
+    """A service did not do its work; another service may do it, or the same service later."""
 
 
 async def post(

@@ -5,14 +5,15 @@ connection, or answers 5xx or invalid data is an infrastructure failure. The req
 for `grace_s`, after which its answers are *masked* (`verifier_error`), never scored. Responses are limited in size and
 validated.
 
-A failed service is avoided for a period that grows with each failure, unless it restarts. Among the others with about
-the lowest load, a problem always prefers the same one, which may have its answers cached.
+A failed service is avoided for a period that grows with each failure, unless it restarts. Of the other services, those
+with about the lowest load are candidates. A problem always prefers the same candidate, which may have the verdicts on
+its answers cached.
 
 | waits for | at most | unblocked by |
 |---|---|---|
-| a service, where there is none | `grace_s`, then the answers are masked | the controller names one |
-| the next heartbeat of a judging service | `silence_s`, then another is tried | a heartbeat each second |
-| the verdicts of a service | `timeout_s`, then another is tried | its verdicts |
+| a service, if there is none | `grace_s`, then the answers are masked | the controller names a service |
+| the next heartbeat of a judging service | `silence_s`, then another service is tried | a heartbeat each second |
+| the verdicts of a service | `timeout_s`, then another service is tried | its verdicts |
 | capacity in services that are full | – | verdicts |
 """
 
@@ -43,11 +44,12 @@ log = logging.getLogger("pipelinerl")
 
 _FIRST_REST_S: Final = 0.5
 _LONGEST_REST_S: Final = 15.0
-#: Time before a full service is retried, and before services are looked up again where there is none.
+#: Time before a full service is retried, and, if there is no service, before services are looked up again.
 _LOOK_AGAIN_S: Final = 0.25
-#: Number of answers by which a problem's preferred service may exceed the least loaded one.
+#: A problem's preferred service may hold this many answers more than the least loaded service, or twice the problem's
+#: answers if that is more.
 _SLACK: Final = 64
-#: Limit on the bytes of a response: this much for each verdict, with its reasons, and a constant.
+#: Limit on the bytes of a response: this many for each verdict with its reasons, plus a constant.
 _BYTES_PER_VERDICT: Final = 64 << 10
 _BYTES_BESIDE: Final = 1 << 20
 #: Limit on weighted sums of rewards; no verifier of this project gives a larger number.
@@ -59,7 +61,7 @@ class _ServiceFull(Exception):
 
 
 class _CannotBeAsked(Exception):
-    """No service can judge this."""
+    """Every service would reject this request."""
 
 
 @final
@@ -90,7 +92,7 @@ class _Try:
     until: float = math.inf
     reason: str = "no verifier service has been named by the controller"
     refused: set[str] = field(default_factory=set)
-    """Incarnations of services that permanently reject it."""
+    """Incarnations of the services that rejected the request for good."""
 
     def failed(self, reason: str, now: float, grace_s: float) -> None:
         """Record a failure; the first one starts the grace period."""
@@ -110,7 +112,7 @@ class VerifierServices:
         self._changed = asyncio.Event()
 
     def update(self, leases: Iterable[VerifierLease]) -> None:
-        """Replace the list of services; others may still answer running requests."""
+        """Replace the list of services; a service that is no longer listed may still answer running requests."""
         known = self._services
         self._services = {}
         for lease in leases:
@@ -134,7 +136,7 @@ class VerifierServices:
         )
         try:
             body = msgspec.json.encode(request)
-        except (TypeError, ValueError) as error:  # metadata that is not JSON, or lone surrogates in a text
+        except (TypeError, ValueError) as error:  # the metadata is not JSON, or a text has lone surrogates
             return _masked(f"the problem cannot be sent to a verifier service: {error}", len(answers))
         clock, tried = asyncio.get_running_loop().time, _Try()
         while True:
@@ -167,7 +169,7 @@ class VerifierServices:
             await self._session.close()
 
     def _chosen(self, request: VerifyRequest, body: bytes, tried: _Try, now: float) -> _Service | None:
-        """Return the problem's preferred service among those with low load, or None if none can be used now."""
+        """Return the problem's preferred service among those with low load, or None if no service can be used now."""
         able = [
             each
             for each in self._services.values()
@@ -195,7 +197,7 @@ class VerifierServices:
         return f"no verifier service of this run judges {request.domain} now"
 
     async def _wait(self, tried: _Try, now: float) -> None:
-        """Wait until services change, a cooldown ends, or the time is up."""
+        """Wait until services change, a cooldown ends, or the grace period is over."""
         wakes = [each.rests_until for each in self._services.values() if each.rests_until > now]
         wakes.append(now + _LOOK_AGAIN_S)
         with contextlib.suppress(TimeoutError):
@@ -206,7 +208,7 @@ class VerifierServices:
         """Return a service's verdicts.
 
         Raises:
-            ServiceFailed, _ServiceFull, _CannotBeAsked: it gave none; the message names it.
+            ServiceFailed, _ServiceFull, _CannotBeAsked: the service gave no verdicts; the message names it.
         """
         if self._session is None:
             self._session = hot_session(token=self._token, keep_alive_s=KEEP_ALIVE_S)
@@ -229,7 +231,7 @@ class VerifierServices:
 
 @final
 class RemoteVerifier:
-    """Judges a domain's answers by the run's services. The deadlines are those of the services' verifiers."""
+    """Judges a domain's answers by the run's services. Deadlines are those of the verifiers at the services."""
 
     def __init__(self, services: VerifierServices, *, domain: str, rules: str) -> None:
         self._services = services

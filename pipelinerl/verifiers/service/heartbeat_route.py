@@ -1,4 +1,6 @@
-"""`HeartbeatRoute`: a route that responds at once, sends heartbeats while work runs, and ends with its caller."""
+"""`HeartbeatRoute`: a route that responds at once, sends heartbeats while its work runs, and cancels the work if the
+client leaves.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from starlette.types import Receive, Scope, Send
 
 from pipelinerl.system.http_service import refusal
 
-#: Interval of heartbeats: a working service sends a space before its answer.
+#: Interval of heartbeats: until a working service answers, it sends a space each time.
 HEARTBEAT_S: Final = 1.0
 
 
 class RequestRefused(Exception):
-    """The request is not accepted here: status and code of the response, and the reason."""
+    """The request is not accepted here; holds the response's status and code, and the reason."""
 
     def __init__(self, status: int, code: str, why: str) -> None:
         super().__init__(why)
@@ -27,9 +29,11 @@ class RequestRefused(Exception):
 
 @final
 class HeartbeatRoute:
-    """POST of one type of request. It is an ASGI application (an instance), so it notices when clients disconnect."""
+    """A POST route for one type of request. As an ASGI application (an instance), it notices when clients
+    disconnect.
+    """
 
-    #: Started work; it returns the answer.
+    #: Work that has been started; awaiting it returns the answer.
     Work = Coroutine[Any, Any, msgspec.Struct]
 
     def __init__(self, request: Any, begin: Callable[[Any], Work]) -> None:
@@ -45,7 +49,7 @@ class HeartbeatRoute:
             return
         except msgspec.ValidationError as error:  # names the expected type and path, never the content
             await refusal(422, str(error), code="invalid_request_error")(scope, receive, send)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # msgspec lets the last two through unchanged
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # msgspec passes on the last two unchanged
             await refusal(400, "the body must be JSON", code="invalid_json")(scope, receive, send)
         except RequestRefused as refused:
             await refusal(refused.status, str(refused), code=refused.code)(scope, receive, send)

@@ -13,8 +13,8 @@ class ServedDomain:
 
     Attributes:
         rules: digest of the part of the recipe that defines judging, so that no client gets another recipe's verdicts.
-        kept: whether equal answers have equal verdicts, which can be cached.
-        tier: of the sandbox, where there is one.
+        kept: whether equal answers have equal verdicts, so that verdicts can be cached.
+        tier: tier of the domain's sandbox, if it has one.
     """
 
     verifier: GroupVerifier

@@ -1,13 +1,13 @@
 """`VerifierService` and its application: judges answers sent by actors, by domain, as an actor would judge them itself.
 
-A response has one verdict for each answer of its request. A request is abandoned when its client disconnects, and its
-workers are killed. A rejected request was never started. Equal answers to one problem are judged once, and cached if
-the domain's verifier is deterministic (`ServedDomain.kept`).
+A response has one verdict for each answer of its request. If a request's client disconnects, the request is abandoned
+and the workers that judge it are killed. Of a rejected request, no answer was judged. Equal answers to one problem are
+judged once, and cached if the domain's verifier is deterministic (`ServedDomain.kept`).
 
 | waits for | at most | unblocked by |
 |---|---|---|
 | a verdict | the verifier's own deadline | its worker, which the deadline kills |
-| the client, to take the answer | – | it takes it, leaves or dies |
+| the client, to read the response | – | the client reads, leaves or dies |
 | a drain | – | the last verdict; to end it early, send SIGTERM |
 """
 
@@ -40,13 +40,13 @@ from pipelinerl.verifiers.service.wire import (
 )
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, start
 
-#: Maximum number of answers that a service holds; a request beyond that goes to another service, or waits.
+#: Maximum number of answers that a service holds; a request that would exceed it goes to another service, or waits.
 MOST_WAITING: Final = 65_536
 
 
 @final
 class VerifierService:
-    """The work behind one service's routes, on one event loop."""
+    """What one service's routes do; all of it on one event loop."""
 
     def __init__(
         self, domains: Mapping[str, ServedDomain], *, cache: VerdictCache, most_waiting: int = MOST_WAITING
@@ -60,7 +60,7 @@ class VerifierService:
         self.closing = asyncio.Event()
         """Set once the service accepts no more requests."""
         self.drained = asyncio.Event()
-        """Set once it is closing and every accepted answer has its verdict."""
+        """Set once the service is closing and every accepted answer has its verdict."""
 
     @property
     def rules(self) -> Mapping[str, str]:
@@ -73,12 +73,12 @@ class VerifierService:
         return "draining" if self.closing.is_set() else "ready"
 
     async def start(self) -> None:
-        """Start all verifiers. A failure is reported by the first answer."""
+        """Start all verifiers. A failure is reported when the first answer is judged."""
         await asyncio.gather(*(start(domain.verifier) for domain in self._domains.values()))
         self.started.set()
 
     async def close(self) -> None:
-        """Close every verifier, and with it its workers."""
+        """Close every verifier, and with it the verifier's workers."""
         for domain in self._domains.values():
             await domain.verifier.close()
 
@@ -132,7 +132,7 @@ class VerifierService:
         return VerifyAnswer(judged=tuple(JudgedAnswer(verdict=v, seconds=max(0.0, s)) for v, s in judgements))
 
     def status(self) -> ServiceStatus:
-        """Return the domains judged here, and the load."""
+        """Return the domains that this service judges, and its load."""
         domains = {
             name: DomainStatus(rules=domain.rules, tier=domain.tier, kept=domain.kept)
             for name, domain in self._domains.items()

@@ -1,8 +1,8 @@
 """`VerdictCache`: verdicts by a hash of their inputs, in a bounded number of bytes.
 
 A key is the hash of everything that a verdict depends on: the rules, the problem with its ground truth, and the whole
-answer. Similar answers therefore reveal nothing about cached ones, neither by verdict nor by time. Only judgements are
-cached, never a failure or a timeout. The least recently used entry is evicted first.
+answer. An answer that is only similar to a cached one therefore learns nothing, neither from its verdict nor from the
+response time. Only judgements are cached, never a failure or a timeout. The least recently used entry is evicted first.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import msgspec
 
 from pipelinerl.types import Problem, Verdict
 
-#: Size of an entry besides the verdict's bytes: the key, and the objects around both.
+#: Size of an entry besides the verdict's bytes: the key, and Python's objects around key and verdict.
 _PLACE_BYTES: Final = 256
 
 
 def keys_of(rules: str, problem: Problem, texts: Iterable[str]) -> list[bytes]:
-    """Return a 32-byte hash per answer over everything that its verdict by a deterministic verifier depends on.
+    """Return for each answer a 32-byte hash of everything that a deterministic verifier's verdict depends on.
 
-    The part before the text is one JSON array, so that the encoding is unambiguous. It is hashed once, not once per
-    answer: a problem may have megabytes, and four thousand answers.
+    The part before the text is one JSON array, so that the encoding is unambiguous. That part is hashed once, not once
+    per answer: a problem may have megabytes, and four thousand answers.
     """
     inputs = [rules, problem.domain, problem.messages, problem.ground_truth, problem.metadata]
     of_all = hashlib.blake2b(msgspec.json.encode(inputs, order="sorted"), digest_size=32)
@@ -57,7 +57,7 @@ class VerdictCache:
         return self._decoder.decode(encoded)
 
     def keep(self, key: bytes, verdict: Verdict) -> None:
-        """Cache a judgement."""
+        """Cache a verdict if it is a judgement."""
         if not verdict.outcome.is_judgement:
             return
         encoded = self._encoder.encode(verdict)

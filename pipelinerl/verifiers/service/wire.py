@@ -1,12 +1,13 @@
 """Routes and messages of a verifier service, shared by client and service.
 
-GET  /health     liveness, without a token GET  /status     → `ServiceStatus`: domains, load, the cache POST /verify
-`VerifyRequest` → `VerifyAnswer`: the verdicts on the answers to one problem, in order. Spaces may
-                 precede it, one each second: heartbeats that distinguish a working service from a dead one
-POST /drain      → `Draining`: the service accepts nothing new; the process ends after its last verdict
+    GET  /health     liveness, without a token
+    GET  /status     → `ServiceStatus`: domains, load, the cache
+    POST /verify     `VerifyRequest` → `VerifyAnswer`: the verdicts on the answers to one problem, in order. The service
+                     may send a space each second before the answer: heartbeats that show that it is still working
+    POST /drain      → `Draining`: the service accepts no new requests; the process ends after its last verdict
 
 Bodies are JSON. Errors have OpenAI's format and one of the codes below. The status tells whether another service may
-accept the request: 404, 409 and 5xx do, 400, 413 and 422 do not.
+accept the request: after 404, 409 and 5xx it may, after 400, 413 and 422 it would not.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JudgedAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A verdict, and the seconds spent on it; 0 if it was cached."""
+    """A verdict, and the seconds spent on it; 0 if the verdict was cached."""
 
     verdict: Verdict
     seconds: Annotated[float, Meta(ge=0)]
@@ -62,7 +63,7 @@ class VerifyAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def judgements(self) -> list[Judgement]:
-        """The verdicts in the form of a `GroupVerifier`."""
+        """The verdicts and seconds as a `GroupVerifier` returns them."""
         return [Judgement(each.verdict, each.seconds) for each in self.judged]
 
 
@@ -79,7 +80,7 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         queue: accepted answers that have no verdict yet.
-        verdicts, hits: number of verdicts given, and of those from the cache.
+        verdicts, hits: number of verdicts given, and how many of them came from the cache.
         cache_bytes: size of the cache.
     """
 

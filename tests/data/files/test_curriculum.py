@@ -45,7 +45,7 @@ def rates(source: RowSource, first: int, count: int) -> list[float]:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize(("order", "sign"), [("easy_first", -1), ("hard_first", 1)])
-def test_zero_width_band_gives_strict_order_before_shuffled_epochs(
+def test_band_of_width_zero_gives_order_by_difficulty_then_shuffled_epochs(
     tmp_path: Path, order: str, sign: int, suffix: str
 ) -> None:
     source = opened(written(tmp_path, suffix), order=order, order_band=0)
@@ -56,7 +56,7 @@ def test_zero_width_band_gives_strict_order_before_shuffled_epochs(
     assert epoch == rates(plain, 0, len(plain)), "the epochs are those of a run without a curriculum"
 
 
-def test_band_moves_and_covers_every_problem() -> None:
+def test_band_moves_from_easy_to_hard_and_covers_every_problem() -> None:
     known = np.random.default_rng(0).random(1000)
     place_of = np.argsort(np.argsort(-known)) / 1000
     for band, over in ((0.1, 1000), (0.3, 2500), (0.2, 400)):
@@ -68,7 +68,7 @@ def test_band_moves_and_covers_every_problem() -> None:
         assert set(counts.values()) <= {over // 1000, over // 1000 + 1} and sum(counts.values()) == over
 
 
-def test_order_depends_on_seed_and_ties_ignore_file_order(tmp_path: Path) -> None:
+def test_curriculum_depends_on_seed_and_order_of_ties_ignores_file_order(tmp_path: Path) -> None:
     path = written(tmp_path)
     first, again, other = (opened(path, seed=seed, order="easy_first") for seed in (1, 1, 2))
     asked = [[source.problem(index).problem_id for index in range(3 * len(first))] for source in (first, again, other)]
@@ -78,14 +78,14 @@ def test_order_depends_on_seed_and_ties_ignore_file_order(tmp_path: Path) -> Non
     assert sorted(sweep.tolist()) == list(range(50)) != sweep.tolist()
 
 
-def test_held_out_split_ignores_curriculum_and_needs_no_rates(tmp_path: Path) -> None:
+def test_held_out_split_ignores_the_curriculum_and_needs_no_pass_rates(tmp_path: Path) -> None:
     path = written(tmp_path)
     with_it, without = opened(path, Split.HELD_OUT, order="easy_first"), opened(path, Split.HELD_OUT)
     asked = [[source.problem(index) for index in range(len(source))] for source in (with_it, without)]
     assert asked[0] == asked[1]
 
 
-def test_rate_field_names_a_custom_pass_rate(tmp_path: Path) -> None:
+def test_rate_field_names_the_field_of_the_pass_rate(tmp_path: Path) -> None:
     rows = [{"prompt": row["prompt"], "answer": row["answer"], "solved": row["metadata"]["pass_rate"]} for row in ROWS]
     for suffix in (".jsonl", ".parquet"):
         path = written(tmp_path, suffix, rows)
@@ -104,6 +104,6 @@ def test_rate_field_names_a_custom_pass_rate(tmp_path: Path) -> None:
         ({"order": "easy_first", "rate_field": "answer"}, r"rated.jsonl line 1: field 'answer' must be a pass rate"),
     ],
 )
-def test_invalid_order_is_rejected(tmp_path: Path, parameters: dict[str, Any], sentence: str) -> None:
+def test_invalid_curriculum_parameters_are_rejected(tmp_path: Path, parameters: dict[str, Any], sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
         opened(written(tmp_path), **parameters)

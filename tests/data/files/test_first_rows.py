@@ -39,7 +39,7 @@ def looked_at(path: Path, rows: int, *, size: int = MEBIBYTE, refuse: str = "", 
 def test_only_the_requested_number_of_rows_is_checked(name: str, tmp_path: Path) -> None:
     path = WRITERS[name](tmp_path / name)
     questions = [row["prompt"] for row in ROWS]
-    each = 10 if name != "saved" else 5  # of each of two files
+    each = 10 if name != "saved" else 5  # rows from each of two files
     expected = questions[:10] if name != "saved" else questions[:5] + questions[25:30]
     assert looked_at(path, each) == expected
     assert looked_at(path, 1000) == questions
@@ -47,7 +47,7 @@ def test_only_the_requested_number_of_rows_is_checked(name: str, tmp_path: Path)
         looked_at(path, 1000, refuse=questions[3])
 
 
-def test_check_stops_at_the_last_whole_line_within_the_byte_limit(tmp_path: Path) -> None:
+def test_check_stops_at_the_last_complete_line_within_the_byte_limit(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl")
     lines = path.read_bytes().splitlines(keepends=True)
     third_half_read = len(lines[0] + lines[1]) + len(lines[2]) // 2
@@ -65,7 +65,7 @@ def test_invalid_row_gives_the_same_error_as_in_a_run(tmp_path: Path) -> None:
         looked_at(path, 10, rate_field="rate", order="easy_first")
 
 
-def test_generators_are_checked_too() -> None:
+def test_problems_of_generators_are_checked_before_a_run() -> None:
     seen: list[Problem] = []
     asked = SourceRequest(domain="d", split=Split.TRAIN, seed=0, parameters={"max_digits": 1}, prompts=Prompts())
     assert look_at("addition", asked, FirstRows(100, MEBIBYTE), seen.append) == seen[0]

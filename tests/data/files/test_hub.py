@@ -1,4 +1,4 @@
-"""The source `hub:<id>`: a fallback to the cache, and one sentence if neither has the data."""
+"""The source `hub:<id>`: it falls back to the cache, and one sentence reports data that neither hub nor cache has."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ print(first and first.messages[0].content, len(seen))
 
 
 def asked(cache: Path, program: str = ASK) -> str:
-    """Return the output of a process without network access; the library reads that setting at import."""
+    """Return the output of a process without network access. A new process is needed: the library reads the setting at
+    import.
+    """
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(cache)}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True
@@ -48,7 +50,7 @@ def asked(cache: Path, program: str = ASK) -> str:
     return done.stdout.strip()
 
 
-def test_cached_data_set_is_read_as_a_folder(tmp_path: Path) -> None:
+def test_cached_data_set_of_the_hub_is_read_as_a_folder(tmp_path: Path) -> None:
     commit = "0" * 40
     repository = tmp_path / "hub" / "datasets--some--thing"
     parquet(repository / "snapshots" / commit / "data" / "train-00000-of-00001.parquet", ROWS[:40])
@@ -59,7 +61,7 @@ def test_cached_data_set_is_read_as_a_folder(tmp_path: Path) -> None:
     assert asked(tmp_path, LOOK) == f"{ROWS[0]['prompt']} 18", "nine rows of each file"
 
 
-def test_check_before_a_run_fetches_nothing(tmp_path: Path) -> None:
+def test_check_before_a_run_fetches_nothing_from_the_hub(tmp_path: Path) -> None:
     assert asked(tmp_path, LOOK) == "None 0"
 
 
@@ -78,6 +80,8 @@ def test_failed_fetch_is_reported_in_one_sentence(tmp_path: Path) -> None:
         ("hub:a b", {}, "domains.d.source: Repo id must"),
     ],
 )
-def test_invalid_data_set_reference_is_rejected(source: str, parameters: dict[str, object], sentence: str) -> None:
+def test_invalid_reference_to_a_hub_data_set_is_rejected(
+    source: str, parameters: dict[str, object], sentence: str
+) -> None:
     with pytest.raises(RecipeError, match=sentence):
         open_source(source, domain="d", split=Split.TRAIN, seed=0, parameters=parameters)

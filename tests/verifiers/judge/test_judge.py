@@ -61,7 +61,7 @@ def saying(*scores: object) -> Callable[[dict[str, Any]], str]:
     return lambda body: json.dumps({"reason": "r", "score": left.pop(0)})
 
 
-async def test_answers_are_scored_and_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answers_are_scored_and_the_api_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_KEY", "secret-7")
     fake = OpenAIFake(scripted_judge())
     with in_thread(fake.app) as url:
@@ -103,7 +103,9 @@ async def test_votes_are_averaged_and_agreement_is_reported() -> None:
         ((11, 12, 5), {}, "1 of 3 votes were given: the judge said the score 1[12], which is not from 1 to 10"),
     ],
 )
-async def test_disagreeing_or_missing_votes_are_masked(scores: Any, settings: dict[str, Any], sentence: str) -> None:
+async def test_answer_is_masked_if_votes_disagree_or_are_missing(
+    scores: Any, settings: dict[str, Any], sentence: str
+) -> None:
     with in_thread(OpenAIFake(saying(*scores)).app) as url:
         async with judging(url, model="small", votes=3, temperature=1.0, **settings) as judge:
             (verdict,) = await verdicts(judge, "x")
@@ -111,7 +113,7 @@ async def test_disagreeing_or_missing_votes_are_masked(scores: Any, settings: di
     assert re.search(sentence, verdict.reason)
 
 
-async def test_two_votes_of_three_are_enough() -> None:
+async def test_two_votes_of_three_are_enough_for_a_verdict() -> None:
     with in_thread(OpenAIFake(saying(10, "x", 10)).app) as url:
         async with judging(url, model="small", votes=3, temperature=1.0) as judge:
             assert [each.reward for each in await verdicts(judge, "x")] == [1.0]
@@ -129,7 +131,7 @@ async def test_overloaded_judge_is_retried() -> None:
     ("failures", "timeout_s", "words"),
     [((500,) * 10_000, 0.5, "had no answer within 0.5 s"), ((401,), PATIENCE_S, "HTTP 401: not now")],
 )
-async def test_failing_judge_masks_the_answer_and_is_used_again_later(
+async def test_failing_judge_masks_the_answer_and_is_called_again_for_the_next(
     failures: tuple[int, ...], timeout_s: float, words: str
 ) -> None:
     fake = OpenAIFake(scripted_judge(), failures=failures)
@@ -149,7 +151,7 @@ async def test_unreachable_judge_masks_the_answer(tmp_path: Path) -> None:
             assert verdict.outcome is Outcome.VERIFIER_ERROR and "http://127.0.0.1:9" in verdict.reason
 
 
-async def test_budget_is_never_exceeded_survives_restarts_and_is_logged(
+async def test_call_budget_is_never_exceeded_survives_restarts_and_its_end_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake, purse = OpenAIFake(scripted_judge()), JudgeBudget(tmp_path / "judging", sharers=2)
@@ -180,7 +182,7 @@ def test_damaged_budget_file_is_an_error(tmp_path: Path) -> None:
         Spending(where="d", most_calls=1, most_tokens=None, file=tmp_path / "c.json")
 
 
-async def test_our_own_engine_can_be_the_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engine_of_this_project_can_serve_the_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = char_tokenizer()
     BigramModel.random(len(tokenizer), seed=1, context_length=4096).save(tmp_path)
     tokenizer.save_pretrained(tmp_path, save_jinja_files=False)
@@ -202,7 +204,7 @@ class Said:
 
 
 class CountingServer:
-    """Counts concurrent calls; while `free` is not set, no call is answered."""
+    """A server that counts concurrent calls; it answers only while `free` is set."""
 
     def __init__(self) -> None:
         self.now = self.most = self.asked = 0
@@ -231,14 +233,14 @@ def with_server(server: CountingServer, **settings: Any) -> Judge:
     return Judge(chosen, open_server=opened, spending=Spending(where="d", most_calls=None, most_tokens=None))
 
 
-async def test_concurrency_limit_is_respected() -> None:
+async def test_calls_to_the_judge_stay_within_the_concurrency_limit() -> None:
     server = CountingServer()
     judge = with_server(server, concurrency=3, votes=2, temperature=1.0)
     await asyncio.gather(*(verdicts(judge, f"{n}a", f"{n}b") for n in range(5)))
     assert (server.most, server.asked) == (3, 20)
 
 
-async def test_cancelled_call_releases_its_slot() -> None:
+async def test_cancelled_call_to_the_judge_frees_its_concurrency_slot() -> None:
     server = CountingServer()
     server.free.clear()
     judge = with_server(server, concurrency=1)
@@ -252,7 +254,7 @@ async def test_cancelled_call_releases_its_slot() -> None:
     assert [each.reward for each in await verdicts(judge, "a", "c")] == [0.5, 0.5]
 
 
-async def test_votes_share_one_opening_its_failure_and_the_next_attempt() -> None:
+async def test_votes_share_an_opening_and_its_failure_and_the_next_vote_opens_again() -> None:
     opened, gate = 0, asyncio.Event()
 
     async def opening() -> CountingServer:
@@ -280,7 +282,7 @@ async def test_votes_share_one_opening_its_failure_and_the_next_attempt() -> Non
     await judge.close()
 
 
-async def test_judge_can_be_closed_while_opening() -> None:
+async def test_judge_can_be_closed_while_its_server_is_being_opened() -> None:
     async def never() -> CountingServer:
         return await asyncio.get_running_loop().create_future()
 
@@ -295,7 +297,7 @@ async def test_judge_can_be_closed_while_opening() -> None:
     assert judge._opening is None
 
 
-async def test_failure_is_not_cached() -> None:
+async def test_failure_of_the_judge_is_not_cached() -> None:
     class Failing(CountingServer):
         async def sample(self, messages: tuple[Message, ...], sampling: Sampling, *, seed: int) -> Said:
             self.asked += 1
@@ -307,7 +309,7 @@ async def test_failure_is_not_cached() -> None:
     assert [(await verdicts(judge, "a"))[0].outcome for _ in range(2)] == [Outcome.VERIFIER_ERROR, Outcome.PARTIAL]
 
 
-async def test_missing_rubric_field_masks_the_answer() -> None:
+async def test_field_missing_from_the_problem_but_in_the_rubric_masks_the_answer() -> None:
     chosen = JudgeSettings(
         rubric=Template("{{ answer }} {{ hint }}", where="rubric"), format=ScoreFormat(low=0, high=1)
     )

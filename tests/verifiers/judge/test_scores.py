@@ -21,7 +21,7 @@ PATTERN = ScoreFormat(low=0, high=5, pattern=re.compile(r"Score: (\S+)"))
         ('{"reason": 5, "score": 10}', 10, ""),
     ],
 )
-def test_single_score_is_read(reply: str, score: float, reason: str) -> None:
+def test_single_score_in_a_reply_is_read(reply: str, score: float, reason: str) -> None:
     assert JSON.read(reply) == (score, reason)
 
 
@@ -47,7 +47,7 @@ def test_reply_without_a_single_valid_score_is_rejected(reply: str, sentence: st
         JSON.read(reply)
 
 
-def test_pattern_reads_its_group() -> None:
+def test_pattern_reads_the_score_from_its_group() -> None:
     assert PATTERN.read("So.\nScore: 4.5") == (4.5, "")
     for reply, sentence in (("4", "no score"), ("Score: 9", "not from 0 to 5"), ("Score: x", "'x' for a score"),
                             ("Score: 1 Score: 2", "more than one"), ("Score: nan", "no score")):  # fmt: skip

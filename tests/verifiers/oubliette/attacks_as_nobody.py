@@ -1,4 +1,4 @@
-"""Run all attacks as a user without privileges, and print those that were not held, as JSON."""
+"""Run all attacks as a user without privileges, and print as JSON those attacks that the sandbox did not hold off."""
 
 from __future__ import annotations
 

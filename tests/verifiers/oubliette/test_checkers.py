@@ -44,7 +44,9 @@ EXACT, TOKENS, FLOAT = Checker.EXACT, Checker.TOKENS, Checker.FLOAT
         ("9" * 500, "9" * 400, set()),
     ],
 )
-def test_outputs_are_compared_with_answers(output: str, answer: str, right: set[Checker]) -> None:
+def test_outputs_are_compared_with_answers_by_each_builtin_checker(
+    output: str, answer: str, right: set[Checker]
+) -> None:
     found = {checker for checker in Checker if same(output.encode(), answer.encode(), checker, 1e-6)}
     assert found == right
 
@@ -94,7 +96,7 @@ def _said(asked: CustomChecker, found: ProgramResult, share: float | None) -> No
         assert asked.share(found) == share
 
 
-def test_file_order_follows_the_checkers_protocol() -> None:
+def test_order_of_file_arguments_follows_the_checkers_protocol() -> None:
     for protocol, order in (
         (Protocol.TESTLIB, ("input.txt", "output.txt", "answer.txt")),
         (Protocol.PRINTED, ("input.txt", "answer.txt", "output.txt")),

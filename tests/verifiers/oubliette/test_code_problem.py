@@ -42,7 +42,7 @@ def read(ground_truth: str = "", **metadata: Any) -> CodeProblem:
         {"ground_truth": json.dumps({"inputs": ["1\n", "3\n"], "outputs": ["2\n", "6\n"]})},
     ],
 )
-def test_public_layouts_are_read(metadata: dict[str, Any]) -> None:
+def test_test_layouts_of_public_data_sets_are_read(metadata: dict[str, Any]) -> None:
     assert read(**metadata).tests == WANTED
 
 
@@ -78,7 +78,7 @@ def test_invalid_metadata_error_names_the_field(metadata: dict[str, Any], told: 
         read(**metadata)
 
 
-def test_limits_and_checkers_are_read() -> None:
+def test_limits_and_checkers_are_read_from_metadata() -> None:
     assert read(tests=PAIRS, time_limit={"seconds": 1, "nanos": 500_000_000}).time_limit_s == 1.5
     assert read(tests=PAIRS, time_limit=2).time_limit_s == 2.0
     assert read(tests=PAIRS, memory_limit=256).memory_bytes == 256 << 20
@@ -91,7 +91,7 @@ def test_limits_and_checkers_are_read() -> None:
     assert generated == CustomChecker(language="python", source="print(1)", protocol=Protocol.PRINTED)
 
 
-def test_links_replace_contents() -> None:
+def test_inputs_and_outputs_may_be_links() -> None:
     link = Link.of(b"much")
     problem = read(
         tests=[{"input": {"link": str(link)}, "output": str(link)}], checker={"language": "cpp", "program": str(link)}
@@ -119,5 +119,5 @@ def test_links_replace_contents() -> None:
         ("```x\n" + "y" * (2 << 20) + "\n```", None),
     ],
 )
-def test_last_closed_block_is_the_code(text: str, block: tuple[str, str] | None) -> None:
+def test_last_closed_code_block_of_an_answer_is_the_program(text: str, block: tuple[str, str] | None) -> None:
     assert last_block(text) == block

@@ -43,7 +43,9 @@ V2 = "31 30 0:27 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"
         ("", "", None),
     ],
 )
-def test_where_groups_are_created(mounts: str, own: str, places: tuple[int, str, str, str | None] | None) -> None:
+def test_places_of_groups_are_found_from_mounts_and_own_group(
+    mounts: str, own: str, places: tuple[int, str, str, str | None] | None
+) -> None:
     found = find(mounts, own)
     if places is None:
         assert found is None
@@ -53,7 +55,7 @@ def test_where_groups_are_created(mounts: str, own: str, places: tuple[int, str,
         assert found == Hierarchies(version, root / memory, root / cpu, None if shares is None else root / shares)
 
 
-def test_version_two_files_are_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_version_two_groups_are_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses plain files like those of a unified hierarchy, since the machines of these tests do not delegate memory."""
     monkeypatch.setattr(control_groups, "_start_janitor", lambda places: None)
     group = ControlGroup(Hierarchies(2, tmp_path, tmp_path, tmp_path))
@@ -67,13 +69,13 @@ def test_version_two_files_are_written_and_read(tmp_path: Path, monkeypatch: pyt
     assert (group.oom_kills(), group.cpu_s()) == (3, 1.25)
     assert group.entering(["run"])[4:] == ("1", f"{folder}/cgroup.procs", "run")
     for file in folder.iterdir():
-        file.unlink()  # the kernel's own files do not prevent rmdir
+        file.unlink()  # the kernel's own files do not prevent rmdir, but plain files would
     group.close()
     assert not folder.exists()
 
 
-def test_version_two_kills_all_processes_at_once(where: Hierarchies) -> None:
-    """Uses a real unified hierarchy, where one is mounted in addition to those of version 1."""
+def test_version_two_group_kills_all_its_processes_at_once(where: Hierarchies) -> None:
+    """Uses a real unified hierarchy, if one is mounted in addition to the hierarchies of version 1."""
     unified = Path("/sys/fs/cgroup/unified")
     if not (unified / "cgroup.procs").exists():
         pytest.skip("left out: a group of version 2, since none is mounted beside version 1")
@@ -128,7 +130,7 @@ def test_slot_has_a_group_until_it_is_closed(where: Hierarchies, slot: Sandbox) 
     assert not groups_of(os.getpid(), where) & mine
 
 
-#: Each child uses a little time and disappears, so no process in the table accounts for it.
+#: Each child uses a little time and disappears, so the process table no longer shows that time.
 _REAPED = b"""
 import os, signal, time
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -143,7 +145,7 @@ while True:
 """
 
 
-def test_processor_time_of_unreaped_children_counts(slot: Sandbox) -> None:
+def test_processor_time_of_children_that_have_disappeared_counts(slot: Sandbox) -> None:
     limits = Limits(cpu_s=0.4, wall_s=PATIENCE_S)
     result = slot.run(toolchains.find("python").running(_REAPED, b"", limits))
     assert (result.ending, result.cpu_s >= 0.4) == (Ending.CPU_TIME, True)
@@ -161,7 +163,7 @@ def weighed(where: Hierarchies, sandbox: Sandbox) -> Iterator[Callable[[ControlG
     yield shares
 
 
-def test_heavy_run_gets_a_lower_share(weighed: Callable[[ControlGroup | None], int]) -> None:
+def test_run_that_uses_much_processor_time_gets_a_lower_share(weighed: Callable[[ControlGroup | None], int]) -> None:
     alone = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=1, slots_each=1)
     try:
         assert alone.run(toolchains.find("python").running(b"print(1)", b"", Limits())).stdout == b"1\n"
@@ -204,7 +206,7 @@ def test_next_run_of_a_slot_gets_the_full_share_again(
 
 
 def test_kernel_out_of_memory_kill_is_reported_as_memory(slot: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guest's own accounting cannot see it: files in memory do not belong to a process."""
+    """Only the kernel notices: files in memory belong to no process, so the guest's own accounting cannot see them."""
     source = b"open('/tmp/f', 'wb').write(b'x' * (40 << 20))\nx = b'x' * (60 << 20)\nprint(len(x))"
     run = toolchains.find("python").running(source, b"", Limits(memory_bytes=100 << 20, disk_bytes=64 << 20))
     assert slot.run(run).succeeded
@@ -226,7 +228,7 @@ with probe._baits() as baits:
 """
 
 
-def test_killed_process_leaves_no_groups_or_baits(where: Hierarchies) -> None:
+def test_killed_process_leaves_neither_control_groups_nor_baits(where: Hierarchies) -> None:
     service = subprocess.Popen([sys.executable, "-c", _SERVICE], stdout=subprocess.PIPE)
     try:
         assert service.stdout is not None
@@ -241,7 +243,7 @@ def test_killed_process_leaves_no_groups_or_baits(where: Hierarchies) -> None:
         time.sleep(0.02)
 
 
-def test_groups_left_by_a_killed_janitor_are_removed(where: Hierarchies) -> None:
+def test_groups_left_behind_by_a_killed_janitor_are_removed(where: Hierarchies) -> None:
     gone = subprocess.Popen(["/bin/true"])
     gone.wait()
     left = [place / f"oubliette-{gone.pid}-0" for place in where.places]

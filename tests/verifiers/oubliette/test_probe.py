@@ -25,19 +25,19 @@ def _default(number: int) -> Isolation:
     return isolation_of(Tier.DEFAULT, number)
 
 
-def test_attacks_are_many_and_have_distinct_names() -> None:
+def test_table_of_attacks_is_large_and_names_are_distinct() -> None:
     assert len(BY_NAME) == len(ATTACKS) >= 80
     assert sum(attack.at_start for attack in ATTACKS) >= 10
 
 
-def test_all_attacks_are_held(sandbox: Sandbox) -> None:
+def test_default_tier_holds_off_all_attacks(sandbox: Sandbox) -> None:
     found = probe.attacked(_default, ATTACKS, sandbox=sandbox)
     assert [finding for finding in found if finding.defence is Defence.ESCAPED] == []
     assert sum(finding.defence is Defence.HELD for finding in found) >= 80
 
 
-def test_weak_tier_holds_off_what_it_can() -> None:
-    """Attacks that end by their limits are left out, since those are the same."""
+def test_weak_tier_holds_off_the_attacks_that_need_no_namespaces() -> None:
+    """Attacks that end by their limits are left out: limits are the same in every tier."""
     tried = [attack for attack in ATTACKS if not attack.ends and attack.language == "python"]
     try:
         probe.opened(Tier.WEAK, at_once=1).close()
@@ -48,13 +48,13 @@ def test_weak_tier_holds_off_what_it_can() -> None:
     assert {finding.name for finding in found if finding.defence is Defence.LEFT_OUT} == {"the parent"}
 
 
-def test_weak_tier_is_never_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weak_tier_is_never_used_as_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxMissing, match="the default sandbox needs bubblewrap"):
         probe.opened(Tier.DEFAULT)
 
 
-def test_all_attacks_are_held_without_privileges(sandbox: Sandbox) -> None:
+def test_default_tier_without_root_holds_off_all_attacks(sandbox: Sandbox) -> None:
     if os.geteuid() != 0:
         pytest.skip("left out: attacks as another user, since this one is not root and they were tried as it")
     program = Path(__file__).with_name("attacks_as_nobody.py")
@@ -95,7 +95,7 @@ HOLES = {
 
 
 def _with(command: tuple[str, ...], *more: str) -> tuple[str, ...]:
-    """Insert options before the root becomes read-only."""
+    """Insert bubblewrap options at the point before the root becomes read-only."""
     end = len(command) - 1 - command[::-1].index("--remount-ro")
     return (*command[:end], *more, *command[end:])
 
@@ -107,7 +107,7 @@ def test_hole_in_the_isolation_is_detected(sandbox: Sandbox, hole: str) -> None:
     assert [finding.name for finding in found if finding.defence is Defence.ESCAPED] == names
 
 
-def test_sandbox_that_does_not_hold_is_not_opened(sandbox: Sandbox) -> None:
+def test_sandbox_that_fails_to_hold_off_an_attack_is_not_opened(sandbox: Sandbox) -> None:
     def unfiltered(number: int) -> Isolation:
         return replace(_default(number), filter=b"", servers_filter=b"")
 
@@ -115,7 +115,7 @@ def test_sandbox_that_does_not_hold_is_not_opened(sandbox: Sandbox) -> None:
         probe.opened(Tier.DEFAULT, at_once=1, isolation=unfiltered)
 
 
-def test_failed_guest_start_reports_its_output(tmp_path: Path) -> None:
+def test_error_of_a_failed_guest_start_shows_the_guests_output(tmp_path: Path) -> None:
     def broken(_: int) -> Isolation:
         command = ("/bin/sh", "-c", "echo 'No permissions to create a new namespace' >&2; exit 1")
         return Isolation(tier=Tier.DEFAULT, command=command, namespaces=True, outer_id=0, filter=b"")

@@ -19,7 +19,7 @@ async def tool(sandbox: Sandbox) -> AsyncIterator[PythonTool]:
     await made.close()
 
 
-async def test_each_call_is_a_run_of_its_own(tool: PythonTool) -> None:
+async def test_tool_calls_share_no_state(tool: PythonTool) -> None:
     assert await tool.call("x = 6\nopen('kept', 'w').write('x')\nprint(x * 7)") == "42"
     assert "NameError: name 'x' is not defined" in await tool.call("print(x)")
     assert "No such file" in await tool.call("open('kept')")
@@ -28,11 +28,11 @@ async def test_each_call_is_a_run_of_its_own(tool: PythonTool) -> None:
     assert len(shown) < 4100 and "[5000 characters left out]" in shown
 
 
-async def test_limits_of_the_domain_hold(tool: PythonTool) -> None:
+async def test_limits_of_the_domain_apply_to_tool_calls(tool: PythonTool) -> None:
     assert "processor time" in await tool.call("while True: pass")
 
 
-async def test_missing_sandbox_is_an_error_at_start_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_sandbox_is_an_error_at_start_that_names_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxMissing, match=r"python tool needs a sandbox: .*bubblewrap, which is not installed"):
         await PythonTool(CodeRules()).start()

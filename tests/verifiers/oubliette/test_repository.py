@@ -20,7 +20,7 @@ DATA = (b"", b"1 2 3\n", bytes(range(256)) * 50)
 
 
 @pytest.mark.parametrize("data", DATA)
-def test_link_round_trips_as_text(data: bytes) -> None:
+def test_link_round_trips_through_its_text(data: bytes) -> None:
     link = Link.of(data)
     assert Link.parsed(str(link)) == link
     assert link.size == len(data)
@@ -28,12 +28,12 @@ def test_link_round_trips_as_text(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "oub:", "oub:12:3", "x" * 80, f"oub:{'A' * 64}:1", f"oub:{'0' * 64}:1\n"])
-def test_other_text_is_not_a_link(text: str) -> None:
+def test_text_that_is_no_link_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="a link must be oub:"):
         Link.parsed(text)
 
 
-def test_stored_content_is_shared_and_stored_once(tmp_path: Path) -> None:
+def test_equal_contents_are_stored_once_and_shared(tmp_path: Path) -> None:
     links = [PersistentRepository(tmp_path).put(data) for data in (*DATA, *DATA)]
     assert links[:3] == links[3:]
     again = PersistentRepository(tmp_path)
@@ -55,7 +55,7 @@ def test_damaged_content_is_missing_and_can_be_stored_again(tmp_path: Path) -> N
         repository.get(Link.of(b"never"))
 
 
-def test_compiled_program_is_found_by_its_inputs_digest(tmp_path: Path) -> None:
+def test_compiled_program_can_be_looked_up_by_the_digest_of_its_inputs(tmp_path: Path) -> None:
     repository = PersistentRepository(tmp_path)
     assert repository.compiled("key") is None
     link = repository.keep_compiled("key", b"program")
@@ -66,13 +66,13 @@ def test_compiled_program_is_found_by_its_inputs_digest(tmp_path: Path) -> None:
     assert repository.compiled("key") is None
 
 
-def test_unusable_folder_is_named(tmp_path: Path) -> None:
+def test_error_names_the_unusable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"the repository must be a writable folder, .*file/in"):
         PersistentRepository(tmp_path / "file" / "in")
 
 
-def test_memory_is_bounded_and_least_recently_used_is_evicted() -> None:
+def test_transient_repository_is_bounded_and_evicts_the_least_recently_used() -> None:
     repository = TransientRepository(10)
     first, second = repository.put(b"aaaa"), repository.put(b"bbbb")
     assert repository.get(first) == b"aaaa"

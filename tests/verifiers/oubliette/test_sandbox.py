@@ -42,7 +42,7 @@ def ended(sandbox: Sandbox, source: str, **given: object) -> ProgramResult:
 
 
 @pytest.mark.parametrize("name", TWICE)
-def test_program_reads_and_writes(sandbox: Sandbox, name: str) -> None:
+def test_program_reads_its_input_and_writes_output(sandbox: Sandbox, name: str) -> None:
     try:
         language = toolchains.find(name)
     except toolchains.ToolchainMissing as error:
@@ -79,18 +79,20 @@ def test_program_reads_and_writes(sandbox: Sandbox, name: str) -> None:
         ("import multiprocessing.dummy as m\nprint(sum(m.Pool(2).map(abs, [-1, -2])))", b"3\n", 0),
     ],
 )
-def test_program_ends_as_python_would_end_it(sandbox: Sandbox, source: str, stdout: bytes, code: int) -> None:
+def test_program_ends_with_the_status_and_output_that_python_would_give(
+    sandbox: Sandbox, source: str, stdout: bytes, code: int
+) -> None:
     result = ended(sandbox, source)
     assert (result.ending, result.stdout, result.code) == (Ending.EXITED, stdout, code), result.stderr
 
 
-def test_traceback_shows_only_the_program(sandbox: Sandbox) -> None:
+def test_traceback_shows_only_frames_of_the_program(sandbox: Sandbox) -> None:
     result = ended(sandbox, "def f():\n    1/0\nf()")
     assert result.stderr.startswith(b'Traceback (most recent call last):\n  File "/tmp/main.py", line 3, in <module>\n')
     assert result.describe() == "exit status 1: ZeroDivisionError: division by zero"
 
 
-def test_exceeded_limits_are_reported_by_name(sandbox: Sandbox) -> None:
+def test_result_names_the_limit_that_a_run_exceeded(sandbox: Sandbox) -> None:
     assert ended(sandbox, "while True: pass", cpu_s=0.2).ending is Ending.CPU_TIME
     assert ended(sandbox, "import time\ntime.sleep(3600)", wall_s=2.0).ending is Ending.DEADLINE
     assert ended(sandbox, "while True: print('x' * 1000)", output_bytes=5000).ending is Ending.OUTPUT
@@ -109,12 +111,12 @@ def test_output_is_kept_up_to_its_limit_plus_one_byte(sandbox: Sandbox) -> None:
     assert len(ended(sandbox, "import sys\nsys.stderr.write('x' * 5000)", error_bytes=1000).stderr) == 1001
 
 
-def test_program_status_and_output_are_not_mistaken_for_the_guests(sandbox: Sandbox) -> None:
+def test_status_and_output_of_a_program_are_not_mistaken_for_the_guests_own(sandbox: Sandbox) -> None:
     for code in (1, 2, 125, 126, 127, 255):
         assert ended(sandbox, f"import sys\nsys.stderr.write('OSError: guest')\nsys.exit({code})").code == code
 
 
-def test_invalid_executable_is_the_programs_failure(sandbox: Sandbox) -> None:
+def test_invalid_executable_counts_as_the_programs_failure(sandbox: Sandbox) -> None:
     result = sandbox.run(Run(argv=("/tmp/program",), files=(("program", b"no elf"),), limits=LONG))
     assert (result.ending, result.code) == (Ending.EXITED, 126)
 
@@ -133,13 +135,13 @@ def test_weak_tier_runs_only_python() -> None:
         weak.close()
 
 
-def test_concurrent_runs_do_not_mix(sandbox: Sandbox) -> None:
+def test_outputs_of_concurrent_runs_do_not_mix(sandbox: Sandbox) -> None:
     futures = [sandbox.submit(python("print(int(input()) ** 2)", stdin=f"{n}\n".encode())) for n in range(100)]
     assert [future.result(PATIENCE_S).stdout for future in futures] == [f"{n * n}\n".encode() for n in range(100)]
 
 
 def _of_this_process(name: str) -> list[int]:
-    """Return the descendants of this process with this command name."""
+    """Return the pids of this process's descendants that run the command `name`."""
     found, parents = [], {}
     for stat in (Path("/proc", name, "stat") for name in os.listdir("/proc") if name.isdigit()):
         try:
@@ -160,7 +162,7 @@ def _of_this_process(name: str) -> list[int]:
 
 
 def test_killed_guest_is_replaced_and_its_run_retried(sandbox: Sandbox) -> None:
-    """The guest's processes are looked up before the run starts, so that the kill hits it at any time."""
+    """The guest's pids are collected before the run starts, so that the kill can hit at any moment of the run."""
     before = set(_of_this_process("bwrap"))
     for _ in range(3):
         alone = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=1)
@@ -170,7 +172,7 @@ def test_killed_guest_is_replaced_and_its_run_retried(sandbox: Sandbox) -> None:
             assert guest
             future = alone.submit(python("import time\ntime.sleep(0.5)\nprint(2)"))
             for pid in guest:
-                with contextlib.suppress(ProcessLookupError):  # it has ended with the others
+                with contextlib.suppress(ProcessLookupError):  # it has already ended, together with the others
                     os.kill(pid, signal.SIGKILL)
             assert future.result(PATIENCE_S).stdout == b"2\n"
         finally:
@@ -191,7 +193,7 @@ def test_closing_ends_running_programs_and_fails_queued_ones(sandbox: Sandbox) -
         alone.submit(python("print(1)"))
 
 
-def test_unavailable_language_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_unavailable_language(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(toolchains.ToolchainMissing, match=r"language must be one of python, cpp, .* got 'cobol'"):
         toolchains.find("cobol")
     gone = toolchains.Toolchain(name="gone", aliases=(), tools=("no-such-compiler",), source="a", program="a")
@@ -224,7 +226,7 @@ def _called(name: str) -> list[str]:
     return found
 
 
-def test_killed_process_leaves_nothing_running(sandbox: Sandbox) -> None:
+def test_killing_this_process_leaves_no_program_running(sandbox: Sandbox) -> None:
     for number in range(3):
         name = f"oub-{os.getpid()}-{number}"[:15]
         service = subprocess.Popen([sys.executable, "-c", _SERVICE, name], stdout=subprocess.PIPE)
@@ -245,8 +247,8 @@ def _until(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def test_long_runs_make_room_for_others(sandbox: Sandbox) -> None:
-    """With one at a time, three endless runs would otherwise delay the fourth forever."""
+def test_long_runs_make_room_for_other_runs(sandbox: Sandbox) -> None:
+    """With one run at a time, three endless runs would delay the fourth run forever."""
     alone = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=1)
     try:
         endless = [alone.submit(python("while True: pass")) for _ in range(3)]

@@ -12,7 +12,7 @@ READ, MMAP, SOCKET, SOCKETPAIR, CLONE, CLONE3, UNSHARE, MOUNT, FORK = 0, 9, 41, 
 
 
 def verdict(program: bytes, number: int, *arguments: int, architecture: int = X86_64) -> int:
-    """Return the kernel's verdict: an interpreter of classic BPF for the instructions in use."""
+    """Return the kernel's verdict on a call, by interpreting the filter program; covers the BPF instructions in use."""
     given = [*arguments, 0, 0, 0, 0, 0, 0][:6]
     data = struct.pack("=IIQ6Q", number, architecture, 0, *given)
     held, at = 0, 0
@@ -33,13 +33,15 @@ def verdict(program: bytes, number: int, *arguments: int, architecture: int = X8
 
 
 def in_a_guest(number: int, *arguments: int, architecture: int = X86_64) -> int:
-    """Return the verdict for a run in a guest, which also has its server's filter: the stricter one applies."""
+    """Return the verdict on a run's call in a guest; the server's filter applies, too, and the stricter verdict
+    counts.
+    """
     programs = syscall_filter.of_servers(), syscall_filter.of_runs()
     found = [verdict(program, number, *arguments, architecture=architecture) for program in programs]
     return min(found, key=[KILLED, REFUSED, UNKNOWN, ALLOWED].index)
 
 
-def test_allowed_and_denied_calls() -> None:
+def test_filter_allows_and_denies_the_expected_calls() -> None:
     assert in_a_guest(READ) == ALLOWED
     assert [in_a_guest(number) for number in (SOCKET, UNSHARE, MOUNT)] == [REFUSED] * 3
     assert in_a_guest(FORK) == ALLOWED
@@ -56,9 +58,9 @@ def test_every_number_is_denied_exactly_as_in_the_table() -> None:
         assert in_a_guest(number) == (REFUSED if number in refused | {SOCKETPAIR} else ALLOWED), number
 
 
-def test_single_process_filter_denies_other_processes() -> None:
+def test_filter_of_runs_without_namespaces_denies_calls_that_reach_other_processes() -> None:
     alone = syscall_filter.alone()
-    assert verdict(alone, CLONE, 0x3D0F00) == ALLOWED  # flags of a thread
+    assert verdict(alone, CLONE, 0x3D0F00) == ALLOWED  # flags with which a thread is created
     assert verdict(alone, CLONE, 17) == REFUSED
     kill, execve, prlimit, pidfd_open, setsid = 62, 59, 302, 434, 112
     assert [verdict(alone, number) for number in (FORK, kill, execve, pidfd_open, setsid)] == [REFUSED] * 5
@@ -70,8 +72,8 @@ def test_single_process_filter_denies_other_processes() -> None:
     assert (verdict(alone, prlimit, 0), verdict(alone, prlimit, 1)) == (ALLOWED, REFUSED)
 
 
-def test_verdicts_that_depend_on_arguments() -> None:
-    assert in_a_guest(CLONE, 0x3D0F00) == ALLOWED  # flags of a thread
+def test_some_verdicts_depend_on_the_calls_arguments() -> None:
+    assert in_a_guest(CLONE, 0x3D0F00) == ALLOWED  # flags with which a thread is created
     assert [in_a_guest(CLONE, 1 << bit | 17) for bit in (17, 25, 26, 27, 28, 29, 30)] == [REFUSED] * 7
     private, shared, shared_file = 0x22, 0x21, 0x01
     assert in_a_guest(MMAP, 0, 4096, 3, private) == ALLOWED
@@ -82,7 +84,7 @@ def test_verdicts_that_depend_on_arguments() -> None:
     assert in_a_guest(SOCKETPAIR, 2, 1, 0) == REFUSED
 
 
-def test_server_filter_allows_only_what_creates_guests() -> None:
+def test_server_filter_allows_the_calls_that_create_guests() -> None:
     server = syscall_filter.of_servers()
     assert [verdict(server, number) for number in (MOUNT, CLONE)] == [ALLOWED] * 2
     assert verdict(server, CLONE, 1 << 28 | 17) == ALLOWED

@@ -77,7 +77,9 @@ async def test_answer_without_a_program_is_wrong_with_a_reason(oubliette: Oublie
     assert "the code is in 'ruby'; accepted are python, c" in verdict.reason
 
 
-async def test_own_limit_is_wrong_and_verifier_deadline_is_a_timeout(sandbox: Sandbox, oubliette: Oubliette) -> None:
+async def test_program_that_exceeds_its_own_limit_is_wrong_and_verifier_deadline_is_a_timeout(
+    sandbox: Sandbox, oubliette: Oubliette
+) -> None:
     verdict = await judged(oubliette, "while True: pass", time_limit=0.2)
     assert verdict.outcome is Outcome.WRONG
     assert "processor time" in verdict.reason or "elapsed time" in verdict.reason
@@ -89,7 +91,7 @@ async def test_own_limit_is_wrong_and_verifier_deadline_is_a_timeout(sandbox: Sa
         await hurried.close()
 
 
-async def test_reward_can_be_the_share_of_tests(sandbox: Sandbox) -> None:
+async def test_reward_can_be_the_share_of_tests_passed(sandbox: Sandbox) -> None:
     verifier = Oubliette(CodeRules(scoring=Scoring.SHARE, time_limit_s=PATIENCE_S), deadline_s=PATIENCE_S)
     try:
         verdict = await judged(verifier, HALF)
@@ -122,7 +124,7 @@ async def test_custom_checker_runs_in_its_own_guest(oubliette: Oubliette) -> Non
     assert await _masked(oubliette, checker={"language": "cobol", "source": ""})
 
 
-#: Reads output as UTF-8, under both protocols; invalid bytes raise an exception.
+#: Decodes the output as UTF-8, so that invalid bytes raise an exception; usable under both protocols.
 TEXT_CHECKER = """
 import sys
 names = {name.partition(".")[0]: open(name).read() for name in sys.argv[1:]}
@@ -140,7 +142,9 @@ sys.exit(0 if right or PRINTED else 1)
         "import sys\nsys.stdout.buffer.write(b'\\xed\\xa0\\x80')",
     ],
 )
-async def test_output_that_crashes_a_working_checker_is_wrong(oubliette: Oubliette, protocol: str, crash: str) -> None:
+async def test_output_that_crashes_a_checker_accepting_the_reference_is_wrong(
+    oubliette: Oubliette, protocol: str, crash: str
+) -> None:
     source = TEXT_CHECKER.replace("PRINTED", str(protocol == "printed"))
     checker = {"language": "python", "source": source, "protocol": protocol}
     assert (await judged(oubliette, RIGHT, checker=checker)).outcome is Outcome.CORRECT
@@ -155,8 +159,8 @@ async def _masked(oubliette: Oubliette, **metadata: Any) -> bool:
     return (await judged(oubliette, RIGHT, **metadata)).outcome is Outcome.VERIFIER_ERROR
 
 
-async def test_programs_guest_does_not_contain_the_answer(oubliette: Oubliette) -> None:
-    """The program prints everything that it can find; the expected word occurs only in the answer."""
+async def test_guest_of_the_program_does_not_contain_the_answer(oubliette: Oubliette) -> None:
+    """The program prints everything that it can read; a certain word is only in the answer, and must not be printed."""
     word = "xyzzy-the-answer"
     search = (
         "import os\nfound = [sys.stdin.read()] if (sys := __import__('sys')) else []\n"
@@ -173,7 +177,9 @@ async def test_programs_guest_does_not_contain_the_answer(oubliette: Oubliette) 
     assert word not in verdict.reason
 
 
-async def test_infrastructure_failures_are_masked(oubliette: Oubliette, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answer_is_masked_if_tests_are_invalid_or_the_sandbox_is_missing(
+    oubliette: Oubliette, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert await _masked(oubliette, tests=[])
     assert await _masked(oubliette, tests="[")
     monkeypatch.setenv("PATH", "/nowhere")
@@ -184,7 +190,7 @@ async def test_infrastructure_failures_are_masked(oubliette: Oubliette, monkeypa
     await missing.close()
 
 
-async def test_cancelled_judgements_do_not_block_the_next(oubliette: Oubliette) -> None:
+async def test_cancelled_judgements_do_not_block_later_ones(oubliette: Oubliette) -> None:
     await judged(oubliette, RIGHT)
     waiting = [asyncio.create_task(judged(oubliette, "import time\ntime.sleep(0.2)\n" + RIGHT)) for _ in range(6)]
     await asyncio.sleep(0)
@@ -194,7 +200,7 @@ async def test_cancelled_judgements_do_not_block_the_next(oubliette: Oubliette) 
     assert (await judged(oubliette, RIGHT)).outcome is Outcome.CORRECT
 
 
-async def test_recipe_domain_is_judged_by_the_sandbox(sandbox: Sandbox) -> None:
+async def test_domain_of_a_recipe_is_judged_by_the_sandbox(sandbox: Sandbox) -> None:
     domain = DomainSection(
         name="code",
         source="files",
@@ -213,8 +219,8 @@ async def test_recipe_domain_is_judged_by_the_sandbox(sandbox: Sandbox) -> None:
 
 @final
 class Forgetful:
-    """A `CodeRunner` like a service that is killed repeatedly: the first `forgets` outputs are lost before their
-    check.
+    """A `CodeRunner` like a service that is killed repeatedly: the first `forgets` outputs are lost before they are
+    checked.
     """
 
     tier, at_once = "remote default", 1
@@ -247,7 +253,10 @@ class Forgetful:
 
 
 def opening(*found: Forgetful | SandboxLost) -> tuple[Callable[..., Awaitable[Forgetful]], list[int]]:
-    """Return a stand-in for `open_runner` that gives these results in order, then the last; and a list of its calls."""
+    """Return a stand-in for `open_runner`, and the list of its calls.
+
+    The stand-in gives these results in order, and then repeats the last result.
+    """
     tries: list[int] = []
 
     async def opened(rules: CodeRules, *, at_once: int) -> Forgetful:
@@ -262,7 +271,7 @@ def opening(*found: Forgetful | SandboxLost) -> tuple[Callable[..., Awaitable[Fo
 
 
 @pytest.mark.parametrize(("forgets", "outcome"), [(7, Outcome.CORRECT), (8, Outcome.VERIFIER_ERROR)])
-async def test_content_lost_by_a_service_is_recreated(
+async def test_answer_is_judged_again_if_the_service_lost_its_content(
     forgets: int, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Forgetful(forgets=forgets)
@@ -271,7 +280,7 @@ async def test_content_lost_by_a_service_is_recreated(
     assert (verdict.outcome, runner.runs) == (outcome, 8)
 
 
-async def test_briefly_unreachable_service_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_to_a_briefly_unreachable_service_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     away = SandboxLost("away")
     opened, tries = opening(away, away, Forgetful(forgets=0))
     monkeypatch.setattr(verifiers, "open_runner", opened)
@@ -282,7 +291,7 @@ async def test_briefly_unreachable_service_is_retried(monkeypatch: pytest.Monkey
     assert len(tries) == 3
 
 
-async def test_concurrent_callers_share_a_failed_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_callers_share_a_failed_attempt_to_open_the_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     opened, tries = opening(SandboxLost("away"))
     monkeypatch.setattr(verifiers, "open_runner", opened)
     monkeypatch.setattr(verifiers, "_GRACE_S", 0.0)

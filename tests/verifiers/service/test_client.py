@@ -1,4 +1,4 @@
-"""The client: verdicts from any live service, and masked answers if none does its work."""
+"""The client: verdicts from any live service, and masked answers if no service works."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RIGHT = [Outcome.CORRECT, Outcome.WRONG, Outcome.CORRECT]
 
 
 class Exact:
-    """Counts its judgements, across threads."""
+    """A verifier that compares texts, and counts its judgements across threads."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -68,7 +68,7 @@ def replace_text(answer: SampledAnswer, number: int) -> SampledAnswer:
 
 
 class Hostile:
-    """A broken or unrelated server; `asked` is set by its first request."""
+    """A server that is broken or is no verifier service; `asked` is set by its first request."""
 
     def __init__(self, answer: Callable[[], Response]) -> None:
         self.asked = threading.Event()
@@ -92,7 +92,7 @@ def raw(content: bytes, status: int = 200) -> Callable[[], Response]:
 
 
 async def endless() -> AsyncIterator[bytes]:
-    for _ in range(64):  # more than a client accepts; a server keeps writing after a disconnect
+    for _ in range(64):  # more than a client accepts, but not endless: a server keeps writing after a disconnect
         yield b" " * (1 << 20)
         await asyncio.sleep(0)
 
@@ -136,7 +136,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-async def test_invalid_answer_is_the_services_failure_and_another_judges(name: str) -> None:
+async def test_invalid_answer_counts_as_the_services_failure_and_another_service_judges(name: str) -> None:
     verifier = Exact()
     hostile = Hostile(HOSTILE[name])
     with in_thread(hostile.app) as broken, in_thread(honest(verifier)) as good:
@@ -149,7 +149,7 @@ async def test_invalid_answer_is_the_services_failure_and_another_judges(name: s
     assert verifier.asked == len(ANSWERS), "each answer was judged once"
 
 
-async def test_silent_service_is_abandoned_and_another_judges() -> None:
+async def test_silent_service_is_given_up_and_another_service_judges() -> None:
     """The service has begun to answer, so only its silence distinguishes it from a working one."""
     hostile = Hostile(lambda: StreamingResponse(mute()))
     with in_thread(hostile.app) as broken, in_thread(honest(Exact())) as good:
@@ -169,7 +169,7 @@ async def test_silent_service_is_abandoned_and_another_judges() -> None:
         (None, "cannot be reached"),
     ],
 )
-async def test_answers_are_masked_with_a_reason_if_no_service_works(
+async def test_answers_are_masked_with_the_reason_if_every_service_fails(
     answer: Callable[[], Response] | None, words: str
 ) -> None:
     with in_thread(Hostile(answer or raw(b"")).app) as url:
@@ -188,7 +188,9 @@ async def test_answers_are_masked_with_a_reason_if_no_service_works(
         ((lease("http://127.0.0.1:1", rules="r2"),), "by another recipe than this actor's"),
     ],
 )
-async def test_answers_are_masked_without_a_suitable_service(leases: Sequence[Any], words: str) -> None:
+async def test_answers_are_masked_if_no_service_judges_the_domain_by_these_rules(
+    leases: Sequence[Any], words: str
+) -> None:
     async with client(grace_s=0.2) as services:
         services.update(leases)
         judged = await services.judge("words", RULES, problem(1), ANSWERS)
@@ -227,7 +229,7 @@ async def test_answers_wait_for_the_first_service_and_for_capacity() -> None:
     assert refusals == []
 
 
-async def test_problem_prefers_one_service_and_problems_are_spread() -> None:
+async def test_problem_prefers_one_service_and_different_problems_are_spread() -> None:
     verifiers = [Exact(), Exact()]
     with in_thread(honest(verifiers[0])) as first, in_thread(honest(verifiers[1])) as second:
         async with client() as services:
@@ -240,8 +242,10 @@ async def test_problem_prefers_one_service_and_problems_are_spread() -> None:
     assert all(verifier.asked > len(ANSWERS) for verifier in verifiers)
 
 
-async def test_loaded_service_is_avoided() -> None:
-    """One service is blocked with many answers; the other gets further groups once the difference would be large."""
+async def test_service_with_many_more_answers_than_others_is_avoided() -> None:
+    """One service is blocked with many answers. Further groups go to the other service once the difference would be
+    large.
+    """
     gate = threading.Event()
 
     class Held(Exact):
@@ -264,7 +268,7 @@ async def test_loaded_service_is_avoided() -> None:
             assert [len(judged) for judged in await asyncio.wait_for(asyncio.gather(*first), PATIENCE_S)] == [100] * 3
 
 
-async def test_request_carries_protocol_version_and_rules() -> None:
+async def test_request_states_protocol_version_and_rules() -> None:
     seen: list[VerifyRequest] = []
     app = FastAPI(openapi_url=None)
 

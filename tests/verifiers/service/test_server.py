@@ -1,4 +1,4 @@
-"""The service behind its application: judging, caching, rejecting, and abandoning work."""
+"""The service and its application: judging, caching, rejecting, and abandoning work."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def test_equal_answers_are_judged_once_by_a_deterministic_verifier(
         (b'{"x": ' + b"[" * 100_000, 400, "invalid_json", "JSON"),
     ],
 )
-async def test_rejected_request_states_the_reason(
+async def test_rejected_request_gets_the_reason(
     http: httpx.AsyncClient, scripted: Scripted, body: bytes, status: int, code: str, words: str
 ) -> None:
     answer = await http.post(wire.VERIFY, content=body)
@@ -131,7 +131,7 @@ async def until(holds: Any) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_full_or_draining_service_rejects_new_work_and_finishes_the_rest(
+async def test_full_or_draining_service_rejects_new_requests_and_finishes_accepted_ones(
     http: httpx.AsyncClient, serving: VerifierService, scripted: Scripted
 ) -> None:
     scripted.gate.clear()
@@ -174,7 +174,7 @@ def bodies(sent: Sequence[dict[str, Any]]) -> list[bytes]:
     return [message["body"] for message in sent if message["type"] == "http.response.body"]
 
 
-async def test_disconnected_clients_work_is_cancelled(serving: VerifierService, scripted: Scripted) -> None:
+async def test_work_of_a_disconnected_client_is_cancelled(serving: VerifierService, scripted: Scripted) -> None:
     scripted.gate.clear()
     leaves, sent = asyncio.Event(), list[dict[str, Any]]()
     asking = asyncio.create_task(asked_by_hand(create_app(serving, token=TOKEN), leaves, sent))
@@ -185,7 +185,7 @@ async def test_disconnected_clients_work_is_cancelled(serving: VerifierService, 
     assert (scripted.given_up, serving.status().queue, serving.status().verdicts) == (2, 0, 0)
 
 
-async def test_working_service_sends_heartbeats(
+async def test_service_sends_heartbeats_while_it_works(
     serving: VerifierService, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat_route, "HEARTBEAT_S", 0.01)

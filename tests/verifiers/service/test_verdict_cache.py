@@ -13,7 +13,7 @@ from pipelinerl.verifiers.verifier import correct, failed, timed_out, wrong
 from tests.fakes.verifier_service import problem
 
 
-def test_verdict_round_trips() -> None:
+def test_cached_verdict_round_trips() -> None:
     cache = VerdictCache(1 << 16)
     verdict = Verdict(outcome=Outcome.PARTIAL, reward=0.1, reason="größer", answer="x", parts=(RewardPart("a", 0.25),))
     cache.keep(b"k", verdict)
@@ -22,16 +22,16 @@ def test_verdict_round_trips() -> None:
 
 
 @pytest.mark.parametrize("verdict", [failed("away"), timed_out(1.0)])
-def test_failures_are_not_cached(verdict: Verdict) -> None:
+def test_failures_of_the_verifier_are_not_cached(verdict: Verdict) -> None:
     cache = VerdictCache(1 << 16)
     cache.keep(b"k", verdict)
     assert cache.find(b"k") is None and cache.num_bytes == 0
 
 
-def test_size_is_bounded_and_least_recently_used_is_evicted() -> None:
+def test_size_of_the_cache_is_bounded_and_the_least_recently_used_entry_is_evicted() -> None:
     cache = VerdictCache(4000)
     for number in range(100):
-        cache.keep(b"first", correct("1"))  # the same entry repeatedly: it counts once
+        cache.keep(b"first", correct("1"))  # storing the same entry again does not count its size again
         cache.keep(b"%d" % number, wrong("x" * (number % 50)))
         assert cache.find(b"first") is not None
         assert cache.num_bytes <= 4000

@@ -1,6 +1,7 @@
-"""`Attack`: a program that attempts one thing, and prints `ESCAPED …` if it succeeds, or `held` if it is refused.
+"""`Attack`: a program that tries to break out. It prints `ESCAPED …` if it succeeds, or `held` if the sandbox refuses
+it.
 
-None of them does harm if it succeeds: signals are 0, files belong to the probe, floods and bombs end by themselves.
+No attack does harm if it succeeds: signals are 0, files belong to the probe, floods and bombs end by themselves.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Final
 
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits
 
-#: Limits of attacks that are refused at once; generous, since such an attack does not run into its limits.
+#: Limits of attacks that a sandbox refuses at once; generous, since such attacks do not test limits.
 QUICK: Final = Limits(
     cpu_s=20, wall_s=60, memory_bytes=256 << 20, disk_bytes=16 << 20, inodes=512, output_bytes=1 << 20
 )
@@ -50,13 +51,13 @@ class Attack:
     """One attack.
 
     Attributes:
-        source: the program; `@PID@`, `@FILE@`, `@PORT@`, `@NAME@`, `@WORD@` stand for the probe's baits.
+        source: the program. The probe replaces `@PID@`, `@FILE@`, `@PORT@`, `@NAME@`, `@WORD@` by its baits.
         language: `python`, or a compiled language; the latter attacks the compiler, or needs native code.
         before: a program that runs just before, in the same slot.
-        ends: endings that count as held, even if the program did not print `held`.
-        needs_namespaces: whether only a tier with namespaces can prevent it.
-        own_kernel: whether a sandbox with its own kernel may allow it, since it then reaches nothing of the host.
-        at_start: whether it is tried each time that a sandbox is opened.
+        ends: endings that show that the sandbox held, even if the program did not print `held`.
+        needs_namespaces: whether only a tier with namespaces can prevent the attack.
+        own_kernel: whether a sandbox with its own kernel may allow the attack, which then reaches nothing of the host.
+        at_start: whether the attack is tried each time that a sandbox is opened.
     """
 
     name: str

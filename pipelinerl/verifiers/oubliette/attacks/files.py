@@ -1,4 +1,4 @@
-"""Attacks on hidden data: files, environment and devices of the host, its network, and the preceding run."""
+"""Attacks that look for hidden data: files, environment and devices of the host, its network, and the preceding run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ ATTACKS: Final = (
            "escaped(text) if '@WORD@' in text else held()"),
     Attack(name="the score by which it is ended", own_kernel=True,
            source="refused(lambda: os.write(os.open('/proc/self/oom_score_adj', os.O_WRONLY), b'-1000'))"),
-    # the preceding run
+    # attacks that look for what the preceding run left
     Attack(name="files of the run before", at_start=True,
            before="open('/tmp/left', 'w').write('x'); open('/dev/shm/left', 'w').write('x')",
            source="found = [n for n in ('/tmp/left', '/dev/shm/left') if os.path.exists(n)]\n"

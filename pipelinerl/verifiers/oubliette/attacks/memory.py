@@ -1,4 +1,6 @@
-"""Attacks on memory, disk and output limits: alone and summed, shared, hidden from accounting, or unbounded."""
+"""Attacks on the limits of memory, disk and output: memory used in one process, in many processes together, shared,
+hidden from accounting, or without bound.
+"""
 
 from __future__ import annotations
 

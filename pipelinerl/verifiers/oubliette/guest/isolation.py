@@ -1,4 +1,6 @@
-"""Isolation of each run, applied by the run's process and the server. x86_64 only, like the filter."""
+"""Isolation of each run, applied by the run's own process and by the server. For x86_64 only, like the system call
+filter.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any, final
 
 _LIBC = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock across a fork
 syscall = _LIBC.syscall  # looked up once here; takes six arguments, or placeholders for them
-_CLONE, _PRCTL, _MOUNT, _CAPSET, _PRLIMIT = 56, 157, 165, 126, 302  # numbers on x86_64
+_CLONE, _PRCTL, _MOUNT, _CAPSET, _PRLIMIT = 56, 157, 165, 126, 302  # system call numbers on x86_64
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
 _CLONE_PIDFD = 0x1000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
@@ -27,13 +29,13 @@ FOLDER = "/tmp"
 
 #: A system call that changes nothing.
 NOTHING = (_PRCTL, _PR_GET_DUMPABLE, 0, 0, 0, 0)
-#: A call and its arguments; it fails by an exception, or by the result -1.
+#: A step: a function and its arguments. It fails by an exception, or by the result -1.
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 @final
 class GuestIsolation:
-    """Isolation of each run; `settings` are `Isolation` in `slot.py`."""
+    """Isolation of each run; `settings` are the fields of `Isolation` in `slot.py`."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.have_folder = self._namespaces = settings["namespaces"]
@@ -48,25 +50,26 @@ class GuestIsolation:
         ids = b"%d %d 1" % (_INNER_ID, self._outer_id)
         self._maps = [(b"setgroups", b"deny"), (b"uid_map", ids), (b"gid_map", ids)] if self._namespaces else []
         if self._namespaces:
-            for name in ("sys", "sysrq-trigger", "irq", "bus"):  # a partly covered /proc forbids new mounts of it below
+            for name in ("sys", "sysrq-trigger", "irq", "bus"):  # a partly covered /proc would forbid runs their own
                 _LIBC.umount2(f"/proc/{name}".encode(), _MNT_DETACH)
 
     def fork(self) -> tuple[int, int]:
-        """Fork a process, the first of its namespaces; return its pid and a pidfd, or (0, …) in the child."""
+        """Fork a process, the first of its new namespaces; return its pid and a pidfd, or (0, …) in the child."""
         pid = syscall(*self._forking)
         if pid < 0:
             raise _failure("clone")
         return pid, self._handle.value
 
     def map_ids(self, pid: int) -> None:
-        """Map the process's user and group id to those outside."""
+        """Map the user and group id that the process has inside its namespace to the ids outside."""
         for name, text in self._maps:
             write(b"/proc/%d/%s" % (pid, name), text)
 
     def processes(self, pid: int) -> list[str]:
         """Return the pids of the run.
 
-        With namespaces, these are all but this process and the guest's first; without, the single one.
+        With namespaces, these are all pids in the guest but the server's and that of the guest's first process.
+        Without, the run is the single process `pid`.
         """
         if not self._namespaces:
             return [str(pid)]
@@ -82,7 +85,7 @@ class GuestIsolation:
 
     def entering(self, limits: dict[str, Any]) -> list[Step]:
         """Return the steps that give the run its user, and its own folder, /proc and process group."""
-        steps: list[Step] = [(os.setsid, ())]  # a signal to its own group would otherwise reach across namespaces
+        steps: list[Step] = [(os.setsid, ())]  # otherwise a signal to its process group would reach the server
         if self._namespaces:
             room = f"size={limits['disk_bytes']},nr_inodes={limits['inodes']},mode=0700"
             steps += [
@@ -117,7 +120,7 @@ class GuestIsolation:
         return [*steps, *self._filter.setting]
 
     def confine_server(self) -> None:
-        """Install a filter in the server itself, for calls that neither it nor any fork needs."""
+        """Install a filter in the server itself: it denies calls that neither the server nor any fork needs."""
         take(self._servers_filter.setting)
 
     def _hide(self) -> None:
@@ -137,7 +140,9 @@ class GuestIsolation:
 
 
 class _Filter:
-    """A seccomp program and the step that installs it, if there is one. All installed filters must allow a call."""
+    """A seccomp program and the step that installs it, if there is one. A call must be allowed by all installed
+    filters.
+    """
 
     def __init__(self, encoded: str) -> None:
         steps = bytes.fromhex(encoded)
@@ -147,10 +152,11 @@ class _Filter:
 
 
 def keep_code() -> None:
-    """Make forks start with the page table entries of the interpreter's code, which they would otherwise fault in.
+    """Write to one page of each mapping of the interpreter's code, so that forks start with page table entries for the
+    code.
 
     At a fork the kernel copies a page table only if the process owns one of its pages. Writing back one byte per
-    mapping makes a page its own.
+    mapping makes a page the process's own. Otherwise each fork would fault the pages in again.
     """
     with (
         contextlib.suppress(OSError),
@@ -198,7 +204,7 @@ def _failure(what: str) -> OSError:
 
 
 def take(steps: list[Step]) -> None:
-    """Execute steps in order. Raises OSError if one fails."""
+    """Execute steps in order. Raises OSError at the first step that fails."""
     for call, arguments in steps:
         if call(*arguments) == -1:
             raise _failure(f"{call.__name__}{arguments}")

@@ -1,4 +1,4 @@
-"""A run from the inside: it confines itself, then becomes the program. `become` never returns.
+"""A run as seen from inside: its process confines itself, then becomes the program. `become` never returns.
 
 A Python program is not started by exec: it continues in the forked interpreter. The fork has what `site` would set up
 (except for the host's .pth files), and nothing else of this project in `__main__`.
@@ -27,13 +27,13 @@ _PROGRAM = f"{_FOLDER}/main.py"
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 #: Modules that many programs import, loaded here so that forks do not load them again.
 _OFTEN_IMPORTED = ("bisect", "collections", "heapq", "math", "typing")
-#: Number of executions after which the interpreter has specialised the code, with a margin.
+#: Number of executions, with a margin, after which the interpreter has specialised the code.
 _REHEARSALS = 12
 
 
 @final
 class RunRequest:
-    """A request, with the steps that a run of it takes to confine itself, prepared in advance."""
+    """A request, with the prepared steps by which a run of it confines itself."""
 
     def __init__(self, settings: dict[str, Any], around: isolation.GuestIsolation | _NoIsolation) -> None:
         self.limits: dict[str, Any] = settings["limits"]
@@ -62,7 +62,7 @@ def become(request: RunRequest, files: list[int], go_read: int, trouble: int) ->
         os._exit(_be_python(source, request.python, request.arguments))
     try:
         os.execve(request.argv[0], request.argv, request.environment)
-    except BaseException as error:  # the compiler's output may not be executable
+    except BaseException as error:  # shown on stderr: the compiler's output may not be executable
         os.write(2, f"{request.argv[0]}: {error}\n".encode())
         os._exit(126)
 
@@ -80,7 +80,7 @@ def _enter(request: RunRequest, files: list[int]) -> bytes:
 
 
 def _copy(source: int, target: int) -> None:
-    """Copy with an offset of its own, since other processes may read the same file."""
+    """Copy with a separate file offset, since other processes may read the same file."""
     offset = 0
     while sent := os.sendfile(target, source, offset, 1 << 30):
         offset += sent
@@ -88,7 +88,7 @@ def _copy(source: int, target: int) -> None:
 
 
 def be_ready() -> None:
-    """Prepare everything that forks need, and execute once what runs do."""
+    """Prepare everything that forks need, and execute once what every run does."""
     os.environ.pop("LD_BIND_NOW", None)  # set for this process only, not for programs that runs start
     for name in _OFTEN_IMPORTED:
         __import__(name)
@@ -130,7 +130,7 @@ def _be_python(source: bytes, name: str, arguments: list[str]) -> int:
 
 
 def _be_ready_for_a_program() -> None:
-    """Put streams, module and arguments in place, where each fork finds them."""
+    """Put standard streams, the main module and its arguments in place, where each fork finds them."""
     sys.stdin, sys.stdout, sys.stderr = _warm_streams()
     vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
     sys.argv = [_PROGRAM]
@@ -138,7 +138,7 @@ def _be_ready_for_a_program() -> None:
     main.__file__ = _PROGRAM
 
 
-#: A sample of what most programs do.
+#: A sample program that does what most programs do.
 _REHEARSED = b"""
 import sys
 from collections import deque
@@ -173,7 +173,7 @@ class _NoIsolation:
 
 
 def _rehearse() -> None:
-    """Execute what a run does, up to the point where it would change this process."""
+    """Execute what a run does, up to the point at which it would change this process."""
     kept = [os.dup(number) for number in range(3)]
     settings = {"limits": {}, "python": _PROGRAM, "argv": [], "arguments": [], "environment": {}, "files": []}
     request = RunRequest(settings, _NoIsolation())
@@ -222,7 +222,7 @@ def _text(number: int, mode: Literal["rb", "wb"], errors: str) -> io.TextIOWrapp
 
 
 def _print_traceback(error: BaseException) -> None:
-    trace = error.__traceback__ and error.__traceback__.tb_next  # without this file's own frame
+    trace = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this file
     with contextlib.suppress(BaseException):
         sys.excepthook(type(error), error.with_traceback(trace), trace)
 

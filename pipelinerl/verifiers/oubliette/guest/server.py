@@ -23,7 +23,7 @@ closes because the client is gone, the run is killed and this process ends.
 
 from __future__ import annotations
 
-import _socket  # `socket` is much besides, which each fork would have a share in
+import _socket  # the module `socket` is much larger, and each fork would have to copy its share
 import contextlib
 import gc
 import json
@@ -44,11 +44,11 @@ else:
     import isolation
     import program
 
-    # Programs may use these names for their own modules.
+    # Programs may use these names for modules of their own.
     del sys.path[0], sys.modules["program"], sys.modules["isolation"]
     sys.dont_write_bytecode = False
 
-#: Interval at which a run's memory is summed, and a longer one for runs in a control group, which limits memory itself.
+#: Interval at which a run's memory is summed, and a longer interval for runs whose memory a control group limits.
 _TICK_MS = 20.0
 _SELDOM_S = 0.1
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -56,7 +56,7 @@ _MOST_PACKET = 1 << 16
 _MOST_FILES = 16
 #: Packet that ends the current run.
 _KILL = b"{}"
-#: Exit status, or minus the signal; seconds of processor time, elapsed, and waiting for a processor.
+#: Exit status, or minus the signal; then seconds of processor time, of elapsed time, and of waiting for a processor.
 _ANSWER = struct.Struct("=iddd")
 
 
@@ -73,7 +73,7 @@ def main() -> None:
     gc.collect()
     isolation.give_back_memory()
     gc.freeze()
-    gc.disable()  # each run enables it for itself; a page never written here is never copied for a run
+    gc.disable()  # each run enables it again; a page that is never written here is never copied for a run
     control.send(b"ready")
     known, request = b"", None
     while True:
@@ -81,8 +81,8 @@ def main() -> None:
         if not packet:
             return
         if packet == _KILL:
-            continue  # it came after the run had ended by itself
-        if packet != known or request is None:  # most requests equal the preceding one
+            continue  # "kill" came after the run had ended by itself
+        if packet != known or request is None:  # most requests equal the one before, and are not parsed again
             known, request = packet, program.RunRequest(json.loads(packet), around)
         answer = _run(control, around, watch, request, files)
         if answer is None:
@@ -139,7 +139,7 @@ def _run(
 
 
 class _Watch:
-    """Waits for events while a run is in progress."""
+    """Waits for the events that end a run."""
 
     def __init__(self, control: _socket.socket, meter: _Meter, around: isolation.GuestIsolation) -> None:
         self.meter = meter
@@ -154,7 +154,7 @@ class _Watch:
         self._poll.register(handle, select.POLLIN)
         try:
             if self._poll.poll(_TICK_MS) == [(handle, select.POLLIN)]:
-                return ""  # most runs have ended by now
+                return ""  # the usual case: the run has ended by now
             return self._slowly(handle, pid, limits, began)
         finally:
             self._poll.unregister(handle)
@@ -188,7 +188,9 @@ class _Watch:
 
 
 class _Meter:
-    """Processor time of everything in the slot except this process, from its control group, if it has one."""
+    """Measures the processor time of everything in the slot except this process, from the slot's control group if it
+    has one.
+    """
 
     def __init__(self, file: int | None) -> None:
         self._file = file
@@ -200,7 +202,7 @@ class _Meter:
         return self._file is not None
 
     def begin(self) -> None:
-        """Mark the start of a run."""
+        """Record the readings at the start of a run."""
         self._began_s = self._taken_s()
 
     def cpu_s(self, otherwise: float) -> float:
@@ -208,7 +210,7 @@ class _Meter:
         return otherwise if self._file is None else max(0.0, self._taken_s() - self._began_s)
 
     def reap(self, pid: int) -> tuple[int, float]:
-        """Wait for the process; return its exit status, or minus the signal, and the processor seconds of the run."""
+        """Wait for the process. Return its exit status, or minus the signal, and the run's processor seconds."""
         if self.counts:
             return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), self.cpu_s(0.0)
         _, status, used = os.wait4(pid, 0)
@@ -237,7 +239,7 @@ def _used(processes: list[str]) -> tuple[int, float]:
 
 
 def _delayed_s(processes: list[str]) -> float:
-    """Return how long a thread of the run was ready without a processor: the maximum over threads."""
+    """Return the longest time for which a single thread of the run was ready without a processor."""
     longest = 0
     for name in processes:
         with contextlib.suppress(OSError, ValueError, IndexError):

@@ -1,4 +1,6 @@
-"""A run in the form of runsc: a bundle folder with files and configuration, and the errors that runsc logs."""
+"""A run in the form that runsc needs: a bundle folder with files and configuration. Also reads errors that runsc
+logs.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def executable() -> str | None:
 
 
 def command(bundle: Path) -> tuple[str, ...]:
-    """Return the runsc command; it ends with this thread. Without root, runsc creates a user namespace."""
+    """Return the runsc command; the sandbox ends with this thread. Without root, runsc creates a user namespace."""
     program = executable()
     assert program is not None, "callers check that runsc is installed"
     rootless = () if os.geteuid() == 0 else ("--rootless",)
@@ -37,8 +39,8 @@ def command(bundle: Path) -> tuple[str, ...]:
 
 
 def lay_out(bundle: Path, run: Run) -> None:
-    """Write the files of a run and runsc's configuration."""
-    bundle.chmod(0o755)  # runsc runs as another user
+    """Write the files of a run and runsc's configuration into the bundle folder."""
+    bundle.chmod(0o755)  # runsc runs as another user, who must read it
     root, given = bundle / "root", bundle / "given"
     given.mkdir()
     (bundle / "stdin").write_bytes(run.stdin)
@@ -93,7 +95,7 @@ def _mount(kind: str, where: str, source: str, *options: str) -> dict[str, Any]:
 
 
 def troubles(bundle: Path) -> str:
-    """Return the errors of runsc itself."""
+    """Return the errors that runsc itself logged."""
     return "; ".join(_errors((bundle / "log").read_text() if (bundle / "log").exists() else ""))
 
 

@@ -116,11 +116,11 @@ class GvisorSlot:
         )
 
     def cpu_s(self) -> float:
-        """Return the processor seconds that its sandboxes have used so far."""
+        """Return the processor seconds that the slot's sandboxes have used so far."""
         return 0.0 if self._group is None else self._group.cpu_s()
 
     def goes_behind(self) -> bool:
-        """Lower the run's processor share if it has used much; callable from any thread.
+        """Lower the current run's processor share if the run has used much; callable from any thread.
 
         Returns:
             True if the share is lowered.
@@ -131,13 +131,13 @@ class GvisorSlot:
         return True
 
     def interrupt(self) -> None:
-        """End the current run and refuse later ones. For other threads."""
+        """End the current run and refuse later runs. For other threads."""
         self._ended.set()
         if self._group is not None:
             self._group.kill_all()
 
     def close(self) -> None:
-        """Remove the control group and everything in it."""
+        """Remove the control group and kill everything in it."""
         if self._group is not None:
             self._group.close()
             self._group = None
@@ -214,7 +214,7 @@ class _Watch:
 
 
 def _delayed_s(processes: Sequence[int]) -> float:
-    """Return how long a thread was ready without a processor: the maximum over threads."""
+    """Return the longest time for which a single thread was ready without a processor."""
     longest = 0
     for pid in processes:
         with contextlib.suppress(OSError, ValueError, IndexError):

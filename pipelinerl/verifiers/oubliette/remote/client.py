@@ -1,9 +1,9 @@
 """`RemoteRunner`: compiles, runs and checks programs at an Oubliette service, over HTTP.
 
-Concurrent work is batched into requests of up to thousands of items; content without a link is sent along, once per
-request. If the service is unreachable, silent, drops the connection or answers 5xx, the request is retried for
-`grace_s`. After that, or if work could not be done, an error is raised and verdicts are masked. A service whose sandbox
-is below the requested tier is rejected.
+Concurrent work is batched into requests of up to thousands of items. Content that is not given by link is sent along,
+once per request. If the service is unreachable, silent, drops the connection or answers 5xx, the request is retried for
+`grace_s`. After that, or if a work item could not be done, an error is raised and the verdict is masked. A service
+whose sandbox is below the requested tier is rejected.
 
 | waits for | at most | unblocked by |
 |---|---|---|
@@ -34,8 +34,8 @@ from pipelinerl.verifiers.service.calls import KEEP_ALIVE_S, ServiceFailed, Serv
 if TYPE_CHECKING:
     import aiohttp
 
-#: Limits on concurrent requests, on work items per request, and on bytes of its contents, which grow by a third in
-#: JSON.
+#: Limits: concurrent requests, work items per request, and bytes of a request's contents, which JSON makes a third
+#: larger.
 _REQUESTS: Final = 4
 _WORKS: Final = 4096
 _CONTENT_BYTES: Final = 12 << 20
@@ -49,7 +49,7 @@ _FULL_PAUSE_S: Final = 0.25
 @final
 @dataclass(frozen=True, slots=True)
 class _PendingWork:
-    """A work item, the contents sent with it, and the future for its result."""
+    """A work item, the contents sent along with it, and the future for its result."""
 
     work: wire.Work
     contents: dict[Link, bytes]
@@ -79,8 +79,8 @@ class RemoteRunner:
         """Connect to a service and check its status. The caller must close the runner.
 
         Raises:
-            SandboxMissing: it is no such service, of another version, or its sandbox is below `tier`.
-            SandboxLost: it cannot be reached now.
+            SandboxMissing: no such service is at `url`, it has another version, or its sandbox is below `tier`.
+            SandboxLost: the service cannot be reached now.
         """
         url = url.rstrip("/")
         session = hot_session(token=token, keep_alive_s=KEEP_ALIVE_S)
@@ -98,16 +98,16 @@ class RemoteRunner:
 
     @property
     def tier(self) -> str:
-        """The service's tier, marked as remote."""
+        """The tier of the service's sandbox, marked as remote."""
         return f"remote {self._status.tier}"
 
     @property
     def at_once(self) -> int:
-        """Number of the service's slots."""
+        """Number of programs that the service runs concurrently."""
         return max(1, self._status.at_once)
 
     async def compile(self, language: str, source: str, *, wall_s: float) -> Program | ProgramResult:
-        """Compile at the service, which keeps the program. Languages that need no compiling send nothing yet."""
+        """Compile at the service, which keeps the program. If the language needs no compiling, nothing is sent yet."""
         if language not in self._status.languages:
             known = ", ".join(self._status.languages)
             raise ToolchainMissing(f"{language} is not installed at {self._url}, which has {known}")
@@ -192,7 +192,7 @@ class RemoteRunner:
         return data
 
     async def close(self) -> None:
-        """Cancel every request; waiting work fails."""
+        """Cancel every request; work that is still waiting fails."""
         tasks = [*self._requests, *([self._sender] if self._sender else [])]
         for task in tasks:
             task.cancel()
@@ -352,7 +352,7 @@ _ERRORS: Final[dict[str, type[Exception]]] = {
 
 
 def checker_program(checker: CustomChecker, contents: dict[Link, bytes]) -> wire.CheckerProgram:
-    """Return a checker in wire form; contents that the service lacks are added to `contents`."""
+    """Return a checker in wire form; contents that the service may lack are added to `contents`."""
     given = [(name, _named(text.encode("utf-8", "surrogatepass"), contents)) for name, text in checker.files]
     source = "" if checker.program is not None else _named(checker.source.encode("utf-8", "surrogatepass"), contents)
     return wire.CheckerProgram(
@@ -365,7 +365,7 @@ def checker_program(checker: CustomChecker, contents: dict[Link, bytes]) -> wire
 
 
 def _named(content: Content, contents: dict[Link, bytes]) -> str:
-    """Return the link of a content; add its bytes to `contents` if it is not a link already."""
+    """Return the link of a content; if it is given as bytes, add them to `contents`."""
     if isinstance(content, Link):
         return str(content)
     link = Link.of(content)

@@ -1,8 +1,8 @@
 """`OublietteService` and its application: compiles, runs and checks programs for clients that have its token.
 
-Every work item of a request gets an answer, in order. An item that could not be done says so with the reason, and is
+Every work item of a request gets an answer, in order. If an item could not be done, its answer says so and why; this is
 never reported as a program's failure. Programs are run by language name: no command and no path comes from the network.
-A request is abandoned when its client disconnects. A program's guest holds its input and nothing else of the
+A request is abandoned when its client disconnects. A program's guest holds the program's input and nothing else of the
 repository.
 
 | waits for | at most | unblocked by |
@@ -54,7 +54,7 @@ _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 @final
 class OublietteService:
-    """The work behind one service's routes, on one event loop."""
+    """What one service's routes do; all of it on one event loop."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class OublietteService:
         return await self._persistent.put_parts(parts, most_bytes=wire.MOST_CONTENT_BYTES)
 
     def missing(self, request: wire.MissingRequest) -> wire.Missing:
-        """Return the links that have no content here. Raises `ValueError` for an invalid link."""
+        """Return those of the links that have no content here. Raises `ValueError` for an invalid link."""
         return wire.Missing(tuple(text for text in request.links if Link.parsed(text) not in self._persistent))
 
     def status(self) -> wire.OublietteStatus:

@@ -1,11 +1,13 @@
 """Routes and messages of an Oubliette service, shared by client and service.
 
-GET  /health       liveness, without a token GET  /status       → `OublietteStatus`: tier, languages, number of slots,
-queue PUT  /content      raw bytes → `Stored`: their link in the persistent repository GET  /content      ?link=… → the
-bytes of the link, for as long as they are kept POST /missing      `MissingRequest` → `Missing`: the links that have no
-content there POST /work         `WorkRequest` → `WorkAnswer`: thousands of work items, each done or not done, in order.
-Spaces may
-                   precede it, one each second: heartbeats that distinguish a working service from a dead one
+    GET  /health       liveness, without a token
+    GET  /status       → `OublietteStatus`: tier, languages, number of slots, queue
+    PUT  /content      raw bytes → `Stored`: their link in the persistent repository
+    GET  /content      ?link=… → the bytes of the link, for as long as they are kept
+    POST /missing      `MissingRequest` → `Missing`: the links that have no content there
+    POST /work         `WorkRequest` → `WorkAnswer`: thousands of work items, each done or not done, in order. The
+                       service may send a space each second before the answer: heartbeats that show that it is still
+                       working
 
 Inputs, answers, programs and outputs are named by links (`repository.Link`) and never sent twice. Data that a request
 carries in `contents`, such as the source of a model's answer, is kept only while there is room.
@@ -46,7 +48,7 @@ _Language = Annotated[str, Meta(max_length=20)]
 
 
 class CompileWork(msgspec.Struct, frozen=True, kw_only=True, tag="compile"):
-    """Compile a source; the program is stored where outputs are."""
+    """Compile a source; the program is stored where outputs of runs are stored."""
 
     language: _Language
     source: _LinkText
@@ -73,7 +75,7 @@ class CheckerProgram(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckWork(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
-    """Judge an output, by comparison (`how`) or by the problem's checker."""
+    """Judge an output, by a built-in comparison (`how`) or by the problem's checker."""
 
     how: Checker | None = None
     checker: CheckerProgram | None = None
@@ -93,7 +95,7 @@ Work = CompileWork | RunWork | CheckWork | CompileChecker
 
 
 class WorkRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Work items, with contents that they name and the service may not have."""
+    """Work items, with the contents that they link to and that the service may not have."""
 
     protocol: int
     contents: tuple[bytes, ...] = ()
@@ -101,7 +103,7 @@ class WorkRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """Result of a run or a compilation; `output` is the link to what it wrote."""
+    """Result of a run or a compilation; `output` is the link to its standard output."""
 
     ending: Ending
     code: int
@@ -114,7 +116,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True, tag="checked"):
-    """The share of the points."""
+    """Result of a check: the share of the points."""
 
     share: Annotated[float, Meta(ge=0, le=1)]
 
@@ -133,7 +135,7 @@ class NotDone(msgspec.Struct, frozen=True, kw_only=True, tag="not_done"):
     why: str
 
 
-#: Causes: the sandbox was lost, a link has no content, a checker failed, a language is not installed.
+#: Causes of `NotDone`: the sandbox was lost, a link has no content, a checker failed, a language is not installed.
 LOST: Final = "lost"
 NO_CONTENT: Final = "no_content"
 CHECKER: Final = "checker"
@@ -161,7 +163,7 @@ class MissingRequest(msgspec.Struct, frozen=True):
 
 
 class Missing(msgspec.Struct, frozen=True):
-    """The links that have no content at the service."""
+    """The requested links that have no content at the service."""
 
     links: tuple[str, ...]
 
@@ -170,7 +172,7 @@ class OublietteStatus(msgspec.Struct, frozen=True, kw_only=True):
     """State of a service.
 
     Attributes:
-        tier: of its sandbox. languages: those that are installed.
+        tier: of its sandbox. languages: the installed languages.
         at_once: number of programs that run concurrently. queue: accepted work items that are not done.
         runs: items done since the service started.
         transient_bytes: size of its transient repository.

@@ -10,7 +10,7 @@ from pipelinerl.verifiers.oubliette.gvisor import bundle
 from pipelinerl.verifiers.oubliette.runs import Limits, Run
 
 
-def test_files_are_those_of_other_tiers_and_read_only(tmp_path: Path) -> None:
+def test_guest_sees_the_same_files_as_in_other_tiers_and_read_only(tmp_path: Path) -> None:
     run = Run(python="/tmp/main.py", files=(("main.py", b"print(1)"),), stdin=b"in", limits=Limits(disk_bytes=1 << 20))
     bundle.lay_out(tmp_path, run)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -19,7 +19,7 @@ from tests.patience import PATIENCE_S
 from tests.verifiers.oubliette.gvisor.attacks_as_nobody import handed_on
 
 
-def test_missing_gvisor_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_runsc_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundle, "executable", lambda: None)
     with pytest.raises(SandboxMissing, match=r"^the strong sandbox needs gVisor's runsc, which is not installed; .*"):
         probe.opened(Tier.STRONG)
@@ -39,7 +39,7 @@ def alone() -> Iterator[Sandbox]:
     sandbox.close()
 
 
-def test_programs_run_and_leave_nothing_behind(alone: Sandbox) -> None:
+def test_programs_run_in_gvisor_and_leave_nothing_behind(alone: Sandbox) -> None:
     python = toolchains.find("python")
     limits = Limits(cpu_s=PATIENCE_S, wall_s=PATIENCE_S)
     source = b"import sys\nprint(2 * int(input()))\nsys.exit(3)"
@@ -55,7 +55,7 @@ def test_programs_run_and_leave_nothing_behind(alone: Sandbox) -> None:
 
 
 @pytest.mark.slow
-def test_exceeded_limits_are_reported_by_name(alone: Sandbox) -> None:
+def test_result_names_the_limit_that_a_program_exceeded(alone: Sandbox) -> None:
     python = toolchains.find("python")
 
     def ending(source: bytes, **limits: float) -> Ending:
@@ -74,7 +74,7 @@ def test_exceeded_limits_are_reported_by_name(alone: Sandbox) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_all_attacks_are_held(alone: Sandbox) -> None:
+def test_gvisor_holds_off_all_attacks(alone: Sandbox) -> None:
     found = probe.attacked(lambda number: isolation_of(Tier.STRONG, number), probe.ATTACKS)
     assert [finding for finding in found if finding.defence is probe.Defence.ESCAPED] == []
     assert sum(finding.defence is probe.Defence.HELD for finding in found) >= 80
@@ -82,7 +82,7 @@ def test_all_attacks_are_held(alone: Sandbox) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_all_attacks_are_held_without_privileges(alone: Sandbox) -> None:
+def test_gvisor_without_root_holds_off_all_attacks(alone: Sandbox) -> None:
     if os.geteuid() != 0:
         pytest.skip("left out: attacks on gVisor as another user, since this one is not root and they were tried as it")
     name = f"handed-on-{os.getpid()}"

@@ -1,4 +1,4 @@
-"""The sandbox behind HTTP: the same verdicts as in process, links instead of data, and masked failures."""
+"""The sandbox behind HTTP: the same verdicts as in this process, links instead of data, and masked failures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Served:
 
 
 def recording(app: FastAPI, bodies: list[bytes]) -> Callable[..., Any]:
-    """Wrap the application; record its work requests."""
+    """Wrap the application; append the body of each work request to `bodies`."""
 
     async def recorded(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["path"] != wire.WORK:
@@ -112,7 +112,9 @@ async def judged(verifier: Oubliette, code: str, language: str = "python", **met
     return await verifier.verify(problem, f"```{language}\n{code}\n```")
 
 
-async def test_verdicts_equal_those_of_the_local_sandbox_and_name_it(verifier: Oubliette) -> None:
+async def test_verdicts_equal_those_of_the_local_sandbox_and_their_reason_names_the_remote_tier(
+    verifier: Oubliette,
+) -> None:
     verdict = await judged(verifier, RIGHT)
     assert (verdict.outcome, verdict.reward) == (Outcome.CORRECT, 1.0)
     assert verdict.reason == "4 of 4 tests passed [remote default sandbox]"
@@ -129,7 +131,7 @@ async def test_verdicts_equal_those_of_the_local_sandbox_and_name_it(verifier: O
 
 
 async def test_uploaded_tests_are_sent_as_links(served: Served, verifier: Oubliette) -> None:
-    """Input and answer are in the repository; requests hold links, and the program's source once."""
+    """Input and answer are in the repository. Requests hold links to them, and hold the program's source once."""
     tests = []
     for word in (b"a-long-word-of-the-input " * 20, b"another-word-of-the-input " * 20):
         given, wanted = served.repository.put(word), served.repository.put(word[::-1])
@@ -146,7 +148,7 @@ async def test_uploaded_tests_are_sent_as_links(served: Served, verifier: Oublie
     assert "upload it" in verdict.reason
 
 
-async def test_many_runs_share_one_request_and_keep_their_order(served: Served) -> None:
+async def test_concurrent_runs_share_one_request_and_results_keep_their_order(served: Served) -> None:
     async with runner_at(served.url) as runner:
         served.bodies.clear()
         program = Program("python", b"print(int(input()) ** 2)")
@@ -165,7 +167,7 @@ CHECKER = CustomChecker(
 )
 
 
-async def test_checker_is_compiled_once_and_then_named(served: Served, verifier: Oubliette) -> None:
+async def test_checker_is_compiled_once_and_then_sent_as_a_link(served: Served, verifier: Oubliette) -> None:
     async with runner_at(served.url) as runner:
         link = await runner.compile_checker(CHECKER)
         assert link in served.repository
@@ -178,7 +180,9 @@ async def test_checker_is_compiled_once_and_then_named(served: Served, verifier:
     assert (await judged(verifier, "print('?')", tests=one, **own)).outcome is Outcome.VERIFIER_ERROR
 
 
-async def test_unavailable_service_is_reported_and_masked(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unavailable_service_is_reported_and_its_answers_are_masked(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(SandboxMissing, match="rejects the token"):
         await RemoteRunner.open(served.url, token="other", tier=Tier.DEFAULT)
     with pytest.raises(SandboxLost, match=r"http://127\.0\.0\.1:9 cannot be reached"):
@@ -212,7 +216,9 @@ def _scripted(answer: Any, **changes: Any) -> FastAPI:
         ({"languages": 3}, "is not an Oubliette service"),
     ],
 )
-async def test_unsuitable_service_is_rejected(changes: dict[str, Any], told: str) -> None:
+async def test_service_that_is_unrelated_or_of_another_version_or_weaker_tier_is_rejected(
+    changes: dict[str, Any], told: str
+) -> None:
     with in_thread(_scripted({}, **changes)) as url, pytest.raises(SandboxMissing, match=told):
         await RemoteRunner.open(url, token=None, tier=Tier.DEFAULT)
 
@@ -237,7 +243,7 @@ async def test_invalid_answers_of_a_service_are_rejected(answer: Any, told: str)
                 await runner.run(Program("python", b""), b"", LIMITS)
 
 
-async def test_full_service_is_retried(served: Served) -> None:
+async def test_request_to_a_full_service_is_retried(served: Served) -> None:
     full, asked = {"error": {"message": "full", "code": wire.IS_FULL}}, list[int]()
     ended = {"type": "ended", "ending": "exited", "code": 0, "output": str(Link.of(b"")), "head": "", "stderr": "",
              "cpu_s": 0, "wall_s": 0, "tier": "default"}  # fmt: skip
@@ -255,7 +261,7 @@ async def test_full_service_is_retried(served: Served) -> None:
     assert isinstance(executed, Executed) and len(asked) == 3
 
 
-async def test_closing_fails_waiting_calls() -> None:
+async def test_closing_the_client_fails_waiting_calls() -> None:
     gate = asyncio.Event()
     app = FastAPI()
     app.get(wire.STATUS)(lambda: _status())
@@ -275,7 +281,7 @@ async def test_closing_fails_waiting_calls() -> None:
             await waiting
 
 
-async def test_contents_round_trip(served: Served) -> None:
+async def test_contents_round_trip_through_the_service(served: Served) -> None:
     data = bytes(range(256)) * 1000
     async with runner_at(served.url) as runner:
         link = Link.of(data)
@@ -287,7 +293,7 @@ async def test_contents_round_trip(served: Served) -> None:
             await runner.read(Link.of(b"never"))
 
 
-async def test_invalid_requests_are_rejected(served: Served) -> None:
+async def test_service_rejects_invalid_requests(served: Served) -> None:
     work = {"type": "run", "language": "python", "program": "oub:x", "input": "", "limits": {}}
     nothing = {**work, "limits": {"cpu_s": "much"}}
     headers = {"authorization": f"Bearer {TOKEN}"}
@@ -312,7 +318,7 @@ async def test_invalid_requests_are_rejected(served: Served) -> None:
             assert (await stranger.request(method, path)).status_code == 401
 
 
-def test_links_are_read_from_the_repository_in_the_recipe(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_links_are_read_from_the_repository_that_the_recipe_names(sandbox: Sandbox, tmp_path: Path) -> None:
     repository = PersistentRepository(tmp_path)
     test = {"input": {"link": str(repository.put(b"21\n"))}, "output": {"link": str(repository.put(b"42\n"))}}
 

@@ -1,3 +1,3 @@
-"""The loop around engines: it claims a prompt order, samples its group, has it verified, and appends it to the
-stream.
+"""The loop around engines: it claims a prompt order, has an engine sample the order's group, has the group verified,
+and appends it to the stream.
 """

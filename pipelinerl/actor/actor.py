@@ -1,4 +1,4 @@
-"""The loop around engines: claim a prompt order, have its group made (single turns or episodes), append it.
+"""The loop around engines: claim a prompt order, have its group made (single turns or episodes), append the group.
 
     loop       consumes                  waits for              unblocked by
     claim      prompt orders (stream)    a slot for a group     a group that ended
@@ -6,11 +6,12 @@
     flush      finished groups           —                      Redis
     heartbeat  —                         its interval           the clock
 
-At most `groups_in_flight` orders are held. An order is acknowledged only after its group is appended, so another actor
-claims the orders of a dead one. The trainer drops the duplicate that this can make, by group id. Of two actors with the
-same name the earlier one exits (`RolloutWriter`). Every order ends as a group, an evaluation answer, a failure with its
-reason, or is dropped because its group would be stale (`freshness.py`). Unreadable orders go to the dead-letter stream.
-A `GroupMaker` makes the rollouts. Cancellation stops an actor at once.
+An actor works on at most `groups_in_flight` prompt orders at once. It acknowledges an order only after the order's
+group is appended, so the orders of a dead actor are claimed by another one. A group can thus be appended twice; the
+trainer drops the duplicate by its group id. If two actors have the same name, the one that started earlier exits
+(`RolloutWriter`). Every order ends as a group, an evaluation answer, a failure with its reason, or is dropped because
+its group would be stale (`freshness.py`). Unreadable orders go to the dead-letter stream. A `GroupMaker` makes the
+rollouts. Cancellation stops an actor at once.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ log = logging.getLogger("pipelinerl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorSettings:
-    """Settings of an actor. `groups_in_flight` is the initial value of a live knob (`Actor.resize`)."""
+    """Settings of an actor. `groups_in_flight` is the initial limit; `Actor.resize` changes it during the run."""
 
     name: str
     groups_in_flight: int
@@ -66,7 +67,7 @@ class ActorSettings:
 @final
 @dataclass(slots=True)
 class _Outbox:
-    """Finished work that is not yet appended, in order."""
+    """Groups, reports and acknowledgements that wait to be written to the streams, in order."""
 
     groups: list[RolloutGroup] = field(default_factory=list)
     reports: list[ControlMessage] = field(default_factory=list)
@@ -76,8 +77,8 @@ class _Outbox:
 
 @final
 class GroupLimiter:
-    """Counter of the orders that the actor holds; its limit may change. One task takes slots, any task gives them
-    back.
+    """Limit on the number of prompt orders that an actor works on at once. Any task may give back slots that another
+    task took.
     """
 
     def __init__(self, limit: int) -> None:
@@ -86,7 +87,7 @@ class GroupLimiter:
         self._freed = asyncio.Event()
 
     async def take(self, most: int | None = None) -> int:
-        """Take every free slot, at most `most`, after waiting for the first; return the number taken."""
+        """Wait until a slot is free, then take all free slots, or `most` if that is fewer; return the number taken."""
         while self._taken >= self._limit:
             self._freed.clear()
             await self._freed.wait()
@@ -96,12 +97,12 @@ class GroupLimiter:
         return taken
 
     def give_back(self, places: int = 1) -> None:
-        """Free `places` for other tasks."""
+        """Free `places` slots."""
         self._taken -= places
         self._freed.set()
 
     def resize(self, limit: int) -> None:
-        """Change the limit; slots held beyond a lower limit stay held until they are given back."""
+        """Change the limit. If more slots are in use than a lower limit allows, their tasks finish first."""
         self._limit = limit
         self._freed.set()
 
@@ -133,18 +134,18 @@ class Actor:
         self._resampled = 0
 
     def resize(self, groups_in_flight: int) -> None:
-        """Hold at most `groups_in_flight` orders from now on."""
+        """Work on at most `groups_in_flight` prompt orders at once from now on."""
         self._limiter.resize(groups_in_flight)
 
     def follow(self, *, model_version: int, k: float) -> None:
-        """Follow the trainer's version and bound; groups that cannot be fresh any more are dropped."""
+        """Take over the trainer's version and staleness bound `k`; drop groups that have become too old to train."""
         self._freshness.follow(current=model_version, k=k)
 
     async def run(self) -> None:
         """Work until cancelled; orders in flight are left to this actor's next start, or to another actor.
 
         Raises:
-            FencedError: in a group; another actor of this name was started.
+            FencedError: another actor of this name was started; raised inside an ExceptionGroup.
         """
         partition = await RolloutWriter.begin(self._stream, actor=self.settings.name)
         async with asyncio.TaskGroup() as group:
@@ -171,7 +172,7 @@ class Actor:
             self._limiter.give_back(free - len(entries))
 
     def _begin(self, group: asyncio.TaskGroup, entry: Entry) -> None:
-        if entry.entry_id in self._tasks:  # a server that was away may report orders in progress as idle
+        if entry.entry_id in self._tasks:  # a server outage can hand out the order again
             self._limiter.give_back()
             return
         task = group.create_task(self._work(entry))
@@ -243,7 +244,7 @@ class Actor:
     async def _flush(self, partition: RolloutWriter) -> None:
         outbox = self._outbox
         while True:
-            await outbox.ready.wait()  # the heartbeat sets it at the latest
+            await outbox.ready.wait()  # set when an order ends, and by every heartbeat
             outbox.ready.clear()
             groups, outbox.groups = outbox.groups, []
             reports, outbox.reports = outbox.reports, []
@@ -277,7 +278,7 @@ class Actor:
 
 @final
 class _Progress:
-    """`GroupProgress` of one order, recorded by its actor."""
+    """`GroupProgress` of one prompt order, which updates the actor's reports and counters."""
 
     def __init__(self, actor: Actor, order: PromptOrder, begun: Callable[[], None]) -> None:
         self._actor = actor
@@ -285,7 +286,9 @@ class _Progress:
         self.begun = begun
 
     def handed_over(self, answered: Answered) -> None:
-        """Report tokens of engines that did not finish a group; nothing if every engine did."""
+        """Report tokens that came from an engine which lost the request to another one; report nothing if there are
+        none.
+        """
         if answered.tokens_kept or answered.tokens_resampled:
             self._actor._outbox.reports.append(
                 GroupHandedOver(
@@ -297,7 +300,7 @@ class _Progress:
             )
 
     def resampled(self, samples: int) -> None:
-        """Count samples that an update aborted."""
+        """Count samples that a weight update aborted."""
         self._actor._resampled += samples
 
     def sampled(self, engine: str) -> None:

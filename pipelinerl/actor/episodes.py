@@ -31,37 +31,37 @@ from pipelinerl.verifiers.user_code import verdict_of
 from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, failed, graded, timed_out
 
 if TYPE_CHECKING:
-    from pipelinerl.environments.gateway import Gateway, SampleTurn  # needs a server's libraries
+    from pipelinerl.environments.gateway import Gateway, SampleTurn  # needs the server libraries
 
 log = logging.getLogger("pipelinerl")
 
-#: Reasons for which an agent that means to have one conversation may get several segments.
+#: Reasons to start a new segment that are a mistake if the agent means to have one conversation.
 _COSTLY: Final = frozenset({NewSegment.HISTORY_DIFFERS, NewSegment.TOOLS_DIFFER, NewSegment.DOES_NOT_APPEND})
-#: Episodes with tools in which no call is parsed, after which the actor warns.
+#: The actor warns after this many episodes that were offered tools and in which no call could be parsed.
 _WITHOUT_CALLS: Final = 20
-#: Attempts for an episode whose host is lost.
+#: Maximum number of attempts at an episode whose host is lost.
 _LIVES: Final = 2
 
 
 class Player(Protocol):
-    """Runner of a user's program against the gateway: `EpisodeHosts`, or commands."""
+    """Runs a user's program against the gateway: `EpisodeHosts`, or commands."""
 
     async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
         """Play one episode. Raises TimeoutError or `HostLost`."""
         ...
 
     async def start(self) -> None:
-        """Start what the first episode would otherwise wait for."""
+        """Start whatever the first episode would otherwise have to wait for."""
         ...
 
     async def close(self) -> None:
-        """Stop what was started."""
+        """Stop everything that `start` and `play` have started."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeDomain:
-    """A domain's player, limits and verifier. Without a verifier the environment's rewards are the verdict."""
+    """A domain's player, limits and verifier. Without a verifier, the verdict comes from the environment's rewards."""
 
     player: Player
     limits: EpisodeLimits
@@ -88,7 +88,7 @@ class Episodes:
     """`GroupMaker` for domains with an environment.
 
     Args:
-        attempts: number of attempts for a turn that weight updates abort.
+        attempts: how often a turn is tried if weight updates abort it.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Episodes:
         self._attempts = attempts
         self._warned: set[tuple[str, str]] = set()
         self._without_calls: Counter[str] = Counter()
-        """Episodes with tools by domain, until the first call is parsed."""
+        """By domain, the episodes that were offered tools, counted until the first call is parsed."""
         self._calls: set[str] = set()
 
     async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
-        """Play G episodes concurrently."""
+        """Play G episodes concurrently; return the rollouts of those that asked the model for an answer."""
         age = _GroupAge(progress)
         played = await _all([self.play(order, sample, age) for sample in range(order.sampling.num_samples)])
         told = [each for each in played if each.episode.last is not None]
@@ -140,7 +140,7 @@ class Episodes:
     async def _verdict_of(
         self, order: PromptOrder, episode: Episode, domain: EpisodeDomain, progress: GroupProgress
     ) -> Verdict:
-        """Play an episode and return its verdict. Raises `HostLost`, and the errors of `play`."""
+        """Play an episode and return its verdict. Raises `HostLost`, and the same errors as `play`."""
         task = Task.of(order.problem, seed=rng.key(order.seed, "environment", episode.sample))
         async with self._gateway.open(episode, self._turn_of(order, progress)) as opened:
             try:
@@ -159,7 +159,7 @@ class Episodes:
         return timed_out(domain.limits.timeout_s) if ended is None else await _verdict(order, episode, ended, domain)
 
     def _warn_of_overridden(self, domain: str, episode: Episode) -> None:
-        """Warn once per domain and name about an agent's parameters that have no effect."""
+        """Warn, once per domain and parameter, that a sampling parameter which the agent sets has no effect."""
         for name in episode.overridden:
             if (domain, name) not in self._warned:
                 self._warned.add((domain, name))
@@ -178,7 +178,9 @@ class Episodes:
                 )
 
     def _warn_without_calls(self, domain: str, episode: Episode) -> None:
-        """Warn once per domain if no call is parsed in the first episodes that are offered tools."""
+        """Warn once per domain if no tool call could be parsed in the first `_WITHOUT_CALLS` episodes that were offered
+        tools.
+        """
         if episode.calls.parsed:
             self._calls.add(domain)
         if domain in self._calls:
@@ -218,7 +220,9 @@ class Episodes:
 
 @final
 class _GroupAge:
-    """`GroupProgress` of several episodes: a group is as old as its first turn, whatever is sampled later."""
+    """`GroupProgress` of the episodes of one group. The group's age counts from its first turn; later turns do not
+    change it.
+    """
 
     def __init__(self, progress: GroupProgress) -> None:
         self._progress = progress
@@ -238,7 +242,9 @@ class _GroupAge:
 
 
 async def _all(work: Sequence[Coroutine[None, None, PlayedEpisode]]) -> list[PlayedEpisode]:
-    """Return the results in order; the first failure cancels the rest and is raised itself, not in a group."""
+    """Return the results in order. The first failure cancels the other episodes and is raised as it is, without an
+    ExceptionGroup around it.
+    """
     tasks = [asyncio.create_task(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -273,7 +279,7 @@ async def _verdict(order: PromptOrder, episode: Episode, ended: EpisodeEnd, doma
 
 
 def _with_more(verdict: Verdict, of_turns: float, domain: EpisodeDomain) -> Verdict:
-    """Return the verdict with the rewards of the turns added."""
+    """Return the verdict with `of_turns`, the sum of the turns' rewards, added to its reward."""
     if not of_turns or not verdict.outcome.is_judgement:
         return verdict
     reward = verdict.reward + of_turns

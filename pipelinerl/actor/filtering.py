@@ -1,6 +1,6 @@
 """The recipe's group filter, applied to finished groups and counted for the actor's heartbeat.
 
-Refused groups are appended all the same, with the reason: the trainer accounts for them, and readers may see them.
+A refused group is still appended, with the reason: the trainer counts it, and users can look at it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ class Filtering:
 
     @property
     def figures(self) -> VerifierFigures:
-        """The counts so far: both kept and refused groups count as judged."""
+        """The filter's counts so far. Refused groups count as judged, as kept groups do."""
         return self._tally.by_domain.get(_NAME, VerifierFigures())
 
     async def refusal(self, order: PromptOrder, made: Sequence[MadeRollout]) -> str:
-        """Return why the group may not train; empty if it may, is not for training, or has no judgement."""
+        """Return the filter's reason to refuse the group, or "" if the group is kept. Groups for evaluation and groups
+        without any judgement are not filtered.
+        """
         if self._filter is None or order.purpose is not Purpose.TRAINING:
             return ""
         verdicts = [each.rollout.verdict for each in made]

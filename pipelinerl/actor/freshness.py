@@ -1,10 +1,10 @@
 """Cancellation of groups that can no longer train, so that engines stop working on them.
 
-A group can train the step after version v iff v + 1 − (version of its oldest token) ≤ k (`staleness.py`). Its oldest
-token is no newer than the next version that the actor learns of after it sent the request. A group for which even that
-version is too old will be stale whenever it ends. A request that waited long at a full engine may be younger than this
-estimate. Pacing keeps orders from waiting for k steps, and a wrongly dropped group costs work but never breaks the
-ledger.
+A group can train the step after version v iff v + 1 − (version of its oldest token) ≤ k (`staleness.py`). The actor
+does not know the version of the oldest token. In its place it uses the first version that it learns of after sending
+the request, which is normally at least as new. A group for which even that version is too old will be stale whenever it
+ends. A request that waited long at a full engine may be younger than this estimate, so its group may be dropped
+wrongly. That is rare, because pacing keeps orders from waiting for k steps. It costs work but never breaks the ledger.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ def can_be_fresh(began: int, *, current: int, k: float) -> bool:
 @final
 @dataclass(slots=True, eq=False)
 class Held:
-    """A group that is sampled within `scope`; `began` is None until the next version is known.
+    """A group that is being sampled. Its `scope` is the timeout that cancels the sampling.
 
-    `given_up` is the value of `began` for which it was dropped, even if another engine has restarted it meanwhile.
+    `began` is the version at which sampling began, as far as the actor knows; None until the next version is known.
+    `given_up` is the value of `began` for which the group was dropped; it stays if another engine has restarted the
+    group meanwhile.
     """
 
     scope: asyncio.Timeout
@@ -37,8 +39,8 @@ class Held:
     waits: bool = True
 
     def begin(self) -> None:
-        """Note that an engine samples the group from its first token now; until the next version it counts as
-        newest.
+        """Record that an engine samples the group from its first token now. The next version that the actor learns of
+        becomes `began`.
         """
         self.began, self.waits = None, False
 
@@ -53,7 +55,7 @@ class Freshness:
 
     @contextmanager
     def watched(self, held: Held) -> Iterator[None]:
-        """End the block with a TimeoutError as soon as the group cannot be fresh."""
+        """Watch a group during the block, which ends with a TimeoutError as soon as the group is too old to train."""
         self._held.add(held)
         try:
             yield
@@ -61,7 +63,9 @@ class Freshness:
             self._held.discard(held)
 
     def follow(self, *, current: int, k: float) -> None:
-        """Note that the trainer is at version `current` and accepts a staleness of at most `k`."""
+        """Take over the trainer's version `current` and staleness bound `k`; cancel groups that are too old to
+        train.
+        """
         self.current = current
         for held in self._held:
             if held.waits:

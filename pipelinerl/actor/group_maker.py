@@ -45,7 +45,7 @@ class GroupProgress(Protocol):
         ...
 
     def resampled(self, samples: int) -> None:
-        """An update aborted `samples` samples, which are sampled again."""
+        """A weight update aborted `samples` samples, which will be sampled again."""
         ...
 
     def sampled(self, engine: str) -> None:
@@ -53,11 +53,11 @@ class GroupProgress(Protocol):
         ...
 
     def judged(self, judgements: Sequence[Judgement], spans: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """All samples have verdicts; `spans` are (version, tokens) of each sample."""
+        """All samples have verdicts; `spans` are the (version, number of tokens) pairs of each sample."""
         ...
 
     def called(self, *, parsed: int, malformed: int) -> None:
-        """An episode that was offered tools has ended with so many calls."""
+        """An episode that was offered tools has ended; `parsed` and `malformed` are its numbers of tool calls."""
         ...
 
 
@@ -65,14 +65,14 @@ class GroupMaker(Protocol):
     """Maker of groups: of single turns, or of episodes."""
 
     async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
-        """Return an order's rollouts with their verdicts; raise ContractError or PipelineError if there are none."""
+        """Return an order's rollouts with their verdicts; raise ContractError or PipelineError if none can be made."""
         ...
 
 
 @final
 @final
 class Unwatched:
-    """`GroupProgress` of a group that no actor makes; ignores every event."""
+    """`GroupProgress` for groups that are made outside an actor; ignores every event."""
 
     def begun(self) -> None:
         """Do nothing."""

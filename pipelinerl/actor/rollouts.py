@@ -1,11 +1,12 @@
-"""Conversion of engines' answers to a `RolloutGroup` or, for held-out problems, to readable text; and its append.
+"""Conversion of engines' answers to a `RolloutGroup`, or to readable text for held-out problems; and the writer that
+appends groups.
 
 Readers see the text that the verifier judged, as the engine returned it: without the special tokens that an engine
 drops, and cut to a bounded length. Groups go to the actor's partition of the rollouts.
 
-`RolloutWriter` appends with entry ids of its own choice, so a repeated append is a no-op. A group whose `append`
-returned is in the partition exactly once. The writer also fences: of two actors with one name, the one that numbers
-from the earlier clock finds its ids passed. It must not count its groups as appended, and exits.
+`RolloutWriter` chooses the entry ids, so a repeated append is a no-op. A group whose `append` returned is in the
+partition exactly once. The writer also fences: ids start from the clock, so if two actors have one name, the one that
+started earlier finds that higher ids have been written. It must not count its groups as appended, and exits.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from pipelinerl.types import (
 )
 from trainer_contract.types import Experts
 
-#: Number of answers to one problem that are shown.
+#: Maximum number of answers to one problem that are shown to readers.
 _MOST_ANSWERS: Final = 16
 
 
@@ -86,7 +87,9 @@ def assemble(order: PromptOrder, made: Sequence[MadeRollout], *, actor: str, ref
 
 @final
 class RolloutWriter:
-    """Writer of one actor's groups; only one may write at a time. `number` is that of its next group."""
+    """Writer of one actor's groups; only one writer may be active at a time. `number` is the number of the next
+    group.
+    """
 
     def __init__(self, stream: Stream, *, actor: str, number: int) -> None:
         self._stream = stream
@@ -96,7 +99,7 @@ class RolloutWriter:
 
     @classmethod
     async def begin(cls, stream: Stream, *, actor: str) -> Self:
-        """Continue after the last entry that an earlier start of the actor has written."""
+        """Return a writer that continues after the last entry from an earlier start of this actor."""
         return cls(stream, actor=actor, number=fresh_number(await stream.last_id(ROLLOUTS + actor)))
 
     async def append(self, groups: Sequence[RolloutGroup]) -> None:
@@ -111,17 +114,23 @@ class RolloutWriter:
             await self._check(first, payloads)
 
     async def _check(self, first: int, payloads: Sequence[bytes]) -> None:
-        """Check entries that existed already: ours, if the answer to a first attempt was lost, or another actor's."""
+        """Check the writer of entries that existed already: this actor, if the reply to a first attempt was lost, or
+        another one.
+
+        Raises:
+            FencedError: another actor has written them.
+        """
         ours = {f"{first + place}-0": payload for place, payload in enumerate(payloads)}
         last = await self._stream.last_id(self._name)
         entries = await self._stream.read({self._name: f"{first - 1}-0"}, count=len(ours), block_s=0)
-        # The trainer may have trimmed entries of ours that it has finished. The last id stays.
+        # The trainer may have trimmed some of our entries, so entries may be missing. Trimming does not change the last
+        # id.
         if last != f"{self.number - 1}-0" or any(ours.get(entry.entry_id) != entry.payload for entry in entries):
             raise FencedError(f"another actor is called {self._actor}; give each a --name of its own; this one stops")
 
 
 def _routed_prompts(order: PromptOrder, answers: Sequence[Answer]) -> dict[int, Experts]:
-    """Return the experts of the prompts' tokens, by the identity of the completion that reports them.
+    """Return the experts of the prompts' tokens, keyed by the `id()` of the completion that reports them.
 
     Raises:
         RecordError: a completion does not report what was requested.
@@ -183,7 +192,7 @@ def _rollout(order: PromptOrder, answer: Answer, routed_prompt: Experts | None) 
 
 
 def shown_problem(order: PromptOrder, made: Sequence[MadeRollout]) -> ShownProblem:
-    """Return the problem of an order with its first answers."""
+    """Return the problem of an order with its first answers, as shown to readers."""
     prompt = "\n".join(f"{message.role}: {message.content}" for message in order.problem.messages)
     return ShownProblem(
         problem_id=order.problem.problem_id,

@@ -22,8 +22,8 @@ class SingleTurn:
     """`GroupMaker` for domains without an environment.
 
     Args:
-        attempts: number of attempts for an order that weight updates abort.
-        model: the engine's model that answers.
+        attempts: how often an order's samples are requested if weight updates abort them.
+        model: model name in the requests; None accepts any model.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ def chat_request(
     attempt: int = 0,
     replay: RoutingReplay = RoutingReplay.OFF,
 ) -> ChatCompletionRequest:
-    """Return the request for an order of which earlier attempts have sampled `here` answers."""
+    """Return the request for an order's remaining samples, after earlier attempts have sampled `here` of them."""
     sampling = order.sampling
     return ChatCompletionRequest(
         model=model,

@@ -15,7 +15,8 @@ from typing import Final, final
 from pipelinerl.messages import GroupStages
 from pipelinerl.types import PromptOrder, Purpose
 
-#: One group in `_ONE_IN` is logged; the bounds are of the groups in a heartbeat, and of the spans of an answer.
+#: One training group in `_ONE_IN` is logged. A heartbeat has at most `_MOST` groups, with at most `_MOST_SPANS` spans
+#: each.
 _ONE_IN: Final = 4
 _MOST: Final = 4
 _MOST_SPANS: Final = 32
@@ -31,17 +32,17 @@ class _UnderWay:
 
 @final
 class StageLog:
-    """Recorder of stages as they end, for one event loop."""
+    """Recorder of the times at which groups are claimed, sampled and verified. Used on one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        """Create a log. `clock` returns Unix seconds, which are compared with those of other machines."""
+        """Create a log. `clock` returns Unix seconds, so that times from different machines can be compared."""
         self._clock = clock
         self._under_way: dict[str, _UnderWay] = {}
         self._ended: list[GroupStages] = []
 
     @contextmanager
     def claimed(self, order: PromptOrder) -> Iterator[None]:
-        """Log an order while it is in progress; nothing of it stays afterwards."""
+        """Track an order during the block. Afterwards only a verified group leaves a record."""
         if order.purpose is Purpose.TRAINING and order.seed % _ONE_IN == 0:
             self._under_way[order.order_id] = _UnderWay(self._clock())
         try:
@@ -55,7 +56,7 @@ class StageLog:
             stages.sampled, stages.engine = self._clock(), engine
 
     def verified(self, order: PromptOrder, spans: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """Record that all samples have verdicts; `spans` are (version, tokens) of each sample."""
+        """Record that all samples have verdicts; `spans` are the (version, number of tokens) pairs of each sample."""
         stages = self._under_way.get(order.order_id)
         if stages is not None and len(self._ended) < _MOST:
             longest = max(spans, key=lambda each: sum(tokens for _, tokens in each), default=())
@@ -71,6 +72,6 @@ class StageLog:
             )
 
     def take(self) -> list[GroupStages]:
-        """Return the stages recorded since the last call."""
+        """Return the groups recorded since the last call, and forget them."""
         ended, self._ended = self._ended, []
         return ended

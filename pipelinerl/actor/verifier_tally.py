@@ -19,7 +19,7 @@ from pipelinerl.verifiers.verifier import Judgement
 
 @final
 class VerifierTally:
-    """Counter of verdicts and calls since the actor started, and of failures since the last verdict on an answer."""
+    """Counter of verdicts and tool calls since the actor started, and of failures since the last judgement."""
 
     def __init__(self) -> None:
         self._by_domain: dict[str, VerifierFigures] = {}
@@ -44,7 +44,7 @@ class VerifierTally:
 
     @property
     def by_domain(self) -> dict[str, VerifierFigures]:
-        """The counts so far."""
+        """The counts so far, by domain."""
         return dict(self._by_domain)
 
 
@@ -54,7 +54,9 @@ def _kind(verdict: Verdict) -> Outcome | None:
 
 
 def _counted(figures: VerifierFigures, failure: Outcome | None, verdicts: Sequence[Verdict]) -> VerifierFigures:
-    """Return the figures with consecutive verdicts of one kind added."""
+    """Return `figures` with these verdicts added: consecutive ones that all have this `failure`, or are judgements if
+    None.
+    """
     more = len(verdicts)
     if failure is None:
         return replace(figures, judged=figures.judged + more, errors_in_a_row=0, timeouts_in_a_row=0, reason="")

@@ -1,8 +1,10 @@
 """Recipe tables that select a named algorithm and adjust it, or define all five slots.
 
-[objective] preset = "grpo"                                     # the other keys adjust it grad2 = { kind = "kl", beta =
-0.04 }                # another kind for the slot: its defaults, then these fields grad1.epsilon_high = 0.28
-# the same kind with a field changed is_weight = "one"                                   # a kind with its defaults
+[objective]
+preset = "grpo"                        # the other keys adjust it
+grad2 = { kind = "kl", beta = 0.04 }   # another kind for the slot: its defaults, then these fields
+grad1.epsilon_high = 0.28              # the same kind with a field changed
+is_weight = "one"                      # a kind with its defaults
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The forward passes before a step, each made only if the policy's or critic's objective needs its column.
 
-old_logprobs   the policy, at the weights that sampled each token or at those from which the step starts; or the
-               sampler's own, as the recipe chooses
-ref_logprobs   the reference: a worker with the run's initial weights, which never steps values         the critic,
-before it learns from this step
+    old_logprobs   the policy, at the weights that sampled each token or at those from which the step starts; or the
+                   sampler's own, as the recipe chooses
+    ref_logprobs   the reference: a worker with the run's initial weights, which never steps
+    values         the critic, before it learns from this step
 
 Replayed routing applies to the policy's passes. Reference and critic are other models, whose routers choose.
 """

@@ -1,6 +1,7 @@
 """`LoraOptions`, the recipe's `trainer.options.lora`; parsing needs no torch.
 
-[trainer] options.lora = { rank = 16, alpha = 32, targets = "all-linear", dropout = 0 }     # these are the defaults
+[trainer]
+options.lora = { rank = 16, alpha = 32, targets = "all-linear", dropout = 0 }     # these are the defaults
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`OptimizerOptions`, the recipe's `trainer.options.optimizer`; parsing needs no torch.
 
-[trainer] options.optimizer = { moments = "fp32", place = "device" }     # these are the defaults
+[trainer]
+options.optimizer = { moments = "fp32", place = "device" }     # these are the defaults
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class TransferStream(Protocol):
         ...
 
     def __exit__(self, *_: object) -> None:
-        """Wait until all copies of this block have been read to the end."""
+        """Wait until all work of the block has ended, so that nothing reads its data any more."""
         ...
 
     def to_host(self, data: Tensor) -> Landed:

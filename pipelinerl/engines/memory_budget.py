@@ -1,7 +1,8 @@
-"""`EngineBudget`: what a GPU must hold beside an engine's weights, and whether it fits, as a pure function of sizes.
+"""`EngineBudget`: what a GPU must hold besides an engine's weights, and whether it fits, as a pure function of sizes.
 
-The first update allocates a second copy of the weights, long after the start. So it is reserved before the cache is
-sized, together with what a prefill and a decode step compute with. Without a GPU nothing is checked: hosts have swap.
+The first update allocates a second copy of the weights, long after the start. This memory is therefore reserved before
+the cache is sized, together with the workspaces of a prefill and of a decode step. Without a GPU nothing is checked:
+hosts have swap.
 
 The sizes of both workspaces are counted from the code and were not measured on a GPU.
 """
@@ -23,12 +24,12 @@ _SAMPLING_BYTES: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Bytes of a GPU.
+    """Memory of a GPU, in bytes.
 
     Attributes:
         total: of the whole device.
-        free: that no process has taken.
-        ours: that this process has taken, the weights included.
+        free: not taken by any process.
+        ours: taken by this process, including the weights.
         share: the largest share of `total` that this process may take; None sets no bound.
     """
 
@@ -45,13 +46,13 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBudget:
-    """Bytes that an engine takes on its GPU beside the serving weights.
+    """Bytes that an engine takes on its GPU besides the serving weights.
 
     Attributes:
         slots: the number of sequences that run at once.
         cache: keys and values of all slots at their full length.
         staging: the second copy of the weights, allocated at the first update.
-        conversion: the buffer of an update that travels in another dtype; 0 if it travels in the engine's.
+        conversion: the buffer for an update that is sent in another dtype than the engine's; 0 if the dtypes are equal.
         prefill: workspace of the largest prefill.
         logits: workspace of a decode step of all slots.
     """
@@ -65,7 +66,7 @@ class EngineBudget:
 
     @property
     def total(self) -> int:
-        """Bytes beside the serving weights."""
+        """Bytes besides the serving weights."""
         return self.cache + self.staging + self.conversion + self.prefill + self.logits
 
     @property
@@ -117,7 +118,7 @@ def budget_of(
 
     Args:
         received: bytes of the buffer that receives an update in the engine's dtype.
-        spare: bytes of the quantised weights that do not serve; 0 if weights are served as received.
+        spare: bytes of the second set of quantised weights, into which an update is quantised; 0 without quantisation.
     """
     size = BYTES[dtype]
     tokens = min(max(prefill_tokens, context), slots * context)
@@ -133,7 +134,7 @@ def budget_of(
 
 def _prefill_bytes(shape: ModelShape, tokens: int, size: int) -> int:
     """Return the bytes of a forward over `tokens` padded tokens; layers run one after another."""
-    residual = 3 * shape.hidden  # the stream, its norm, and the layer's result
+    residual = 3 * shape.hidden  # the residual stream, its norm, and the layer's result
     attention = 4 * (shape.heads + shape.kv_heads) * shape.head_dim  # queries, keys and values, before and after RoPE
     return tokens * size * (residual + max(attention, 3 * shape.intermediate))
 

@@ -1,4 +1,4 @@
-"""Engine settings of a recipe, common to all engine types: the one argument of every registered `from_options`."""
+"""Engine settings of a recipe, common to all engine types: the only argument of every registered `from_options`."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from trainer_contract.types import Device, HeadPrecision, WeightDType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """Options common to all engines; an engine type rejects an option that it cannot honour, and never ignores one.
+    """Options common to all engines; an engine type rejects an option that it does not support, and never ignores one.
 
     Attributes:
-        model_path: directory of the model it starts with.
+        model_path: directory of the model that the engine loads at its start.
         model_id: name of the model in requests.
         slots: the number of sequences that run at once.
         max_waiting: the number of samples that may wait for a slot.
         context_length: most tokens of a sequence, prompt included.
         dtype: of weights, cache and arithmetic.
-        wire_dtype: in which weights are sent to it; None: in `dtype`.
+        wire_dtype: the dtype in which the trainer sends weights; None: `dtype`.
         weights: storage format of the weights of linear layers.
-        head_precision: of the output layer; the trainer's must be the same.
+        head_precision: precision of the output layer; the trainer must use the same.
         device: where the model runs.
         devices: the number of devices that share one engine's model.
         memory_share: largest share of each GPU's memory that the engine takes; None sets no bound. Not for CPUs.
-        options: for this engine type alone; passed to the library that computes.
+        options: options of this engine type only; passed to the library that computes.
         threads: CPU threads for the model; None leaves the library's default.
-        seed: keys the noise of requests that name no seed.
+        seed: key of the noise of requests that have no seed of their own.
         pull: fetches weights from parameter servers; None disables the transport `pull`.
         receiver: which process joins the weight group.
-        server: base URL of the server that the engine drives; for engine types whose model runs elsewhere.
+        server: base URL of the server that the engine drives, for engine types whose model runs in a separate server.
     """
 
     model_path: Path
@@ -58,7 +58,7 @@ class EngineOptions:
     server: str | None = None
 
     def check_context(self, longest: int | None) -> None:
-        """Raise `ModelError` if a sequence may exceed the `longest` length that the model has positions for."""
+        """Raise `ModelError` if `context_length` exceeds `longest`, the number of positions that the model supports."""
         if longest is not None and self.context_length > longest:
             raise ModelError(
                 f"context_length must be at most the {longest} positions of {self.model_path}, got "
@@ -84,7 +84,7 @@ class EngineOptions:
             raise ModelError(f"{engine} has no options, got engine.options {', '.join(self.options)}; remove them")
 
     def check_receives_where_it_is(self, engine: str) -> None:
-        """Raise `ModelError` if another process is to receive the weights; `engine` has its own way to receive them."""
+        """Raise `ModelError` if another process is to receive the weights; `engine` does not support that setting."""
         if self.receiver is not Receiver.IN_PROCESS:
             raise ModelError(
                 f"{engine} has its own way to receive weights, got engine.receiver={self.receiver}; leave it out"
@@ -99,7 +99,7 @@ class EngineOptions:
             )
 
     def check_head_of_the_model(self, engine: str) -> None:
-        """Raise `ModelError` if the output layer must be fp32 and `engine` computes it in another dtype."""
+        """Raise `ModelError` if the output layer must be fp32 and `engine` would compute it in another dtype."""
         if self.head_precision is HeadPrecision.FP32 and self.dtype is not WeightDType.FLOAT32:
             raise ModelError(
                 f"{engine} computes the output layer in the model's dtype, {self.dtype}; set "
@@ -107,7 +107,7 @@ class EngineOptions:
             )
 
     def check_no_memory_share(self, engine: str) -> None:
-        """Raise `ModelError` if GPU memory is bounded; `engine` uses none."""
+        """Raise `ModelError` if a share of GPU memory is set; `engine` uses no GPU memory."""
         if self.memory_share is not None:
             raise ModelError(
                 f"{engine} uses no GPU memory, got engine.memory_share={self.memory_share:g}; leave it out"

@@ -17,7 +17,7 @@ from pipelinerl.models.plain_tokenizer import compiled
 from pipelinerl.models.tokenizer import FAILURES, ChatTokenizer
 from pipelinerl.types import Message
 
-#: Suffix of the entries in tokenizer_config.json that templates may write.
+#: Suffix of the tokenizer_config.json entries, such as `bos_token`, that templates may use.
 _TOKEN: Final = "_token"
 
 

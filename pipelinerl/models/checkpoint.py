@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-#: A value model's `weight` [1, D] and `bias` [1], fp32, in a file of its own in the directory.
+#: A value model's head: `weight` [1, D] and `bias` [1], fp32, in this separate file of the directory.
 VALUE_HEAD_FILE: Final = "value_head.safetensors"
 #: The longest header that safetensors itself reads, in bytes.
 _LONGEST_HEADER: Final = 100_000_000
@@ -41,9 +41,9 @@ _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SLOW_TOKENIZERS: Final = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 #: The number of bytes read and hashed at once.
 _BLOCK_BYTES: Final = 2**20
-#: Dtypes in safetensors' names, and in those of torch and NumPy.
+#: Supported dtypes: safetensors' name for each, and the name in torch and NumPy.
 _DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
-#: Bytes of a value of each dtype.
+#: Size in bytes of one value, by safetensors' dtype name.
 _WIDTHS: Final = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 #: The part to load: the language model, or its layers alone, whose output is the last hidden states.
 Part = Literal["causal_lm", "trunk"]

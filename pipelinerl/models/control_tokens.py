@@ -232,7 +232,9 @@ class ContentGuard:
         return self._structure(self._ids(text))
 
     def _structure_of_tail(self, chat: Chat, begin: Begin) -> list[int] | None:
-        """Return the structural tokens from `begin` on, for data without symbols; None if the template rejects that."""
+        """Return the structural tokens from `begin` on, for texts without symbols; None if the template rejects such
+        texts.
+        """
         plain = chat.rewritten(lambda each: _SYMBOL.sub("a", each.value) if each.role in _DATA_ROLES else each.value)
         try:
             text = self._render(plain, True)
@@ -312,12 +314,12 @@ class ContentGuard:
 
 
 def _after(start: int, places: frozenset[int]) -> frozenset[int]:
-    """Return the places from `start` on, relative to it."""
+    """Return the positions in `places` that are at least `start`, relative to `start`."""
     return frozenset(at - start for at in places if at >= start)
 
 
 def _moved(place: str, rows: int) -> str:
-    """Return the place of a text if messages are counted from `rows` on."""
+    """Return `place`, such as `messages.0.content`, with `rows` added to its message number."""
     table, row, *rest = place.split(".")
     return ".".join([table, str(int(row) + rows), *rest]) if table == "messages" else place
 

@@ -119,7 +119,7 @@ class DecoderConfig:
     qk_norm: bool
     dtype: str
     scalar_head: bool = False
-    """True for a value model, which has one number for each state in place of the output layer."""
+    """True for a value model, whose head maps each hidden state to one number in place of the output layer."""
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:

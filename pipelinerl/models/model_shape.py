@@ -22,7 +22,7 @@ from trainer_contract.types import WeightDType
 _HEAD: Final = "lm_head.weight"
 #: Last names of embedding modules, in the supported families.
 _EMBEDDINGS: Final = frozenset({"embed_tokens", "wte", "wpe", "embed_positions", "embed_in"})
-#: Parts of a name before the number of a layer.
+#: Names that come right before the number of a layer in parameter names.
 _LAYERS: Final = frozenset({"layers", "h", "block", "blocks"})
 
 BYTES: Final[Mapping[WeightDType, int]] = {

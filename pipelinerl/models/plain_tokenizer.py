@@ -68,7 +68,7 @@ class PlainTokenizer:
 
     @cached_property
     def whole(self) -> Any:
-        """The tokenizer that transformers reads from the directory."""
+        """The tokenizer that transformers reads from the directory, loaded on first use."""
         return self._read_whole()
 
     def get_chat_template(self) -> str:

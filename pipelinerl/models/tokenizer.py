@@ -373,7 +373,7 @@ def _read_whole(path: Path) -> PreTrainedTokenizerFast:
 
 
 def _is_plain(path: Path) -> bool:
-    """Return whether the plain class reads this tokenizer."""
+    """Return whether the class and model type named in the files are those that `PreTrainedTokenizerFast` reads."""
     plain = _named(path / "tokenizer_config.json", "tokenizer_class") in _PLAIN_CLASSES
     return plain and _named(path / "config.json", "model_type") in _TAKEN_AT_THEIR_WORD
 

@@ -53,7 +53,9 @@ def format_of(template: str) -> CallFormat | None:
 
 
 def parsed(text: str, form: CallFormat, tools: Sequence[ToolDefinition], *, key: bytes) -> ParsedAnswer:
-    """Parse the calls in an answer's text. Their ids depend only on `key` and their place."""
+    """Parse the calls in an answer's text. The id of a call depends only on `key` and the call's position in the
+    answer.
+    """
     if form is CallFormat.LLAMA_JSON:
         found = list(_llama_calls(text))
         return ParsedAnswer("" if found else text, _with_ids(found, key))
@@ -91,7 +93,7 @@ def _hermes_call(text: str) -> FunctionCall | None:
 
 
 def _llama_calls(text: str) -> Iterator[FunctionCall]:
-    """Yield the calls if the whole text consists of calls."""
+    """Yield the calls if the whole text consists of calls; otherwise yield none."""
     rest, calls, decoder = text.strip().removeprefix(_PYTHON_TAG).strip(), list[FunctionCall](), json.JSONDecoder()
     while rest:
         try:

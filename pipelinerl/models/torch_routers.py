@@ -85,7 +85,9 @@ class ReplayedRouters:
             router.forward = self._replaying(router, layer, router.forward)
 
     def tell(self, routed: Tensor | None) -> None:
-        """Set the experts for the tokens of the next forward, integers [K, layers, top_k]; None: the routers choose."""
+        """Set the experts for the tokens of the next forward, integers [K, layers, top_k]; with None, the routers
+        choose.
+        """
         self._replayed = routed
 
     def _replaying(self, router: Any, layer: int, forward: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:

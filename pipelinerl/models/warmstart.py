@@ -183,10 +183,10 @@ def _step(
 
 
 def accuracies(model: PreTrainedModel, batch: Demonstrations) -> tuple[float, float]:
-    """Return the greedy accuracy and the expected accuracy of samples at temperature 1, of exact answers.
+    """Return the greedy accuracy and the expected accuracy of samples at temperature 1; only exact answers count.
 
-    No generation is needed: greedy decoding yields the answer iff each of its tokens is the likeliest after the ones
-    before.
+    No generation is needed: greedy decoding yields the answer if and only if each of its tokens is the likeliest after
+    the tokens before it.
     """
     import torch
 

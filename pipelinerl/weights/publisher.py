@@ -35,7 +35,7 @@ def wire_layout(infos: Iterable[ParameterInfo]) -> WeightLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """Weights (`epoch`, `version`) of `layout` to be sent to `engines` (base URLs)."""
+    """Weights of (`epoch`, `version`) with the parameters of `layout`, to be sent to `engines` (base URLs)."""
 
     version: int
     epoch: int
@@ -109,7 +109,7 @@ class PublicationProgress:
 
     @property
     def remaining_s(self) -> float:
-        """Time until the deadline, or enough for one last answer once it has passed."""
+        """Seconds until the deadline; once it has passed, enough time for one last answer."""
         return max(self.deadline - time.monotonic(), 0.05)
 
     def drop(self, failures: Mapping[str, str]) -> None:

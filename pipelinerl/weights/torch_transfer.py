@@ -38,21 +38,21 @@ class TransferStream(Protocol):
         ...
 
     def __enter__(self) -> Self:
-        """Order the work after that already queued on the device's default stream."""
+        """Make the work of this block follow the work already queued on the device's default stream."""
         ...
 
     def __exit__(self, *_: object) -> None:
-        """Wait until nothing is read any more."""
+        """Wait until all work of the block has ended, so that nothing reads its data any more."""
         ...
 
     def to_host(self, data: Tensor) -> Landed:
-        """Begin to copy flat uint8 `data` to the host. The second copy from now on may overwrite its result."""
+        """Begin to copy flat uint8 `data` to the host. The result is valid until the second call after this one."""
         ...
 
 
 @final
 class HostStream:
-    """The form for bytes on the host: nothing is copied."""
+    """Stream for bytes that are on the host already: nothing is copied."""
 
     def __init__(self, *, cores: int | None = None) -> None:
         """Overlap if `cores` suffice; None counts those that this process may use."""
@@ -71,7 +71,7 @@ class HostStream:
 
 @final
 class CudaStream:
-    """Two streams of a GPU: one gathers and sends, the other copies to pinned memory beside it."""
+    """Two streams of a GPU: the first gathers and sends; meanwhile the second copies to pinned memory."""
 
     overlaps = True
 
@@ -94,7 +94,7 @@ class CudaStream:
         self._copies.synchronize()
 
     def to_host(self, data: Tensor) -> Landed:
-        """Begin the copy on the second stream, after what the first has queued so far."""
+        """Begin the copy on the second stream, after all work that the first stream has queued so far."""
         pinned = self._pinned.pop(0)
         if pinned.numel() < data.numel():
             pinned = torch.empty(data.numel(), dtype=torch.uint8, pin_memory=True)
@@ -119,9 +119,9 @@ def stream_for(device: torch.device) -> TransferStream:
 
 @final
 class OverlappedDigest:
-    """A `WeightDigest` whose hashing runs on a thread where that is faster; one thread appends.
+    """A `WeightDigest` that hashes on a separate thread where that is faster. Only one thread may append.
 
-    Bytes may be overwritten after the next `append`, or after `settle`.
+    Appended bytes may be overwritten after the next `append`, or after `settle`.
     """
 
     def __init__(self, stream: TransferStream) -> None:

@@ -41,12 +41,12 @@ def test_saving_keeps_other_files(tmp_path: Path) -> None:
         (np.zeros(3, dtype=np.float32), r"\[3\]"),
     ],
 )
-def test_other_shapes_are_rejected(logits: np.ndarray, problem: str) -> None:
+def test_logits_of_another_shape_or_dtype_are_rejected(logits: np.ndarray, problem: str) -> None:
     with pytest.raises(ModelError, match=problem):
         BigramModel(logits=logits)
 
 
-def test_other_models_are_rejected(tmp_path: Path) -> None:
+def test_directory_without_a_bigram_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="must be a JSON object"):
         BigramModel.load(tmp_path)
     BigramModel.random(3, seed=0).save(tmp_path)

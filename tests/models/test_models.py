@@ -157,7 +157,7 @@ def test_plain_class_equals_the_auto_class_of_transformers(directory, model_type
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "phi3", "mistral", "of_a_fork"])
-def test_other_model_types_use_the_auto_class(directory, model_type):
+def test_unlisted_model_types_use_the_auto_class(directory, model_type):
     rewrite(directory / "config.json", model_type=model_type)
     assert tokenizer._reader(directory) is AutoTokenizer
 

@@ -1,11 +1,11 @@
 """`BatchingEngine`: an engine over any `SampleLoop`; satisfies `inference_contract.engine.Engine`.
 
-The event loop validates, tokenises and answers requests. A second thread, the loop's, owns the model; the default loop
-is a `DecodeLoop` over a `ModelRunner`. The two exchange one call per request and one per decode step that produced
-results, so HTTP barely slows decoding.
+The event loop validates, tokenises and answers requests. A second thread, the sample loop's, owns the model; by default
+the sample loop is a `DecodeLoop` over a `ModelRunner`. The two threads exchange one call per request and one per decode
+step that produced results, so HTTP barely slows decoding.
 
-Weight updates go through a `WeightReceiver`, and this engine is its target. New weights arrive in a second buffer while
-decoding continues; the swap happens between two steps.
+Weight updates go through a `WeightReceiver`, which calls this engine as its target. New weights arrive in a second
+buffer while decoding continues; the swap happens between two steps.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from pipelinerl.errors import PipelineError, TemplateNameError, UnshownFieldError
 from pipelinerl.weights.layout import converted_by
 
-#: The longest that `close` waits for the loop's thread to finish its step.
+#: The longest time that `close` waits for the loop's thread to finish its step, in seconds.
 _STOP_S: Final = 30.0
 _NO_ROUTING: Final = (
     "return_routed_experts must be false: this engine cannot report the experts of this model; serve a mixture of "
@@ -91,11 +91,11 @@ class Tokenizer(responses.Decoder, Protocol):
         template_kwargs: Mapping[str, Any] = ...,
         tools: Sequence[ToolDefinition] = ...,
     ) -> list[int]:
-        """Return the prompt's tokens, given the exact tokens of everything up to `messages[first_new - 1]`."""
+        """Return the prompt's tokens, keeping `token_ids` for all messages before `messages[first_new]`."""
         ...
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the tokens of a text that no template renders."""
+        """Return the tokens of a plain text, without the chat template."""
         ...
 
     def detokenizer(self) -> Detokenizer:
@@ -108,10 +108,10 @@ class BatchingEngine:
     """An engine that batches requests over a `SampleLoop`.
 
     Args:
-        load: builds the runner of a `DecodeLoop`, on the decode thread.
+        load: builds the runner of a `DecodeLoop`; called on the decode thread.
         loop: builds another `SampleLoop`; give exactly one of `load` and `loop`.
         endpoints: builds the engine's endpoint in the weight group.
-        continuation: which noise samples the rest of an answer that another engine began.
+        continuation: which noise is used to continue an answer that another engine began.
         prefill_tokens: most prompt tokens that a `DecodeLoop` admits between two steps.
     """
 
@@ -145,7 +145,7 @@ class BatchingEngine:
         self._waiters: dict[str, tuple[Request, Callable[[Delivery], None]]] = {}
         self._numbers = itertools.count()
         self._model: ServedModel | None = None
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenise")  # one long text in memory at a time
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenise")  # one thread: one long text in memory
         self._is_closing = False
         self._events: asyncio.AbstractEventLoop
 
@@ -154,7 +154,7 @@ class BatchingEngine:
     async def start(self) -> None:
         """Load the model and raise whatever `load` raises.
 
-        If this call is cancelled, the thread ends as soon as it has loaded.
+        If this call is cancelled, the loop's thread ends as soon as it has loaded the model.
         """
         self._events = asyncio.get_running_loop()
         loading = self._loop.start()
@@ -181,7 +181,7 @@ class BatchingEngine:
     # --- generation ----------------------------------------------------------------------------------------------
 
     async def complete(self, request: ChatCompletionRequest) -> ChatCompletion:
-        """Sample all choices and return them when the last one ends. Cancelling the call frees the request's slots."""
+        """Sample all choices and return them when all have ended. Cancelling the call frees the request's slots."""
         work = await self._work(request, streams=False)
         ended: asyncio.Future[Delivery] = self._events.create_future()
         self._submit(work, lambda delivery: None if ended.done() else ended.set_result(delivery))
@@ -194,7 +194,9 @@ class BatchingEngine:
         return responses.completion(request, work, self._options.model_id, self._tokenizer)
 
     async def stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
-        """Sample all choices and yield new tokens, at once or at intervals. Closing the iterator frees the slots."""
+        """Sample all choices and yield new tokens: after each step, or at intervals. Closing the iterator frees the
+        slots.
+        """
         options = request.stream_options or StreamOptions()
         chunks = self._at_intervals(request, options.interval_s) if options.interval_s else self._at_once(request)
         async with aclosing(chunks):
@@ -204,7 +206,9 @@ class BatchingEngine:
     async def _at_intervals(
         self, request: ChatCompletionRequest, interval_s: float
     ) -> AsyncGenerator[ChatCompletionChunk]:
-        """Read the tokens that the loop's thread has sampled; reading costs that thread nothing."""
+        """Yield chunks at intervals, read from the lists that the loop's thread fills; this costs that thread
+        nothing.
+        """
         work = await self._work(request, streams=False)
         new_tokens = responses.NewTokens(request, work, self._options.model_id, self._tokenizer)
         ended: asyncio.Future[Delivery] = self._events.create_future()
@@ -229,7 +233,7 @@ class BatchingEngine:
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
         self._submit(work, deliveries.put_nowait)
         try:
-            delivery = await deliveries.get()  # the decode thread always delivers: a step, the end, or its own shutdown
+            delivery = await deliveries.get()  # the decode thread always delivers a step, the end, or its own shutdown
             version = delivery.tokens[0].version if delivery.tokens else self._loop.serving[1]
             if delivery.error is None:
                 yield responses.first_chunk(request, work, model, version)
@@ -248,7 +252,7 @@ class BatchingEngine:
             yield responses.usage_chunk(request, work, model, version)
 
     async def _work(self, chat: ChatCompletionRequest, *, streams: bool) -> Request:
-        """Convert a chat request to the decode loop's `Request`.
+        """Convert a chat request to the sample loop's `Request`.
 
         Raises:
             InvalidRequest, UnknownModel, Dirty: as `complete` does.
@@ -366,17 +370,19 @@ class BatchingEngine:
         return self._started().layout
 
     def staging(self) -> Any:
-        """Return the buffer for the next weights: flat uint8 [layout.num_bytes], unused by the model until `commit`."""
+        """Return the buffer for the next weights: flat uint8 [layout.num_bytes]. The model does not read it until
+        `commit`.
+        """
         return self._started().staging()
 
     def finish_staging(self) -> None:
-        """Process the filled `staging`; called on the receiving thread, before `commit`."""
+        """Prepare the filled `staging` for a quick `commit`; called on the receiving thread."""
         self._started().finish_staging()
 
     async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
-        """Serve the weights in `staging` from the next decode step on; return the pause in seconds.
+        """Serve the weights in `staging` from the next decode step on; return the pause of decoding in seconds.
 
-        The receiver has already compared the digest and remembers it.
+        `digest` is unused: the receiver has already compared it, and remembers it.
         """
         return await asyncio.wrap_future(self._loop.commit(version=version, epoch=epoch, on_update=on_update))
 

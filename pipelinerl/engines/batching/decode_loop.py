@@ -96,7 +96,7 @@ class DecodeLoop:
     def start(self) -> Future[ServedModel]:
         """Start the thread; the future completes when the model is loaded.
 
-        The future cannot be cancelled; `stop` ends the thread.
+        The future cannot be cancelled: to end the thread, call `stop`.
         """
         self.ready.set_running_or_notify_cancel()
         self._thread.start()
@@ -117,12 +117,12 @@ class DecodeLoop:
 
     @property
     def num_running(self) -> int:
-        """The number of samples in rows."""
+        """The number of samples that are decoded now, one per row."""
         return len(self._scheduler.running)
 
     @property
     def num_waiting(self) -> int:
-        """The number of samples in the queue."""
+        """The number of samples that wait for a row."""
         return self._scheduler.num_waiting
 
     def submit(self, request: Request) -> None:
@@ -143,7 +143,7 @@ class DecodeLoop:
             self._changed.notify()
 
     def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> Future[float]:
-        """Swap to the staged weights between two steps; the future carries the pause in seconds.
+        """Swap to the staged weights between two steps; the future's result is the pause in seconds.
 
         Raises:
             EngineStopped: the engine is closing.
@@ -175,7 +175,7 @@ class DecodeLoop:
                 if self._scheduler.running:
                     self._step()
                 self.totals.busy_s += time.perf_counter() - began
-        finally:  # also after an exception of the model, which threading's excepthook reports
+        finally:  # also after the model's exception, which threading's excepthook reports
             self._end()
 
     def _loaded(self) -> bool:
@@ -212,8 +212,8 @@ class DecodeLoop:
         self._move(moves)
 
     def _withdrawn(self, request: Request) -> list[int]:
-        """Count a request's unfinished samples as aborted; return its rows, for the caller to retire. Needs the
-        lock.
+        """Count a request's unfinished samples as aborted; return its rows, which the caller must retire. The caller
+        holds the lock.
         """
         if not request.unfinished:
             return []
@@ -256,7 +256,7 @@ class DecodeLoop:
         self.totals.decode_steps += 1
         self.totals.occupied_slot_steps += len(running)
         routes = self._runner.route_log
-        if routes is not None and routes.is_on:  # before the tokens, so that a reader of a token finds its experts
+        if routes is not None and routes.is_on:  # before the tokens, so that every visible token has its experts
             for sequence, routed in zip(running, routes.decoded, strict=True):
                 if sequence.request.tells_routing:
                     sequence.routed.append(routed)
@@ -274,12 +274,14 @@ class DecodeLoop:
         self._report(deliveries(streamed, finished))
 
     def _count(self, request: Request, change: int) -> None:
-        """Count a request that arrived (1) or ended (-1). Needs the lock."""
+        """Update the counters for a request that arrived (`change` = 1) or ended (-1). The caller holds the lock."""
         self._streams += change * request.streams
         self._routing_requests += change * request.tells_routing
 
     def _refuse(self, token_ids: list[int], logprobs: list[float]) -> None:
-        """End the requests of rows without a finite log-prob, and remove those rows from both lists in place."""
+        """End the requests of rows without a finite log-prob, and remove these rows from `token_ids` and `logprobs` in
+        place.
+        """
         running = self._scheduler.running
         nonfinite_rows = [row for row, logprob in enumerate(logprobs) if not math.isfinite(logprob)]
         refusals = {running[row].request.request_id: refused(running[row], self.serving) for row in nonfinite_rows}
@@ -294,11 +296,12 @@ class DecodeLoop:
         self._report(list(refusals.values()))
 
     def _overwrite_nonfinite_cache(self, rows: list[int]) -> None:
-        """Overwrite the whole cache of `rows` with finite numbers.
+        """Overwrite the whole cache of `rows` with finite numbers, because even masked NaNs spoil attention: 0 · NaN is
+        NaN.
 
-        The next sequence in a row masks the positions beyond its own tokens, but 0 · NaN is still NaN. The numbers are
-        copied from another row. Without a clean row, every free row gets the cache of a dummy prompt. That prompt's
-        cache may not be finite either, so the overwrite is repeated after the next rejection and with the next weights.
+        The numbers are copied from a row whose cache is finite. Without such a row, `rows` and all free rows get the
+        cache of a dummy prompt. That cache may not be finite either, so the overwrite is repeated after the next
+        rejection and with the next weights.
         """
         length, slots = self._runner.context_length, self._runner.slots
         others = (row for row in reversed(range(slots)) if row not in rows)  # the last rows are used least
@@ -311,7 +314,9 @@ class DecodeLoop:
         self._runner.prefill([Prefill([0] * length, [*rows, *idle])])
 
     def _finish(self, rows: list[int]) -> list[Request]:
-        """Count the samples in `rows` as finished and free the rows; return the requests that ended with them."""
+        """Count the samples in `rows` as finished and free the rows; return the requests whose last sample has now
+        ended.
+        """
         finished = []
         with self._changed:
             for row in rows:
@@ -378,12 +383,12 @@ class DecodeLoop:
 
 
 def _prefill(admission: Admission) -> Prefill:
-    """Prefill all tokens but the last, which the next step feeds."""
+    """Return the prefill of all tokens but the newest, which the next decode step feeds."""
     return Prefill(admission.sequences[0].context[:-1], admission.rows)
 
 
 def _held(running: Iterable[Sequence]) -> list[Prefill]:
-    """Return the contexts that the running rows hold, each context once with all of its rows."""
+    """Return one prefill per distinct context of the running rows, with all rows that hold this context."""
     rows: dict[tuple[int, ...], list[int]] = {}
     for row, sequence in enumerate(running):
         rows.setdefault(tuple(sequence.context[:-1]), []).append(row)
@@ -395,7 +400,7 @@ def _keep_routing_of_prompts(computed: Iterable[Admission], routes: RouteLog) ->
     found = iter(routes.prefilled)
     for admission in computed:
         request = admission.request
-        # A single token needs no prefill: the first step feeds it.
+        # A prompt of one token needs no prefill, so there is no routing: the first decode step feeds it.
         routed = next(found) if len(admission.sequences[0].context) > 1 else routes.decoded[:0]
         if request.tells_routing and request.prompt_routed is None:
             request.prompt_routed = routed[: len(request.prompt_token_ids) - 1]

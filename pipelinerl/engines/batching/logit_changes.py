@@ -1,8 +1,8 @@
 """Per-request changes to logits before sampling: a bias per token, and penalties for tokens already sampled.
 
-Both follow OpenAI's API. A choice that has sampled token t n > 0 times lowers its logit by `n * frequency_penalty +
-presence_penalty`. Few rows change any logit, and each changes few, so the changes are kept as (row, token, value). A
-batch without changes costs one test per step.
+Both follow OpenAI's API. If a choice has already sampled token t n > 0 times, the logit of t is lowered by `n *
+frequency_penalty + presence_penalty`. Few rows change any logit, and each of these changes few logits, so the changes
+are kept as (row, token, value). A batch without changes costs one test per step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LogitChange:
 
 @final
 class LogitChanges:
-    """The logit changes of all rows of a runner."""
+    """The logit changes of all rows of one `ModelRunner`."""
 
     def __init__(self) -> None:
         self._rows: dict[int, tuple[LogitChange, Counter[int]]] = {}
@@ -50,7 +50,7 @@ class LogitChanges:
             self._rows.pop(row, None)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Move whole rows."""
+        """Move the changes of rows `sources` to rows `targets`, pairwise."""
         for source, target in zip(sources, targets, strict=True):
             moved = self._rows.pop(source, None)
             if moved is None:
@@ -59,7 +59,7 @@ class LogitChanges:
                 self._rows[target] = moved
 
     def count(self, sampled: NDArray[Any]) -> None:
-        """Count the tokens that rows 0, 1, … have just sampled."""
+        """Count the tokens that rows 0, 1, … have just sampled, for the penalties."""
         for row, (change, counts) in self._rows.items():
             if row < len(sampled) and change.penalizes:
                 counts[int(sampled[row])] += 1
@@ -67,7 +67,7 @@ class LogitChanges:
     def of(self, num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
         """Return rows [K], tokens [K] and values [K] to add to the logits of rows below `num_rows`.
 
-        No (row, token) pair comes twice.
+        No (row, token) pair is repeated.
         """
         rows: list[int] = []
         tokens: list[int] = []

@@ -3,7 +3,8 @@
 A runner holds `slots` rows. A row is one sequence: its KV cache, the token to feed next, and its sampling parameters.
 Rows in use are always 0..B-1 without holes, so one decode step is one dense batch of B rows. Only `decode` samples.
 `prefill` computes the cache of everything *before* a row's next token, and the row then joins the next step. The same
-function therefore serves prompts, samples that join their group late, and recomputation after a weight update.
+function therefore serves new prompts, samples that start later than the rest of their group, and recomputation after a
+weight update.
 
 Every call comes from one thread, except `staging` and `finish_staging`, which any thread may call.
 
@@ -41,12 +42,13 @@ class RowState:
 
     Attributes:
         token_id: fed at the next step, at `position`; the cache holds everything before it.
-        noise_key: u64 key of its noise; `pipelinerl.rng.uniform(noise_key, t)` is the noise of its t-th sampled token.
-        num_sampled: t of its next token, which is the number of tokens of its answer that are already sampled.
+        noise_key: u64 key of the row's noise; `pipelinerl.rng.uniform(noise_key, t)` is the noise of the t-th sampled
+            token.
+        num_sampled: the number of tokens of the answer that are already sampled, so the next token has t = num_sampled.
         temperature: 0 is greedy. top_k: 0 keeps every token. top_p: 1 keeps every token. min_p: 0 keeps every token.
         num_top: the number of likeliest tokens to report.
-        change: the change to its logits; None for no change.
-        sampled: the tokens of its answer that are already sampled.
+        change: the change to the row's logits; None for no change.
+        sampled: the tokens of the answer that are already sampled.
     """
 
     row: int
@@ -68,11 +70,11 @@ class ModelRunner(ServedModel, Protocol):
 
     @property
     def top_logprobs(self) -> Mapping[int, TopTokens]:
-        """The likeliest tokens of the last step by row, for the rows that report any."""
+        """The likeliest tokens of the last step, by row; only rows that report likeliest tokens have an entry."""
         ...
 
     def prefill(self, prefills: Sequence[Prefill]) -> None:
-        """Fill the cache of the named rows. Does not change the tokens they feed next."""
+        """Fill the cache of the named rows. The tokens that these rows feed next stay the same."""
         ...
 
     def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
@@ -80,11 +82,13 @@ class ModelRunner(ServedModel, Protocol):
         ...
 
     def place(self, states: Sequence[RowState]) -> None:
-        """Set the next token and the sampling parameters of the named rows."""
+        """Set the next token and the sampling parameters of the rows that `states` name."""
         ...
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Move whole rows; no row is both a source and a target."""
+        """Move rows `sources` with all their state to rows `targets`, pairwise; no row is both a source and a
+        target.
+        """
         ...
 
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
@@ -102,14 +106,14 @@ class ModelRunner(ServedModel, Protocol):
 
 
 def top_tokens(token_ids: NDArray[Any], logprobs: NDArray[Any], count: int) -> TopTokens:
-    """Return the first `count` tokens with a non-zero probability, from a row's likeliest tokens [N] in order."""
+    """Return the first `count` tokens with a non-zero probability; `token_ids` [N] are one row's, likeliest first."""
     pairs = zip(token_ids[:count].tolist(), logprobs[:count].tolist(), strict=True)
     return [(token_id, logprob) for token_id, logprob in pairs if logprob > -math.inf]
 
 
 @final
 class RowTable:
-    """Arrays [rows], one for each column of `RowState`; a runner reads slices of them.
+    """Arrays [rows], one for each field of `RowState`; a runner reads slices of these arrays.
 
     Args:
         rows: the number of rows.
@@ -136,7 +140,7 @@ class RowTable:
         self._noise_keys = np.zeros(rows, dtype=np.uint64)
 
     def place(self, states: Sequence[RowState]) -> None:
-        """Set the next token and the sampling parameters of the named rows."""
+        """Set the next token and the sampling parameters of the rows that `states` name."""
         rows = [state.row for state in states]
         self.feeds[rows] = [state.token_id for state in states]
         self.positions[rows] = [state.position for state in states]
@@ -159,7 +163,9 @@ class RowTable:
         self._has_extras = self.any_change or self.any_min_p or self.most_top > 0
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> int:
-        """Move whole rows, none of which is both a source and a target; return the length of their longest cache."""
+        """Move rows `sources` to rows `targets`, pairwise; no row is both. Return the longest cache length among the
+        moved rows.
+        """
         taken, put = list(sources), list(targets)
         for column in (self.feeds, self.positions, self.temperature, self.top_p, self.top_k):
             column[put] = column[taken]
@@ -172,11 +178,11 @@ class RowTable:
         return int(self.positions[put].max())
 
     def noise(self, rows: slice) -> NDArray[np.float64]:
-        """Return the noise in [0, 1) that `rows` sample their next token with."""
+        """Return the noise in [0, 1) with which `rows` sample their next token."""
         return rng.uniform(self._noise_keys[rows], self._num_sampled[rows])
 
     def advance(self, rows: slice, sampled: NDArray[Any]) -> None:
-        """Advance `rows` by one position: each feeds its token of `sampled` (int, one for each row) next."""
+        """Advance `rows` by one position: each row feeds its token in `sampled` (int, one for each row) next."""
         self.feeds[rows] = sampled
         self.positions[rows] += 1
         self._num_sampled[rows] += 1
@@ -184,11 +190,11 @@ class RowTable:
             self.changes.count(sampled)
 
     def top_of(self, token_ids: NDArray[Any], logprobs: NDArray[Any]) -> dict[int, TopTokens]:
-        """Return the likeliest tokens of each row that reports any.
+        """Return the likeliest tokens of each row that reports likeliest tokens.
 
         Args:
             token_ids: the `most_top` likeliest tokens of every row [B, most_top].
-            logprobs: their log-probs [B, most_top].
+            logprobs: the log-probs of these tokens [B, most_top].
         """
         return {
             int(row): top_tokens(token_ids[row], logprobs[row], int(self.num_top[row]))

@@ -1,4 +1,4 @@
-"""Checks of a chat request against the model: the room after its prompt, and its samples.
+"""Checks of a chat request against the model: the room left after the prompt, and the requested samples.
 
 An admitted request has room for at least one token. A prefix that another engine began must be unfinished: it has no
 token that ends a sample, no stop string, and fewer tokens than the limit. Sample i uses the noise of (seed, i),
@@ -18,12 +18,12 @@ from pipelinerl.engines.batching.logit_changes import LogitChange
 from pipelinerl.engines.batching.sample_loop import ServedModel
 from pipelinerl.engines.batching.sequence import Request, TextWindow
 
-#: In characters; vocabularies have few tokens this long, all of them spaces or dashes.
+#: An upper bound on a token's average length, in characters; vocabularies have few longer tokens, all spaces or dashes.
 _LONGEST_TOKEN: Final = 128
 
 
 def check_model(chat: ChatCompletionRequest, model_id: str) -> None:
-    """Raise `UnknownModel` unless the request names this model, the last part of its directory, or none."""
+    """Raise `UnknownModel` unless the request names `model_id`, the last part of its path, or no model."""
     if chat.model is None or chat.model == model_id:
         return
     short = model_id.rstrip("/").rpartition("/")[2]
@@ -33,7 +33,7 @@ def check_model(chat: ChatCompletionRequest, model_id: str) -> None:
 
 
 def logit_change(chat: ChatCompletionRequest, vocab_size: int) -> LogitChange | None:
-    """Return the request's change to logits, or None without one.
+    """Return the request's change to logits, or None if it changes none.
 
     Raises:
         InvalidRequest: a token of the bias is outside the vocabulary.
@@ -100,7 +100,7 @@ def room_after(prompt: list[int], model: ServedModel, param: str) -> int:
 
 
 def check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
-    """Raise `InvalidRequest` unless all token ids are in the model's vocabulary. Needs at least one token."""
+    """Raise `InvalidRequest` unless all token ids are in the model's vocabulary. `token_ids` must not be empty."""
     lowest, highest = min(token_ids), max(token_ids)
     if lowest < 0 or highest >= model.vocab_size:
         wrong = lowest if lowest < 0 else highest
@@ -137,7 +137,7 @@ def add_samples(
 
 
 def _end_of(prefix: AnswerPrefix, work: Request, *, text: TextWindow | None, vocab_size: int) -> str:
-    """Push the text of `prefix` into the window; return why no token can follow it, or "" if one can."""
+    """Push the text of `prefix` into the window `text`. Return the reason why no token can follow the prefix, or ""."""
     token_ids = prefix.token_ids
     if len(token_ids) >= work.token_limit:
         return f"has {len(token_ids)} tokens of at most {work.token_limit}"

@@ -53,7 +53,7 @@ class Decoder(Protocol):
 
 
 def completion(chat: ChatCompletionRequest, request: Request, model: str, decoder: Decoder) -> ChatCompletion:
-    """Return the whole response; `model_version` is the newest weights that sampled any of it."""
+    """Return the whole response; its `model_version` is the newest version that sampled any of its tokens."""
     return ChatCompletion(
         id=request.request_id,
         created=int(time.time()),
@@ -68,7 +68,7 @@ def completion(chat: ChatCompletionRequest, request: Request, model: str, decode
 
 
 def usage(request: Request) -> Usage:
-    """Return the number of tokens so far."""
+    """Return the token counts of the request so far: of its prompt and of its samples."""
     prompt, sampled = len(request.prompt_token_ids), request.num_sampled_tokens
     return Usage(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
 
@@ -88,7 +88,7 @@ def _choice(chat: ChatCompletionRequest, sequence: Sequence, decoder: Decoder) -
 
 
 def _routed(rows: Items[Experts], request: Request) -> RoutedExperts | None:
-    """Return the routing of new tokens, from rows [layers, top_k], if the request asks for it."""
+    """Return the routing of new tokens, whose rows are [layers, top_k]; None unless the request asks for routing."""
     if not request.tells_routing or request.prompt_routed is None:
         return None
     return on_the_wire(np.stack(rows) if rows else request.prompt_routed[:0])
@@ -99,7 +99,7 @@ def _prompt_routed(request: Request) -> RoutedExperts | None:
 
 
 def _answer(chat: ChatCompletionRequest, sequence: Sequence, decoder: Decoder) -> ParsedAnswer:
-    """Return the whole text of a sample and, if tools are offered, the calls in it.
+    """Return the whole text of a sample and, if tools are offered, the calls in this text.
 
     The ids of calls are a function of the sampled tokens and of the prompt's length.
     """
@@ -193,7 +193,7 @@ def chunk(
 class NewTokens:
     """Reader of the tokens that were sampled since the last `take`, while the loop's thread appends more.
 
-    The text of a choice is sent when the choice ends.
+    Text is sent only once per choice, when the choice ends.
     """
 
     def __init__(self, chat: ChatCompletionRequest, request: Request, model: str, decoder: Decoder) -> None:
@@ -207,10 +207,10 @@ class NewTokens:
         self._opened = False
 
     def take(self, *, all_of_it: bool) -> ChatCompletionChunk | None:
-        """Return the next chunk, or None if there is nothing new.
+        """Return the next chunk, or None if there are no new tokens.
 
         Args:
-            all_of_it: the request has ended, so all remaining tokens are taken.
+            all_of_it: the request has ended, so all remaining tokens are returned.
         """
         choices = []
         for place, sequence in enumerate(self._request.sequences):
@@ -235,7 +235,7 @@ class NewTokens:
         if reason is not None:
             answer = _answer(self._chat, sequence, self._decoder)
             delta, reason = _delta(answer, role=role), _reason(reason, answer)
-        return ChunkChoice.model_construct(  # skips the slow validation: values are trusted
+        return ChunkChoice.model_construct(  # skip validation, which is slow here; the values are trusted
             index=sequence.index,
             delta=delta,
             finish_reason=reason,

@@ -23,7 +23,7 @@ from inference_contract.weights import OnUpdate, WeightLayout
 from pipelinerl.engines.batching.sequence import Request, Sequence, TopTokens
 from trainer_contract.types import Experts
 
-#: (epoch, version) of the weights of a model directory, which an engine serves until its first update.
+#: (epoch, version) of the weights in a model directory, which an engine serves until its first update.
 UNTRAINED: Final = (0, 0)
 
 
@@ -41,14 +41,14 @@ class SampledToken:
     version: int
     finish_reason: FinishReason | None
     routed: Experts | None = None
-    """The routing of the token before it [layers, top_k], if the request asks for it."""
+    """The experts [layers, top_k] of the token before `token_id`, if the request asks for routing."""
     top: TopTokens | None = None
-    """The likeliest tokens in its place, if the request asks for them."""
+    """The likeliest tokens at the position of `token_id`, if the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """The results of one step for one request: streamed tokens, its end (`is_last`), or the error that ended it."""
+    """The results of one step for one request: its streamed tokens, its end (`is_last`), or the error that ended it."""
 
     request: Request
     tokens: tuple[SampledToken, ...] = ()
@@ -59,7 +59,7 @@ class Delivery:
 @final
 @dataclass(slots=True)
 class LoopTotals:
-    """Counts since the start; the loop's thread writes them, any thread reads them."""
+    """Counts since the loop started; the loop's thread writes them, any thread may read them."""
 
     generated_tokens: int = 0
     prompt_tokens: int = 0
@@ -68,22 +68,22 @@ class LoopTotals:
     decode_steps: int = 0
     occupied_slot_steps: int = 0
     busy_s: float = 0.0
-    """Seconds with work: prompts, decode steps, commits."""
+    """Seconds that the loop spent on work: prompts, decode steps and commits."""
 
 
 class RouteLog(Protocol):
-    """The experts that a mixture-of-experts model chose in its last forward, recorded while `is_on`."""
+    """The experts that a mixture-of-experts model chose in its last forward. Recording is on while `is_on` is true."""
 
     is_on: bool
 
     @property
     def decoded(self) -> Experts:
-        """The routing of the last decode step's rows [B, layers, top_k], for the token that each row was fed."""
+        """The experts of the last decode step's rows [B, layers, top_k], chosen for the token that each row was fed."""
         ...
 
     @property
     def prefilled(self) -> list[Experts]:
-        """The routing of each prompt of the last prefill, [tokens, layers, top_k] each."""
+        """The experts of each prompt in the last prefill; one array [tokens, layers, top_k] per prompt."""
         ...
 
 
@@ -121,11 +121,15 @@ class ServedModel(Protocol):
         ...
 
     def staging(self) -> Any:
-        """Return the buffer for the next weights: flat uint8 [layout.num_bytes], not read until a commit."""
+        """Return the buffer for the next weights: flat uint8 [layout.num_bytes]. The model does not read it until a
+        commit.
+        """
         ...
 
     def finish_staging(self) -> None:
-        """Convert the filled `staging` to the form that will be served; runs during sampling, before each commit."""
+        """Convert the filled `staging` to the form that will be served; runs before each commit, while sampling
+        continues.
+        """
         ...
 
 
@@ -139,7 +143,7 @@ class SampleLoop(Protocol):
 
     @property
     def serving(self) -> tuple[int, int]:
-        """The (epoch, version) of the weights that sample."""
+        """The (epoch, version) of the weights that sample now."""
         ...
 
     @property
@@ -149,7 +153,7 @@ class SampleLoop(Protocol):
 
     @property
     def num_running(self) -> int:
-        """The number of samples that run."""
+        """The number of samples that are being sampled now."""
         ...
 
     @property
@@ -174,7 +178,7 @@ class SampleLoop(Protocol):
         ...
 
     def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> Future[float]:
-        """Serve the staged weights from some later step on; the future carries the pause in seconds.
+        """Serve the staged weights from a later step on; the future's result is the pause in seconds.
 
         Raises:
             EngineStopped: the engine is closing.
@@ -183,7 +187,7 @@ class SampleLoop(Protocol):
         ...
 
 
-#: Builds a loop that delivers its results through the given function.
+#: Builds a sample loop; the loop passes its results to the given function.
 LoopBuilder = Callable[[Callable[[list[Delivery]], None]], SampleLoop]
 
 
@@ -191,7 +195,7 @@ LoopBuilder = Callable[[Callable[[list[Delivery]], None]], SampleLoop]
 
 
 def deliveries(streamed: Iterable[tuple[Request, SampledToken]], finished: Iterable[Request]) -> list[Delivery]:
-    """Return one step's deliveries, from its streamed tokens and the requests that ended with it."""
+    """Group one step's streamed tokens and the requests that ended with this step into deliveries, one per request."""
     tokens: dict[str, list[SampledToken]] = {}
     requests: dict[str, Request] = {}
     for request, token in streamed:
@@ -218,7 +222,7 @@ def sampled(sequence: Sequence) -> tuple[Request, SampledToken]:
 
 
 def aborted(sequence: Sequence) -> tuple[Request, SampledToken]:
-    """Return the end of a streamed sample that was aborted."""
+    """Return the final, tokenless record of a streamed sample that was aborted."""
     token = SampledToken(
         index=sequence.index,
         text=_certain_text(sequence),
@@ -231,7 +235,8 @@ def aborted(sequence: Sequence) -> tuple[Request, SampledToken]:
 
 
 def refused(sequence: Sequence, serving: tuple[int, int]) -> Delivery:
-    """Return the delivery that fails a request, one of whose samples has no finite distribution for its next token.
+    """Return the delivery that fails a request because one of its samples has no finite distribution for its next
+    token.
 
     Args:
         serving: (epoch, version) of the weights in use.

@@ -3,8 +3,9 @@
     submit ─▶ waiting (bounded) ─▶ admit ─▶ running: rows 0..B-1, no holes ─▶ retire
 
 Sequences join and leave at every decode step. The samples of a request that are admitted together share one prefill. A
-sample that joins later, because the rows were full, copies the prompt's cache from a sibling that still runs, if the
-serving weights computed it. Samples that another engine began have different prefixes, and are admitted one by one.
+sample that joins later, because the rows were full, copies the prompt's cache from a running sample of the same
+request, its sibling, if the serving weights computed that cache. Samples that another engine began have different
+prefixes, and are admitted one by one.
 
 When rows end, the last rows move into the holes, so the batch stays dense; each move has a distinct source and target.
 """
@@ -23,7 +24,9 @@ from pipelinerl.engines.batching.sequence import Request, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """`sequences` of one request take `rows`; `sibling` is the row of another sample whose cache holds the prompt."""
+    """`sequences` of one request take `rows`. `sibling` is the row of a running sample whose cache holds the same
+    prompt.
+    """
 
     request: Request
     sequences: list[Sequence]
@@ -42,13 +45,14 @@ class Moves:
 @final
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The number of samples that run at once, and of those that may also wait."""
+    """The number of samples that may run at once, and the number that may wait besides."""
 
     running: int
     waiting: int
 
     def check(self, samples: int, *, running: int, waiting: int) -> None:
-        """Raise unless a request of `samples` samples can be queued while `running` run and `waiting` wait.
+        """Raise unless a request of `samples` samples can be queued while `running` samples run and `waiting` samples
+        wait.
 
         Raises:
             InvalidRequest: the samples would not fit even into an idle engine, so waiting does not help.
@@ -89,8 +93,8 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            InvalidRequest: it has more samples than rows and queue together hold.
-            Overloaded: its samples do not fit in the queue.
+            InvalidRequest: the request has more samples than rows and queue together can take.
+            Overloaded: the request's samples do not fit in the queue now.
         """
         samples = len(request.sequences)
         self._capacity.check(samples, running=len(self.running), waiting=self.num_waiting)
@@ -125,7 +129,9 @@ class Scheduler:
         return Moves(sources, targets)
 
     def withdraw(self, request: Request) -> list[int]:
-        """Drop the waiting samples of `request`; return the rows of its running ones, for the caller to retire."""
+        """Drop the waiting samples of `request`; return the rows of its running samples, which the caller must
+        retire.
+        """
         if request.started < len(request.sequences) and request in self._waiting:
             self._waiting.remove(request)
             self.num_waiting -= len(request.sequences) - request.started

@@ -1,10 +1,11 @@
 """One request and its samples while they are being generated.
 
-In a `Sequence`, `token_ids`, `logprobs` and `spans()` always describe the same tokens, and a span names the weights
-that really sampled its tokens. Versions are kept as marks, one per change, so they cost nothing per step.
+In a `Sequence`, `token_ids`, `logprobs` and `spans()` always describe the same tokens, and a span names the version of
+the weights that really sampled its tokens. Only the positions at which the version changes are stored, so versions cost
+nothing per step.
 
-A `TextWindow` holds the growing text of a sample. It never returns text from a stop string on, even if the string
-arrives in parts: text that may begin a stop string is held back until that is decided.
+A `TextWindow` holds the growing text of a sample. It never returns a stop string or text after it, even if the string
+arrives in parts: text that may begin a stop string is held back until later tokens decide.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ class Detokenizer(Protocol):
 
 @final
 class TextWindow:
-    """The text of one sample.
+    """The growing text of one sample.
 
     Args:
         detokenizer: a fresh detokenizer.
-        stops: strings that end the sample; the text is cut before the first of them.
+        stops: strings that end the sample; the text is cut before the first stop string in it.
     """
 
     __slots__ = ("_detokenizer", "_longest_stop", "_shown", "_stopped", "_stops", "text")
@@ -57,7 +58,7 @@ class TextWindow:
         return self._append(self._detokenizer.push(token_id))
 
     def close(self) -> None:
-        """End the text: an incomplete character is decoded as it is."""
+        """End the text: the bytes of an incomplete character are shown as they are."""
         if not self._stopped:
             self._append(self._detokenizer.flush())
             self._stopped = True
@@ -72,7 +73,8 @@ class TextWindow:
     def _append(self, new: str) -> bool:
         if not new:
             return False
-        # A stop string may have begun before `new`, but ends within it.
+        # A stop string may have begun before the new text, but it ends within the new text, so search from shortly
+        # before it.
         start = max(0, len(self.text) - self._longest_stop + 1)
         self.text += new
         ends = [at for at in (self.text.find(stop, start) for stop in self._stops) if at >= 0]
@@ -94,12 +96,12 @@ class TextWindow:
 class Sequence:
     """One of the `n` samples of a request. `noise_key` makes its noise independent of the batch it runs in.
 
-    `prefix` holds the tokens of the answer that another engine has sampled; all other fields describe the tokens
-    sampled here, at most `token_limit`. `routed` has the experts [layers, top_k] of the token before each, if the
-    request asks for them. They are those of the step that sampled the token, even if a later update recomputes the
-    cache. `top` has the likeliest tokens of each step, if the request asks for them.
+    `prefix` holds the tokens of the answer that another engine has sampled. All other fields describe the tokens
+    sampled by this engine, at most `token_limit`. If the request asks for routing, `routed` has one entry per sampled
+    token: the experts [layers, top_k] of the token before it. They come from the step that sampled the token, even if a
+    later update recomputes the cache. `top` has the likeliest tokens of each step, if the request asks for them.
 
-    `prompt_cache_is_current` is true if the serving weights computed the cache of its prompt, so a sibling may copy it.
+    `prompt_cache_is_current` is true if the serving weights computed the cache of the prompt, so a sibling may copy it.
     """
 
     request: Request
@@ -117,14 +119,15 @@ class Sequence:
     _marks: list[tuple[int, int]] = field(default_factory=list)
 
     def mark_version(self, version: int) -> None:
-        """Mark that `version` samples from the next token on. Marking the current version again is a no-op."""
+        """Record that `version` samples from the next token on. Recording the current version again is a no-op."""
         if not self._marks or self._marks[-1][0] != version:
             self._marks.append((version, len(self.token_ids)))
 
     def spans(self, start: int = 0, end: int | None = None) -> list[Span]:
-        """Return the run-length (model_version, num_tokens) of tokens [start, end), by default of all.
+        """Return (model_version, num_tokens) runs of the tokens [start, end), by default of all tokens.
 
-        The counts add up to the number of tokens. Existing tokens keep their marks, so any thread may call this.
+        The counts add up to the number of tokens. Versions of existing tokens never change, so any thread may call
+        this.
         """
         upto = len(self.token_ids) if end is None else end
         marks = list(self._marks)
@@ -138,10 +141,10 @@ class Sequence:
     def certain(self) -> tuple[FinishReason | None, int]:
         """Return the finish reason, if any, and the number of tokens that any thread may read with their log-probs.
 
-        The last token of a running sample is left out: it may end the sample, and is then reported with the finish
-        reason.
+        The count leaves out the last token of a running sample: it may end the sample, and is then reported with the
+        finish reason.
         """
-        reason = self.finish_reason  # read first: nothing is sampled after it
+        reason = self.finish_reason  # read the finish reason first: once it is set, no token is added
         return reason, max(len(self.logprobs) - (reason is None), 0)
 
     @property
@@ -151,7 +154,9 @@ class Sequence:
 
     @property
     def newest_version(self) -> int:
-        """The newest weights that sampled any token, or that were current when the sample ended without one."""
+        """The newest version that sampled any token; without tokens, the version that was current when the sample
+        ended.
+        """
         return self._marks[-1][0] if self._marks else 0
 
     def version_of(self, position: int) -> int:
@@ -164,10 +169,10 @@ class Sequence:
 class Request:
     """One chat completion in progress: a prompt that its samples share.
 
-    `token_limit` is the most tokens of a choice, already cut to the context; `stop_ids` are the tokens that end a
-    choice earlier. `epoch` is that of the weights that began it. `unfinished` counts samples without a finish reason.
-    Waiting requests with the lowest `priority` begin first. If `tells_routing`, `prompt_routed` [tokens - 1, layers,
-    top_k] is the prompt's routing when it was first computed.
+    `token_limit` is the most tokens of a choice, already cut to the context length; `stop_ids` are the tokens that end
+    a choice earlier. `epoch` is the epoch of the weights with which the request began. `unfinished` counts samples
+    without a finish reason. Waiting requests with the lowest `priority` begin first. If `tells_routing`,
+    `prompt_routed` [tokens - 1, layers, top_k] is the routing of the prompt when it was first computed.
     """
 
     request_id: str
@@ -193,7 +198,7 @@ class Request:
     def add_sequence(
         self, noise_key: int, text: TextWindow | None = None, *, prefix: AnswerPrefix | None = None
     ) -> None:
-        """Add a sample: the next one, or one of which another engine has sampled `prefix`."""
+        """Add the request's next sample; `prefix` holds its first tokens if another engine has already sampled some."""
         if prefix is None:
             prefix = AnswerPrefix(index=len(self.sequences), token_ids=[])
         self.sequences.append(
@@ -220,7 +225,7 @@ class Request:
 
 
 def extend(running: list[Sequence], token_ids: list[int], logprobs: list[float]) -> list[int]:
-    """Append one step's tokens; return the rows that ended, ascending, with their finish reason set.
+    """Append one step's tokens; set the finish reason of samples that ended, and return their rows, ascending.
 
     The end-of-turn token that stops a choice is kept: it was sampled, so it is trained on. This runs once per token of
     the engine, which is why it is one plain loop.

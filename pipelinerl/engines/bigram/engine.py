@@ -1,7 +1,8 @@
 """The engine of the numpy bigram model: a complete engine without heavy libraries, exact and deterministic.
 
-All layers above the engines are tested with it. It runs on the same `BatchingEngine` as the torch engine, so batching,
-version spans, weight updates and HTTP are the real ones. The sampler implements the contract directly, row by row.
+All layers above the engines are tested with it. It runs on the same `BatchingEngine` as the torch engine, so its
+batching, version spans, weight updates and HTTP are those of a real engine. Its sampler follows the contract's
+definition row by row, without optimisations.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class BigramRunner:
         """Do nothing: there is no cache."""
 
     def place(self, states: Sequence[RowState]) -> None:
-        """Set the next token and the sampling parameters of the named rows."""
+        """Set the next token and the sampling parameters of the rows that `states` name."""
         for state in states:
             self._rows[state.row] = state
             self._feeds[state.row] = state.token_id
@@ -90,7 +91,7 @@ class BigramRunner:
             self._changes.place(state.row, state.change, state.sampled)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Move whole rows."""
+        """Move rows `sources` to rows `targets`, pairwise."""
         for source, target in zip(sources, targets, strict=True):
             self._rows[target] = self._rows[source]
             self._feeds[target] = self._feeds[source]
@@ -137,10 +138,10 @@ def sample_rows(
     """Sample token ids from logits [B, V] and noise [B] in [0, 1); return them with their log-probs.
 
     The log-probs are those of the distribution sampled from. Temperature applies first. Then only the `top_k` likeliest
-    tokens and those of at least `min_p` times the highest probability are kept. Of these, renormalised, the fewest that
-    reach `top_p` are kept. The token is the inverse of the cumulative distribution at the noise. Greedy rows report the
-    distribution at temperature 1. A row whose logits hold NaN or +inf, or nothing above -inf, has no distribution: its
-    log-prob is NaN.
+    tokens and tokens of at least `min_p` times the highest probability are kept. These are renormalised, and only the
+    fewest likeliest tokens that reach `top_p` together are kept. The sampled token is the inverse of the cumulative
+    distribution at the noise. Greedy rows report the distribution at temperature 1. A row whose logits hold NaN or
+    +inf, or nothing above -inf, has no distribution: its log-prob is NaN.
 
     Args:
         top: receives the likeliest tokens of the rows that report any.

@@ -7,9 +7,9 @@
 An update happens between two steps: pause, load and name the new version, resume. The core reports which weights
 sampled each token, so no token is attributed to weights that did not sample it.
 
-This thread takes every output that has arrived before it continues with a commit. With vLLM's core, all tokens of the
-old version are therefore counted when the commit is answered. Over HTTP a token may still be on its way, so this holds
-almost always.
+This thread processes every output that has arrived before it continues with a commit. With vLLM's core, all tokens of
+the old version have therefore been counted when the commit is answered. With a server over HTTP this is almost always
+true, but a token may still be on its way.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -53,7 +53,7 @@ class CoreLoop:
 
     Args:
         start_core: starts the core and returns it with the model it serves; awaited on the thread.
-        capacity: the number of samples that the core works on at once, and of those that may also wait in it.
+        capacity: the number of samples that the core works on at once, and the number that may wait in it besides.
         deliver: hands one step's results to the engine; called on the thread, must not block.
         serving: (epoch, version) of the weights that the core loads.
     """
@@ -73,17 +73,17 @@ class CoreLoop:
         self._deliver = deliver
         self._ready: Future[ServedModel] = Future()
         self._guard = threading.Lock()
-        self._requests: dict[str, Request] = {}  # accepted and unanswered, in any state
-        self._num_open = 0  # their samples that have not ended
+        self._requests: dict[str, Request] = {}  # accepted requests that are not answered yet
+        self._num_open = 0  # unfinished samples of `_requests`
         self._stopping = False
         self._commit: Future[float] | None = None
         self._open: dict[str, Sequence] = {}  # samples in the core; used only by the thread
         self._counted_at = 0.0  # `totals.busy_s` is counted up to this time; used only by the thread
         self._sending: set[asyncio.Task[None]] = set()
-        self._turn = asyncio.Lock()  # held while the core is paused
+        self._turn = asyncio.Lock()  # held while samples are added, and while the core is paused
         self._core: EngineCore
         self._events: asyncio.AbstractEventLoop
-        self._stepping: asyncio.Task[None] | None = None  # the task that awaits the core's steps, while it does
+        self._stepping: asyncio.Task[None] | None = None  # the task that waits for the core's next step
         self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
 
     # --- called from the engine's event loop ---------------------------------------------------------------------
@@ -110,12 +110,12 @@ class CoreLoop:
 
     @property
     def num_running(self) -> int:
-        """The number of samples that the core works on, at most its slots."""
+        """The number of samples that the core works on, at most as many as it has slots."""
         return min(self._num_open, self._capacity.running)
 
     @property
     def num_waiting(self) -> int:
-        """The number of samples beyond the core's slots."""
+        """The number of samples that wait because all of the core's slots are taken."""
         return max(self._num_open - self._capacity.running, 0)
 
     def submit(self, request: Request) -> None:
@@ -137,7 +137,7 @@ class CoreLoop:
                 self._events.call_soon_threadsafe(self._withdraw, request)
 
     def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> Future[float]:
-        """Serve the staged weights from the next step on; the future carries the pause in seconds.
+        """Serve the staged weights from the next step on; the future's result is the pause in seconds.
 
         Raises:
             EngineStopped: the engine is closing.
@@ -182,7 +182,7 @@ class CoreLoop:
             await self._core.close()
 
     def _interrupt(self) -> None:
-        """Cancel the task that waits for a step, unless it already closes the core: a half-closed core leaks."""
+        """Cancel the task that waits for a step, unless that task already closes the core: a half-closed core leaks."""
         if self._stepping is not None:
             self._stepping.cancel()
 
@@ -192,7 +192,7 @@ class CoreLoop:
             self._stepping = None
             requests, self._requests, self._num_open = list(self._requests.values()), {}, 0
             commit = self._commit
-        if commit is not None:  # not in its task: the event loop may close before the task runs
+        if commit is not None:  # here and not in the swap's task, which may never run: the event loop may close first
             with suppress(InvalidStateError):  # already answered or cancelled
                 commit.set_exception(EngineStopped("the engine closed before the swap was done"))
         stopped = EngineStopped("the engine closed while it worked on this request; send it to another one")
@@ -200,7 +200,7 @@ class CoreLoop:
             self._deliver([Delivery(request, is_last=True, error=stopped) for request in requests])
 
     def _send(self, work: Coroutine[Any, Any, None]) -> None:
-        """Call the core without waiting for its answer."""
+        """Call the core in the background, without waiting for its answer."""
         task = self._events.create_task(work)
         self._sending.add(task)
         task.add_done_callback(self._sent)
@@ -208,7 +208,7 @@ class CoreLoop:
     def _sent(self, task: asyncio.Task[None]) -> None:
         self._sending.discard(task)
         if not task.cancelled():
-            task.exception()  # retrieve the exception; a dead core also fails `next_step`
+            task.exception()  # mark the exception as seen; a dead core also fails `next_step`
 
     # --- samples -------------------------------------------------------------------------------------------------
 
@@ -224,16 +224,16 @@ class CoreLoop:
         self._send(self._begin(request))
 
     async def _begin(self, request: Request) -> None:
-        """Begin a request's samples, but never while the core is paused: they then start with a single version."""
+        """Begin a request's samples once the core is not paused, so that each begins with a single, known version."""
         async with self._turn:
             begun = [sequence for sequence in request.sequences if sample_id(sequence) in self._open]
-            # The salt keeps prompts from reusing a cache that older weights filled. The exception is a sample that
-            # still waits in the core when an update arrives: it uses its siblings' cache, under the salt of the weights
-            # it began with.
+            # The salt keeps prompts from reusing a cache that older weights filled. There is one exception: a sample
+            # that still waits in the core when an update arrives keeps the salt of the weights it began with, and
+            # therefore uses the cache of its siblings.
             salt = label_of(*self.serving)
             try:
                 await self._core.add(begun, salt=salt)
-            except ValueError as error:  # for a value that `check` accepts
+            except ValueError as error:  # the core rejects a value that `check` accepts
                 self._refuse(request, InvalidRequest(f"the engine's core rejects the request: {error}"))
 
     def _refuse(self, request: Request, error: ContractError) -> None:
@@ -287,7 +287,7 @@ class CoreLoop:
         self.totals.decode_steps += sampling > 0
         self.totals.occupied_slot_steps += sampling
         self._close(finished, samples=len(ended))
-        if surplus:  # a stop string ended the sample, which the core cannot know
+        if surplus:  # samples ended by a stop string, which the core does not know
             self._send(self._core.abort(surplus))
         results = deliveries(streamed, finished)
         if results:
@@ -302,7 +302,7 @@ class CoreLoop:
             epoch, version = serving
             sequence.mark_version(version)
             if not any(each.token_ids for each in sequence.request.sequences):
-                sequence.request.epoch = epoch  # the epoch of the first sample; later samples may have a later one
+                sequence.request.epoch = epoch  # that of the first token; later tokens may have a later epoch
         num_top = sequence.request.num_top
         for place, (token_id, logprob) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True)):
             if num_top:
@@ -351,7 +351,7 @@ class CoreLoop:
         core, served, began = self._core, False, time.perf_counter()
         try:
             await core.pause(on_update)
-            began = time.perf_counter()  # excludes the steps that ran until the pause
+            began = time.perf_counter()  # restart the clock: steps that ran until the pause do not count
             await core.load_staged(epoch, version)
             if on_update is OnUpdate.RECOMPUTE_KV:
                 await core.forget_cache()
@@ -366,7 +366,9 @@ class CoreLoop:
         return time.perf_counter() - began
 
     def _fail(self, error: ContractError) -> None:
-        """End every sample, because the weights that would continue it are unknown."""
+        """End every sample with `error`: the swap broke off, so it is unknown which weights would continue the
+        samples.
+        """
         ids = list(self._open)
         self._open.clear()
         with self._guard:

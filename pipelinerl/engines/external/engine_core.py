@@ -1,6 +1,6 @@
 """`EngineCore`: a sampler in another process that a `CoreLoop` drives: vLLM's core, or a separate server.
 
-A core does its own batching. It must be able to report which weights sampled a token, but may report it late.
+A core does its own batching. It must report which weights sampled each token, but may report it late.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ class Sampled:
 
     Attributes:
         token_ids, logprobs: the tokens that follow those of earlier steps, all sampled by one version.
-        arrived: tokens that the core has sampled since the last step, to be reported now or in a later step.
-        top: for each of these tokens the likeliest tokens in its place, at least as many as the request wants.
+        arrived: the number of tokens that the core has sampled since the last step. Their ids may be reported in this
+            step or in a later one.
+        top: for each of `token_ids` the likeliest tokens at its position, at least as many as the request wants.
         ended: the core stops sampling this sample, for any reason.
     """
 
@@ -38,7 +39,7 @@ class Sampled:
 class Step:
     """The results of one step.
 
-    `serving` is (epoch, version) of the weights that sampled its tokens, None for a step without tokens.
+    `serving` is (epoch, version) of the weights that sampled the step's tokens; None for a step without tokens.
     """
 
     serving: tuple[int, int] | None
@@ -79,7 +80,7 @@ class CoreModel:
 
 
 class EngineCore(Protocol):
-    """A running core, used from the event loop that started it. An exception from any method ends the engine."""
+    """A running core, used from the event loop that started it. If any method raises, the engine ends."""
 
     def check(self, request: Request) -> None:
         """Raise `InvalidRequest` if this core cannot serve the request; any thread may call this."""
@@ -94,7 +95,7 @@ class EngineCore(Protocol):
         ...
 
     async def next_step(self) -> Step:
-        """Return the next step. A step that has already arrived is returned without yielding to the event loop."""
+        """Return the next step. If it has already arrived, return it without yielding to the event loop."""
         ...
 
     async def pause(self, on_update: OnUpdate) -> None:
@@ -106,11 +107,11 @@ class EngineCore(Protocol):
         ...
 
     async def load_staged(self, epoch: int, version: int) -> None:
-        """Load the staged weights under this version, to sample from the next step on; the core must be paused."""
+        """Load the staged weights as this version, which samples from the next step on; the core must be paused."""
         ...
 
     async def forget_cache(self) -> None:
-        """Drop the cache: prompts and sampled tokens are recomputed when the core resumes."""
+        """Drop the cache of keys and values; when the core resumes, it recomputes prompts and sampled tokens."""
         ...
 
     async def close(self) -> None:
@@ -119,7 +120,9 @@ class EngineCore(Protocol):
 
 
 def refuse_beyond(request: Request, offered: frozenset[str], engine: str) -> None:
-    """Raise `InvalidRequest` for a sampling field that the request uses and `engine` does not offer."""
+    """Raise `InvalidRequest` if the request uses a sampling field that is not in `offered`; the message names
+    `engine`.
+    """
     change = request.change
     used = {
         "min_p": request.min_p > 0,
@@ -135,12 +138,12 @@ def refuse_beyond(request: Request, offered: frozenset[str], engine: str) -> Non
 
 
 def sample_id(sequence: Sequence) -> str:
-    """Return the name of a sample, which never changes."""
+    """Return the name by which the core knows a sample; it never changes."""
     return f"{sequence.request.request_id}-{sequence.index}"
 
 
 def label_of(epoch: int, version: int) -> str:
-    """Return the name of a version of the weights, for cores that need text."""
+    """Return a version's label, `epoch.version`, for cores that name versions by text."""
     return f"{epoch}.{version}"
 
 

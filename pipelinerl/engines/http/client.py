@@ -29,7 +29,7 @@ from pipelinerl.system.post_connections import FanoutClient
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
-#: Added to the engine's own deadline, so that the engine's more specific error arrives first.
+#: Added to the deadline that the engine itself applies, so that the engine's more specific error arrives first.
 _GRACE_S: Final = 1.0
 #: Shorter than the server's (`http_service.KEEP_ALIVE_S`), so that the client closes idle connections.
 _KEEP_ALIVE_S: Final = 30.0
@@ -71,7 +71,7 @@ class EngineClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close every connection."""
+        """Close all connections to engines."""
         if self._posts is not None:
             await self._posts.close()
 
@@ -165,7 +165,7 @@ class EngineClient:
 
 
 async def _accepted(call: str, answer: Awaitable[tuple[int, bytes]], timeout_s: float) -> bytes:
-    """Return the body of a 200 and raise anything else.
+    """Return the body of a response with status 200; raise an error for anything else.
 
     Raises:
         ContractError: the engine answered with this error.
@@ -200,7 +200,7 @@ def _unreachable(call: str, error: Exception, timeout_s: float) -> EngineUnreach
 
 
 def _refusal(call: str, status: int, content: bytes) -> ContractError | EngineUnreachable:
-    """Return the error in an answer other than 200."""
+    """Return the error to raise for a response with a status other than 200."""
     answer = _decoded(content)
     if status >= 500 and not has_error_shape(answer):
         return EngineUnreachable(f"{call} failed: HTTP {status} without the contract's error")

@@ -1,8 +1,8 @@
-"""`LeastBusy`: picks the engine with the fewest outstanding tokens. Pure.
+"""`LeastBusy`: picks the engine with the fewest outstanding tokens. Pure: no I/O.
 
-The result is that of `min` over all engines, at a cost that hardly grows with their number: no request scans a thousand
-engines. Each change adds an entry to a heap; an entry that a later change has made stale is dropped when it reaches the
-top.
+The result equals `min` over all engines, at a cost that hardly grows with their number, so a request need not scan a
+thousand engines. Each change adds an entry to a heap; an entry that a later change has made stale is dropped when it
+reaches the top.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from typing import Final, final
 
 from pipelinerl import rng
 
-#: Stale entries are removed when the heap has this many entries per engine.
+#: Stale heap entries are removed once the heap has this many entries per engine.
 _ENTRIES: Final = 4
 
 
 @final
 class LeastBusy:
-    """Engines by base URL. Ties are broken by name or, with `ties`, in a pseudorandom order that depends on it.
+    """Engines by base URL, with their outstanding tokens. Ties are broken by name or, with `ties`, in a pseudorandom
+    order that depends on `ties`.
 
-    Each client counts only its own outstanding tokens. If several clients broke ties in the same order, they would all
-    start with the same engines and leave the others idle.
+    Each client counts only its own outstanding tokens. If several clients broke ties in the same order, they would
+    all start with the same engines and leave the others idle.
     """
 
     def __init__(self, ties: str = "") -> None:
         self._ties = ties
         self._tokens: Counter[str] = Counter()
-        self._rank: dict[str, tuple[int, str]] = {}  # only of engines that may be picked
+        self._rank: dict[str, tuple[int, str]] = {}  # only engines that may be picked
         self._heap: list[tuple[int, tuple[int, str]]] = []
 
     @property
@@ -56,7 +57,9 @@ class LeastBusy:
             del self._tokens[url]
 
     def pick(self, passed_over: Callable[[str], bool]) -> str | None:
-        """Return the engine with the fewest outstanding tokens that is not passed over; None without one."""
+        """Return the engine with the fewest outstanding tokens, skipping those for which `passed_over` is true; None if
+        none is left.
+        """
         aside: list[tuple[int, tuple[int, str]]] = []
         found = None
         while self._heap:

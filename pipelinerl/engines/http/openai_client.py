@@ -23,16 +23,16 @@ from pipelinerl.types import Message, Sampling
 
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
-#: Statuses that depend on the server's state and not on the request, so the request is retried.
+#: Statuses caused by the server's state and not by the request, so the request is retried.
 _AGAIN: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 #: The length to which a server's error text is cut.
 _QUOTED_CHARS: Final = 300
-#: Some servers keep a seed in a signed 32-bit integer.
+#: Seeds are below this bound, because some servers keep a seed in a signed 32-bit integer.
 SEEDS: Final = 2**31
 
 
 class TextAnswer(NamedTuple):
-    """One sample: its text, its finish reason, and its sampled and prompt tokens, if known."""
+    """One sample: its text, its finish reason, and the numbers of its sampled and prompt tokens, if known."""
 
     text: str
     finish_reason: str
@@ -45,7 +45,10 @@ class OpenAIServer:
     """Client of one server, used from one event loop."""
 
     def __init__(self, url: str, *, model: str, token: str | None, deadline_s: float) -> None:
-        """`url` is the base without `/v1`; `deadline_s` bounds each sample, including its retries."""
+        """Args:
+        url: the base URL without `/v1`.
+        deadline_s: the longest time for one sample, including its retries.
+        """
         self.url = url
         self.model = model
         self._deadline_s = deadline_s
@@ -60,7 +63,7 @@ class OpenAIServer:
         await self.close()
 
     async def close(self) -> None:
-        """Close its connections."""
+        """Close all connections to the server."""
         await self._session.aclose()
 
     async def sample(self, messages: tuple[Message, ...], sampling: Sampling, *, seed: int) -> TextAnswer:

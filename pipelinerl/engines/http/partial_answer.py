@@ -1,4 +1,4 @@
-"""`PartialAnswer`: a growing chat completion, which outlives the engines that sample it. Pure.
+"""`PartialAnswer`: a growing chat completion, which survives failures of the engines that sample it. Pure: no I/O.
 
     request ─▶ engine a: chunk, chunk, dies ─▶ `rest` ─▶ engine b: chunk, chunk, end ─▶ `completion`
 
@@ -7,8 +7,8 @@ sample, after the exact prompt tokens of the first engine. Version spans follow 
 an older version than the previous one. Routed experts, if requested, follow the tokens too; those of the prompt come
 from the first engine.
 
-All tokens of an answer have the epoch of the weights that began it. A continuation of another epoch could join two
-diverging histories of the weights, so `take` rejects it.
+All tokens of an answer have the epoch of the weights that began it. Weights of another epoch may come from a diverging
+training history, so `take` rejects a continuation by them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pipelinerl.errors import EngineUnreachable
 
 @dataclass(slots=True)
 class _Sample:
-    """The received part of one sample."""
+    """The part of one sample that has been received."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -99,7 +99,9 @@ class _Sample:
 
 @final
 class PartialAnswer:
-    """The answer to `request` so far. It asks for chunks every `interval_s`."""
+    """The part of the answer to `request` that has been received. Engines are asked to send a chunk every
+    `interval_s`.
+    """
 
     def __init__(self, request: ChatCompletionRequest, *, interval_s: float) -> None:
         self._request = request
@@ -108,7 +110,7 @@ class PartialAnswer:
         self._prompt: list[int] | None = None
         self._prompt_routed: RoutedExperts | None = None
         self._samples: dict[int, _Sample] = {index: _Sample() for index in range(request.n)}
-        self._handed_over = 0  # tokens of engines that no longer work on it
+        self._handed_over = 0  # tokens received before the current engine took over
         self.tokens_kept = 0
         """Tokens of the answer from engines that did not finish it."""
         self.tokens_resampled = 0
@@ -125,9 +127,9 @@ class PartialAnswer:
         return all(sample.finish_reason is not None for sample in self._samples.values())
 
     def rest(self) -> ChatCompletionRequest:
-        """Return the request for the next engine: the original one, or what is missing after the received tokens.
+        """Return the request for the next engine: the original request, or one for the tokens that are still missing.
 
-        The streamed text is dropped, because the next engine sends the text of the whole answer at its end.
+        Text received so far is dropped, because the next engine sends the text of the whole answer at its end.
         """
         changes: dict[str, object] = {"stream": True, "stream_options": self._options}
         if self._prompt is not None:
@@ -137,11 +139,11 @@ class PartialAnswer:
             prefixes = [AnswerPrefix(index=i, token_ids=list(sample.token_ids)) for i, sample in missing.items()]
             changes |= {"messages": None, "prompt": None, "prompt_token_ids": self._prompt}
             changes |= {"n": len(missing), "prefixes": prefixes}
-            changes |= {"continue_token_ids": None, "continue_from": None}  # the prompt's tokens are known
+            changes |= {"continue_token_ids": None, "continue_from": None}  # the prompt's tokens are already known
         return self._request.model_copy(update=changes)
 
     def take(self, chunk: ChatCompletionChunk, *, url: str) -> bool:
-        """Add a chunk from the engine at `url`; return False if it has another epoch than the earlier ones.
+        """Add a chunk from the engine at `url`; return False if the chunk has another epoch than the earlier chunks.
 
         Raises:
             EngineUnreachable: the chunk does not fit the request.

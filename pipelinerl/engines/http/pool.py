@@ -6,13 +6,13 @@ computes their prompt once.
 
 Answers arrive in parts, so the tokens sampled so far survive an engine's failure or removal, and another engine
 continues them (`partial_answer.py`). An engine that cannot continue answers is asked for whole answers instead, from
-the beginning each time. The same applies if an engine rejects a continuation or its weights are of another epoch. A
-request that runs on a removed engine is cancelled there and continued on another one.
+the beginning each time. The request also starts over if an engine rejects a continuation, or serves weights of another
+epoch than the answer's. A request that runs on a removed engine is cancelled there and continued on another engine.
 
-An engine that rejects the request itself is not tried again, but others are, since the engines of a run may differ.
-Once all serving engines have rejected the request, the last error is raised. An unspecific fault (`internal_error`)
-counts as a rejection only after `_FAULTS` times, because a closing engine may cause one for any request. An engine that
-fails or misses a request's deadline is suspect for a while.
+An engine that rejects a request is not sent that request again, but other engines are, since the engines of a run may
+differ. Once all serving engines have rejected the request, the last error is raised. An unspecific fault
+(`internal_error`) counts as a rejection only after `_FAULTS` times, because a closing engine may cause one for any
+request. An engine that fails or misses a request's deadline is suspect for a while, and avoided during that time.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -48,7 +48,8 @@ _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
 _DEFAULT_TOKENS: Final = 256
 _FAULTS: Final = 3
-#: The most additional outstanding tokens, over the least busy engine, with which the engine of an earlier turn is used.
+#: A conversation stays on the engine of its earlier turn while that engine has at most this many more outstanding
+#: tokens than the least busy engine.
 NEAR_TOKENS: Final = 8192
 
 
@@ -92,12 +93,12 @@ class EnginePool:
         ties: str = "",
     ) -> None:
         """Args:
-        deadline_s: longest time for one request, including all retries.
-        suspect_s: the time that an engine is avoided after it failed or missed a deadline.
-        min_epoch: answers of weights of an earlier epoch are rejected. It is 1 in a run: an engine with epoch 0 has
+        deadline_s: longest time for one request, including all retries. suspect_s: the time for which an engine is
+        avoided after it failed or missed a deadline. min_epoch: answers by weights of an earlier epoch are rejected. In
+        a run it is 1: an engine with epoch 0 has
             restarted, and serves the weights it started with until the next update.
-        interval_s: the interval at which sampled tokens arrive; 0: only whole answers.
-        ties: selects the order of equally busy engines; see `LeastBusy`.
+        interval_s: the interval at which sampled tokens arrive; 0: only whole answers. ties: determines the order of
+        equally busy engines; see `LeastBusy`.
         """
         self._client = client
         self._deadline_s = deadline_s
@@ -106,7 +107,7 @@ class EnginePool:
         self._interval_s = interval_s
         self._offers: dict[str, Continuation] = {}
         self._serving: frozenset[str] = frozenset()
-        self._known: frozenset[str] = frozenset()  # engines that serve or finish their requests
+        self._known: frozenset[str] = frozenset()  # serving engines and those that may finish requests
         self._load = LeastBusy(ties)  # counts every engine with running requests, serving or not
         self._suspect_until: dict[str, float] = {}
         self._running: dict[str, set[asyncio.Timeout]] = {}
@@ -144,9 +145,9 @@ class EnginePool:
 
         `begun` is called whenever a try starts from the beginning, but not when it continues earlier tokens.
 
-        With `engine` (base URL), only this engine answers, and while there are such requests, it gets no others. With
-        `near`, that engine answers unless it has over `NEAR_TOKENS` more outstanding tokens than the least busy one,
-        since it may have cached the prompt.
+        With `engine` (base URL), only this engine answers, and it gets no other requests meanwhile. With `near` (base
+        URL), that engine answers, since it may have cached the prompt, unless it has over `NEAR_TOKENS` more
+        outstanding tokens than the least busy engine.
 
         Raises:
             ContractError: every serving engine has rejected the request; this is the last engine's error and names it.
@@ -203,8 +204,8 @@ class EnginePool:
     def _choice(self, engine: str, refused: Mapping[str, ContractError], near: str) -> str | None:
         """Return the engine to try, or None while all candidates are suspect.
 
-        It is `engine` if given, and otherwise the least busy one of those that no running request reserves. Raises as
-        `complete`, except `DeadlineError`.
+        The result is `engine` if given, and otherwise the least busy engine that no running request reserves. Raises as
+        `complete` does, except `DeadlineError`.
         """
         if engine and self._known and engine not in self._known:
             raise EngineUnreachable(f"{engine}, the only engine for this request, is no longer part of the run")
@@ -268,7 +269,7 @@ class EnginePool:
                     if not answer.is_whole:
                         raise EngineUnreachable(f"{url} ended a stream before all of its choices had ended")
                     return answer.completion()
-            answer.forget()  # weights of another epoch would continue it
+            answer.forget()  # the continuation would come from weights of another epoch
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch < self._min_epoch:
@@ -284,5 +285,5 @@ class EnginePool:
 
 
 def _suspicion(error: ContractError | EngineUnreachable, suspect_s: float, pause_s: float) -> float:
-    """Return how long to avoid the engine: shortly if it is full, longer if it failed."""
+    """Return how long to avoid the engine after `error`: `pause_s` if it is full, `suspect_s` if it failed."""
     return pause_s if isinstance(error, Overloaded) else suspect_s

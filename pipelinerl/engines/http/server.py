@@ -1,12 +1,12 @@
 """`create_app`: the inference contract over HTTP, in front of any `Engine`.
 
-Every error response has OpenAI's error shape, and none repeats the body. Every route is behind `http_service`'s guard.
-A client that disconnects cancels its request.
+Every error response has OpenAI's error shape, and none repeats the request's body. Every route is behind
+`http_service`'s guard. A client that disconnects cancels its request.
 
 All routes are plain ASGI on bytes, because every engine of a fleet is called often: one validation of the body, one
-serialisation of the answer, and no layers between. With FastAPI's layers, a phase of an update takes 71 µs of the
-engine's CPU instead of 45, in addition to the sockets. A poll takes 127 µs instead of 55. Requests for served paths
-bypass Starlette's router, which answers all others.
+serialisation of the answer, and no layers between. With FastAPI's layers, a phase of a weight update takes 71 µs of the
+engine's CPU time instead of 45, not counting the sockets. A poll of the engine's state takes 127 µs instead of 55.
+Requests for the contract's paths bypass Starlette's router, which answers all others.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def create_app(engine: Engine, *, token: str | None) -> Starlette:
         ("POST", routes.CHAT_COMPLETION_ALIAS, chat),
         ("POST", routes.COMPLETIONS, _Text(engine)),
     ]
-    # For ASGI instances, Starlette checks the method only if `methods` is given.
+    # The routes are ASGI instances, for which Starlette checks the method only if `methods` is given.
     found = [Route(path, endpoint, methods=[method]) for method, path, endpoint in endpoints]
     app = Starlette(routes=found, lifespan=lifespan)
     refuse_in_one_shape(app)
@@ -92,11 +92,11 @@ def _models(engine: Engine) -> str:
 
 
 async def _parsed(schema: type[Body], receive: Receive) -> Body:
-    """Return the validated body.
+    """Parse the body by `schema` and return it.
 
     Raises:
-        InvalidRequest: malformed, or against the schema; `param` is the path of the field.
-        HTTPException: too large, or not received in time.
+        InvalidRequest: the body is malformed, or against the schema; `param` is the path of the field.
+        HTTPException: the body is too large, or was not received in time.
     """
     body = await _body(receive)
     with _validation():
@@ -124,7 +124,7 @@ def _validation() -> Iterator[None]:
 
 
 def _invalid(error: ValidationError) -> InvalidRequest:
-    """Describe the first error in a sentence, without the input that caused it."""
+    """Describe the first validation error in one sentence, without the input that caused it."""
     first = error.errors(include_input=False, include_url=False, include_context=False)[0]
     param = ".".join(str(part) for part in first["loc"]) or None
     more = "" if error.error_count() == 1 else f" (and {error.error_count() - 1} more)"
@@ -151,7 +151,7 @@ async def _unless_gone(work: Awaitable[Any], receive: Receive) -> Any:
 
 
 class _Call:
-    """A POST that takes one schema and answers with another; it completes even if the client disconnects."""
+    """A POST route with a request schema and a response; the work completes even if the client disconnects."""
 
     def __init__(self, schema: type[Body], verb: Callable[[Body], Awaitable[BaseModel]]) -> None:
         self._schema: type[Any] = schema
@@ -163,7 +163,7 @@ class _Call:
 
 
 class _State:
-    """A GET that returns the current state."""
+    """A GET route that returns the engine's current state."""
 
     def __init__(self, media_type: str, text: Callable[[], str]) -> None:
         self._media_type = media_type
@@ -218,7 +218,9 @@ class _Text:
 async def _send_events(
     stream: AsyncIterator[ChatCompletionChunk], shown: Callable[[ChatCompletionChunk], BaseModel], send: Send
 ) -> None:
-    """Send server-sent events. The status waits for the first chunk, so that an early error is a plain response."""
+    """Send server-sent events. The status is sent with the first chunk, so that an earlier error is a plain error
+    response.
+    """
     begun = False
     async with aclosing(stream) as chunks:  # type: ignore[type-var]
         try:

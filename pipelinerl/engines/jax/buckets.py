@@ -21,7 +21,9 @@ _LEAST_LENGTH: Final = 128
 @final
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """Sizes, ascending; `prompts[i]` are those for `lengths[i]`."""
+    """The sizes that are compiled, ascending; `prompts[i]` are the numbers of prompts at once for length
+    `lengths[i]`.
+    """
 
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -44,7 +46,7 @@ class Buckets:
         return steps + sum(map(len, self.prompts)) + len(self.lengths)
 
     def rows_for(self, rows: int) -> int:
-        """Return the number of rows to run for a step of `rows`."""
+        """Return the number of rows to run for a step of `rows` rows: the smallest compiled size that holds them."""
         return self.rows[bisect_left(self.rows, rows)]
 
     def length_for(self, length: int) -> int:

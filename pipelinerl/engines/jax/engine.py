@@ -1,8 +1,8 @@
 """The JAX engine: continuous batching of Llama-family directories, on any device of XLA: CPU, TPU, CUDA.
 
-It loads the same directories with the same decoder as the JAX trainer, so both compute the same numbers. Its layout is
-that of any trainer of the same directory. So far it has run on CPUs, including several simulated ones. It is written
-for TPUs but has not run on one.
+It loads the same directories with the same decoder as the JAX trainer, so both compute the same numbers. Its weight
+layout is the one that every trainer uses for the same directory. So far it has run on CPUs, including several simulated
+devices. It is written for TPUs but has not run on one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def from_options(options: EngineOptions) -> Engine:
     """
     options.check_native_weights("the JAX engine")
     options.check_no_options("the JAX engine")
-    if options.threads is not None:  # XLA reads it once, at the first computation
+    if options.threads is not None:  # XLA reads the variable once, at the first computation
         os.environ.setdefault("NPROC", str(options.threads))
     tokenizer = ChatTokenizer.load(options.model_path)
     return BatchingEngine(
@@ -52,9 +52,9 @@ def from_options(options: EngineOptions) -> Engine:
 
 
 def load_runner(options: EngineOptions, *, cache_bytes: int | None = None) -> JaxRunner:
-    """Return the model with its cache and compiled programs; called on the thread that runs it.
+    """Return the model with its cache and compiled programs; called on the thread that runs the model.
 
-    Raises as `assembled`.
+    Raises as `assembled` does.
     """
     runner = assembled(options, cache_bytes=cache_bytes)
     runner.warm_up()

@@ -1,9 +1,10 @@
 """The device programs of a JAX engine: prompts into the cache, one step of all rows, copies between rows.
 
 The cache has a slot for each row, as long as the context. Every function is compiled once for each shape of its
-arguments and each `length`, which come from the short lists of `jax.buckets`. The number of copied rows is an argument
-and not a shape. The cache is donated, so it is changed in place and never held twice. Within a step, a layer reads the
-slots and returns its new entries, which are stored once after all layers.
+arguments and each `length`, which come from the short lists of `jax.buckets`. The number of copied rows is a traced
+argument and not a shape, so it needs no further programs. The cache is donated to each call, so it is changed in place
+and there is never a second copy. Within a step, a layer reads the slots and returns its new entries, which are stored
+once after all layers.
 
 Letters in shapes: B rows of a step, P prompts of T tokens, S slots, C context, L layers, K key-value heads of d numbers
 each, V tokens of the vocabulary.
@@ -30,7 +31,7 @@ Weights = Mapping[str, Array]
 
 
 class Cache(NamedTuple):
-    """Keys and values [L, S, C, K, d]."""
+    """Keys and values, each [L, S, C, K, d]."""
 
     keys: Array
     values: Array
@@ -39,7 +40,9 @@ class Cache(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class DecoderProgram:
-    """One decoder and its prompt attention: the static argument of the compiled functions."""
+    """One decoder and its prompt attention: a static argument of the compiled functions, which are specialised for
+    it.
+    """
 
     config: DecoderConfig
     prompts: PromptAttention
@@ -80,7 +83,9 @@ def prefill(
 
 @partial(jax.jit, static_argnames="length", donate_argnums=0)
 def copy(cache: Cache, sources: Array, targets: Array, count: Array, *, length: int) -> Cache:
-    """Copy `length` entries of row `sources[i]` to row `targets[i]`, for i below `count`; both i32 [S]."""
+    """Copy the first `length` entries of row `sources[i]` to row `targets[i]`, for i below `count`; both are i32
+    [S].
+    """
 
     def one(i: Array, cache: Cache) -> Cache:
         return Cache(*(_put(entries, _row(entries, sources[i], length), targets[i]) for entries in cache))
@@ -95,7 +100,8 @@ def decode(
     """Return logits f32 [B, V] after one token for each of rows 0..B-1, and the updated cache.
 
     Args:
-        token_ids, positions: i32 [B]; the attended positions of a row are below `length`.
+        token_ids, positions: i32 [B].
+        length: every row attends only to positions below it.
     """
     config, batch = program.config, len(token_ids)
     order = jnp.arange(length)
@@ -124,7 +130,7 @@ def _run(
 
 
 def _exact() -> Any:
-    """Return a context in which a TPU does not multiply fp32 in bf16; bf16 stays bf16."""
+    """Return a context in which a TPU multiplies fp32 exactly, instead of in bf16; products in bf16 stay bf16."""
     return jax.default_matmul_precision("float32")
 
 

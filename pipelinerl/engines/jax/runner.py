@@ -32,7 +32,8 @@ class JaxRunner:
     """A decoder with its cache and sampler.
 
     Args:
-        weights: owned by the runner from now on. cache: of `slots` rows as long as the context; it is donated.
+        weights: owned by the runner from now on.
+        cache: `slots` rows as long as the context; donated to the runner, so the caller may no longer use it.
         prefill_tokens: most padded tokens of one prefill; a longer prompt runs alone.
     """
 
@@ -58,11 +59,13 @@ class JaxRunner:
     # --- rows ----------------------------------------------------------------------------------------------------
 
     def place(self, states: Sequence[RowState]) -> None:
-        """Set the next token and the sampling parameters of the named rows."""
+        """Set the next token and the sampling parameters of the rows that `states` name."""
         self._rows.place(states)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Move whole rows; no row is both a source and a target."""
+        """Move rows `sources` with all their state to rows `targets`, pairwise; no row is both a source and a
+        target.
+        """
         self._copy(sources, targets, self._rows.move(sources, targets))
 
     def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
@@ -79,7 +82,7 @@ class JaxRunner:
         )
 
     def _padded(self, rows: Sequence[int]) -> NDArray[np.int32]:
-        """Return [slots] numbers, the first of which are `rows`."""
+        """Return `rows` padded with zeros to i32 [slots]."""
         padded = np.zeros(self.slots, dtype=np.int32)
         padded[: len(rows)] = rows
         return padded
@@ -105,7 +108,7 @@ class JaxRunner:
             )
 
     def _batches(self, prefills: Sequence[Prefill]) -> Iterator[tuple[int, Sequence[Prefill]]]:
-        """Yield padded lengths with the prefills of that length, as many as may run at once."""
+        """Yield each padded length with prefills padded to that length, at most as many as may run at once."""
         by_length: dict[int, list[Prefill]] = {}
         for prefill in prefills:
             by_length.setdefault(self.buckets.length_for(len(prefill.token_ids)), []).append(prefill)
@@ -116,7 +119,7 @@ class JaxRunner:
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
         """Run one step of rows 0..num_rows-1.
 
-        Rows beyond `num_rows`, up to the bucket, run too, but their results are never read.
+        The number of rows is rounded up to a compiled size; the results of the additional rows are never read.
         """
         rows, run, used = self._rows, slice(0, self.buckets.rows_for(num_rows)), slice(0, num_rows)
         logits, self._cache = jax_program.decode(

@@ -2,7 +2,8 @@
 
 A row's token depends only on its logits, parameters and noise. Its log-prob is fp32 and that of the distribution
 sampled from. For equal logits the token equals that of every other engine, because noise and cumulative sums are fp64
-(which a TPU emulates). The caller knows whether any row truncates, and thereby chooses between two programs.
+(which a TPU emulates). The caller knows whether any row truncates its distribution; `truncates` selects between a
+program with truncation and a faster one without.
 
 A row whose logits hold NaN or +inf, or nothing above -inf, has no distribution: its log-prob is NaN and its token is
 any of the vocabulary; the other rows are unaffected.
@@ -20,7 +21,7 @@ from jax import Array
 
 from pipelinerl.engines.batching.logit_changes import LogitChanges
 
-#: Width of the blocks of the cumulative distribution; the search finds the block first, then the token in it.
+#: Number of tokens per block of the cumulative distribution; the search finds the block first, then the token in it.
 _BLOCK: Final = 1024
 
 
@@ -48,28 +49,32 @@ def sample(
 ) -> SampledBatch:
     """Sample a token of each row.
 
-    Temperature applies first. Then only the `top_k` likeliest tokens and those of at least `min_p` times the highest
-    probability are kept. Of these, renormalised, the fewest that reach `top_p` are kept.
+    Temperature applies first. Then only the `top_k` likeliest tokens and tokens of at least `min_p` times the highest
+    probability are kept. These are renormalised, and only the fewest likeliest tokens that reach `top_p` together are
+    kept.
 
     Args:
         logits: f32 [B, V].
-        temperature: f32 [B], 0 is greedy, which reports the whole distribution at temperature 1.
+        temperature: f32 [B]; 0 is greedy, and then the log-probs are those of the whole distribution at temperature 1.
         top_k: i32 [B], 0 keeps every token. top_p: f32 [B], 1 keeps every token.
         noise: f64 [B] in [0, 1).
         truncates: True if any row has a top-k, top-p or min-p that could drop a token.
         min_p: f32 [B], 0 keeps every token.
-        num_top: the number of likeliest tokens to report; each number compiles a program of its own.
+        num_top: the number of likeliest tokens to report; each number compiles a separate program.
     """
     with jax.enable_x64(True):  # in this call only; JAX would otherwise convert fp64 to fp32
         return _sample(logits, temperature, top_k, top_p, min_p, noise, truncates=truncates, num_top=num_top)
 
 
 def add_to_logits(logits: Array, changes: LogitChanges, num_rows: int) -> Array:
-    """Return logits f32 [B, V] with the changes of rows below `num_rows`. Programs are compiled by powers of two."""
+    """Return logits f32 [B, V] with the changes of rows below `num_rows` added.
+
+    The number of changes is padded to a power of two, so that few programs are compiled.
+    """
     rows, token_ids, values = changes.of(num_rows)
     size = 1 << max(len(rows) - 1, 0).bit_length()
     padding = (0, size - len(rows))
-    # Padding refers to a row that does not exist, and is dropped.
+    # Padding refers to a row that does not exist, so JAX drops it.
     rows = np.pad(rows, padding, constant_values=logits.shape[0])
     return _added(logits, rows.astype(np.int32), np.pad(token_ids, padding).astype(np.int32), np.pad(values, padding))
 
@@ -98,7 +103,7 @@ def _sample(
     if truncates:
         drops = ((top_k > 0) | (top_p < 1) | (min_p > 0)) & ~greedy
         logprobs = jnp.where(drops[:, None], _truncated(logprobs, top_k, top_p, min_p), logprobs)
-    # In a row without a distribution the search may end anywhere.
+    # In a row without a distribution the search may end beyond the vocabulary.
     sampled = jnp.minimum(_inverse_cdf(logprobs, noise), logprobs.shape[1] - 1)
     token_ids = jnp.where(greedy, logprobs.argmax(axis=-1), sampled)
     chosen = jnp.take_along_axis(logprobs, token_ids[:, None], axis=1)[:, 0]
@@ -109,7 +114,9 @@ def _sample(
 
 
 def _truncated(logprobs: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
-    """Return log-probs [B, V] after top-k, min-p and top-p, renormalised, -inf if dropped; ties go to the lower id."""
+    """Return log-probs [B, V] after top-k, min-p and top-p, renormalised; dropped tokens have -inf, ties keep the lower
+    id.
+    """
     order = jnp.argsort(logprobs, axis=-1, descending=True, stable=True)
     ordered = jnp.take_along_axis(logprobs, order, axis=1)
     kept = (jnp.arange(logprobs.shape[1]) < top_k[:, None]) | (top_k == 0)[:, None]

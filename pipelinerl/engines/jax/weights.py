@@ -1,8 +1,8 @@
-"""`JaxWeights`: a decoder's weights on the device, and a host buffer in which the next ones arrive.
+"""`JaxWeights`: a decoder's weights on the device, and a host buffer in which the next version arrives.
 
-`staging` has exactly the bytes of the layout, back to back. Names are Hugging Face's, and the order is the one of JAX
-and torch trainers. `finish_staging` copies the parameters to the device one at a time, while decoding continues; `swap`
-re-points and copies nothing. Shapes and shardings never change, so updates compile nothing.
+`staging` has exactly the bytes of the layout, back to back. Names are Hugging Face's, and the order is that of the
+JAX and torch trainers. `finish_staging` copies the parameters to the device one at a time, while decoding continues;
+`swap` exchanges references and copies nothing. Shapes and shardings never change, so updates compile nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipelinerl.models.jax.checkpoint import export_order
 
 
 def layout_of(config: DecoderConfig, dtype: np.dtype[Any]) -> WeightLayout:
-    """Return the layout of the parameters of `config` in `dtype`, with each layer's listed separately."""
+    """Return the layout of the parameters of `config` in `dtype`; those inside layers are listed once per layer."""
     return WeightLayout(
         parameters=tuple(
             ParameterSpec(name=parameter.name_at(layer or 0), shape=parameter.shape, dtype=DType(dtype.name))

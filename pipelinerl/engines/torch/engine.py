@@ -53,7 +53,7 @@ def load_runner(
         torch.set_num_threads(options.threads)
     device, dtype = _device(options.device), getattr(torch, options.dtype.value)
     share = options.memory_share if device.type == "cuda" else None
-    if share is not None:  # this process then fails before others on the GPU do
+    if share is not None:  # this process then fails before it harms others on the GPU
         torch.cuda.set_per_process_memory_fraction(share)
     model = load_for_decoding(options.model_path, dtype=options.dtype, device=device)
     config: Any = model.config

@@ -142,7 +142,7 @@ class QuantizedWeights:
                 steps.copy_(step[:, 0])
 
     def swap(self) -> None:
-        """Serve the other set."""
+        """Serve the set that was staged; the set that served so far becomes the staging set."""
         for name, parameter in self._served.items():
             parameter.data, self._spare[name] = self._spare[name], parameter.data
 
@@ -166,7 +166,7 @@ def _check_sizes(name: str, module: nn.Linear) -> None:
 
 
 def _replace(module: Any, levels: int) -> None:
-    """Replace a linear layer's weights by integers, and its forward to match."""
+    """Replace a linear layer's weights by integers, and its forward by one that uses them."""
     values, step = quantize(module.weight.detach(), levels)
     module.weight = nn.Parameter(values, requires_grad=False)
     module.scale = nn.Parameter(step[:, 0], requires_grad=False)

@@ -283,7 +283,7 @@ class RowBeginnings:
         self._of = [_NOTHING] * len(self._of)
 
     def note(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Record that the cache of `rows` has been computed for `tokens`."""
+        """Record that the cache of `rows` now holds the keys and values of `tokens`."""
         beginning = np.asarray(tokens, dtype=np.int32)
         for row in rows:
             self._of[row] = beginning
@@ -348,7 +348,8 @@ class DuplicateRows(NamedTuple):
 class AlikeRows:
     """Tracker of rows that hold the same tokens.
 
-    A lineage is the number of the first row that has it, or, before its first step, a number beyond all rows.
+    Rows with the same tokens have the same lineage, a number: after a step, the first row with these tokens; before the
+    first step, a number beyond all rows.
     """
 
     def __init__(self, rows: int) -> None:

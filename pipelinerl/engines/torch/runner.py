@@ -69,7 +69,8 @@ class TorchRunner:
         self._rows = RowTable(options.slots)
         self.top_logprobs = _NO_TOP
         self._beginnings = RowBeginnings(options.slots)
-        # Only on CPU: an accelerator takes as long to read its weights for one row as for all.
+        # Only on CPU: a GPU takes as long to read its weights for one row as for all, so computing fewer rows saves
+        # nothing.
         self._alike = AlikeRows(options.slots) if self._device.type == "cpu" else None
 
     @property
@@ -92,7 +93,7 @@ class TorchRunner:
     def place(self, states: Sequence[RowState]) -> None:
         """Set the next token and the sampling parameters of the named rows."""
         self._rows.place(states)
-        self._begin([state.row for state in states if state.position == 0])  # nothing of them was prefilled
+        self._begin([state.row for state in states if state.position == 0])  # rows without a prefill
 
     @torch.inference_mode()
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -131,7 +132,7 @@ class TorchRunner:
                 self._fill(batch, after.start)
 
     def _prefill_told(self, prefills: Sequence[Prefill], log: torch_routers.TorchRouteLog) -> None:
-        """Prefill without reusing the cache, and log the routing of each prompt."""
+        """Prefill without reusing the cache, and record the routing of each prompt in `log`."""
         routed: dict[int, Experts] = {}
         for batch in _batches(prefills, self._prefill_tokens):
             length = self._fill(batch)
@@ -193,7 +194,7 @@ class TorchRunner:
         return sampled.tolist(), logprobs.tolist()
 
     def _begin(self, rows: Sequence[int]) -> None:
-        """Record that these rows hold the same tokens."""
+        """Record that these rows hold the same tokens as one another."""
         if self._alike is not None:
             self._alike.begin(rows)
 

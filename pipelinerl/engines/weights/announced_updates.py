@@ -33,7 +33,7 @@ _BLOCK_S: Final = 10.0
 
 
 class TakesUpdates(Protocol):
-    """The part of an `Engine` that updates need."""
+    """The part of an `Engine` that runs weight updates."""
 
     async def request_weight_update(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
         """Run one phase of an update; raises only `ContractError`."""
@@ -99,7 +99,7 @@ class AnnouncedUpdates:
         )
 
     def _turned(self, prepare: WeightUpdateRequest) -> WeightUpdateRequest:
-        """Rotate the order of replicas by engine, which spreads the engines over the replicas."""
+        """Rotate the list of replicas by an offset that depends on the engine, to spread engines over replicas."""
         turn = rng.key(0, self._url)
 
         def turned(urls: tuple[str, ...]) -> tuple[str, ...]:

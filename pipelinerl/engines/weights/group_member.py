@@ -73,7 +73,7 @@ class GroupMember:
         self._spent: deque[int] = deque(maxlen=_MOST_JOINING)
 
     def would_begin(self, request: InitProcessGroupRequest) -> bool:
-        """Return whether `request` begins a new membership."""
+        """Return whether `request` would start a join: its generation is new and above all known ones."""
         self._promote()
         begun = {*self._joining, *([] if self._membership is None else [self._membership.request.generation])}
         return request.generation not in self._spent and request.generation > max(begun, default=-1)

@@ -43,7 +43,7 @@ class Received:
 
 @dataclass(slots=True)
 class _ByteCount:
-    """The number of bytes received, and the time of the last piece; written by the receiving thread."""
+    """The number of bytes received, and the time at which the last piece arrived; written by the receiving thread."""
 
     all_bytes: int
     num_bytes: int = 0
@@ -79,17 +79,17 @@ class IncomingUpdate:
 
     @property
     def progress(self) -> str:
-        """The progress in words."""
+        """The bytes received so far, in words, for error messages."""
         return f"{self._progress.num_bytes} of {self._progress.all_bytes} bytes"
 
     @property
     def silent(self) -> bool:
-        """True if no bytes have arrived for as long as its PREPARE allows."""
+        """True if no bytes have arrived for longer than the timeout of its PREPARE."""
         return time.monotonic() - self._progress.at > self.request.timeout_s
 
     @property
     def failed(self) -> bool:
-        """True if the transfer has ended without all bytes."""
+        """True if the transfer has ended before all bytes arrived."""
         return self.received.done() and self.received.exception() is not None
 
     @classmethod

@@ -116,7 +116,7 @@ class Collective:
 
     @property
     def device(self) -> torch.device:
-        """The device on which tensors must be to be broadcast."""
+        """The device on which tensors must be for a broadcast."""
         return torch.device("cpu" if self._backend is Backend.GLOO else "cuda")
 
     def announce(self, key: str, text: str) -> None:
@@ -171,7 +171,7 @@ class Collective:
         try:
             work = group.broadcast([tensor], options)
             if self._backend is Backend.GLOO:
-                work.wait(options.timeout)  # raises what the work failed with
+                work.wait(options.timeout)  # raises the error with which the broadcast failed
             else:
                 torch_nccl.wait_for(work, deadline=deadline)
         except RuntimeError as error:

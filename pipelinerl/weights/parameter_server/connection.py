@@ -22,7 +22,7 @@ from inference_contract.wire import Wire
 from pipelinerl.errors import DeadlineError, ServerLost, UpdateError
 from pipelinerl.system import http_client
 
-#: Longest pause between bytes of a live server. An answer for which the server has to work may take longer.
+#: Longest pause in seconds between two bytes of a working server. An answer that needs work may take longer.
 STALL_S: Final = 10.0
 _FAILURES: Final = (OSError, http.client.HTTPException)
 
@@ -44,7 +44,7 @@ class ServerClient:
         self._connection.close()
 
     def cut(self) -> None:
-        """Fail the call that another thread waits in, and every later call."""
+        """Fail the call in which another thread waits, and every later call."""
         self._is_cut = True
         connected = self._connection.sock
         if connected is not None:

@@ -83,7 +83,7 @@ class WeightPuller:
             raise failed[0]
 
     def _bring_shard(self, order: PullOrder, buffer: ReceiveBuffer, number: int) -> None:
-        """Fetch one shard; each source in turn provides what is still missing."""
+        """Fetch one shard; try its sources in turn, each for the parts that are still missing."""
         failures: dict[str, UpdateError | DeadlineError | ContractError] = {}
         for source in order.shards[number].sources:
             check_wanted(order)

@@ -34,11 +34,11 @@ from pipelinerl.weights.publisher import Publication, PublicationProgress, Publi
 
 log = logging.getLogger("pipelinerl")
 
-#: Errors for which the engine is not to blame: its server was lost, late, or sent wrong bytes.
+#: Errors for which the engine is not to blame: its parameter server was lost, late, or sent wrong bytes.
 _SERVER_FAILED: Final = (PeerLost, DeadlineExceeded, DigestMismatch)
 #: Number of attempts per engine in one publication.
 _ATTEMPTS: Final = 3
-#: With no more targets than this, use direct requests if an announcement would mostly reach other engines.
+#: With at most this many targets, send direct requests if an announcement would mostly reach other engines.
 _FEW: Final = 64
 #: Longest wait to report to servers who serves what; the next publication repeats the report.
 _CONFIRM_S: Final = 5.0
@@ -103,7 +103,7 @@ class PullPublisher:
                 return
 
     async def _uploaded(self, progress: PublicationProgress) -> Uploaded:
-        """Upload the version to the servers, with the list of engines that will fetch it."""
+        """Upload the version to the servers, together with the list of engines that will fetch it."""
         publication, began = progress.publication, time.monotonic()
         members = {url: self._confirmed.get(url) for url in progress.publication.engines if url not in progress.failed}
         placing = in_background(

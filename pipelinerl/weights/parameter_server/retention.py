@@ -19,7 +19,7 @@ def collectable(whole: Set[Key], progress: Mapping[str, Key | None], *, epoch: i
 
     Args:
         whole: versions that are held and complete.
-        progress: the version that each member has confirmed to hold or serve; None before its first confirmation.
+        progress: the version that each member has confirmed to hold or serve; None if it has confirmed none yet.
         epoch: epoch of the trainer that publishes now.
         in_use: versions that are being sent or saved at this moment.
     """

@@ -5,15 +5,15 @@ A server holds all of a version, or the shard that its announcement names; a byt
     trainer ─ announce ─▶ allocate memory ─ bytes (mapped, or PUT) ─▶ seal: compare digest ─▶ engines map it, or GET
                                                                                   └─▶ persistent copy, in parallel
 
-    GET  /health                              liveness, without a token
-    GET  /versions                            the versions held, and the members they are held for
-    POST /versions                            announce a version: memory for it, if there is room
-    GET  /versions/{epoch}/{version}          one version: digest, layout, where its memory can be mapped
-    PUT  /weights/{epoch}/{version}           bytes of an announced version, the range named by Content-Range
-    POST /versions/{epoch}/{version}/copy     fetch an announced version from another server instead
-    POST /versions/{epoch}/{version}/seal     all bytes were written: compare the digest, and serve them from now on
-    GET  /weights/{epoch}/{version}           bytes of a sealed version; `Range: bytes=a-b` gives a part
-    POST /progress                            the version each member serves or holds; versions not needed are dropped
+    GET  /health                                liveness, without a token
+    GET  /versions                              the versions held, and the members they are held for
+    POST /versions                              announce a version: memory for it, if there is room
+    GET  /versions/{epoch}/{version}            one version: digest, layout, where its memory can be mapped
+    PUT  /weights/{epoch}/{version}             bytes of an announced version, the range named by Content-Range
+    POST /versions/{epoch}/{version}/copy       fetch an announced version from another server instead
+    POST /versions/{epoch}/{version}/seal       all bytes were written: compare the digest, and serve them from now on
+    GET  /weights/{epoch}/{version}             bytes of a sealed version; `Range: bytes=a-b` gives a part
+    POST /progress                              the version that each member serves or holds; drops versions not needed
 
 Bytes are served only after their digest was compared, from the memory in which they arrived. `VersionTable` and
 `retention` define the rules for versions. A replica is another such server. A restarted server begins with the version

@@ -1,9 +1,10 @@
-"""`write_shards`: one pass over the trainer's weights, each bucket to its shard's server, all servers concurrently.
+"""`write_shards`: one pass over the trainer's weights; each bucket goes to its shard's server, to all servers
+concurrently.
 
     gather a bucket ─▶ hash it for the whole ─▶ its shard's writer: hash it, send it, while the next one is gathered
 
 Only buckets are staged, never the model; where the server's memory is mapped here, nothing is staged. Each shard is
-sealed with the digest of its own bytes and of the whole version, which is known only after the last bucket.
+sealed with the digest of its own bytes and that of the whole version, which is known only after the last bucket.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ HTTP_PART_BYTES: Final = 8 * 2**20
 MEMORY_PART_BYTES: Final = 2**20
 STREAMS: Final = 2
 
-#: Interval at which a pull checks whether it was cancelled.
+#: Interval in seconds at which a pull checks whether it was cancelled.
 _WATCH_S: Final = 0.05
 
 

@@ -175,7 +175,7 @@ async def test_ignore_eos_lets_end_tokens_continue_samples_and_prefixes(
     await built.close()
 
 
-async def test_stop_string_cuts_text_and_keeps_its_last_token(
+async def test_stop_string_cuts_text_and_keeps_the_token_that_completed_it(
     engine: BatchingEngine, gate: GatedRunner, endless: ChatTokenizer
 ) -> None:
     gate.open()
@@ -355,7 +355,9 @@ async def test_spans_name_the_weights_that_sampled_each_token(engine: BatchingEn
     assert (answer.model_version, answer.epoch, engine.serving()) == (5, 0, (0, 5))
 
 
-async def test_continue_keeps_cache_and_recompute_rebuilds_it(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_update_with_continue_keeps_cache_and_with_recompute_rebuilds_it(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
     task = await _started(engine, gate, _ask(7, 8, 9, n=2, max_tokens=12))
     await _steps(engine, gate, 1)
     for version, on_update in ((1, OnUpdate.CONTINUE), (2, OnUpdate.RECOMPUTE_KV)):
@@ -559,7 +561,7 @@ async def test_request_without_finite_logits_is_rejected_alone(engine: BatchingE
     assert answers == [(await engine.complete(request)).choices for request in (one, other)]
 
 
-async def test_row_moved_into_a_rejected_rows_place_keeps_its_token(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_row_moved_into_a_rejected_row_keeps_its_token(engine: BatchingEngine, gate: GatedRunner) -> None:
     doomed, kept = _ask(8, max_tokens=9), _ask(9, max_tokens=9, seed=6)
     tasks = [await _started(engine, gate, doomed), await _submitted(engine, kept)]
     _spoil(gate, step=2, row=0)

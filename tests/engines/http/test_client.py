@@ -125,7 +125,7 @@ def whole(body: bytes, status: bytes = b"200 OK", more: bytes = b"") -> bytes:
     ],
     ids=["no answer of the contract", "no HTTP", "a proxy's error", "a server that ends", "a login page"],
 )
-async def test_other_servers_are_named_as_such(answer: bytes, raised: type[Exception], sentence: str) -> None:
+async def test_non_engine_servers_are_named_as_such(answer: bytes, raised: type[Exception], sentence: str) -> None:
     async with answering(answer) as (url, _), EngineClient() as client:
         with pytest.raises(raised, match=sentence):
             await client.health(url)

@@ -195,7 +195,7 @@ async def test_restarted_engine_adds_nothing_to_an_answer() -> None:
     assert client.asked == [("a", None), ("b", [4, 4]), ("c", [4, 4])] and answer.tokens_kept == 8
 
 
-async def test_engine_that_rejects_the_continuation_starts_over() -> None:
+async def test_answer_starts_over_on_an_engine_that_rejects_the_continuation() -> None:
     client = Scripted(a=(1, 7, 4, EngineUnreachable("dead")), b=(1, 7, 0, InvalidRequest("no prefixes here")))
     pool = EnginePool(client, ["a", "b"], suspect_s=60.0)
     with pytest.raises(InvalidRequest, match="b: no prefixes here"):
@@ -220,7 +220,7 @@ async def test_non_finite_logits_in_mid_answer_are_tried_once_per_engine() -> No
     assert client.asked == [("a", None), ("b", None)]
 
 
-async def test_without_an_interval_answers_come_whole() -> None:
+async def test_without_an_interval_answers_are_not_streamed() -> None:
     client = Scripted(a=(1, 7, 0, None))
     await EnginePool(client, ["a"], interval_s=0.0).complete(ask())
     assert client.asked == [("a", None)]

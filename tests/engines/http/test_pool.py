@@ -139,7 +139,7 @@ async def test_unspecific_fault_counts_as_rejection_after_three_times() -> None:
     assert len(client.calls) == 3
 
 
-async def test_full_engine_is_awaited_and_a_rejecting_one_not_retried() -> None:
+async def test_full_engine_is_awaited_but_rejecting_engine_is_not_retried() -> None:
     outcomes: list[Any] = [Overloaded("full"), Overloaded("full"), None]
     client = Script(a=lambda: InvalidRequest("too long"), b=lambda: outcomes.pop(0))
     assert (await EnginePool(client, ["a", "b"]).complete(ask())).url == "b"

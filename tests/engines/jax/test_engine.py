@@ -144,7 +144,7 @@ def test_same_calls_give_the_same_bits(runner: JaxRunner) -> None:
     assert _script(runner) == _script(runner)
 
 
-def test_many_prompts_of_all_lengths(runner: JaxRunner, twin: ModelRunner) -> None:
+def test_many_prompts_of_different_lengths_are_prefilled(runner: JaxRunner, twin: ModelRunner) -> None:
     """More prompts than run together, so that some are padded and some wait for the next pass."""
     prompts = [_prompt(20 + row, length) for row, length in enumerate((2, 128, 129, 140, 64, 5, 90, 17))]
     steps: list[Steps] = []

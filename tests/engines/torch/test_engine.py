@@ -90,7 +90,7 @@ def _bytes(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("on_update", [OnUpdate.CONTINUE, OnUpdate.RECOMPUTE_KV])
-async def test_update_in_flight(
+async def test_weights_update_during_decoding(
     gate_and_engine: tuple[GatedRunner, BatchingEngine], model_path: Path, on_update: OnUpdate
 ) -> None:
     await samples_across_an_update(*gate_and_engine, model_path, on_update, factor=1.5, tolerance=1e-5, as_bytes=_bytes)

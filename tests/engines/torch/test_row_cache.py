@@ -14,7 +14,7 @@ ROWS = 8
 COMMON = list(range(STEP * 2 + 3))
 
 
-def test_one_of_several_alike_prompts_goes_first() -> None:
+def test_one_of_several_prompts_with_a_shared_beginning_is_prefilled_first() -> None:
     beginnings = RowBeginnings(4)
     waiting = [Prefill([*COMMON, 200 + row], [row]) for row in range(3)]
     first = beginnings.next_of(waiting)

@@ -28,7 +28,7 @@ from pipelinerl.models.tokenizer import ChatTokenizer
 #: Environment variable with the server's own API key, if it needs one: a recipe should hold no secrets.
 KEY_VARIABLE: Final = "PIPELINERL_SERVER_KEY"
 
-#: Builds the client of a server, from its connection, the layout and the shared staging buffer.
+#: Builds the client of a server, from its connection, the model's layout and the shared staging buffer.
 Speak = Callable[[ServerHttp, WeightLayout, Any], ServerApi]
 
 
@@ -94,7 +94,7 @@ async def _started(options: EngineOptions, speak: Speak) -> tuple[EngineCore, Co
         options=options,
         vocab_size=int(text.vocab_size),
         layout=layout,
-        cache_bytes=0,  # managed by the server
+        cache_bytes=0,  # the server manages its own cache
         staged=staged.tensor,
     )
 

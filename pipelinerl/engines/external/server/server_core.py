@@ -53,7 +53,7 @@ class LabelSpan:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One event of a sample's stream: the new tokens, and with the last event the version spans of all tokens."""
+    """One event of a sample's stream: the new tokens. The last event also has the version spans of all tokens."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -63,7 +63,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerModel:
-    """A server's report of the model that it serves."""
+    """The server's description of the model that it serves."""
 
     dtype: str
     context_length: int
@@ -90,15 +90,17 @@ class ServerApi(Protocol):
         ...
 
     def order(self, sequence: Sequence, *, salt: str) -> Mapping[str, Any]:
-        """Return the request body for one streamed sample."""
+        """Return the body of the request that streams one sample."""
         ...
 
     def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:
-        """Return the new tokens of an event, given the `known` number before it. Raises `EngineUnreachable`."""
+        """Return the new tokens of an event; `known` tokens came with earlier events. Raises `EngineUnreachable`."""
         ...
 
     async def pause(self, on_update: OnUpdate) -> None:
-        """Stop between two steps. `abort` ends running samples; with `drain`, none are running."""
+        """Stop sampling between two steps. `abort` ends running samples; with `drain`, the caller has already let them
+        end.
+        """
         ...
 
     async def resume(self) -> None:
@@ -110,11 +112,11 @@ class ServerApi(Protocol):
         ...
 
     async def forget_cache(self) -> None:
-        """Drop the cache: prompts and sampled tokens are recomputed after the pause."""
+        """Drop the cache of keys and values; after the pause, the server recomputes prompts and sampled tokens."""
         ...
 
     async def close(self) -> None:
-        """Undo the setup on the server."""
+        """Undo what `open` set up on the server."""
         ...
 
 
@@ -135,7 +137,7 @@ class ServerCore:
     """A server and its samples; satisfies `EngineCore`.
 
     Args:
-        serving: (epoch, version) of the server's weights, which the api has sent to the server.
+        serving: (epoch, version) of the server's weights, as `api` has named them on the server.
         silence_s: the time without any response after which the server counts as failed.
         ask_every_s: the interval between health checks while samples are running.
     """
@@ -152,12 +154,12 @@ class ServerCore:
         self._api = api
         self._http = http
         self._label = label_of(*serving)
-        self._updates = 0  # updates begun
+        self._updates = 0  # the number of updates begun
         self._steps: asyncio.Queue[Step | PipelineError] = asyncio.Queue()
         self._following: dict[str, asyncio.Task[None]] = {}
         self._silence_s = silence_s
         self._ask_every_s = ask_every_s
-        self._sign_of_life_at = 0.0  # monotonic seconds
+        self._sign_of_life_at = 0.0  # monotonic seconds at the last response
         self._watching: asyncio.Task[None] | None = None
 
     def check(self, request: Request) -> None:
@@ -207,7 +209,7 @@ class ServerCore:
         self._label = label
 
     async def forget_cache(self) -> None:
-        """Drop the server's cache, which it then recomputes."""
+        """Drop the server's cache; the server recomputes it."""
         await self._api.forget_cache()
 
     async def close(self) -> None:
@@ -227,7 +229,7 @@ class ServerCore:
         """Check the server's health while there are samples, and end the engine if it stops responding."""
         while self._following:
             await asyncio.sleep(self._ask_every_s)
-            if await self._http.answers(_HEALTH, timeout_s=self._silence_s / 2):  # half, to survive one lost call
+            if await self._http.answers(_HEALTH, timeout_s=self._silence_s / 2):  # half: one call may be lost
                 self._sign_of_life_at = time.monotonic()
             elif time.monotonic() - self._sign_of_life_at > self._silence_s:
                 self._steps.put_nowait(
@@ -258,7 +260,7 @@ class ServerCore:
             self._following.pop(sample.name, None)
 
     def _pass_on(self, sample: _Sample, chunk: Chunk) -> None:
-        """Deliver the tokens whose version is known."""
+        """Deliver the tokens whose version is known: all tokens so far, unless an update has begun meanwhile."""
         certain = [LabelSpan(sample.label, 0, len(sample.token_ids))] if sample.updates == self._updates else []
         spans = _checked(sample, chunk.spans) if chunk.ended else certain
         arrived, ended = len(chunk.token_ids), chunk.ended
@@ -278,7 +280,12 @@ class ServerCore:
 
 
 def _checked(sample: _Sample, spans: list[LabelSpan]) -> list[LabelSpan]:
-    """Return the server's version spans of a sample if they are plausible. Raises `EngineUnreachable` otherwise."""
+    """Return the server's version spans of a sample, if they are consistent with its tokens and with this run's
+    weights.
+
+    Raises:
+        EngineUnreachable: they are not.
+    """
     count = len(sample.token_ids)
     edges = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != edges[:-1] or edges[-1] != count or edges != sorted(set(edges)):

@@ -22,9 +22,9 @@ import orjson
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.system import http_client
 
-#: Shorter than uvicorn's default of 5 s, after which both servers close an idle connection.
+#: Shorter than uvicorn's default of 5 s for idle connections, so that the client closes them first.
 _KEEP_ALIVE_S: Final = 1.0
-#: Timeout of a call that does no heavy work.
+#: Timeout of a call that makes the server do no heavy work.
 CALL_S: Final = 60.0
 _DATA: Final = b"data: "
 _DONE: Final = b"[DONE]"
@@ -35,7 +35,7 @@ _SHOWN: Final = 300
 class ServerHttp:
     """The base URL of one server, and connections to it. Used from the event loop that created it.
 
-    Creating it raises this process's limit on descriptors to the maximum, since every sample holds a connection.
+    Creating it sets this process's limit on open files to the maximum, since every sample holds a connection.
 
     Args:
         token: the server's API key, if it needs one.
@@ -52,11 +52,11 @@ class ServerHttp:
         self._longest_s = longest_s
 
     async def close(self) -> None:
-        """Close every connection; the server frees the memory of their samples."""
+        """Close every connection; the server then frees the memory of the samples that used them."""
         await self._session.close()
 
     async def get(self, path: str) -> Any:
-        """GET a path and return the JSON of a 200."""
+        """GET a path and return the JSON of a response with status 200."""
         return await self._call("GET", path, None, CALL_S)
 
     async def answers(self, path: str, *, timeout_s: float) -> bool:
@@ -68,7 +68,7 @@ class ServerHttp:
             return False
 
     async def post(self, path: str, body: Any = None, *, timeout_s: float = CALL_S, may_fail: bool = False) -> Any:
-        """POST a JSON body and return the JSON of a 200, or None for other content.
+        """POST a JSON body. Return the JSON of a response with status 200, or None if its content is not JSON.
 
         With `may_fail`, no other call reuses the connection, because uvicorn closes it after a server error.
         """
@@ -118,7 +118,7 @@ class ServerHttp:
 
 
 def _allow_all_descriptors() -> None:
-    """Raise the soft limit to the hard one: the usual 1024 would cap the number of samples."""
+    """Raise the soft limit on open files to the hard limit: the usual 1024 would cap the number of samples."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

@@ -35,7 +35,7 @@ _PAUSES: Final = {
     OnUpdate.CONTINUE: "in_place",
     OnUpdate.RECOMPUTE_KV: "retract",
     OnUpdate.ABORT: "abort",
-    OnUpdate.DRAIN: "in_place",  # no sample is left to pause
+    OnUpdate.DRAIN: "in_place",  # no sample is running at this point
 }
 _LONG_S: Final = 600.0
 _JOIN_S: Final = 60.0
@@ -82,14 +82,14 @@ class SglangServerApi:
                 "--enable-deterministic-inference"
             )
         self._ranks = int(info["tp_size"])
-        await self.resume()  # an earlier client may have died in a pause
+        await self.resume()  # ends a pause that an earlier client left
         await self._form_group()
         await self._succeeds("/update_weight_version", {"new_version": label, "abort_all_requests": False})
         models = await self._http.get("/v1/models")
         return ServerModel(dtype=str(info["dtype"]), context_length=int(models["data"][0]["max_model_len"]))
 
     async def close(self) -> None:
-        """Leave the group and end a pause."""
+        """Leave the group, and end a pause of the server."""
         group, self._group = self._group, None
         if group is not None:
             group.collective.close()
@@ -99,7 +99,7 @@ class SglangServerApi:
     # --- samples -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidRequest` if top-k or top-p apply: SGLang's log-probs are those before both."""
+        """Raise `InvalidRequest` if top-k or top-p apply: SGLang reports log-probs from before both."""
         refuse_beyond(request, frozenset(), "this engine's server")
         if request.temperature > 0 and (request.top_k or request.top_p < 1):
             raise InvalidRequest(
@@ -109,7 +109,7 @@ class SglangServerApi:
             )
 
     def order(self, sequence: Sequence, *, salt: str) -> Mapping[str, Any]:
-        """Return the `GenerateReqInput` of one sample, which ends by this engine's limit and `stop_ids` only."""
+        """Return the `GenerateReqInput` of one sample; only this engine's token limit and `stop_ids` end the sample."""
         request = sequence.request
         return {
             "rid": sample_id(sequence),
@@ -121,16 +121,16 @@ class SglangServerApi:
                 "temperature": request.temperature,
                 "max_new_tokens": sequence.token_limit,
                 "stop_token_ids": sorted(request.stop_ids),
-                "ignore_eos": not request.stop_ids,  # SGLang then ignores all end tokens
-                # SGLang hashes the seed with a token's position in the whole sequence, so a prefix changes no later
-                # noise.
+                "ignore_eos": not request.stop_ids,  # without stop ids, SGLang must ignore all end tokens
+                # SGLang hashes the seed with a token's position in the whole sequence, so the noise of later tokens is
+                # the same with and without a prefix.
                 "sampling_seed": sequence.noise_key % 2**31,
                 "skip_special_tokens": False,
             },
         }
 
     def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:
-        """Return the new tokens of one event; cumulative or not, they are its last ones."""
+        """Return the new tokens of one event: its last ones, whether the event lists all tokens or only new ones."""
         if "error" in event:
             raise EngineUnreachable(f"the SGLang server at {self._http.url} aborted a sample: {event['error']}")
         meta = event["meta_info"]
@@ -165,7 +165,7 @@ class SglangServerApi:
     async def load_staged(self, label: str) -> None:
         """Broadcast the parameters, in the order announced to the server."""
         if self._group is None:
-            await self._form_group()  # the previous group broke
+            await self._form_group()  # the broadcast of an earlier load failed
         group = self._group
         assert group is not None
         specs = self._layout.parameters
@@ -201,7 +201,7 @@ class SglangServerApi:
         await self._http.post("/flush_cache")
 
     async def _form_group(self) -> None:
-        """Form a group under a new name, because SGLang keeps old groups until they are destroyed."""
+        """Form a group under a name that was never used, because SGLang keeps old groups until they are destroyed."""
         from pipelinerl.engines.external.sglang.torch_process_group import lead_group
         from pipelinerl.weights.broadcast.collective import Rendezvous
 

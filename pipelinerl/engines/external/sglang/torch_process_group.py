@@ -11,7 +11,7 @@ from inference_contract.weights import Backend
 from pipelinerl.errors import DeadlineError
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 
-#: Torch's stubs omit most of the C++ API.
+#: Untyped, because torch's stubs omit most of the C++ API.
 dist: Any = torch.distributed
 
 

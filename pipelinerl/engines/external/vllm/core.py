@@ -1,7 +1,8 @@
 """`VllmCore`: all uses of vLLM's engine core in one file, for the one release series that it supports.
 
-vLLM's `AsyncLLM` is a client of the same core. What it adds (a tokenizer, text, stop strings, a stream per request)
-this project already has, and it drops the version of the weights behind each step's tokens.
+vLLM's `AsyncLLM` is a client of the same core, and is not used here. It adds a tokenizer, text, stop strings and a
+stream per request, which this project already has. And it drops the version of the weights behind each step's tokens,
+which this project needs.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
 
-#: Timeout before the core's process is killed; it holds nothing worth waiting for.
+#: Timeout in seconds before the core's process is killed; it has no state worth waiting for.
 _CORE_ENDS_S: Final = 1.0
 
 #: Most tokens of a step on CPU, unless a single prompt is longer.
@@ -85,9 +86,9 @@ class VllmCore:
     ) -> Self:
         """Start the core's process, which loads the model, and connect its worker for the weight group.
 
-        `layout` describes the weights that the core loads. The shared memory has room behind them for the same
-        parameters in the dtype in which they are sent. `cache_bytes` is the memory for keys and values; None lets vLLM
-        measure the free memory of the device.
+        `layout` describes the weights that the core loads. The shared memory has further room, behind these weights,
+        for an update in another dtype. `cache_bytes` is the memory for keys and values; None lets vLLM measure the free
+        memory of the device.
 
         Blocks the event loop until the core runs.
 
@@ -126,7 +127,7 @@ class VllmCore:
     # --- samples -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidRequest` for values that vLLM would replace, and for features its core lacks."""
+        """Raise `InvalidRequest` for values that vLLM would silently replace, and for features that its core lacks."""
         check_request(request)
         check_continued(request)
         refuse_beyond(request, _OFFERED, "this engine")
@@ -142,8 +143,9 @@ class VllmCore:
         """Begin all samples of one request in the same step, so that a request alone on the engine is reproducible."""
         requests = [self._client.add_request_async(_order(each, salt)) for each in sequences]
         if len(requests) > 1:
-            # The core handles calls in order and at once. But it answers a pause that has already ended only when it
-            # has no samples left. Awaiting the answer would serialise requests and prevent updates in flight.
+            # The pause makes the core begin the samples together: it handles calls in order, each as it arrives. But
+            # the core answers the pause only when it has no samples left, even if the pause has already ended. The
+            # answer is therefore not awaited here, which would serialise requests and prevent updates in flight.
             pausing = asyncio.ensure_future(self.pause(OnUpdate.CONTINUE))
             self._unanswered.add(pausing)
             pausing.add_done_callback(self._answered)
@@ -153,16 +155,14 @@ class VllmCore:
     def _answered(self, pausing: asyncio.Future[None]) -> None:
         self._unanswered.discard(pausing)
         if not pausing.cancelled():
-            pausing.exception()  # retrieve the exception; a dead core also fails `next_step`
+            pausing.exception()  # mark the exception as seen; a dead core also fails `next_step`
 
     async def abort(self, sample_ids: list[str]) -> None:
         """End these samples and free their memory; they produce no more output."""
         await self._client.abort_requests_async(sample_ids)
 
     async def next_step(self) -> Step:
-        """Return a step's outputs. Outputs that have already arrived are returned without yielding to the event
-        loop.
-        """
+        """Return a step's outputs. If they have already arrived, return them without yielding to the event loop."""
         outputs = await self._client.get_output_async()
         label = outputs.weight_version
         serving = None
@@ -181,12 +181,12 @@ class VllmCore:
         await self._client.resume_scheduler_async()
 
     async def load_staged(self, epoch: int, version: int) -> None:
-        """Have every worker load the staged weights, to sample from the next step on; the core must be paused."""
+        """Have every worker load the staged weights, which sample from the next step on; the core must be paused."""
         await self._in_workers("pipelinerl_commit")
         await self._client.set_weight_version_async(label_of(epoch, version))
 
     async def forget_cache(self) -> None:
-        """Drop the cache: prompts and sampled tokens are recomputed when the core resumes."""
+        """Drop the cache of keys and values; when the core resumes, it recomputes prompts and sampled tokens."""
         await self._client.reset_prefix_cache_async(reset_running_requests=True)
 
     async def _in_workers(self, method: str, *arguments: Any) -> list[Any]:
@@ -199,7 +199,7 @@ def _sampled(output: EngineCoreOutput) -> Sampled:
     logprobs = [] if chosen is None else chosen.logprobs[:, 0].tolist()
     tokens = output.new_token_ids
     top: list[TopTokens] = []
-    if chosen is not None and chosen.logprobs.shape[1] > 1:  # first the sampled token, then the likeliest
+    if chosen is not None and chosen.logprobs.shape[1] > 1:  # column 0 is the sampled token, then the likeliest
         top = [
             top_tokens(row_ids[1:], row[1:], len(row))
             for row_ids, row in zip(chosen.logprob_token_ids, chosen.logprobs, strict=True)
@@ -230,7 +230,7 @@ def _order(sequence: Sequence, salt: str) -> EngineCoreRequest:
 
 
 def _grammar_of(request: Request) -> StructuredOutputsParams | None:
-    """Return the grammar for the request's `response_format`, or None without one."""
+    """Return the grammar for the request's `response_format`, or None if the request has none."""
     if request.response_format is None:
         return None
     grammar = StructuredOutputsParams(**structure_of(request)["structured_outputs"])
@@ -239,7 +239,7 @@ def _grammar_of(request: Request) -> StructuredOutputsParams | None:
 
 
 def _check_grammar(request: Request) -> None:
-    """Raise `InvalidRequest` for a schema that vLLM's grammars do not support: in the core it would end the sample."""
+    """Raise `InvalidRequest` for a schema that vLLM's grammars do not support; the core would only end the sample."""
     try:
         validate_xgrammar_grammar(SamplingParams(structured_outputs=_grammar_of(request)))
     except (VLLMValidationError, ValueError) as error:
@@ -247,7 +247,7 @@ def _check_grammar(request: Request) -> None:
 
 
 def _spells_json(path: Path) -> bool:
-    """Return whether the tokenizer has tokens for JSON; without them, a grammar leaves no token to sample."""
+    """Return whether the tokenizer has tokens that spell JSON; without them, a grammar leaves no token to sample."""
     text = '{"a":[1,true]}'
     tokenizer = ChatTokenizer.load(path)
     try:
@@ -275,24 +275,24 @@ def _arguments(options: EngineOptions, cache_bytes: int | None = None) -> AsyncE
     ours = partial(
         AsyncEngineArgs,
         model=str(options.model_path),
-        skip_tokenizer_init=False,  # grammars need it
+        skip_tokenizer_init=False,  # grammars need the tokenizer
         structured_outputs_config={"backend": _GRAMMARS},
         dtype=options.dtype,
         seed=options.seed % 2**31,
         max_model_len=options.context_length,
         max_num_seqs=options.slots,
-        # Splitting a prompt would crash vLLM on CPU: it rewinds the generator after a part, which CPU generators
-        # cannot.
+        # Splitting a prompt would crash vLLM on CPU: it rewinds the random generator after a part of a prompt, which
+        # CPU generators do not support.
         enable_chunked_prefill=not current_platform.is_cpu(),
         max_num_batched_tokens=max(options.context_length, _CPU_STEP) if current_platform.is_cpu() else None,
         tensor_parallel_size=options.devices,
         kv_cache_memory_bytes=cache_bytes,
         enable_prefix_caching=True,
         scheduling_policy="priority",
-        generation_config="vllm",  # sampling defaults come from the request, not the model
-        logprobs_mode="processed_logprobs",  # of the distribution sampled from
-        async_scheduling=False,  # each step's outputs carry its version
-        enforce_eager=current_platform.is_cpu(),  # compiling takes a C++ compiler and half a minute
+        generation_config="vllm",  # otherwise defaults of the model would change sampling
+        logprobs_mode="processed_logprobs",  # log-probs of the distribution sampled from
+        async_scheduling=False,  # so that each step's outputs carry the version of the weights
+        enforce_eager=current_platform.is_cpu(),  # compiling needs a C++ compiler and half a minute
         worker_extension_cls="pipelinerl.engines.external.vllm.worker.StagedWeights",
         disable_log_stats=True,
     )

@@ -39,13 +39,14 @@ log = logging.getLogger("pipelinerl")
 #: The release series for which `core.VllmCore` is written.
 SERIES: Final = "0.32."
 
-#: The queue in shared memory by which vLLM's core feeds the workers of several devices, about 240 MiB.
+#: Size of the queue in shared memory by which vLLM's core feeds the workers of several devices; measured: about 240
+#: MiB.
 _QUEUE_BYTES: Final = 256 * 2**20
-#: vLLM's own default on CPU, in tokens.
+#: The tokens per block of the cache: vLLM's own default on CPU.
 _BLOCK: Final = 128
 
 _CPUINFO: Final = Path("/proc/cpuinfo")
-#: CPU flags of which any one means fast products in the dtype; `bf16` and `asimdhp` are Arm's.
+#: For each dtype, CPU flags any of which means fast matrix products in it; `bf16` and `asimdhp` are Arm's names.
 _FLAGS: Final = {
     "bfloat16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
     "float16": frozenset({"avx512_fp16", "amx_fp16", "asimdhp"}),
@@ -78,7 +79,7 @@ def from_options(options: EngineOptions) -> Engine:
         loop=loop_of(options, endpoints),
         tokenizer=tokenizer,
         endpoints=endpoints,
-        continuation=Continuation.OWN_NOISE,  # vLLM reads a sample's generator from its beginning
+        continuation=Continuation.OWN_NOISE,  # vLLM always reads a generator from its beginning
     )
 
 
@@ -92,7 +93,7 @@ def check_version(version: str) -> None:
 
 
 def _installed() -> tuple[str, str]:
-    """Return name and version of the distribution that provides `vllm`; the CPU build has another name."""
+    """Return name and version of the distribution that provides `vllm`; vLLM's build for CPUs has another name."""
     for name in importlib.metadata.packages_distributions().get("vllm", []):
         return name, importlib.metadata.version(name)
     return "", ""
@@ -125,7 +126,7 @@ def slow_here(dtype: str, *, cpuinfo: Path = _CPUINFO) -> str | None:
 
 
 def _flags(cpuinfo: Path) -> frozenset[str]:
-    """Return the flags of the first CPU, or none if the system does not list them."""
+    """Return the flags of the first CPU in `cpuinfo`; empty if the system does not list them."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -143,12 +144,12 @@ def loop_of(options: EngineOptions, endpoints: WorkerEndpointFactory) -> LoopBui
         model = load_skeleton(options.model_path, dtype=options.dtype)
         layout = layout_of(model)
         text: Any = model.config.get_text_config()
-        check_room(layout.num_bytes + (_QUEUE_BYTES if options.devices > 1 else 0))  # before the minutes of a start
+        check_room(layout.num_bytes + (_QUEUE_BYTES if options.devices > 1 else 0))  # the start takes minutes
         _prepare_environment(options)
         from pipelinerl.engines.external.vllm.core import VllmCore
 
         here, cache_bytes = options, None
-        if _built_for_cpu():  # a share applies to GPU memory only
+        if _built_for_cpu():  # vLLM limits its share of GPU memory only
             here, cache_bytes = replace(options, memory_share=None), _cache_bytes(options, text)
         core = await VllmCore.start(here, layout, endpoints, cache_bytes=cache_bytes)
         return core, CoreModel(
@@ -169,7 +170,7 @@ def loop_of(options: EngineOptions, endpoints: WorkerEndpointFactory) -> LoopBui
 def _prepare_environment(options: EngineOptions) -> None:
     """Set the environment variables that vLLM and its processes read; the user's own values stay."""
     wanted = {
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # forking is unsafe: this process has threads
         "VLLM_CONFIGURE_LOGGING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",

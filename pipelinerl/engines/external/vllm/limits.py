@@ -12,16 +12,16 @@ from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.errors import ModelError
 from pipelinerl.models.routing import mixture_of
 
-#: The `moe_backend` of vLLM that computes with experts in the layout of the files.
+#: The only `moe_backend` of vLLM that keeps experts in the layout of the model's files.
 KEEPS_EXPERTS: Final = "triton"
-#: vLLM 0.32 raises temperatures between 0 and this to this (`SamplingParams.__post_init__`).
+#: vLLM 0.32 raises temperatures between 0 and this value to this value (`SamplingParams.__post_init__`).
 LEAST_TEMPERATURE: Final = 0.01
 #: vLLM 0.32 rejects higher temperatures (`SamplingParams._verify_args`).
 MOST_TEMPERATURE: Final = 2.0
 
 
 def check_request(request: Request) -> None:
-    """Raise `InvalidRequest` for a temperature that vLLM rejects or would replace, which changes the log-probs."""
+    """Raise `InvalidRequest` for a temperature that vLLM rejects, or replaces, which would change the log-probs."""
     if request.temperature > MOST_TEMPERATURE:
         raise InvalidRequest(
             f"vLLM samples at temperatures up to {MOST_TEMPERATURE:g}, got {request.temperature:g}", param="temperature"
@@ -47,7 +47,7 @@ def check_continued(request: Request) -> None:
 
 
 def sampling_of(sequence: Sequence) -> dict[str, Any]:
-    """Return vLLM's sampling parameters of one sample, which ends by this engine's limit and `stop_ids` only."""
+    """Return vLLM's sampling parameters of one sample; only this engine's token limit and `stop_ids` end the sample."""
     request = sequence.request
     parameters: dict[str, Any] = {
         "temperature": request.temperature,
@@ -56,7 +56,7 @@ def sampling_of(sequence: Sequence) -> dict[str, Any]:
         "seed": seed_of(sequence),
         "max_tokens": sequence.token_limit,
         "stop_token_ids": sorted(request.stop_ids),
-        "logprobs": request.num_top,  # in addition to the sampled token's
+        "logprobs": request.num_top,  # vLLM adds the sampled token to these
         "detokenize": False,
     }
     if request.min_p:
@@ -69,7 +69,7 @@ def sampling_of(sequence: Sequence) -> dict[str, Any]:
 
 
 def structure_of(request: Request) -> dict[str, Any]:
-    """Return vLLM's parameter for the request's `response_format`; empty without one."""
+    """Return vLLM's parameter for the request's `response_format`; an empty dict if the request has none."""
     form = request.response_format
     if form is None:
         return {}
@@ -93,11 +93,11 @@ def check_experts_on_cpu(path: Path) -> None:
 
 
 def check_experts_on_gpu(path: Path, options: Mapping[str, Any]) -> None:
-    """Raise `ModelError` for experts, unless `options` select the kernel that keeps their layout.
+    """Raise `ModelError` for a model with experts, unless `options` select the kernel that keeps their layout.
 
     After loading, vLLM's other kernels shuffle the experts or swap their halves, depending on the GPU. An update writes
-    into these parameters in the layout of the files, and would be misread. vLLM's layerwise reload, which repeats the
-    shuffle, is not used here.
+    the files' layout into these parameters, so the shuffled kernels would misread it. vLLM's layerwise reload, which
+    repeats the shuffle, is not used here.
     """
     if mixture_of(path) is not None and options.get("moe_backend") != KEEPS_EXPERTS:
         raise ModelError(
@@ -110,7 +110,8 @@ def check_experts_on_gpu(path: Path, options: Mapping[str, Any]) -> None:
 def seed_of(sequence: Sequence) -> int:
     """Return the seed of a sample's generator, which vLLM always reads from its beginning.
 
-    A sample that another engine began gets another seed; otherwise it would reuse the noise of its first tokens.
+    A sample that another engine began gets another seed: with the same seed, its continuation would repeat the noise of
+    its first tokens.
     """
     begun = len(sequence.prefix)
     return rng.key(sequence.noise_key, "continued", begun) if begun else sequence.noise_key

@@ -12,7 +12,7 @@ from typing import Final
 
 from pipelinerl.errors import ModelError, RecipeError
 
-#: The fields that the recipe or the engine sets, and the setting to use instead.
+#: Fields that may not be set in `engine.options`: each with the setting to use instead, or what sets it.
 _SET_BY: Final[Mapping[str, str]] = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -37,7 +37,8 @@ _SET_BY: Final[Mapping[str, str]] = {
     "disable_log_stats": "the engine, which has its own counters",
 }
 
-#: Set by the engine on a CPU, where vLLM would otherwise crash or wait for a compiler; free on a GPU.
+#: The engine sets these fields on a CPU, where vLLM would otherwise crash or wait for a compiler; on a GPU the user
+#: may.
 _ON_CPU: Final = frozenset({"enable_chunked_prefill", "max_num_batched_tokens", "enforce_eager"})
 
 
@@ -69,6 +70,6 @@ def check_fields(options: Collection[str]) -> None:
 
 
 def check_on_cpu(options: Iterable[str]) -> None:
-    """Reject options that the engine sets itself on a CPU. Raises `ModelError`."""
+    """Reject options that the engine itself sets on a CPU. Raises `ModelError`."""
     if own := [name for name in options if name in _ON_CPU]:
         raise ModelError(f"engine.options.{own[0]} is set by the engine on a CPU; leave it out")

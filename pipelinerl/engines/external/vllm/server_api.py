@@ -37,9 +37,9 @@ _PAUSES: Final = {
     OnUpdate.CONTINUE: "keep",
     OnUpdate.RECOMPUTE_KV: "keep",
     OnUpdate.ABORT: "abort",
-    OnUpdate.DRAIN: "keep",  # no sample is left to pause
+    OnUpdate.DRAIN: "keep",  # no sample is running at this point
 }
-#: A pause waits for the current step, and a load for the copy of all bytes.
+#: Timeout in seconds of slow calls: a pause waits for the current step, a load for the copy of all bytes.
 _LONG_S: Final = 600.0
 
 
@@ -66,7 +66,7 @@ class VllmServerApi:
         config = (await self._known("/server_info?config_format=json"))["vllm_config"]
         for wanted, flag in _lacking(config):
             raise ModelError(f"the vLLM server at {self._http.url} must {wanted}; start it with {flag}")
-        self._orders = config["scheduler_config"]["policy"] == "priority"  # otherwise it rejects all priorities but 0
+        self._orders = config["scheduler_config"]["policy"] == "priority"  # without the policy it rejects all but 0
         # An earlier client may have died during an update. A paused server answers no requests, and an open session
         # blocks the next one.
         await self._http.post("/resume")
@@ -89,7 +89,7 @@ class VllmServerApi:
     # --- samples -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidRequest` for a temperature that vLLM would replace, and for features its tokens-only route
+        """Raise `InvalidRequest` for a temperature that vLLM would replace, and for features that its tokens-only route
         lacks.
         """
         check_request(request)
@@ -97,7 +97,7 @@ class VllmServerApi:
         refuse_beyond(request, _OFFERED, "this engine's server")
 
     def order(self, sequence: Sequence, *, salt: str) -> Mapping[str, Any]:
-        """Return the `GenerateRequest` of one sample, which ends by this engine's limit and `stop_ids` only."""
+        """Return the `GenerateRequest` of one sample; only this engine's token limit and `stop_ids` end the sample."""
         request = sequence.request
         return {
             "request_id": sample_id(sequence),
@@ -126,7 +126,7 @@ class VllmServerApi:
     # --- weights -------------------------------------------------------------------------------------------------
 
     async def pause(self, on_update: OnUpdate) -> None:
-        """Call `/pause`; the server sleeps for 20 ms in it."""
+        """Call `/pause`, in which the server sleeps for 20 ms."""
         await self._http.post(f"/pause?mode={_PAUSES[on_update]}&clear_cache=false", timeout_s=_LONG_S)
 
     async def resume(self) -> None:
@@ -134,19 +134,19 @@ class VllmServerApi:
         await self._http.post("/resume")
 
     async def load_staged(self, label: str) -> None:
-        """Run one update session."""
+        """Load the staged weights as `label`, in one update session."""
         await self._http.post("/start_weight_update")
         await self._http.post("/update_weights", {"update_info": {}}, timeout_s=_LONG_S)
         await self._http.post("/finish_weight_update", {"weight_version": label}, timeout_s=_LONG_S)
 
     async def _end_session(self, label: str | None) -> None:
-        """End an open update session; the error that the server returns without one is ignored."""
+        """End an open update session; if none is open, the server returns an error, which is ignored."""
         named = {} if label is None else {"weight_version": label}
         with suppress(EngineUnreachable):
             await self._http.post("/finish_weight_update", named, timeout_s=_LONG_S, may_fail=True)
 
     async def forget_cache(self) -> None:
-        """Call `/reset_prefix_cache`, including the cache of samples in flight."""
+        """Call `/reset_prefix_cache`, which also drops the cache of running samples."""
         answer = await self._http.post("/reset_prefix_cache?reset_running_requests=true")
         if not answer["success"]:
             raise EngineUnreachable(f"the vLLM server at {self._http.url} did not reset its cache")
@@ -162,7 +162,9 @@ class VllmServerApi:
             ) from error
 
     async def _tokens_go_in_and_out(self) -> None:
-        """Check the token route and its log-probs: with top_k=1, the log-prob of the sampled token must be 0."""
+        """Check that the token route works and reports log-probs after top-k: with top_k=1, that of the sampled token
+        is 0.
+        """
         probe = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "top_k": 1, "logprobs": 0, "detokenize": False}}
         try:
             answer = await self._http.post(self.generate, probe)
@@ -187,5 +189,5 @@ def _lacking(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if mode != "processed_logprobs":
         yield f"report log-probs of the distribution it samples from, it reports {mode}", _PROCESSED
     if config["device_config"]["device"] == "cpu" and config["scheduler_config"]["enable_chunked_prefill"]:
-        # vLLM rewinds the generator after a part of a prompt, which CPU generators cannot.
+        # vLLM rewinds the random generator after a part of a prompt, which CPU generators do not support.
         yield "not split prompts on a CPU, where a seeded sample would then crash it", "--no-enable-chunked-prefill"

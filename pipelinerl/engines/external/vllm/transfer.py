@@ -19,7 +19,7 @@ from inference_contract.weights import WeightLayout
 from pipelinerl.engines.external.vllm.worker import load_into
 from pipelinerl.engines.external.worker.torch_shared_bytes import attach
 
-#: Its name on the command line. `server_api` repeats it, because neither module can import the other where it runs.
+#: The backend's name on the command line. `server_api` repeats it: neither module can import the other where it runs.
 BACKEND: Final = "pipelinerl"
 
 
@@ -33,7 +33,9 @@ class Share:
 
 @final
 class SharedTransfer:
-    """Backend that reads weights from shared memory; satisfies the used part of vLLM's `WeightTransferEngine`."""
+    """Transfer backend that reads weights from shared memory; satisfies the used part of vLLM's
+    `WeightTransferEngine`.
+    """
 
     supports_draft_weight_update = False
     defers_processing = False
@@ -50,7 +52,7 @@ class SharedTransfer:
         return Share(Path(init_info["path"]), WeightLayout.model_validate_json(init_info["layout"]))
 
     def init_transfer_engine(self, share: Share) -> None:
-        """Map the memory of an adapter, and release the previous memory."""
+        """Map the adapter's memory, and release memory that was mapped before."""
         self._layout = share.layout
         self._staged = attach(share.path, share.layout.num_bytes)
 
@@ -58,13 +60,17 @@ class SharedTransfer:
         """Do nothing: the bytes are already staged."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the staged weights. Raises `RuntimeError` if a parameter gets no values or nothing was ever staged."""
+        """Load the staged weights.
+
+        Raises:
+            RuntimeError: a parameter gets no values, or no memory was ever mapped.
+        """
         if self._staged is None or self._layout is None:
             raise RuntimeError("no adapter has shared its memory; POST /init_weight_transfer_engine first")
         load_into(self._model, self._staged, self._layout)
 
     def finish_weight_update(self) -> None:
-        """Do nothing: the weights already serve."""
+        """Do nothing: `update_weights` has already made the weights current."""
 
     def reset_weight_update_target(self) -> None:
         """Do nothing: the model is always the same."""

@@ -34,17 +34,17 @@ def _leave_unpacked(layer: nn.Module, remove_weight: bool) -> None:
     weight: Any = layer.weight
     if weight.ndim == 2:
         layer.__dict__["cpu_linear"] = nn.functional.linear
-    else:  # no matrix product: a convolution's, or experts'
+    else:  # not a matrix product, but a convolution or experts
         _pack(layer, remove_weight)
 
 
-# vLLM looks the function up here after it has loaded each layer.
+# After loading each layer, vLLM looks the function up under this name, so replacing it here is enough.
 vllm_layers.dispatch_cpu_unquantized_gemm = _leave_unpacked
 
 
 @final
 class StagedWeights:
-    """Methods added to vLLM's worker. They have a prefix, because vLLM rejects names that its worker already has."""
+    """Methods added to vLLM's worker, named with a prefix, because vLLM rejects names that its worker already has."""
 
     rank: int
     device: torch.device
@@ -53,12 +53,13 @@ class StagedWeights:
     _pipelinerl_layout: WeightLayout
 
     def pipelinerl_attach(self, path: str, num_bytes: int, layout: str, owner: int, endpoints: str) -> int:
-        """Map the staging buffer; return the bytes of this worker's cache of keys and values.
+        """Map the staging buffer; return the size of this worker's cache of keys and values, in bytes.
 
         Args:
-            path: name of the shared bytes. num_bytes: their number. layout: `WeightLayout` in JSON, of the first bytes.
+            path: name of the shared bytes. num_bytes: their number.
+            layout: `WeightLayout` in JSON; it describes the first bytes.
             owner: id of the process that serves the engine; this process ends when the owner ends, for any reason.
-            endpoints: where the engine waits for its first worker, which serves its endpoint in the weight group.
+            endpoints: socket path of the engine; its first worker connects there, and serves its endpoint in the group.
         """
         threading.Thread(target=_end_with, args=(owner,), name="owner", daemon=True).start()
         self._pipelinerl_layout = WeightLayout.model_validate_json(layout)
@@ -91,7 +92,7 @@ def load_into(model: Any, staged: Tensor, layout: WeightLayout) -> None:
 
 
 def _end_with(owner: int) -> None:
-    """Exit this worker when its owner ends, which ends the core; a core without its server would keep its memory."""
+    """Exit this worker when the process `owner` ends. This ends the core too, which would otherwise keep its memory."""
     try:
         ended = os.pidfd_open(owner)
     except ProcessLookupError:

@@ -2,7 +2,7 @@
 
     python -m pipelinerl.engines.external.worker.nursery_torch LINE MEMORY      inherited file descriptors
 
-It receives no weights itself, and ends when the engine closes the line or dies.
+This process receives no weights itself. It ends when the engine closes LINE, its socket, or dies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipelinerl.weights.broadcast import collective  # noqa: F401  imported befo
 
 
 def main(line: int, memory: int) -> None:
-    """Fork a process for each membership whose socket arrives over `line`."""
+    """Fork a process for each group membership, whose socket arrives over `line`."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap the forked processes automatically
     staged = torch.from_numpy(np.frombuffer(mmap.mmap(memory, os.fstat(memory).st_size), np.uint8))
     with socket.socket(fileno=line) as door:

@@ -1,14 +1,14 @@
 """`OwnProcess`: an engine's endpoint in the weight group in a process of its own, whose death the engine survives.
 
-If a peer sends more than it announced, gloo throws in one of its own threads, which ends the process. Here it ends a
-process that was forked for this membership alone. The update then fails as if rank 0 had left, and the engine keeps
-serving.
+If a peer sends more than it announced, gloo throws in one of its own threads, which ends the process. With
+`OwnProcess`, this is a process that was forked for this membership alone. The update then fails as if rank 0 had left,
+and the engine keeps serving.
 
     engine's process                      nursery, which has torch         a process for each membership
       OwnProcess ─────── starts ────────▶ nursery_torch ────── forks ────▶ a thread ── Collective ── rank 0
           └─ WorkerEndpoint ── orders, answers, memory that both map ───────┘
 
-The cost is a process that holds torch, and one more copy of each piece, out of the shared memory.
+The cost is a process that holds torch, and one more copy of each piece, from the shared memory to the staging buffer.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def endpoints_of(options: EngineOptions) -> EndpointFactory:
 class OwnProcess:
     """Factory of endpoints in separate processes, for weights that are staged on the host.
 
-    Satisfies `EndpointFactory`. The nursery ends with this object; if it was killed, the next membership starts
-    another.
+    Satisfies `EndpointFactory`. The nursery process ends with this object; if it was killed, the next membership starts
+    another nursery.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class OwnProcess:
         self._line, self._end = self._nursery()
 
     def _nursery(self) -> tuple[socket.socket, Callable[[], object]]:
-        """Start a nursery; return the line to it and the function that ends it."""
+        """Start a nursery; return the socket to it and the function that ends it."""
         ours, theirs = socket.socketpair()
         inherited = (theirs.fileno(), self._memory)
         command = [sys.executable, "-m", _NURSERY, *map(str, inherited)]
@@ -72,7 +72,7 @@ class OwnProcess:
         return backend is Backend.GLOO and str(getattr(staging, "device", "cpu")) == "cpu"
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:
-        """Return the same buffer as an endpoint in the engine's own process would use."""
+        """Return the buffer that an endpoint in the engine's own process would use."""
         return IN_PROCESS.buffer(staging, num_bytes)
 
     def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:
@@ -92,7 +92,9 @@ class OwnProcess:
 
 @final
 class _Copied:
-    """Endpoint that copies the other process's bytes from the shared memory; satisfies `GroupEndpoint`."""
+    """Endpoint that receives in another process and copies the bytes from the shared memory; satisfies
+    `GroupEndpoint`.
+    """
 
     def __init__(self, endpoint: WorkerEndpoint, landing: NDArray[np.uint8]) -> None:
         self._endpoint = endpoint

@@ -1,8 +1,8 @@
 """`serve_endpoints`: joins weight groups for an engine, in the worker that has the device; see `worker_endpoint`.
 
-Each membership has two threads. One executes the engine's orders; the other notices at once when the engine closes the
-line, even during a receive. Both are unblocked by the group, by its deadlines, and by the death of the engine's
-process.
+Each membership has two threads. The first executes the engine's orders. The second notices at once when the engine
+closes the socket, even during a receive. Both threads are unblocked by the group, by its deadlines, and by the death of
+the engine's process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipelinerl.system.background import in_background
 
 
 def serve_endpoints(path: Path, staged: Tensor, device: torch.device) -> None:
-    """Connect to the engine at `path`, and serve its endpoints from now on, on threads.
+    """Connect to the engine at `path`, and from then on serve its endpoints on threads.
 
     Args:
         staged: u8 [all bytes of a version] on the host, mapped by both processes.
@@ -48,13 +48,13 @@ def _serve(line: socket.socket, staged: Tensor, device: torch.device) -> None:
 
 
 def serve_membership(line: socket.socket, staged: Tensor, device: torch.device) -> None:
-    """Serve one endpoint: execute the engine's orders over `line` until the engine closes it."""
+    """Serve one endpoint: execute the engine's orders from the socket `line` until the engine closes it."""
     _Membership(line, staged, device).serve()
 
 
 @final
 class _Membership:
-    """One endpoint, from the order to join until the engine closes the line."""
+    """One endpoint, from the order to join until the engine closes the socket."""
 
     def __init__(self, line: socket.socket, staged: Tensor, device: torch.device) -> None:
         self._line = line
@@ -67,7 +67,7 @@ class _Membership:
         self._left = False
 
     def serve(self) -> None:
-        """Execute and answer the engine's orders until it closes the line."""
+        """Execute and answer the engine's orders until it closes the socket."""
         in_background("orders", self._read)
         with self._line:
             try:
@@ -75,11 +75,11 @@ class _Membership:
                     self._line.sendall(json.dumps(self._answer(order)).encode() + b"\n")
             finally:
                 self._leave()
-                with suppress(OSError):  # `_read`'s file would keep the socket open, and the engine waiting
+                with suppress(OSError):  # `_read`'s file keeps the socket open, and the engine would wait
                     self._line.shutdown(socket.SHUT_RDWR)
 
     def _read(self) -> None:
-        """Queue the orders as they arrive, and leave the group as soon as the engine closes the line."""
+        """Queue the orders as they arrive, and leave the group as soon as the engine closes the socket."""
         try:
             for line in self._line.makefile("rb"):
                 self._orders.put(json.loads(line))
@@ -97,7 +97,7 @@ class _Membership:
                 self._receive(*order["receive"], deadline=time.monotonic() + order["timeout_s"])
         except PipelineError as error:
             return {"error": "deadline" if isinstance(error, DeadlineError) else "broke", "message": str(error)}
-        except RuntimeError as error:  # from the device: out of memory, or failed
+        except RuntimeError as error:  # the device is out of memory, or failed
             reason = str(error).partition("\n")[0]
             return {
                 "error": "broke",

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from pipelinerl.errors import ModelError
 
-#: A file system in memory; elsewhere the page cache serves the same purpose, backed by the disk.
+#: A file system in memory. On systems without it, a file in the temporary directory is used, cached by the system.
 _MEMORY: Final = Path("/dev/shm")
 
 
 def check_room(num_bytes: int, *, folder: Path = _MEMORY) -> None:
-    """Raise `ModelError` if shared memory has fewer than `num_bytes` free; containers get 64 MB by default."""
+    """Raise `ModelError` if shared memory has less than `num_bytes` free; containers get only 64 MB by default."""
     if not folder.is_dir():
         return
     free = shutil.disk_usage(folder).free
@@ -45,7 +45,7 @@ class SharedBytes:
     """uint8 `tensor` [num_bytes] in memory that others can map by `path`, followed by `further` [further]."""
 
     def __init__(self, num_bytes: int, *, further: int = 0) -> None:
-        """Reserve the memory of `tensor`; `further` takes none until `reserve`.
+        """Reserve the memory of `tensor`; `further` uses no memory until `reserve`.
 
         Raises:
             ModelError: shared memory is too small; the message names the remedy.
@@ -65,7 +65,8 @@ class SharedBytes:
             undone.pop_all()
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve the first `num_bytes` of `further`; an unreserved write may kill the process. Twice is a no-op.
+        """Reserve the first `num_bytes` of `further`; repeating is a no-op. A write to unreserved memory may kill the
+        process.
 
         Raises:
             OSError: there is not enough memory.
@@ -73,7 +74,7 @@ class SharedBytes:
         os.posix_fallocate(self._descriptor, len(self.tensor), num_bytes)
 
     def forget_name(self) -> None:
-        """Remove the name, so that no other process can attach. Twice is a no-op."""
+        """Remove the name, so that no other process can attach. Repeating is a no-op."""
         self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:

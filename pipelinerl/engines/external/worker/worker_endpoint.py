@@ -39,7 +39,7 @@ _ERRORS: Final = {"deadline": DeadlineError, "broke": UpdateError}
 
 
 class SharedRoom(Protocol):
-    """Memory that both processes map: the part of `torch_shared_bytes.SharedBytes` behind its staging buffer."""
+    """Memory that both processes map behind the staging buffer: a part of `torch_shared_bytes.SharedBytes`."""
 
     @property
     def further(self) -> Any:
@@ -47,7 +47,7 @@ class SharedRoom(Protocol):
         ...
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve the first `num_bytes`. Raises `OSError` if there is not enough memory."""
+        """Reserve the first `num_bytes` of `further`. Raises `OSError` if there is not enough memory."""
         ...
 
 
@@ -56,7 +56,7 @@ class WorkerEndpointFactory:
     """Factory of endpoints in a worker; satisfies `EndpointFactory` once the worker has connected.
 
     Args:
-        backends: those that the worker's device can use.
+        backends: the backends that the worker's device can use.
     """
 
     def __init__(self, backends: frozenset[Backend]) -> None:
@@ -81,7 +81,7 @@ class WorkerEndpointFactory:
             door.bind(str(path))
             door.listen(1)
             yield path
-            door.setblocking(False)  # a connected worker is already in the accept queue
+            door.setblocking(False)  # the connection is already queued, so do not wait
             try:
                 self._line, _ = door.accept()
             except BlockingIOError:
@@ -91,7 +91,7 @@ class WorkerEndpointFactory:
             self._line.setblocking(True)
 
     def close(self) -> None:
-        """Close the line to the worker, which serves no further endpoints. Twice is a no-op."""
+        """Close the socket to the worker, which serves no further endpoints. Repeating is a no-op."""
         if self._line is not None:
             self._line.close()
 
@@ -149,11 +149,13 @@ class WorkerEndpoint:
         self.receive(start, start + tensor.numel(), deadline=deadline)
 
     def receive(self, start: int, end: int, *, deadline: float) -> None:
-        """Receive bytes [start, end) of the shared memory in the worker. Raises as `broadcast`."""
+        """Receive bytes [start, end) of the shared memory in the worker. Raises as `broadcast` does."""
         self.order({"receive": [start, end], "timeout_s": max(deadline - time.monotonic(), 1e-3)})
 
     def order(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Send an order to the worker and return its answer; on an error, leave the endpoint and raise it."""
+        """Send an order to the worker and return its answer. If the worker reports an error, leave the endpoint and
+        raise it.
+        """
         with self._guard:
             if self._left:
                 raise UpdateError(f"{self._name} was left")

@@ -38,7 +38,7 @@ from typing import Any, final
 import msgspec
 
 from pipelinerl.controller.decisions import elastic, engine_decisions, reported
-from pipelinerl.controller.decisions.directives import directive, ending, publication_due
+from pipelinerl.controller.decisions.directives import directive, ending, publication_due, repeated
 from pipelinerl.controller.decisions.engine_decisions import engine_input
 from pipelinerl.controller.decisions.evaluator import Evaluator, comes_first, holds_updates
 from pipelinerl.controller.decisions.giving_up import finish, give_up, refused, suspend
@@ -488,13 +488,13 @@ class Controller:
         return Send(directive)
 
     def _answer_again(self, answer: Directive) -> list[Effect]:
-        """Send the same answer again.
+        """Send the answer again, with the current knobs.
 
         The trainer has acted on no directive since it asked, so the only pending publication is the one in this answer.
         """
         ordered = PublicationOrdered.of(answer, self.state.version)
         self.state.trainer.publications = [ordered] if answer.publish_to else []
-        return [Send(answer)]
+        return [Send(repeated(answer, self.state, self.settings))]
 
     def _unasked(self, name: str) -> list[Effect]:
         """Send an unsolicited directive, unless the run is stopping."""

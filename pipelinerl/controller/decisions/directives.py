@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
+
 from pipelinerl.controller.decisions.evaluator import holds_updates
 from pipelinerl.controller.state.fleet import EngineLifecycle
 from pipelinerl.controller.state.run_state import RunPhase, RunState
@@ -97,6 +99,22 @@ def directive(
         controller_state=state.checkpoint_record() if checkpoint else None,
         fresh_until=_fresh_until(state, settings),
         issued=state.account.cursor if settings.overdue is Overdue.WAIT else 0,
+    )
+
+
+def repeated(answer: Directive, state: RunState, settings: ControllerSettings) -> Directive:
+    """Return an answer that was sent before, with the current knobs and account.
+
+    The trainer may have received directives in between. The repeated answer, which it reads last, must not undo them.
+    """
+    current = directive(state, settings, answers=answer.answers)
+    return msgspec.structs.replace(
+        answer,
+        knobs=current.knobs,
+        failed=current.failed,
+        stale=current.stale,
+        fresh_until=current.fresh_until,
+        issued=current.issued,
     )
 
 

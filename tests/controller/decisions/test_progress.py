@@ -30,6 +30,14 @@ def test_run_recovers_after_any_sequence_of_events(part: int) -> None:
     assert _stuck(range(part * _AT_ONCE, (part + 1) * _AT_ONCE)) == []
 
 
+def test_repeated_answer_does_not_undo_a_change_of_knobs() -> None:
+    """The answer to a step is lost, `rollouts_per_step` falls, and the trainer repeats its question.
+
+    With the old knobs the trainer would wait for more rollouts than the controller issues.
+    """
+    assert _stuck(range(11571, 11572)) == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(20))

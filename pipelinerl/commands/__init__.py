@@ -1,1 +1,1 @@
-"""One file or folder per command of the command line, except for the processes of a run."""
+"""The commands of the command line, one file or folder each. Commands that start a process of a run are elsewhere."""

@@ -1,4 +1,7 @@
-"""Checks before a run starts: `refuse` is quick and looks at names; `findings` is thorough and takes seconds."""
+"""Checks of a recipe before a run starts.
+
+`refuse` is quick, because it checks only names and settings. `findings` is thorough and takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ from pipelinerl.system.references import is_reference, place_of
 from pipelinerl.system.storage import Storage
 from trainer_contract.errors import SpecError
 
-#: Bytes of a model's weights that are checked for non-finite numbers: enough for seconds, not minutes.
+#: At most this many bytes of a model's weights are checked for non-finite numbers, so that the check takes seconds.
 _MOST_READ: Final = 8 * 2**30
 
 
@@ -111,7 +114,7 @@ def refuse(config: RunConfig) -> None:
 
 
 def _check_other_models(config: RunConfig) -> None:
-    """Check the directories of the critic and the reference."""
+    """Check the model directories of the critic and the reference model."""
     for part, path in _other_models(config).items():
         try:
             check_directory(path)
@@ -120,14 +123,16 @@ def _check_other_models(config: RunConfig) -> None:
 
 
 def _other_models(config: RunConfig) -> dict[str, Path]:
-    """Return the paths of other models in the recipe, by section."""
+    """Return the model directories of the critic and the reference model, by section; a section without a path is left
+    out.
+    """
     sections = {part: getattr(config, part) for part in ("critic", "reference")}
     named = {part: section.path for part, section in sections.items() if section is not None}
     return {part: ModelSection(path=path).resolved for part, path in named.items() if path is not None}
 
 
 def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (part, finding) for each part of the recipe, in order of dependence, for `pipelinerl check`.
+    """Yield (part of the recipe, finding) for `pipelinerl check`; a part comes after the parts that it depends on.
 
     Raises:
         UserError: the first problem that would stop the run.
@@ -146,7 +151,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
                 "model",
                 f"{left / 2**30:,.1f} GiB of {path} are not checked here; the trainer checks them when it loads",
             )
-    from pipelinerl.roles.engine_role import build_engine  # imports a server's libraries, which `run` need not load
+    from pipelinerl.roles.engine_role import build_engine  # imports a server's libraries, which `run` does not need
 
     build_engine(_placeholder_identity(config))
     dtypes = dtypes_of(config)
@@ -202,7 +207,7 @@ def _trials(domain: DomainSection, config: RunConfig, tokenizer: ChatTokenizer) 
 
 
 def _problems_of(domain: DomainSection, config: RunConfig) -> Mixture:
-    """Return training problems of this domain alone, or held-out ones if it is only evaluated."""
+    """Return the domain's own training problems; if the domain is only evaluated, its held-out problems."""
     if domain.weight:
         return training_problems(config.model_copy(update={"domains": (domain,), "evaluations": ()}))
     evaluation = config.evaluation.alone([domain.name])
@@ -210,7 +215,7 @@ def _problems_of(domain: DomainSection, config: RunConfig) -> Mixture:
 
 
 def _objective_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the resolved slots, their differences from the preset, and likely mistakes."""
+    """Yield the objective's resolved slots, their differences from the preset, and likely mistakes."""
     objective, name = objective_of(config), preset_of(config.objective)
     needs = ", ".join(sorted(objective.passes | objective.needs)) or "nothing beyond the rollouts"
     others = differing(objective, resolve(name, max_tokens=config.sampling.max_tokens))
@@ -223,14 +228,14 @@ def _objective_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _placeholder_identity(config: RunConfig) -> Identity:
-    """Return an identity for an engine that will never start."""
+    """Return a placeholder identity, so that an engine can be built for checks without being started."""
     return Identity(
         config=config, run_dir=config.run_directory, name="engine-0", redis_url="", controller_url="", token=None
     )
 
 
 def _slow(config: RunConfig, dtypes: Dtypes) -> str | None:
-    """Return what is slow on this machine's CPU, if vLLM was built for it; None otherwise."""
+    """Return a warning about what is slow if vLLM was built for this machine's CPU; None otherwise."""
     if config.engine.type != "vllm":
         return None
     from pipelinerl.engines.external.vllm.engine import slow_on_cpu
@@ -239,7 +244,7 @@ def _slow(config: RunConfig, dtypes: Dtypes) -> str | None:
 
 
 def _staleness(config: RunConfig, knobs: Knobs) -> str:
-    """Return the staleness bounds, and a warning about slow domains if several share a step."""
+    """Describe the staleness bounds. If several domains share a step, warn that slow domains lose the most groups."""
     share = stale_share(config)
     bounds = f"j = {knobs.j}, k = {knobs.k:g}, {knobs.groups_in_flight} groups in flight" + (
         f"; {share}" if share else ""
@@ -253,7 +258,7 @@ def _staleness(config: RunConfig, knobs: Knobs) -> str:
 
 
 def _not_here(config: RunConfig) -> Iterator[str]:
-    """Yield the settings that need a GPU, if this machine has none; the recipe may be meant for another machine."""
+    """Yield the settings that need a GPU if this machine has none; the recipe may be meant for another machine."""
     from pipelinerl.weights.broadcast.collective import offers
 
     if offers(Backend.NCCL):
@@ -267,7 +272,9 @@ def _not_here(config: RunConfig) -> Iterator[str]:
 
 
 def _step(config: RunConfig) -> str:
-    """Return rollouts per step and group sizes. If sizes differ, the last group of a step may exceed the target."""
+    """Describe rollouts per step and group sizes. If sizes differ, a step may exceed its target by part of its last
+    group.
+    """
     rollouts, sizes = (
         config.training.rollouts_per_step,
         {each.name: config.group_size_of(each) for each in config.trained_domains},
@@ -283,7 +290,10 @@ def _step(config: RunConfig) -> str:
 
 
 def _weight_history(config: RunConfig, knobs: Knobs) -> str:
-    """Return the memory for old log-probs at the sampling weights: up to k versions train, one in j is published."""
+    """Describe the memory for past weights, from which the trainer recomputes old log-probs.
+
+    Rollouts up to k versions old are trained and one version in j is published, so about k / j versions are kept.
+    """
     each = sum(file.stat().st_size for file in weight_files(config.model.resolved)) / 2**20
     versions = math.ceil(knobs.k / knobs.j)
     return (

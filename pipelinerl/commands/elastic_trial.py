@@ -1,4 +1,4 @@
-"""`pipelinerl engines elastic`: a dry run of the scaling rule on a run's recorded figures."""
+"""`pipelinerl engines elastic`: a dry run of the scaling rule on the figures of a recorded run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from pipelinerl.observability.events import Event
 
 @dataclass(frozen=True, slots=True)
 class TriedDecision:
-    """A decision that the rule would have made, `elapsed_s` after the start of the run and after `step`."""
+    """A scaling decision that the rule would have made `elapsed_s` after the start of the run, when `step` was the
+    latest step.
+    """
 
     elapsed_s: float
     step: int
@@ -26,7 +28,7 @@ class TriedDecision:
 
 
 def show(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each decision of the recipe's `elastic` section with `overrides` applied.
+    """Yield a line for each scaling decision of the recipe's `elastic` section, with `overrides` applied.
 
     Raises:
         UserError: there is no such run.
@@ -47,7 +49,9 @@ def show(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
 
 
 def decisions(events: Iterable[Event], rule: ElasticRule, *, least: int, most: int) -> Iterator[TriedDecision]:
-    """Yield the decisions of `rule` on a run's events; the number of engines stays as recorded."""
+    """Yield the decisions that `rule` would have made on a run's events. Decisions do not change the recorded number of
+    engines.
+    """
     memory, serving, step = ElasticMemory(), set[str](), 0
     for event in events:
         now = float(event.get("elapsed_s", 0.0))

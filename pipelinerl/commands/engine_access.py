@@ -1,4 +1,4 @@
-"""Access to the engines of a live run for any OpenAI client: their URL, the model's name and the key."""
+"""How any OpenAI client can reach the engines of a live run: their URL, the model's name and the API key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ print(answer.choices[0].message.content)"""
 
 
 def access_line(run: str, engines: Sequence[EngineStatus]) -> str:
-    """Return URL, model and key in one line; the URL is missing if no engine serves."""
+    """Describe the engines' URL, the model and the API key in one line; the URL is left out if no engine serves."""
     serving = [engine.url for engine in engines if engine.serves]
     more = f" and {len(serving) - 1} more" if len(serving) > 1 else ""
     where = [f"OpenAI API at {serving[0]}/v1{more}"] if serving else []
@@ -59,7 +59,10 @@ def _tokens_of(run: str) -> Path:
 
 
 def _model_of(run: str) -> str | None:
-    """Return the model name that the run's engines accept, the last part of its directory; None if unknown here."""
+    """Return the model name that the run's engines accept: the last part of the model directory's path.
+
+    None if the recipe is not on this machine.
+    """
     if is_url(run) or not (Path(run) / "recipe.toml").is_file():
         return None
     return load_run(Path(run)).model.path.removeprefix("shipped:").rstrip("/").rpartition("/")[2]

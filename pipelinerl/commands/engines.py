@@ -1,8 +1,8 @@
 """The commands `pipelinerl engines …`: list and change the engines of a live run.
 
 `add`, `drain`, `remove` and `swap` wait for the result and report it; with `--no-wait` they only send the request. The
-run's launcher starts and stops processes. If there is none, because the services were started manually, the commands
-print the command to type and wait for that engine.
+run's launcher starts and stops engine processes. If the run has no launcher, because its services were started
+manually, the commands print the command line that starts the engine, and wait until the user has started it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Timeout = Annotated[float, typer.Option(help="Seconds for its running requests; 
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the result.")]
 
 _POLL_S: Final = 0.2
-#: Deadline for an engine to join: it loads a model and waits for a publication.
+#: Seconds for an engine to join, in which it loads its model and waits for a publication of weights.
 _JOIN_S: Final = 300.0
 
 
@@ -157,13 +157,15 @@ def elastic(
 
 
 def _known(type: str) -> str:
-    """Return the engine's type, with an absolute path if it is a user's file."""
+    """Return the engine type, with an absolute path if it names a user's file; raise an error if there is no such
+    type.
+    """
     registry.known("--type", registry.ENGINES, type := anchored(type, working_directory()))
     return type
 
 
 def _logs(run: str) -> Path:
-    """Return the directory of the engines' logs, on the run's machine and below its directory."""
+    """Return the directory of the engines' logs, relative to the run's directory if the run is named by URL."""
     from pipelinerl.commands.remote import is_url
 
     return Path("logs") if is_url(run) else Path(run) / "logs"
@@ -190,7 +192,7 @@ class StartByHand:
 
 
 def _explain(start: StartByHand, names: Sequence[str], *, waits: bool) -> None:
-    """Tell the user to start these engines manually, because no launcher does."""
+    """Print the command lines that start the requested engines, because no launcher will start them."""
     listed = ", ".join(names)
     typer.echo(f"no launcher is running (services were started manually): start {listed} yourself in another terminal:")
     for name in names:
@@ -200,7 +202,7 @@ def _explain(start: StartByHand, names: Sequence[str], *, waits: bool) -> None:
 
 
 def _explain_end(controller: ControllerClient, engine: str) -> None:
-    """Tell the user which process keeps running although its engine was removed."""
+    """Tell the user that a removed engine's process keeps running, because no launcher will stop it."""
     from pipelinerl.controller.state.fleet import base_url
 
     fleet = controller.engines()
@@ -210,7 +212,7 @@ def _explain_end(controller: ControllerClient, engine: str) -> None:
 
 
 def table(fleet: FleetStatus) -> list[str]:
-    """Return a heading, a line per engine, and a line per requested engine that has not joined yet."""
+    """Return the table's heading, a line per engine, and a line per requested engine that has not joined yet."""
     names = {engine.name for engine in fleet.engines}
     heading = _row("name", "type", "lifecycle", "version", "running", "waiting", "tokens/s", "url")
     waiting = [
@@ -242,7 +244,7 @@ def joined(
     within_s: float = _JOIN_S,
     start: StartByHand | None = None,
 ) -> EngineStatus:
-    """Wait until the engine serves; without a launcher, print how to `start` it.
+    """Wait until the engine serves; if the run has no launcher, print the command line in `start`.
 
     Raises:
         UserError: the engine was expelled, or cannot start.
@@ -263,7 +265,11 @@ def joined(
 
 
 def gone(controller: ControllerClient, which: str, *, within_s: float) -> EngineStatus:
-    """Wait until the engine has left; raises DeadlineError on timeout."""
+    """Wait until the engine has left.
+
+    Raises:
+        DeadlineError: the engine has not left within `within_s`.
+    """
     return _until(controller, which, lambda engine: engine.state == "expelled", within_s, "leave", None)
 
 
@@ -299,7 +305,10 @@ def _until(
 
 
 def _last_word(which: str, logs: Path | None) -> str:
-    """Return the user error at the end of the engine's log, if the log is here and ends with one."""
+    """Return the error message in the last line of the engine's log.
+
+    Empty if the log is not on this machine or does not end with a message of pipelinerl.
+    """
     log = None if logs is None else logs / f"{which}.log"
     lines = log.read_text(errors="replace").splitlines() if log is not None and log.is_file() else []
     sentence = lines[-1].removeprefix("pipelinerl: ") if lines else ""

@@ -58,7 +58,9 @@ def catalogue(console: Console) -> None:
 @final
 @dataclass(frozen=True, slots=True)
 class OfRun:
-    """The rollouts of one step of a run. If `group` (an order) is set, only its tokens are shown."""
+    """The rollouts of one step of a run. If `group` (a prompt order's index) is set, only that group's tokens are
+    shown.
+    """
 
     run_dir: Path
     step: int
@@ -73,7 +75,9 @@ class OfRun:
 def show(
     choice: str, overrides: Sequence[str], files: Sequence[Path], console: Console, *, of_run: OfRun | None = None
 ) -> None:
-    """Print an objective, by preset or recipe, and its effect on the rollouts in `files` or of a run's step.
+    """Print an objective, and its effect on the rollouts in `files` or of a run's step.
+
+    `choice` is a preset or a recipe.
 
     Raises:
         UserError: the choice is neither, a file is invalid or lacks a column that the objective reads, the step is not
@@ -105,7 +109,7 @@ def show(
 
 
 def read(path: Path, group: int = 0) -> list[ScoredRollout]:
-    """Read the rollouts of a file; `group` is used for rollouts that name none.
+    """Read the rollouts of a file; rollouts that name no group belong to `group`.
 
     Raises:
         UserError: the file cannot be read, or has neither format of the module docstring.
@@ -127,7 +131,7 @@ def read(path: Path, group: int = 0) -> list[ScoredRollout]:
 
 
 class Explained(NamedTuple):
-    """An objective as `resolve` reads it, with the recipe's related settings."""
+    """An objective that `resolve` accepts, with the recipe's settings that change its effect."""
 
     objective: str | dict[str, Any]
     no_signal: NoSignal
@@ -161,8 +165,9 @@ def _slots(objective: PolicyObjective) -> Table:
 def _factors(
     objective: PolicyObjective, rollouts: Sequence[ScoredRollout], *, shown: Collection[int] | None = None
 ) -> Table:
-    """Return a table of the factors of every token, or only of groups `shown`; all rollouts form one batch in any
-    case.
+    """Return a table of the factors of every token, by default for all groups, else for those in `shown`.
+
+    The factors are computed from all rollouts as one batch, whichever groups are shown.
     """
     table = Table(box=None, pad_edge=False)
     for name in ("group", "rollout", "t", "token", "agg", "is_weight", "adv", "M", "multiplier"):
@@ -180,13 +185,13 @@ def _factors(
             f"{row.is_weight:.4g}" + (" cut" if row.truncated else ""),
             f"{row.adv:.4g}",
             "1" if row.kept else "0",
-            f"{row.multiplier + 0.0:+.4g}",  # avoids −0
+            f"{row.multiplier + 0.0:+.4g}",  # adding 0 turns −0 into 0
         )
     return table
 
 
 def _trained(of_run: OfRun) -> tuple[list[ScoredRollout], list[int] | None, Table | None]:
-    """Return the step's rollouts with tokens as text, the groups to show, and its optimizer steps."""
+    """Return the step's rollouts with their tokens as text, the groups to show, and a table of its optimizer steps."""
     config = recipes.load(str(of_run.recipe))
     step = recorded_step(of_run.run_dir, of_run.step)
     if of_run.group is not None and of_run.group not in step.orders:

@@ -19,12 +19,12 @@ from pipelinerl.observability.timeline.chrome_trace import ChromeTrace, write_tr
 from pipelinerl.observability.trackers.feed import TrackerFeed
 from pipelinerl.observability.trackers.tracker import missing_package
 
-#: Default file name in the run's directory.
+#: Name of the trace file in the run's directory, unless the user gives another path.
 DEFAULT_NAME: Final = "trace.json.gz"
 
 
 def trace_run(run_dir: Path, output: Path | None) -> str:
-    """Write the trace and return a message about it.
+    """Write the trace to `output`, and return a message for the user.
 
     Raises:
         UserError: there is no run, its log is damaged, or the file cannot be written.
@@ -54,12 +54,12 @@ def _opened(path: Path) -> IO[str]:
 
 
 def track_run(run_dir: Path, directory: Path) -> str:
-    """Write what is new since the last call to event files in `directory`, and return a message about it.
+    """Write the events since the last call to TensorBoard files in `directory`, and return a message for the user.
 
     Raises:
         UserError: there is no run, tensorboardX is missing, or something cannot be read or written.
     """
-    from pipelinerl.roles.tracker_role import open_tensorboard  # imports a role's libraries
+    from pipelinerl.roles.tracker_role import open_tensorboard  # imports the libraries of a role
 
     if not (run_dir / "events.jsonl").is_file():
         raise UserError(f"{run_dir} is not a run: it has no events.jsonl")

@@ -34,7 +34,9 @@ def chaos(
 
 
 def run_in_checkout(module: str, *words: str, what: str) -> int:
-    """Run `python -m module words…` and return its exit status; `what` is the subject and verb of the error message.
+    """Run `python -m module words…` and return its exit status.
+
+    `what` is the subject and verb of the error message, such as "benchmarks are".
 
     Raises:
         UserError: this package is not in a checkout.

@@ -1,4 +1,4 @@
-"""`pipelinerl mismatch`: how far a run's trainer and sampler differ, why, and what to do about it."""
+"""`pipelinerl mismatch`: how far the log-probs of a run's trainer and sampler differ, why, and how to reduce it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipelinerl.observability.run_history import RunHistory, tell
 
 
 def show(run_dir: Path, console: Console, *, as_json: bool) -> None:
-    """Print the mismatch of the run in `run_dir`, live or finished, and draw `mismatch.png` there.
+    """Print the mismatch of the run in `run_dir`, live or finished, and draw `mismatch.png` into that directory.
 
     Raises:
         UserError: there is no run, or no step of it was measured.

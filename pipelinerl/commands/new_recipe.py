@@ -30,7 +30,7 @@ from pipelinerl.system.accelerators import has_accelerator
 _PROMPTS: Final = ("prompt", "messages", "question", "problem", "instruction", "query", "input")
 _ANSWERS: Final = ("answer", "solution", "ground_truth", "target", "label", "output", "response", "completion")
 _HEAD: Final = FirstRows(rows=512, bytes=2**24)
-#: Learning rates of AdamW on all weights, by the model size in millions of parameters up to which they apply.
+#: Learning rates of AdamW when all weights are trained: (largest model in millions of parameters, rate).
 _RATES: Final = ((200, 2e-5), (700, 1e-5), (2000, 5e-6), (10_000, 2e-6))
 _SMALLEST_RATE: Final = 1e-6
 _TEMPLATE: Final = Path(__file__).with_name("new_recipe.toml.txt")
@@ -39,7 +39,11 @@ _REWARDS: Final = Path(__file__).with_name("new_rewards.py.txt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Tokens of the longest prompt and reference answer, and the limits for an answer and a sequence."""
+    """Measured lengths in tokens and the limits chosen from them.
+
+    `prompt` and `answer` are the longest prompt and reference answer; `max_tokens` limits an answer, `context` a
+    sequence.
+    """
 
     prompt: int
     answer: int

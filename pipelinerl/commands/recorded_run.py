@@ -1,9 +1,9 @@
-"""The recorded steps of a finished run: their figures and orders, and the groups that they trained on.
+"""The recorded steps of a finished run: their figures and prompt orders, and the groups on which they trained.
 
     runs/<name>/  recipe.toml · events.jsonl (which groups, which figures) · redis/ (the groups)
 
-Rollouts are stored from the oldest kept checkpoint on. The run must not be live, because its files are read; the stream
-server's data are read from a copy.
+Rollouts are stored from the oldest kept checkpoint on. The run must not be live, because its files are read. The stream
+server runs on a copy of its data.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from pipelinerl.types import RolloutGroup
 
 log = logging.getLogger("pipelinerl")
 
-#: The event that a starting trainer writes.
+#: The kind of event that is written when a trainer has started.
 _BEGUN: Final = "trainer_ready"
-#: Stands for an unknown trainer, if the log does not name the one that took a step; its groups cannot be identified.
+#: (epoch, first version) of an unknown trainer, if the log does not name the trainer that took a step. The step's
+#: groups cannot be identified then.
 _UNKNOWN_TRAINER: Final = (0, 0)
 
 
@@ -54,7 +55,7 @@ def recorded_events(run_dir: Path) -> list[Event]:
 
 
 def recorded_steps(run_dir: Path) -> dict[int, RecordedStep]:
-    """Return the steps by the version that they made. Raises UserError like `recorded_events`."""
+    """Return the steps by the model version that they produced. Raises UserError like `recorded_events`."""
     events = recorded_events(run_dir)
     begun = [(int(event["epoch"]), int(event["model_version"])) for event in events if event["kind"] == _BEGUN]
     return {version: _record(event, begun) for event in tell(events).steps if (version := int(event["step"]))}
@@ -74,7 +75,7 @@ def recorded_step(run_dir: Path, step: int) -> RecordedStep:
 
 
 def recorded_groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGroup]]:
-    """Return the groups that are still in the streams, by order, each order's in order of arrival.
+    """Return the groups that are still in the streams, by prompt order; groups of one order are in order of arrival.
 
     Raises:
         UserError: the run is live, or its rollouts were not kept.
@@ -84,7 +85,7 @@ def recorded_groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutG
 
 def _record(event: Event, begun: Sequence[tuple[int, int]]) -> RecordedStep:
     version = int(event["step"])
-    # If a step was taken twice, the later one counts: that of the last trainer that started below it.
+    # If a step was taken twice, the second one counts, so choose the last trainer that started below this version.
     epoch, began_at = max((each for each in begun if each[1] < version), default=_UNKNOWN_TRAINER)
     return RecordedStep(
         version=version,
@@ -104,7 +105,7 @@ async def _groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGro
                 for entry in await stream.read({partition: START}, count=2**31, block_s=0):
                     try:
                         group = decode_group(entry.payload)
-                    except RecordError as error:  # the trainer skipped it, too
+                    except RecordError as error:  # the trainer skipped this record, too
                         log.warning("skipping a record in %s that cannot be read: %s", partition, error)
                         continue
                     groups.setdefault(group.index, []).append(group)
@@ -114,7 +115,9 @@ async def _groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGro
 
 
 def _is_live(run_dir: Path) -> bool:
-    """Return True if the run's controller answers; a killed one leaves its address behind."""
+    """Return True if the run's controller answers. Its address alone proves nothing: a killed controller leaves it
+    behind.
+    """
     try:
         with controller_of(run_dir) as controller:
             controller.status()
@@ -125,7 +128,9 @@ def _is_live(run_dir: Path) -> bool:
 
 @contextmanager
 def _server(config: RunConfig, run_dir: Path) -> Iterator[str]:
-    """Yield the URL of the recipe's own server, or of a server on a copy of the embedded one's data."""
+    """Yield the URL of a server with the run's streams: the recipe's own, or one started on a copy of the embedded
+    data.
+    """
     if config.streams.redis_url is not None:
         yield os.environ.get(REDIS_VARIABLE) or config.streams.redis_url.get_secret_value()
         return

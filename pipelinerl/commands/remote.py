@@ -1,4 +1,4 @@
-"""Lookup of a live run's controller, by the run's directory or its URL, for commands that talk to it."""
+"""Finds a live run's controller by the run's directory or the controller's URL, for commands that send it requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipelinerl.observability.events import read_events
 from pipelinerl.observability.run_history import tell
 from pipelinerl.roles.process import read_token
 
-#: Timeout for checking that a controller is alive.
+#: Seconds to wait for an answer when checking that a controller is alive.
 _ANSWERS_S = 2.0
 
 
@@ -40,7 +40,7 @@ def controller_of(run: Path | str, *, timeout_s: float = TIMEOUT_S) -> Controlle
 
 
 def started_by_hand(run_dir: Path) -> str:
-    """Describe the controller of a live run without a launcher; empty if there is none."""
+    """Describe the controller of a live run that has no launcher; empty if no such run is live."""
     if not (run_dir / "controller.json").is_file():
         return ""
     try:
@@ -52,7 +52,7 @@ def started_by_hand(run_dir: Path) -> str:
 
 
 def address_of(run: Path | str) -> ControllerAddress:
-    """Return the controller's address; raises like `controller_of`."""
+    """Return the controller's address and token; raises like `controller_of`."""
     if is_url(run):
         return ControllerAddress(str(run).rstrip("/"), read_token(None))
     check_layout(Path(run))
@@ -64,7 +64,7 @@ def address_of(run: Path | str) -> ControllerAddress:
 
 
 def _why_none(run_dir: Path) -> str:
-    """Explain why the directory has no live run, and what can be done with it."""
+    """Explain why no run is live in the directory, and name the command that continues or shows the run."""
     if not run_dir.is_dir():
         return "there is no such directory"
     if not (run_dir / "recipe.toml").is_file():
@@ -86,7 +86,7 @@ def is_url(run: Path | str) -> bool:
 
 
 def _user() -> str:
-    """Return the user's name for the log of changes; containers may have users without a name."""
+    """Return the user's name for the log of changes, or a user id, since users in containers may lack a name."""
     try:
         return getpass.getuser().encode("ascii", "replace").decode()
     except (KeyError, OSError):

@@ -1,7 +1,7 @@
 """`pipelinerl replay`: repeat a step of a run from its checkpoint and streams, and compare the results.
 
 Rollouts are stored from the oldest kept checkpoint on, so earlier steps cannot be replayed. `recorded_run` reads the
-rest.
+events and the rollouts.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -
 
 
 def _other(config: RunConfig, preset: str) -> PolicyObjective:
-    """Return the alternative objective for the step.
+    """Return the preset to use instead of the run's objective.
 
     Raises:
-        UserError: there is none of that name, or the run lacks weights that it needs.
+        UserError: there is no preset of that name, or the run lacks the weights that it needs.
     """
     chosen = resolve(preset, max_tokens=config.sampling.max_tokens)
     lacking = sorted((chosen.passes - objective_of(config).passes) & _OTHER_WEIGHTS)
@@ -108,7 +108,10 @@ def _step(steps: Mapping[int, RecordedStep], version: int) -> RecordedStep:
 
 
 def _checkpoint_before(config: RunConfig, run_dir: Path, step: int) -> tuple[Path | None, TrainingState]:
-    """Return the newest intact checkpoint before the step, or the run's start if there is none."""
+    """Return the path and state of the newest intact checkpoint before the step.
+
+    Without one, the path is None and the state is the run's initial state.
+    """
     for path in reversed(checkpoints_of(config, run_dir).all()):
         try:
             state = checkpoint.load(path)

@@ -31,10 +31,10 @@ from pipelinerl.observability.samples.reading import (
 from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, TurnRecord, shortened
 from pipelinerl.observability.samples.visible import one_line, visible
 
-#: Maximum characters printed of a text; `--json` has all that was stored.
+#: Characters of a text that are printed at most; `--json` prints everything that was stored.
 _MOST: Final = 2000
 _FOLLOW_S: Final = 0.5
-#: Longer than any event that ends a run.
+#: Bytes at the end of the event log in which to look for the run's end; longer than any such event.
 _TAIL: Final = 65536
 _OVER: Final = ("run_finished", "run_suspended", "run_failed")
 _STYLES: Final = {"correct": "green", "partial": "yellow", "wrong": "red"}
@@ -68,7 +68,7 @@ def follow(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool
     reader = SampleReader(run_dir)
     first, over = True, False
     while True:
-        last, over = over, _is_over(run_dir)  # read once more after the end: the writer may lag
+        last, over = over, _is_over(run_dir)  # read once more after the run's end, because the writer may lag
         limited = replace(query, limit=query.limit if first else None)
         with _readable(run_dir):
             groups = reader.new()
@@ -93,7 +93,7 @@ def _readable(run_dir: Path) -> Iterator[None]:
 
 
 def _is_over(run_dir: Path) -> bool:
-    """Return True if the log ends with the run's end. Only the tail is read, because this is polled."""
+    """Return True if the event log ends with the end of the run. Only the tail is read, because this is polled."""
     try:
         with (run_dir / "events.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
@@ -184,7 +184,7 @@ def _answer(answer: AnswerRecord) -> Iterable[Text]:
 
 
 def _segment(number: int, first: TurnRecord) -> Text:
-    """The head of a segment: where in the tree it begins, and why."""
+    """Return the heading of a segment of an episode: which turn it continues, and why it begins there."""
     place = f"continues turn {first.continues}" if first.continues else "begins a conversation"
     reason = f" ({_line(first.begins)})" if first.begins else ""
     return Text(f"   segment {number} · {place}{reason}", style="bold")
@@ -208,7 +208,7 @@ def _indented(label: str, text: str, *, style: str = "", margin: str = "   ") ->
 
 
 def _line(text: str) -> str:
-    """Return a name on one line."""
+    """Shorten a name and put it on one line."""
     return one_line(shortened(text, 200))
 
 

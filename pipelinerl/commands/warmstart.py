@@ -1,7 +1,7 @@
-"""`pipelinerl warmstart`: a small model, fitted to demonstrations of a recipe's domains until it has partial skill.
+"""`pipelinerl warmstart`: trains a small model on demonstrations of a recipe's domains until it is partly skilled.
 
-With one domain that has a single right answer, skill is the share of exact greedy answers. With several domains, each
-with its own verifier, skill is the reward of sampled answers per domain.
+If the recipe has one domain with a single right answer per problem, skill is the share of greedy answers that are
+exactly right. If it has several domains, skill is the mean reward of sampled answers, for each domain by its verifier.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from pipelinerl.roles.wiring import problems_of
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
 
-#: Problems whose texts train the tokenizer.
+#: Number of problems whose texts train the tokenizer.
 _READ: Final = 4000
-#: Problems of the validation split per domain at each check, and samples per problem.
+#: At each check: the number of validation problems per domain, and of samples per problem.
 _CHECKED: Final = 24
 _SAMPLES: Final = 4
 
@@ -59,14 +59,14 @@ class WarmStartOptions:
 
 
 def make(config: RunConfig, options: WarmStartOptions, *, output: Path, say: Callable[[str], None]) -> None:
-    """Fit a model on the training split and write it to `output`; the held-out split is never read.
+    """Train a model on the training split and write it to `output`; the held-out split is never read.
 
     Raises:
         UserError: `output` exists, the shape is impossible, or the band was missed.
     """
     if output.exists():
         raise UserError(f"{output} exists; name a new directory")
-    # A different order of problems than any run's, so that RL does not start with problems just demonstrated.
+    # The order of problems differs from that of every run, so that RL does not begin with the latest demonstrations.
     seed = rng.key(options.seed, "demonstrations") % 2**31
     tokenizer = _tokenizer(problems_of(config, Split.TRAIN, seed=seed).problem, options.vocab)
     try:
@@ -184,7 +184,11 @@ class _Rewards:
         self._runner.close()
 
     async def _reward(self, model: Any, name: str) -> float:
-        """Return the mean reward of the domain's own verifier; an answer that it cannot judge is an error."""
+        """Return the mean reward that the domain's verifier gives to sampled answers.
+
+        Raises:
+            UserError: the verifier cannot judge an answer.
+        """
         if name not in self._verifiers:
             self._verifiers[name] = open_verifier(self._domains[name])
         problems = [problem for problem in self._problems[name] for _ in range(_SAMPLES)]
@@ -201,5 +205,5 @@ class _Rewards:
 
 
 def _alone(config: RunConfig) -> dict[str, RunConfig]:
-    """Return the recipe reduced to each of its domains."""
+    """Return for each domain a copy of the recipe with that domain alone."""
     return {domain.name: config.model_copy(update={"domains": (domain,)}) for domain in config.trained_domains}

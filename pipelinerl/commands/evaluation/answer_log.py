@@ -1,7 +1,8 @@
 """`AnswerLog`: a file of results from which an interrupted command resumes.
 
-Its first line describes the question as JSON; each further line is a result. Guarantees: an added result survives any
-end of the process; a torn line is ignored; results of another question, and a second writer, are refused.
+Its first line is the question: a JSON object with every setting on which the results depend. Each further line is the
+result of one problem. Guarantees: an added result survives any end of the process. A torn line is ignored. Results of
+another question are refused, and so is a second process that writes the file.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 @final
 class AnswerLog(Generic[Answer]):
-    """The results in the file, including new ones."""
+    """The results in the file and those added since it was opened."""
 
     def __init__(self, file: BinaryIO, answers: list[Answer]) -> None:
         self._file = file
@@ -58,7 +59,7 @@ def answer_log(path: Path, question: Mapping[str, Any], of: type[Answer]) -> Ite
 
 
 def _read(file: BinaryIO, path: Path, question: dict[str, Any], of: type[Answer]) -> list[Answer]:
-    """Return the results in the file, and leave it with the question and whole lines only."""
+    """Return the results in the file. Write the question into a new file, and cut off a torn last line."""
     data, first = file.read(), json.dumps(question).encode() + b"\n"
     lines = data[: data.rfind(b"\n") + 1].splitlines()
     if not lines and first.startswith(data):  # new file, or the writer was killed in the first line
@@ -77,7 +78,7 @@ def _read(file: BinaryIO, path: Path, question: dict[str, Any], of: type[Answer]
 
 
 def _differing(lines: list[bytes], question: dict[str, Any]) -> list[str]:
-    """Return the keys in which the file's question differs."""
+    """Return the settings in which the question in the file differs from `question`."""
     try:
         logged = json.loads(lines[0])
     except (ValueError, IndexError):

@@ -5,8 +5,8 @@
 | the samples of a problem | `actor.timeout_s` | the respondent; otherwise the problem fails with a reason |
 | a verdict | the verifier's deadline | the verifier |
 
-Guarantees: answers do not depend on the concurrency. A failed problem is counted; `MOST_FAILURES` in a row before the
-first answer abort the evaluation with the last reason. A signal aborts it at once, including requests in flight.
+Guarantees: answers do not depend on the concurrency. Failed problems are counted. If the first `MOST_FAILURES` problems
+all fail, the evaluation stops with the last reason. A signal stops it at once, including requests in flight.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ async def ask(
     *,
     on_answer: Callable[[PromptOrder, EvaluationDone | None], None],
 ) -> None:
-    """Send every order to the respondent; call `on_answer` for each, with None if there is no answer.
+    """Send every prompt order to the respondent. Call `on_answer` for each order, with None if its problem failed.
 
     Raises:
         UserError: no problem was answered.
@@ -85,7 +85,9 @@ async def ask(
 
 
 def answer_of(order: PromptOrder, samples: list[TextAnswer], verdicts: list[Verdict]) -> EvaluationDone:
-    """Summarize the samples of one problem as an actor would report them; lengths only if all are known."""
+    """Summarize the samples of one problem in an actor's format; `lengths` is empty if any sample's length is
+    unknown.
+    """
     lengths = [sample.num_tokens for sample in samples if sample.num_tokens is not None]
     outcomes = [verdict.outcome for verdict in verdicts]
     return EvaluationDone(
@@ -107,7 +109,7 @@ def answer_of(order: PromptOrder, samples: list[TextAnswer], verdicts: list[Verd
 
 
 def digest_of_domains(domains: Iterable[DomainSection]) -> str:
-    """Return a digest of the domains' settings for problems, prompts and verdicts, for answer logs."""
+    """Return a digest of all domain settings on which answers depend, for the question of an `AnswerLog`."""
     settings = [domain.model_dump(mode="json", exclude={"group_size"}) for domain in domains]
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -133,14 +135,17 @@ def run_until_interrupted(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 def _at_a_time(orders: Sequence[PromptOrder], config: RunConfig) -> int:
-    """Return the concurrency: an actor's groups in flight, within the engine's queue limit."""
+    """Return how many problems to have in flight: as many as an actor, limited by the engine's queue."""
     samples = max((order.sampling.num_samples for order in orders), default=1)
     return max(1, min(config.groups_in_flight, config.engine.max_waiting // samples))
 
 
 @final
 class _Answering:
-    """Samples and verdicts: single answers are judged by the domain's verifier, episodes are played as in an actor."""
+    """Produces samples with verdicts.
+
+    Single answers are judged by the domain's verifier; episodes are played in the domain's environment, as in an actor.
+    """
 
     def __init__(
         self, respondent: Respondent, verifiers: Mapping[str, GroupVerifier], episodes: Episodes | None
@@ -150,7 +155,11 @@ class _Answering:
         self._episodes = episodes
 
     async def samples(self, order: PromptOrder) -> tuple[list[TextAnswer], list[Verdict]]:
-        """Return all samples of an order with verdicts; raises ContractError or PipelineError if that fails."""
+        """Return all samples of a prompt order and their verdicts.
+
+        Raises:
+            ContractError, PipelineError: the samples or the verdicts are unavailable.
+        """
         if self._episodes is not None and order.problem.domain in self._episodes.domains:
             made = await self._episodes.make(order, Unwatched())
             texts = [
@@ -165,7 +174,7 @@ class _Answering:
 
 @asynccontextmanager
 async def _answering(config: RunConfig, respondent: Respondent) -> AsyncIterator[_Answering]:
-    """Open the verifiers and environments of all domains; their processes end with the block.
+    """Open the verifiers and environments of all domains, and close them at the end of the block.
 
     Raises:
         UserError: a domain has an environment, and the respondent returns no tokens.

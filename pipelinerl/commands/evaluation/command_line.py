@@ -1,4 +1,4 @@
-"""The commands `eval` and `prefilter`: their options and output. Heavy imports happen only when one of them runs."""
+"""The commands `eval` and `prefilter`: their options and output. Heavy imports are delayed until a command runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipelinerl.roles.role import Changes
 
 
 def add_evaluation_commands(app: typer.Typer) -> None:
-    """Register both commands."""
+    """Register `eval` and `prefilter`."""
     app.command("eval")(_evaluate)
     app.command("prefilter")(_prefilter)
 

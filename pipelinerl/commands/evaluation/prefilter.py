@@ -1,11 +1,11 @@
 """`pipelinerl prefilter`: a model's pass rate on each training problem, and a data set of the useful problems.
 
     out/answers.jsonl    one line per answered problem; the command resumes from it
-    out/<domain>.jsonl   problems whose pass rate is within the band, with that rate, as a data set
+    out/<domain>.jsonl   the data set: problems whose pass rate is within the band to keep
 
-Each line of a data set holds `messages`, `answer`, `metadata` (the problem's and `pass_rate`) and `tags` (the problem's
-and the rate's band). Guarantees: a repeated call with the same question evaluates only unanswered problems; another
-question is refused; the data set is written atomically.
+Each line of a data set holds `messages`, `answer`, `metadata` (the problem's own, and `pass_rate`) and `tags` (the
+problem's own, and one for its pass rate). Guarantees: a repeated call with the same settings evaluates only unanswered
+problems. A call with other settings is refused. The data set is written atomically.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from pipelinerl.types import Problem, PromptOrder, Purpose
 
 #: File name of the log of answers.
 ANSWERS: Final = "answers.jsonl"
-#: Number of bands of pass rates that tags distinguish.
+#: Number of bands of equal width into which tags divide pass rates.
 _BANDS: Final = 5
-#: A source is exhausted after this many repetitions in a row, plus the number of distinct problems.
+#: The source counts as exhausted after this many duplicates in a row, plus one for each distinct problem so far.
 _REPETITIONS: Final = 100
 
 
@@ -53,7 +53,7 @@ class PassRate(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """The pass rates to keep, both ends inclusive."""
+    """The band of pass rates to keep, including both ends."""
 
     low: float = 0.0
     high: float = 1.0
@@ -75,13 +75,16 @@ class Band:
         return band
 
     def keeps(self, rate: PassRate) -> bool:
-        """Return True if the problem belongs in the data set; unjudged problems do not."""
+        """Return True if the problem belongs in the data set; a problem without judged samples does not."""
         return rate.judged > 0 and self.low <= rate.value <= self.high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefilterReport:
-    """Numbers of evaluated and kept problems, and the files by domain. `asked` counts the problems of this call."""
+    """The numbers of evaluated and kept problems, and the written files by domain.
+
+    `asked` counts the problems that this call evaluated.
+    """
 
     problems: int
     asked: int
@@ -106,7 +109,7 @@ def prefilter(
     """Evaluate the unanswered problems and write the data set; progress goes to `console`.
 
     Raises:
-        UserError: `out` holds results of another question, or no problem was answered.
+        UserError: the results in `out` were made with other settings, or no problem was answered.
     """
     chosen = list(_distinct(config, problems))
     with answer_log(out / ANSWERS, _question(target, config, samples=samples, model=model), PassRate) as log:
@@ -129,7 +132,7 @@ def prefilter(
 
 
 def _distinct(config: RunConfig, most: int) -> Iterator[Problem]:
-    """Yield the run's training problems in order, without duplicates, until a finite source only repeats."""
+    """Yield up to `most` distinct training problems in the run's order; stop if the source only repeats itself."""
     mixture, seen, repeated, index = training_problems(config), set[str](), 0, 0
     while len(seen) < most and repeated < len(seen) + _REPETITIONS:
         problem = mixture.problem(index)
@@ -143,7 +146,9 @@ def _distinct(config: RunConfig, most: int) -> Iterator[Problem]:
 
 
 def _order(config: RunConfig, index: int, problem: Problem, *, samples: int) -> PromptOrder:
-    """Return the order as in training: with the domain's sampling settings, else the recipe's."""
+    """Return the problem's prompt order as in training: with its domain's sampling settings, by default the
+    recipe's.
+    """
     own = next(domain.sampling for domain in config.domains if domain.name == problem.domain)
     sampling = replace(
         config.sampling.of_an_order,
@@ -173,7 +178,7 @@ async def _ask(
     model: str,
     console: Console,
 ) -> None:
-    """Evaluate the orders; each result is logged as it arrives."""
+    """Evaluate the prompt orders, and add each result to the log as it arrives."""
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("prefiltering", total=len(orders))
 
@@ -189,7 +194,9 @@ async def _ask(
 
 
 def _question(target: Target, config: RunConfig, *, samples: int, model: str) -> dict[str, Any]:
-    """Return everything that a pass rate depends on, except the choice of problems: weights, sampling, domains."""
+    """Return everything on which pass rates depend, for an `AnswerLog`: weights, sampling, domains, but not which
+    problems.
+    """
     return {
         "target": target.named(model),
         "sampling": config.sampling.model_dump(mode="json", exclude={"group_size"}),
@@ -220,7 +227,7 @@ def _row(problem: Problem, rate: PassRate) -> dict[str, Any]:
 
 
 def band_of(rate: float) -> str:
-    """Return the tag of a pass rate: `0`, `0-0.2` … `0.8-1`, `1`, where 0 and 1 carry no training signal."""
+    """Return the tag of a pass rate: `0`, `0-0.2` … `0.8-1`, `1`. Problems at 0 and at 1 carry no training signal."""
     if rate in (0.0, 1.0):
         return f"{rate:g}"
     number = min(int(rate * _BANDS), _BANDS - 1)

@@ -1,11 +1,11 @@
-"""Respondents: an engine built here for a model directory or checkpoint, or a server at a URL.
+"""Respondents, which answer the problems of an evaluation: an engine built here for a model, or a server at a URL.
 
     async with respondent(target, config) as answering:
         samples = await answering.samples(order)
 
-Guarantees: an engine started here is always closed. A target that cannot answer fails with one sentence before any
-request. A server at a URL is probed: one of our engines receives one request for all samples of a problem; any other
-server receives a request per sample and returns only text.
+Guarantees: an engine started here is always closed. If a target cannot answer, a message of one sentence says why
+before any request is sent. A server at a URL is probed first. An engine of this project receives one request for all
+samples of a problem. Any other server receives a request per sample and returns only text.
 """
 
 from __future__ import annotations
@@ -39,26 +39,30 @@ from pipelinerl.system.background import to_its_end
 from pipelinerl.system.files import from_home
 from pipelinerl.types import Answered, PromptOrder
 
-#: The path that users often append to a server's base URL.
+#: The path that users often append to a server's base URL, and that is removed.
 _V1: Final = "/v1"
 
 
 class Respondent(Protocol):
-    """Answers orders."""
+    """Answers prompt orders."""
 
     async def samples(self, order: PromptOrder) -> list[TextAnswer]:
-        """Return all samples of the order; raises ContractError or PipelineError if there are none."""
+        """Return all samples of the prompt order.
+
+        Raises:
+            ContractError, PipelineError: the request failed.
+        """
         ...
 
     @property
     def sampler(self) -> Sampler | None:
-        """The sampler of episodes; None if answers come without tokens."""
+        """The sampler for episodes; None if this respondent returns no token ids."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The model to evaluate: a model directory of some version, or a URL; `name` is for display."""
+    """The model to evaluate: a model directory with its version, or a server's URL. `name` is for display."""
 
     name: str
     url: str = ""
@@ -69,7 +73,9 @@ class Target:
 
     @property
     def fingerprint(self) -> str:
-        """A digest that distinguishes the directory's files from those of another training; empty for a URL."""
+        """A digest of the files' names, sizes and times, which changes when the model is written again; empty for a
+        URL.
+        """
         if self.model is None:
             return ""
         files = sorted(path for path in self.model.iterdir() if path.is_file())
@@ -77,12 +83,17 @@ class Target:
         return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
 
     def named(self, model: str) -> str:
-        """Return the model's name for a log of answers; `model` is one of a server's, or empty."""
+        """Return the name that stands for this target in an `AnswerLog`; `model` names one of a server's models, or is
+        empty.
+        """
         return f"{self.url or self.model} {model}".strip()
 
 
 def target_of(text: str, *, checkpoint: str = "") -> Target:
-    """Parse a target: a URL, a run's directory (newest or named checkpoint), a model directory, or `shipped:<name>`.
+    """Parse a target.
+
+    It is a URL, a run's directory (which means its newest checkpoint, or `checkpoint`), a model directory, or
+    `shipped:<name>`.
 
     Raises:
         UserError: it is none of these, or the run has no such checkpoint.
@@ -121,7 +132,7 @@ def _checkpoint_of(run_dir: Path, checkpoint: str) -> Target:
 
 
 def recipe_of(target: Target, recipe: str | None) -> str:
-    """Return the path of the recipe to use: the named one, else the run's own.
+    """Return the path of the recipe to use: `recipe` if given, else the recipe of the target's run.
 
     Raises:
         UserError: there is neither.
@@ -182,31 +193,31 @@ async def _made_here(config: RunConfig) -> AsyncIterator[Engine]:
     except ContractError as error:
         raise UserError(f"the engine for {config.model.resolved} has failed: {error}") from error
     finally:
-        # Ctrl-C cancels this task, too, but the engine's processes and threads must end first.
+        # Ctrl-C cancels this task as well, but the engine must still end its processes and threads.
         await to_its_end(engine.close())
 
 
 @final
 class _OfTheContract:
-    """One of our engines: one request returns all samples of a problem, as in an actor."""
+    """An engine of this project: one request returns all samples of a problem, as in an actor."""
 
     def __init__(self, complete: Callable[[ChatCompletionRequest], Awaitable[Answered | ChatCompletion]]) -> None:
         self._complete = complete
 
     @property
     def sampler(self) -> Sampler:
-        """This respondent itself."""
+        """This object, which samples for episodes, too."""
         return self
 
     async def complete(
         self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = "", near: str = ""
     ) -> Answered:
-        """Return one completion in an actor's format."""
+        """Send a request of an episode, and return the engine's answer in an actor's format."""
         answered = await self._complete(request)
         return answered if isinstance(answered, Answered) else Answered(answered, engine)
 
     async def samples(self, order: PromptOrder) -> list[TextAnswer]:
-        """Return all samples of the order, with the same noise as in a run."""
+        """Return all samples of the prompt order, drawn with the same random seeds as in a run."""
         answered = await self._complete(chat_request(order))
         completion = answered.completion if isinstance(answered, Answered) else answered
         return [
@@ -219,18 +230,18 @@ class _OfTheContract:
 
 @final
 class _OfText:
-    """A server that returns only text; each sample is a request."""
+    """A server that returns only text; it receives one request per sample."""
 
     def __init__(self, server: OpenAIServer) -> None:
         self._server = server
 
     @property
     def sampler(self) -> None:
-        """None: answers come without tokens."""
+        """None, because a server's answers have no token ids."""
         return None
 
     async def samples(self, order: PromptOrder) -> list[TextAnswer]:
-        """Return all samples of the order, each with its own seed."""
+        """Return all samples of the prompt order, each drawn with its own seed."""
         async with asyncio.TaskGroup() as group:
             requests = [
                 group.create_task(

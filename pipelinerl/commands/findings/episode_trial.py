@@ -1,7 +1,7 @@
 """A trial episode of a domain for `pipelinerl check`, with the recipe's tokenizer and a scripted model.
 
-The first answer is empty, or a call of the `python` tool, and each further one is the problem's reference answer. The
-output shows the exact tokens that the model would see, turn by turn.
+The model's first answer is empty, or a call of the `python` tool. Each further answer is the problem's reference
+answer. The output shows the exact tokens that the model would see, turn by turn.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from pipelinerl.types import Answered, Problem, PromptOrder, Purpose, Sampling
 async def episode_tried(
     config: RunConfig, domain: DomainSection, problem: Problem, tokenizer: ChatTokenizer
 ) -> list[str]:
-    """Return a line for each turn of an episode, and one for its verdict.
+    """Play an episode; return a line for each turn, and one for the verdict.
 
     Raises:
-        RecipeError: the environment fails; the message has the file and the line. Or it offers tools, and the chat
-            template writes no calls.
+        RecipeError: the environment fails (the message has the file and the line), or it offers tools, but the chat
+            template cannot write tool calls.
     """
     first = _first_call(domain, tokenizer) if domain.episode.tools else ""
     answerer = ScriptedAnswers(tokenizer, [first, *[problem.ground_truth] * 1000])
@@ -97,7 +97,7 @@ def _verdict(played: PlayedEpisode, answering_s: float) -> str:
 
 @final
 class ScriptedAnswers:
-    """`Sampler` that returns the given answers in order; `seconds` is its total time."""
+    """`Sampler` that returns the given answers in order; `seconds` is the total time spent in it."""
 
     def __init__(self, tokenizer: ChatTokenizer, texts: Iterable[str]) -> None:
         self.seconds = 0.0
@@ -107,7 +107,7 @@ class ScriptedAnswers:
     async def complete(
         self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = "", near: str = ""
     ) -> Answered:
-        """Return the next answer."""
+        """Return the next scripted answer."""
         began = time.monotonic()
         messages, tools = request.messages or [], request.tools or ()
         kwargs, known = request.chat_template_kwargs, request.continue_token_ids

@@ -1,7 +1,7 @@
-"""A check of a recipe's problems before a run: they can be made, judged and rendered by the chat template.
+"""A check of a recipe's problems before a run: that they can be built, judged and rendered by the chat template.
 
-`pipelinerl run` does a short check before it starts anything, `pipelinerl check` a long one. Only numpy is imported,
-unless a user's code imports more.
+`pipelinerl run` checks a few problems before it starts anything, `pipelinerl check` checks many. Only numpy is
+imported, unless a user's code imports more.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from pipelinerl.models.chat_template import refuse_unrenderable
 from pipelinerl.roles.verification import names_of
 from pipelinerl.types import Problem
 
-#: Rows of each data file that `run` checks: about a tenth of a second.
+#: Rows of each data file that `run` checks, in about a tenth of a second.
 FIRST: Final = FirstRows(rows=2048, bytes=16 * 2**20)
-#: Rows that `check` checks: one to two seconds.
+#: Rows of each data file that `check` checks, in one to two seconds.
 MOST: Final = FirstRows(rows=50_000, bytes=2**30)
 
 
 def refuse_problems(config: RunConfig, head: FirstRows) -> None:
-    """Make problems of each domain, reading `head` of each file, and render the first as the engine will.
+    """Build problems from the first rows of each domain's files, and render the first problem as the engine will.
+
+    `head` limits the rows that are read from each file.
 
     Raises:
-        RecipeError: naming the row and what is wrong with it, or the domain whose messages the template rejects.
+        RecipeError: a row is invalid (the message names it), or the chat template rejects the messages of a domain.
         ModelError: the model's tokenizer cannot be read.
     """
     for domain in config.domains:

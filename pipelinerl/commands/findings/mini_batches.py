@@ -1,4 +1,6 @@
-"""Findings on batches of several optimizer steps: how they are divided, and how old their tokens may get."""
+"""Findings on batches that are trained in several optimizer steps: how they are divided, and how old their tokens may
+get.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _PLACE: Final = ("epoch", "mini_batch")
 
 
 def mini_batch_finding(config: RunConfig) -> str | None:
-    """Return a sentence; None if a batch is one optimizer step."""
+    """Describe how a batch is divided into optimizer steps; None if a batch is a single optimizer step."""
     training, k = config.training, knobs_of(config).k
     if (updates := training.epochs * training.mini_batches) == 1:
         return None
@@ -33,7 +35,7 @@ def mini_batch_finding(config: RunConfig) -> str | None:
 
 
 def update_table(step: RecordedStep) -> Table | None:
-    """Return a table of the recorded figures of each optimizer step; None if there was only one."""
+    """Return a table of the recorded figures of each optimizer step; None if the step had only one."""
     if not step.updates:
         return None
     names = [name for name in step.updates[0] if name not in _PLACE]

@@ -22,7 +22,11 @@ from trainer_contract.types import Device
 
 
 def refuse_experts(config: RunConfig) -> None:
-    """Raise RecipeError if engine or trainer cannot compute the model's experts or replay their choice."""
+    """Check that the engine and the trainer can compute the model's experts and replay the router's choice.
+
+    Raises:
+        RecipeError: one of them cannot.
+    """
     routing_of(config)
     for part, chosen in (("engine", config.engine.type), ("trainer", config.trainer.type)):
         if chosen == "jax" and mixture_of(config.model.resolved) is not None:
@@ -33,7 +37,7 @@ def refuse_experts(config: RunConfig) -> None:
 
 
 def expert_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield findings on a mixture of experts; none for other models."""
+    """Yield (part, finding) on a mixture of experts; nothing for other models."""
     shape = mixture_of(config.model.resolved)
     if shape is None:
         return
@@ -52,10 +56,10 @@ def expert_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def adapter_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the finding on adapters; none if every weight trains.
+    """Yield (part, finding) on adapters; nothing if all weights are trained.
 
     Raises:
-        RecipeError: the model has no such layers.
+        RecipeError: the model has none of the layers that are to get adapters.
     """
     if config.trainer.type != "torch" or config.trainer.options.get("lora") is None:
         return
@@ -71,7 +75,7 @@ def adapter_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def attention_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield a torch trainer's attention. The GPU is not inspected, because it may be on another machine.
+    """Yield (part, finding) on a torch trainer's attention. The GPU is not inspected: it may be on another machine.
 
     Raises:
         RecipeError: the recipe requests the kernel where it cannot be used.
@@ -106,7 +110,7 @@ def attention_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def mesh_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the finding on a trainer's mesh; none for a single process.
+    """Yield (part, finding) on the trainer's mesh; nothing for a single process.
 
     Raises:
         RecipeError: the attention heads do not divide among the processes that share tokens, or parallel experts do not

@@ -1,11 +1,10 @@
-"""Findings of `pipelinerl check` on problems: the rendered prompt, room in the context, and instructions.
+"""Findings of `pipelinerl check` on problems: a rendered prompt, whether prompts fit, and instructions.
 
-A run is refused before it starts if many prompts leave no room for an answer. If only a few do, as in most large data
-sets, their share is reported: an engine rejects a prompt that fills the context, and truncates an answer that reaches
-its end.
+A recipe is refused if many prompts leave no room for an answer. If only a few do, as in most large data sets, their
+share is reported: an engine rejects a prompt that fills the context, and truncates an answer that reaches its end.
 
-Unknown instructions and wrong parameters are reported with the problem that has them. Every row of data is checked, and
-`LOOKED_AT` problems of a generator.
+Unknown instructions and wrong parameters are reported with the problem that contains them. All rows of data sets are
+checked, but only `LOOKED_AT` problems of a generator.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from pipelinerl.roles.verification import names_of
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.instruction_following import instructions_of_problem
 
-#: Number of training problems to check; for instructions only if their source is infinite. Evaluation sets are checked
-#: in full.
+#: Number of training problems whose prompts are checked; instructions are checked in all of them if their source is
+#: finite. Evaluation sets are checked in full.
 LOOKED_AT: Final = 256
-#: Larger shares of prompts without room are refused.
+#: The recipe is refused if a larger share of its prompts leaves no room for an answer.
 MOST_WITHOUT_ROOM: Final = 0.1
 _FOLLOWS_INSTRUCTIONS: Final = "instruction_following"
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """Lengths of a domain's prompts in tokens, and the room that the answers leave for prompts."""
+    """Lengths of prompts in tokens, and the longest prompt that leaves room for an answer."""
 
     lengths: list[int]
     room: int
 
     @property
     def without_room(self) -> float:
-        """The share of prompts that do not fit."""
+        """The share of prompts that leave no room for an answer."""
         return sum(length > self.room for length in self.lengths) / len(self.lengths)
 
 
@@ -80,7 +79,7 @@ def prompt_findings(
 def _shown(
     problems: list[Problem], domains: dict[str, DomainSection], tokenizer: ChatTokenizer
 ) -> Iterator[tuple[str, str]]:
-    """Yield the first problem of each domain as the model sees it."""
+    """Yield (part, first prompt) for each domain, rendered as the model sees it."""
     firsts = {problem.domain: problem for problem in reversed(problems)}
     for name in (name for name in domains if name in firsts):
         ids = _encoded(firsts[name], domains[name], tokenizer)

@@ -12,19 +12,19 @@ from pipelinerl.simulation.hardware import EngineTimes, Hardware, TrainerTimes
 from pipelinerl.simulation.lengths import HeavyTailedLengths
 from pipelinerl.simulation.simulator import simulate
 
-#: Rollouts to simulate: a second or two.
+#: Number of rollouts to simulate, which takes a second or two.
 _ROLLOUTS: Final = 16_000
 _LEAST_STEPS: Final = 12
 _MOST_STEPS: Final = 200
-#: Typical lengths of answers: the median is a quarter of the maximum, with a heavy tail.
+#: Assumed lengths of answers: a heavy-tailed distribution whose median is a quarter of the maximum.
 _MEDIAN: Final = 0.25
 _SIGMA: Final = 0.5
 
 
 def stale_share(config: RunConfig) -> str:
-    """Return a clause with the share in the worst case, where engines are the bottleneck.
+    """Describe the share of tokens that would be dropped as stale in the worst case: engines slower than the trainer.
 
-    Empty if the recipe cannot be simulated, or if no group can be too old.
+    Empty if the recipe cannot be simulated, or if it sets no staleness bound.
     """
     if math.isinf(config.staleness.bounds.k):
         return ""

@@ -1,6 +1,7 @@
-"""A trial of a domain's verifier on a real problem for `pipelinerl check`, with the reference answer and an empty one.
+"""A trial of a domain's verifier on a real problem for `pipelinerl check`, with the reference answer and an empty
+answer.
 
-A judge may cost money, so it gives one vote on the reference answer only.
+An LLM judge may cost money, so it casts only one vote, and only on the reference answer.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from pipelinerl.verifiers.signatures import parameters_of
 from pipelinerl.verifiers.user_code import RewardFunction
 from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, correct, wrong
 
-#: Problems to try before a registered verifier that rejects all reference answers is refused.
+#: A registered verifier is refused if it rejects the reference answers of this many problems.
 _TRIED: Final = 16
 
 
 async def tried(domain: DomainSection, problems: Mixture) -> str:
-    """Return the verdicts on the reference answer and on an empty one.
+    """Describe the verdicts on the reference answer and on an empty answer.
 
     Raises:
         RecipeError: neither can be judged, or only registered verifiers judge and they reject every reference answer.
@@ -46,9 +47,11 @@ async def tried(domain: DomainSection, problems: Mixture) -> str:
 
 
 def called_by_place(domain: DomainSection) -> Iterator[str]:
-    """Yield a warning for each reward function whose first two arguments are passed by position under unusual names.
+    """Yield a warning for each reward function whose first two parameters have unusual names and are passed by
+    position.
 
-    The author of `(response, label)` may well mean the answer and the truth.
+    They receive the problem and the answer's text, but the author of `(response, label)` may have meant the answer
+    and the ground truth.
     """
     for where, name in names_of(domain):
         thing = registry.resolve(name) if registry.is_user_code(registry.VERIFIERS, name) else None
@@ -63,7 +66,7 @@ def called_by_place(domain: DomainSection) -> Iterator[str]:
 
 
 async def _tried_once(domain: DomainSection, problems: Mixture, *, where: str) -> str:
-    """Return the verdict on the reference answer by one vote, which is enough to test the judge."""
+    """Describe the LLM judge's verdict on the reference answer by a single vote, which is enough to test the judge."""
     once = domain.model_copy(update={"judge": domain.judge and domain.judge.model_copy(update={"votes": 1})})
     verifier = open_verifier(once)
     try:
@@ -76,7 +79,7 @@ async def _tried_once(domain: DomainSection, problems: Mixture, *, where: str) -
 
 
 async def filter_tried(judge: GroupFilter, problem: Problem, *, samples: int) -> str:
-    """Return the recipe's filter decision on a made-up group for a real problem: half correct, half empty.
+    """Describe what the recipe's group filter decides on a made-up group for a real problem: half correct, half empty.
 
     Raises:
         RecipeError: the filter fails.
@@ -96,7 +99,12 @@ async def filter_tried(judge: GroupFilter, problem: Problem, *, samples: int) ->
 
 
 async def _find_one_right(verifier: GroupVerifier, problems: Mixture, first: Judgement, *, where: str) -> None:
-    """Raise RecipeError unless the verifier accepts the reference answer of at least one problem."""
+    """Check that the verifier accepts the reference answer of at least one problem; `first` is its verdict on the
+    first.
+
+    Raises:
+        RecipeError: it rejects the reference answers of all `_TRIED` problems.
+    """
     if first.verdict.outcome is Outcome.CORRECT:
         return
     for index in range(1, _TRIED):

@@ -21,7 +21,8 @@ class ServeOptions:
     """Options of the service.
 
     Attributes:
-        key_variable: environment variable with the token that requests must carry; if empty, only loopback is allowed.
+        key_variable: environment variable with the token that requests must carry; if empty, the service may listen
+            only on loopback.
         transient_bytes: memory for outputs and for programs that are judged once.
     """
 

@@ -1,7 +1,8 @@
 """`upload`: moves the tests of a data set into a repository and replaces them by links.
 
-A row's tests, in any layout of `code_problem.py`, are stored in a `ContentStore`, where its checker is compiled. The
-row then has links instead, as `tests` and `checker`. Contents about as short as a link stay in the row.
+A row's tests may have any layout that `code_problem.py` reads. They are stored in a `ContentStore`, which also compiles
+the row's checker. The row then has links instead, as `tests` and `checker`. A content (an input or an answer) that is
+about as short as a link stays in the row.
 """
 
 from __future__ import annotations
@@ -30,31 +31,35 @@ from pipelinerl.verifiers.oubliette.runner import LocalRunner
 from pipelinerl.verifiers.oubliette.toolchains import ToolchainMissing
 from pipelinerl.verifiers.oubliette.verifier import open_runner
 
-#: About the size of a link.
+#: Text of at most this many bytes, about the length of a link, stays in the row.
 _SHORT: Final = 96
-#: Concurrent uploads of contents.
+#: Number of contents uploaded concurrently.
 _AT_ONCE: Final = 8
 
 
 class ContentStore(Protocol):
-    """Storage of contents: a folder of this machine, or a service's repository."""
+    """Storage of contents, by link: a folder of this machine, or the repository of a sandbox service."""
 
     async def missing(self, links: list[Link]) -> set[Link]:
-        """Return the links without a content."""
+        """Return the links whose contents are not stored yet."""
         ...
 
     async def upload(self, data: bytes) -> Link:
-        """Store a content."""
+        """Store a content and return its link."""
         ...
 
     async def compile_checker(self, checker: CustomChecker) -> Link:
-        """Compile a checker and store it. Raises `CheckerFailed`."""
+        """Compile a checker, store it and return its link.
+
+        Raises:
+            CheckerFailed: the checker does not compile.
+        """
         ...
 
 
 @final
 class RowLinker:
-    """Stores rows' contents, each once; `contents` and `num_bytes` count what was sent."""
+    """Stores the contents of rows, each content once; `contents` and `num_bytes` count what was sent."""
 
     def __init__(self, store: ContentStore) -> None:
         self._store = store
@@ -64,9 +69,9 @@ class RowLinker:
         self.num_bytes = 0
 
     async def row(self, row: Mapping[str, Any], *, answer_field: str) -> dict[str, Any]:
-        """Return the row with links; its tests are in the field `tests`.
+        """Store the row's tests, and return the row with links to them in the field `tests`.
 
-        `answer_field` is the field of tests in a row that has none of the known fields.
+        `answer_field` holds the tests of a row that has none of the known fields.
 
         Raises:
             TestsMalformed: the row has no tests that can be run.
@@ -125,14 +130,16 @@ def _shown(content: Content) -> Any:
 
 # --- a whole data set -------------------------------------------------------------------------------------------------
 
-#: Rows processed concurrently.
+#: Number of rows processed concurrently.
 _ROWS_AT_ONCE: Final = 16
 _MOST_REASONS: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
 class UploadReport:
-    """Result of an upload: rows written, rows left out with the first reasons, and contents sent."""
+    """Result of an upload: numbers of rows written and left out, the first reasons for leaving rows out, and contents
+    sent.
+    """
 
     rows: int
     left_out: int
@@ -142,7 +149,9 @@ class UploadReport:
 
 
 async def upload(files: Sequence[Path], out: Path, rules: CodeRules, *, answer_field: str) -> UploadReport:
-    """Upload the tests of all rows in these files as `rules` say, and write the rows with links to `out`.
+    """Upload the tests of all rows in `files`, and write the rows with links to `out`.
+
+    `rules` name the repository, or the service that has it.
 
     Raises:
         UserError: a file cannot be read, or the store is unavailable.
@@ -193,7 +202,7 @@ async def _store(rules: CodeRules, stack: AsyncExitStack) -> ContentStore:
 
 @final
 class _Folder:
-    """A repository on this machine; the sandbox is opened for the first checker that is compiled."""
+    """A repository on this machine; the sandbox is opened only when the first checker is compiled."""
 
     def __init__(self, repository: PersistentRepository, rules: CodeRules) -> None:
         self._repository = repository

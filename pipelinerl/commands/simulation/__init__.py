@@ -1,1 +1,1 @@
-"""`pipelinerl simulate`: predicts throughput and staleness of a recipe on given hardware, and compares knobs."""
+"""`pipelinerl simulate`: predicts throughput and staleness of a recipe on given hardware, and compares settings."""

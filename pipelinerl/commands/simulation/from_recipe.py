@@ -20,17 +20,17 @@ from pipelinerl.simulation.calibration import ObservedRun
 from pipelinerl.simulation.lengths import LengthLaw, ObservedLengths
 from pipelinerl.simulation.setting import SimulatedSetting
 
-#: Number of a run's answers whose lengths are used.
+#: Maximum number of a run's answers from which the distribution of lengths is taken.
 _MOST_LENGTHS: Final = 20_000
 
 
 def setting_of(
     config: RunConfig, *, lengths: LengthLaw, prompt_tokens: int, filtered: float = 0.0, steps: int | None = None
 ) -> SimulatedSetting:
-    """Return the settings of a recipe that determine its schedule.
+    """Return the settings of a recipe that determine its schedule, for the simulator.
 
     Raises:
-        RecipeError: it sets a knob that is not simulated.
+        RecipeError: the recipe uses a setting that the simulator does not support.
     """
     _refuse_unknown(config)
     bounds, drops = config.staleness.bounds, _filters(config)
@@ -58,7 +58,7 @@ def setting_of(
 
 
 def observed(run_dir: Path, changes: Sequence[str] = ()) -> ObservedRun:
-    """Return a finished run with the lengths of its own answers.
+    """Return a finished run as recorded, with the observed lengths of its answers.
 
     Raises:
         UserError: it is no run, or it did not record what is needed.
@@ -99,14 +99,14 @@ def _prompt_tokens(run_dir: Path, events: Sequence[Event]) -> int:
 
 
 def _filtered(events: Sequence[Event]) -> float:
-    """Return the share of filtered groups among filtered and trained ones; 0 while the run is not over."""
+    """Return filtered groups divided by filtered and trained groups; 0 before the run has ended."""
     ledger = (tell(events).finished or {}).get("ledger") or {}
     trained, filtered = float(ledger.get("trained", 0)), float(ledger.get("filtered", 0))
     return filtered / (trained + filtered) if filtered else 0.0
 
 
 def _filters(config: RunConfig) -> bool:
-    """Return True if the run filters groups without a training signal, decided as in the controller."""
+    """Return True if the run filters groups that carry no training signal, by the controller's own rules."""
     dynamic = (config.training.no_signal or no_signal_of(config.objective)) is NoSignal.FILTER
     return dynamic or config.curation.filter is not None
 

@@ -1,4 +1,6 @@
-"""Trials of a recipe on given hardware, hardware tables, and the accuracy of the model against measured runs."""
+"""Trials of a recipe on given hardware, tables of hardware times, and the simulator's accuracy against measured
+runs.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ _SECTIONS: Final[Mapping[str, type[Any]]] = {
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Basis:
-    """Inputs of predictions. `checks`: simulated ÷ measured − 1 of some figures, by the measured run."""
+    """Inputs of predictions.
+
+    `checks` has the relative error (simulated ÷ measured − 1) of several figures, for each measured run.
+    """
 
     hardware: Hardware | PublishedHardware
     lengths: LengthLaw | None
@@ -62,7 +67,7 @@ class Basis:
 
     @property
     def worst(self) -> float:
-        """The largest error, as a share; 0 without measurements."""
+        """The largest relative error of any figure, ignoring its sign; 0 without measurements."""
         return max((abs(error) for errors in self.checks.values() for error in errors.values()), default=0.0)
 
     @property
@@ -87,10 +92,11 @@ class Basis:
 def basis_of_runs(run_dirs: Sequence[Path]) -> Basis:
     """Calibrate from finished runs.
 
-    The second half of the first run is predicted from its first half; each run is predicted from all runs.
+    As checks, the second half of the first run is predicted from its first half, and each run is predicted from all
+    runs.
 
     Raises:
-        UserError: one of them is no run, or too short.
+        UserError: a directory is no run, or the run is too short.
     """
     runs = [observed(run_dir) for run_dir in run_dirs]
     hardware = calibrate(runs)
@@ -112,10 +118,10 @@ def basis_of_runs(run_dirs: Sequence[Path]) -> Basis:
 
 
 def basis_of_table(table_name: str) -> Basis:
-    """Return the basis of a hardware table: a file, or the name of a published one.
+    """Return the inputs of predictions from a hardware table: a file, or the name of published hardware.
 
     Raises:
-        UserError: there is no such table, or it is wrong.
+        UserError: there is no such table, or it is invalid.
     """
     path = Path(table_name)
     if not path.exists() and (":" in table_name or table_name in ACCELERATORS):
@@ -138,7 +144,8 @@ def halves(run: ObservedRun) -> tuple[ObservedRun, ObservedRun]:
 
 
 def tried(recipe: str, overrides: Sequence[str], changes: tuple[str, ...], basis: Basis, *, steps: int) -> Trial:
-    """Simulate the recipe with these changes; an invalid combination returns a trial with the reason.
+    """Simulate the recipe with these changes; the trial of an invalid combination holds the reason instead of a
+    prediction.
 
     Raises:
         UserError: the lengths of answers are unknown.
@@ -174,7 +181,10 @@ def tried(recipe: str, overrides: Sequence[str], changes: tuple[str, ...], basis
 @final
 @dataclass(frozen=True, slots=True)
 class HardwareTable:
-    """Times of a hardware; `lengths` has the format of `--lengths`, and is empty if the table has none."""
+    """The times of operations on given hardware, as read from a table.
+
+    `lengths` has the format of `--lengths`, and is empty if the table does not have it.
+    """
 
     hardware: Hardware
     lengths: str = ""
@@ -185,7 +195,7 @@ def read_table(path: Path) -> HardwareTable:
     """Read a hardware table from a file.
 
     Raises:
-        UserError: it cannot be read, or a key or value of it is wrong.
+        UserError: the file cannot be read, or it has an unknown key or an invalid value.
     """
     try:
         table = tomllib.loads(path.read_text())
@@ -211,7 +221,7 @@ def parse_lengths(text: str, *, most: int) -> LengthLaw:
     """Parse `fixed:TOKENS` or `heavy:MEDIAN,SIGMA`; no answer has more than `most` tokens.
 
     Raises:
-        UserError: it is neither.
+        UserError: the text has neither form.
     """
     kind, _, numbers = text.partition(":")
     try:

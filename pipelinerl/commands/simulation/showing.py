@@ -44,7 +44,7 @@ th:first-child,td:first-child { text-align:left; }
 
 
 def lines_of(trials: Sequence[Trial]) -> list[str]:
-    """Return a heading and a line per trial; invalid trials state the reason."""
+    """Return a heading and a line per trial; the line of an invalid trial states the reason."""
     rows = [["", *_headings(trials)], *([_name(trial), *_cells(trial, trials)] for trial in trials if trial.prediction)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -59,7 +59,7 @@ def lines_of(trials: Sequence[Trial]) -> list[str]:
 def json_of(
     trials: Sequence[Trial], *, best: Trial | None, checks: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Any]:
-    """Return all figures for programs."""
+    """Return all figures of the trials as JSON values."""
     return {
         "trials": [
             {
@@ -76,7 +76,9 @@ def json_of(
 
 
 def page_of(title: str, trials: Sequence[Trial], notes: Sequence[str]) -> str:
-    """Return a self-contained HTML page: notes, table, a plot of each figure over the trials, and ages."""
+    """Return a self-contained HTML page: notes, a table, a plot of each figure over the trials, and ages of
+    rollouts.
+    """
     ran = [trial for trial in trials if trial.prediction is not None]
     figures = [_figure(heading, _over_trials(ran, attribute, form)) for heading, attribute, form in _COLUMNS]
     figures += [

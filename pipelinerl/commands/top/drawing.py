@@ -1,4 +1,4 @@
-"""A run's figures as lines of text, for a terminal of at least 40 columns. Pure.
+"""A run's figures as lines of text, for a terminal of at least 40 columns. Pure functions.
 
 Names from recipes and error texts are untrusted, so they are escaped.
 """
@@ -16,11 +16,11 @@ from pipelinerl.observability.status import EngineStatus, HeldOutStatus, RunStat
 
 _STATE_STYLES: Final = {"live": "bold green", "finished": "bold cyan", "starting": "bold yellow", "suspended": "bold"}
 _LABEL: Final = 10
-#: Two figures share a line if each has this many columns.
+#: Columns that a label and its value need; two pairs share a line if both have this many.
 _FIGURE: Final = 22
 #: Narrower terminals do not show an engine's running sequences.
 _LOADS: Final = 42
-#: Further domains and engines are shown only by `pipelinerl status` and `engines list`.
+#: Maximum number of domains and of engines on the screen; `pipelinerl status` and `engines list` show all.
 _MOST: Final = 12
 
 
@@ -51,7 +51,7 @@ def _head(snapshot: RunSnapshot, width: int) -> Iterator[Text]:
 
 
 def _pairs(snapshot: RunSnapshot, width: int) -> Iterator[Text]:
-    """Yield labels and values, two per line if there is room."""
+    """Yield pairs of a label and its value, two per line if there is room."""
     status, step = snapshot.status, snapshot.status.last_step
     pairs = {
         "reward": _figure(step.reward, ".3f"),
@@ -83,7 +83,7 @@ def _waits(snapshot: RunSnapshot) -> Iterator[Text]:
 
 
 def _wrong(snapshot: RunSnapshot) -> Iterator[Text]:
-    """Yield alarms, unreadable events, and what the run waits for."""
+    """Yield alarms, the number of unreadable events, and the condition that blocks the run."""
     yield from (Text.assemble(("alarm ", "bold red"), one_line(alarm)) for alarm in snapshot.status.alarms)
     if snapshot.unread:
         yield Text(f"{snapshot.unread:,} events of the log could not be read", "red")

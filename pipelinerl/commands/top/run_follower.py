@@ -1,7 +1,7 @@
-"""`RunFollower`: the state of one run, from its controller if it answers, otherwise from the run's files.
+"""`RunFollower`: the state of one run, from its controller if that answers, otherwise from the run's files.
 
-A thread polls and reads, so that drawing never blocks: it takes the newest `RunSnapshot`. The same thread changes knobs
-one by one through the controller's client; `result` is that of the last change.
+A thread polls the controller and reads the files, so that drawing never blocks: it uses the newest `RunSnapshot`. The
+same thread changes knobs, one at a time, through the controller. `result` is the result of the last change.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from pipelinerl.observability.status import (
     RunStatus,
 )
 
-#: Polling interval.
+#: Seconds between two polls.
 _EVERY_S: Final = 1.0
 _TIMEOUT_S: Final = 5.0
-#: Time for reading a long log before its progress is shown.
+#: Seconds of reading a long log after which the progress of reading is shown.
 _PIECE_S: Final = 0.5
 #: Number of steps over which waits are averaged.
 _WINDOW: Final = 20
-#: A live controller writes an event at least this often.
+#: Seconds without an event after which the controller is assumed dead; a live controller writes events more often.
 _SILENT_S: Final = 15.0
 
 
@@ -48,14 +48,14 @@ class RunSnapshot:
     """A run at one moment.
 
     Attributes:
-        status: the controller's status, or if none answers, as much of it as the files contain.
+        status: the controller's status. If no controller answers, as much of a status as the files contain.
         state: live, starting, finished, suspended, failed, crashed or silent.
         knobs: values by name, domain weights as `domain_weights.<name>`.
-        ledger: None if unknown.
-        waits: (cause, share of the last steps' time), if the files are here.
+        ledger: counts of prompt orders; None if unknown.
+        waits: (cause, share of the last steps' time), if the run's files are on this machine.
         obstacle: the reason why knobs cannot be changed; empty if they can.
         reading: the share of the event log that has been read.
-        unread: events that could not be processed.
+        unread: the number of events that could not be processed.
     """
 
     status: RunStatus
@@ -70,7 +70,7 @@ class RunSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ChangeResult:
-    """The result of a change: a sentence, and True if it was refused."""
+    """The result of a knob's change: a sentence for the user, and `refused` if the controller refused the change."""
 
     sentence: str
     refused: bool = False
@@ -94,7 +94,7 @@ class RunSource:
             self.total_steps = _steps_of(Path(self.run) / "recipe.toml")
 
     def look(self) -> RunSnapshot:
-        """Return the current state."""
+        """Request or read the run's current state."""
         self._read()
         waits = self._waits()
         try:
@@ -110,7 +110,7 @@ class RunSource:
         return self._newest
 
     def change(self, name: str, value: str) -> ChangeResult:
-        """Set a knob to a value as typed."""
+        """Set a knob to a value that the user typed."""
         try:
             with controller_of(self.run, timeout_s=_TIMEOUT_S) as controller:
                 answer = controller.change_knobs({name: value})
@@ -150,7 +150,7 @@ class RunSource:
     def _by_files(self, why: str, waits: tuple[tuple[str, float], ...]) -> RunSnapshot:
         view = self._view
         if self._tail is None or (not view.newest and not (Path(self.run) / "recipe.toml").exists()):
-            if self._newest is not None:  # keep showing the last known state
+            if self._newest is not None:  # keep showing the last known state of the run
                 return _silent(self._newest, why)
             raise UserError(why)
         newest = view.newest.get("time")
@@ -170,7 +170,7 @@ class RunSource:
 
 @final
 class RunFollower:
-    """Thread that follows a run from its creation until `close`."""
+    """Thread that follows a run from the object's creation until `close`."""
 
     def __init__(self, source: RunSource) -> None:
         self.snapshot: RunSnapshot | None = None
@@ -181,7 +181,7 @@ class RunFollower:
         self._thread.start()
 
     def change(self, name: str, value: str) -> None:
-        """Queue a change of a knob; `result` has the outcome later."""
+        """Queue a change of a knob; `result` is set when it is done."""
         self._wanted.put((name, value))
 
     def close(self, *, timeout_s: float = 1.0) -> None:
@@ -205,7 +205,7 @@ class RunFollower:
 
 
 def source_of(run: str) -> RunSource:
-    """Return the run of that name.
+    """Return the source for a run's directory or a controller's URL.
 
     Raises:
         UserError: there is no run in the directory.
@@ -216,7 +216,7 @@ def source_of(run: str) -> RunSource:
 
 
 def status_of(view: RunView, *, name: str, total_steps: int) -> RunStatus:
-    """Return as much of a run's status as its log contains."""
+    """Return as much of a run's status as its event log contains."""
     step = view.recent[-1] if view.recent else {}
     by_domain = step.get("by_domain")
     domains = by_domain if isinstance(by_domain, dict) else {}

@@ -1,8 +1,8 @@
 """The screen of `pipelinerl top`, drawn with textual: figures left of the knobs, or above them on narrow terminals.
 
-It reads its `RunFollower` four times a second and never blocks on it. The arrow keys select a knob; Enter starts and
-submits an edit; Escape cancels it. textual restores the terminal on exit. The mouse is left to the terminal for text
-selection.
+It reads the snapshot of a `RunFollower` four times a second and never waits for it. The arrow keys select a knob; Enter
+starts and submits an edit; Escape cancels it. textual restores the terminal on exit. The app ignores the mouse, so that
+the terminal can select text with it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def show(follower: RunFollower) -> None:
 
 @final
 class KnobRow(Horizontal, can_focus=True):
-    """A knob: its name and its value, which becomes an input field while it is edited."""
+    """A row with a knob's name and value; the value becomes an input field while the user edits it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "edit", "edit"),
@@ -55,13 +55,13 @@ class KnobRow(Horizontal, can_focus=True):
         yield field
 
     def take(self, value: str) -> None:
-        """Show a value; text being typed is kept."""
+        """Display a new value; text that the user is typing stays."""
         if value != self._value:
             self._value = value
             self.query_one(".value", Static).update(Text(value))
 
     def action_edit(self) -> None:
-        """Start editing."""
+        """Show the input field with the current value."""
         assert isinstance(self.app, TopApp)
         if self.app.refuses():
             return
@@ -71,7 +71,7 @@ class KnobRow(Horizontal, can_focus=True):
         field.focus()
 
     def leave(self) -> None:
-        """Stop editing."""
+        """Hide the input field without changing the knob."""
         self._typing(False)
         self.focus()
 
@@ -121,7 +121,7 @@ class TopApp(App[None]):
         self._shown: ChangeResult | None = None
 
     def compose(self) -> ComposeResult:
-        """Compose figures, knobs, the last message and the keys."""
+        """Create the widgets: figures, knobs, the last message and the keys."""
         with Container(id="body"):
             with VerticalScroll(id="figures", can_focus=False):
                 yield Static("reading the run …", id="figures-text", markup=False)
@@ -130,15 +130,15 @@ class TopApp(App[None]):
         yield Static(_KEYS, id="keys", markup=False)
 
     def on_mount(self) -> None:
-        """Start polling the run."""
+        """Start the timer that redraws the run."""
         self.set_interval(_LOOK_S, self._look)
 
     def on_resize(self) -> None:
-        """Redraw for the new width."""
+        """Redraw the figures for the new width."""
         self.call_after_refresh(self._look)
 
     def refuses(self) -> bool:
-        """Return True, and show the reason, if knobs cannot be changed."""
+        """Return True if knobs cannot be changed, and show the reason."""
         snapshot = self._follower.snapshot
         why = "the run is still being read" if snapshot is None else snapshot.obstacle
         if why:
@@ -146,7 +146,7 @@ class TopApp(App[None]):
         return bool(why)
 
     def action_leave(self) -> None:
-        """Cancel the current edit."""
+        """Cancel the edit in progress."""
         if isinstance(self.focused, Input) and isinstance(row := self.focused.parent, KnobRow):
             row.leave()
 
@@ -156,7 +156,7 @@ class TopApp(App[None]):
         pane.scroll_relative(y=pages * pane.size.height, animate=False)
 
     def on_input_submitted(self, submitted: Input.Submitted) -> None:
-        """Send the edited value."""
+        """Send the edited value to the controller."""
         row = submitted.input.parent
         assert isinstance(row, KnobRow)
         row.leave()
@@ -164,7 +164,9 @@ class TopApp(App[None]):
         self._follower.change(row.knob, submitted.value.strip())
 
     async def _look(self) -> None:
-        """Draw what is new. The timer may outlive the widgets for a moment while the screen closes."""
+        """Draw the newest snapshot. The timer may run once more while the screen closes, when widgets are already
+        gone.
+        """
         with suppress(NoMatches, MountError):
             await self._draw()
 

@@ -3,11 +3,11 @@
     http://127.0.0.1:4321/?key=…    works once     ──▶ a cookie with the server's token  ──▶  /   views and changes
     http://127.0.0.1:4321/?share=…  works always   ──▶ a cookie with the share's key     ──▶  /   views only
 
-A key is removed from the address at once, so one in a browser's history or a log is already used up. When a one-time
-link is used, the next is announced, for another browser. Cookies are HttpOnly and SameSite=Strict. Either cookie is
-translated to the bearer token of `http_service`'s gate, so that requests are admitted in one place. A cookie is ignored
-if the browser reports that another site, or another port of this machine, made the request. Browsers without a cookie
-get a page that asks for a key; programs get JSON.
+A link redirects to an address without its key. A one-time key that remains in a browser's history or a log is already
+used up. When a one-time link is used, the server prints the next one, for another browser. Cookies are HttpOnly and
+SameSite=Strict. Either cookie is translated to the bearer token of `http_service`'s gate, so that requests are admitted
+in one place. A cookie is ignored if the browser reports that another site, or another port of this machine, made the
+request. Browsers without a cookie get a page that asks for a key; programs get a JSON error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pipelinerl.observability import page
 from pipelinerl.system.files import write_private
 from pipelinerl.system.http_service import OPEN_PATH, refusal
 
-#: Content security policy: a page may run and show files of this server, call this server, and nothing else.
+#: Content security policy: the page may load and run only files of this server, and may call only this server.
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
@@ -49,7 +49,7 @@ _OWN_SITE: Final = frozenset({b"none", b"same-origin"})
 _READS_ONLY: Final = frozenset({"GET", "HEAD"})
 _ASK_FOR_LINK: Final = "a key is required: open the newest link that `pipelinerl watch` has printed; each works once"
 _SHARED: Final = "this link is read-only: to make changes, open one that `pipelinerl watch` prints without --share"
-#: The page that asks for a key. Its style is inlined because no files are served without a key.
+#: The page that asks for a key. Its style is inline because files are served only to requests with a key.
 _KEY_PAGE: Final = (Path(page.__file__).parent / "static" / "key.html").read_text()
 _SHARE_FILE: Final = "share.json"
 
@@ -61,14 +61,14 @@ def new_token() -> str:
 
 @dataclass(frozen=True, slots=True)
 class SharedLink:
-    """A permanent link: its key, and the port in its address, or 0 if none is known."""
+    """A permanent link to the page: its key, and the port of its address; 0 if the port is unknown."""
 
     key: str
     port: int = 0
 
 
 def lasting_link(run_dir: Path) -> SharedLink:
-    """Return the share in the run's directory, or a new one."""
+    """Return the permanent link that is stored in the run's directory, or a new one."""
     try:
         kept = json.loads((run_dir / _SHARE_FILE).read_text())
         key, port = kept["key"], kept["port"]
@@ -79,7 +79,9 @@ def lasting_link(run_dir: Path) -> SharedLink:
 
 
 def keep_link(run_dir: Path, share: SharedLink) -> bool:
-    """Store the share for the next `pipelinerl watch --share`; return False if the directory is not writable."""
+    """Store the permanent link for the next `pipelinerl watch --share`; return False if the directory is not
+    writable.
+    """
     try:
         write_private(run_dir / _SHARE_FILE, json.dumps({"key": share.key, "port": share.port}))
     except OSError:
@@ -89,7 +91,7 @@ def keep_link(run_dir: Path, share: SharedLink) -> bool:
 
 @final
 class PageLinks:
-    """One-time links: `announce` receives each key, and the next one when a key is used."""
+    """One-time links to the page. `announce` is called with each new key; using a key creates the next one."""
 
     def __init__(self, announce: Callable[[str], None]) -> None:
         self._announce = announce
@@ -101,7 +103,7 @@ class PageLinks:
         self._announce(self._key)
 
     def redeem(self, key: str) -> bool:
-        """Return True if this is the current key, and invalidate it."""
+        """Return True if this is the current key; then invalidate it and announce the next."""
         if not self._key or not _same(key.encode(errors="replace"), self._key):
             return False
         self.offer()
@@ -109,17 +111,19 @@ class PageLinks:
 
 
 def admit(app: FastAPI, links: PageLinks, *, token: str, cookie: str, share_key: str = "") -> None:
-    """Install the door in front of the gate, which must be installed first.
+    """Add the middleware that admits links and cookies to `app`. It must run before the gate, so add the gate first.
 
     Args:
-        share_key: key of the permanent link; empty for none.
+        share_key: key of the permanent link; empty if there is none.
     """
     app.add_middleware(_Door, links=links, token=token, cookie=cookie, share_key=share_key)
 
 
 @final
 class _Door:
-    """ASGI middleware that turns links and cookies into the token, and adds the security policy to every response."""
+    """ASGI middleware that translates links and cookies to the token, and adds the security policy to every
+    response.
+    """
 
     def __init__(self, app: ASGIApp, links: PageLinks, token: str, cookie: str, share_key: str) -> None:
         self._app = app
@@ -156,7 +160,11 @@ class _Door:
         await (self._app if answer is None else answer)(scope, receive, sending)
 
     def _opened(self, scope: Scope, *, is_known: bool) -> Response | None:
-        """Answer a link: with its cookie and a redirect to the page, or with the page that asks for another key."""
+        """Answer a request that opens a link.
+
+        A valid link sets its cookie and redirects to the page. An invalid link gets the page that asks for a key,
+        unless the browser has a cookie already.
+        """
         if scope["path"] != "/" or scope["method"] != "GET":
             return None
         name, key = _link_in(scope["query_string"])
@@ -167,7 +175,7 @@ class _Door:
         return None if not name or is_known else _ask_for_key(scope)
 
     def _refused(self, scope: Scope) -> Response | None:
-        """Reject requests without credentials; programs with a bearer token are left to the gate."""
+        """Reject requests without credentials; a bearer token is left for the gate to check."""
         if scope["path"] == OPEN_PATH or _headers(scope, b"authorization"):
             return None
         return _ask_for_key(scope)
@@ -177,7 +185,7 @@ class _Door:
             return False
         if not set(_headers(scope, b"sec-fetch-site")) <= _OWN_SITE:
             return False
-        # http.cookies is avoided because its unescaping takes quadratic time: 11 s for one header.
+        # http.cookies is not used: its unescaping takes quadratic time, 11 s for one malicious header.
         pairs = (pair.strip().partition(b"=") for header in _headers(scope, b"cookie") for pair in header.split(b";"))
         return any(_same(value, expected) for each, _, value in pairs if each == name.encode())
 
@@ -185,7 +193,7 @@ class _Door:
 def _link_in(query: bytes) -> tuple[str, str]:
     """Return `key` or `share` with its value, or two empty strings if the query has neither.
 
-    Users paste whole links into the page that asks for a key, so the last part counts.
+    Users paste whole links into the field for a key; then the key is taken from the pasted link.
     """
     try:
         fields = parse_qs(query.decode("ascii"), max_num_fields=4, keep_blank_values=True)
@@ -202,14 +210,14 @@ def _link_in(query: bytes) -> tuple[str, str]:
 def _welcome(scope: Scope, cookie: str, value: str) -> Response:
     there = Response(status_code=303, headers={"location": "/"})
     if _headers(scope, b"sec-fetch-site") == [b"cross-site"]:
-        # The link is on another site's page. Strict cookies are not sent with its redirect, but with a reload.
+        # A user who follows the link from another site would lose the strict cookie in a redirect, but not in a reload.
         there = Response(status_code=200, headers={"refresh": "0; url=/"}, media_type="text/plain")
     there.set_cookie(cookie, value, path="/", httponly=True, samesite="strict")
     return there
 
 
 def _ask_for_key(scope: Scope) -> Response:
-    """Answer a browser with the page, and any other client with JSON."""
+    """Answer a browser with the page that asks for a key, and any other client with a JSON error."""
     accepted = b",".join(_headers(scope, b"accept"))
     if scope["path"] != "/" or b"text/html" not in accepted:
         return refusal(401, _ASK_FOR_LINK, code="unauthorized")

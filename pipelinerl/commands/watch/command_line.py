@@ -38,7 +38,8 @@ def watch(
         bound_host, taken = bound.getsockname()[:2]
         address = url_of(outward_address() if ip_address(bound_host).is_unspecified else host, taken)
         links = PageLinks(lambda key: typer.echo(f"watch at {address}/?key={key}"))
-        # Cookies are shared by all ports of a host; a name per port lets several pages be open at once.
+        # Cookies are shared by all ports of a host. A name with the port lets a browser open the pages of several
+        # servers.
         cookie = f"pipelinerl_{taken}"
         app = create_page(
             watched, token=new_token(), links=links, cookie=cookie, read_only=read_only, share_key=shared.key
@@ -54,7 +55,7 @@ def watch(
 
 
 def _listening(host: str, port: int, port_before: int) -> socket.socket:
-    """Listen on `port`; if it is 0, prefer the port of the last shared link."""
+    """Return a listening socket. If `port` is 0, try `port_before`, the port of the last permanent link, first."""
     from pipelinerl.errors import AddressError
     from pipelinerl.system.http_service import listen
 
@@ -67,7 +68,7 @@ def _listening(host: str, port: int, port_before: int) -> socket.socket:
 
 
 def _about_share(run_dir: Path, share: SharedLink, *, is_local: bool) -> Iterator[str]:
-    """Store the share for next time, and yield who can open it and for how long."""
+    """Store the permanent link for next time; yield sentences on who can open it and for how long."""
     from pipelinerl.commands.watch.access import keep_link
 
     if keep_link(run_dir, share):

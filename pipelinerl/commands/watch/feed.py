@@ -1,8 +1,9 @@
 """`Feed`: recent events of a run for all its listeners, bounded however slow a listener is.
 
-A listener has a place in the feed, and a bell (an asyncio event) that rings when there is more. A reconnecting listener
-sends its place and receives what it missed, or a notice that it is too far behind. All bells ring at the same moment,
-so pages ask the same questions at the same time and share the answers.
+A listener keeps its place: the number of the last event that it received. It also has a bell: an asyncio event that is
+set when there are more events. A reconnecting listener sends its place and receives what it missed, or a notice that it
+is too far behind. All bells ring at the same moment, so that pages send the same requests at the same time and share
+the cached responses.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fastapi.sse import format_sse_event
 from pipelinerl.observability.events import Event
 
 _MOST: Final = 2000
-#: Listeners further behind refetch the steps instead of receiving each.
+#: A listener that is further behind receives one notice to refetch the steps, instead of every step.
 _FAR_BEHIND: Final = 200
 _MOST_BYTES: Final = 16384
 #: Delay before a disconnected browser reconnects, in milliseconds.
@@ -33,7 +34,7 @@ _RETRY_MS: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class FeedEntry:
-    """One event: its place, and the bytes sent to each listener; `step` if it is a step."""
+    """One event of the feed: its place and the bytes that each listener receives; `step` if the event is a step."""
 
     place: str
     frame: bytes
@@ -42,20 +43,20 @@ class FeedEntry:
 
 @final
 class Feed:
-    """Queue with one writer and many readers, on any threads."""
+    """Queue with one writer and many listeners, on any threads."""
 
     def __init__(self, run: int) -> None:
         self._run = run
-        self._life = f"{time.time_ns():x}"  # differs from that of every other server
+        self._life = f"{time.time_ns():x}"  # unique, so that places from before a restart of the server are detected
         self._entries: deque[FeedEntry] = deque(maxlen=_MOST)
-        self._lock = threading.RLock()  # reentrant: garbage collection may close a listener within any call
+        self._lock = threading.RLock()  # reentrant: garbage collection may close a listener inside any call
         self._number = 0
         self._rung = 0
         self._bells: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 
     @property
     def place(self) -> str:
-        """The place of a listener that starts now."""
+        """The place at which a new listener starts."""
         return f"{self._life}-{self._number}"
 
     def put(self, name: str, fields: Mapping[str, Any], *, step: int | None = None) -> None:
@@ -77,7 +78,7 @@ class Feed:
 
     @contextmanager
     def listener(self) -> Iterator[asyncio.Event]:
-        """Yield a bell that is set in the running loop whenever there is more."""
+        """Yield a bell that is set in the running event loop whenever there are new entries."""
         bell = asyncio.Event()
         with self._lock:
             self._bells[bell] = asyncio.get_running_loop()
@@ -88,7 +89,9 @@ class Feed:
                 del self._bells[bell]
 
     def after(self, place: str) -> Sequence[FeedEntry] | None:
-        """Return the entries after a place; None if it is unknown or too old."""
+        """Return the entries after a listener's place; None if the place is unknown or its entries are no longer
+        kept.
+        """
         life, _, number = place.partition("-")
         with self._lock:
             if life != self._life or not number.isdigit() or len(number) > 18:
@@ -100,7 +103,7 @@ class Feed:
 
 
 def frame(name: str, data: Mapping[str, Any], place: str) -> bytes:
-    """Return one server-sent event; a client that disconnects after it reconnects with `place`."""
+    """Return one server-sent event; a client that loses its connection after this event will reconnect with `place`."""
     return _frame(name, as_json(data), place)
 
 
@@ -109,7 +112,7 @@ def _frame(name: str, data: bytes, place: str) -> bytes:
 
 
 def as_json(value: Any) -> bytes:
-    """Encode plain values and structs as JSON, NaN as null; integers of any size are kept."""
+    """Encode plain values and structs as JSON: NaN becomes null, and integers of any size are kept."""
     try:
         return msgspec.json.encode(value)
     except (OverflowError, UnicodeEncodeError):
@@ -117,11 +120,13 @@ def as_json(value: Any) -> bytes:
 
 
 def step_figures(event: Event) -> dict[str, Any]:
-    """Return a step's own figures, without those by domain."""
+    """Return a step's plain figures; nested figures, such as those by domain, are left out."""
     return {name: value for name, value in event.items() if isinstance(value, int | float | str) or value is None}
 
 
 def summarised(entries: Sequence[FeedEntry]) -> tuple[int, int] | None:
-    """Return (step before the first, last step) if the entries are too many to send one by one."""
+    """Return (step before the first, last step) if the entries should be replaced by one notice; None if they are
+    few.
+    """
     steps = [entry.step for entry in entries if entry.step is not None]
     return (min(steps) - 1, max(steps)) if len(entries) > _FAR_BEHIND and steps else None

@@ -1,4 +1,4 @@
-"""`Pages`: the runs of a server with their steering, and helpers that all routes share."""
+"""`Pages`: the watched runs of a server with their controllers, and helpers that all routes share."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pipelinerl.commands.watch.feed import as_json
 from pipelinerl.commands.watch.steering import Steering
 from pipelinerl.commands.watch.watched_run import WatchedRun
 
-#: Interval at which controllers are polled while a page listens.
+#: Seconds between two polls of the controllers, while a page listens.
 STATE_S: Final = 2.0
 
-#: Number of the run that a request is about.
+#: Query parameter with the number of the requested run.
 RunNumber = Annotated[int, Query(alias="run", ge=0, le=10_000)]
 
 
@@ -29,9 +29,9 @@ def _looks_only(request: Request) -> bool:
 
 #: True if the request comes from a read-only link.
 LooksOnly = Annotated[bool, Depends(_looks_only)]
-#: A name to filter by.
+#: Query parameter with a name to filter by.
 Name = Annotated[str | None, Query(max_length=500)]
-#: A step, or a version.
+#: Query parameter with a step or a model version.
 StepNumber = Annotated[int | None, Query(ge=0, le=2**53)]
 
 
@@ -52,18 +52,18 @@ class Pages:
         self._noted_at = -math.inf
 
     def of(self, number: int) -> Watched:
-        """Return the run of that number; other numbers are refused with 404."""
+        """Return the run of that number; answer 404 if there is none."""
         if number >= len(self.all):
             raise HTTPException(404, f"runs are 0 to {len(self.all) - 1}, got {number}")
         return self.all[number]
 
     @property
     def states_are_old(self) -> bool:
-        """True if the controllers have not been polled for a while."""
+        """True if the controllers have not been polled for `STATE_S`."""
         return time.monotonic() - self._noted_at >= STATE_S
 
     def note_states(self) -> None:
-        """Poll which controllers answer."""
+        """Poll all controllers, and record which runs are live."""
         self._noted_at = time.monotonic()
         for watched in self.all:
             over = bool(watched.run.view.state)
@@ -76,5 +76,5 @@ class Pages:
 
 
 def answer(value: Any) -> Response:
-    """Return plain values as JSON, NaN as null."""
+    """Return a response with plain values as JSON, NaN as null."""
     return Response(as_json(value), media_type="application/json")

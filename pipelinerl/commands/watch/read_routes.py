@@ -21,15 +21,17 @@ from pipelinerl.observability.samples.record import SampleKind
 from pipelinerl.observability.status import RunStatus
 
 _MOST_METRICS: Final = 64
-#: Maximum age of the controller's status; listeners poll it more often.
+#: Maximum age of the controller's status, in seconds. It is above the polling interval of listeners, so the cache is
+#: used.
 _STATUS_S: Final = STATE_S + 1.0
-#: Means and rows of this many steps take a few milliseconds, short enough to block other requests.
+#: Up to this many steps are computed within the event loop: they take a few milliseconds, which other requests can
+#: wait.
 _FEW: Final = 100
 _SHOWN: Final = "reward,entropy,length_mean,grad_norm,staleness_mean,wait_s,step_s"
 
 _Metrics = Annotated[str, Query(max_length=10_000)]
 _Points = Annotated[int, Query(ge=2, le=4000)]
-#: Seconds since the run began.
+#: Query parameter in seconds since the run began.
 _Moment = Annotated[float | None, Query(ge=0, le=1e12, allow_inf_nan=False)]
 
 
@@ -45,7 +47,7 @@ _PLACES: Final = {Axis.STEP: "step", Axis.SECONDS: "elapsed_s", Axis.SAMPLES: "s
 
 
 def add_reading(app: FastAPI, pages: Pages) -> None:
-    """Add the routes."""
+    """Add the routes to `app`."""
     _add_now(app, pages)
 
     @app.get("/api/run")
@@ -85,8 +87,8 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
 def _add_now(app: FastAPI, pages: Pages) -> None:
     """Add the route that every open page polls.
 
-    Several pages ask the same at one moment, so the last answer is cached. Requests for a few new steps are answered
-    without another thread.
+    Several pages send the same request at the same moment, so the last response is cached. Requests for a few new steps
+    are answered without another thread.
     """
     latest: dict[int, tuple[object, bytes]] = {}
 
@@ -176,7 +178,7 @@ def _steps(
     since: int | None = None,
     marked: int = 0,
 ) -> dict[str, Any]:
-    """Return columns of the steps above `since`, and the marks after the first `marked`."""
+    """Return columns of the steps after step `since`, and chart marks without the first `marked` ones."""
     with run.lock:
         view, table = run.view, run.view.steps
         rows = table.rows(names, points=points, first=first, last=last, since=-1 if since is None else since)
@@ -196,7 +198,7 @@ def _steps(
 
 
 def _names(metrics: str) -> list[str]:
-    """Parse the figures in a query; `%2C` in a name stands for a comma."""
+    """Parse the names of figures in a query; `%2C` stands for a comma within a name."""
     names = [name.replace("%2C", ",") for name in metrics.split(",") if name]
     if len(names) > _MOST_METRICS:
         raise HTTPException(422, f"metrics must be at most {_MOST_METRICS} names, got {len(names)}")
@@ -234,10 +236,11 @@ def _overlaid(watched: Watched, metrics: Sequence[str], axis: Axis, points: int)
 
 
 def differences(recipes: Sequence[Mapping[str, Any]], made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return keys with differing values, each with the value of every recipe, None if missing.
+    """Return the recipe keys whose values differ, each with its value in every recipe; None where a recipe lacks the
+    key.
 
     Args:
-        made: the non-default settings of each recipe; keys in none of them are left out.
+        made: the non-default settings of each recipe; keys that are in none of them are left out.
     """
     flat = [dict(_flat(recipe, "")) for recipe in recipes]
     paths = sorted({path for each in made for path, _ in _flat(each, "")})
@@ -249,7 +252,9 @@ def differences(recipes: Sequence[Mapping[str, Any]], made: Sequence[Mapping[str
 
 
 def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield values by dotted path; members of a list are named by their `name` if they have one."""
+    """Yield (dotted path, value) for each value in nested tables and lists; list members with a `name` are called by
+    it.
+    """
     if isinstance(value, list) and value and all(isinstance(each, dict) and "name" in each for each in value):
         value = {str(each["name"]): each for each in value}
     if not isinstance(value, Mapping):
@@ -260,7 +265,7 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def add_timeline(app: FastAPI, pages: Pages) -> None:
-    """Add the route of a run's timeline: lanes over a window, in one piece per pixel."""
+    """Add the route of a run's timeline: its lanes over a time window, at most one piece per pixel."""
 
     @app.get("/api/timeline")
     def timeline(

@@ -21,7 +21,7 @@ from pipelinerl.observability.samples.record import AnswerRecord, AnswerTokens, 
 from pipelinerl.system.http_service import refusal
 
 _BRIEF: Final = 200
-#: Maximum characters of a prompt in a list.
+#: Maximum characters that a list shows of each prompt.
 _PART: Final = 60
 _WORD_AT_END: Final = re.compile(r"\w+\Z")
 _WORD_AT_START: Final = re.compile(r"\A\w+")
@@ -52,7 +52,7 @@ class Order(StrEnum):
 
 
 class WantedKind(StrEnum):
-    """The kind of samples."""
+    """The kind of samples to list."""
 
     TRAINED = "trained"
     FILTERED = "filtered"
@@ -61,7 +61,7 @@ class WantedKind(StrEnum):
 
 
 class Signal(StrEnum):
-    """Groups whose rewards differ, or do not."""
+    """Whether to list groups whose rewards differ, which carry a training signal, or groups whose rewards are equal."""
 
     WITH = "with"
     WITHOUT = "without"
@@ -175,7 +175,7 @@ def _row(place: SamplePlace, group: SampleGroup) -> dict[str, Any]:
 
 
 def _differing_prompt_parts(groups: Sequence[SampleGroup]) -> list[str]:
-    """Return for each prompt the part in which it differs from the others of its domain."""
+    """Return for each group the part of its prompt that differs from the other prompts of its domain."""
     prompts: dict[str, list[str]] = {}
     for group in groups:
         prompts.setdefault(group.domain, []).append(group.prompt)
@@ -184,9 +184,9 @@ def _differing_prompt_parts(groups: Sequence[SampleGroup]) -> list[str]:
 
 
 def differing_parts(texts: Sequence[str], most: int) -> list[str]:
-    """Return each text without the words that all share at start and end, in about `most` characters.
+    """Return each text without the words that all texts share at start and end, in about `most` characters.
 
-    If all texts are equal, the end of the text is returned, because that is where prompts have their question.
+    If all texts are equal, their end is returned, because prompts usually end with the question.
     """
     if len(set(texts)) < 2:
         return [text if len(text) <= most else f"… {text[-most:]}" for text in texts]
@@ -203,13 +203,13 @@ def _shared_start(texts: Sequence[str]) -> str:
 
 
 def _answer(number: int, each: AnswerRecord) -> dict[str, Any]:
-    """Return an answer without its tokens."""
+    """Return an answer as JSON values, without its tokens."""
     fields = {name: getattr(each, name) for name in each.__struct_fields__ if name != "tokens"}
     return {"sample": number, **fields, "has_tokens": each.tokens is not None}
 
 
 def _columns(group: SampleGroup, number: int, answer: AnswerTokens) -> dict[str, Any]:
-    """Return columns with one entry per token, starting with the prompt's."""
+    """Return columns with one entry per token: first the prompt's tokens, then the answer's."""
     prompt, tokens = group.prompt_tokens, answer.tokens
     ids = [*(prompt.ids if prompt else ()), *tokens.ids]
     texts = [*(prompt.texts if prompt else ()), *tokens.texts]
@@ -246,9 +246,11 @@ def _columns(group: SampleGroup, number: int, answer: AnswerTokens) -> dict[str,
 
 
 def causes_of(versions: tuple[int | None, ...], *, held: int) -> tuple[Cause | None, ...]:
-    """Return why the log-prob of each token differs, as in `numerics.causes`.
+    """Return for each token the cause for which the trainer's log-prob differs from the sampler's, as in
+    `numerics.causes`.
 
-    The cause follows from the token's version, the first version of its turn, and the version `held` by the trainer.
+    The cause follows from the token's version, the first version of its turn, and the version `held` by the trainer. It
+    is None for tokens that were not sampled.
     """
     causes: list[Cause | None] = []
     first: int | None = None

@@ -1,7 +1,7 @@
 """The page's server: files and JSON for a browser that has the link; docs/use/watching.md lists its routes.
 
-It shows what `Follower` has read of the runs' files, and calls their controllers for changes. No role of a run knows
-about it. It generates no HTML: the page consists of static files that fetch JSON.
+It shows what `Follower` has read from the runs' files, and sends changes to the runs' controllers. The processes of a
+run do not depend on it. It generates no HTML: the page consists of static files that fetch JSON.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def create_page(
     read_only: bool = False,
     share_key: str = "",
 ) -> FastAPI:
-    """Return the application; it follows the runs while it is up.
+    """Return the application; it reads the runs' files while it is being served.
 
     Args:
         token: bearer token of programs; browsers receive it as a cookie from a link.
         read_only: refuse all changes.
-        share_key: key of the permanent read-only link; empty for none.
+        share_key: key of the permanent read-only link; empty if there is none.
     """
 
     @asynccontextmanager
@@ -84,7 +84,7 @@ def _add_files(app: FastAPI) -> None:
 
 
 def _file(name: str) -> Response:
-    """Return a file of the page by its bare name; nothing else is served."""
+    """Return a static file of the page by its bare name; other files are never served."""
     known = {path.name: path for path in STATIC.iterdir() if path.is_file()} if STATIC.is_dir() else {}
     if name not in known:
         raise HTTPException(404, "the page has no such file")

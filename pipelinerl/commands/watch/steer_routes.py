@@ -1,5 +1,6 @@
-"""Routes that change a run: `/api/knobs`, `/api/engines`, `/api/stop`. Without a controller they show the log's
-state.
+"""Routes that change a run: `/api/knobs`, `/api/engines`, `/api/stop`.
+
+If no controller answers, they refuse changes and show the state that the event log has.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _Grace = Annotated[float, Field(ge=0, le=86_400)]
 
 
 class EngineWanted(BaseModel):
-    """An engine to add: a running one by its `url`, or `count` new ones of a `type`."""
+    """Request to add an engine: a running one by its `url`, or `count` new ones of a `type`."""
 
     url: _Text = ""
     type: _Text = ""
@@ -34,14 +35,14 @@ class EngineWanted(BaseModel):
 
 
 class EngineLeaving(BaseModel):
-    """An engine, by URL or name, that should leave within `grace_s` seconds."""
+    """Request to remove the engine with a URL or name; its running requests have `grace_s` seconds to finish."""
 
     engine: _Text
     grace_s: _Grace = GRACE_S
 
 
 class EngineReplaced(BaseModel):
-    """An engine, by URL or name, to be replaced by a new one of a `type`."""
+    """Request to replace the engine with a URL or name by a new one of a `type`."""
 
     engine: _Text
     type: _Text
@@ -49,13 +50,13 @@ class EngineReplaced(BaseModel):
 
 
 class RunEnding(BaseModel):
-    """The way to end a run."""
+    """Request to end a run: stop it, or suspend it for a later resume."""
 
     suspend: bool = False
 
 
 def add_steering(app: FastAPI, pages: Pages) -> None:
-    """Add the routes."""
+    """Add the routes to `app`."""
     app.add_exception_handler(UserError, _refused)
     _add_knobs(app, pages)
     _add_engines(app, pages)
@@ -129,7 +130,9 @@ def _add_engines(app: FastAPI, pages: Pages) -> None:
 
 
 def _steered(watched: Watched, looks_only: bool = False) -> tuple[dict[str, Any], RunStatus | None]:
-    """Return whether the run can be changed from here, and its controller's status, None if it does not answer."""
+    """Return whether this client may change the run, as JSON values, and the controller's status; None if none
+    answers.
+    """
     if watched.run.view.state:
         status, why_not = None, "the run is over"
     else:

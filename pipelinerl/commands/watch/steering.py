@@ -1,7 +1,7 @@
-"""`Steering`: the page's connection to the controller of a live run; without it, the page only shows the run.
+"""`Steering`: the page's connection to the controller of a live run. Without a controller, the page only shows the run.
 
 Changes use the controller's API with the run's token and the operator's name, like `pipelinerl knobs` and `pipelinerl
-engines`. Changes that the controller would refuse are detected here first, by the controller's own rules.
+engines`. Before a change is sent, the controller's own rules are applied here, so that refusals show at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STATUS_S: Final = 1.0
 _READ_ONLY: Final = "`pipelinerl watch` was started with --read-only, so its links cannot change the run"
 _SHARED: Final = "this is a shared link, which is read-only"
 
-#: Description, slider range and limits of each knob.
+#: Description, slider range and limits of each knob, by name.
 _KNOBS: Final[dict[str, dict[str, Any]]] = {
     "j": {"what": "steps that prompts are issued ahead", "least": 0, "slider": [0, 16], "unit": "versions"},
     "k": {
@@ -77,11 +77,11 @@ class Steering:
             return self._status
 
     def known(self, *, max_age_s: float) -> tuple[RunStatus | None] | None:
-        """Return the cached status in a tuple, or None if `status` would send a request. Never blocks."""
+        """Return the cached status in a tuple; None if it is older than `max_age_s`. Never sends a request."""
         return (self._status,) if time.monotonic() - self._requested_at < max_age_s else None
 
     def close(self) -> None:
-        """Close the connection; a later request opens another."""
+        """Close the connection; the next request opens a new one."""
         with self._lock:
             self._hang_up()
 
@@ -91,7 +91,7 @@ class Steering:
                 self._client = controller_of(self.run_dir, timeout_s=_TIMEOUT_S)
             return self._client.status()
         except UserError:
-            self._hang_up()  # the controller may return at another address: the next request reads it again
+            self._hang_up()  # the controller may restart at another address, which the next request reads
             return None
 
     def _hang_up(self) -> None:
@@ -100,7 +100,9 @@ class Steering:
             self._client = None
 
     def obstacle(self, *, looks_only: bool = False) -> str:
-        """Return the reason why the client cannot change the run; empty if it can."""
+        """Return the reason why changes are refused, for a client that `looks_only` or in general; empty if they are
+        allowed.
+        """
         if self.read_only or looks_only:
             return _SHARED if looks_only else _READ_ONLY
         return "" if self.status() is not None else "no controller answers: the run is not live, or is just starting"
@@ -110,11 +112,14 @@ class Steering:
         return self._reading(lambda controller: controller.knobs())
 
     def change(self, changes: dict[str, Any]) -> KnobsAnswer:
-        """Change knobs."""
+        """Change knobs; return all knobs and the log of their changes."""
         return self._changing(lambda controller: controller.change_knobs(changes))
 
     def refused(self, changes: Mapping[str, Any]) -> list[dict[str, str]]:
-        """Return what the controller would refuse, by knob; `""` is the key of invalid combinations."""
+        """Return the messages with which the controller would refuse the changes; empty if it would accept them.
+
+        Each message names its knob; the name is `""` if only the combination of changes is invalid.
+        """
         now = self._knobs_now()
         try:
             now.patched(changes)
@@ -125,7 +130,7 @@ class Steering:
         return []
 
     def steps_of(self, name: str) -> dict[str, Any]:
-        """Return the part of a knob that depends on the recipe: its slider's step."""
+        """Return the step of a knob's slider, if it depends on the recipe; else an empty table."""
         if name != "rollouts_per_step":
             return {}
         try:
@@ -135,14 +140,14 @@ class Steering:
         return {"step": sizes.pop()} if len(sizes) == 1 else {}
 
     def add(self, url: str, type: str, count: int) -> tuple[str, ...]:
-        """Add a running engine, or have some started; return their names."""
+        """Add the running engine at `url`, or request `count` new engines of a `type`; return their names."""
         if url:
             self._changing(lambda controller: controller.register_engine(url))
             return (url.rstrip("/"),)
         return self._changing(lambda controller: controller.request_engines(type, count=count))
 
     def swap(self, engine: str, type: str, grace_s: float) -> tuple[str, ...]:
-        """Have another engine started in its place; return its name."""
+        """Request a new engine that replaces this one; return the new engine's name."""
         return self._changing(lambda controller: controller.request_engines(type, replaces=engine, grace_s=grace_s))
 
     def drain(self, engine: str, grace_s: float) -> None:
@@ -168,7 +173,7 @@ class Steering:
             return self._reading(call)
         finally:
             with self._lock:
-                self._requested_at = -math.inf  # the cached status is outdated
+                self._requested_at = -math.inf  # the change has made the cached status outdated
 
     def _recipe_knobs(self) -> Knobs:
         try:
@@ -181,7 +186,7 @@ class Steering:
 
 
 def described(name: str, value: Any, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a knob with its limits, as the page draws it."""
+    """Return a knob's value with its description and limits, as the page draws it; `more` overrides entries."""
     description: dict[str, Any] = {
         "name": name, "value": value, "kind": "number", "least": None, "most": LARGEST, "whole": name in _WHOLE,
         "log": False, "may_be_infinite": False, "step": 1 if name in _WHOLE or name == "k" else None, "unit": "",
@@ -199,7 +204,7 @@ def described(name: str, value: Any, more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sort_of(error: UserError) -> tuple[int, str]:
-    """Return the HTTP status and code of a refusal."""
+    """Return the HTTP status and the error code of a refused change."""
     if isinstance(error, TokenRefused):
         return 502, "controller_refused_token"
     if isinstance(error, RecipeError):
@@ -218,7 +223,7 @@ def _refusal(now: Knobs, changes: Mapping[str, Any]) -> str:
 
 
 def flat(knobs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return knobs by name, with each domain's weight as its own knob."""
+    """Return knob values by name; each domain's weight becomes a knob of its own."""
     values = dict(knobs)
     weights = values.pop("domain_weights", {})
     return values | {f"domain_weights.{name}": weight for name, weight in weights.items()}

@@ -1,9 +1,9 @@
 """`/api/stream`: events of a run as server-sent events, for a limited number of listeners.
 
-A listener sleeps until the feed's bell rings. A slow listener holds only its connection and its place in the feed; a
-reconnecting one sends its place as `Last-Event-ID`. The feed encodes each event once for all listeners. FastAPI's own
-event generators are not used: they build a model per listener and event, and raise an error when a client disconnects
-within an event.
+A listener sleeps until the feed's bell rings. A slow listener costs only its connection and its place in the feed. A
+reconnecting listener sends its place as `Last-Event-ID`. The feed encodes each event once for all listeners. FastAPI's
+own event generators are not used: they build a model per listener and event, and raise an error when a client
+disconnects within an event.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from starlette.exceptions import HTTPException
 from pipelinerl.commands.watch.feed import FeedEntry, frame, summarised
 from pipelinerl.commands.watch.pages import STATE_S, Pages, RunNumber
 
-#: Maximum number of listening pages.
+#: Maximum number of pages that may listen at the same time.
 SEATS: Final = 32
-#: Proxies may close a connection that is silent for longer.
+#: Seconds without data after which a comment is sent, because proxies close silent connections.
 _SILENCE_S: Final = 15.0
 
 
 def add_stream(app: FastAPI, pages: Pages) -> None:
-    """Add the route."""
+    """Add the route to `app`."""
     seats = asyncio.BoundedSemaphore(SEATS)
 
     async def seat(number: RunNumber = 0) -> AsyncIterator[None]:
-        pages.of(number)  # checked here, because a later error would follow a 200 response
+        pages.of(number)  # checked before the response begins, so that an error still gets its own status
         if seats.locked():
             raise HTTPException(503, f"{SEATS} pages are listening already; close one of them")
         async with seats:
@@ -42,12 +42,12 @@ def add_stream(app: FastAPI, pages: Pages) -> None:
 
     @app.get("/api/stream", dependencies=[Depends(seat)])
     async def stream(number: RunNumber = 0, last_event_id: Annotated[str, Header(max_length=64)] = "") -> Response:
-        # The header tells nginx not to buffer events.
+        # This header tells nginx not to buffer events.
         return EventSourceResponse(_stream_frames(pages, number, last_event_id), headers={"x-accel-buffering": "no"})
 
 
 async def _stream_frames(pages: Pages, number: int, last_event_id: str) -> AsyncIterator[bytes]:
-    """Yield frames as they arrive, endlessly."""
+    """Yield frames of server-sent events as they arrive, until the client disconnects."""
     run = pages.of(number).run
     with run.feed.listener() as bell:
         place, sent_at = run.feed.place, time.monotonic()
@@ -78,7 +78,7 @@ async def _stream_frames(pages: Pages, number: int, last_event_id: str) -> Async
 
 
 def _frames(entries: Sequence[FeedEntry], run: int) -> bytes:
-    """Return the frames of entries; many steps are replaced by one notice."""
+    """Return the entries as frames of server-sent events; too many steps are replaced by one notice."""
     many = summarised(entries)
     if many is None:
         return b"".join(entry.frame for entry in entries)

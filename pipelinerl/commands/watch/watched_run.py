@@ -1,7 +1,7 @@
-"""`WatchedRun`: one run of the page: the files read so far, and the feed of its listeners.
+"""`WatchedRun`: one run on the page, with the state read from its files so far and the feed of its listeners.
 
-The thread of `Follower` reads all runs in bounded pieces, so that responses never wait for a long log. They cover what
-has been read so far and say how much that is.
+The thread of `Follower` reads all runs in bounded pieces, so that responses never wait for a long log. Responses cover
+what has been read so far and state which share of the files that is.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from pipelinerl.observability.samples.reading import FOLDER
 
 log = logging.getLogger("pipelinerl")
 
-#: Interval between reads of the files, which also limits how often pages are notified.
+#: Seconds between two reads of the files, and so the least time between two notifications of pages.
 _POLL_S: Final = 0.5
-#: Pause between two pieces of a long log, for other threads.
+#: Seconds of pause after each piece of a long log, so that other threads can run.
 _BREATH_S: Final = 0.001
-#: A live controller writes an event at least this often.
+#: Seconds without an event after which the controller is assumed dead; a live controller writes events more often.
 _SILENT_S: Final = 15.0
 
 
 @final
 @dataclass(slots=True)
 class WatchedRun:
-    """State of the run in a directory; hold `lock` while reading it."""
+    """State of the run in a directory; callers must hold `lock` while they read it."""
 
     number: int
     run_dir: Path
@@ -61,16 +61,16 @@ class WatchedRun:
 
     @property
     def name(self) -> str:
-        """The run's own name, or its directory's until the log has it."""
+        """The run's name; until the log contains it, the name of the directory."""
         return str(self.view.started.get("run") or self.run_dir.resolve().name)[:200]
 
     @property
     def loading(self) -> dict[str, float]:
-        """Share of the files that has been read, 0 to 1."""
+        """Shares of the event log and of the samples that have been read, 0 to 1."""
         return {"events": round(self._tail.share, 4), "samples": round(self.samples.share, 4)}
 
     def recipe(self) -> dict[str, Any]:
-        """Return the recipe without passwords; {} if there is none."""
+        """Return the recipe without passwords; an empty table if it is missing or unreadable."""
         try:
             table = tomllib.loads((self.run_dir / "recipe.toml").read_text())
         except (OSError, ValueError):
@@ -79,7 +79,7 @@ class WatchedRun:
         return plain
 
     def settings_made(self) -> dict[str, Any]:
-        """Return the recipe's non-default settings; all of them if this version cannot read it."""
+        """Return the recipe's non-default settings; the whole recipe if this version of pipelinerl cannot read it."""
         try:
             plain: dict[str, Any] = _plain(recipes.to_table(recipes.load_run(self.run_dir), without_defaults=True))
         except UserError:
@@ -103,7 +103,9 @@ class WatchedRun:
             return more
 
     def note_state(self, *, answers: bool) -> None:
-        """Derive the state from the log and from whether the controller `answers`; changes are fed to listeners."""
+        """Derive the run's state from the log and from whether its controller `answers`; notify listeners of a
+        change.
+        """
         with self.lock:
             state = self.view.state or ("live" if answers else self._silent_state())
             if state != self.state:
@@ -158,10 +160,10 @@ class WatchedRun:
 
 
 def watched_runs(directories: Sequence[Path]) -> list[WatchedRun]:
-    """Return the runs to watch, by number.
+    """Return the runs to watch, numbered in the order of their directories.
 
     Raises:
-        UserError: one of them is no run.
+        UserError: a directory holds no run.
     """
     for directory in directories:
         there = ("events.jsonl", "recipe.toml", FOLDER)
@@ -192,7 +194,7 @@ class Follower:
 
 
 def _plain(value: Any) -> Any:
-    """Return JSON values, with users and passwords removed from addresses."""
+    """Return values that JSON can represent, without users and passwords in addresses."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list):

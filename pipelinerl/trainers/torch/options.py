@@ -1,9 +1,14 @@
 """`TorchOptions`, the recipe's `trainer.options` for the torch trainer.
 
-[trainer] options.mesh = { dp_shard = 2, cp = 2 } options.gradients = "divided" options.experts = "parallel"
-options.attention = "buckets" options.lora = { rank = 16, alpha = 32, targets = "all-linear", dropout = 0 }
-options.optimizer = { moments = "bf16", place = "host" } options.distributed = { coordinator = "10.0.0.1:8476",
-token_file = "/shared/token" }     # set by `pipelinerl run`
+[trainer]
+options.mesh = { dp_shard = 2, cp = 2 }
+options.gradients = "divided"
+options.experts = "parallel"
+options.attention = "buckets"
+options.lora = { rank = 16, alpha = 32, targets = "all-linear", dropout = 0 }
+options.optimizer = { moments = "bf16", place = "host" }
+# set by `pipelinerl run`:
+options.distributed = { coordinator = "10.0.0.1:8476", token_file = "/shared/token" }
 """
 
 from __future__ import annotations

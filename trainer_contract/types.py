@@ -1,6 +1,7 @@
 """Values of the trainer contract: frozen, numpy only.
 
-Letters in shapes: T tokens of a micro-batch, S segments packed into it: a rollout, or a part of a branching one, each.
+Letters in shapes: T tokens of a micro-batch, and S segments packed into it. Each segment is a rollout, or a part of a
+branching rollout.
 """
 
 from __future__ import annotations

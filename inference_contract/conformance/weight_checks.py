@@ -274,7 +274,9 @@ def update_during_whole_answer(session: Session) -> None:
 
 
 def abort_on_update_ends_samples(session: Session) -> None:
-    """With on_update=abort each running sample ends with `abort`, entirely from one version."""
+    """A sample that runs during an update with on_update=abort ends with `abort`, and one version sampled all its
+    tokens.
+    """
     for update in _updates_under_load(session, session.completed, on_update="abort"):
         aborted = 0
         for choice in update.whole_choices():
@@ -366,7 +368,7 @@ def _updates_under_load(
 
 
 def _send_and_commit(session: Session, version: int, *, tag: int) -> None:
-    """Finish an update that is prepared."""
+    """Broadcast the weights and commit them, for an update that is already prepared."""
     trainer = kit_trainer(session)
     trainer.accepted(trainer.update("commit", version, digest=_sent(session, tag=tag)), "committed")
 

@@ -16,7 +16,7 @@ from inference_contract import routes
 
 @final
 class WeightServer:
-    """Listens from construction until the `with` block ends.
+    """A server of weights, which listens from construction until the `with` block ends.
 
     Attributes:
         requests: paths of authenticated requests.
@@ -59,7 +59,7 @@ class WeightServer:
         self._server.server_close()
 
     def hold(self, epoch: int, version: int, data: bytes) -> None:
-        """Serve these bytes as that version."""
+        """Serve `data` as the weights of this epoch and version."""
         self._held[routes.WEIGHTS.format(epoch=epoch, version=version)] = data
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:

@@ -44,7 +44,7 @@ class _Log:
     groups: dict[str, _Group] = field(default_factory=dict)
 
     def append(self, entry_id: _Id, payload: bytes) -> bool:
-        """Append unless the id is not above the last; return True if appended."""
+        """Append the entry if its id is above the last id; return True if it was appended."""
         if entry_id <= self.last:
             return False
         self.ids.append(entry_id)
@@ -53,7 +53,9 @@ class _Log:
         return True
 
     def next_id(self) -> _Id:
-        """Return the id that a server would choose: the clock in milliseconds, or the last id's successor."""
+        """Return the id that a server would choose: the clock in milliseconds, or the successor of the last id if that
+        is higher.
+        """
         return max((time.time_ns() // 1_000_000, 0), (self.last[0], self.last[1] + 1))
 
 

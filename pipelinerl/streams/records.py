@@ -63,7 +63,7 @@ _Header = TypeVar("_Header")
 
 _IDS: Final = np.dtype("<i4")
 _LOGPROBS: Final = np.dtype("<f4")
-#: Compiled: a group has many rollouts, and most of them nothing but the defaults.
+#: Compiled, because a group has many rollouts and most of them have only default values in these fields.
 _ENDING: Final = attrgetter("finish_reason", "temperature", "epoch")
 _NOTE: Final = attrgetter("note")
 _PARENTS: Final = attrgetter("parents")
@@ -79,7 +79,7 @@ class Kind(IntEnum):
 
 
 class KindedMessage(NamedTuple):
-    """A report, or an order other than a `PromptOrder`: its kind and its fields."""
+    """A message of the `kind` it names, with its fields: a report, or any order except a `PromptOrder`."""
 
     kind: str
     body: dict[str, Any]

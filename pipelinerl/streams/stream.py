@@ -30,7 +30,7 @@ START = "0-0"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One appended record."""
+    """One record in a stream, with its id."""
 
     stream: str
     entry_id: str
@@ -52,10 +52,10 @@ class Fence:
 
 
 def parse_id(entry_id: str) -> tuple[int, int]:
-    """Parse an entry id into two numbers, which have the same order as ids.
+    """Parse an entry id into two numbers; pairs of these numbers sort in the order of the ids.
 
     Raises:
-        ValueError: not of the form `"<number>-<number>"`.
+        ValueError: the id is not of the form `"<number>-<number>"`.
     """
     number, dash, sequence = entry_id.partition("-")
     if not (dash and number.isascii() and number.isdigit() and sequence.isascii() and sequence.isdigit()):

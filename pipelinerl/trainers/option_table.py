@@ -13,7 +13,7 @@ Choice = TypeVar("Choice", bound=StrEnum)
 
 
 def table(value: Any, kind: type[Any], where: str, *, trainer: str) -> Mapping[str, Any]:
-    """Return `value` as the fields of the dataclass `kind`. Raises SpecError if it is no table or has unknown keys."""
+    """Check that `value` is a table whose keys are fields of the dataclass `kind`, and return it. Raises SpecError."""
     if not isinstance(value, Mapping):
         raise SpecError(f"{where} must be a table, got {value!r}")
     refuse_unknown(value, [field.name for field in fields(kind)], where, trainer=trainer)

@@ -25,7 +25,10 @@ def architecture_of(fields: Mapping[str, Any]) -> str:
 
 
 def write_record(path: Path, *, model_version: int, architecture: str, **further: Any) -> None:
-    """Write the record into the existing directory `path`. Write it last: a state without a record does not count."""
+    """Write `trainer.json` into the existing directory `path`.
+
+    Write it last, after all other files: a state without this record counts as missing.
+    """
     record = {"format": _FORMAT, "model_version": model_version, "architecture": architecture, **further}
     (path / _FILE).write_text(json.dumps(record, indent=1) + "\n")
 
@@ -34,7 +37,7 @@ def read_record(path: Path, *, architecture: str, model_type: str) -> Mapping[st
     """Read the record in `path` and check it against the model given by `model_type` and `architecture`.
 
     Raises:
-        StateError: it is missing, damaged, of another format or of another model.
+        StateError: the record is missing, damaged, of another format or of another model.
     """
     try:
         record: dict[str, Any] = json.loads((path / _FILE).read_text())

@@ -359,7 +359,7 @@ def test_every_truncation_and_extension_is_detected(kind: str) -> None:
 
 @given(st.binary(max_size=200))
 @settings(max_examples=100, deadline=None)
-def test_noise_is_rejected(noise: bytes) -> None:
+def test_random_bytes_are_rejected_as_a_record(noise: bytes) -> None:
     with pytest.raises(RecordError):
         decode_group(noise)
 

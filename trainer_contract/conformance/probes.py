@@ -73,11 +73,11 @@ class ByRolloutObjective:
     needs: frozenset[str] = frozenset()
 
     def evaluate(self, predictions: Any, columns: Columns, /) -> Any:
-        """The scalar loss."""
+        """Return the scalar loss."""
         return -(predictions * self._factors(columns)).sum()
 
     def prediction_gradient(self, predictions: Any, columns: Columns, /) -> Any:
-        """The closed form of its gradient in the predictions, [T]."""
+        """Return d loss / d predictions in closed form, [T]."""
         return -(predictions * 0 + self._factors(columns))
 
     def _factors(self, columns: Columns) -> Any:
@@ -185,7 +185,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_equal(got: Any, expected: Any, tolerance: float, what: str) -> None:
-    """Fail unless the largest difference is within `tolerance`; NaN fails too."""
+    """Fail unless the largest difference of `got` from `expected` is within `tolerance`; NaN fails too."""
     distance = float(np.max(np.abs(np.asarray(got, np.float64) - np.asarray(expected, np.float64))))
     require(distance <= tolerance, f"{what} must agree within {tolerance:.3g}, the difference is {distance:.3g}")
 

@@ -1,7 +1,8 @@
-"""`BigramTrainer`, the trainer contract for a table of logits, or of values, in numpy with closed-form gradients.
+"""`BigramTrainer`, a trainer in numpy for a bigram model, with closed-form gradients.
 
-It replaces real trainers in tests of higher layers, and serves as an independent reference for them, since it uses no
-automatic differentiation. Weights and optimizer state are float64; weights are gathered as float32.
+The model is one table: logits [V, V], or values [V] with a value head. The trainer replaces real trainers in tests of
+higher layers. It also serves as an independent reference for them, since it uses no automatic differentiation. Weights
+and optimizer state are float64; weights are gathered as float32.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _VALUES: Final = "bigram.values"
 @final
 @dataclass(slots=True)
 class BigramWorker:
-    """Master weights, Adam's moments and the gradient: each a table [V, V] of logits, or [V] of values."""
+    """Master weights, Adam's moments and the gradient. Each is a table: [V, V] of logits, or [V] of values."""
 
     spec: OptimizerSpec
     head: Head
@@ -106,7 +107,7 @@ class BigramTrainer:
         return [_forward(self._worker, micro_batch) for micro_batch in micro_batches]
 
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
-        """Run `forward` with another table."""
+        """Run `forward` with the table in `weights` instead of the trainer's own."""
         check_weights(weights, self.weight_layout())
         table = weights[self._name].view(np.float32).reshape(self._worker.table.shape)
         other = replace(self._worker, table=table.astype(np.float64))
@@ -140,7 +141,7 @@ class BigramTrainer:
             )
         if worker.gradient is None:
             worker.gradient = np.zeros_like(worker.table)
-        with np.errstate(invalid="ignore", over="ignore"):  # `optimizer_step` rejects overflow
+        with np.errstate(invalid="ignore", over="ignore"):  # not finite after an overflow: `optimizer_step` rejects it
             gradient = objective.prediction_gradient(predictions, columns)
             if distributions is not None:
                 temperatures = micro_batch.temperatures[where]
@@ -180,7 +181,7 @@ class BigramTrainer:
         self._worker.gradient = None
 
     def weight_layout(self) -> tuple[ParameterInfo, ...]:
-        """Return the single parameter."""
+        """Return the layout of the model's only parameter, the table."""
         return (ParameterInfo(self._name, self._worker.table.shape, "float32"),)
 
     def gather_weights(self) -> Iterator[tuple[str, Float32]]:
@@ -188,7 +189,7 @@ class BigramTrainer:
         yield self._name, self._worker.table.astype(np.float32)
 
     def save_state(self, path: Path) -> None:
-        """Write one file into the directory `path`."""
+        """Write the trainer's state as one file in the directory `path`."""
         worker = self._worker
         tensors = {"table": worker.table, "exp_avg": worker.exp_avg, "exp_avg_sq": worker.exp_avg_sq}
         save_file({**tensors, "model_version": np.array([worker.model_version])}, path / _STATE)
@@ -222,7 +223,7 @@ def _predict(worker: BigramWorker, batch: MicroBatch, where: NDArray[np.intp]) -
 
 
 def _measures(objective: Objective, distributions: Float64 | None) -> dict[str, Float64]:
-    """Return the measures that the objective needs, from log-probs [N, V]; empty for a value head."""
+    """Return the distribution measures that the objective needs, from log-probs [N, V]; empty for a value head."""
     if distributions is None:
         return {}
     measures = measures_of(objective)

@@ -23,7 +23,8 @@ from jax.sharding import Mesh, PartitionSpec as P
 from pipelinerl.models.jax.decoder import Attend, grouped_attention
 from pipelinerl.trainers.jax import mesh as jax_mesh
 
-#: Queries whose scores are held at once. Longer rows are processed in blocks, each of which sees only earlier tokens.
+#: Number of queries whose scores are in memory at once. Longer rows are processed in blocks of this many queries; each
+#: block sees only earlier tokens.
 _QUERIES_AT_ONCE: Final = 1024
 
 
@@ -35,16 +36,18 @@ class PackedAttention(StrEnum):
 
     @classmethod
     def on(cls, platform: str, *, compute: Any) -> PackedAttention:
-        """Return the implementation that suits a platform and compute dtype."""
+        """Return the default implementation for a platform and compute dtype."""
         return cls.FLASH if platform == "tpu" and compute == jnp.bfloat16 else cls.DENSE
 
     @property
     def least_columns(self) -> int:
-        """The smallest number of columns; rows have this many times a power of two. The kernel's blocks have 128."""
+        """The smallest number of columns C of a row; C is this number times a power of two. The TPU kernel's blocks
+        have 128.
+        """
         return 128 if self is PackedAttention.FLASH else 64
 
     def within(self, segment_ids: Array, mesh: Mesh) -> Attend:
-        """Return the `attend` argument of `hidden_states` for sharded rows [R, C] with these segments."""
+        """Return the `attend` argument that `hidden_states` expects, for sharded rows [R, C] with these segment ids."""
         return _dense(segment_ids) if self is PackedAttention.DENSE else _flash(segment_ids, mesh)
 
 
@@ -59,7 +62,7 @@ def _dense(segment_ids: Array) -> Attend:
     def attend(query: Array, key: Array, value: Array, state: Any) -> tuple[Array, Any]:
         if columns <= _QUERIES_AT_ONCE:
             return block(0, columns, query, key, value), state
-        # The backward pass recomputes a block's scores, so that the scores of only one block are held at a time.
+        # The backward pass recomputes each block's scores, so the scores of only one block are in memory at a time.
         replayed = jax.checkpoint(block, static_argnums=(0, 1), policy=jax.checkpoint_policies.nothing_saveable)
         starts = range(0, columns, _QUERIES_AT_ONCE)
         parts = [replayed(start, start + _QUERIES_AT_ONCE, query, key, value) for start in starts]
@@ -72,7 +75,7 @@ def _flash(segment_ids: Array, mesh: Mesh) -> Attend:
     heads = P(jax_mesh.ROWS, "tensor")
 
     def own(query: Array, key: Array, value: Array, segments: Array) -> Array:
-        """Compute one device's rows and heads, [R, H, C, d]."""
+        """Compute attention for the rows and heads [R, H, C, d] of one device."""
         scale = query.shape[-1] ** -0.5
         return flash_attention(
             query, key, value, segment_ids=SegmentIds(segments, segments), causal=True, sm_scale=scale

@@ -9,17 +9,18 @@ import jax
 from pipelinerl.trainers.ranks.distributed import Distributed
 from trainer_contract.errors import SpecError
 
-#: JAX's own timeouts end the process with a trace. They are longer than ours, which end it with a clear message.
+#: Factor by which JAX's timeouts exceed ours. JAX ends the process with a stack trace; ours must fire first, because
+#: they end it with a clear message.
 _JAX_PATIENCE: Final = 4
 _JAX_SHUTDOWN_S: Final = 10
 
 
 def join(distributed: Distributed, port: int) -> None:
-    """Join the other processes at this port of the coordinator's host. Raises SpecError."""
+    """Join the other processes at `port` on the coordinator's host. Raises SpecError."""
     if jax.distributed.is_initialized():
         raise SpecError("options.distributed: this process is one of several already; start another process")
     host = distributed.coordinator.rpartition(":")[0]
-    # Our channels detect dead ranks, so JAX should not wait for any rank when a process ends.
+    # Our channels detect dead ranks, so JAX need not wait for the other ranks when a process ends.
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:

@@ -4,8 +4,8 @@
     fsdp      rows are sharded, and weights too; weights are gathered layer by layer where they are used
     tensor    heads, intermediate features and vocabulary are sharded (Megatron's split); each device sees whole rows
 
-The decoder's table gives each parameter's sharding (`Parameter.axes`). A mesh that does not divide the devices or the
-model is rejected before anything is loaded.
+`Parameter.axes` gives each parameter's sharding. A mesh is rejected before anything is loaded if its axes do not divide
+the number of devices, or the dimensions of the model that they shard.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def gathered(mesh: Mesh, parameter: Parameter) -> NamedSharding:
 
 
 def everywhere(mesh: Mesh, value: np.ndarray[Any, Any]) -> jax.Array:
-    """Replicate a value on every device of every process."""
+    """Replicate `value` on every device of every process."""
     return jax.make_array_from_callback(value.shape, NamedSharding(mesh, P()), value.__getitem__)
 
 

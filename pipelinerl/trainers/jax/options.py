@@ -1,8 +1,11 @@
 """`JaxOptions`, the recipe's `trainer.options` for the JAX trainer.
 
-[trainer] type = "jax" options.mesh = { data = 2, fsdp = 4, tensor = 2 } options.remat = "inference_matched"
-options.attention = "dense" options.distributed = { coordinator = "10.0.0.1:8476", processes = 4, token_file =
-"/shared/token" }
+[trainer]
+type = "jax"
+options.mesh = { data = 2, fsdp = 4, tensor = 2 }
+options.remat = "inference_matched"
+options.attention = "dense"
+options.distributed = { coordinator = "10.0.0.1:8476", processes = 4, token_file = "/shared/token" }
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ _NAME: Final = "JAX"
 
 
 class Remat(StrEnum):
-    """Activations that the forward pass keeps for the backward pass; the others are recomputed."""
+    """The activations that the forward pass keeps for the backward pass; all others are recomputed."""
 
     NONE = "none"
     """Keep all activations: fastest if they fit into memory."""
@@ -35,7 +38,10 @@ class Remat(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JaxOptions:
-    """Options of the JAX trainer; `distributed` None means one process, `attention` None chooses by device."""
+    """Options of the JAX trainer.
+
+    `distributed` None means a single process; with `attention` None, the device decides.
+    """
 
     mesh: MeshShape
     remat: Remat = Remat.NONE

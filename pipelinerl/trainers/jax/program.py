@@ -1,7 +1,7 @@
 """The computations of a JAX trainer as pure functions: log-probs, gradient accumulation and AdamW's step.
 
-Each function is compiled once per program and shape of rows, whatever the number of trainers. Buffers that are replaced
-(weights, moments, the gradient) are donated, so none is held twice.
+Each function is compiled once per program and row shape, however many trainers use it. Buffers that a step replaces
+(weights, moments, the gradient) are donated to XLA, so memory never holds both the old and the new values.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class TrainerProgram:
     def output_layer(self, weights: Weights) -> Array:
         """Return the output layer [V, D].
 
-        With `HeadPrecision.FP32` it is fp32, rounded to the engines' values, with a straight-through gradient.
+        With `HeadPrecision.FP32` it is fp32, and its values are rounded as in the engines; the gradient passes straight
+        through the rounding.
         """
         if self.head is HeadPrecision.MODEL:
             return output_embedding(weights, fetch=self.fetch)
@@ -146,9 +147,10 @@ def _ahead(
 def accumulate(
     program: TrainerProgram, objective: Objective, weights: Weights, gradient: Weights, columns: Columns
 ) -> tuple[Weights, Array, Array]:
-    """Add this micro-batch's gradient; return the sum, the loss, and the predictions [R, C], 0 outside the loss mask.
+    """Add this micro-batch's gradient to `gradient`.
 
-    A non-finite loss adds nothing.
+    Returns the new gradient, the loss, and the predictions [R, C], 0 outside the loss mask. A loss that is not finite
+    adds no gradient.
     """
 
     inside, measures = columns["loss_mask"], measures_of(objective)
@@ -156,8 +158,9 @@ def accumulate(
     def loss_of(weights: Weights) -> tuple[Array, Array]:
         current, *measured = jnp.where(inside, predictions(program, measures, weights, columns), 0.0)
         flat = {name: jnp.where(inside, column, 0).reshape(-1) for name, column in columns.items()}
-        # Tokens outside the mask, padding included, become zeros in segment 0. The number of segments is set to the
-        # number of tokens, its upper bound: a constant per shape avoids a compilation for each number of segments.
+        # Tokens outside the mask, padding included, become zeros in segment 0. The number of segments is set to its
+        # upper bound, the number of tokens: it is then constant per shape, so XLA need not compile again when segments
+        # vary.
         flat["loss_mask"] = inside.reshape(-1)
         flat |= {name: column.reshape(-1) for name, column in zip(measures, measured, strict=True)}
         return objective.evaluate(current.reshape(-1), flat | {"num_segments": current.size}), current
@@ -185,7 +188,7 @@ def step(
     gradient: Weights,
     learning_rate: Array,
 ) -> Stepped:
-    """Clip as torch does, then apply AdamW; if the norm is not finite, change nothing."""
+    """Clip the gradient as torch does, then apply AdamW; if the gradient's norm is not finite, change nothing."""
     norm = optax.tree.norm(gradient)
     scale = jnp.minimum(1.0, spec.grad_clip / (norm + 1e-6)) if spec.grad_clip else 1.0
     clipped = {name: part * scale for name, part in gradient.items()}
@@ -196,7 +199,7 @@ def step(
 
 
 def adamw(config: DecoderConfig, spec: OptimizerSpec) -> optax.GradientTransformation:
-    """Return AdamW without the learning rate, which varies by step; vectors (biases and norms) are not decayed."""
+    """Return AdamW without the learning rate, which varies by step; weight decay spares vectors (biases and norms)."""
     matrices = {parameter.name: len(parameter.shape) >= 2 for parameter in config.parameters}
     return optax.chain(
         optax.scale_by_adam(b1=spec.betas[0], b2=spec.betas[1], eps=spec.eps),

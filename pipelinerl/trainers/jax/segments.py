@@ -1,10 +1,10 @@
 """Packing of segments into rows of a few fixed shapes.
 
-XLA compiles one program per shape. So a micro-batch of any length is laid out in R rows of C columns, and R and C come
-from short lists. C is a power of two that holds the longest segment. R is the least of 1, 2, 3, 4, 6, 8, 12, … times
-the number of devices that share the rows. Each segment lies within one row, so attention costs R·C² instead of T², and
-rows can be sharded. A run with ragged batches compiles one program per shape (R, C), not one per length. Padding is at
-most a third of the rows, plus the unused ends of rows.
+XLA compiles one program per shape. So a micro-batch of any length is laid out in R rows of C columns, where R and C
+come from short lists. C is a power of two that holds the longest segment. R is a number from the list 1, 2, 3, 4, 6, 8,
+12, … times the number of devices that share the rows; the smallest sufficient one is used. Each segment lies within one
+row, so attention costs R·C² instead of T², and rows can be sharded. A run with ragged batches compiles one program per
+shape (R, C), not one per length. Padding is at most a third of the rows, plus the unused ends of rows.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class Rows:
         return cls((rows, columns), np.repeat(offset, lengths) + position_ids)
 
     def spread(self, column: NDArray[Any], *, fill: Any = 0) -> NDArray[Any]:
-        """Spread a column [T] to [R, C], with `fill` where there is no token."""
+        """Copy a column [T] to rows [R, C], with `fill` at padding."""
         rows = np.full(self.shape[0] * self.shape[1], fill, dtype=column.dtype)
         rows[self.place] = column
         return rows.reshape(self.shape)
 
     def collect(self, rows: NDArray[Any]) -> NDArray[Any]:
-        """Collect the tokens [T] from [R, C]."""
+        """Return the tokens' values [T] from rows [R, C], the inverse of `spread`."""
         return rows.reshape(-1)[self.place]
 
 
 def _bucket(count: int) -> int:
-    """Return the least of 1, 2, 3, 4, 6, 8, 12, 16, … that is not below `count`."""
+    """Return the smallest number of the list 1, 2, 3, 4, 6, 8, 12, 16, … that is at least `count`."""
     power = 1 << (count - 1).bit_length()
     return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power

@@ -78,10 +78,10 @@ def save_parts(path: Path, arrays: Kinds) -> None:
 
 
 def save_record(path: Path, arrays: Kinds, *, config: DecoderConfig, model_version: int) -> None:
-    """Write the record after every process has written its parts; a state without a record does not count.
+    """Write `trainer.json` after every process has written its parts; a state without it counts as missing.
 
     Raises:
-        StateError: some parts are not visible here, so the processes do not write to one file system.
+        StateError: some parts are not visible here, so the processes do not share one file system.
     """
     for kind, named in arrays.items():
         for name, array in named.items():
@@ -92,17 +92,19 @@ def save_record(path: Path, arrays: Kinds, *, config: DecoderConfig, model_versi
 
 
 def load(path: Path, *, expected: DecoderConfig) -> JaxSavedState:
-    """Read the record of a state and check that it belongs to the model `expected`.
+    """Read `trainer.json` of a state and check that it belongs to the model `expected`.
 
     Raises:
-        StateError: it is missing, damaged, or of another model.
+        StateError: the state is missing, damaged, or of another model.
     """
     record = read_record(path, architecture=_architecture(expected), model_type=expected.model_type)
     return JaxSavedState(path, record["model_version"])
 
 
 def _write(spec: dict[str, Any], array: jax.Array) -> list[tensorstore.WriteFutures]:
-    """Start writing the parts on this host, each once; a part is one file."""
+    """Start writing the parts of `array` on this host, each to its own file; of several replicas only the first
+    writes.
+    """
     store = tensorstore.open(
         spec,
         create=True,
@@ -144,6 +146,8 @@ def _spec(path: Path, kind: str, name: str) -> dict[str, Any]:
 
 
 def _architecture(config: DecoderConfig) -> str:
-    """Return the model's digest, independent of the directory's dtype; for a policy it omits `scalar_head`."""
+    """Return the digest that identifies the model. It ignores the dtype of the model's directory and, for a policy,
+    `scalar_head`.
+    """
     left_out = {"dtype"} if config.scalar_head else {"dtype", "scalar_head"}
     return architecture_of({name: value for name, value in asdict(config).items() if name not in left_out})

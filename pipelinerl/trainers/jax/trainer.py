@@ -113,7 +113,9 @@ class JaxTrainer:
         )
 
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
-        """Run `forward` with other weights; weights are an argument of the programs, so none is recompiled."""
+        """Run `forward` with other weights. Weights are an argument of the compiled programs, so nothing is
+        recompiled.
+        """
         worker = self._worker
         check_weights(weights, self.weight_layout())
         for micro_batch in micro_batches:
@@ -126,7 +128,7 @@ class JaxTrainer:
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
         """Evaluate the objective and accumulate gradients.
 
-        With several processes, `commands` must be able to encode the objective.
+        With several processes, the module `ranks.commands` must be able to encode the objective.
         """
         worker = self._worker
         check_measures(objective, Head.VALUE if worker.config.scalar_head else Head.POLICY)
@@ -143,7 +145,7 @@ class JaxTrainer:
         )
 
     def optimizer_step(self, *, learning_rate: float) -> StepStats:
-        """Clip, apply and clear the gradient; reject one that is not finite."""
+        """Clip and apply the gradient, then clear it; reject a gradient that is not finite."""
         worker = self._worker
         if worker.gradient is None:
             raise ProtocolError("optimizer_step needs a gradient: call backward first")
@@ -182,7 +184,9 @@ class JaxTrainer:
         worker.save_record(path)
 
     def close(self) -> None:
-        """Drop weights and programs on every rank; the other ranks stay up for this process's other trainers."""
+        """Drop weights and programs on every rank; the other ranks' processes stay up, as other trainers of this
+        process may use them.
+        """
         self._state = None
         if self._ranks is not None:
             ranks, self._ranks = self._ranks, None
@@ -193,13 +197,15 @@ class JaxTrainer:
         if self._ranks is None:
             return own()
         message = command() if callable(command) else command
-        lane = Lane.READS if isinstance(message, Save) else Lane.PASSES  # gathering runs device programs
+        lane = Lane.READS if isinstance(message, Save) else Lane.PASSES  # gathering runs on devices: a pass
         return self._ranks.together(lambda _: message, own, lane=lane).own
 
 
 @final
 class JaxFollower:
-    """Implements `ranks.follower.RankWorker`. Its results are not used: rank 0 computes every result itself."""
+    """Implements `ranks.follower.RankWorker` for JAX. It returns no results, because rank 0 computes every result
+    itself.
+    """
 
     def __init__(self, spec: TrainerSpec) -> None:
         options, config = read_spec(spec)

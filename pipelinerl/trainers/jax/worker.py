@@ -53,7 +53,9 @@ _PLATFORMS: Final = {Device.AUTO: None, Device.CPU: "cpu", Device.CUDA: "cuda", 
 @final
 @dataclass(slots=True)
 class JaxWorker:
-    """Weights, moments (optax's state) and the gradient, which is None when nothing was accumulated."""
+    """The weights, moments (optax's state) and gradient of one process; the gradient is None if none was
+    accumulated.
+    """
 
     program: TrainerProgram
     optimizer: OptimizerSpec
@@ -65,7 +67,9 @@ class JaxWorker:
 
     @classmethod
     def started(cls, spec: TrainerSpec, options: JaxOptions, config: DecoderConfig) -> JaxWorker:
-        """Load this process's shards of weights, or of weights and moments; see `Trainer.init_worker`."""
+        """Load this process's shards of the weights, and of the moments if the spec restores a state; see
+        `Trainer.init_worker`.
+        """
         devices, compute = _devices(spec), jnp.bfloat16 if spec.precision is Precision.BF16 else jnp.float32
         program = TrainerProgram(
             config=config,
@@ -77,7 +81,7 @@ class JaxWorker:
         )
         load = _loaded if spec.restore_from is None else _restored
         worker = load(program, spec)
-        if spec.head_precision is not HeadPrecision.FP32:  # with FP32 the program itself rounds the head to nearest
+        if spec.head_precision is not HeadPrecision.FP32:  # FP32: the program rounds the output layer
             worker.rounding = spec.rounding
         return worker
 
@@ -98,9 +102,10 @@ class JaxWorker:
         return [_forward(self.program, self.weights, batch) for batch in batches]
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights | None) -> list[Float32]:
-        """See `Trainer.forward_at`; weights are an argument of the programs, so none is recompiled.
+        """See `Trainer.forward_at`. Weights are an argument of the compiled programs, so nothing is recompiled.
 
-        `weights` is None on every rank but 0, which sends them over the mesh, one parameter of one layer at a time.
+        Only rank 0 passes `weights`; all other ranks pass None. Rank 0 sends them over the mesh, one parameter of one
+        layer at a time.
         """
         sizes = {info.name: num_bytes(info) for info in self.layout()}
 
@@ -115,7 +120,7 @@ class JaxWorker:
         return [_forward(self.program, other, batch) for batch in batches]
 
     def backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Accumulate gradients on whole rows; padding counts as tokens outside the mask."""
+        """Accumulate gradients over padded rows; padding counts as tokens outside the mask."""
         return [self._backward(number, batch, objective) for number, batch in enumerate(batches)]
 
     def _backward(self, number: int, batch: MicroBatch, objective: Objective) -> LossStats:
@@ -134,7 +139,7 @@ class JaxWorker:
         return LossStats(loss, rows.collect(_whole(logprobs)))
 
     def optimizer_step(self, learning_rate: float) -> StepStats:
-        """Clip, apply and clear the gradient; reject one that is not finite."""
+        """Clip and apply the gradient, then clear it; reject a gradient that is not finite."""
         assert self.gradient is not None, "the trainer has checked that there is a gradient"
         gradient, self.gradient = self.gradient, None
         rate = np.float32(learning_rate)
@@ -147,22 +152,22 @@ class JaxWorker:
 
     @property
     def dithers(self) -> bool:
-        """True if rank 0 rounds gathered weights, which then arrive in fp32."""
+        """True if rank 0 rounds gathered weights by dithering; they then arrive in fp32."""
         return self.rounding is Rounding.DITHERED and self.config.dtype == "bfloat16"
 
     def gathered(self, place: int) -> jax.Array:
-        """Return the parameter at this position of the layout, whole on each device, for one layer."""
+        """Gather one layer's parameter, at position `place` of the layout, whole on each device."""
         parameter, layer = list(export_order(self.config))[place]
         dtype = jnp.float32 if self.dithers else jnp.dtype(self.config.dtype)
         gathered = export_weight(self.weights, parameter, layer, dtype=dtype)
         return gathered.block_until_ready()
 
     def save_parts(self, path: Path) -> None:
-        """Write this process's shards of weights and moments. There is no random state."""
+        """Write this process's shards of weights and moments. A JAX trainer has no random state."""
         jax_state.save_parts(path, self._arrays())
 
     def save_record(self, path: Path) -> None:
-        """Write the record after every process has written its parts."""
+        """Write `trainer.json` after every process has written its parts."""
         jax_state.save_record(path, self._arrays(), config=self.config, model_version=self.model_version)
 
     def _arrays(self) -> jax_state.Kinds:

@@ -1,1 +1,3 @@
-"""Multi-process trainers for every array library: rank 0 has the verbs, the other ranks execute its commands."""
+"""Multi-process trainers for every array library: the training loop calls rank 0, and the other ranks execute its
+commands.
+"""

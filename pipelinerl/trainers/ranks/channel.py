@@ -2,9 +2,9 @@
 
     frame:  length u64 little-endian, then that many bytes; length 0 is a heartbeat
 
-Each side sends heartbeats from its own thread, whatever else it computes, so a live peer sends something within
+Each peer sends heartbeats from a separate thread, whatever else it computes, so a live peer sends something within
 `silence_s`. A dead peer is detected at once (its connection closes). A hanging peer, or a network that drops packets,
-is detected within `silence_s`. Both raise a `RankError` that names the peer.
+is detected within `silence_s`. Both cases raise a `RankError` that names the peer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Final, final
 from trainer_contract.errors import RankError
 
 _LENGTH: Final = struct.Struct("<Q")
-#: Upper bound of a message's size; a larger one is not from our ranks.
+#: Upper bound of a message's size; a larger message cannot come from one of our ranks.
 _MOST_BYTES: Final = 1 << 32
-#: Heartbeats sent within the silence after which a peer counts as lost.
+#: Number of heartbeats sent per `silence_s`, the silence after which a peer counts as lost.
 _BEATS: Final = 6
 
 
@@ -66,7 +66,7 @@ class Channel:
             try:
                 self._write(_LENGTH.pack(0))
             except RankError:
-                return  # the next send or receive raises the same error
+                return  # the next `send` or `receive` raises the same error
 
     def _write(self, data: bytes) -> None:
         with self._sending:

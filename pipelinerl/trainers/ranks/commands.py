@@ -1,8 +1,7 @@
-"""Messages between rank 0 and the other ranks: the verbs of the trainer contract as msgpack, and the answers.
+"""Messages between rank 0 and the other ranks: the methods of the trainer contract as msgpack, and the answers.
 
-All values are plain data. A class (an objective and its slots) is sent as `module:Class`. It is reconstructed only if
-it is a dataclass or an enum of the objective or of the trainer contract. No other class can be named, and nothing in a
-command is executed.
+All values are plain data. A class (an objective and its slots) is sent as `module:Class`. The receiver accepts only
+dataclasses and enums of the objective or of the trainer contract, and executes nothing else that a command holds.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pipelinerl.trainers.ranks.shared_block import Place
 from trainer_contract.errors import RankError, SpecError
 from trainer_contract.types import MicroBatch, Objective, TrainerSpec
 
-#: Packages from which classes of objectives may come.
+#: Packages whose classes an objective may use.
 _OBJECTIVES: Final = ("pipelinerl.objective.", "pipelinerl.numerics.", "trainer_contract.")
 
 
@@ -42,14 +41,16 @@ class Columns(msgspec.Struct, frozen=True):
 
 
 class StartCommand(msgspec.Struct, frozen=True, tag=True):
-    """`init_worker` of the trainer with the number `trainer`; one process may lead several (policy, reference)."""
+    """`init_worker` of trainer number `trainer`; one process may hold several trainers (policy, reference)."""
 
     trainer: int
     spec: dict[str, Any]
 
 
 class ForwardCommand(msgspec.Struct, frozen=True, tag=True):
-    """`forward` of this rank's micro-batches; all ranks make `rounds` passes, which is at least their number."""
+    """`forward` of this rank's micro-batches. All ranks make `rounds` passes, at least as many as a rank has
+    micro-batches.
+    """
 
     trainer: int
     batches: list[Columns]
@@ -57,7 +58,7 @@ class ForwardCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForwardAt(msgspec.Struct, frozen=True, tag=True):
-    """`forward_at`; the weights follow over the collectives of the passes."""
+    """`forward_at`; the weights are not in this command but follow over the collectives of the passes."""
 
     trainer: int
     batches: list[Columns]
@@ -65,7 +66,9 @@ class ForwardAt(msgspec.Struct, frozen=True, tag=True):
 
 
 class Backward(msgspec.Struct, frozen=True, tag=True):
-    """`backward` of this rank's micro-batches; all ranks make `rounds` passes, which is at least their number."""
+    """`backward` of this rank's micro-batches. All ranks make `rounds` passes, at least as many as a rank has
+    micro-batches.
+    """
 
     trainer: int
     batches: list[Columns]
@@ -87,7 +90,7 @@ class Discard(msgspec.Struct, frozen=True, tag=True):
 
 
 class GatheredKind(StrEnum):
-    """The quantity to gather for a parameter."""
+    """The value that is gathered for a parameter."""
 
     WEIGHTS = "weights"
     """Its value as engines receive it."""
@@ -98,9 +101,9 @@ class GatheredKind(StrEnum):
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
-    """Gather `count` parameters for `gather_weights`, from position `place` of `weight_layout`, one by one.
+    """Gather `count` consecutive parameters for `gather_weights`, starting at position `place` of `weight_layout`.
 
-    If `into` is set, ranks that share memory with rank 0 write their rows there; the others send them.
+    If `into` is set, ranks that share memory with rank 0 write their rows there; all other ranks send their rows.
     """
 
     trainer: int
@@ -127,7 +130,7 @@ Command = StartCommand | ForwardCommand | ForwardAt | Backward | StepCommand | D
 
 
 class Numbered(msgspec.Struct, frozen=True, tag=True):
-    """A command and the number that its answers carry."""
+    """A command with a number; the answers to the command carry the same number."""
 
     number: int
     lane: Lane
@@ -135,7 +138,7 @@ class Numbered(msgspec.Struct, frozen=True, tag=True):
 
 
 class RanksEnd(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0 ends, because its work is done or for `reason`."""
+    """Rank 0 ends: with an empty `reason` its work is done, otherwise `reason` tells why it gave up."""
 
     reason: str = ""
 
@@ -149,7 +152,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """All ranks have connected; `port`, on the coordinator's host, is for the array library's own rendezvous."""
+    """All ranks have connected; they next meet at `port` on the coordinator's host, through their array library."""
 
     port: int
 
@@ -168,9 +171,9 @@ class RankResult(msgspec.Struct, frozen=True):
 
 
 class RankAnswer(msgspec.Struct, frozen=True, tag=True):
-    """A rank has finished a command, with its `results` or an error.
+    """The answer of a rank that has finished a command: its `results`, or an error.
 
-    `error` is the name of a class of `trainer_contract.errors`, `sentence` its message.
+    `error` is the name of a class of `trainer_contract.errors`, `sentence` the error's message.
     """
 
     number: int

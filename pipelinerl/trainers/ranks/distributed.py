@@ -25,8 +25,9 @@ class Distributed:
         coordinator: host:port at which process 0 listens for the others; the host is an address of process 0.
         processes: the number of processes, including process 0.
         process: 0 for `pipelinerl trainer`, 1 and above for `pipelinerl trainer-rank`.
-        token_file: {"token": …}, the same for all; required unless the coordinator's host is loopback.
-        timeout_s: the longest duration of a verb, compilation included, and of the initial rendezvous.
+        token_file: file with {"token": …}, the same token for all processes; required unless the coordinator's host is
+            loopback.
+        timeout_s: the longest duration of a method call, compilation included, and of the initial rendezvous.
         silence_s: a process that sends nothing for this long counts as lost.
     """
 

@@ -4,8 +4,8 @@
     the main thread     rank 0's next message or beat      silence_s     rank 0
     a lane's thread     the next command of its lane       —             the main thread
 
-Such a rank uses no stream, controller or checkpoint. It ends when rank 0 ends. If rank 0 dies or hangs, it ends with an
-error message within `silence_s`, even while one of its collectives waits forever for rank 0.
+A rank above 0 uses no stream, controller or checkpoint. It ends when rank 0 ends. If rank 0 dies or hangs, the rank
+ends with an error message within `silence_s`, even if it is blocked in a collective that waits for rank 0.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from trainer_contract.types import TrainerSpec
 
 
 class RankWorker(Protocol):
-    """One process's part of a trainer: its shards, and the verbs on them."""
+    """The shards of a trainer on one process, and the trainer's methods on them."""
 
     def execute(self, command: Command) -> list[RankResult]:
-        """Execute this rank's part of a verb; all ranks execute verbs in the same order. Raises TrainerError."""
+        """Execute this rank's part of a command; all ranks execute commands in the same order. Raises TrainerError."""
         ...
 
 
-#: `init_worker` on a rank above 0.
+#: Creates a trainer's worker on a rank above 0, like `init_worker` on rank 0.
 Start = Callable[[TrainerSpec], RankWorker]
 
 
@@ -73,7 +73,9 @@ def follow(distributed: Distributed, *, join: Join, start: Start, say: Callable[
 
 @final
 class _Rank:
-    """The trainers of this process, by rank 0's numbers, and the threads that work for them."""
+    """The workers of this process by the trainer numbers that rank 0 assigned, and the threads that execute their
+    commands.
+    """
 
     def __init__(self, channel: Channel, start: Start) -> None:
         self._channel = channel
@@ -96,7 +98,7 @@ class _Rank:
                 results = self._execute(numbered.command)
             except TrainerError as refusal:
                 error = refusal
-            except (RuntimeError, ValueError, OSError) as failed:  # from the array library, a file format or the disk
+            except (RuntimeError, ValueError, OSError) as failed:  # array library, file format or disk
                 files = isinstance(numbered.command, Save)
                 error = StateError(str(failed)) if files else RankError(f"{type(failed).__name__}: {failed}")
             except BaseException:  # a bug: close the channel so that both ranks end at once

@@ -1,4 +1,5 @@
-"""`Ranks`, rank 0's side of a multi-process trainer: it runs each verb on all ranks and handles lost ranks.
+"""`Ranks`, rank 0's side of a multi-process trainer: it runs each verb on all ranks and handles lost ranks. A verb is a
+method of the trainer contract, such as `forward`.
 
     who waits                     for                           until                    unblocked by
     the caller of a verb          rank 0's part, and answers    timeout_s                the ranks; a rank lost
@@ -7,11 +8,11 @@
 
 A command is sent when a verb begins, and the lane's single thread executes rank 0's part. Both happen in the order of
 the calls, so programs from all threads reach every rank's devices in the same order. The next verb may begin before the
-previous one has ended; the other ranks then have no gap.
+previous one has ended, so the other ranks need not wait between verbs.
 
-A verb ends when every rank has finished its part. If a rank dies, hangs or fails, a `RankError` names it, every later
-verb raises the same error, and the other ranks are ended. A computation that hangs in a collective is left to its
-daemon thread.
+A verb ends when every rank has finished its part. If a rank dies, hangs or fails, a `RankError` names that rank, every
+later verb raises the same error, and the other ranks are ended. A computation that hangs in a collective is left behind
+in its daemon thread.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ from trainer_contract.errors import RankError, SpecError, StateError, TrainerErr
 T = TypeVar("T")
 #: Numbers for the trainers of this process; the other ranks identify trainers by them.
 TRAINER_NUMBERS: Final = itertools.count(1)
-#: A collective fails as soon as a peer is gone. Wait this long for the reader, which can name the peer.
+#: A collective fails as soon as a peer is gone. Wait this long for the thread that reads from that peer: its error
+#: names the peer.
 _NAMING_S: Final = 2.0
 #: After the loss of a rank, this process ends within this time, even if a collective blocks JAX's cleanup forever.
 _LAST_S: Final = 60.0
@@ -77,14 +79,12 @@ class _Pending:
 
     @property
     def is_of_all(self) -> bool:
-        """True if one rank's failure blocks all others; false for Save, since each rank writes its own files."""
+        """True if one rank's failure blocks all others; false only for Save, since each rank writes its own files."""
         return self.verb != Save.__name__
 
     @property
     def has_failed(self) -> bool:
-        """True if rank 0's part failed with anything but a TrainerError, which would be a regular result of the
-        verb.
-        """
+        """True if rank 0's part failed with anything but a TrainerError, which all ranks raise alike and survive."""
         return self.result.done() and not isinstance(self.result.exception(), TrainerError | None)
 
 
@@ -124,7 +124,7 @@ class Ranks:
             threading.Thread(target=self._read, args=(rank, channel), name=f"rank-{rank}", daemon=True).start()
 
     def together(self, command: Callable[[int], Command], own: Callable[[], T], *, lane: Lane) -> RankResults[T]:
-        """Run `begin` and wait for the result; raises the same errors."""
+        """Run a command on all ranks: `begin` it and wait for the result. Raises the same errors as `begin`."""
         return self.begin(command, own, lane=lane)()
 
     def begin(
@@ -165,16 +165,20 @@ class Ranks:
         return RankResults(self._outcome(pending), {rank: answer.results for rank, answer in pending.answers.items()})
 
     def drop(self, trainer: int) -> None:
-        """Drop a trainer's state on the other ranks; the ranks stay up for this process's other trainers."""
+        """Drop a trainer's state on the other ranks; their processes stay up, as other trainers of this process may use
+        them.
+        """
         with suppress(RankError):  # lost ranks hold no state
             self.together(lambda _: Close(trainer), lambda: None, lane=Lane.PASSES)
 
     def leave(self, reason: str) -> None:
-        """Record that this process will end before its work is done; `end` sends `reason` to the ranks."""
+        """Record that this process will end before its work is done; `end` sends `reason` to the other ranks."""
         self._left_for = reason
 
     def end(self) -> None:
-        """End the other ranks. After `leave` they exit with its reason as a failure, so that they are started again."""
+        """End the other ranks. After `leave` they exit as failures with its `reason`, so that they are started
+        again.
+        """
         with self._changed:
             lost, self._lost = self._lost, self._lost or RankError("the ranks of this trainer have been ended")
         if lost is None:
@@ -214,7 +218,9 @@ class Ranks:
             raise RankError(str(self._lost)) from self._lost
 
     def _lose(self, error: RankError) -> RankError:
-        """Record the first loss, end the other ranks and arm the watchdog; return the first loss."""
+        """Record that a rank is lost, end the other ranks and start the watchdog; return the error of the first
+        loss.
+        """
         with self._changed:
             if self._lost is not None:
                 return self._lost
@@ -228,7 +234,7 @@ class Ranks:
 
     def _dismiss(self, end: RanksEnd) -> None:
         for channel in self._channels.values():
-            with suppress(RankError):  # this rank was lost, or is ending as well
+            with suppress(RankError):  # the rank at this channel was lost, or is ending as well
                 channel.send(encode(end))
             channel.close()
 
@@ -265,7 +271,7 @@ class Ranks:
 
 
 def one_ahead(begun: Iterable[Callable[[], T]]) -> Generator[T]:
-    """Yield the result of each verb after starting the next one; on early exit, wait for the verb in progress."""
+    """Yield the result of each verb after starting the next verb; on early exit, wait for the verb in progress."""
     ended: Callable[[], T] | None = None
     try:
         for following in begun:
@@ -285,7 +291,9 @@ _led: tuple[Distributed, Ranks] | None = None
 
 
 def lead(distributed: Distributed, join: Join) -> Ranks:
-    """Return the ranks of this process, which stays rank 0 for its lifetime; the first call waits for them.
+    """Return this process's connection to the other ranks; the first call waits until they have joined.
+
+    The process stays rank 0 for its lifetime.
 
     Raises:
         SpecError: ranks are missing, this process is another rank, or it already leads other ranks.

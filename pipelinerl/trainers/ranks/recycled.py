@@ -1,7 +1,7 @@
 """`RecycledMemory`, a few blocks of host memory that are reused once nothing refers to them.
 
-Memory that is new to a process costs more than the copy into it: the kernel clears each page at the first write. A
-block is never handed out while an array or tensor refers to any part of it.
+Fresh memory is slow: the kernel clears each page at the first write, which costs more than the copy into it. A block is
+never handed out while an array or tensor refers to any part of it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from numpy.typing import NDArray
 
 from pipelinerl.trainers.ranks.shared_block import Place, shared_block
 
-#: References to a free block: its tuple, and the call that counts references.
+#: Reference count of a free block: the tuple that holds it, and the call that counts references.
 _UNHELD: Final = 2
-#: One block is read, one is filled already, and one is being filled.
+#: Largest number of blocks: one is being read, one is already filled, and one is being filled.
 _BLOCKS: Final = 3
 
 
 class Block(NamedTuple):
-    """A byte buffer with arbitrary content; `place` lets other ranks of this host write into it (None: not shared)."""
+    """A byte buffer with arbitrary content.
+
+    Other ranks of this host write into it by `place`, which is None if the memory is not shared.
+    """
 
     memory: NDArray[np.uint8]
     place: Place | None = None
@@ -32,8 +35,8 @@ class Block(NamedTuple):
 class RecycledMemory:
     """Blocks of `size` bytes, shared with ranks of this host if possible.
 
-    The number of blocks is limited, since each shared block is an open file. A caller that keeps its blocks eventually
-    gets plain memory, as from `numpy.empty`. Requests larger than `size` are not recycled.
+    The number of blocks is limited, since each shared block is an open file. While all blocks are in use, requests get
+    plain memory, as from `numpy.empty`. Requests larger than `size` are not recycled.
     """
 
     def __init__(self, size: int) -> None:
@@ -41,7 +44,7 @@ class RecycledMemory:
         self._blocks: list[Block] = []
 
     def take(self, size: int) -> Block:
-        """Return a block of `size` bytes."""
+        """Return a block of `size` bytes, reused if one is free."""
         if size > self._size:
             return _new(size)
         for block in self._blocks:
@@ -55,6 +58,6 @@ class RecycledMemory:
 
 def _new(size: int) -> Block:
     if size:
-        with suppress(OSError):  # not supported here, or too many open files
+        with suppress(OSError):  # shared memory is unsupported here, or too many files are open
             return Block(*shared_block(size))
     return Block(np.empty(size, np.uint8))

@@ -6,9 +6,9 @@
     after all Hellos: Welcome(port)  ────────────▶
     join                                            join
 
-When a process is missing at JAX's own rendezvous, JAX ends the process with a C++ trace; torch waits silently. So no
-rank calls `join` before all ranks have connected. A missing or rejected rank is named in one sentence within
-`timeout_s`.
+When a process is missing at JAX's own rendezvous, JAX ends the process with a C++ trace; torch waits silently. To avoid
+both, no rank calls `join` before all ranks have connected. An error of one sentence names a missing or rejected rank
+within `timeout_s`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from trainer_contract.errors import RankError, SpecError
 
 log = logging.getLogger("pipelinerl")
 
-#: Largest message from a peer that has not sent the token yet.
+#: Limit on a message from a peer that has not yet proved that it knows the token.
 _MOST_BYTES: Final = 4096
 _RETRY_S: Final = 0.1
 
-#: Joins this process with the others through the array library. Every process calls it with the shared options and the
-#: port on rank 0's host at which they meet. Raises SpecError.
+#: Joins this process with the others through the array library. Every process calls it with the same options and the
+#: same port on rank 0's host, where the processes meet. Raises SpecError.
 Join = Callable[[Distributed, int], None]
 
 
@@ -64,7 +64,7 @@ def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
             except TimeoutError:
                 raise _missing(distributed, channels) from None
             _admit(connection, channels, distributed, token)
-    (meeting,) = free_ports(1, host)  # chosen late: an outgoing connection might take a port that was chosen earlier
+    (meeting,) = free_ports(1, host)  # chosen late: an outgoing connection could take a port that was chosen earlier
     for channel in channels.values():
         channel.send(encode(Welcome(meeting)))
         channel.beat()
@@ -80,7 +80,7 @@ def join_rank0(distributed: Distributed, join: Join) -> Channel:
     """
     token, deadline = _token(distributed), time.monotonic() + distributed.timeout_s
     connection = _connected(distributed, deadline)
-    left_s = max(deadline - time.monotonic(), 1.0)  # no heartbeats yet: the other ranks may arrive later
+    left_s = max(deadline - time.monotonic(), 1.0)  # rank 0 sends no heartbeats until all ranks arrived
     waiting = Channel(connection, peer="rank 0", silence_s=left_s)
     waiting.send(encode(Hello(distributed.process, distributed.processes, token)))
     try:

@@ -1,8 +1,8 @@
 """Memory of rank 0 that other ranks on its host can write to: an anonymous file, opened through /proc.
 
-The other ranks write through the kernel without mapping the memory, so they hold none of it. This costs a fifth of a
-local connection. Only Linux has such files. Ranks of other hosts, users or containers cannot open them; `is_here` tests
-this.
+The other ranks write to the file without mapping it, so the block adds nothing to their own memory. This costs a fifth
+of a local connection. Only Linux has such files. Ranks of other hosts, users or containers cannot open the file;
+`is_here` tests this.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 
 class Place(msgspec.Struct, frozen=True):
-    """A block as seen by other processes of this host: owning process, file descriptor, and file identity."""
+    """The location of a block for other processes of this host: owning process, file descriptor, and file identity."""
 
     process: int
     number: int
@@ -29,7 +29,9 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def shared_block(size: int) -> tuple[NDArray[np.uint8], Place]:
-    """Create a block of `size` bytes that is freed when it is unreferenced here. Raises OSError if unsupported."""
+    """Create a block of `size` bytes, freed when nothing in this process refers to it. Raises OSError if
+    unsupported.
+    """
     if not hasattr(os, "memfd_create"):
         raise OSError("only Linux has files without a name")
     file = os.memfd_create("pipelinerl gathering")
@@ -45,7 +47,7 @@ def shared_block(size: int) -> tuple[NDArray[np.uint8], Place]:
 
 @contextmanager
 def opened(place: Place) -> Iterator[int]:
-    """Open the file for `write_at`. Raises OSError if it is missing or is a different file."""
+    """Open a block's file for `write_at`. Raises OSError if the file is missing or is not that block."""
     path = Path("/proc") / str(place.process) / "fd" / str(place.number)
     file = os.open(path, os.O_RDWR)
     try:
@@ -58,7 +60,7 @@ def opened(place: Place) -> Iterator[int]:
 
 
 def write_at(file: int, start: int, data: NDArray[np.uint8]) -> None:
-    """Write bytes from offset `start`."""
+    """Write `data` to the block's file, beginning at byte `start`."""
     left = data.data
     while left:
         written = os.pwrite(file, left, start)

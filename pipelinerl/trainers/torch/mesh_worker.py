@@ -75,7 +75,7 @@ log = logging.getLogger("pipelinerl")
 dist: Any = torch.distributed
 #: The number of parameters whose rows are in transit to rank 0.
 _SENT_AT_ONCE: Final = 2
-#: Value that a rank with a finite loss sends before a backward; larger than the number of any micro-batch.
+#: Value that a rank whose loss is finite sends before a backward; larger than the number of any micro-batch.
 _SOUND: Final = torch.iinfo(torch.int32).max
 
 
@@ -368,9 +368,9 @@ class MeshWorker:
         saved.random.restore()
 
     def _abandon_sequence(self, *, is_first: bool) -> None:
-        """End a sequence whose last backward was skipped.
+        """End a sequence of micro-batches whose last backward was skipped.
 
-        Gradients that earlier passes accumulated are reduced and discarded.
+        Gradients that earlier passes accumulated are reduced over the ranks and discarded.
         """
         self.model.abandon()
         if not is_first:

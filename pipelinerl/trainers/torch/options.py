@@ -7,7 +7,8 @@ options.experts = "parallel"
 options.attention = "buckets"
 options.lora = { rank = 16, alpha = 32, targets = "all-linear", dropout = 0 }
 options.optimizer = { moments = "bf16", place = "host" }
-options.distributed = { coordinator = "10.0.0.1:8476", token_file = "/shared/token" }   # set by `pipelinerl run`
+# set by `pipelinerl run`:
+options.distributed = { coordinator = "10.0.0.1:8476", token_file = "/shared/token" }
 """
 
 from __future__ import annotations

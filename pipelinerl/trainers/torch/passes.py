@@ -99,8 +99,9 @@ def _computed(
 def _choices(
     batch: MicroBatch, distinct: Distinct, requested: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return one representative of equal predictions, and for each requested token the index of its representative.
+    """Deduplicate the requested tokens whose predictions are equal.
 
+    Returns one representative per distinct prediction, and for each requested token the index of its representative.
     Predictions are equal if token and prefix are shared and both were sampled at the same temperature.
     """
     place, temperatures = distinct.place[requested], batch.temperatures[requested]

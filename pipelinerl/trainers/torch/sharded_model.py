@@ -192,7 +192,9 @@ class ShardedModel:
 
 @cache
 def device_mesh(device_type: str, dp_replicate: int, shards: int) -> DeviceMesh:
-    """Return the mesh of all processes, shared by the trainers of a process, since each mesh creates groups."""
+    """Return the mesh of all processes. It is cached, so that the trainers of a process share it: each mesh creates
+    groups.
+    """
     if dp_replicate == 1:
         return init_device_mesh(device_type, (shards,), mesh_dim_names=(_SHARD,))
     return init_device_mesh(device_type, (dp_replicate, shards), mesh_dim_names=(_COPY, _SHARD))
@@ -206,7 +208,7 @@ def sequence_group(device_type: str, width: int, cp: int) -> SequenceGroup:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Return this process's rows."""
+    """Return this process's rows of a parameter."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

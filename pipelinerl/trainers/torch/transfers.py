@@ -25,9 +25,10 @@ class HostBuffer:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def fetch(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the values on the host in this dtype: the buffer until the next call, or the values if they are there.
+        """Return the values on the host in `dtype`. The result may be this buffer, which the next call overwrites.
 
-        They are rounded on the device if that makes them smaller, else converted on the host.
+        Values are rounded on the device if that makes them smaller, else converted on the host. Values that are already
+        on the host do not use the buffer.
         """
         if values.device.type == "cpu":
             return values.to(dtype)

@@ -194,7 +194,7 @@ def test_changing_the_kl_coefficient_compiles_nothing(model_path, micro_batch, c
     np.testing.assert_allclose(others[0] - first[0], 0.01 * penalty, rtol=1e-3)
 
 
-def test_given_weights_use_the_same_program(model_path, micro_batch, compilations):
+def test_forward_at_given_weights_compiles_no_further_program(model_path, micro_batch, compilations):
     trainer, batch, history = started(model_path("llama")), micro_batch(), []
     for _ in range(3):
         history.append((copied(trainer.gather_weights()), trainer.forward([batch])[0]))

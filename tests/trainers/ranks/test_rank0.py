@@ -26,7 +26,7 @@ def two_ranks() -> tuple[Ranks, Channel]:
 
 
 @pytest.mark.parametrize("reason", ["", "rank 0 met an error"])
-def test_ranks_are_told_if_the_work_is_done(reason: str) -> None:
+def test_ranks_learn_whether_rank_0_finished_or_failed(reason: str) -> None:
     ranks, other = two_ranks()
     if reason:
         ranks.leave(reason)

@@ -57,6 +57,6 @@ def test_reused_file_descriptor_is_not_written_to() -> None:
     assert not other.any()
 
 
-def test_missing_block_is_not_here() -> None:
+def test_missing_shared_block_is_reported_as_not_here() -> None:
     assert not shared.is_here(Place(os.getpid(), 10**6, 0, 0), b"")
     assert not shared.is_here(Place(0, 0, 0, 0), bytes(8)), "what a rank 0 says that can share nothing"

@@ -489,7 +489,7 @@ def test_20_steps_on_other_meshes_match_one_process(mesh, one, model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_reads_concurrent_with_passes_twenty_times(model, tmp_path):
+def test_reads_concurrent_with_passes_see_the_last_step_twenty_times(model, tmp_path):
     (reasons,) = succeed([(tmp_path, "reads", {"model": model, "times": 20})])
     assert reasons == {str(number): {"concurrent_reads_see_the_last_step": ""} for number in range(20)}
 

@@ -239,7 +239,8 @@ class Adapters:
 @final
 @dataclass(slots=True, weakref_slot=True)
 class SharedBase:
-    """The frozen weights of a model directory, shared by several models and freed with the last of them.
+    """The frozen weights of a model directory, shared by several models and freed when the last of these models is
+    freed.
 
     Users must never write to these weights.
     """

@@ -27,7 +27,7 @@ from trainer_contract.types import OptimizerSpec
 
 #: The number of elements stepped at once.
 _PIECE: Final = 2**22
-#: An fp32 value without these bits is a bf16 value.
+#: The bits of an fp32 value that bf16 drops.
 _DROPPED: Final = 0xFFFF
 _DTYPES: Final = {MomentDType.FP32: torch.float32, MomentDType.BF16: torch.bfloat16}
 #: Keys of a parameter's state: its number of steps, and its moments.

@@ -77,15 +77,15 @@ def _equal(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 @final
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Sums of the gradients of rows that were read from one place.
+    """Sums of the gradients of rows that were read from the same place.
 
     Rows are added in pairs, then pairs of pairs, so that no addition involves more than two rows. The fixed order makes
     the sum deterministic on every device, with a logarithmic number of rounds.
 
     Attributes:
         rows: i64 [M], the rows that share their place with others.
-        rounds: for each round, indices of the M to add, and indices to add them to.
-        firsts: i64 [U], indices of the M that hold the final sums.
+        rounds: for each round, indices into `rows` of the rows to add, and indices of the rows to add them to.
+        firsts: i64 [U], indices into `rows` of the rows that hold the final sums.
         places: i64 [U], the places of these sums.
     """
 

@@ -19,7 +19,7 @@ LENGTHS = {
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("name", LENGTHS)
-def test_equals_masked_attention(name, kv_heads, window):
+def test_bucket_attention_equals_masked_attention(name, kv_heads, window):
     positions = np.concatenate([np.arange(length) for length in LENGTHS[name]]).astype(np.int32)
     segments = torch.from_numpy(np.cumsum(positions == 0))
     total = len(positions)

@@ -25,14 +25,14 @@ def texts_of(batch, which):
     return [tuple(batch.token_ids[start[token] : token + 1]) for token in which]
 
 
-def test_one_of_equal_prefixes_is_kept(shared, branching):
+def test_one_copy_of_equal_prefixes_is_kept(shared, branching):
     for batch in (shared, branching):
         distinct, texts = Distinct.of(batch), texts_of(batch, np.arange(batch.num_tokens))
         assert len(distinct.kept) == len(set(texts)), "each node of the tree once"
         assert [texts[distinct.kept[place]] for place in distinct.place] == texts
 
 
-def test_tree_of_ten_answers_is_small(branching):
+def test_tree_of_ten_answers_holds_few_tokens(branching):
     of_system, of_prompts, of_answers = 4, 1 + 1 + 1 + 2, 2 * 6
     assert len(Distinct.of(branching).kept) == of_system + of_prompts + of_answers
 
@@ -46,7 +46,7 @@ def test_trunk_of_a_branching_episode_is_computed_once():
     assert batch.token_ids[distinct.kept].tolist() == list(range(9))
 
 
-def test_replayed_answers_are_not_shared(micro_batch):
+def test_answers_with_replayed_experts_are_not_deduplicated(micro_batch):
     batch = micro_batch((8, 8), select=[0, 0])
     first = int(np.flatnonzero(batch.loss_mask)[0])
     assert len(Distinct.of(batch).kept) == 8, "one answer twice"
@@ -62,7 +62,7 @@ def test_single_shared_token_is_not_deduplicated(micro_batch):
 
 
 @pytest.mark.parametrize("place", [[0], [0, 1, 2], [1, 0, 1], [3] * 7, [2, 5, 2, 2, 0, 5, 2, 2, 2, 2, 2, 2]])
-def test_gradients_of_one_place_are_summed(place):
+def test_gradients_of_rows_read_from_the_same_place_are_summed(place):
     grad, device = torch.randn(len(place), 3, dtype=torch.float64), torch.device("cpu")
     index = torch.tensor(place)
     read = Reading.of(np.array(place), 6, device)

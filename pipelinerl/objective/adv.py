@@ -41,7 +41,8 @@ class Turns:
         counts: [B], turns of each rollout.
         lengths: [M], tokens that the model sampled in each turn.
         rewards: [M], the environment's reward of each turn.
-        places: [M]. Turns of one group with equal places are compared: the k-th turns of an agent.
+        places: [M]. Two turns of a group have equal places if each is the k-th turn of the same agent; such turns are
+            compared with each other.
     """
 
     counts: Ints
@@ -219,7 +220,9 @@ class GroupRelative:
         return whitened(spread, np.repeat(valid, lengths), self.epsilon) if self.scale is Scale.BATCH else spread
 
     def _of_turns(self, turns: Turns, *, rewards: Floats, groups: Ints, valid: Bools) -> Floats:
-        """Return the advantages with turns in place of rollouts."""
+        """Return the advantages [N] with credit by turns: a turn is compared with the same turn of the group's other
+        rollouts.
+        """
         known = np.where(valid, rewards, 0.0).astype(np.float64)
         pairs = np.stack([np.repeat(groups, turns.counts), turns.places])
         _, same_turn = np.unique(pairs, axis=1, return_inverse=True)
@@ -439,7 +442,7 @@ def token_rewards(rewards: Floats, lengths: Ints, valid: Bools, kl: float, colum
 def discounted(amounts: Floats, lengths: Ints, factor: float) -> Floats:
     """Return Σ_{t' ≥ t} factor^{t'−t}·amount_{t'} within each rollout, [N].
 
-    The loop runs backwards over token positions and covers all rollouts at once.
+    The loop runs backwards over token positions and handles all rollouts at each position at once.
     """
     totals = np.array(amounts, dtype=np.float64)
     ends, sizes = ends_of(lengths), lengths[lengths > 0]

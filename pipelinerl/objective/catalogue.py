@@ -186,7 +186,8 @@ _CLIPPED: Final[Mapping[str, Preset]] = {
     ),
 }
 
-#: The TIS note's comparison on PPO (Yao et al. 2025). Any advantage works; the group's needs no critic.
+#: The objectives that the TIS note (Yao et al. 2025) compares on PPO. They use the group-relative advantage, which
+#: needs no critic; any advantage would do.
 _TIS: Final[Mapping[str, Preset]] = {
     "ppo_recomputed": Preset(
         _slots(Trajectory(), Unweighted(), GroupRelative(), ClippedRatio(over=Policy.OLD)),

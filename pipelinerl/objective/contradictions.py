@@ -1,4 +1,5 @@
-"""Checks for combinations of slots that make no sense, alone, together or in a given run; each yields a sentence.
+"""Checks for slots that make no sense alone, in combination, or in a given run. Each check yields one sentence per
+problem.
 
 `contradictions` rejects combinations that are always meaningless, `without_effect` those that are meaningless for a
 run's settings. Combinations that are meaningful but rarely intended are `doubts`; `pipelinerl check` reports them.
@@ -94,8 +95,8 @@ class Setting:
     Attributes:
         group_sizes: rollouts of each group, by the recipe's key.
         max_tokens: maximum number of tokens in an answer.
-        step_begins_at: policies equal to the current one when a step begins.
-        updates: optimizer steps of a step. With one, the ratio over a policy from which the step starts is always 1.
+        step_begins_at: policies that equal the current policy when a step begins.
+        updates: optimizer steps per training step. If it is 1, the ratio to a policy in `step_begins_at` is always 1.
     """
 
     group_sizes: Mapping[str, int]

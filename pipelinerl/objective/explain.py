@@ -51,7 +51,9 @@ def slot_lines(objective: PolicyObjective) -> list[SlotLine]:
 
 
 def differing(objective: PolicyObjective, preset: PolicyObjective) -> dict[str, str]:
-    """Return the slots in which an objective differs from a preset, each with the preset's kind and fields."""
+    """Return the slots in which an objective differs from a preset, mapped to the kind and fields that the preset has
+    there.
+    """
     pairs = zip(slot_lines(objective), slot_lines(preset), strict=True)
     return {ours.slot: theirs.kind for ours, theirs in pairs if ours.kind != theirs.kind}
 

@@ -23,7 +23,7 @@ _MOST: Final = 0.2
 @final
 @dataclass(frozen=True, slots=True)
 class KLController:
-    """Rule by which the coefficient follows the KL.
+    """Rule that adjusts the coefficient so that the KL approaches its target.
 
     Attributes:
         target: wanted KL of the policy from the reference, in nats per token.
@@ -68,7 +68,9 @@ def with_kl_coefficient(objective: PolicyObjective, beta: float) -> PolicyObject
 
 
 class KLCoefficientColumn(NamedTuple):
-    """An objective with β = 1, and the value for the column `kl_coefficients`; None if no slot reads the column."""
+    """An objective with β = 1, and β itself for the column `kl_coefficients`; the latter is None if no slot reads the
+    column.
+    """
 
     objective: PolicyObjective
     coefficient: float | None

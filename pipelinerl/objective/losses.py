@@ -109,7 +109,10 @@ def rollouts_loss(
     *,
     max_tokens: int | None = None,
 ) -> PolicyLoss:
-    """Return `policy_loss` of rollouts, in numpy float64, [B, T] with T the longest rollout; 0 beyond a rollout's end.
+    """Return the `policy_loss` of rollouts, computed in numpy float64.
+
+    Arrays are [B, T], where T is the number of sampled tokens of the longest rollout; they are 0 beyond a rollout's
+    end.
 
     Raises:
         ColumnError, UserError: as `policy_loss`.

@@ -49,7 +49,9 @@ class PolicyObjective:
 
     @property
     def passes(self) -> frozenset[str]:
-        """Optional columns to compute before a step: those of `needs` and of the advantages, without the measures."""
+        """The optional columns that `evaluate` or the advantages read and that forward passes compute before a step.
+        Measures of the output layer (`HeadMeasure`) are not among them.
+        """
         return (self.needs | self.adv.needs) - frozenset(HeadMeasure)
 
     @property
@@ -94,7 +96,7 @@ class PolicyObjective:
 
     @property
     def _is_free(self) -> bool:
-        """True without a regularizer, which makes its computation unnecessary."""
+        """True if there is no regularizer, so that its computation can be skipped."""
         return isinstance(self.grad2, NoRegularizer)
 
     def _steered(self, tokens: Tokens, outer: Array) -> tuple[Array, Array]:

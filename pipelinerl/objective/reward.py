@@ -100,7 +100,9 @@ def _overlong(lengths: Ints, most: int, margin: int) -> Floats:
 
 
 def _mean(amounts: Floats, groups: Ints, valid: Bools, over: NormalizationScope) -> Floats:
-    """Return each rollout's mean of `amounts` over its group's or all judged rollouts, [B]; 0 if `over` is none."""
+    """Return for each rollout the mean of `amounts` over the judged rollouts of its group or of the batch, [B]; 0 if
+    `over` is NONE.
+    """
     if over is NormalizationScope.NONE:
         return np.zeros_like(amounts)
     index = (

@@ -20,10 +20,10 @@ _OPTIONAL: Final = ("old_logprobs", "ref_logprobs", "values")
 
 
 def trained_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float32]) -> Tokens | None:
-    """Return the tokens that trained, from all micro-batches together, in float64; None if there are none.
+    """Return the tokens that trained, concatenated over all micro-batches, in float64; None if no token trained.
 
     Args:
-        micro_batches: those of one step.
+        micro_batches: the micro-batches of one step.
         logprobs: of each micro-batch, f32 [T], as `LossStats.logprobs`.
     """
     masks = [batch.loss_mask for batch in micro_batches]
@@ -77,7 +77,7 @@ def statistics(objective: PolicyObjective, tokens: Tokens | None) -> dict[str, f
 
 
 def cuts(objective: PolicyObjective, tokens: Tokens | None) -> dict[str, NDArray[np.bool_]]:
-    """Return masks [N] by name: clipped tokens, truncated weights, zero weights; {} without tokens."""
+    """Return boolean masks [N] by name: clipped tokens, truncated weights, zero weights; {} without tokens."""
     if tokens is None:
         return {}
     masked = objective.is_weight.weight(tokens) == 0

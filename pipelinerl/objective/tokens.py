@@ -1,7 +1,7 @@
-"""`Tokens`: the columns that an objective's slots read, in one array library, blanked outside the loss mask.
+"""`Tokens`: the columns that an objective's slots read, in one array library, set to 0 outside the loss mask.
 
 Log-ratios, log-probs, advantages and weights are 0 outside the mask, even if the columns hold NaN or infinity there. So
-slots need not handle padding or prompts. A column is read and blanked only when a slot accesses it; a missing column
+slots need not handle padding or prompts. A column is read and masked only when a slot accesses it; a missing column
 raises `ColumnError`.
 """
 
@@ -87,7 +87,7 @@ class Tokens:
         inside: bool, True where a token trains.
         current: log-probs, differentiable if the library differentiates; any value outside the mask.
         columns: named as the fields of `MicroBatch`.
-        live: bool, True where a term counts; elsewhere exponents are blanked to avoid overflow. None means everywhere.
+        live: bool, True where a term counts; elsewhere exponents are set to 0 to avoid overflow. None means everywhere.
     """
 
     xp: ModuleType

@@ -2,8 +2,8 @@
 
     L = Σ_t w_t · ½·max( (V_t − R_t)², (clip(V_t, V_old,t − ε, V_old,t + ε) − R_t)² )
 
-The formula is that of PPO's reference implementation (Engstrom et al. 2020, "Implementation Matters", Eq. 3). The
-maximum is pessimistic: a value that has moved by more than ε towards its return stops until the next step.
+The formula is that of PPO's reference implementation (Engstrom et al. 2020, "Implementation Matters", Eq. 3). Because
+of the maximum, a value that has moved by more than ε towards its return gets no gradient until the next step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class ValueLoss:
         return (0.5 * _inside(column_of(columns, "weights"), columns) * square).sum()
 
     def prediction_gradient(self, values: Array, columns: Columns, /) -> Array:
-        """Return d loss / d values, [T]: w·(V − R), or 0 where the maximum is the clipped error, constant in V."""
+        """Return d loss / d values, [T]: w·(V − R), or 0 where the clipped error is the maximum, because that error
+        does not depend on V.
+        """
         xp = namespace(values)
         error, clipped = self._errors(values, columns)
         slope = xp.where(error * error >= clipped * clipped, error, xp.zeros_like(error))

@@ -48,16 +48,7 @@ class TrainingState:
 
     @property
     def accuracies(self) -> dict[int, float]:
-        """Contents of a checkpoint besides weights and optimizer.
-
-        Attributes:
-            offsets: stream positions to resume reading from.
-            ledger: completed orders (`ConsumedLedger.to_record`).
-            controller: the controller's snapshot at the same step boundary.
-            kl_coefficient: β, if it is controlled.
-            epochs: lineage as [epoch, version it began at], the trainer's own epoch last; empty in older checkpoints.
-            solved: solved problems by domain whose report was not confirmed yet (`SolvedProblems`).
-        """
+        """Lower bounds of evaluation accuracy by model version, from the first evaluation set."""
         of_first = (one for one in self.controller.get("evaluations", ()) if one.get("place", 0) == 0)
         shown = {int(one["model_version"]): one.get("at_least") for one in of_first}
         return {version: float(accuracy) for version, accuracy in shown.items() if accuracy is not None}

@@ -26,7 +26,7 @@ DEADLINE_S = PATIENCE_S
 
 
 @dataclass
-class GroupLimiter:
+class CheckpointedRoom:
     """A store, with the reports and trims that it caused."""
 
     store: CheckpointStore
@@ -46,7 +46,7 @@ class GroupLimiter:
 
 
 @asynccontextmanager
-async def room(tmp_path: Path, *, deadline_s: float = DEADLINE_S) -> AsyncIterator[GroupLimiter]:
+async def room(tmp_path: Path, *, deadline_s: float = DEADLINE_S) -> AsyncIterator[CheckpointedRoom]:
     copies = CheckpointCopies(f"{tmp_path}/location/run", retention=Retention(2))
     model = model_directory(tmp_path / "model")
     store = CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model, copies=copies)
@@ -62,7 +62,7 @@ async def room(tmp_path: Path, *, deadline_s: float = DEADLINE_S) -> AsyncIterat
 
     saving = Checkpointing(store, report=report, trim=trim, deadline_s=deadline_s)
     try:
-        yield GroupLimiter(store, saving, told, trimmed)
+        yield CheckpointedRoom(store, saving, told, trimmed)
     finally:
         await saving.close()
 

@@ -2,7 +2,7 @@
 
     PipelineRL   arXiv:2509.19128, 7B on 128 H100s: in flight against conventional RL with G = 32 (§5, figure 5c),
                  and the authors' own model of both at equal lag (appendix A.4, figure 9)
-    RLAX         arXiv:2512.06392, 32B: inference on v5p-128 to v5p-1024 beside a v5p-512 trainer (§7.1, figure 3a),
+    RLAX         arXiv:2512.06392, 32B: inference on v5p-128 to v5p-1024 with a v5p-512 trainer (§7.1, figure 3a),
                  and k = 16 against k = 32 (§7.2, figure 4)
 
 Settings that the papers state are theirs. The others are assumptions, stated here once and the same for every arm:

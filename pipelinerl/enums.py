@@ -23,7 +23,7 @@ class WeightFormat(StrEnum):
 
 
 class VerifierLocation(StrEnum):
-    """Which processes judge the answers of a run."""
+    """The processes that judge the answers of a run."""
 
     ACTORS = "actors"
     """Each actor's own verifier processes."""
@@ -32,7 +32,7 @@ class VerifierLocation(StrEnum):
 
 
 class Receiver(StrEnum):
-    """Which process receives an engine's weights; for engines that stage weights in their own process."""
+    """The process that receives an engine's weights; for engines that stage weights in their own process."""
 
     IN_PROCESS = "in_process"
     """The engine's process: nothing is copied, but a peer that sends more than announced ends the engine."""
@@ -65,7 +65,7 @@ class OldLogprobs(StrEnum):
 
 
 class RoutingReplay(StrEnum):
-    """Which experts compute a token of a mixture-of-experts model in the trainer."""
+    """The experts that compute a token of a mixture-of-experts model in the trainer."""
 
     OFF = "off"
     """The experts that the trainer's own routers choose."""
@@ -74,7 +74,7 @@ class RoutingReplay(StrEnum):
 
 
 class NoSignal(StrEnum):
-    """What is done with groups whose rewards are all equal."""
+    """The treatment of groups whose rewards are all equal."""
 
     TRAIN = "train"
     """Keep them in their step, which then reflects the mixture of problems as it is."""
@@ -83,7 +83,7 @@ class NoSignal(StrEnum):
 
 
 class Truncated(StrEnum):
-    """What is done with rollouts cut off by the token limit, whose verdict says little about their quality."""
+    """The treatment of rollouts cut off by the token limit, whose verdict says little about their quality."""
 
     TRAIN = "train"
     """Train on them; a soft length penalty may be added (`domains.reward.overlong_tokens`)."""
@@ -92,7 +92,7 @@ class Truncated(StrEnum):
 
 
 class StalenessScope(StrEnum):
-    """What is dropped if one token is too old."""
+    """The unit that is dropped if one token is too old."""
 
     GROUP = "group"
     """The whole group, since advantages are computed over all samples of a problem."""
@@ -101,7 +101,7 @@ class StalenessScope(StrEnum):
 
 
 class Overdue(StrEnum):
-    """What is done with a group that is still being sampled at the last step that could accept it."""
+    """The treatment of a group that is still being sampled at the last step that could accept it."""
 
     DROP = "drop"
     """Take the step without the group; the group becomes stale, and its actor gives it up."""
@@ -110,7 +110,7 @@ class Overdue(StrEnum):
 
 
 class Pin(StrEnum):
-    """How to ensure that one version of the weights answers a whole evaluation."""
+    """How one version of the weights is guaranteed to answer a whole evaluation."""
 
     AUTO = "auto"
     """`engine` while two or more engines serve, otherwise `gate`."""
@@ -123,7 +123,7 @@ class Pin(StrEnum):
 
 
 class Skill(StrEnum):
-    """Which measure of skill ends a warm start."""
+    """The measure of skill that ends a warm start."""
 
     EXACT = "exact"
     """The share of greedy answers that equal the reference, over all domains."""
@@ -132,7 +132,7 @@ class Skill(StrEnum):
 
 
 class Announce(StrEnum):
-    """How a version is announced to engines that pull their weights."""
+    """The way in which a version is announced to engines that pull their weights."""
 
     AUTO = "auto"
     """`stream` in a run that begins with more than 64 engines, otherwise `requests`."""
@@ -143,7 +143,7 @@ class Announce(StrEnum):
 
 
 class Elasticity(StrEnum):
-    """What happens when the run decides to change its number of engines."""
+    """The action taken when the run decides to change its number of engines."""
 
     DRY_RUN = "dry_run"
     """Only record the decision in an event."""

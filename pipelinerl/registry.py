@@ -17,7 +17,7 @@ from pipelinerl.system.references import is_reference, load_reference
 
 @dataclass(frozen=True, slots=True)
 class RegistryEntry:
-    """Where an implementation is, which packages it needs, and how to install them."""
+    """The location of an implementation, the packages it needs, and how to install them."""
 
     target: str
     needs: tuple[str, ...] = ()

@@ -69,7 +69,7 @@ class Quota(NamedTuple):
 
 
 class Purpose(StrEnum):
-    """Whether the samples of a prompt order are trained on or evaluated."""
+    """The purpose of a prompt order: its samples are trained on or evaluated."""
 
     TRAINING = "training"
     EVALUATION = "evaluation"

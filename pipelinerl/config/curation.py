@@ -27,7 +27,7 @@ class CooldownSection(Section):
 
 
 class CurationSection(Section):
-    """What is done with problems that teach nothing."""
+    """The treatment of problems that teach nothing."""
 
     oversample: float | None = Field(default=None, ge=1, le=16)
     """The most orders issued per order that is expected to train, if groups are filtered.

@@ -39,7 +39,7 @@ class EpisodeSection(Section):
     turn_tokens: int | None = Field(default=None, ge=1)
     """The most tokens of one answer; by default the domain's `max_tokens`."""
     history: History = History.EXACT
-    """How the next prompt is built: from the tokens sampled so far (`exact`), or by the chat template (`template`)."""
+    """The construction of the next prompt: from sampled tokens (`exact`), or by the chat template (`template`)."""
     tools: tuple[Literal["python"], ...] = ()
     """Tools for a domain without an environment; `python` runs code in the sandbox of `[domains.oubliette]`."""
 

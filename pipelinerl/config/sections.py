@@ -143,7 +143,7 @@ class ActorSection(Section):
 
 
 class SamplingSection(Section):
-    """How training rollouts are sampled."""
+    """The sampling of training rollouts."""
 
     group_size: int = Field(default=16, ge=1)
     """Answers per training problem."""
@@ -278,14 +278,14 @@ class StalenessSection(Section):
 
 
 class CheckpointSection(Section):
-    """How often checkpoints are made, how many are kept, and where copies go."""
+    """The interval of checkpoints, the number that is kept, and the place of copies."""
 
     interval_steps: int = Field(default=100, ge=1)
     """Steps between checkpoints."""
     keep: int = Field(default=2, ge=1)
-    """How many of the newest checkpoints are kept, to resume from. Streams keep what such a resume reads again."""
+    """The number of newest checkpoints that are kept, to resume from. Streams keep what such a resume reads again."""
     keep_best: int = Field(default=0, ge=0)
-    """How many checkpoints with the highest evaluation accuracy are kept in addition, regardless of age."""
+    """The number of checkpoints with the highest evaluation accuracy are kept in addition, regardless of age."""
     location: str | None = None
     """Directory or fsspec URL for copies of checkpoints; any machine can `run --resume <location>/<name>`."""
 
@@ -295,7 +295,7 @@ class CheckpointSection(Section):
 
 
 class StreamsSection(Section):
-    """Where the streams are; without `redis_url` the launcher starts an embedded server."""
+    """The address of the streams; without `redis_url` the launcher starts an embedded server."""
 
     redis_url: SecretStr | None = None
     """URL of a Redis server. It may contain a password, so it is never printed."""
@@ -318,7 +318,7 @@ TOLD_ONE_BY_ONE = 64
 
 
 class WeightsSection(Section):
-    """How the trainer's weights are sent to the engines."""
+    """The transport of the trainer's weights to the engines."""
 
     transport: Transport = Transport.BROADCAST
     """`broadcast` to all engines at once, or `pull` by each engine from a parameter server."""

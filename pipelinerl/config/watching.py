@@ -10,7 +10,7 @@ from pipelinerl.config.sections import Section
 
 
 class SamplesSection(Section):
-    """Which samples are kept in the run's directory for users; `pipelinerl samples` shows them."""
+    """Samples kept in the run's directory for users; `pipelinerl samples` shows them."""
 
     log: Literal["on", "off"] = "on"
     """`off` keeps no samples."""

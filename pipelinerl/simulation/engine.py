@@ -25,7 +25,7 @@ _SLACK: Final = 1e-9
 
 
 class EngineNews(NamedTuple):
-    """What happened at one step boundary."""
+    """The events at one step boundary."""
 
     ended: list[SimulatedGroup]
     """Groups whose last answer has ended."""

@@ -83,7 +83,7 @@ _GROUP_NAMES: Final = frozenset({"completions", "completion_texts"})
 
 
 class Of(Enum):
-    """How a user's reward function is called: for each answer alone, or once for a whole group."""
+    """The way in which a user's reward function is called: for each answer alone, or once for a whole group."""
 
     ONE = "one"
     GROUP = "group"

@@ -92,7 +92,7 @@ _UNDECIDABLE: Final = (LedgerError, ArithmeticError, LookupError, TypeError, Val
 
 
 class Start(StrEnum):
-    """Where a controller gets the state that it begins with."""
+    """The source of a controller's initial state."""
 
     AFRESH = "afresh"
     """The given state: of a new run, or of a run resumed from a checkpoint."""

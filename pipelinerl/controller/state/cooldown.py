@@ -45,7 +45,7 @@ class CooldownRule:
 
 
 class CooldownPeriod(NamedTuple):
-    """What remains of a problem's rest: the number of turns to skip, or the model version from which on it is issued
+    """The rest of a problem that remains: the number of turns to skip, or the model version from which on it is issued
     again.
     """
 

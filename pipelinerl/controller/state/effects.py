@@ -33,7 +33,7 @@ class Record:
 
 
 class End(StrEnum):
-    """Whether a run has completed, failed, or was suspended."""
+    """The end of a run: completed, failed or suspended."""
 
     COMPLETED = "completed"
     """The run reached its recipe's end, or a user stopped it."""

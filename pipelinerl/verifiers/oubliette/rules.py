@@ -10,7 +10,7 @@ from pipelinerl.verifiers.oubliette.runs import Tier
 
 
 class Scoring(StrEnum):
-    """How the reward is computed from the tests."""
+    """The rule that computes the reward from the tests."""
 
     ALL = "all"
     """1 if every test is passed, else 0."""

@@ -46,7 +46,7 @@ MOST_WAITING: Final = 65_536
 
 @final
 class VerifierService:
-    """What one service's routes do; all of it on one event loop."""
+    """Implementation of one service's routes, on one event loop."""
 
     def __init__(
         self, domains: Mapping[str, ServedDomain], *, cache: VerdictCache, most_waiting: int = MOST_WAITING

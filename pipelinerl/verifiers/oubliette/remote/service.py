@@ -54,7 +54,7 @@ _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 @final
 class OublietteService:
-    """What one service's routes do; all of it on one event loop."""
+    """Implementation of one service's routes, on one event loop."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ class VerificationSection(Section):
     services: int = Field(default=0, ge=0, le=256)
     """Verifier services that the launcher starts; with 0, each actor judges its own samples."""
     judged_in: VerifierLocation | None = None
-    """The place where answers are judged. Needed only if services run elsewhere; by default it follows from `services`."""
+    """Where answers are judged; needed only if services run elsewhere; by default it follows from `services`."""
     cache_mb: int = Field(default=64, ge=0, le=65_536)
     """Verdict cache of each service."""
     grace_s: float = Field(default=60.0, gt=0, le=3600)

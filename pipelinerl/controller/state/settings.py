@@ -39,7 +39,7 @@ class ControllerSettings:
     save_s: float = 30.0
     """Seconds to wait for the trainer's state to be saved when a run fails or is suspended."""
     scope: StalenessScope = StalenessScope.GROUP
-    """The unit that is dropped if a token is too old: the group or the rollout. Actors abandon only whole groups early."""
+    """Dropped if a token is too old: the group or the rollout. Actors abandon only whole groups early."""
     overdue: Overdue = Overdue.DROP
     """The treatment of groups that are still being sampled at their last admissible step."""
     oversample: float | None = 1.0

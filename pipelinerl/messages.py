@@ -246,6 +246,8 @@ class GroupFailed(ControlMessage, frozen=True):
     reason: str
     persistence: Persistence = Persistence.TRANSIENT
     code: str = ""
+    issued_at: tuple[int, int] | None = None
+    """The order's `IssuedAt`; None if it is unknown."""
 
 
 class GroupOutdated(ControlMessage, frozen=True):
@@ -258,6 +260,7 @@ class GroupOutdated(ControlMessage, frozen=True):
     oldest: int
     current: int
     domain: str = ""
+    issued_at: tuple[int, int] | None = None
 
 
 class GroupHandedOver(ControlMessage, frozen=True):

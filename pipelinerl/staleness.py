@@ -17,6 +17,9 @@ from typing import Final
 
 from pipelinerl.errors import RecipeError
 
+#: The value of k at which each step trains only on samples of the version before it.
+LOCKSTEP: Final = 1
+
 
 @dataclass(frozen=True, slots=True)
 class StalenessBounds:

@@ -108,6 +108,16 @@ class DomainSampling:
     chat_template_kwargs: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
 
+class IssuedAt(NamedTuple):
+    """The epoch and the trainer's version at which the controller issued a prompt order."""
+
+    epoch: int = 0
+    version: int = 0
+
+
+_NOWHERE: Final = IssuedAt()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOrder:
     """The controller's order to sample one problem G times.
@@ -125,6 +135,7 @@ class PromptOrder:
     seed: int
     engine: str = ""
     chat_template_kwargs: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    issued_at: IssuedAt = _NOWHERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +357,7 @@ class RolloutGroup:
     """The G rollouts of one prompt order.
 
     `group_id` is the order's id, by which duplicates are recognised. `refusal` says why the recipe's filter excludes
-    the group from training; empty if the group may train.
+    the group from training; empty if the group may train. `issued_at` is the order's.
     """
 
     group_id: str
@@ -356,6 +367,7 @@ class RolloutGroup:
     rollouts: tuple[Rollout, ...]
     problem: ProblemSummary = _UNNAMED
     refusal: str = ""
+    issued_at: IssuedAt = _NOWHERE
 
     @property
     def oldest_version(self) -> int:

@@ -207,6 +207,7 @@ class Actor:
                     reason=f"problem {order.problem.problem_id}: {error}",
                     persistence=getattr(error, "persistence", Persistence.TRANSIENT),
                     code=getattr(error, "code", ""),
+                    issued_at=order.issued_at,
                 )
             )
             return
@@ -237,6 +238,7 @@ class Actor:
                 oldest=held.given_up,
                 current=current,
                 domain=order.problem.domain,
+                issued_at=order.issued_at,
             )
         )
         return None

@@ -82,6 +82,7 @@ def assemble(order: PromptOrder, made: Sequence[MadeRollout], *, actor: str, ref
             ground_truth=order.problem.ground_truth[:MOST_SHOWN],
         ),
         refusal=refusal,
+        issued_at=order.issued_at,
     )
 
 

@@ -38,6 +38,7 @@ from pipelinerl.streams.routing_columns import CONTEXTS, routing_columns, turn_r
 from pipelinerl.types import (
     NO_NOTE,
     ROOT,
+    IssuedAt,
     Outcome,
     ProblemSummary,
     PromptOrder,
@@ -50,9 +51,9 @@ from pipelinerl.types import (
     VersionSpan,
 )
 
-FORMAT: Final = 3
-#: Formats that are read. A group of format 2 has no fields for segments: each of its rollouts is one.
-_READ: Final = frozenset({2, FORMAT})
+FORMAT: Final = 4
+#: Formats that are read. Format 3 lacks `issued_at`; format 2 also lacks segments, so each of its rollouts is one.
+_READ: Final = frozenset({2, 3, FORMAT})
 #: Bound that no order index, version or epoch of a run reaches.
 _MOST: Final = 2**53
 _MAGIC: Final = b"PLRL"
@@ -139,6 +140,7 @@ class _GroupHeader(msgspec.Struct, array_like=True, frozen=True):
     notes: list[TurnNote] = []
     turn_notes: list[int] = []
     rollout_parents: list[tuple[int, ...]] = []
+    issued_at: IssuedAt = IssuedAt()
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -208,6 +210,7 @@ def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_
         notes=notes,
         turn_notes=turn_notes,
         rollout_parents=parents if any(parents) else [],
+        issued_at=group.issued_at,
     )
     return _seal(Kind.GROUP, header, arrays)
 
@@ -249,6 +252,7 @@ def decode_group(record: bytes) -> RolloutGroup:
         rollouts=rollouts,
         problem=header.problem,
         refusal=header.refusal,
+        issued_at=header.issued_at,
     )
 
 

@@ -334,7 +334,7 @@ class TrainingLoop:
 
     async def _take_in(self, arrivals: Arrivals) -> None:
         for group in arrivals.groups:
-            self._batcher.offer(group)
+            self._batcher.offer(group, k=self._current.knobs.k)
         for directive in arrivals.directives:
             await self._apply(directive)
 

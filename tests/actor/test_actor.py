@@ -252,7 +252,9 @@ async def test_group_that_can_no_longer_train_is_dropped() -> None:
             actor.follow(model_version=version, k=2)
         actor.follow(model_version=5, k=2)
         (report,) = await until(outdated)
-        assert report == GroupOutdated(order_id="prompt-000001", index=1, oldest=3, current=5, domain="d")
+        assert report == GroupOutdated(
+            order_id="prompt-000001", index=1, oldest=3, current=5, domain="d", issued_at=(0, 0)
+        )
         again()  # another engine restarts order 3
         actor.follow(model_version=6, k=2)
         sampler.gate.set()

@@ -105,6 +105,7 @@ class UnfairWorld:
     # State of the engines: the incarnation at each URL (0: none), and its version.
     lives: dict[str, int] = field(default_factory=dict)
     served: dict[str, int] = field(default_factory=dict)
+    epoch_served: dict[str, int] = field(default_factory=dict)
     lives_begun: int = 0
     # State of the trainer.
     epoch: int = 0
@@ -121,12 +122,18 @@ class UnfairWorld:
     read: int = 0
     # State of the actors.
     orders: list[PromptOrder] = field(default_factory=list)
-    sampling: list[tuple[PromptOrder, str, int]] = field(default_factory=list)
+    sampling: list[tuple[PromptOrder, str, int, int]] = field(default_factory=list)
+    """Each order in progress, with its engine, and the epoch and version that began to sample it."""
+    trained: dict[int, list[int]] = field(default_factory=dict)
+    """The orders of the last step that made each version."""
     history: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
     """Publications directed while the same one was under way."""
     forgetful: bool = False
     """True if the stream server has lost entries: then a publication may be directed again."""
+
+    reliable: bool = False
+    """True if publications that the trainer awaits before a step succeed."""
 
     def __post_init__(self) -> None:
         self.begin_trainer()
@@ -304,7 +311,7 @@ class UnfairWorld:
                 self.checkpoint = (self.version, self.batcher.ledger.to_record())
         if self.directive is not None:
             for each in self.arrived[self.read :]:
-                self.batcher.offer(each)
+                self.batcher.offer(each, k=self.directive.knobs.k)
             self.read = len(self.arrived)
 
     def publish(self, *, fair: bool = False) -> None:
@@ -319,7 +326,7 @@ class UnfairWorld:
             if not self.lives.get(url) or self.rng.random() < fails:
                 failed[url] = "test"
             elif not self.rng.random() < skips:
-                pauses[url], self.served[url] = 0.0, self.version
+                pauses[url], self.served[url], self.epoch_served[url] = 0.0, self.version, self.epoch
         to_verify = [url for url in directive.to_verify if url in pauses]
         self.proofs = msgspec.structs.replace(directive, to_verify=to_verify) if to_verify else None
         self.tell(
@@ -352,8 +359,8 @@ class UnfairWorld:
         )
 
     def _end_publication(self) -> None:
-        self.publish()
-        self.prove()
+        self.publish(fair=self.reliable)
+        self.prove(fair=self.reliable)
 
     def step(self) -> None:
         """Let the trainer take a step if it can; otherwise let it report orders that ended without a step."""
@@ -362,8 +369,8 @@ class UnfairWorld:
         budget = StepBudget(rollouts=self.directive.knobs.rollouts_per_step)
         bounds = StalenessBounds(1, self.directive.knobs.k)
         groups = self.batcher.take(budget, producing=self.version + 1, bounds=bounds)
-        before, again = self.reported, self.batcher.take_abandoned()
         if groups is None:
+            before, again = self.reported, self.batcher.take_abandoned()
             if self._consumed() != before or again:
                 self.tell(
                     OrdersEnded(epoch=self.epoch, model_version=self.version, consumed=self.reported, again=again)
@@ -371,6 +378,7 @@ class UnfairWorld:
             return
         self._end_publication()
         self.version += 1
+        self.trained[self.version] = [group.index for group in groups]
         self._ask(
             StepDone(
                 report_id=f"e{self.epoch}-step-{self.version}",
@@ -413,15 +421,16 @@ class UnfairWorld:
             self.tell(GroupFailed(order_id=order.order_id, index=order.index, purpose=order.purpose, reason="gone"))
             return True
         url = self.rng.choice(able)
-        self.sampling.append((order, url, self.served[url]))
+        self.sampling.append((order, url, self.epoch_served[url], self.served[url]))
         return True
 
-    def answer(self, *, fair: bool = False) -> None:
+    def answer(self, *, fair: bool = False, gives_up: bool | None = None) -> None:
         """End an order: with a group, an evaluation answer or a failure, or because it is too old."""
+        gives_up = not fair if gives_up is None else gives_up
         if not self.sampling:
             return
-        order, url, began = self.sampling.pop(self.rng.randrange(len(self.sampling)))
-        newest, epoch = max(began, self.served[url]), self.controller.state.epoch
+        order, url, epoch, began = self.sampling.pop(self.rng.randrange(len(self.sampling)))
+        newest = max(began, self.served[url])
         if order.purpose is Purpose.EVALUATION:
             self.tell(
                 EvaluationDone(
@@ -436,10 +445,22 @@ class UnfairWorld:
                 )
             )
         elif not fair and self.rng.random() < 0.05:
-            self.tell(GroupFailed(order_id=order.order_id, index=order.index, purpose=order.purpose, reason="test"))
-        elif not fair and self.controller.state.version + 1 - began > self.controller.state.knobs.k:
+            self.tell(
+                GroupFailed(
+                    order_id=order.order_id,
+                    index=order.index,
+                    purpose=order.purpose,
+                    reason="test",
+                    issued_at=order.issued_at,
+                )
+            )
+        elif gives_up and self.controller.state.version + 1 - began > self.controller.state.knobs.k:
             current = self.controller.state.version
-            self.tell(GroupOutdated(order_id=order.order_id, index=order.index, oldest=began, current=current))
+            self.tell(
+                GroupOutdated(
+                    order_id=order.order_id, index=order.index, oldest=began, current=current, issued_at=order.issued_at
+                )
+            )
         else:
             signal = fair or self.rng.random() < 0.8
             rollouts = (
@@ -448,13 +469,18 @@ class UnfairWorld:
             )
             self.arrived.append(
                 RolloutGroup(
-                    group_id=order.order_id, index=order.index, domain="test", actor="actor-0", rollouts=rollouts
+                    group_id=order.order_id,
+                    index=order.index,
+                    domain="test",
+                    actor="actor-0",
+                    rollouts=rollouts,
+                    issued_at=order.issued_at,
                 )
             )
 
     def lose_actor(self) -> None:
         """Let an actor die; its orders go to other actors."""
-        self.orders += [order for order, _, _ in self.sampling]
+        self.orders += [order for order, *_ in self.sampling]
         self.sampling.clear()
 
     # --- the stream server and the clock -----------------------------------------------------------------------------

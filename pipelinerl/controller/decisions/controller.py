@@ -85,7 +85,8 @@ from pipelinerl.messages import (
     TrainerReady,
     TrainerStopped,
 )
-from pipelinerl.types import Problem, PromptOrder, Purpose, Quota
+from pipelinerl.staleness import LOCKSTEP
+from pipelinerl.types import IssuedAt, Problem, PromptOrder, Purpose, Quota
 
 
 @final
@@ -281,14 +282,15 @@ class Controller:
         self.state.follow_loaded(loaded)
         # Count the orders in flight once and then update the counts: there may be thousands of orders in flight, and
         # one call may issue thousands more.
-        out, rollouts = self.state.account.in_flight, self.state.account.rollouts_in_flight
+        account, group_size = self.state.account, self.state.knobs.max_group_size
+        out, rollouts = account.in_flight, account.rollouts_in_flight(group_size)
         places = self.state.knobs.groups_in_flight * max(1, len(self.state.actors))
         while out < self.settings.max_groups and self.state.knobs.bounds.may_issue(
             current=self.state.version,
             loaded=loaded,
             queued=self._expected_rollouts(out, rollouts),
             per_step=self.state.knobs.rollouts_per_step,
-            sampled_at_once=places * max(self.state.knobs.group_sizes.values()),
+            sampled_at_once=places * self.state.knobs.max_group_size,
         ):
             index = self.state.account.next_index()
             order = self._orders.training(
@@ -296,8 +298,9 @@ class Controller:
                 temperature=self.state.knobs.temperature,
                 domain_weights=self.state.domain_weights_of(index),
                 quota=self.state.quota_of(index),
+                issued_at=IssuedAt(self.state.epoch, self.state.version),
             )
-            self.state.account.note_size(index, order.sampling.num_samples)
+            self.state.account.note_sent(order)
             out, rollouts = out + 1, rollouts + order.sampling.num_samples
             orders.append(order)
         if not orders:
@@ -344,6 +347,8 @@ class Controller:
             self.state.account = IssuedLedger.resume(self.state.resumed_account, report.consumed)
             self.state.resumed_account = None
         self.state.account.update(report.consumed)
+        if self.state.knobs.k == LOCKSTEP:
+            self.state.account.withdraw(report.model_version)
         self.state.trainer.stepped = report.consumed
         self.state.cooldown.note(report.solved, self.settings.cooldown, version=self.state.version)
         effects: list[Effect] = [
@@ -443,13 +448,13 @@ class Controller:
     def _group_failed(self, report: GroupFailed, *, now: float) -> list[Effect]:
         if report.purpose == Purpose.EVALUATION:
             return self._evaluator.heard(self.state, report.order_id, report.index, None, now=now)
-        self.state.account.fail(report.index)
+        self.state.account.fail(report.index, report.issued_at)
         refused(self.state, report)
         failed = Record("group_failed", {"order_id": report.order_id, "reason": report.reason})
         return [failed, *self._ended(report.index)]
 
     def _group_outdated(self, report: GroupOutdated) -> list[Effect]:
-        self.state.account.give_up(report.index)
+        self.state.account.give_up(report.index, report.issued_at)
         note_outdated(self.state, report)
         fields = {"order_id": report.order_id, "oldest": report.oldest, "current": report.current}
         return [Record("group_outdated", fields), *self._ended(report.index)]

@@ -8,7 +8,7 @@ from typing import Final, final
 
 from pipelinerl import rng
 from pipelinerl.controller.state.evaluation import EvaluationPlan
-from pipelinerl.types import DomainSampling, Problem, PromptOrder, Purpose, Quota, Sampling
+from pipelinerl.types import DomainSampling, IssuedAt, Problem, PromptOrder, Purpose, Quota, Sampling
 
 _AS_THE_RUN: Final = DomainSampling()
 
@@ -30,7 +30,13 @@ class PromptOrderFactory:
     """Returns a held-out problem, from the name of its evaluation set and its index in the set."""
 
     def training(
-        self, index: int, *, temperature: float, domain_weights: Mapping[str, float], quota: Quota
+        self,
+        index: int,
+        *,
+        temperature: float,
+        domain_weights: Mapping[str, float],
+        quota: Quota,
+        issued_at: IssuedAt,
     ) -> PromptOrder:
         """Return training order `index`, drawn from the mixture; domain shares are exact within each quota block."""
         problem = self.training_problem(index, domain_weights, quota)
@@ -50,6 +56,7 @@ class PromptOrderFactory:
             sampling=sampling,
             seed=rng.key(self.seed, "sampling", index),
             chat_template_kwargs=own.chat_template_kwargs,
+            issued_at=issued_at,
         )
 
     def asking(self, plan: EvaluationPlan, index: int, *, version: int, number: int, engine: str = "") -> PromptOrder:

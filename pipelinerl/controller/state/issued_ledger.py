@@ -8,10 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Self, final
+from typing import Any, NamedTuple, Self, final
 
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import ConsumedReport, has_ended
+from pipelinerl.types import IssuedAt, PromptOrder
+
+
+class SentOrder(NamedTuple):
+    """The number of rollouts of an order in flight, and when it was issued last."""
+
+    rollouts: int
+    issued_at: IssuedAt
 
 
 @final
@@ -27,8 +35,10 @@ class IssuedLedger:
     outdated: set[int] = field(default_factory=set)
     """All orders that an actor gave up because their groups would have been stale; kept like `failed`."""
     consumed: ConsumedReport = field(default_factory=ConsumedReport)
-    sizes: dict[int, int] = field(default_factory=dict)
-    """Number of rollouts of each order in flight, by the order's index."""
+    sent: dict[int, SentOrder] = field(default_factory=dict)
+    """The orders in flight by index, except those that an earlier trainer consumed and the current one has not."""
+    withdrawn: set[int] = field(default_factory=set)
+    """Orders in flight whose groups the trainer will drop, because they were issued for steps that were lost."""
 
     @property
     def ended(self) -> int:
@@ -50,14 +60,22 @@ class IssuedLedger:
         """Orders given up as stale that are missing in the trainer's account so far; ascending."""
         return sorted(self._open(self.outdated))
 
-    @property
-    def rollouts_in_flight(self) -> int:
-        """The number of rollouts of all orders in flight."""
-        return sum(self.sizes.values())
+    def rollouts_in_flight(self, group_size: int) -> int:
+        """Return the number of rollouts of all orders in flight.
 
-    def note_size(self, index: int, rollouts: int) -> None:
-        """Record the number of rollouts of the newly issued order `index`."""
-        self.sizes[index] = rollouts
+        Args:
+            group_size: the assumed number of rollouts of an order that an earlier trainer consumed.
+        """
+        known = sum(each.rollouts for each in self.sent.values())
+        return known + (self.in_flight - len(self.sent)) * group_size
+
+    def note_sent(self, order: PromptOrder) -> None:
+        """Record a newly issued order."""
+        self.sent[order.index] = SentOrder(order.sampling.num_samples, order.issued_at)
+
+    def withdraw(self, version: int) -> None:
+        """Withdraw all orders in flight that were issued after `version`, at which a new trainer begins."""
+        self.withdrawn |= {index for index, each in self.sent.items() if each.issued_at.version > version}
 
     def next_index(self) -> int:
         """Issue an order and return its index: an order to be reissued if there is any, otherwise a new order."""
@@ -66,13 +84,16 @@ class IssuedLedger:
         self.cursor += 1
         return self.cursor - 1
 
-    def fail(self, index: int) -> None:
-        """End the order without a group, as failed."""
-        self._end(index, self.failed)
+    def fail(self, index: int, issued_at: tuple[int, int] | None = None) -> None:
+        """End the order without a group, as failed.
 
-    def give_up(self, index: int) -> None:
-        """End the order without a group, as stale."""
-        self._end(index, self.outdated)
+        A withdrawn order is issued again instead. If the order was issued again after `issued_at`, nothing changes.
+        """
+        self._end(index, self.failed, issued_at)
+
+    def give_up(self, index: int, issued_at: tuple[int, int] | None = None) -> None:
+        """End the order without a group, as stale, with the same exceptions as `fail`."""
+        self._end(index, self.outdated, issued_at)
 
     def update(self, consumed: ConsumedReport) -> None:
         """Replace the trainer's account by a newer one.
@@ -85,7 +106,8 @@ class IssuedLedger:
         if self.reissue or known > self.cursor:
             self.reissue = self._open([*self.reissue, *range(self.cursor, known)])
             self.cursor = known
-        self.sizes = {index: self.sizes[index] for index in self._open(self.sizes)}
+        self.sent = {index: self.sent[index] for index in self._open(self.sent)}
+        self.withdrawn &= self.sent.keys()
         self.check()
 
     def lost(self, indices: Iterable[int]) -> list[int]:
@@ -97,7 +119,8 @@ class IssuedLedger:
         again = self._open([index for index in indices if index < self.cursor and index not in known])
         self.reissue = sorted({*self.reissue, *again})
         for index in again:
-            self.sizes.pop(index, None)
+            self.sent.pop(index, None)
+            self.withdrawn.discard(index)
         return again
 
     def check(self) -> None:
@@ -150,11 +173,13 @@ class IssuedLedger:
         frontier, beyond = self.consumed.frontier, set(self.consumed.beyond)
         return [index for index in indices if index >= frontier and index not in beyond]  # `has_ended`, but faster
 
-    def _end(self, index: int, fate: set[int]) -> None:
+    def _end(self, index: int, fate: set[int], issued_at: tuple[int, int] | None) -> None:
         """Add the order to `fate`, the set of failed or of stale orders, unless the order has ended already."""
+        sent = self.sent.get(index)
+        superseded = index in self.reissue if sent is None else issued_at is not None and sent.issued_at > issued_at
+        if superseded or self.lost(self.withdrawn & {index}):
+            return
         is_consumed = has_ended(index, self.consumed.frontier, self.consumed.beyond)
         if index < self.cursor and not (is_consumed or index in self.failed or index in self.outdated):
             fate.add(index)
-            self.sizes.pop(index, None)
-            if index in self.reissue:
-                self.reissue.remove(index)
+            self.sent.pop(index, None)

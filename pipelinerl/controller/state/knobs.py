@@ -92,7 +92,7 @@ class Knobs:
 
     def _check_step(self) -> None:
         """Check that a step consists of whole groups: exactly `rollouts_per_step` if all groups have the same size."""
-        smallest, largest = min(self.group_sizes.values()), max(self.group_sizes.values())
+        smallest, largest = min(self.group_sizes.values()), self.max_group_size
         if smallest == largest and self.rollouts_per_step % smallest:
             raise RecipeError(
                 f"rollouts_per_step must be a multiple of the group size {smallest}, got {self.rollouts_per_step}"
@@ -116,6 +116,11 @@ class Knobs:
     def groups_per_step(self) -> int:
         """The number of groups in a step; an average if group sizes differ."""
         return groups_of_step(self.rollouts_per_step, self.group_sizes, self.domain_weights)
+
+    @property
+    def max_group_size(self) -> int:
+        """The most rollouts of a group, over all domains."""
+        return max(self.group_sizes.values())
 
     def patched(self, changes: Mapping[str, Any]) -> Self:
         """Return these knobs with `changes` applied, validated as a whole.

@@ -69,6 +69,11 @@ class Lineage:
             for rollout in group.rollouts
         )
 
+    def issued(self, group: RolloutGroup) -> bool:
+        """Return whether the group's order was issued at this version line, and not for a step that was lost."""
+        epoch, version = group.issued_at
+        return epoch >= self.epoch or version <= self._newest_of(epoch)
+
     def _newest_of(self, epoch: int) -> int:
         return min(began_at for later, began_at in self.epochs if later > epoch)
 

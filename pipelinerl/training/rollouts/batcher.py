@@ -8,6 +8,7 @@ become stale while they wait are dropped.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -16,7 +17,7 @@ from msgspec.structs import replace
 
 from pipelinerl.enums import NoSignal, StalenessScope
 from pipelinerl.messages import NoSignalGroups
-from pipelinerl.staleness import StalenessBounds
+from pipelinerl.staleness import LOCKSTEP, StalenessBounds
 from pipelinerl.training.rollouts.admission import (
     ConsumedLedger,
     GroupOutcome,
@@ -96,11 +97,15 @@ class Batcher:
         """The orders of the waiting groups."""
         return sorted(self._waiting)
 
-    def offer(self, group: RolloutGroup) -> None:
-        """Take a group that was read: keep it, settle it as filtered, or drop it as a duplicate or as abandoned."""
+    def offer(self, group: RolloutGroup, *, k: float = math.inf) -> None:
+        """Take a group that was read: keep it, settle it as filtered, or drop it as a duplicate or as abandoned.
+
+        In lockstep, a group whose order was issued for a lost step is abandoned too: engines may sample it before the
+        groups of earlier steps, which it would replace.
+        """
         if self.ledger.has(group.index) or group.index in self._waiting:
             return
-        if not self.lineage.includes(group):
+        if not (self.lineage.includes(group) and (k > LOCKSTEP or self.lineage.issued(group))):
             self._abandoned.append(group.index)
             return
         if not is_judged(group):

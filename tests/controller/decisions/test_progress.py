@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from pipelinerl.controller.decisions import controller as controller_module
 from pipelinerl.controller.decisions.directives import publication_due
+from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
 from pipelinerl.controller.state.inputs import KnobsPatched, Ticked
 from pipelinerl.controller.state.run_state import RunState
 from pipelinerl.controller.state.settings import ControllerSettings
-from tests.controller.unfair_world import played, unfair_world
+from pipelinerl.training.rollouts.admission import GroupOutcome
+from tests.controller.unfair_world import UnfairWorld, played, unfair_world
 from tests.controller.world import ENGINE, World, controller
 
 _AT_ONCE = 250
@@ -36,6 +40,36 @@ def test_repeated_answer_does_not_undo_a_change_of_knobs() -> None:
     With the old knobs the trainer would wait for more rollouts than the controller issues.
     """
     assert _stuck(range(11571, 11572)) == []
+
+
+def _lockstep_with_deaths(seed: int, *, steps: int = 6) -> UnfairWorld:
+    """Return a lockstep run of two groups per step, whose trainer died several times before any checkpoint."""
+    rng = random.Random(seed)
+    world = UnfairWorld(rng, controller(k=1.0, evaluation_problems=0, steps=1000), reliable=True)
+    acts = [world.sample, world.read_directives, world.step, world.read_directives, world.step]
+    acts += [lambda: world.publish(fair=True), lambda: world.prove(fair=True)]
+    acts += [lambda: world.answer(fair=True, gives_up=rng.random() < 0.3)]
+    deaths = 3
+    for _ in range(4000):
+        if world.version >= steps:
+            return world
+        if deaths and rng.random() < 0.01:
+            deaths -= 1
+            world.inbox.clear()
+            world.begin_trainer()
+        rng.choice(acts)()
+    raise AssertionError(
+        f"seed {seed} stops at version {world.version}: {waiting_for(world.controller.state, now=0.0)}"
+    )
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_lockstep_steps_train_the_same_orders_after_deaths_of_the_trainer(part: int) -> None:
+    """Orders of lost steps are still being sampled while the new trainer repeats these steps."""
+    for seed in range(part * 100, part * 100 + 100):
+        world = _lockstep_with_deaths(seed)
+        assert world.trained == {step: [2 * step - 2, 2 * step - 1] for step in range(1, world.version + 1)}, seed
+        assert world.batcher.ledger.counts[GroupOutcome.STALE] == 0, seed
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
 from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
-from pipelinerl.types import DomainSampling, Message, Problem, Quota, Sampling
+from pipelinerl.types import DomainSampling, IssuedAt, Message, Problem, Quota, Sampling
 
 OWN = DomainSampling(
     group_size=6, temperature=0.5, max_tokens=9, stop=("\n",), chat_template_kwargs={"enable_thinking": False}
@@ -36,7 +36,10 @@ def factory() -> PromptOrderFactory:
 
 
 def test_domain_settings_override_the_runs_and_other_domains_follow_the_temperature_knob() -> None:
-    own, other = (factory().training(i, temperature=0.9, domain_weights={}, quota=Quota(0, 4)) for i in (0, 1))
+    own, other = (
+        factory().training(i, temperature=0.9, domain_weights={}, quota=Quota(0, 4), issued_at=IssuedAt())
+        for i in (0, 1)
+    )
     assert own.sampling == Sampling(num_samples=6, temperature=0.5, max_tokens=9, stop=("\n",))
     assert other.sampling == Sampling(num_samples=4, temperature=0.9, max_tokens=20, stop=("!",))
     assert own.chat_template_kwargs == {"enable_thinking": False} and other.chat_template_kwargs == {}

@@ -19,8 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, final
 
-from launch.devices import Devices, Origin
-from launch.hosts import LOCALHOST, Host, HostRole
+from launch.hosts import LOCALHOST, Devices, Host, HostRole, Origin
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import RecipeError, UserError
 

@@ -21,15 +21,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from launch import run_directory
-from launch.cluster.head import HeadNode
-from launch.cluster.membership import Members, read_members, write_members
-from launch.devices import devices_for
-from launch.engine_processes import EngineProcesses
-from launch.hosts import LOCALHOST, Host
+from launch.cluster.membership import HeadNode, Members, read_members, write_members
+from launch.hosts import LOCALHOST, Host, devices_for
 from launch.placement import TRAINER, Placement, check_uses, place, spread
 from launch.plan import Launch, listening, processes_of
 from launch.run_directory import RunDirectory
-from launch.supervisor import RunOutcome, RunResult, Supervisor
+from launch.supervisor import EngineProcesses, RunOutcome, RunResult, Supervisor
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import Event, read_events

@@ -35,11 +35,13 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, final
 
-from launch.plan import Plan, ProcessSpec
+from launch.placement import ROUNDING, Assignment
+from launch.plan import Launch, Plan, ProcessSpec
 from launch.process import Process, State, answers, exit_words
 from pipelinerl.observability.restarts import write_restarts
-from pipelinerl.observability.status import RestartStatus
+from pipelinerl.observability.status import RequestedEngine, RestartStatus, RunStatus
 from pipelinerl.roles.role import OnExit
+from pipelinerl.system.ports import free_ports
 
 _REAPER = Path(__file__).with_name("reaper.py")
 _TICK_S = 0.02
@@ -396,3 +398,92 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+@final
+class EngineProcesses:
+    """Makes the supervisor run the engines that were requested of the live run.
+
+    Args:
+        give_up: tells the controller that an engine cannot start; called for each status that still requests it.
+    """
+
+    def __init__(self, supervisor: Supervisor, launch: Launch, *, give_up: Callable[[str], None]) -> None:
+        self._supervisor = supervisor
+        self._launch = launch
+        self._give_up = give_up
+        placement = launch.placement
+        self._ports = set(launch.ports.values())
+        self._devices = placement.head.devices
+        self._held = {
+            name: on for name, on in placement.assignments.items() if placement.host_of(name) is placement.head
+        }
+
+    def follow(self, status: RunStatus) -> None:
+        """Start engines that are requested but do not run yet, and stop engines that the status lists to be stopped."""
+        for name in self._held.keys() & self._supervisor.ended:
+            del self._held[name]
+        for requested in status.fleet.requested:
+            if requested.name in status.fleet.to_stop:
+                continue
+            if not self._supervisor.knows(requested.name):
+                self._start(requested)
+            elif requested.name in self._supervisor.spared:
+                self._give_up(requested.name)
+        for name in status.fleet.to_stop:
+            self._supervisor.stop_engine(name)
+
+    def _start(self, requested: RequestedEngine) -> None:
+        """Start an engine on free devices. If none are free but a process is stopping, wait for the next status."""
+        on = self._take_devices(requested)
+        if on is None and self._held.keys() & self._supervisor.stopping:
+            return
+        spec = self._launch.engine(requested.name, port=self._port(), type=requested.type, on=on or Assignment())
+        if on is None:
+            self._supervisor.refuse(spec, self._refusal(requested))
+        else:
+            self._supervisor.add(spec)
+
+    def _port(self) -> int:
+        """Return a free port that no process of the run was given: even a process that is down will bind its port
+        again.
+        """
+        port = next(port for port in free_ports(len(self._ports) + 1) if port not in self._ports)
+        self._ports.add(port)
+        return port
+
+    def _take_devices(self, requested: RequestedEngine) -> Assignment | None:
+        """Return devices for an engine, the least used first; None if too few are free. Empty if the engine needs no
+        device.
+        """
+        config = self._launch.config
+        needs = config.gpus_of_engine(requested.type) if self._devices.each else 0
+        if not needs:
+            return Assignment()
+        share = config.engine.memory_share
+        wanted = share if share is not None and config.weights.backend != "nccl" else 1.0
+        used = [self._used(index) for index in range(len(self._devices))]
+        fitting = [index for index in range(len(used)) if used[index] + wanted <= 1.0 + ROUNDING]
+        chosen = sorted(sorted(fitting, key=lambda index: used[index])[:needs])
+        if len(chosen) < needs:
+            return None
+        self._held[requested.name] = Assignment(tuple(chosen), share)
+        return self._held[requested.name]
+
+    def _used(self, index: int) -> float:
+        """Return the assigned fraction of a device's memory."""
+        return sum(1.0 if each.share is None else each.share for each in self._held.values() if index in each.indices)
+
+    def _refusal(self, requested: RequestedEngine) -> str:
+        """Return why an engine gets no devices, and how to free some."""
+        needs = self._launch.config.gpus_of_engine(requested.type)
+        holders = [
+            (self._devices.label(i), ", ".join(name for name, on in self._held.items() if i in on.indices) or "free")
+            for i in range(len(self._devices))
+        ]
+        state = "; ".join(f"{label}: {names}" for label, names in holders)
+        return (
+            f"{requested.name} takes {needs} GPU{'s' if needs > 1 else ''}, and too few are free ({state}); take an "
+            "engine out first, or start the run with an engine.memory_share and a trainer.memory_share that leave room "
+            "for another"
+        )

@@ -96,24 +96,22 @@ def run(
     starts them (docs/use/clusters.md).
     """
     from launch import run as launching
-    from launch.resumed_recipe import change_recipe, record_change
-    from launch.run_directory import open_run, refuse_namesake
+    from launch.run_directory import change_recipe, open_run, record_change, refuse_namesake
     from pipelinerl.commands.remote import started_by_hand
-    from pipelinerl.roles import resumption
-    from pipelinerl.roles.memory.disk import refuse_full_disk
-    from pipelinerl.roles.memory.machine_defaults import settled
+    from pipelinerl.roles import controller_role
+    from pipelinerl.roles.memory.disk import refuse_full_disk, settled
 
     if resume is not None:
         changes = [*([] if recipe is None else [recipe]), *(overrides or [])]
         if recipe is not None and "=" not in recipe:
             raise UserError(f"--resume uses the recipe in {resume}; give only changes, such as run.steps=200")
         refuse_hosts(resume, on, host, hosts)
-        path = resumption.directory_of(resume)
+        path = controller_role.directory_of(resume)
         config = change_recipe(path, changes) if changes else open_run(path).config
         _refuse(config)
         refuse_full_disk(config, _predicted(config), path)
         if changes:
-            for change in record_change(path, config, step=resumption.newest_step(config, path)):
+            for change in record_change(path, config, step=controller_role.newest_step(config, path)):
                 typer.echo(change)
         raise typer.Exit(launching.resume(path, connect=_connect))
     config = recipes.load(recipe or "tiny", overrides or [])
@@ -124,13 +122,13 @@ def run(
     if on is not None:
         from launch.cluster.launchers import start_on
 
-        raise typer.Exit(start_on(config, elsewhere_of(on, members, slurm, image), claim=resumption.claim))
+        raise typer.Exit(start_on(config, elsewhere_of(on, members, slurm, image), claim=controller_role.claim))
     limits = launching.memory_limits(config) if members is None else {}
     if members is None:
         config = settled(config, limits)
     predicted = _predicted(config)
     refuse_full_disk(config, predicted)
-    directory = launching.prepare(config, claim=resumption.claim, members=members)
+    directory = launching.prepare(config, claim=controller_role.claim, members=members)
     for line in _memory_lines(predicted, limits):
         typer.echo(line)
     raise typer.Exit(launching.resume(directory, connect=_connect))
@@ -168,7 +166,7 @@ def check(
     from launch.run import describe_placement, memory_limits
     from pipelinerl.commands.check import findings
     from pipelinerl.roles.memory import disk, prediction as memory
-    from pipelinerl.roles.memory.machine_defaults import settled
+    from pipelinerl.roles.memory.disk import settled
 
     config = recipes.load(recipe, overrides or [])
     limit = None if device_gib is None else int(device_gib * 2**30)
@@ -440,9 +438,9 @@ def _connect(url: str, token: str) -> Any:
 
 def _claim(config: recipes.RunConfig) -> bool:
     """Reserve the run's name at the location of its checkpoints; see `roles.resumption.claim`."""
-    from pipelinerl.roles import resumption
+    from pipelinerl.roles import controller_role
 
-    return resumption.claim(config)
+    return controller_role.claim(config)
 
 
 app.command()(bench)

@@ -128,7 +128,7 @@ def _add_plan(app: typer.Typer) -> None:
 
         Starts nothing. With --on, show what that launcher would be given.
         """
-        from launch.cluster.table import plan_json, plan_lines
+        from launch.cluster.launchers import plan_json, plan_lines
 
         config = load(recipe, overrides or [])
         members = members_of(config, host, hosts, gpus, first_port)

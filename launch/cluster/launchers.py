@@ -6,16 +6,21 @@ To add a launcher, add a member of `Launcher`, a line in `rendered`, a line in `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from launch.cluster import kubernetes, ray, slurm
 from launch.cluster.membership import Members
+from launch.placement import TRAINER
+from launch.plan import Launch, ProcessSpec, processes_of, rank_of
 from launch.run import prepare
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import UserError
+from pipelinerl.roles.role import OnExit
 
 
 class Launcher(StrEnum):
@@ -91,3 +96,104 @@ def start_on(
         return ray.run_on_ray(where.address, config, where.members, run_dir, announce)
     announce(slurm.submit(rendered(config, where, run_dir), run_dir))
     return 0
+
+
+_ON_EXIT = {
+    OnExit.RESTART: "",
+    OnExit.DONE: "done with status 0",
+    OnExit.COMPLETE: "status 0 completes the run",
+    OnExit.SPARE: "the run continues without it",
+}
+
+
+def plan_lines(launch: Launch) -> Iterator[str]:
+    """Yield each host with its processes, then what all processes have in common."""
+    plan = processes_of(launch)
+    shared = _shared_environment(plan.specs)
+    name_width = max(len(spec.name) for spec in plan.specs)
+    address_width = max(len(_address(spec)) for spec in plan.specs)
+    for host in launch.placement.hosts:
+        here = [spec for spec in plan.specs if spec.host == host.name]
+        named = host.name if host.name == host.address else f"{host.name} ({host.address})"
+        yield f"host {named}: {len(host.devices) or 'no'} GPU{'' if len(host.devices) == 1 else 's'}"
+        for spec in here:
+            rules = "; ".join([_devices(launch, spec.name), *_meeting(launch, spec), *_rules(spec)])
+            yield f"  {spec.name:<{name_width}}  {_address(spec):<{address_width}}  {rules}"
+            own = " ".join(f"{key}={value}" for key, value in spec.env.items() if key not in shared)
+            if own:
+                yield f"  {'':<{name_width}}  {own}"
+        if not here:
+            yield "  nothing"
+    yield "environment of all: " + " ".join(f"{key}={value}" for key, value in shared.items())
+    yield f"run directory: {launch.run_dir}"
+    yield f"bearer token: in {launch.token_file}, which its owner alone may read"
+
+
+def plan_json(launch: Launch) -> dict[str, Any]:
+    """Return the whole plan for programs, with every process's arguments."""
+    plan = processes_of(launch)
+    return {
+        "run_dir": str(launch.run_dir),
+        "token_file": str(launch.token_file),
+        "hosts": [host.to_json() for host in launch.placement.hosts],
+        "processes": [_process_json(launch, spec) for spec in plan.specs],
+    }
+
+
+def _process_json(launch: Launch, spec: ProcessSpec) -> dict[str, Any]:
+    on = launch.assignment_of(spec.name)
+    return {
+        "name": spec.name,
+        "host": spec.host,
+        "rank": rank_of(spec.name),
+        "argv": list(spec.argv),
+        "env": dict(spec.env),
+        "health": spec.health,
+        "devices": list(on.indices),
+        "memory_share": on.share,
+        "cores": None if spec.cpu is None else list(spec.cpu),
+        "after": list(spec.after),
+        "on_exit": str(spec.on_exit),
+        "restarts": spec.restarts,
+        "stop_order": spec.stop_order,
+        "group": spec.group,
+    }
+
+
+def _shared_environment(specs: tuple[ProcessSpec, ...]) -> dict[str, str]:
+    return {key: value for key, value in specs[0].env.items() if all(spec.env.get(key) == value for spec in specs)}
+
+
+def _address(spec: ProcessSpec) -> str:
+    if spec.health is None:
+        return ""
+    parts = urlsplit(spec.health)
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def _devices(launch: Launch, name: str) -> str:
+    on = launch.assignment_of(name)
+    if not on.indices:
+        return "CPU"
+    home = launch.placement.host_of(name)
+    return " + ".join(_labels(launch, home.name, on.indices)) + ("" if on.share is None else f" ({on.share:g} of it)")
+
+
+def _labels(launch: Launch, host: str, indices: tuple[int, ...]) -> Iterator[str]:
+    devices = launch.placement.host(host).devices
+    return (devices.label(index) for index in indices)
+
+
+def _meeting(launch: Launch, spec: ProcessSpec) -> Iterator[str]:
+    if rank_of(spec.name) == 0 and TRAINER in launch.ports:
+        yield f"its ranks meet at {launch.at(TRAINER)}"
+
+
+def _rules(spec: ProcessSpec) -> Iterator[str]:
+    if spec.after:
+        yield f"after {', '.join(spec.after)}"
+    yield f"{spec.restarts} restart{'' if spec.restarts == 1 else 's'}"
+    if spec.group is not None:
+        yield f"restarted with group {spec.group}"
+    if _ON_EXIT[spec.on_exit]:
+        yield _ON_EXIT[spec.on_exit]

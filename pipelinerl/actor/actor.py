@@ -44,9 +44,8 @@ from pipelinerl.messages import (
     ShownProblem,
     encode,
 )
-from pipelinerl.streams.dead_letter import DeadLetters
 from pipelinerl.streams.records import decode_order
-from pipelinerl.streams.stream import Entry, Stream
+from pipelinerl.streams.stream import DeadLetters, Entry, Stream
 from pipelinerl.types import Answered, Outcome, PromptOrder, Purpose, RolloutGroup
 from pipelinerl.verifiers.verifier import Judgement
 

@@ -8,8 +8,7 @@ from pipelinerl.roles.process import Identity
 from pipelinerl.system.http_service import listen, serve_until
 from pipelinerl.weights.parameter_server.download import WeightPuller
 from pipelinerl.weights.parameter_server.server import ParameterServer, create_app
-from pipelinerl.weights.parameter_server.snapshot_store import SnapshotStore
-from pipelinerl.weights.parameter_server.version_table import VersionTable
+from pipelinerl.weights.parameter_server.version_table import SnapshotStore, VersionTable
 
 
 async def run(identity: Identity) -> None:

@@ -28,7 +28,7 @@ from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import AddressError, UserError
 from pipelinerl.observability.logs import ProcessLog, configure
 from pipelinerl.observability.redaction import without_secrets
-from pipelinerl.roles.memory.machine_defaults import settled
+from pipelinerl.roles.memory.disk import settled
 from pipelinerl.roles.role import LOCAL_REDIS, REDIS_PASSWORD_VARIABLE, RoleOptions
 from pipelinerl.streams.open_stream import open_stream
 from pipelinerl.streams.stream import Stream

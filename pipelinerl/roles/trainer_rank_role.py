@@ -12,8 +12,8 @@ from typing import Any, Final, Never
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import RecipeError
 from pipelinerl.observability.logs import configure
-from pipelinerl.trainers.ranks.distributed import Distributed
 from pipelinerl.trainers.ranks.follower import follow
+from pipelinerl.trainers.ranks.rendezvous import Distributed
 from trainer_contract.errors import RankError, SpecError, TrainerError
 
 _REFUSED: Final = 2
@@ -66,7 +66,7 @@ def outlast_notice(save_s: float) -> None:
 
 
 def _follow_jax(options: Mapping[str, Any]) -> None:
-    from pipelinerl.trainers.jax.joining import join
+    from pipelinerl.trainers.jax.mesh import join
     from pipelinerl.trainers.jax.options import JaxOptions
     from pipelinerl.trainers.jax.trainer import JaxFollower
 

@@ -27,7 +27,7 @@ from pipelinerl.streams.stream import Stream
 from pipelinerl.trainers.ranks.rank0 import leave_undone
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
 from pipelinerl.training.publish.canary_check import ROUTED_APART, TOLERANCES, Canary, LogprobCanaryChecker
-from pipelinerl.training.publish.stream_announcer import StreamAnnouncer
+from pipelinerl.training.publish.publishing import StreamAnnouncer
 from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.training.watching.step_watch import StepWatch
 from pipelinerl.training.watching.training_samples import TrainingSamples

@@ -17,11 +17,10 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.roles.dtypes import sent_in
 from pipelinerl.training.publish.weight_history import WeightHistory
-from pipelinerl.training.step.critic import Critic
-from pipelinerl.training.step.entropy_meter import EntropyMeter
-from pipelinerl.training.step.forward_passes import ForwardPasses
+from pipelinerl.training.step.forward_passes import EntropyMeter, ForwardPasses
 from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.training.step.train_step import TrainStep
+from pipelinerl.training.step.update import Critic
 from pipelinerl.training.watching.training_samples import drawn
 from trainer_contract.errors import SpecError, StateError
 from trainer_contract.trainer import Trainer

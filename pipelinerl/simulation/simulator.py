@@ -20,7 +20,7 @@ from typing import Final, NamedTuple, final
 
 from pipelinerl import rng
 from pipelinerl.actor.freshness import can_be_fresh
-from pipelinerl.controller.state.filtered_share import FilteredShare
+from pipelinerl.controller.state.issued_ledger import FilteredShare
 from pipelinerl.simulation.actors import SimulatedActors
 from pipelinerl.simulation.agenda import Agenda, SimulatedTrainer
 from pipelinerl.simulation.engine import SimulatedEngine

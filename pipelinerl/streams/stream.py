@@ -18,11 +18,13 @@ the last two seconds). It never loses an append while keeping the acknowledgemen
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol, final
 
-from pipelinerl.errors import FencedError
+from pipelinerl.errors import FencedError, RecordError
+from pipelinerl.streams.records import encode_message
 
 #: The offset before the first entry.
 START = "0-0"
@@ -141,3 +143,26 @@ class Stream(Protocol):
     async def close(self) -> None:
         """Release connections."""
         ...
+
+
+DEAD_LETTERS: Final = "dead-letters"
+
+
+@final
+class DeadLetters:
+    """Stores unreadable records; `counts` holds the number per stream since this process started."""
+
+    def __init__(self, streams: Stream) -> None:
+        self.counts: Final[Counter[str]] = Counter()
+        self._streams = streams
+
+    async def bury(self, entry: Entry, error: RecordError) -> None:
+        """Store `entry`, which failed to decode with `error`. Its own stream keeps it until it is trimmed."""
+        fields = {
+            "stream": entry.stream,
+            "entry_id": entry.entry_id,
+            "reason": str(error),
+            "payload": entry.payload,
+        }
+        await self._streams.append(DEAD_LETTERS, [encode_message("dead-letter", fields)])
+        self.counts[entry.stream] += 1

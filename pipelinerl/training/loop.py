@@ -50,21 +50,16 @@ from pipelinerl.streams.stream import Stream
 from pipelinerl.training.checkpoints.checkpoint import Capture, CheckpointStore
 from pipelinerl.training.checkpoints.checkpointing import Checkpointing
 from pipelinerl.training.checkpoints.manifest import TrainingState
-from pipelinerl.training.controller_link import RESEND_S, ControllerLink
 from pipelinerl.training.publish.canary_check import CanaryChecker
 from pipelinerl.training.publish.publishing import Publishing
 from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage, SolvedProblems
-from pipelinerl.training.rollouts.batch import TrainBatch, build, signal_of, teacher
-from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
-from pipelinerl.training.rollouts.mini_batches import ONE_STEP, MiniBatching
-from pipelinerl.training.rollouts.overdue import OverdueWait, awaited
-from pipelinerl.training.rollouts.rollout_reader import Arrivals, RolloutReader
-from pipelinerl.training.step.adaptive import AdaptiveObjective
+from pipelinerl.training.rollouts.batch import ONE_STEP, MiniBatching, TrainBatch, build, signal_of, teacher
+from pipelinerl.training.rollouts.batcher import Batcher, OverdueWait, StepBudget, awaited
+from pipelinerl.training.rollouts.rollout_reader import RESEND_S, Arrivals, ControllerLink, RolloutReader
 from pipelinerl.training.step.finite_check import NonFiniteStep
-from pipelinerl.training.step.schedule import LearningRateSchedule
+from pipelinerl.training.step.schedule import AdaptiveObjective, LearningRateSchedule
 from pipelinerl.training.step.train_step import StepResult, TrainStep
-from pipelinerl.training.watching.domain_figures import StepFigures
-from pipelinerl.training.watching.step_watch import StepWatch
+from pipelinerl.training.watching.step_watch import StepFigures, StepWatch
 from pipelinerl.types import RolloutGroup
 from pipelinerl.weights.publisher import Publisher
 from trainer_contract.types import RoutingShape

@@ -18,10 +18,9 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.reward import RewardShaping
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import Lineage, fresh_part
-from pipelinerl.training.rollouts.batch import build
-from pipelinerl.training.rollouts.mini_batches import ONE_STEP, MiniBatching
-from pipelinerl.training.step.adaptive import AdaptiveObjective
+from pipelinerl.training.rollouts.batch import ONE_STEP, MiniBatching, build
 from pipelinerl.training.step.finite_check import NonFiniteStep
+from pipelinerl.training.step.schedule import AdaptiveObjective
 from pipelinerl.training.step.train_step import TrainStep
 from pipelinerl.types import RolloutGroup
 

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, final
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Final, Protocol, TypeVar, final
 
-from inference_contract.errors import NotPrepared
+from inference_contract.errors import ContractError, NotPrepared, Persistence
 from inference_contract.weights import (
     InitProcessGroupRequest,
     ProcessGroupStatus,
@@ -16,7 +17,7 @@ from inference_contract.weights import (
     WeightUpdateRequest,
     WeightUpdateResponse,
 )
-from pipelinerl.weights.fan_out import Failure
+from pipelinerl.errors import PipelineError
 
 
 class EngineControl(Protocol):
@@ -78,3 +79,58 @@ class Preparation:
         answer = await self._control.request_weight_update(url, request(layout=layout))
         self._knows[url] = layout.layout_id
         return answer
+
+
+T = TypeVar("T")
+
+_MOMENT_S: Final = 0.03
+
+#: The ways in which a call to an engine can fail: the engine reports an error, or it cannot be reached.
+Failure = ContractError | PipelineError
+
+
+async def _guarded(call: Awaitable[T]) -> T | Failure:
+    try:
+        return await call
+    except (ContractError, PipelineError) as error:
+        return error
+
+
+def lasting(failures: Mapping[str, object]) -> set[str]:
+    """Return the engines whose failure is permanent by their own report, so that a retry cannot help."""
+    return {
+        url
+        for url, error in failures.items()
+        if isinstance(error, ContractError) and error.persistence is Persistence.PERMANENT
+    }
+
+
+async def each(urls: Iterable[str], call: Callable[[str], Awaitable[T]]) -> dict[str, T | Failure]:
+    """Call every engine concurrently; return errors as results."""
+    listed = list(urls)
+    answers = await asyncio.gather(*(_guarded(call(url)) for url in listed))
+    return dict(zip(listed, answers, strict=True))
+
+
+async def each_until_failure(
+    urls: Iterable[str], call: Callable[[str], Awaitable[T]], *, victim: tuple[type[Failure], ...]
+) -> dict[str, T | Failure]:
+    """Call every engine like `each`, but cancel the rest after a failure and leave them out of the result.
+
+    This is for calls that wait for one another. A failure of a kind in `victim` only says that another engine did not
+    come: the function then keeps waiting for that engine, so that it can be named.
+    """
+    tasks = {url: asyncio.ensure_future(_guarded(call(url))) for url in urls}
+    waiting = set(tasks.values())
+    try:
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            failures = [task.result() for task in done if isinstance(task.result(), Exception)]
+            if not all(isinstance(failure, victim) for failure in failures):
+                # Other engines that cannot be reached report so within a moment.
+                await asyncio.wait(tasks.values(), timeout=_MOMENT_S)
+                break
+    finally:
+        for task in tasks.values():
+            task.cancel()
+    return {url: task.result() for url, task in tasks.items() if task.done() and not task.cancelled()}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Final
+from typing import Any, Final, final
+
+import xxhash
 
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
 
@@ -28,3 +30,25 @@ def describe_bucket(layout: WeightLayout, bucket: int, bounds: list[tuple[int, i
     names = [parameter.name for parameter, _ in parameters_in(layout, *bounds[bucket])]
     span = f"parameter {names[0]!r}" if len(names) == 1 else f"parameters {names[0]!r} to {names[-1]!r}"
     return f"bucket {bucket + 1} of {len(bounds)} ({span})"
+
+
+#: At about 15 GB/s a chunk takes 70 µs. Large updates release the lock; small ones end before it matters.
+_CHUNK_BYTES: Final = 2**20
+
+
+@final
+class WeightDigest:
+    """Incremental digest: any split of the same bytes gives the same result."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+
+    def update(self, data: Any) -> None:
+        """Append bytes: a flat uint8 numpy array, a memoryview or a flat uint8 torch tensor on any device."""
+        host = data.cpu().numpy() if hasattr(data, "cpu") else data  # only tensors have `cpu`
+        for start in range(0, len(host), _CHUNK_BYTES):
+            self._state.update(host[start : start + _CHUNK_BYTES])
+
+    def hexdigest(self) -> str:
+        """Return the digest of everything appended so far, as 32 hexadecimal digits."""
+        return self._state.hexdigest()

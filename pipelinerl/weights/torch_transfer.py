@@ -11,15 +11,18 @@ No GPU has run `CudaStream`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Final, Protocol, Self, final
 
 import torch
 from torch import Tensor
 
+from inference_contract.errors import OutOfRange
+from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.system.background import in_background_soon
-from pipelinerl.weights.digest import WeightDigest
+from pipelinerl.weights.broadcast.collective import shared_tensor
+from pipelinerl.weights.layout import WeightDigest
 
 #: Waits until the copy has landed, and returns the bytes on the host.
 Landed = Callable[[], Tensor]
@@ -149,3 +152,45 @@ class OverlappedDigest:
         """Return the digest of everything appended so far, as 32 hexadecimal digits."""
         self.settle()
         return self._digest.hexdigest()
+
+
+#: Number of elements converted at once, so that temporaries stay small compared to the model.
+_BLOCK: Final = 1 << 22
+
+
+def convert(sent: Any, wire: WeightLayout, *, into: Any, layout: WeightLayout) -> None:
+    """Fill `into` u8 [layout.num_bytes] with the values of `sent` u8 [wire.num_bytes]: the same parameters in order.
+
+    Both are numpy, or torch on one device.
+
+    Raises:
+        OutOfRange: a finite value would become an infinity.
+    """
+    source, target = shared_tensor(sent), shared_tensor(into)
+    for (sent_as, values), (kept, place) in zip(_parts(source, wire), _parts(target, layout), strict=True):
+        if sent_as.dtype is kept.dtype:
+            place.copy_(values)
+            continue
+        old, new = sent_as.dtype.itemsize, kept.dtype.itemsize
+        for start in range(0, values.numel() // old, _BLOCK):
+            block = _elements(values[start * old : (start + _BLOCK) * old], sent_as)
+            made = block.to(getattr(torch, kept.dtype.value))
+            if kept.dtype is DType.FLOAT16 and bool((made.isinf() & block.isfinite()).any()):
+                largest = block[block.isfinite()].abs().max().item()
+                raise OutOfRange(
+                    f"parameter {kept.name!r} holds {largest:.4g}, beyond the 65504 of float16, in which this engine "
+                    "keeps its weights; set engine.dtype=bfloat16 or float32"
+                )
+            place[start * new : start * new + made.numel() * new].copy_(made.view(torch.uint8))
+
+
+def _parts(buffer: Tensor, layout: WeightLayout) -> Iterator[tuple[ParameterSpec, Tensor]]:
+    """Yield each parameter with its bytes, a flat slice of `buffer`."""
+    for spec, end in zip(layout.parameters, layout.ends, strict=True):
+        yield spec, buffer[end - spec.num_bytes : end]
+
+
+def _elements(part: Tensor, spec: ParameterSpec) -> Tensor:
+    """View bytes as elements; in a layout of mixed dtypes, copy those that are not aligned to an element."""
+    aligned = part if part.storage_offset() % spec.dtype.itemsize == 0 else part.clone()
+    return aligned.view(getattr(torch, spec.dtype.value))

@@ -34,10 +34,9 @@ from pipelinerl.messages import (
     Report,
     decode_report,
 )
-from pipelinerl.streams.dead_letter import DEAD_LETTERS
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import decode_group, encode_order
-from pipelinerl.streams.stream import START
+from pipelinerl.streams.stream import DEAD_LETTERS, START
 from pipelinerl.types import (
     Answered,
     Message,

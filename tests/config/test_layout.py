@@ -15,9 +15,8 @@ from pipelinerl.config.recipe import check_layout, load, save, write_layout
 from pipelinerl.errors import UserError
 from pipelinerl.messages import LAYOUT
 from pipelinerl.roles import controller_role
-from pipelinerl.roles.controller_role import Start
+from pipelinerl.roles.controller_role import Start, directory_of
 from pipelinerl.roles.process import Identity
-from pipelinerl.roles.resumption import directory_of
 
 
 @pytest.fixture

@@ -16,26 +16,28 @@ from typing import Any, Final
 import msgspec
 
 from pipelinerl.controller.decisions.controller import Controller
-from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
-from pipelinerl.controller.state.effects import Effect, Finish, IssuePrompts, Send
+from pipelinerl.controller.decisions.giving_up import waiting_for
 from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
 from pipelinerl.controller.state.fleet import EngineLifecycle
 from pipelinerl.controller.state.inputs import (
     AnyInput,
+    Effect,
     EngineAnswered,
     EngineDrainAsked,
     EngineIdle,
     EngineRegistered,
     EngineRestarted,
     EngineTimedOut,
+    Finish,
     HealthCheckMissed,
+    IssuePrompts,
     KnobsPatched,
     ReportReceived,
+    Send,
     StreamsLost,
     Ticked,
 )
-from pipelinerl.controller.state.run_state import RunState
-from pipelinerl.controller.state.settings import ControllerSettings
+from pipelinerl.controller.state.run_state import ControllerSettings, RunState
 from pipelinerl.enums import NoSignal, Pin, StalenessScope
 from pipelinerl.messages import (
     ActorAlive,

@@ -12,12 +12,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipelinerl.controller.decisions.controller import Controller
-from pipelinerl.controller.state.effects import Effect, Finish, IssuePrompts, Send
 from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
-from pipelinerl.controller.state.inputs import AnyInput, EngineRegistered, ReportReceived
+from pipelinerl.controller.state.inputs import (
+    AnyInput,
+    Effect,
+    EngineRegistered,
+    Finish,
+    IssuePrompts,
+    ReportReceived,
+    Send,
+)
 from pipelinerl.controller.state.knobs import Knobs
-from pipelinerl.controller.state.run_state import RunState
-from pipelinerl.controller.state.settings import ControllerSettings
+from pipelinerl.controller.state.run_state import ControllerSettings, RunState
 from pipelinerl.enums import NoSignal, Overdue, Pin
 from pipelinerl.messages import (
     CanaryChecked,
@@ -36,8 +42,7 @@ from pipelinerl.messages import (
 )
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage
-from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
-from pipelinerl.training.rollouts.overdue import awaited
+from pipelinerl.training.rollouts.batcher import Batcher, StepBudget, awaited
 from pipelinerl.types import DomainSampling, Message, Problem, PromptOrder, Purpose, Quota, RolloutGroup, Sampling
 from tests.fakes.rollouts import group
 

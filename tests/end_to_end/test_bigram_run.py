@@ -23,8 +23,7 @@ from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
 from pipelinerl.controller.state.inputs import EngineRegistered
 from pipelinerl.controller.state.knobs import Knobs
-from pipelinerl.controller.state.run_state import RunState
-from pipelinerl.controller.state.settings import ControllerSettings
+from pipelinerl.controller.state.run_state import ControllerSettings, RunState
 from pipelinerl.engines.bigram import engine as bigram_engine
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool

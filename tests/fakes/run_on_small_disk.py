@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.controller.decisions.controller import Controller
-from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
+from pipelinerl.controller.decisions.giving_up import waiting_for
 from pipelinerl.engines.bigram import engine as bigram_engine
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions

@@ -17,8 +17,7 @@ import numpy as np
 from pipelinerl import rng
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.torch.trainer import TorchTrainer
-from pipelinerl.training.rollouts.batch import build
-from pipelinerl.training.rollouts.mini_batches import MiniBatching
+from pipelinerl.training.rollouts.batch import MiniBatching, build
 from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.train_step import TrainStep
 from tests.fakes.rollouts import group, rollout

@@ -38,7 +38,7 @@ from pipelinerl.roles import actor_role, controller_role, engine_role, process, 
 from pipelinerl.streams.records import decode_group
 from pipelinerl.streams.stream import Entry, Stream
 from pipelinerl.training import loop
-from pipelinerl.training.checkpoints import checkpoint, fence as checkpoint_fence
+from pipelinerl.training.checkpoints import checkpoint, checkpoint as checkpoint_fence
 from pipelinerl.training.rollouts import admission, rollout_reader
 from pipelinerl.types import Outcome, Problem, RolloutGroup, Verdict
 from pipelinerl.weights.broadcast import collective  # noqa: F401  likewise, with torch

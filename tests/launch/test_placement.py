@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.devices import Devices, Origin, VisibleDevice
-from launch.hosts import LOCALHOST
+from launch.hosts import LOCALHOST, Devices, Origin, VisibleDevice
 from launch.placement import place
 from launch.plan import Launch, ProcessSpec, processes_of
 from pipelinerl.config.recipe import RunConfig, parse

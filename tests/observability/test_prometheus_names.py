@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from inference_contract.schemas import EngineMetrics
-from pipelinerl.controller.service.run_metrics import run_metrics
+from pipelinerl.controller.service.api import run_metrics
 from pipelinerl.engines.http.server import METRICS_PREFIX
 from pipelinerl.observability.metrics import prometheus_text
 from pipelinerl.observability.status import (

@@ -23,12 +23,12 @@ from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.system.ports import free_ports
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.parameter_server.publisher import PullPublisher
-from pipelinerl.weights.parameter_server.snapshot_store import SnapshotStore
 from pipelinerl.weights.parameter_server.upload import Uploader
+from pipelinerl.weights.parameter_server.version_table import SnapshotStore
 from tests.fakes.live_run import CLI
 from tests.fakes.parameter_server import TOKEN, publication
 from tests.patience import PATIENCE_S
-from tests.weights.parameter_server.test_snapshot_store import save
+from tests.weights.parameter_server.test_version_table import save
 
 
 def test_process_serves_saves_and_stops_at_a_signal(tmp_path: Path) -> None:

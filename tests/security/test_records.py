@@ -28,9 +28,9 @@ from pipelinerl.messages import (
     encode,
 )
 from pipelinerl.observability.events import EventLog
-from pipelinerl.streams.dead_letter import DEAD_LETTERS
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import Kind, _seal, decode_group, decode_order, encode_group
+from pipelinerl.streams.stream import DEAD_LETTERS
 from pipelinerl.training.rollouts.rollout_reader import RolloutReader
 from tests.controller.service.test_service import Probe, Running, running, step
 from tests.controller.world import ENGINE, controller

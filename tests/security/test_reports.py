@@ -28,10 +28,9 @@ from pipelinerl.messages import (
     TrainerReady,
     decode_report,
 )
-from pipelinerl.streams.dead_letter import DEAD_LETTERS
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import encode_group
-from pipelinerl.streams.stream import START
+from pipelinerl.streams.stream import DEAD_LETTERS, START
 from pipelinerl.training.rollouts.rollout_reader import RolloutReader
 from tests.controller.service.test_service import Running, running, step
 from tests.controller.world import ENGINE

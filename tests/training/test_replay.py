@@ -17,10 +17,9 @@ from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.publish.weight_history import WeightHistory
 from pipelinerl.training.replay import RecordedStep, Replay
 from pipelinerl.training.rollouts.admission import Lineage
-from pipelinerl.training.rollouts.batch import build
-from pipelinerl.training.rollouts.mini_batches import MiniBatching
-from pipelinerl.training.step.adaptive import AdaptiveObjective
+from pipelinerl.training.rollouts.batch import MiniBatching, build
 from pipelinerl.training.step.forward_passes import ForwardPasses
+from pipelinerl.training.step.schedule import AdaptiveObjective
 from pipelinerl.training.step.train_step import TrainStep
 from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group, rollout

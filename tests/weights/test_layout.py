@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
+import numpy as np
 import pytest
+import torch
+import xxhash
+from hypothesis import given, strategies as st
 
 from inference_contract.weights import DType
 from pipelinerl.errors import UpdateError
-from pipelinerl.weights.layout import describe_bucket, parameters_in
+from pipelinerl.weights.layout import WeightDigest, describe_bucket, parameters_in
 from pipelinerl.weights.publisher import wire_layout
 from trainer_contract.types import ParameterInfo
 
@@ -42,3 +49,40 @@ def test_bucket_is_named_by_its_parameters() -> None:
     bounds = layout.buckets(24)
     assert describe_bucket(layout, 0, bounds) == "bucket 1 of 2 (parameter 'a')"
     assert describe_bucket(layout, 1, bounds) == "bucket 2 of 2 (parameters 'b' to 'c')"
+
+
+@given(data=st.binary(max_size=300), cuts=st.lists(st.integers(0, 300), max_size=5))
+def test_any_split_gives_the_same_digest(data: bytes, cuts: list[int]) -> None:
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    digest = WeightDigest()
+    for start, end in zip(edges, edges[1:], strict=False):  # noqa: RUF007
+        digest.update(memoryview(data)[start:end])
+    assert digest.hexdigest() == xxhash.xxh3_128(data).hexdigest()
+
+
+def test_numpy_and_torch_give_the_same_digest_across_chunks() -> None:
+    data = np.arange(3 * 2**20 + 17, dtype=np.uint64).view(np.uint8)
+    ours, theirs = WeightDigest(), WeightDigest()
+    ours.update(data)
+    theirs.update(torch.from_numpy(data))
+    assert ours.hexdigest() == theirs.hexdigest() == xxhash.xxh3_128(memoryview(data)).hexdigest()
+
+
+def test_other_threads_run_while_hashing() -> None:
+    """Hashing 256 MB in one thread blocks another for much less than the 20 ms that it takes."""
+    data, ticks, stop = np.zeros(2**28, np.uint8), 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not stop.is_set():
+            ticks += 1
+            time.sleep(0.0005)
+
+    other = threading.Thread(target=tick)
+    other.start()
+    digest = WeightDigest()
+    for _ in range(4):
+        digest.update(data)
+    stop.set()
+    other.join()
+    assert ticks > 10

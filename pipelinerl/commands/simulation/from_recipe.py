@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from pipelinerl.config.recipe import RunConfig, load_run
-from pipelinerl.controller.state.settings import OVERSAMPLED
+from pipelinerl.controller.state.run_state import OVERSAMPLED
 from pipelinerl.enums import NoSignal, Overdue, StalenessScope
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.objective.presets import no_signal_of

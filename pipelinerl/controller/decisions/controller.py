@@ -37,21 +37,23 @@ from typing import Any, final
 
 import msgspec
 
-from pipelinerl.controller.decisions import elastic, engine_decisions, reported
+from pipelinerl.controller.decisions import controller, elastic, engine_decisions
 from pipelinerl.controller.decisions.directives import directive, ending, publication_due, repeated
 from pipelinerl.controller.decisions.engine_decisions import engine_input
 from pipelinerl.controller.decisions.evaluator import Evaluator, comes_first, holds_updates
-from pipelinerl.controller.decisions.giving_up import finish, give_up, refused, suspend
+from pipelinerl.controller.decisions.giving_up import finish, give_up, progress_mark, refused, suspend, waiting_for
 from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
-from pipelinerl.controller.decisions.stall_diagnosis import progress_mark, waiting_for
 from pipelinerl.controller.decisions.step_review import note_outdated, note_stages, step_taken
-from pipelinerl.controller.state.effects import Effect, IssuePrompts, Record, Send
 from pipelinerl.controller.state.evaluation import EvaluationResult
 from pipelinerl.controller.state.inputs import (
     AnyInput,
+    Effect,
     FleetMeasured,
+    IssuePrompts,
     KnobsPatched,
+    Record,
     ReportReceived,
+    Send,
     StopAsked,
     StreamsLost,
     SuspendAsked,
@@ -59,8 +61,13 @@ from pipelinerl.controller.state.inputs import (
 )
 from pipelinerl.controller.state.issued_ledger import IssuedLedger
 from pipelinerl.controller.state.knobs import KnobChange
-from pipelinerl.controller.state.run_state import PublicationOrdered, RunPhase, RunState
-from pipelinerl.controller.state.settings import OVERSAMPLED, ControllerSettings
+from pipelinerl.controller.state.run_state import (
+    OVERSAMPLED,
+    ControllerSettings,
+    PublicationOrdered,
+    RunPhase,
+    RunState,
+)
 from pipelinerl.enums import Overdue
 from pipelinerl.messages import (
     FROM_ACTORS,
@@ -198,7 +205,7 @@ class Controller:
             case CanaryChecked():
                 return engine_decisions.canary_checked(self.state, report, now=now)
             case Checkpointed() | CheckpointDelayed():
-                return reported.checkpointed(self.state, report)
+                return controller.checkpointed(self.state, report)
             case TrainerLeaving():
                 return self._trainer_leaving(report)
             case TrainerStopped():
@@ -208,7 +215,7 @@ class Controller:
             case GroupOutdated():
                 return self._group_outdated(report)
             case GroupHandedOver():
-                return [reported.handed_over(report)]
+                return [controller.handed_over(report)]
             case EvaluationDone():
                 return self._evaluator.heard(self.state, report.order_id, report.index, report, now=now)
             case ActorAlive():
@@ -393,7 +400,7 @@ class Controller:
         step = self.state.version + 1
         if report.in_a_row >= SKIPS_THAT_END and self.state.stop_reason is None:
             self.state.stop_reason = f"step {step} was not finite {report.in_a_row} times in a row: {report.what}"
-        skipped = reported.step_skipped(report, step=step)
+        skipped = controller.step_skipped(report, step=step)
         return [skipped, self._answer(report.report_id, publish_to=publication_due(self.state, self.settings))]
 
     def _trainer_leaving(self, report: TrainerLeaving) -> list[Effect]:
@@ -404,7 +411,7 @@ class Controller:
     def _published(self, report: Published) -> list[Effect]:
         self.state.trainer.note_published(report)
         lost = engine_decisions.published(self.state, report)
-        return [reported.published(report), *lost]
+        return [controller.published(report), *lost]
 
     def _starving(self, report: Starving, *, now: float) -> list[Effect]:
         """Reissue lost prompt orders if the trainer waits and no actor works on any order.
@@ -513,3 +520,43 @@ class Controller:
             self.state.trainer.publications.append(PublicationOrdered.of(made, self.state.version))
         self.state.trainer.stop_sent = self.state.trainer.stop_sent or made.stop
         return made
+
+
+def step_skipped(report: StepSkipped, *, step: int) -> Record:
+    """Return the event of a step that was skipped because its loss, gradient or log-probs were not finite."""
+    fields = {"step": step, "what": report.what, "groups": report.groups, "in_a_row": report.in_a_row}
+    return Record("step_skipped", fields)
+
+
+def published(report: Published) -> Record:
+    """Return the event of a publication, with its figures."""
+    return Record(
+        "publish",
+        {
+            "model_version": report.model_version,
+            "send_s": report.send_s,
+            "total_s": report.total_s,
+            "pause_s": max(report.pauses_s.values(), default=0.0),
+            "pauses_s": report.pauses_s,
+            "engines": len(report.pauses_s),
+            "failed": report.failed,
+        },
+    )
+
+
+def handed_over(report: GroupHandedOver) -> Record:
+    """Return the event of a group that one engine began and another finished."""
+    fields = {"order_id": report.order_id, "tokens_kept": report.tokens_kept}
+    return Record("group_handed_over", fields | {"tokens_resampled": report.tokens_resampled})
+
+
+def checkpointed(state: RunState, report: Checkpointed | CheckpointDelayed) -> list[Effect]:
+    """Return the event of a checkpoint; a delay is reported repeatedly, but recorded once, and shown while it lasts."""
+    version = report.model_version
+    if isinstance(report, Checkpointed):
+        state.trainer.unsaved = ""
+        fields = {"path": report.path, "model_version": version, "stall_s": report.stall_s}
+        return [Record("checkpoint", fields)]
+    is_new = not state.trainer.unsaved
+    state.trainer.unsaved = f"the checkpoint of step {version} cannot be written yet: {report.reason}"
+    return [Record("checkpoint_delayed", {"model_version": version, "reason": report.reason})] if is_new else []

@@ -10,8 +10,7 @@ import msgspec
 
 from pipelinerl.controller.decisions.evaluator import holds_updates
 from pipelinerl.controller.state.fleet import EngineLifecycle
-from pipelinerl.controller.state.run_state import RunPhase, RunState
-from pipelinerl.controller.state.settings import ControllerSettings
+from pipelinerl.controller.state.run_state import ControllerSettings, RunPhase, RunState
 from pipelinerl.enums import Overdue, Pin
 from pipelinerl.messages import Directive, TrainerKnobs
 

@@ -23,8 +23,8 @@ from typing import Final
 import msgspec
 
 from inference_contract.errors import Persistence
-from pipelinerl.controller.state.effects import Effect, Record
 from pipelinerl.controller.state.inputs import (
+    Effect,
     EngineAnswered,
     EngineDrainAsked,
     EngineIdle,
@@ -35,6 +35,7 @@ from pipelinerl.controller.state.inputs import (
     EnginesRequested,
     EngineTimedOut,
     HealthCheckMissed,
+    Record,
 )
 from pipelinerl.controller.state.run_state import EngineRequest, RunState
 from pipelinerl.messages import CanaryChecked, Published

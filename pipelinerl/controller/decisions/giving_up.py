@@ -6,7 +6,7 @@
     a domain's verifier, or the filter, always fails            after 20 in a row, or a step's worth of timeouts
     every engine permanently refuses every prompt               after a step's worth of groups, eight at least
     every prompt is too long for the context                    after eight times the orders in flight
-    no group has signal, and such groups are dropped            after `run.no_signal_steps` (`no_signal.py`)
+    no group has signal, and such groups are dropped            after `run.no_signal_steps` (`step_review.py`)
 
 The process that refuses reports whether its reason is permanent (`inference_contract.errors.Persistence`); nothing is
 guessed here. A trainer that is training is directed to save its state, and gets `save_s` seconds to do so.
@@ -15,16 +15,15 @@ guessed here. A trainer that is training is directed to save its state, and gets
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 from inference_contract.errors import ContextExceeded, Persistence
-from pipelinerl.controller.decisions import no_signal
+from pipelinerl.controller.decisions import step_review
 from pipelinerl.controller.decisions.directives import directive, ending
-from pipelinerl.controller.decisions.stall_diagnosis import lost_engines
-from pipelinerl.controller.state.effects import Effect, End, Finish, Record, Send
+from pipelinerl.controller.decisions.evaluator import holds_updates
 from pipelinerl.controller.state.fleet import EngineLifecycle
-from pipelinerl.controller.state.run_state import RunPhase, RunState
-from pipelinerl.controller.state.settings import ControllerSettings
+from pipelinerl.controller.state.inputs import Effect, End, Finish, Record, Send
+from pipelinerl.controller.state.run_state import SILENT_S, ControllerSettings, RunPhase, RunState
 from pipelinerl.messages import GroupFailed, VerifierFigures
 
 #: The fewest groups on which the run may be ended: a few groups may fail by chance.
@@ -48,7 +47,7 @@ def give_up(state: RunState, settings: ControllerSettings, *, now: float) -> lis
     state.failing.engineless_since = 0.0 if _alive(state) else state.failing.engineless_since or now
     reason = next(_reasons(state, settings, now), None)
     if reason is None:
-        return no_signal.review(state, settings)
+        return step_review.review(state, settings)
     return [Record("run_failing", {"reason": reason}), *_end(state, settings, reason, now=now)]
 
 
@@ -179,3 +178,107 @@ def _some_ended_well(state: RunState) -> bool:
     """Return True if any group has reached the trainer since the last step, even if it was filtered or stale."""
     ledger, before = state.account.ledger(), state.trainer.stepped
     return any(ledger[fate] > getattr(before, fate) for fate in ("filtered", "stale"))
+
+
+#: Explanations of why prompt orders end untrained, by outcome.
+_WHY: Final = {
+    "filtered": "their rewards do not differ, nothing could be judged, or the recipe's filter refused them",
+    "stale": "sampled by weights older than k allows",
+    "failed": "their actor gave up; the log says why",
+}
+
+
+def progress_mark(state: RunState) -> tuple[Any, ...]:
+    """Return a value that changes whenever the run makes progress, in any stage."""
+    answered = len(state.evaluations.current.answers) if state.evaluations.current is not None else -1
+    return (str(state.phase), state.epoch, state.version, answered, len(state.evaluations.results))
+
+
+def waiting_for(state: RunState, *, now: float) -> str:
+    """Describe what the run waits for. A delayed checkpoint is included, since training will have to wait for it."""
+    return _stage(state, now) + (f"; {state.trainer.unsaved}" if state.trainer.unsaved else "")
+
+
+def _stage(state: RunState, now: float) -> str:
+    if state.phase is RunPhase.FINISHED:
+        return "nothing: the run is over"
+    evaluation = state.evaluations.current
+    if not state.fleet.members() and evaluation is not None and state.fleet.pinned():
+        return f"{_unanswered(state)} answers of {evaluation.engine}, which evaluates and is the only engine left"
+    if not state.fleet.members():
+        return f"an engine to join{lost_engines(state)}"
+    if state.trainer.pending_ready is not None:
+        return f"{', '.join(state.trainer.awaited)} to join{lost_engines(state)}"
+    if state.phase is RunPhase.STARTING:
+        return "the trainer to be ready"
+    if not state.fleet.verified():
+        return f"{_weights(state)}{_trainer(state, now)}"
+    if state.phase is RunPhase.FINISHING and evaluation is not None:
+        return f"{_unanswered(state)} answers of the last evaluation{_actors(state, now)}"
+    if evaluation is not None and state.version == 0:
+        return f"{_unanswered(state)} answers of the first evaluation{_actors(state, now)}"
+    if evaluation is not None and holds_updates(state):
+        version = evaluation.model_version
+        return (
+            f"{_unanswered(state)} answers of version {version}: updates are postponed until then{_actors(state, now)}"
+        )
+    if not state.actors:
+        return "an actor to report"
+    step = f"step {state.version + 1}: {state.account.in_flight} groups in flight"
+    return step + _untrained(state) + _outdated(state) + (_actors(state, now) or _trainer(state, now))
+
+
+def _weights(state: RunState) -> str:
+    given = [record.url for record in state.fleet.records() if record.lifecycle.is_alive and record.loaded >= 0]
+    if given:
+        return f"{', '.join(given)} to prove its weights to the trainer"
+    return f"the trainer to publish its weights to {', '.join(state.fleet.members())}"
+
+
+def _unanswered(state: RunState) -> int:
+    assert state.evaluations.current is not None
+    return state.evaluations.current.problems - len(state.evaluations.current.answers)
+
+
+def _actors(state: RunState, now: float) -> str:
+    late = {name: now - heard for name, (_, heard) in state.actors.items() if now - heard > SILENT_S}
+    if not state.actors:
+        return "; no actor has reported"
+    return "".join(f"; actor {name} has been silent for {silent:.0f} s" for name, silent in sorted(late.items()))
+
+
+def _untrained(state: RunState) -> str:
+    """Explain why recent groups led to no step; empty until a whole step's worth of groups has ended untrained."""
+    ledger, before = state.account.ledger(), state.trainer.stepped
+    ended = {fate: ledger[fate] - getattr(before, fate) for fate in _WHY}
+    if sum(ended.values()) < state.knobs.groups_per_step:
+        return ""
+    causes = ", ".join(f"{number} {fate} ({_WHY[fate]})" for fate, number in ended.items() if number)
+    return f"; since the last step {sum(ended.values())} groups ended untrained: {causes}"
+
+
+def _outdated(state: RunState) -> str:
+    """Explain why nothing is sampled; empty unless every order issued now would be too old at its step."""
+    loaded, k = state.fleet.oldest_loaded(), state.knobs.k
+    if (
+        state.account.in_flight
+        or loaded is None
+        or state.knobs.bounds.accepts(producing=state.version + 1, oldest=loaded)
+    ):
+        return ""
+    return (
+        f"; engines serve version {loaded}, too old for k = {k:g}: the trainer has to publish version {state.version}"
+    )
+
+
+def _trainer(state: RunState, now: float) -> str:
+    if state.trainer.heard is None:
+        return ""
+    report, heard = state.trainer.heard
+    return f"; the trainer's last report, {report}, came {now - heard:.0f} s ago" if now - heard > SILENT_S else ""
+
+
+def lost_engines(state: RunState) -> str:
+    """List the engines that were lost, with their states and errors; each entry begins with a semicolon."""
+    dead = [record for record in state.fleet.records() if not record.lifecycle.is_alive]
+    return "".join(f"; {record.url} is {record.lifecycle}: {record.last_error}" for record in dead)

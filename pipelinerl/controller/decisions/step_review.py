@@ -7,16 +7,27 @@ work of the domain's verifier since the previous step. The latter are `verified`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import fmean
 from typing import Final
 
 import msgspec
 
-from pipelinerl.controller.decisions.alarms import AlarmKind, alarms_of
-from pipelinerl.controller.state.effects import Effect, Record
-from pipelinerl.controller.state.run_state import RunState
-from pipelinerl.controller.state.watched_steps import FIRST_STEPS, WINDOW, DomainCounts, WatchedStep
-from pipelinerl.messages import ActorAlive, GroupOutdated, StepDone, VerifierFigures
+from pipelinerl.controller.decisions.directives import directive, ending
+from pipelinerl.controller.state.inputs import Effect, Record, Send
+from pipelinerl.controller.state.run_state import (
+    FIRST_STEPS,
+    WINDOW,
+    ControllerSettings,
+    DomainCounts,
+    RunPhase,
+    RunState,
+    WatchedStep,
+)
+from pipelinerl.enums import NoSignal
+from pipelinerl.messages import ActorAlive, GroupOutdated, NoSignalGroups, StepDone, VerifierFigures
 
 #: The most groups per step whose stage timings are included in the step's event.
 MOST_STAGES: Final = 4
@@ -134,3 +145,250 @@ def _remember(state: RunState, report: StepDone) -> None:
     watched.recent = [*watched.recent, step][-WINDOW:]
     if step.entropy is not None and len(watched.first_entropies) < FIRST_STEPS:
         watched.first_entropies = [*watched.first_entropies, step.entropy]
+
+
+class AlarmKind(StrEnum):
+    """The measure that raised an alarm."""
+
+    ENTROPY = "entropy"
+    LENGTH = "length"
+    TRUNCATED = "truncated"
+    STALE = "stale"
+    NO_SIGNAL = "no_signal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """Thresholds of the alarms.
+
+    Attributes:
+        recent_steps: number of recent steps over which a measure is averaged.
+        entropy: the entropy alarm is raised if recent entropy is below this share of the entropy of the run's first
+            steps.
+        right: the entropy alarm is raised only if fewer than this share of the answers are correct.
+        length: the length alarm is raised if the mean length of recent steps is this multiple of the mean length of
+            the `length_steps` before them.
+        truncated, stale: the alarm is raised if more than this share of a domain's rollouts or groups is affected.
+        enough: the fewest rollouts, or groups, of a domain on which an alarm may be raised.
+        back: an alarm is cleared when its measure is better than the threshold by this share of the threshold.
+    """
+
+    recent_steps: int = 5
+    entropy: float = 0.1
+    right: float = 0.9
+    length: float = 2.0
+    length_steps: int = 20
+    truncated: float = 0.2
+    stale: float = 0.1
+    enough: int = 20
+    back: float = 0.2
+
+
+THRESHOLDS: Final = Thresholds()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """One alarm: `what` is a sentence with the measured figures and a remedy."""
+
+    kind: AlarmKind
+    what: str
+    domain: str = ""
+
+    @property
+    def key(self) -> str:
+        """The kind and domain, by which an alarm that is already raised is recognised."""
+        return f"{self.kind}:{self.domain}"
+
+
+def alarms_of(
+    steps: Sequence[WatchedStep],
+    *,
+    first_entropies: Sequence[float],
+    raised: Mapping[str, str],
+    thresholds: Thresholds = THRESHOLDS,
+) -> list[Alarm]:
+    """Return the alarms that are active after the newest of `steps` (oldest first).
+
+    `raised` are the alarms that were active before the newest step.
+    """
+    if len(steps) < thresholds.recent_steps:
+        return []
+    return [
+        *_entropy(steps, first_entropies, raised, thresholds),
+        *_length(steps, raised, thresholds),
+        *_shares(steps, raised, thresholds),
+    ]
+
+
+def _entropy(
+    steps: Sequence[WatchedStep], first: Sequence[float], raised: Mapping[str, str], at: Thresholds
+) -> Iterator[Alarm]:
+    recent = steps[-at.recent_steps :]
+    entropy, right = _mean([step.entropy for step in recent]), _mean([step.right for step in recent])
+    if entropy is None or len(first) < FIRST_STEPS:
+        return
+    begun, slack = fmean(first), 1 + at.back * (f"{AlarmKind.ENTROPY}:" in raised)
+    if entropy < at.entropy * slack * begun and (right is None or right < at.right):
+        yield Alarm(
+            kind=AlarmKind.ENTROPY,
+            what=f"entropy collapse: {entropy:.3g} nats per token, {begun:.3g} at the start of the run, and "
+            f"{'an unknown share' if right is None else f'only {right:.0%}'} of the answers is correct; lower the "
+            "learning rate, raise epsilon_high, or add an entropy term",
+        )
+
+
+def _length(steps: Sequence[WatchedStep], raised: Mapping[str, str], at: Thresholds) -> Iterator[Alarm]:
+    if len(steps) < at.recent_steps + at.length_steps:
+        return
+    recent = _mean([step.length for step in steps[-at.recent_steps :]])
+    before = _mean([step.length for step in steps[-at.recent_steps - at.length_steps : -at.recent_steps]])
+    slack = 1 - at.back * (f"{AlarmKind.LENGTH}:" in raised)
+    if recent is not None and before is not None and recent > at.length * slack * before:
+        yield Alarm(
+            kind=AlarmKind.LENGTH,
+            what=f"length explosion: answers of {recent:,.0f} tokens, {before:,.0f} in the {at.length_steps} steps "
+            "before; look at `pipelinerl samples --worst`, or penalise length: domains.reward.overlong_tokens",
+        )
+
+
+def _shares(steps: Sequence[WatchedStep], raised: Mapping[str, str], at: Thresholds) -> Iterator[Alarm]:
+    recent = steps[-at.recent_steps :]
+    for domain in sorted({name for step in recent for name in step.domains}):
+        counts = [step.domains.get(domain, DomainCounts()) for step in recent]
+        rollouts, groups = sum(each.rollouts for each in counts), sum(each.groups + each.stale for each in counts)
+        truncated, stale = sum(each.truncated for each in counts), sum(each.stale for each in counts)
+        if rollouts >= at.enough and truncated / rollouts > _limit(
+            at.truncated, AlarmKind.TRUNCATED, domain, raised, at
+        ):
+            yield Alarm(
+                kind=AlarmKind.TRUNCATED,
+                domain=domain,
+                what=f"{truncated / rollouts:.0%} of the answers of {domain} hit the token limit; raise "
+                'max_tokens, or keep them out of the loss: training.truncated = "mask"',
+            )
+        if groups >= at.enough and stale / groups > _limit(at.stale, AlarmKind.STALE, domain, raised, at):
+            yield Alarm(
+                kind=AlarmKind.STALE,
+                domain=domain,
+                what=f"{stale / groups:.0%} of the groups of {domain} are dropped as stale; raise k, or lower "
+                "groups_in_flight",
+            )
+
+
+def _limit(threshold: float, kind: AlarmKind, domain: str, raised: Mapping[str, str], at: Thresholds) -> float:
+    return threshold * (1 - at.back * (f"{kind}:{domain}" in raised))
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+#: The fewest groups of a domain on which it counts as having lost its signal; matters for domains with a small share.
+_LEAST_GROUPS: Final = 16
+#: The run counts as solved if at least this share of its groups without signal had only correct answers.
+_SOLVED: Final = 0.9
+_KEY: Final = f"{AlarmKind.NO_SIGNAL}:"
+
+
+def review(state: RunState, settings: ControllerSettings) -> list[Effect]:
+    """Raise or clear the alarm, or end the run; called after each decision."""
+    if state.phase is not RunPhase.TRAINING or ending(state, settings) is not None:
+        return []
+    steps = _steps_without_signal(state, only_refused=False)
+    effects: list[Effect] = []
+    if steps >= settings.no_signal_steps / 2 and _KEY not in state.watched.alarms:
+        alarm = Alarm(kind=AlarmKind.NO_SIGNAL, what=_alarm_sentence(state))
+        state.watched.alarms = state.watched.alarms | {_KEY: alarm.what}
+        effects.append(Record("alarm", {"alarm": alarm.kind, "domain": "", "step": state.version, "what": alarm.what}))
+    elif steps == 0 and _KEY in state.watched.alarms:
+        state.watched.alarms = {key: what for key, what in state.watched.alarms.items() if key != _KEY}
+        effects.append(Record("alarm_cleared", {"alarm": AlarmKind.NO_SIGNAL, "domain": "", "step": state.version}))
+    evaluates = state.evaluations.current is not None or state.evaluations.due is not None
+    dropped = _steps_without_signal(state, only_refused=settings.no_signal is NoSignal.TRAIN)
+    if dropped >= settings.no_signal_steps and not evaluates:
+        effects += _end(state, settings)
+    return effects
+
+
+def _end(state: RunState, settings: ControllerSettings) -> list[Effect]:
+    """End the run at the next step boundary, as if an operator had stopped it."""
+    counts = _sum(state)
+    state.failing.hopeless = counts.right < _SOLVED * counts.total
+    state.stop_reason = _hopeless_sentence(state, counts) if state.failing.hopeless else _solved_sentence(counts)
+    if state.trainer.stop_sent:
+        return []
+    state.trainer.stop_sent = True
+    return [Send(directive(state, settings, answers=f"stop-e{state.epoch}"))]
+
+
+def _steps_without_signal(state: RunState, *, only_refused: bool) -> float:
+    """Return how many steps' worth of groups without signal the run has had.
+
+    The domain with the fewest such groups, relative to its share of the mixture, decides.
+    """
+    counts = state.account.consumed.no_signal
+    if not counts:
+        return 0.0
+    weights = {domain: weight for domain, weight in state.knobs.domain_weights.items() if weight > 0}
+    steps = []
+    for domain, weight in weights.items():
+        each = counts.get(domain, NoSignalGroups())
+        number = each.refused if only_refused else each.total
+        if number < _LEAST_GROUPS:
+            return 0.0
+        steps.append(number / (state.knobs.groups_per_step * weight / sum(weights.values())))
+    return min(steps)
+
+
+def _sum(state: RunState) -> NoSignalGroups:
+    """Add up the groups without signal of all domains."""
+    counts = list(state.account.consumed.no_signal.values())
+    return NoSignalGroups(
+        right=sum(each.right for each in counts),
+        wrong=sum(each.wrong for each in counts),
+        other=sum(each.other for each in counts),
+        refused=sum(each.refused for each in counts),
+    )
+
+
+def _counts(counts: NoSignalGroups) -> str:
+    words = {
+        "all right": counts.right,
+        "all wrong": counts.wrong,
+        "otherwise without signal": counts.other,
+        "refused by curation.filter": counts.refused,
+    }
+    return ", ".join(f"{number} {what}" for what, number in words.items() if number)
+
+
+def _alarm_sentence(state: RunState) -> str:
+    counts = _sum(state)
+    return (
+        f"no signal: the last {counts.total} groups have nothing to teach ({_counts(counts)}); change the problems, or "
+        "check the reward with `pipelinerl check`"
+    )
+
+
+def _solved_sentence(counts: NoSignalGroups) -> str:
+    return (
+        f"solved: the last {counts.total} groups have nothing left to teach ({_counts(counts)}); use harder problems "
+        "to continue, or check the reward with `pipelinerl check` if this is too early"
+    )
+
+
+def _hopeless_sentence(state: RunState, counts: NoSignalGroups) -> str:
+    if counts.refused > counts.total / 2:
+        advice = "loosen curation.filter"
+    elif counts.wrong >= counts.total / 2:
+        advice = (
+            "take easier problems or a warm start, check the reward with `pipelinerl check`, or raise "
+            "sampling.group_size"
+        )
+    else:
+        advice = (
+            "check with `pipelinerl check` that the reward distinguishes answers, or raise sampling.temperature or "
+            "sampling.group_size"
+        )
+    return f"hopeless: the last {counts.total} groups have nothing to teach ({_counts(counts)}); {advice}"

@@ -6,9 +6,12 @@ No request is answered before the controller's state is restored: a restarted co
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
+from collections.abc import Callable, Mapping
 from ipaddress import IPv6Address, ip_address
-from typing import Annotated, Final
+from typing import Annotated, Final, final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -19,6 +22,7 @@ from inference_contract.errors import ContractError
 from pipelinerl.controller import routes
 from pipelinerl.controller.decisions.engine_decisions import removal_reason
 from pipelinerl.controller.routes import (
+    LEASE_S,
     OFFER_S,
     OFFERS_AT_ONCE,
     Done,
@@ -31,10 +35,7 @@ from pipelinerl.controller.routes import (
     KnobsAnswer,
     VerifierOffer,
 )
-from pipelinerl.controller.service.run_metrics import run_metrics
 from pipelinerl.controller.service.service import ControllerService
-from pipelinerl.controller.service.verifier_leases import MOST_SERVICES
-from pipelinerl.controller.state.effects import Record
 from pipelinerl.controller.state.fleet import EngineLifecycle, base_url
 from pipelinerl.controller.state.inputs import (
     EngineDrainAsked,
@@ -42,11 +43,13 @@ from pipelinerl.controller.state.inputs import (
     EngineRemoved,
     EnginesRequested,
     KnobsPatched,
+    Record,
     StopAsked,
     SuspendAsked,
 )
 from pipelinerl.errors import PipelineError, RecipeError
-from pipelinerl.observability.metrics import PROMETHEUS_TYPE
+from pipelinerl.observability.metrics import PROMETHEUS_TYPE, Labels, Samples, labelled_text
+from pipelinerl.observability.status import RunStatus, StatusPhase
 from pipelinerl.system.http_service import guard, refusal, refuse_in_one_shape
 from pipelinerl.verifiers.service.wire import VerifierLease
 
@@ -263,3 +266,97 @@ def _unknown(service: ControllerService) -> Response:
     known = [f"{r.name or 'unnamed'} at {r.url}" for r in service.controller.state.fleet.records()]
     message = f"exactly one engine of this run must have that URL or name; engines are: {', '.join(known) or 'none'}"
     return refusal(404, message, code="unknown_engine", param="engine")
+
+
+PREFIX: Final = "pipelinerl"
+
+#: Figures of the last step, as reported by the trainer.
+_TRAINER: Final = (
+    "reward", "accuracy", "loss", "grad_norm", "learning_rate", "entropy", "ess", "clip_fraction", "length_mean",
+    "truncated", "staleness_mean", "staleness_max", "wait_s", "step_s", "publish_wait_s", "waiting_groups",
+)  # fmt: skip
+_DOMAIN: Final = ("reward", "accuracy", "length_mean", "truncated", "stale", "verifier_s", "verifier_errors")
+
+
+def run_metrics(status: RunStatus, last_step: Mapping[str, float]) -> str:
+    """Return the metrics as Prometheus text; `last_step` holds the figures of the last step by name."""
+    ledger, fleet = status.ledger, status.fleet
+    fates = ("issued", "trained", "filtered", "stale", "failed")
+    metrics: dict[str, Samples] = {
+        "steps_total": {(): status.step},
+        "steps_planned": {(): status.total_steps},
+        "model_version": {(): status.model_version},
+        "trainer_epoch": {(): status.epoch},
+        "run_elapsed_s": {(): status.elapsed_s},
+        "run_still_s": {(): status.still_s},
+        "run_phase": {_of("phase", phase.value): float(phase is status.phase) for phase in StatusPhase},
+        "run_alarms": {(): len(status.alarms)},
+        "orders_total": {_of("fate", fate): getattr(ledger, fate) for fate in fates},
+        "orders_in_flight": {(): ledger.in_flight},
+        "held_out_accuracy": {
+            _of("set", each.name): each.accuracy
+            for each in (status.held_out, *status.other_sets)
+            if each.accuracy is not None
+        },
+        "fleet_tokens_per_s": {(): fleet.tokens_per_s},
+        "fleet_occupancy": {(): fleet.occupancy},
+        "fleet_update_pause_s": {(): fleet.update_pause_s},
+        "fleet_engine_serves": {_engine(each.url, each.name): float(each.serves) for each in fleet.engines},
+        "fleet_engine_version": {_engine(each.url, each.name): each.version for each in fleet.engines},
+        "trainer_silent_s": {(): status.trainer.silent_s} if status.trainer is not None else {},
+        "actor_silent_s": {_of("actor", each.name): each.silent_s for each in status.actors},
+        "actor_groups_in_flight": {_of("actor", each.name): each.groups_in_flight for each in status.actors},
+        "process_deaths_total": {_of("process", each.name): each.deaths for each in status.restarts},
+    }
+    for name in _TRAINER:
+        value = last_step.get(name, math.nan)
+        metrics[f"trainer_{name}"] = {(): value} if math.isfinite(value) else {}
+    for name in _DOMAIN:
+        by_domain = status.last_step.by_domain.items()
+        metrics[f"domain_{name}"] = {_of("domain", domain): each[name] for domain, each in by_domain if name in each}
+    return labelled_text(metrics, prefix=PREFIX)
+
+
+def _of(label: str, value: str) -> Labels:
+    return ((label, value),)
+
+
+def _engine(url: str, name: str) -> Labels:
+    return (("url", url), ("name", name))
+
+
+log = logging.getLogger("pipelinerl")
+
+#: The most services at a time: every actor receives the whole list each second.
+MOST_SERVICES: Final = 256
+
+
+@final
+class VerifierLeases:
+    """Services by URL, each valid for `LEASE_S` after its last offer; `clock` is monotonic, in seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._leases: dict[str, tuple[VerifierLease, float]] = {}
+
+    def offer(self, lease: VerifierLease) -> bool:
+        """Add a service or renew its lease; return False if there are already `MOST_SERVICES` other services."""
+        if lease.url not in self._leases:
+            if len(self._leases) >= MOST_SERVICES and len(self.current()) >= MOST_SERVICES:
+                return False
+            log.info("the verifier service at %s joins; it judges %s", lease.url, ", ".join(lease.domains))
+        self._leases[lease.url] = lease, self._clock() + LEASE_S
+        return True
+
+    def withdraw(self, url: str) -> None:
+        """Remove a service; unknown services are ignored."""
+        if self._leases.pop(url, None) is not None:
+            log.info("the verifier service at %s leaves", url)
+
+    def current(self) -> tuple[VerifierLease, ...]:
+        """Return the services that may be used now, and drop expired ones."""
+        now = self._clock()
+        for url in [url for url, (_, until) in self._leases.items() if now >= until]:
+            del self._leases[url]
+            log.warning("the verifier service at %s has been silent for %g s", url, LEASE_S)
+        return tuple(lease for lease, _ in self._leases.values())

@@ -27,26 +27,29 @@ from pydantic import ValidationError
 from inference_contract.errors import ContractError
 from inference_contract.schemas import EngineMetrics
 from pipelinerl.controller.decisions.controller import Controller
-from pipelinerl.controller.decisions.engine_watch import EngineWatch
 from pipelinerl.controller.decisions.giving_up import last_word
 from pipelinerl.controller.decisions.report_checks import implausible
-from pipelinerl.controller.decisions.status import assignment_of, run_status
+from pipelinerl.controller.decisions.status import EngineWatch, assignment_of, run_status
 from pipelinerl.controller.routes import ActorAssignment
-from pipelinerl.controller.service.evaluation_samples import keep
-from pipelinerl.controller.service.journal import Decision, Journal, Recovered
-from pipelinerl.controller.service.verifier_leases import VerifierLeases
-from pipelinerl.controller.state.effects import Effect, End, Finish, IssuePrompts, Record, Send
+from pipelinerl.controller.service.api import VerifierLeases
+from pipelinerl.controller.service.journal import Decision, Journal, Recovered, keep
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 from pipelinerl.controller.state.inputs import (
     AnyInput,
+    Effect,
+    End,
     EngineAnswered,
     EngineIdle,
     EngineInput,
     EngineRestarted,
     EngineTimedOut,
+    Finish,
     FleetMeasured,
     HealthCheckMissed,
+    IssuePrompts,
+    Record,
     ReportReceived,
+    Send,
     StreamsLost,
     Ticked,
 )
@@ -65,9 +68,8 @@ from pipelinerl.messages import (
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.observability.status import RestartStatus, RunStatus
-from pipelinerl.streams.dead_letter import DeadLetters
 from pipelinerl.streams.records import decode_order, encode_order
-from pipelinerl.streams.stream import START, Entry, Stream, fresh_number, parse_id
+from pipelinerl.streams.stream import START, DeadLetters, Entry, Stream, fresh_number, parse_id
 from pipelinerl.types import PromptOrder, Purpose
 
 log = logging.getLogger("pipelinerl")

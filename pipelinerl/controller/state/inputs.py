@@ -5,11 +5,14 @@ Each input carries `now`, in seconds on the controller's monotonic clock. The co
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import msgspec
 
-from pipelinerl.messages import Report
+from pipelinerl.messages import Directive, Report
+from pipelinerl.types import PromptOrder
 
 
 class Input(msgspec.Struct, frozen=True, kw_only=True, tag_field="input", tag=True):
@@ -138,3 +141,47 @@ EngineInput = (
     | EngineRemoved
 )
 AnyInput = ReportReceived | KnobsPatched | StopAsked | SuspendAsked | Ticked | StreamsLost | FleetMeasured | EngineInput
+
+
+@dataclass(frozen=True, slots=True)
+class IssuePrompts:
+    """Append these orders to the prompt stream."""
+
+    orders: list[PromptOrder]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Append this directive to the directive stream."""
+
+    directive: Directive
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Write an event."""
+
+    kind: str
+    fields: dict[str, Any]
+
+
+class End(StrEnum):
+    """The end of a run: completed, failed or suspended."""
+
+    COMPLETED = "completed"
+    """The run reached its recipe's end, or a user stopped it."""
+    SUSPENDED = "suspended"
+    """The run was saved midway, to be resumed later."""
+    FAILED = "failed"
+    """The run cannot continue."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """End the run."""
+
+    reason: str
+    end: End = End.COMPLETED
+
+
+Effect = IssuePrompts | Send | Record | Finish

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self, final
+from typing import Any, Final, NamedTuple, Self, final
+
+import msgspec
 
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import ConsumedReport, has_ended
@@ -183,3 +185,37 @@ class IssuedLedger:
         if index < self.cursor and not (is_consumed or index in self.failed or index in self.outdated):
             fate.add(index)
             self.sent.pop(index, None)
+
+
+#: Half-life of the counts, in orders.
+HALF_LIFE: Final = 128.0
+#: Weight of the initial estimate that nothing is filtered, in orders.
+PRIOR: Final = 8.0
+
+
+@final
+class FilteredShare(msgspec.Struct, kw_only=True):
+    """Decayed counts of orders that trained and of orders that were filtered."""
+
+    trained: float = 0.0
+    filtered: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """The expected share of future orders that will be filtered; below 1."""
+        return self.filtered / (self.trained + self.filtered + PRIOR)
+
+    def note_step(self, *, trained: int, filtered: int) -> None:
+        """Decay the counts, and add the numbers of orders that trained and were filtered in the newest step."""
+        kept = 0.5 ** ((trained + filtered) / HALF_LIFE)
+        self.trained = self.trained * kept + trained
+        self.filtered = self.filtered * kept + filtered
+
+    def expected(self, orders: int, *, waiting: int, most: float) -> int:
+        """Return how many of `orders` orders are expected to train.
+
+        `waiting` of these orders have passed the filter already. `most` limits the correction: at most this many orders
+        are issued for each order that trains.
+        """
+        passed = min(waiting, orders)
+        return passed + int((orders - passed) * max(1.0 - self.share, 1.0 / most))

@@ -7,22 +7,29 @@ checkpoint keeps the part that is still valid after all processes have ended (`c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Final, Self, final
 
 import msgspec
 
-from pipelinerl.controller.state.cooldown import Cooldown
-from pipelinerl.controller.state.elastic import ElasticMemory
-from pipelinerl.controller.state.evaluation import Evaluation, EvaluationDue, EvaluationResult
-from pipelinerl.controller.state.filtered_share import FilteredShare
+from pipelinerl.controller.state.cooldown import Cooldown, CooldownRule
+from pipelinerl.controller.state.elastic import ElasticMemory, ElasticRule
+from pipelinerl.controller.state.evaluation import Evaluation, EvaluationDue, EvaluationPlan, EvaluationResult
 from pipelinerl.controller.state.fleet import Fleet
-from pipelinerl.controller.state.issued_ledger import IssuedLedger
+from pipelinerl.controller.state.issued_ledger import FilteredShare, IssuedLedger
 from pipelinerl.controller.state.knobs import KnobChange, Knobs
-from pipelinerl.controller.state.watched_steps import WatchedSteps
-from pipelinerl.messages import ActorAlive, ConsumedReport, Directive, Published, TrainerReady
-from pipelinerl.types import Problem, Quota
+from pipelinerl.enums import NoSignal, Overdue, StalenessScope
+from pipelinerl.messages import (
+    ActorAlive,
+    ConsumedReport,
+    Directive,
+    GroupStages,
+    Published,
+    TrainerReady,
+    VerifierFigures,
+)
+from pipelinerl.types import DomainSampling, Problem, Quota, Sampling
 
 #: A process that was silent for this many seconds may be gone. A waiting trainer reports every few seconds, and actors
 #: send heartbeats more often.
@@ -326,3 +333,88 @@ class RunState(msgspec.Struct, kw_only=True):
             self.knob_log.append(change)
         self.evaluations.results = msgspec.convert(record["evaluations"], list[EvaluationResult])
         self.resumed_account = dict(record["account"])
+
+
+#: The last `WINDOW` steps are kept, and the entropies of the first `FIRST_STEPS` steps.
+WINDOW: Final = 25
+FIRST_STEPS: Final = 10
+
+
+class DomainCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Counts of one domain in one step: rollouts, truncated rollouts, groups that arrived, and stale groups."""
+
+    rollouts: float = 0
+    truncated: float = 0
+    groups: float = 0
+    stale: float = 0
+
+
+class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A step's figures as used by alarms; None if not measured. `right` is a share of the judged rollouts."""
+
+    step: int
+    entropy: float | None = None
+    right: float | None = None
+    length: float | None = None
+    domains: dict[str, DomainCounts] = {}
+
+
+class WatchedSteps(msgspec.Struct, kw_only=True):
+    """The newest figures by domain and tag, and what is remembered for the alarms."""
+
+    by_domain: dict[str, dict[str, float]] = {}
+    """Figures of the last step."""
+    by_tag: dict[str, dict[str, float]] = {}
+    """Figures of the last step."""
+    verified: dict[str, VerifierFigures] = {}
+    """By domain, cumulative figures of the actors' verifiers as of the last step."""
+    outdated: dict[str, int] = {}
+    """By domain, the number of groups that actors have given up as stale since the last step."""
+    recent: list[WatchedStep] = []
+    """The last `WINDOW` steps, oldest first."""
+    first_entropies: list[float] = []
+    """Entropies of the first `FIRST_STEPS` steps after the run began or was resumed, for the entropy alarm."""
+    stages: list[GroupStages] = []
+    """Stage timings of a few groups that ended since the last step, for the next step's event."""
+    alarms: dict[str, str] = {}
+    """Messages of active alarms, by key."""
+
+
+#: The default limit on the number of orders issued for each order that is expected to train.
+OVERSAMPLED: Final = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerSettings:
+    """The settings of a recipe that the controller uses."""
+
+    seed: int
+    steps: int
+    until_accuracy: float | None
+    max_groups: int
+    sampling: Sampling
+    by_domain: Mapping[str, DomainSampling] = field(default_factory=dict)
+    """Sampling parameters that differ by domain."""
+    evaluation: EvaluationPlan
+    stall_s: float = 120.0
+    """Seconds without progress after which the watchdog reports a stall."""
+    engine_timeout_s: float = 300.0
+    """Seconds without a live engine after which the run ends."""
+    no_signal: NoSignal = NoSignal.FILTER
+    """The treatment of groups whose rewards are all equal."""
+    no_signal_steps: int = 20
+    """Consecutive steps' worth of groups without signal after which the run ends, if such groups are dropped."""
+    save_s: float = 30.0
+    """Seconds to wait for the trainer's state to be saved when a run fails or is suspended."""
+    scope: StalenessScope = StalenessScope.GROUP
+    """Dropped if a token is too old: the group or the rollout. Actors abandon only whole groups early."""
+    overdue: Overdue = Overdue.DROP
+    """The treatment of groups that are still being sampled at their last admissible step."""
+    oversample: float | None = 1.0
+    """The most orders issued per order that is expected to train; None: `OVERSAMPLED` while k > j, otherwise 1."""
+    cooldown: Mapping[str, CooldownRule] = field(default_factory=dict)
+    """The rule for how long solved problems rest, by domain."""
+    elastic: ElasticRule | None = None
+    """The rule for scaling the number of engines automatically; None: only operators change it."""
+    checkpoint_interval_steps: int
+    engines_expected: int

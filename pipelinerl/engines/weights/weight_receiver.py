@@ -282,7 +282,7 @@ class WeightReceiver:
         sent = self._unconverted
 
         def finish() -> None:
-            from pipelinerl.weights.torch_conversion import convert
+            from pipelinerl.weights.torch_transfer import convert
 
             convert(sent, wire, into=target.staging(), layout=ours)
             target.finish_staging()

@@ -18,7 +18,7 @@ from typing import Any, Final
 from pipelinerl.trainers.jax.attention import PackedAttention
 from pipelinerl.trainers.jax.mesh import MeshShape
 from pipelinerl.trainers.option_table import refuse_lora, refuse_unknown, table, whole
-from pipelinerl.trainers.ranks.distributed import Distributed, read_distributed
+from pipelinerl.trainers.ranks.rendezvous import Distributed, read_distributed
 from trainer_contract.errors import SpecError
 
 _NAME: Final = "JAX"

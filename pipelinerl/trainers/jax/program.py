@@ -21,9 +21,8 @@ from pipelinerl.models.decoder_config import LAYER, VALUE_BIAS, VALUE_WEIGHT, De
 from pipelinerl.models.jax.decoder import hidden_states, output_embedding
 from pipelinerl.numerics.jax_logprobs import LOGITS_AT_ONCE, token_predictions
 from pipelinerl.trainers.jax import mesh as jax_mesh
-from pipelinerl.trainers.jax.attention import PackedAttention
+from pipelinerl.trainers.jax.attention import PADDING, PackedAttention
 from pipelinerl.trainers.jax.options import Remat
-from pipelinerl.trainers.jax.segments import PADDING
 from trainer_contract.types import HeadMeasure, HeadPrecision, Objective, OptimizerSpec, measures_of
 
 Weights = dict[str, Array]

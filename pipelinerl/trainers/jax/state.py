@@ -22,7 +22,7 @@ import tensorstore
 from jax.sharding import NamedSharding
 
 from pipelinerl.models.decoder_config import DecoderConfig
-from pipelinerl.trainers.state_record import architecture_of, read_record, write_record
+from pipelinerl.trainers.option_table import architecture_of, read_record, write_record
 from trainer_contract.errors import StateError
 
 #: Arrays by name, by kind: the master weights and Adam's two moments.

@@ -22,7 +22,7 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models.decoder_config import DecoderConfig, read_config
 from pipelinerl.numerics.dither import dithered
 from pipelinerl.trainers.jax import mesh as jax_mesh
-from pipelinerl.trainers.jax.joining import join
+from pipelinerl.trainers.jax.mesh import join
 from pipelinerl.trainers.jax.options import JaxOptions
 from pipelinerl.trainers.jax.worker import JaxWorker
 from pipelinerl.trainers.ranks.commands import (

@@ -25,10 +25,9 @@ from pipelinerl.models.decoder_config import DecoderConfig
 from pipelinerl.models.jax import memory as jax_memory
 from pipelinerl.models.jax.checkpoint import export_order, export_weight, load_weights, place_weights
 from pipelinerl.trainers.jax import mesh as jax_mesh, program as jax_program, state as jax_state
-from pipelinerl.trainers.jax.attention import PackedAttention
+from pipelinerl.trainers.jax.attention import PADDING, PackedAttention, Rows
 from pipelinerl.trainers.jax.options import JaxOptions
 from pipelinerl.trainers.jax.program import TrainerProgram, Weights
-from pipelinerl.trainers.jax.segments import PADDING, Rows
 from trainer_contract.errors import NonFiniteError, SpecError
 from trainer_contract.host_weights import num_bytes
 from trainer_contract.types import (

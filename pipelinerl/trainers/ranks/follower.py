@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable
 from typing import Protocol, final
 
-from pipelinerl.trainers.ranks.channel import Channel
 from pipelinerl.trainers.ranks.commands import (
+    Channel,
     Close,
     Command,
     Lane,
@@ -30,8 +30,7 @@ from pipelinerl.trainers.ranks.commands import (
     decode_spec,
     encode,
 )
-from pipelinerl.trainers.ranks.distributed import Distributed
-from pipelinerl.trainers.ranks.rendezvous import Join, join_rank0
+from pipelinerl.trainers.ranks.rendezvous import Distributed, Join, join_rank0
 from trainer_contract.errors import RankError, StateError, TrainerError
 from trainer_contract.types import TrainerSpec
 

@@ -30,8 +30,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Generic, NamedTuple, TypeVar, final
 
-from pipelinerl.trainers.ranks.channel import Channel
 from pipelinerl.trainers.ranks.commands import (
+    Channel,
     Close,
     Command,
     Lane,
@@ -43,8 +43,7 @@ from pipelinerl.trainers.ranks.commands import (
     decode,
     encode,
 )
-from pipelinerl.trainers.ranks.distributed import Distributed
-from pipelinerl.trainers.ranks.rendezvous import Join, gather_ranks
+from pipelinerl.trainers.ranks.rendezvous import Distributed, Join, gather_ranks
 from trainer_contract.errors import RankError, SpecError, StateError, TrainerError
 
 T = TypeVar("T")

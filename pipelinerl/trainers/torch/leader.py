@@ -35,7 +35,7 @@ from pipelinerl.trainers.ranks.commands import (
     encode_spec,
 )
 from pipelinerl.trainers.ranks.rank0 import TRAINER_NUMBERS, RankResults, Ranks, lead, one_ahead
-from pipelinerl.trainers.ranks.recycled import RecycledMemory
+from pipelinerl.trainers.ranks.shared_block import RecycledMemory
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.joining import join
 from pipelinerl.trainers.torch.lora.adapters import Adapters

@@ -42,8 +42,7 @@ from pipelinerl.trainers.ranks.commands import (
     decode_batch,
     decode_objective,
 )
-from pipelinerl.trainers.ranks.recycled import Block
-from pipelinerl.trainers.ranks.shared_block import Place, opened, write_at
+from pipelinerl.trainers.ranks.shared_block import Block, Place, opened, write_at
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.joining import in_agreement, world
 from pipelinerl.trainers.torch.loading import LoadedModel, load, refuse_device, seed_dropout

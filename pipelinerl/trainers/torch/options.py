@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 from pipelinerl.trainers.option_table import one_of, refuse_unknown, table, whole
-from pipelinerl.trainers.ranks.distributed import Distributed, read_distributed
+from pipelinerl.trainers.ranks.rendezvous import Distributed, read_distributed
 from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, lora_of
 from pipelinerl.trainers.torch.mesh import ExpertWeights, GradientSum, ProcessMesh
 from pipelinerl.trainers.torch.optimizer.optimizer_options import OptimizerOptions, optimizer_of

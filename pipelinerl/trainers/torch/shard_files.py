@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipelinerl.trainers.state_record import damaged
+from pipelinerl.trainers.option_table import damaged
 from pipelinerl.trainers.torch.mesh import ProcessMesh
 from trainer_contract.errors import StateError
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipelinerl.models.checkpoint import VALUE_HEAD_FILE
-from pipelinerl.trainers.state_record import architecture_of, damaged, read_record, write_record
+from pipelinerl.trainers.option_table import architecture_of, damaged, read_record, write_record
 from pipelinerl.trainers.torch.shard_files import ShardFiles, write_index
 from trainer_contract.errors import SpecError, StateError
 from trainer_contract.types import Head

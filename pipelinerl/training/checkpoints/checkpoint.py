@@ -29,13 +29,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
-from pipelinerl.errors import CheckpointError, RunFailed
+from filelock import FileLock, Timeout
+
+from pipelinerl.errors import CheckpointError, DeadlineError, FencedError, RunFailed
 from pipelinerl.system.files import sync, system_words
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
-from pipelinerl.training.checkpoints.fence import CheckpointFence
-from pipelinerl.training.checkpoints.manifest import MANIFEST, Manifest, TrainingState, digest_of
-from pipelinerl.training.checkpoints.retention import Retention
-from pipelinerl.training.checkpoints.weight_file import write_weights
+from pipelinerl.training.checkpoints.manifest import MANIFEST, Manifest, TrainingState, digest_of, write_weights
 from trainer_contract.types import ParameterInfo
 
 log = logging.getLogger("pipelinerl")
@@ -305,3 +304,94 @@ def _sync_tree(directory: Path) -> None:
     except OSError as error:
         shutil.rmtree(directory, ignore_errors=True)
         raise CheckpointError(f"{directory} cannot be forced to the disk: {error}; look after the disk") from error
+
+
+_POLL_S: Final = 0.02
+
+
+@final
+class CheckpointFence:
+    """Fence of one directory, which need not exist before it is claimed."""
+
+    def __init__(self, directory: Path, *, deadline_s: float = 120.0) -> None:
+        self._directory = directory
+        self._claim = directory.with_name(f"{directory.name}.epoch")
+        self._lock = directory.with_name(f"{directory.name}.lock")
+        self._deadline_s = deadline_s
+
+    @property
+    def epoch(self) -> int:
+        """The claimed epoch; 0 before the first claim."""
+        try:
+            return int(self._claim.read_text())
+        except FileNotFoundError:
+            return 0
+
+    def check(self, epoch: int) -> None:
+        """Raise FencedError if a later epoch has claimed the directory."""
+        if self.epoch > epoch:
+            raise FencedError(
+                f"epoch {self.epoch} has taken over the checkpoints in {self._directory} from epoch {epoch}: another "
+                "trainer is running; this one stops"
+            )
+
+    def claim(self, epoch: int) -> None:
+        """Fence off every earlier epoch. Raises like `held`."""
+        with self.held(epoch):
+            draft = self._claim.with_name(f"{self._claim.name}.new")
+            with draft.open("w") as file:
+                file.write(str(epoch))
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(self._claim)
+
+    @contextmanager
+    def blamed(self, epoch: int) -> Iterator[None]:
+        """Raise FencedError instead of an error caused by a later epoch that has removed files used in the block."""
+        self.check(epoch)
+        try:
+            yield
+        except (OSError, CheckpointError):
+            self.check(epoch)
+            raise
+
+    @contextmanager
+    def held(self, epoch: int) -> Iterator[None]:
+        """Prevent other trainers from changing the directory during the block.
+
+        Raises:
+            FencedError: a later epoch has claimed the directory.
+            DeadlineError: another process holds the lock for too long.
+        """
+        self._lock.parent.mkdir(parents=True, exist_ok=True)
+        # filelock can fall back to a plain lock file, which would outlive a holder on another machine.
+        lock = FileLock(self._lock, self._deadline_s, mode=0o600, poll_interval=_POLL_S, fallback_to_soft=False)
+        try:
+            held = lock.acquire()
+        except Timeout:
+            raise DeadlineError(
+                f"another process has held {self._lock} for {self._deadline_s:g} s; look which one it is, and end it "
+                "if it is stopped"
+            ) from None
+        with held:
+            self.check(epoch)
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Retention limits: the newest `keep` checkpoints (at least 1) and the best `keep_best`."""
+
+    keep: int
+    keep_best: int = 0
+
+    def resumable(self, versions: Iterable[int]) -> list[int]:
+        """Return the versions kept for resuming, ascending."""
+        return sorted(set(versions))[-self.keep :]
+
+    def survivors(self, versions: Iterable[int], accuracies: Mapping[int, float]) -> set[int]:
+        """Return the versions to keep, given the known accuracies by version; a tie goes to the later version."""
+        present = set(versions)
+        evaluated = sorted(present & accuracies.keys(), key=lambda version: (accuracies[version], version))
+        best = evaluated[-self.keep_best :] if self.keep_best else []
+        return {*self.resumable(present), *best}

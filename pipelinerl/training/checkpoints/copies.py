@@ -22,6 +22,7 @@ from typing import BinaryIO, Final, final
 from pipelinerl.errors import CheckpointError, FencedError
 from pipelinerl.observability.redaction import without_secrets
 from pipelinerl.system.storage import Storage
+from pipelinerl.training.checkpoints.checkpoint import Retention
 from pipelinerl.training.checkpoints.manifest import (
     MANIFEST,
     Manifest,
@@ -29,7 +30,6 @@ from pipelinerl.training.checkpoints.manifest import (
     digest_of_bytes,
     digest_while_copying,
 )
-from pipelinerl.training.checkpoints.retention import Retention
 
 log = logging.getLogger("pipelinerl")
 

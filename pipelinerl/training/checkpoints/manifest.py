@@ -9,14 +9,17 @@ detected. The digests protect against damage, not against an adversary.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol, Self, cast
 
 import xxhash
+from safetensors import TensorSpec, serialize_file
 
 from pipelinerl.errors import CheckpointError
+from trainer_contract.host_weights import bytes_of
+from trainer_contract.types import ParameterInfo
 
 MANIFEST: Final = "manifest.json"
 _FORMAT: Final = 2
@@ -153,3 +156,16 @@ def digest_while_copying(source: Source, target: BinaryIO | None) -> str:
         if target is not None:
             target.write(block[:count])
     return digest.hexdigest()
+
+
+def write_weights(path: Path, layout: Iterable[ParameterInfo], weights: Iterable[tuple[str, Any]]) -> None:
+    """Write arrays of any library, or raw bytes; `layout` gives their dtypes and shapes. Raises OSError."""
+    infos = {info.name: info for info in layout}
+    buffers = {name: bytes_of(array) for name, array in weights}  # kept alive: `serialize_file` reads their addresses
+    specs = {
+        name: TensorSpec(
+            dtype=infos[name].dtype, shape=infos[name].shape, data_ptr=buffer.ctypes.data, data_len=buffer.nbytes
+        )
+        for name, buffer in buffers.items()
+    }
+    serialize_file(specs, path, metadata={"format": "pt"})

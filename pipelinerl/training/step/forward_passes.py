@@ -11,14 +11,19 @@ Replayed routing applies to the policy's passes. Reference and critic are other 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import final
+from dataclasses import dataclass, field
+from itertools import chain, islice, zip_longest
+from typing import Final, final
 
 import numpy as np
 
 from pipelinerl.enums import OldLogprobs
+from pipelinerl.numerics.entropy_probe import EntropyProbe
 from pipelinerl.training.publish.weight_history import WeightHistory
-from pipelinerl.training.rollouts.packing import prefixes, with_columns
+from pipelinerl.training.rollouts.batch import TrainBatch
+from pipelinerl.training.rollouts.packing import SegmentTable, alone, prefixes, with_columns
+from pipelinerl.types import Rollout
+from trainer_contract.errors import NonFiniteError
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Bool, Float32, MicroBatch
 
@@ -87,3 +92,82 @@ def unrouted(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
 def _versions(batch: MicroBatch) -> np.ndarray:
     assert batch.behavior_versions is not None, "packing gives every micro-batch its versions"
     return batch.behavior_versions
+
+
+#: One rollout in `_ONE_IN` is measured.
+_ONE_IN: Final = 16
+#: The name of the figure.
+EXACT_ENTROPY: Final = "exact_entropy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredEntropy:
+    """The entropy of one step.
+
+    Attributes:
+        figures: the mean, in nats per sampled token; {} if nothing was measured.
+        of_tokens: by rollout of the batch, the entropy of each of its sampled tokens, f32 [N]; {} if the trainer only
+            reports the mean.
+    """
+
+    figures: dict[str, float] = field(default_factory=dict)
+    of_tokens: Mapping[int, Float32] = field(default_factory=dict)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EntropyMeter:
+    """Measures every step whose version is divisible by `interval_steps`; 0 for none.
+
+    `kept(version, groups)` returns which groups of the step that makes the version are in the sample log.
+    """
+
+    interval_steps: int = 0
+    kept: Callable[[int, int], Sequence[int]] = lambda version, groups: ()
+
+    def measure(self, policy: Trainer, batch: TrainBatch) -> MeasuredEntropy:
+        """Measure at the weights from which the step starts. No gradient may be accumulated before, and none is
+        left.
+        """
+        if self.interval_steps == 0 or batch.producing % self.interval_steps:
+            return MeasuredEntropy()
+        rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+        chosen, probe = self._chosen(batch), EntropyProbe()
+        measured_rollouts = [rollouts[row] for row in chosen]
+        micro_batch = alone(measured_rollouts)
+        try:
+            (measured,) = policy.backward([micro_batch], probe)
+        except NonFiniteError:  # the step finds the cause and reports it
+            return MeasuredEntropy()
+        finally:
+            policy.discard_gradient()
+        return MeasuredEntropy(
+            figures={EXACT_ENTROPY: measured.loss},
+            of_tokens=dict(zip(chosen, _by_rollout(measured_rollouts, probe.seen), strict=False)),
+        )
+
+    def _chosen(self, batch: TrainBatch) -> list[int]:
+        """Return rows of rollouts that the step computes, whatever their length."""
+        computed = {row for number in range(len(batch.packed)) for row in batch.rollouts_of(number)}
+        members = sorted(computed)
+        count, ends = -(-len(members) // _ONE_IN), np.cumsum([len(group.rollouts) for group in batch.groups]).tolist()
+        kept = (
+            [row for row in range(ends[number] - len(batch.groups[number].rollouts), ends[number]) if row in computed]
+            for number in self.kept(batch.producing, len(batch.groups))
+        )
+        in_turn = (row for row in chain.from_iterable(zip_longest(*kept)) if row is not None)
+        looked_at = list(islice(in_turn, (count + 1) // 2))
+        others = [member for member in members if member not in looked_at]
+        spaced = others[:: -(-len(others) // (count - len(looked_at)))] if count > len(looked_at) else []
+        return sorted(looked_at + spaced)
+
+
+def _by_rollout(rollouts: Sequence[Rollout], seen: Sequence[Float32]) -> list[Float32]:
+    """Return the entropies of each rollout, turn after turn; none unless the probe has seen all tokens."""
+    lengths = [rollout.num_sampled_tokens for rollout in rollouts]
+    if len(seen) != 1 or len(seen[0]) != sum(lengths):
+        return []
+    table = SegmentTable.of(rollouts)
+    entropies = np.empty_like(seen[0])
+    entropies[table.rows(range(len(table.owners)))] = seen[0]
+    return np.split(entropies, np.cumsum(lengths)[:-1])

@@ -24,12 +24,10 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.training.rollouts.batch import MiniBatch, TrainBatch
 from pipelinerl.training.rollouts.packing import with_columns
 from pipelinerl.training.step import finite_check
-from pipelinerl.training.step.adaptive import KL_FIGURE
-from pipelinerl.training.step.critic import Critic
-from pipelinerl.training.step.entropy_meter import EntropyMeter, MeasuredEntropy
 from pipelinerl.training.step.finite_check import NonFiniteStep
-from pipelinerl.training.step.forward_passes import ForwardPasses
-from pipelinerl.training.step.update import BatchEnd, Gradient, Update, figures_of
+from pipelinerl.training.step.forward_passes import EntropyMeter, ForwardPasses, MeasuredEntropy
+from pipelinerl.training.step.schedule import KL_FIGURE
+from pipelinerl.training.step.update import BatchEnd, Critic, Gradient, Update, figures_of
 from pipelinerl.types import RolloutGroup
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.trainer import Trainer

@@ -8,17 +8,21 @@ log-probs come from the weights with which the step begins.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import fmean
 from typing import Final, final
+
+import numpy as np
 
 from pipelinerl.numerics import causes
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.statistics import cuts, statistics, trained_tokens
 from pipelinerl.objective.tokens import Tokens
-from pipelinerl.objective.value_loss import value_statistics
+from pipelinerl.objective.value_loss import ValueLoss, value_statistics
 from pipelinerl.training.rollouts.batch import MiniBatch, TrainBatch
+from pipelinerl.training.step.schedule import CONSTANT, LearningRateSchedule
+from trainer_contract.trainer import Trainer
 from trainer_contract.types import Float32, LossStats, MicroBatch, StepStats
 
 #: KL from π_old in nats per sampled token, by K3; `training.target_kl` bounds it.
@@ -154,3 +158,43 @@ def _logprobs(updates: Sequence[Update]) -> list[Float32]:
 
 def _loss(losses: Sequence[LossStats]) -> float:
     return float(sum(loss.loss for loss in losses))
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Critic:
+    """The worker, its loss, and the warm-up during which the policy waits for it.
+
+    Its rate is the peak times `schedule` of the run's optimizer steps, including those of its warm-up.
+
+    During the warm-up the policy stands still: its optimizer steps have no token, its weights stay equal to the bit,
+    and its version rises. One version per step keeps everything that depends on versions simple: pacing by staleness,
+    one checkpoint and one report per step, exactly-once. The cost is the publication of unchanged weights, and a
+    staleness that looks slightly too high.
+    """
+
+    worker: Trainer
+    loss: ValueLoss
+    learning_rate: float
+    schedule: LearningRateSchedule = CONSTANT
+    warmup_steps: int = 0
+
+    def warms_up(self, version: int) -> bool:
+        """Return whether the policy stands still in the step that follows `version`."""
+        return version < self.warmup_steps
+
+    def weighed(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return the micro-batches with equal weights of all trained tokens, whatever the policy's aggregation."""
+        total = sum(int(batch.loss_mask.sum()) for batch in micro_batches)
+        return [
+            replace(
+                batch,
+                weights=(batch.loss_mask / np.float32(max(total, 1))).astype(np.float32),
+                routed_experts=None,  # they belong to the policy
+            )
+            for batch in micro_batches
+        ]
+
+    def apply(self, step: int) -> StepStats:
+        """Make the critic's optimizer step number `step` of the run, from 0."""
+        return self.worker.optimizer_step(learning_rate=self.learning_rate * self.schedule.factor(step))

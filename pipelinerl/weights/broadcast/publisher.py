@@ -54,8 +54,7 @@ from pipelinerl.system.addresses import address_facing
 from pipelinerl.system.background import in_background, in_background_soon, settled
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 from pipelinerl.weights.broadcast.sender import WeightSender
-from pipelinerl.weights.engine_control import EngineControl, Preparation
-from pipelinerl.weights.fan_out import each, each_until_failure, lasting
+from pipelinerl.weights.engine_control import EngineControl, Preparation, each, each_until_failure, lasting
 from pipelinerl.weights.publisher import Publication, PublicationProgress, PublishReport
 
 log = logging.getLogger("pipelinerl")

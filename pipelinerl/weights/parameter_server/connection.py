@@ -10,17 +10,27 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, Protocol, Self, TypeVar, final
 
-from pydantic import ValidationError
+import numpy as np
+from pydantic import Field, ValidationError, model_validator
 
+from inference_contract import routes
 from inference_contract.errors import from_wire
+from inference_contract.weights import MOST_EPOCH, MOST_VERSION, BaseUrl, WeightLayout
 from inference_contract.wire import Wire
 from pipelinerl.errors import DeadlineError, ServerLost, UpdateError
 from pipelinerl.system import http_client
+from pipelinerl.system.background import in_background
+from pipelinerl.weights.parameter_server.shared_memory import Attachment, Part, ReceiveBuffer, SharedMemoryAddress
+from pipelinerl.weights.parameter_server.version_table import Key
+from pipelinerl.weights.pull import PullOrder, Range
 
 #: Longest pause in seconds between two bytes of a working server. An answer that needs work may take longer.
 STALL_S: Final = 10.0
@@ -143,3 +153,203 @@ class ServerClient:
             return DeadlineError(f"parameter server {self.url}: {doing} was not answered in time")
         reason = str(error) or type(error).__name__
         return ServerLost(f"parameter server {self.url}: {doing} failed: {reason}")
+
+
+VERSIONS: Final = "/versions"
+VERSION: Final = "/versions/{epoch}/{version}"
+SEAL: Final = "/versions/{epoch}/{version}/seal"
+COPY: Final = "/versions/{epoch}/{version}/copy"
+PROGRESS: Final = "/progress"
+
+
+class ShardSpec(Wire):
+    """The part of a version that a server holds: shard `number` of `count`, as cut by `WeightLayout.shards`."""
+
+    number: int = Field(default=0, ge=0)
+    count: int = Field(default=1, ge=1, le=256)
+    bucket_bytes: int = Field(default=16 * 2**20, ge=1)
+
+    @model_validator(mode="after")
+    def _number_in_count(self) -> Self:
+        if self.number >= self.count:
+            raise ValueError(f"number must be below count {self.count}, got {self.number}")
+        return self
+
+    def ranges(self, layout: WeightLayout) -> tuple[Range, ...]:
+        """Return the byte ranges [start, end) of the version that this shard holds, in order."""
+        return tuple(layout.shards(self.count, self.bucket_bytes)[self.number])
+
+    def __str__(self) -> str:
+        return f"shard {self.number} of {self.count} (buckets of {self.bucket_bytes} bytes)"
+
+
+class Announcement(Wire):
+    """Announcement of a coming version. `progress` lists all members, each with the version it has confirmed."""
+
+    epoch: int = Field(ge=0, lt=MOST_EPOCH)
+    version: int = Field(ge=0, lt=MOST_VERSION)
+    layout: WeightLayout
+    shard: ShardSpec = ShardSpec()
+    progress: dict[str, Key | None] = Field(default_factory=dict)
+
+
+class Seal(Wire):
+    """Request to seal a shard whose bytes have digest `digest`; `whole` is the digest of the whole version."""
+
+    digest: str
+    whole: str
+
+
+class CopyOrder(Wire):
+    """Request to fetch the bytes of an announced version from another server, in place of a write by the trainer."""
+
+    source: BaseUrl
+    digest: str
+    whole: str
+    timeout_s: float = Field(gt=0, le=3600)
+
+
+class ProgressReport(Wire):
+    """The version that each member has confirmed; versions are no longer held for members that are not listed."""
+
+    epoch: int = Field(ge=0, lt=MOST_EPOCH)
+    progress: dict[str, Key | None]
+
+
+class VersionRecord(Wire):
+    """One version on one server: `shard` of the `num_bytes` of its layout.
+
+    `digest` covers the shard's bytes, `whole` the version's; both are None until the version is sealed. A process on
+    the same host can map the version at `segment`; only the shard's bytes in it are valid.
+    """
+
+    epoch: int
+    version: int
+    layout_id: str
+    num_bytes: int
+    shard: ShardSpec
+    digest: str | None
+    whole: str | None
+    segment: SharedMemoryAddress | None
+
+    @property
+    def key(self) -> Key:
+        """Key of the version: (epoch, version)."""
+        return self.epoch, self.version
+
+
+class ServerState(Wire):
+    """The versions that a server holds, oldest first, and the members it holds them for."""
+
+    epoch: int
+    room: int
+    versions: tuple[VersionRecord, ...]
+    progress: dict[str, Key | None]
+    saved: Key | None
+
+
+#: Large enough that the request overhead is negligible, small enough that streams end together.
+HTTP_PART_BYTES: Final = 8 * 2**20
+#: A copied part is hashed while it is still in cache.
+MEMORY_PART_BYTES: Final = 2**20
+STREAMS: Final = 2
+
+#: Interval in seconds at which a pull checks whether it was cancelled.
+_WATCH_S: Final = 0.05
+
+
+class ShardTransport(Protocol):
+    """Fetches the missing parts of a shard."""
+
+    def bring(self, order: PullOrder, buffer: ReceiveBuffer, shard: int) -> None:
+        """Fetch the shard's missing parts; return when none is missing.
+
+        Raises:
+            UpdateError: the server cannot provide them, the connection failed, or the pull was cancelled.
+            DeadlineError: they did not arrive in time.
+        """
+        ...
+
+
+@final
+class SharedMemoryTransport:
+    """Copies from a mapped segment."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._memory = attachment.bytes
+
+    def bring(self, order: PullOrder, buffer: ReceiveBuffer, shard: int) -> None:
+        """Copy the shard's missing parts into the buffer."""
+        if len(self._memory) != buffer.num_bytes:
+            raise UpdateError(f"the server holds {len(self._memory)} bytes, this model has {buffer.num_bytes}")
+        for start, end in buffer.missing(shard, part_bytes=MEMORY_PART_BYTES):
+            check_wanted(order)
+            memory = buffer.memory((start, end))
+            np.copyto(memory, self._memory[start:end])
+            buffer.landed((start, end), memory)
+
+
+@final
+class HttpTransport:
+    """Fetches ranges over parallel streams, each with its own connection and thread."""
+
+    def __init__(self, url: str, *, token: str | None, streams: int = STREAMS) -> None:
+        self._url = url
+        self._token = token
+        self._streams = streams
+
+    def bring(self, order: PullOrder, buffer: ReceiveBuffer, shard: int) -> None:
+        """Fetch the shard's missing parts into the buffer."""
+        parts = deque(buffer.missing(shard, part_bytes=HTTP_PART_BYTES))
+        clients = [ServerClient(self._url, token=self._token) for _ in range(min(self._streams, len(parts)))]
+        path = routes.WEIGHTS.format(epoch=order.epoch, version=order.version)
+        streams = [
+            in_background("pull", lambda client=client: _stream(client, path, parts, order, buffer))  # type: ignore[misc]
+            for client in clients
+        ]
+        try:
+            watch(streams, order)
+        finally:
+            parts.clear()
+            for client in clients:
+                client.cut()
+            for stream in streams:
+                stream.exception()  # a cut stream ends at once; no thread may write into the buffer after this
+            for client in clients:
+                client.close()
+        failures = [failure for stream in streams if (failure := stream.exception()) is not None]
+        if failures:
+            raise failures[0]
+
+
+def _stream(client: ServerClient, path: str, parts: deque[Part], order: PullOrder, buffer: ReceiveBuffer) -> None:
+    while True:
+        try:
+            part = parts.popleft()
+        except IndexError:
+            return
+        memory = buffer.memory(part)
+        client.read(path, memory.data, part[0], deadline=order.deadline)
+        buffer.landed(part, memory)
+
+
+def watch(streams: Sequence[Future[None]], order: PullOrder) -> None:
+    """Wait until all streams have ended or one has failed; raise if the pull was cancelled or is too late."""
+    ended = threading.Semaphore(0)
+    for stream in streams:
+        stream.add_done_callback(lambda _: ended.release())
+    remaining = len(streams)
+    while remaining:
+        check_wanted(order)
+        if ended.acquire(timeout=_WATCH_S):
+            remaining -= 1
+            if any(stream.done() and stream.exception() is not None for stream in streams):
+                return
+
+
+def check_wanted(order: PullOrder) -> None:
+    """Raise `UpdateError` if the pull was cancelled, `DeadlineError` if its deadline has passed."""
+    if order.given_up.is_set():
+        raise UpdateError("the pull was cancelled")
+    if time.monotonic() > order.deadline:
+        raise DeadlineError("the weights did not arrive in time")

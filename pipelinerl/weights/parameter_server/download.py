@@ -21,18 +21,17 @@ from typing import Any, Final, final
 from inference_contract.errors import ContractError, DigestMismatch, NotPrepared
 from pipelinerl.errors import DeadlineError, UpdateError
 from pipelinerl.system.background import in_background
-from pipelinerl.weights.parameter_server import wire
-from pipelinerl.weights.parameter_server.connection import ServerClient
-from pipelinerl.weights.parameter_server.receive_buffer import ReceiveBuffer
-from pipelinerl.weights.parameter_server.shared_memory import Access, Attachments, SharedMemoryAddress
-from pipelinerl.weights.parameter_server.transports import (
+from pipelinerl.weights.parameter_server import connection
+from pipelinerl.weights.parameter_server.connection import (
     HttpTransport,
+    ServerClient,
     ShardTransport,
     SharedMemoryTransport,
+    VersionRecord,
     check_wanted,
     watch,
 )
-from pipelinerl.weights.parameter_server.wire import VersionRecord
+from pipelinerl.weights.parameter_server.shared_memory import Access, Attachments, ReceiveBuffer, SharedMemoryAddress
 from pipelinerl.weights.pull import PullOrder
 
 #: A live server reports what it holds within this time.
@@ -110,7 +109,7 @@ class WeightPuller:
             UpdateError, NotPrepared: the server cannot be reached, or does not hold the version.
         """
         client = ServerClient(source, token=self._token)
-        path = wire.VERSION.format(epoch=order.epoch, version=order.version)
+        path = connection.VERSION.format(epoch=order.epoch, version=order.version)
         try:
             deadline = min(order.deadline, time.monotonic() + _RECORD_S)
             return client.call("GET", path, VersionRecord, deadline=deadline).segment

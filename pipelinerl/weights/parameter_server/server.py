@@ -53,18 +53,23 @@ from pipelinerl.errors import CheckpointError, PipelineError
 from pipelinerl.observability.metrics import PROMETHEUS_TYPE, prometheus_text
 from pipelinerl.system.background import in_background
 from pipelinerl.system.http_service import BodyRule, guard, refuse_in_one_shape
-from pipelinerl.weights.digest import WeightDigest
-from pipelinerl.weights.parameter_server import wire
-from pipelinerl.weights.parameter_server.retention import Key, named
-from pipelinerl.weights.parameter_server.snapshot_store import SnapshotStore, VersionSnapshot
-from pipelinerl.weights.parameter_server.version_table import Version, VersionTable
-from pipelinerl.weights.parameter_server.wire import (
+from pipelinerl.weights.layout import WeightDigest
+from pipelinerl.weights.parameter_server import connection
+from pipelinerl.weights.parameter_server.connection import (
     Announcement,
     CopyOrder,
     ProgressReport,
     Seal,
     ServerState,
     VersionRecord,
+)
+from pipelinerl.weights.parameter_server.version_table import (
+    Key,
+    SnapshotStore,
+    Version,
+    VersionSnapshot,
+    VersionTable,
+    named,
 )
 from pipelinerl.weights.pull import PullOrder, PullSource, Range, Shard
 
@@ -246,27 +251,27 @@ def _add_versions(app: FastAPI, server: ParameterServer) -> None:
         }
         return Response(prometheus_text(figures, prefix="pipelinerl_parameter_server"), media_type=PROMETHEUS_TYPE)
 
-    @app.get(wire.VERSIONS)
+    @app.get(connection.VERSIONS)
     async def state() -> ServerState:
         return server.state()
 
-    @app.post(wire.VERSIONS)
+    @app.post(connection.VERSIONS)
     async def announce(announcement: Announcement) -> VersionRecord:
         return server.table.announce(announcement).record()
 
-    @app.get(wire.VERSION)
+    @app.get(connection.VERSION)
     async def record(epoch: int, version: int) -> VersionRecord:
         return server.table.whole((epoch, version)).record()
 
-    @app.post(wire.COPY)
+    @app.post(connection.COPY)
     async def copy(epoch: int, version: int, order: CopyOrder) -> VersionRecord:
         return await server.copy((epoch, version), order)
 
-    @app.post(wire.SEAL)
+    @app.post(connection.SEAL)
     async def seal(epoch: int, version: int, seal: Seal) -> VersionRecord:
         return await server.seal((epoch, version), seal)
 
-    @app.post(wire.PROGRESS)
+    @app.post(connection.PROGRESS)
     async def progress(report: ProgressReport) -> ServerState:
         server.table.confirm(report.epoch, report.progress)
         return server.state()

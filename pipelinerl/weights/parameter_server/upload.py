@@ -23,19 +23,19 @@ from typing import Final, TypeVar, final
 from inference_contract.errors import ContractError, DigestMismatch, NotPrepared, Overloaded, StaleVersion
 from inference_contract.weights import WeightLayout
 from pipelinerl.errors import DeadlineError, FencedError, PipelineError, ServerLost, UpdateError
-from pipelinerl.weights.parameter_server import wire
-from pipelinerl.weights.parameter_server.connection import ServerClient
-from pipelinerl.weights.parameter_server.retention import Key, named
-from pipelinerl.weights.parameter_server.shard_writer import ShardsWritten, ShardWriter, write_shards
-from pipelinerl.weights.parameter_server.shared_memory import Access, Attachments
-from pipelinerl.weights.parameter_server.wire import (
+from pipelinerl.weights.parameter_server import connection
+from pipelinerl.weights.parameter_server.connection import (
     Announcement,
     CopyOrder,
     ProgressReport,
+    ServerClient,
     ServerState,
     ShardSpec,
     VersionRecord,
 )
+from pipelinerl.weights.parameter_server.publisher import ShardsWritten, ShardWriter, write_shards
+from pipelinerl.weights.parameter_server.shared_memory import Access, Attachments
+from pipelinerl.weights.parameter_server.version_table import Key, named
 from pipelinerl.weights.publisher import Publication
 
 #: Bytes sent by HTTP are gathered and sent in buckets of about this size.
@@ -165,7 +165,7 @@ class Uploader:
 
         def announce(client: ServerClient) -> VersionRecord:
             body = announcements[self._shard_of[client.url]]
-            return client.call("POST", wire.VERSIONS, VersionRecord, body, deadline=soon)
+            return client.call("POST", connection.VERSIONS, VersionRecord, body, deadline=soon)
 
         answers = self._each(self._clients, announce)
         for url, answer in answers.items():
@@ -195,7 +195,7 @@ class Uploader:
         Copies get half of the remaining time, so that engines do not wait for all of them.
         """
         half_s = max(deadline - time.monotonic(), 0.2) / 2
-        path = wire.COPY.format(epoch=key[0], version=key[1])
+        path = connection.COPY.format(epoch=key[0], version=key[1])
 
         def copy(client: ServerClient) -> VersionRecord:
             source, digest = copies[client.url]
@@ -213,7 +213,7 @@ class Uploader:
         report = ProgressReport(epoch=epoch, progress={**progress, **self._replicas})
         answers = self._each(
             self._clients,
-            lambda client: client.call("POST", wire.PROGRESS, ServerState, report, deadline=deadline),
+            lambda client: client.call("POST", connection.PROGRESS, ServerState, report, deadline=deadline),
         )
         return {url: str(answer) for url, answer in answers.items() if isinstance(answer, Exception)}
 

@@ -9,11 +9,15 @@ A trainer of an earlier epoch is rejected. Every method runs on one event loop.
 
 from __future__ import annotations
 
+import json
+import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import final
+from typing import Any, Final, final
+
+from numpy.typing import NDArray
 
 from inference_contract.errors import (
     DigestMismatch,
@@ -24,9 +28,11 @@ from inference_contract.errors import (
     StaleVersion,
 )
 from inference_contract.weights import MOST_EPOCH_STEP, WeightLayout
-from pipelinerl.weights.parameter_server.retention import Key, collectable, holders, named
+from pipelinerl.errors import CheckpointError
+from pipelinerl.system.storage import Storage
+from pipelinerl.weights.layout import WeightDigest
+from pipelinerl.weights.parameter_server.connection import Announcement, ShardSpec, VersionRecord
 from pipelinerl.weights.parameter_server.shared_memory import SharedMemory
-from pipelinerl.weights.parameter_server.wire import Announcement, ShardSpec, VersionRecord
 from pipelinerl.weights.pull import Range
 
 
@@ -210,3 +216,139 @@ class VersionTable:
         segment = fitting[-1] if fitting else SharedMemory(num_bytes)
         self._spare = fitting[:-1]
         return segment
+
+
+#: (epoch, version). All weights of a later trainer sort after those of an earlier one.
+Key = tuple[int, int]
+
+
+def collectable(whole: Set[Key], progress: Mapping[str, Key | None], *, epoch: int, in_use: Set[Key]) -> set[Key]:
+    """Return the versions that are no longer needed.
+
+    Args:
+        whole: versions that are held and complete.
+        progress: the version that each member has confirmed to hold or serve; None if it has confirmed none yet.
+        epoch: epoch of the trainer that publishes now.
+        in_use: versions that are being sent or saved at this moment.
+    """
+    newest = max(whole, default=None)
+    return {
+        key
+        for key in whole
+        if key != newest and key not in in_use and (key[0] < epoch or all(_past(key, at) for at in progress.values()))
+    }
+
+
+def holders(whole: Set[Key], progress: Mapping[str, Key | None], *, epoch: int, in_use: Set[Key]) -> list[str]:
+    """Return one sentence per reason why an older version is kept, for a caller that waits for room."""
+    newest = max(whole, default=None)
+    reasons = []
+    for key in sorted(whole - {newest}):
+        behind = [f"{name} (at {named(at)})" for name, at in progress.items() if not _past(key, at)]
+        if key in in_use:
+            reasons.append(f"{named(key)} is being sent or saved")
+        elif key[0] >= epoch and behind:
+            reasons.append(f"{named(key)} is held for {', '.join(behind)}")
+    return reasons
+
+
+def named(key: Key | None) -> str:
+    """Format a version for messages: `1.57`."""
+    return "none" if key is None else f"{key[0]}.{key[1]}"
+
+
+def _past(key: Key, confirmed: Key | None) -> bool:
+    return confirmed is not None and confirmed > key
+
+
+log = logging.getLogger("pipelinerl")
+
+_BYTES: Final = "weights.bin"
+_MANIFEST: Final = "manifest.json"
+_FORMAT: Final = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSnapshot:
+    """One shard of a version in the store. `digest` covers the shard's bytes, `whole` the version's."""
+
+    key: Key
+    layout: WeightLayout
+    shard: ShardSpec
+    digest: str
+    whole: str
+
+
+@final
+class SnapshotStore:
+    """The newest `keep` snapshots below `place`. Only one server may write there."""
+
+    def __init__(self, place: str, *, keep: int = 2) -> None:
+        self.place = place
+        self._keep = keep
+        self._files = Storage(place)
+
+    def save(self, snapshot: VersionSnapshot, memory: NDArray[Any]) -> None:
+        """Write a snapshot from the whole version's `memory`; it is durable when this returns. Raises `OSError`."""
+        key, layout, shard = snapshot.key, snapshot.layout, snapshot.shard
+        self._files.remove(f"{named(key)}/{_MANIFEST}")  # an earlier snapshot of the same version may have other bytes
+        manifest = {
+            "format": _FORMAT,
+            "epoch": key[0],
+            "version": key[1],
+            "shard": shard.model_dump(),
+            "digest": snapshot.digest,
+            "whole": snapshot.whole,
+            "layout": layout.model_dump(mode="json"),
+        }
+        self._files.write(f"{named(key)}/{_BYTES}", *(memory[start:end].data for start, end in shard.ranges(layout)))
+        self._files.write(f"{named(key)}/{_MANIFEST}", json.dumps(manifest).encode())
+        for old in self._keys()[: -self._keep]:
+            self._files.remove(named(old))
+
+    def newest(self) -> Iterator[VersionSnapshot]:
+        """Yield the readable snapshots, newest first; log damaged manifests and skip them."""
+        for key in reversed(self._keys()):
+            try:
+                manifest = json.loads(self._files.read(f"{named(key)}/{_MANIFEST}"))
+                if manifest["format"] != _FORMAT or (manifest["epoch"], manifest["version"]) != key:
+                    raise ValueError(f"expected format {_FORMAT} of version {named(key)}")
+                layout, shard = manifest["layout"], manifest["shard"]
+                yield VersionSnapshot(
+                    key=key,
+                    layout=WeightLayout.model_validate(layout),
+                    shard=ShardSpec.model_validate(shard),
+                    digest=str(manifest["digest"]),
+                    whole=str(manifest["whole"]),
+                )
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                log.error("skipping the snapshot %s in %s, which is incomplete: %s", named(key), self.place, error)
+
+    def read(self, snapshot: VersionSnapshot, into: NDArray[Any]) -> None:
+        """Fill the shard's ranges of `into` [num_bytes of the whole version].
+
+        Raises:
+            CheckpointError: the bytes are missing, or differ from those that were saved.
+        """
+        where = f"{self.place}: weights {named(snapshot.key)}"
+        digest = WeightDigest()
+        try:
+            with self._files.open(f"{named(snapshot.key)}/{_BYTES}") as file:
+                for at, end in snapshot.shard.ranges(snapshot.layout):
+                    while at < end and (count := file.readinto(into[at:end].data)):
+                        digest.update(into[at : at + count])
+                        at += count
+        except OSError as error:
+            raise CheckpointError(f"{where} cannot be read: {error}") from None
+        if digest.hexdigest() != snapshot.digest:
+            raise CheckpointError(f"{where} have changed since they were saved; they are not used")
+
+    def clear(self) -> None:
+        """Delete every snapshot."""
+        for key in self._keys():
+            self._files.remove(named(key))
+
+    def _keys(self) -> list[Key]:
+        """Return the versions that have a folder, oldest first, even if the snapshot is incomplete."""
+        parts = [name.split(".") for name in self._files.names()]
+        return sorted((int(p[0]), int(p[1])) for p in parts if len(p) == 2 and p[0].isdecimal() and p[1].isdecimal())

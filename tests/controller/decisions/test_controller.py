@@ -10,20 +10,21 @@ from typing import Any
 import pytest
 
 from pipelinerl.controller.decisions.evaluator import holds_updates
-from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
+from pipelinerl.controller.decisions.giving_up import waiting_for
 from pipelinerl.controller.decisions.status import assignment_of
-from pipelinerl.controller.state.effects import IssuePrompts, Record, Send
-from pipelinerl.controller.state.filtered_share import FilteredShare
 from pipelinerl.controller.state.inputs import (
     EngineRegistered,
     EngineRemoved,
     EngineRestarted,
+    IssuePrompts,
     KnobsPatched,
+    Record,
     ReportReceived,
+    Send,
     StreamsLost,
     Ticked,
 )
-from pipelinerl.controller.state.issued_ledger import SentOrder
+from pipelinerl.controller.state.issued_ledger import FilteredShare, SentOrder
 from pipelinerl.controller.state.run_state import RunPhase
 from pipelinerl.enums import Overdue, Pin, StalenessScope
 from pipelinerl.errors import RecipeError

@@ -14,7 +14,6 @@ from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.elastic import Want, changed, verdict, weighed
 from pipelinerl.controller.decisions.engine_decisions import to_stop
 from pipelinerl.controller.service.journal import Decision
-from pipelinerl.controller.state.effects import Record
 from pipelinerl.controller.state.elastic import ElasticMemory, ElasticRule, Figures
 from pipelinerl.controller.state.fleet import EngineLifecycle
 from pipelinerl.controller.state.inputs import (
@@ -25,6 +24,7 @@ from pipelinerl.controller.state.inputs import (
     EngineRemoved,
     FleetMeasured,
     KnobsPatched,
+    Record,
     ReportReceived,
     StopAsked,
 )

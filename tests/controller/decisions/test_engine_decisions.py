@@ -10,7 +10,6 @@ import pytest
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.directives import publication_due
 from pipelinerl.controller.decisions.engine_decisions import removal_reason, to_stop
-from pipelinerl.controller.state.effects import Record, Send
 from pipelinerl.controller.state.fleet import EngineLifecycle
 from pipelinerl.controller.state.inputs import (
     AnyInput,
@@ -22,7 +21,9 @@ from pipelinerl.controller.state.inputs import (
     EnginesRequested,
     EngineTimedOut,
     HealthCheckMissed,
+    Record,
     ReportReceived,
+    Send,
     Ticked,
 )
 from pipelinerl.messages import CanaryChecked, Directive, GroupHandedOver, GroupOutdated, Published

@@ -11,17 +11,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipelinerl.controller.decisions.engine_watch import EngineWatch
 from pipelinerl.controller.decisions.evaluator import holds_updates
-from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
-from pipelinerl.controller.decisions.status import run_status
-from pipelinerl.controller.state.effects import Effect, Record
+from pipelinerl.controller.decisions.giving_up import waiting_for
+from pipelinerl.controller.decisions.status import EngineWatch, run_status
 from pipelinerl.controller.state.evaluation import EvaluationResult, EvaluationSet
 from pipelinerl.controller.state.inputs import (
+    Effect,
     EngineAnswered,
     EngineDrainAsked,
     EngineRegistered,
     EngineTimedOut,
+    Record,
     StopAsked,
     Ticked,
 )

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from pipelinerl.controller.routes import LAUNCHER, OFFER_S, OFFERS_AT_ONCE
+from pipelinerl.controller.routes import LAUNCHER, LEASE_S, OFFER_S, OFFERS_AT_ONCE
 from pipelinerl.controller.service import api
-from pipelinerl.controller.service.api import create_api
+from pipelinerl.controller.service.api import MOST_SERVICES, VerifierLeases, create_api
 from pipelinerl.controller.service.journal import JOURNAL, Journal
 from pipelinerl.controller.service.service import ControllerService, Start
 from pipelinerl.controller.state.inputs import EngineRegistered
@@ -23,6 +23,7 @@ from pipelinerl.observability.status import RunStatus, StatusPhase
 from pipelinerl.streams.memory_stream import MemoryStream
 from tests.controller.service.test_service import Probe, Running, running, step
 from tests.controller.world import ENGINE, controller
+from tests.fakes.verifier_service import lease
 from tests.patience import PATIENCE_S
 
 TOKEN = "run-token"
@@ -464,3 +465,37 @@ async def test_verifier_of_another_machine_with_a_loopback_address_is_rejected(r
         offer = {"url": "http://127.0.0.1:8200", "incarnation": "1", "domains": {"words": "r1"}}
         refused = await away.post("/verifiers", json=offer)
     assert refused.status_code == 422 and "start the verifier with --host" in refused.json()["error"]["message"]
+
+
+def test_verifier_lease_lasts_while_it_is_renewed() -> None:
+    now = [0.0]
+    leases = VerifierLeases(lambda: now[0])
+    leases.offer(lease("http://a:1"))
+    now[0] = LEASE_S - 1
+    leases.offer(lease("http://b:1"))
+    assert [each.url for each in leases.current()] == ["http://a:1", "http://b:1"]
+    now[0] = LEASE_S
+    assert [each.url for each in leases.current()] == ["http://b:1"]
+    leases.offer(lease("http://b:1", life="2"))
+    now[0] = 2 * LEASE_S - 1
+    assert leases.current() == (lease("http://b:1", life="2"),)
+
+
+def test_withdrawn_verifier_service_returns_only_by_a_new_offer() -> None:
+    leases = VerifierLeases(lambda: 0.0)
+    leases.offer(lease("http://a:1"))
+    leases.withdraw("http://unknown:1")
+    leases.withdraw("http://a:1")
+    assert leases.current() == ()
+    leases.offer(lease("http://a:1"))
+    assert len(leases.current()) == 1
+
+
+def test_number_of_verifier_services_is_limited() -> None:
+    now = [0.0]
+    leases = VerifierLeases(lambda: now[0])
+    assert all(leases.offer(lease(f"http://a:{port}")) for port in range(1, MOST_SERVICES + 1))
+    assert not leases.offer(lease("http://b:1")) and len(leases.current()) == MOST_SERVICES
+    assert leases.offer(lease("http://a:1", life="2")), "one of them goes on"
+    now[0] = LEASE_S
+    assert leases.offer(lease("http://b:1")), "the others have not been heard of"

@@ -6,8 +6,7 @@ import random
 
 import msgspec
 
-from pipelinerl.controller.state.effects import Send
-from pipelinerl.controller.state.inputs import EngineRegistered
+from pipelinerl.controller.state.inputs import EngineRegistered, Send
 from pipelinerl.messages import Checkpointed, TrainerReady
 from tests.controller.world import ENGINE, World, controller
 

@@ -41,10 +41,9 @@ from pipelinerl.messages import (
 from pipelinerl.observability.events import EventLog, read_events
 from pipelinerl.observability.samples.reading import read_samples
 from pipelinerl.observability.samples.sample_log import SampleLog
-from pipelinerl.streams.dead_letter import DEAD_LETTERS
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import decode_order
-from pipelinerl.streams.stream import START
+from pipelinerl.streams.stream import DEAD_LETTERS, START
 from tests.controller.world import ENGINE, controller
 from tests.patience import PATIENCE_S
 

@@ -13,8 +13,8 @@ from pipelinerl.controller.state.answer_figures import (
     figures_by_tag,
     figures_of,
     majority_right,
+    wilson_interval,
 )
-from pipelinerl.controller.state.estimates import wilson_interval
 from pipelinerl.messages import EvaluationDone
 
 

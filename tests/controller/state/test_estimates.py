@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from pipelinerl.controller.state.estimates import bootstrap_interval, estimate, pass_at_k, wilson_interval
+from pipelinerl.controller.state.answer_figures import bootstrap_interval, estimate, pass_at_k, wilson_interval
 from pipelinerl.rng import generator
 
 

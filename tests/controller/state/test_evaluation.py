@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.controller.state.estimates import wilson_interval
+from pipelinerl.controller.state.answer_figures import wilson_interval
 from pipelinerl.controller.state.evaluation import Evaluation, EvaluationPlan, EvaluationResult, EvaluationSet
 from pipelinerl.enums import Pin
 from pipelinerl.messages import EvaluationDone

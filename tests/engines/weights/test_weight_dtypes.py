@@ -14,7 +14,7 @@ from inference_contract.errors import InvalidRequest, LayoutMismatch, NotPrepare
 from inference_contract.weights import Backend, DType, UpdatePhase, UpdateStatus, WeightLayout
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes, attach
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
-from pipelinerl.weights.digest import WeightDigest
+from pipelinerl.weights.layout import WeightDigest
 from tests.engines.weights.test_weight_receiver import LAYOUT, Setting
 from tests.patience import PATIENCE_S
 

@@ -41,7 +41,7 @@ from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from pipelinerl.errors import DeadlineError, UpdateError
 from pipelinerl.system.background import in_background
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
-from pipelinerl.weights.digest import WeightDigest
+from pipelinerl.weights.layout import WeightDigest
 from pipelinerl.weights.pull import PullOrder, Shard
 from tests.patience import PATIENCE_S, SOON_S
 

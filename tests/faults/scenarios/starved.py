@@ -18,8 +18,15 @@ from typing import Any, final
 import msgspec
 
 from pipelinerl.controller.decisions.controller import Controller
-from pipelinerl.controller.state.effects import Effect, Record
-from pipelinerl.controller.state.inputs import AnyInput, EngineRegistered, EngineTimedOut, KnobsPatched, Ticked
+from pipelinerl.controller.state.inputs import (
+    AnyInput,
+    Effect,
+    EngineRegistered,
+    EngineTimedOut,
+    KnobsPatched,
+    Record,
+    Ticked,
+)
 from pipelinerl.errors import RecipeError
 from pipelinerl.messages import ActorAlive, GroupFailed, TrainerReady
 from tests.controller.world import ENGINE, World, controller
@@ -200,6 +207,6 @@ def play(seed: int, directory: Path) -> Verdict:
 
 
 def waits(run: Starved) -> str:
-    from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
+    from pipelinerl.controller.decisions.giving_up import waiting_for
 
     return waiting_for(run.timed.state, now=run.timed.now)

@@ -34,8 +34,7 @@ from numpy.random import Generator
 from pipelinerl.errors import CheckpointError, PipelineError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.rng import generator
-from pipelinerl.training.checkpoints.checkpoint import load
-from pipelinerl.training.checkpoints.fence import CheckpointFence
+from pipelinerl.training.checkpoints.checkpoint import CheckpointFence, load
 from tests.faults.cluster import Cluster, running
 from tests.faults.scenarios.scenario import Verdict
 from tests.patience import PATIENCE_S

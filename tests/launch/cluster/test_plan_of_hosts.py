@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.cluster.table import plan_json, plan_lines
-from launch.devices import Devices, Origin, VisibleDevice
-from launch.hosts import Host, numbered_devices, read_hosts
+from launch.cluster.launchers import plan_json, plan_lines
+from launch.hosts import Devices, Host, Origin, VisibleDevice, numbered_devices, read_hosts
 from launch.placement import spread
 from launch.plan import Launch, Plan, processes_of
 from pipelinerl.config.recipe import RunConfig, parse

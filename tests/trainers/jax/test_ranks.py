@@ -23,9 +23,9 @@ import pytest
 
 from pipelinerl.objective.presets import resolve
 from pipelinerl.system.ports import free_ports
-from pipelinerl.trainers.jax.joining import join
-from pipelinerl.trainers.ranks.channel import Channel
+from pipelinerl.trainers.jax.mesh import join
 from pipelinerl.trainers.ranks.commands import (
+    Channel,
     Hello,
     Refused,
     decode,
@@ -37,9 +37,8 @@ from pipelinerl.trainers.ranks.commands import (
     encode_objective,
     encode_spec,
 )
-from pipelinerl.trainers.ranks.distributed import Distributed
 from pipelinerl.trainers.ranks.rank0 import lead
-from pipelinerl.trainers.ranks.rendezvous import join_rank0
+from pipelinerl.trainers.ranks.rendezvous import Distributed, join_rank0
 from tests.fakes import jax_rank0
 from tests.patience import PATIENCE_S
 from trainer_contract.conformance import CHECKS

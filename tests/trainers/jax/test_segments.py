@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings, strategies as st
 
 from pipelinerl.rng import generator
-from pipelinerl.trainers.jax.segments import Rows
+from pipelinerl.trainers.jax.attention import Rows
 
 
 def positions_of(lengths):

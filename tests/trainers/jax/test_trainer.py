@@ -14,7 +14,7 @@ from pipelinerl.objective.kl_control import as_column, with_kl_coefficient
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.trainers.jax import program as jax_program, worker as jax_worker
-from pipelinerl.trainers.jax.segments import Rows
+from pipelinerl.trainers.jax.attention import Rows
 from pipelinerl.trainers.jax.trainer import JaxTrainer
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from tests.fakes.jax_weights import exported

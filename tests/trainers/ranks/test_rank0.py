@@ -9,8 +9,7 @@ from contextlib import closing
 
 import pytest
 
-from pipelinerl.trainers.ranks.channel import Channel
-from pipelinerl.trainers.ranks.commands import Discard, Lane, Numbered, RankAnswer, RanksEnd, decode, encode
+from pipelinerl.trainers.ranks.commands import Channel, Discard, Lane, Numbered, RankAnswer, RanksEnd, decode, encode
 from pipelinerl.trainers.ranks.rank0 import Ranks, one_ahead
 from tests.patience import PATIENCE_S
 from trainer_contract.errors import RankError

@@ -12,8 +12,7 @@ import pytest
 
 from pipelinerl import rng
 from pipelinerl.objective.presets import resolve
-from pipelinerl.training.rollouts.batch import TrainBatch, build
-from pipelinerl.training.rollouts.mini_batches import MiniBatching, deal
+from pipelinerl.training.rollouts.batch import MiniBatching, TrainBatch, build, deal
 from pipelinerl.training.rollouts.packing import apart, joined, with_columns
 from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group, rollout
@@ -65,9 +64,9 @@ def test_mini_batches_do_not_outnumber_groups_to_compute() -> None:
 # --- of a batch -------------------------------------------------------------------------------------------------------
 
 
-def ragged(count: int = 11) -> list[RolloutGroup]:
+def ragged_batch(count: int = 11) -> list[RolloutGroup]:
     """Return groups of three; every fourth has equal rewards."""
-    draw, made = rng.generator(1, "ragged"), []
+    draw, made = rng.generator(1, "ragged_batch"), []
     for index in range(count):
         rewards = (1.0, 1.0, 1.0) if index % 4 == 3 else (0.0, 1.0, float(draw.uniform()))
         rollouts = [
@@ -85,7 +84,7 @@ def ragged(count: int = 11) -> list[RolloutGroup]:
 
 def whole(objective: Any = "grpo", *, groups: Sequence[RolloutGroup] | None = None, width: int = 1) -> TrainBatch:
     batch = build(
-        ragged() if groups is None else groups,
+        ragged_batch() if groups is None else groups,
         objective=resolve(objective),
         token_budget=40,
         producing=2,
@@ -133,7 +132,7 @@ def test_every_epoch_trains_each_rollout_once_with_all_columns(width: int) -> No
 @pytest.mark.parametrize("objective", ["grpo", "dapo", "pipelinerl", {"preset": "grpo", "agg": "batch"}], ids=str)
 def test_token_weights_equal_those_of_the_mini_batch_as_its_own_batch(objective: Any) -> None:
     """Advantages come from the whole batch; for whole groups they are equal."""
-    groups, batch = ragged(), whole(objective)
+    groups, batch = ragged_batch(), whole(objective)
     for epoch, number, part in batch.mini_batches():
         its = part.partition.portions(epoch)[number]
         chosen = sorted(
@@ -155,7 +154,7 @@ def _weights(packed: Any) -> list[tuple[float, list[float]]]:
 
 
 def test_single_step_uses_the_batch_as_packed() -> None:
-    plain = build(ragged(), objective=resolve("grpo"), token_budget=40, producing=1)
+    plain = build(ragged_batch(), objective=resolve("grpo"), token_budget=40, producing=1)
     ((epoch, number, part),) = plain.mini_batches()
     assert (epoch, number) == (0, 0) and part.packed == plain.packed
 

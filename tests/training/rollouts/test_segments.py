@@ -18,9 +18,8 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Lineage, fault_of, is_stale
-from pipelinerl.training.rollouts.batch import TrainBatch, build, signal_of, teacher
+from pipelinerl.training.rollouts.batch import MiniBatching, TrainBatch, build, signal_of, teacher
 from pipelinerl.training.rollouts.batcher import Batcher
-from pipelinerl.training.rollouts.mini_batches import MiniBatching
 from pipelinerl.training.rollouts.packing import SegmentTable, Splitting, WeightedRollout, alone, pack
 from pipelinerl.types import ROOT, Rollout, RolloutGroup
 from tests.fakes.rollouts import as_roots, episode, group, rollout

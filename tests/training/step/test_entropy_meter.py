@@ -12,8 +12,7 @@ from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.rollouts.batch import TrainBatch, build
-from pipelinerl.training.step.entropy_meter import EXACT_ENTROPY, EntropyMeter
-from pipelinerl.training.step.forward_passes import ForwardPasses
+from pipelinerl.training.step.forward_passes import EXACT_ENTROPY, EntropyMeter, ForwardPasses
 from pipelinerl.training.step.train_step import TrainStep
 from pipelinerl.types import ROOT
 from tests.fakes.rollouts import episode, group

@@ -15,7 +15,7 @@ from inference_contract.weights import UpdatePhase, UpdateStatus, WeightUpdateRe
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import FencedError, UpdateError
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
-from pipelinerl.weights.fan_out import Failure
+from pipelinerl.weights.engine_control import Failure
 from pipelinerl.weights.parameter_server.publisher import PullPublisher
 from pipelinerl.weights.parameter_server.upload import Uploaded, Uploader
 from pipelinerl.weights.publisher import Publication

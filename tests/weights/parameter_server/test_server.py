@@ -17,8 +17,8 @@ from inference_contract.errors import DigestMismatch
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.errors import DeadlineError, FencedError, UpdateError
 from pipelinerl.weights.parameter_server.download import WeightPuller
-from pipelinerl.weights.parameter_server.retention import Key
 from pipelinerl.weights.parameter_server.upload import Uploaded, Uploader
+from pipelinerl.weights.parameter_server.version_table import Key
 from pipelinerl.weights.publisher import Publication
 from tests.fakes.parameter_server import LAYOUT, TOKEN, application, digest, flat, order, publication
 from tests.fakes.served import in_thread

@@ -22,11 +22,11 @@ from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import DeadlineError, UpdateError
 from pipelinerl.system.ports import free_ports
 from pipelinerl.weights.parameter_server import server as parameter_server, upload as push
+from pipelinerl.weights.parameter_server.connection import VersionRecord
 from pipelinerl.weights.parameter_server.download import WeightPuller
 from pipelinerl.weights.parameter_server.publisher import PullPublisher
 from pipelinerl.weights.parameter_server.shared_memory import Attachment
 from pipelinerl.weights.parameter_server.upload import Uploader
-from pipelinerl.weights.parameter_server.wire import VersionRecord
 from tests.fakes import scripted_engine
 from tests.fakes.parameter_server import TOKEN, application, digest, flat, order, publication
 from tests.fakes.served import as_process, in_thread

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import CheckpointError
-from pipelinerl.weights.digest import WeightDigest
-from pipelinerl.weights.parameter_server.retention import Key
-from pipelinerl.weights.parameter_server.snapshot_store import SnapshotStore, VersionSnapshot
-from pipelinerl.weights.parameter_server.wire import ShardSpec
+from pipelinerl.weights.layout import WeightDigest
+from pipelinerl.weights.parameter_server.connection import ShardSpec
+from pipelinerl.weights.parameter_server.version_table import Key, SnapshotStore, VersionSnapshot
 from tests.fakes.parameter_server import LAYOUT, digest, flat
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import UserError
-from pipelinerl.roles.memory import disk, machine_defaults
-from pipelinerl.roles.memory.machine_defaults import settled
+from pipelinerl.roles.memory import disk
+from pipelinerl.roles.memory.disk import settled
 from pipelinerl.roles.memory.prediction import fits, lines, predict
 from pipelinerl.roles.wiring import objective_of
 from pipelinerl.system.accelerators import has_accelerator

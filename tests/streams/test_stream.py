@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipelinerl.errors import RecordError
-from pipelinerl.streams.dead_letter import DEAD_LETTERS, DeadLetters
+from pipelinerl.streams.stream import DEAD_LETTERS, DeadLetters
 from pipelinerl.streams.records import decode_group, decode_message, encode_message
 from pipelinerl.streams.stream import START, Stream
 

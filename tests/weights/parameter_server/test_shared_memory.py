@@ -10,7 +10,7 @@ import pytest
 import torch
 import xxhash
 
-from pipelinerl.weights.parameter_server.receive_buffer import Part, ReceiveBuffer
+from pipelinerl.weights.parameter_server.shared_memory import Part, ReceiveBuffer
 
 DATA = (np.arange(1000) * 7919 % 251).astype(np.uint8)
 DIGEST = xxhash.xxh3_128(DATA.tobytes()).hexdigest()

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import pairwise
 
 from inference_contract.schemas import EngineMetrics
-from pipelinerl.controller.decisions.engine_watch import POLLS_PER_S, EngineWatch
+from pipelinerl.controller.decisions.status import POLLS_PER_S, EngineWatch
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 
 A = "http://a"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import devices as counting
-from launch.devices import Devices, Origin, VisibleDevice, devices_for, read_devices
+from launch import hosts as counting
+from launch.hosts import Devices, Origin, VisibleDevice, devices_for, read_devices
 from pipelinerl.config.recipe import load
 from pipelinerl.errors import UserError
 

@@ -34,6 +34,45 @@ class HostRole(StrEnum):
     ACTOR = "actor"
 
 
+VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
+
+
+class Origin(StrEnum):
+    """The source of the list of devices."""
+
+    DRIVER = "driver"
+    """The driver, which numbers GPUs in the order of the PCI bus."""
+    VARIABLE = "variable"
+    """The user, who set CUDA_VISIBLE_DEVICES."""
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The devices that a run may use; recipes refer to them by their index here."""
+
+    each: tuple[VisibleDevice, ...] = ()
+    origin: Origin = Origin.DRIVER
+
+    def __len__(self) -> int:
+        return len(self.each)
+
+    def label(self, index: int) -> str:
+        """Return a name for people, such as `GPU 1`, or `GPU 1 (MIG-…)` if CUDA has another name for it."""
+        name = self.each[index].name
+        return f"GPU {index}" if name == str(index) else f"GPU {index} ({name})"
+
+    def environment(self, indices: Sequence[int]) -> Mapping[str, str]:
+        """Return the variables that make exactly these devices visible to a process; empty if the process needs no
+        variables.
+        """
+        if not indices:
+            return {}
+        shown = {VARIABLE: ",".join(self.each[index].name for index in indices)}
+        # By default CUDA counts the fastest GPU first, whereas `nvidia-smi` counts by PCI bus. Indices that the user
+        # wrote in CUDA_VISIBLE_DEVICES keep the user's own order.
+        return shown | ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.origin is Origin.DRIVER else {})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """One machine of a run.
@@ -134,22 +173,11 @@ def _option(part: str, word: str) -> tuple[str, str]:
     return key, value
 
 
-VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
-
 #: Without persistence mode the driver wakes the GPUs first, which takes seconds.
 _DEADLINE_S: Final = 30.0
 _QUERY: Final = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,mig.mode.current", "--format=csv,noheader,nounits")
 _INSTANCES: Final = ("nvidia-smi", "-L")
 _PROC: Final = Path("/proc/driver/nvidia/gpus")
-
-
-class Origin(StrEnum):
-    """The source of the list of devices."""
-
-    DRIVER = "driver"
-    """The driver, which numbers GPUs in the order of the PCI bus."""
-    VARIABLE = "variable"
-    """The user, who set CUDA_VISIBLE_DEVICES."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,33 +186,6 @@ class VisibleDevice:
 
     name: str
     memory_mib: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Devices:
-    """The devices that a run may use; recipes refer to them by their index here."""
-
-    each: tuple[VisibleDevice, ...] = ()
-    origin: Origin = Origin.DRIVER
-
-    def __len__(self) -> int:
-        return len(self.each)
-
-    def label(self, index: int) -> str:
-        """Return a name for people, such as `GPU 1`, or `GPU 1 (MIG-…)` if CUDA has another name for it."""
-        name = self.each[index].name
-        return f"GPU {index}" if name == str(index) else f"GPU {index} ({name})"
-
-    def environment(self, indices: Sequence[int]) -> Mapping[str, str]:
-        """Return the variables that make exactly these devices visible to a process; empty if the process needs no
-        variables.
-        """
-        if not indices:
-            return {}
-        shown = {VARIABLE: ",".join(self.each[index].name for index in indices)}
-        # By default CUDA counts the fastest GPU first, whereas `nvidia-smi` counts by PCI bus. Indices that the user
-        # wrote in CUDA_VISIBLE_DEVICES keep the user's own order.
-        return shown | ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.origin is Origin.DRIVER else {})
 
 
 def devices_for(config: RunConfig, environ: Mapping[str, str]) -> Devices:

@@ -28,7 +28,7 @@ from pipelinerl.weights.parameter_server.version_table import SnapshotStore
 from tests.fakes.live_run import CLI
 from tests.fakes.parameter_server import TOKEN, publication
 from tests.patience import PATIENCE_S
-from tests.weights.parameter_server.test_version_table import save
+from tests.weights.parameter_server.test_snapshot_store import save
 
 
 def test_process_serves_saves_and_stops_at_a_signal(tmp_path: Path) -> None:

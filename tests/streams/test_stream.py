@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipelinerl.errors import RecordError
-from pipelinerl.streams.stream import DEAD_LETTERS, DeadLetters
 from pipelinerl.streams.records import decode_group, decode_message, encode_message
-from pipelinerl.streams.stream import START, Stream
+from pipelinerl.streams.stream import DEAD_LETTERS, START, DeadLetters, Stream
 
 
 async def test_unreadable_record_becomes_a_dead_letter(streams: Stream) -> None:

@@ -15,6 +15,7 @@ import xxhash
 from inference_contract.errors import OutOfRange
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl import rng
+from pipelinerl.weights import torch_transfer
 from pipelinerl.weights.broadcast.sender import WeightSender
 from pipelinerl.weights.layout import converted_by
 from pipelinerl.weights.torch_transfer import HostStream, Landed, OverlappedDigest, TransferStream, convert
@@ -127,7 +128,7 @@ def test_block_size_does_not_change_the_result(monkeypatch: pytest.MonkeyPatch) 
     wire, ours = layout(*[DType.FLOAT32] * 3), layout(*[DType.BFLOAT16] * 3)
     whole, pieces = np.zeros(ours.num_bytes, np.uint8), np.zeros(ours.num_bytes, np.uint8)
     convert(in_bytes(values(wire)), wire, into=whole, layout=ours)
-    monkeypatch.setattr(torch_conversion, "_BLOCK", 5)
+    monkeypatch.setattr(torch_transfer, "_BLOCK", 5)
     convert(in_bytes(values(wire)), wire, into=pieces, layout=ours)
     assert np.array_equal(whole, pieces) and whole.any()
 

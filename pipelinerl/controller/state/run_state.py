@@ -200,6 +200,27 @@ class Watchdog(msgspec.Struct, kw_only=True):
     """True if the current stall has been reported."""
 
 
+class WatchedSteps(msgspec.Struct, kw_only=True):
+    """The newest figures by domain and tag, and what is remembered for the alarms."""
+
+    by_domain: dict[str, dict[str, float]] = {}
+    """Figures of the last step."""
+    by_tag: dict[str, dict[str, float]] = {}
+    """Figures of the last step."""
+    verified: dict[str, VerifierFigures] = {}
+    """By domain, cumulative figures of the actors' verifiers as of the last step."""
+    outdated: dict[str, int] = {}
+    """By domain, the number of groups that actors have given up as stale since the last step."""
+    recent: list[WatchedStep] = []
+    """The last `WINDOW` steps, oldest first."""
+    first_entropies: list[float] = []
+    """Entropies of the first `FIRST_STEPS` steps after the run began or was resumed, for the entropy alarm."""
+    stages: list[GroupStages] = []
+    """Stage timings of a few groups that ended since the last step, for the next step's event."""
+    alarms: dict[str, str] = {}
+    """Messages of active alarms, by key."""
+
+
 @final
 class RunState(msgspec.Struct, kw_only=True):
     """The state of a run; only `Controller` changes it."""
@@ -357,27 +378,6 @@ class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
     right: float | None = None
     length: float | None = None
     domains: dict[str, DomainCounts] = {}
-
-
-class WatchedSteps(msgspec.Struct, kw_only=True):
-    """The newest figures by domain and tag, and what is remembered for the alarms."""
-
-    by_domain: dict[str, dict[str, float]] = {}
-    """Figures of the last step."""
-    by_tag: dict[str, dict[str, float]] = {}
-    """Figures of the last step."""
-    verified: dict[str, VerifierFigures] = {}
-    """By domain, cumulative figures of the actors' verifiers as of the last step."""
-    outdated: dict[str, int] = {}
-    """By domain, the number of groups that actors have given up as stale since the last step."""
-    recent: list[WatchedStep] = []
-    """The last `WINDOW` steps, oldest first."""
-    first_entropies: list[float] = []
-    """Entropies of the first `FIRST_STEPS` steps after the run began or was resumed, for the entropy alarm."""
-    stages: list[GroupStages] = []
-    """Stage timings of a few groups that ended since the last step, for the next step's event."""
-    alarms: dict[str, str] = {}
-    """Messages of active alarms, by key."""
 
 
 #: The default limit on the number of orders issued for each order that is expected to train.

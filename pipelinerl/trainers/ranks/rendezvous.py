@@ -34,6 +34,40 @@ log = logging.getLogger("pipelinerl")
 _MOST_BYTES: Final = 4096
 _RETRY_S: Final = 0.1
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distributed:
+    """The processes of one trainer. All use the same recipe; only `process` differs.
+
+    Attributes:
+        coordinator: host:port at which process 0 listens for the others; the host is an address of process 0.
+        processes: the number of processes, including process 0.
+        process: 0 for `pipelinerl trainer`, 1 and above for `pipelinerl trainer-rank`.
+        token_file: file with {"token": …}, the same token for all processes; required unless the coordinator's host is
+            loopback.
+        timeout_s: the longest duration of a method call, compilation included, and of the initial rendezvous.
+        silence_s: a process that sends nothing for this long counts as lost.
+    """
+
+    coordinator: str
+    processes: int
+    process: int = 0
+    token_file: str | None = None
+    timeout_s: int = 1800
+    silence_s: int = 60
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the coordinator."""
+        host, _, port = self.coordinator.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """True if no other machine can connect."""
+        return self.coordinator.rpartition(":")[0] in _LOOPBACK
+
+
 #: Joins this process with the others through the array library. Every process calls it with the same options and the
 #: same port on rank 0's host, where the processes meet. Raises SpecError.
 Join = Callable[[Distributed, int], None]
@@ -170,39 +204,6 @@ def _token(distributed: Distributed) -> str:
 #: Hosts that other machines cannot connect to.
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
 _WHERE: Final = "options.distributed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Distributed:
-    """The processes of one trainer. All use the same recipe; only `process` differs.
-
-    Attributes:
-        coordinator: host:port at which process 0 listens for the others; the host is an address of process 0.
-        processes: the number of processes, including process 0.
-        process: 0 for `pipelinerl trainer`, 1 and above for `pipelinerl trainer-rank`.
-        token_file: file with {"token": …}, the same token for all processes; required unless the coordinator's host is
-            loopback.
-        timeout_s: the longest duration of a method call, compilation included, and of the initial rendezvous.
-        silence_s: a process that sends nothing for this long counts as lost.
-    """
-
-    coordinator: str
-    processes: int
-    process: int = 0
-    token_file: str | None = None
-    timeout_s: int = 1800
-    silence_s: int = 60
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port of the coordinator."""
-        host, _, port = self.coordinator.rpartition(":")
-        return host.strip("[]"), int(port)
-
-    @property
-    def is_on_one_machine(self) -> bool:
-        """True if no other machine can connect."""
-        return self.coordinator.rpartition(":")[0] in _LOOPBACK
 
 
 def read_distributed(value: Any, *, trainer: str, processes: int | None = None) -> Distributed:

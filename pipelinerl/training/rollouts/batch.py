@@ -264,6 +264,50 @@ def _scattered(column: Floats, batch: MicroBatch, rows: NDArray[np.intp]) -> NDA
     return whole
 
 
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatching:
+    """The number of passes over a batch and of mini-batches in each.
+
+    Attributes:
+        epochs: passes over the rollouts of a batch. mini_batches: optimizer steps in each.
+        target_kl: KL from π_old in nats per token beyond which a batch takes no further step; None for no bound.
+        seed: of the run; the division is a function of it, the version and the epoch.
+    """
+
+    epochs: int = 1
+    mini_batches: int = 1
+    target_kl: float | None = None
+    seed: int = 0
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of a batch that does not end early."""
+        return self.epochs * self.mini_batches
+
+    def dealt(self, sizes: Sequence[int], *, producing: int, epoch: int) -> list[list[int]]:
+        """Return the groups of each mini-batch of an epoch (from 0), by their numbers, ascending.
+
+        Every mini-batch has something to compute: the number of mini-batches is at most the number of groups that
+        teach.
+
+        Args:
+            sizes: tokens to compute in each group, 0 if it has nothing to teach.
+            producing: the version that the batch produces.
+        """
+        count = max(1, min(self.mini_batches, sum(size > 0 for size in sizes)))
+        draw = rng.generator(self.seed, "mini-batches", producing, epoch)
+        return deal(sizes, count, draw)
+
+    def exceeded(self, kl: float | None) -> bool:
+        """Return whether the policy is too far from π_old for another optimizer step."""
+        return self.target_kl is not None and kl is not None and kl > self.target_kl
+
+
+#: One optimizer step per batch.
+ONE_STEP = MiniBatching()
+
+
 def build(
     groups: Sequence[RolloutGroup],
     *,
@@ -393,50 +437,6 @@ def _stats(rollouts: Sequence[Rollout], *, rewards: np.ndarray, partition: Batch
         "unjudged": float(len(rollouts) - rewards.size),
         "idle_fraction": 1 - len(partition.computed) / len(rollouts),
     }
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MiniBatching:
-    """The number of passes over a batch and of mini-batches in each.
-
-    Attributes:
-        epochs: passes over the rollouts of a batch. mini_batches: optimizer steps in each.
-        target_kl: KL from π_old in nats per token beyond which a batch takes no further step; None for no bound.
-        seed: of the run; the division is a function of it, the version and the epoch.
-    """
-
-    epochs: int = 1
-    mini_batches: int = 1
-    target_kl: float | None = None
-    seed: int = 0
-
-    @property
-    def updates(self) -> int:
-        """Optimizer steps of a batch that does not end early."""
-        return self.epochs * self.mini_batches
-
-    def dealt(self, sizes: Sequence[int], *, producing: int, epoch: int) -> list[list[int]]:
-        """Return the groups of each mini-batch of an epoch (from 0), by their numbers, ascending.
-
-        Every mini-batch has something to compute: the number of mini-batches is at most the number of groups that
-        teach.
-
-        Args:
-            sizes: tokens to compute in each group, 0 if it has nothing to teach.
-            producing: the version that the batch produces.
-        """
-        count = max(1, min(self.mini_batches, sum(size > 0 for size in sizes)))
-        draw = rng.generator(self.seed, "mini-batches", producing, epoch)
-        return deal(sizes, count, draw)
-
-    def exceeded(self, kl: float | None) -> bool:
-        """Return whether the policy is too far from π_old for another optimizer step."""
-        return self.target_kl is not None and kl is not None and kl > self.target_kl
-
-
-#: One optimizer step per batch.
-ONE_STEP = MiniBatching()
 
 
 def deal(sizes: Sequence[int], count: int, draw: np.random.Generator) -> list[list[int]]:

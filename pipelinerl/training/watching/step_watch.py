@@ -28,6 +28,35 @@ OTHER_REASONS: Final = "other reasons"
 
 @final
 @dataclass(slots=True)
+class DomainTallies:
+    """Tallies since the last step, by domain and tag."""
+
+    _domains: dict[str, Tally] = field(default_factory=dict)
+    _tags: dict[str, Tally] = field(default_factory=dict)
+
+    def add(self, groups: Iterable[RolloutGroup]) -> None:
+        """Count groups that were trained or filtered."""
+        for group in groups:
+            self._merge(group, Tally.of(group))
+
+    def add_stale(self, group: RolloutGroup) -> None:
+        """Count a group that was too old."""
+        self._merge(group, Tally(stale=1))
+
+    def take(self) -> StepFigures:
+        """Return the figures and reset the tallies."""
+        domains, tags = self._domains, _bounded(self._tags)
+        self._domains, self._tags = {}, {}
+        return StepFigures(_figures(domains), _figures(tags))
+
+    def _merge(self, group: RolloutGroup, counts: Tally) -> None:
+        self._domains.setdefault(group.domain, Tally()).merge(counts)
+        for tag in dict.fromkeys(group.problem.tags[:_MOST_OF_A_GROUP]):
+            self._tags.setdefault(tag, Tally()).merge(counts)
+
+
+@final
+@dataclass(slots=True)
 class StepWatch:
     """Recorder of what ends between two steps; `samples` is None if no samples are kept."""
 
@@ -243,35 +272,6 @@ class Tally:
             figures["all_wrong"] = self.all_wrong / self.judged_groups
             figures |= {f"reward.{name}": total / count for name, (total, count) in self.parts.items()}
         return figures
-
-
-@final
-@dataclass(slots=True)
-class DomainTallies:
-    """Tallies since the last step, by domain and tag."""
-
-    _domains: dict[str, Tally] = field(default_factory=dict)
-    _tags: dict[str, Tally] = field(default_factory=dict)
-
-    def add(self, groups: Iterable[RolloutGroup]) -> None:
-        """Count groups that were trained or filtered."""
-        for group in groups:
-            self._merge(group, Tally.of(group))
-
-    def add_stale(self, group: RolloutGroup) -> None:
-        """Count a group that was too old."""
-        self._merge(group, Tally(stale=1))
-
-    def take(self) -> StepFigures:
-        """Return the figures and reset the tallies."""
-        domains, tags = self._domains, _bounded(self._tags)
-        self._domains, self._tags = {}, {}
-        return StepFigures(_figures(domains), _figures(tags))
-
-    def _merge(self, group: RolloutGroup, counts: Tally) -> None:
-        self._domains.setdefault(group.domain, Tally()).merge(counts)
-        for tag in dict.fromkeys(group.problem.tags[:_MOST_OF_A_GROUP]):
-            self._tags.setdefault(tag, Tally()).merge(counts)
 
 
 def _percentile(rising: Sequence[int], share: float) -> float:

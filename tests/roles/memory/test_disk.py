@@ -51,7 +51,7 @@ def test_engines_of_a_half_precision_model_use_float32_on_a_cpu(
 ) -> None:
     import torch
 
-    monkeypatch.setattr(machine_defaults, "has_accelerator", lambda: here)
+    monkeypatch.setattr(disk, "has_accelerator", lambda: here)
     model = directory(tmp_path / "model", torch.bfloat16)
     assert settled(recipe(f"model.path={model}", f"engine.device={device}")).engine.dtype == dtype
     given = settled(recipe(f"model.path={model}", "engine.dtype=bfloat16"))

@@ -23,6 +23,7 @@ from pipelinerl.messages import (
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.stream import DEAD_LETTERS, START, parse_id
+from pipelinerl.training.rollouts import rollout_reader
 from pipelinerl.training.rollouts.rollout_reader import Arrivals, ControllerLink, RolloutReader
 from tests.fakes.rollouts import group
 from tests.patience import PATIENCE_S
@@ -219,8 +220,8 @@ async def test_rollouts_are_read_only_after_the_first_answer(
 
 
 async def test_report_is_resent_until_its_deadline(stream: MemoryStream, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controller_link, "RESEND_S", 0.05)
-    monkeypatch.setattr(controller_link, "_BLOCK_S", 0.02)
+    monkeypatch.setattr(rollout_reader, "RESEND_S", 0.05)
+    monkeypatch.setattr(rollout_reader, "_BLOCK_S", 0.02)
     link = await linked(stream, deadline_s=0.3)
     with pytest.raises(DeadlineError, match=r"for the controller to answer ready-me; is the controller running"):
         await answered(link, READY)

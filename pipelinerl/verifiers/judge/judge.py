@@ -1,6 +1,6 @@
 """`Judge`: scores answers by a language model behind OpenAI's chat completions, according to a rubric.
 
-- Text from data or from the judged model is quoted (`quotation.py`). The score is read only from the judge's reply, and
+- Text from data or from the judged model is quoted (`Quotation`). The score is read only from the judge's reply, and
   must be within the rubric's range (`scores.py`).
 - A judge that is unreachable, refuses, gives no score, disagrees with itself beyond the limit or has exhausted its
   budget gives a `verifier_error`. Such an answer is masked, never scored 0.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -25,7 +26,6 @@ from typing import Any, Final, NamedTuple, Protocol, final
 from pipelinerl import rng
 from pipelinerl.errors import PipelineError
 from pipelinerl.types import Message, Problem, RewardPart, Sampling, Verdict
-from pipelinerl.verifiers.judge.quotation import Quotation
 from pipelinerl.verifiers.judge.scores import ScoreFormat, Unreadable
 from pipelinerl.verifiers.judge.spending import Spending, Spent
 from pipelinerl.verifiers.verifier import ROUNDING, Judgement, SampledAnswer, failed, graded, shown
@@ -255,3 +255,53 @@ def _tokens_of(messages: tuple[Message, ...], reply: Reply) -> int:
     num_chars = sum(len(message.content) for message in messages)
     prompt = num_chars // _CHARS_OF_A_TOKEN if reply.prompt_tokens is None else reply.prompt_tokens
     return prompt + (len(reply.text) // _CHARS_OF_A_TOKEN if reply.num_tokens is None else reply.num_tokens)
+
+
+_MARK_BYTES: Final = 8
+#: Brackets that begin a control token in some chat template, of usual or full width.
+_CONTROL: Final = re.compile(
+    r"(?<=[<＜])(?=[|｜])|(?<=<)(?=/?(?:s|bos|eos|pad|unk|system|user|assistant|start_of_turn|end_of_turn|think|SYS)>)"
+    r"|(?<=<<)(?=/?SYS)|(?<=\[)(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS)\])",
+    re.IGNORECASE,
+)
+
+
+@final
+class Quotation:
+    """The texts of one prompt, all quoted with the same mark, so that no text can end its own quotation.
+
+        === answer 5f0c9b3e7a41d2c8 begins ===
+        the text, as it is
+        === answer 5f0c9b3e7a41d2c8 ends ===
+
+    The mark is a hash of all quoted text: equal prompts stay equal, and no text contains its own mark (a fixed point of
+    BLAKE2b has probability 2^-64). Strings that servers may take for control tokens of a chat template (`<|im_end|>`,
+    `</s>`, `[INST]`) get a backslash. If a text is cut, a note outside the quotation says so. Quoting does not make the
+    judge ignore the text: a model that obeys instructions in a quotation is still influenced.
+
+    Args:
+        texts: the texts, by the label in their fence lines.
+        most_chars: number of characters quoted of each text.
+    """
+
+    def __init__(self, texts: Mapping[str, str], *, most_chars: int) -> None:
+        self._most_chars = most_chars
+        plain = {label: text.encode("utf-8", "replace").decode() for label, text in texts.items()}
+        self.mark = _mark_of(plain)
+        self.blocks: Mapping[str, str] = {label: self._block(label, text) for label, text in plain.items()}
+
+    def _block(self, label: str, text: str) -> str:
+        cut = f", cut after {self._most_chars} characters" if len(text) > self._most_chars else ""
+        shown = _CONTROL.sub(r"\\", text[: self._most_chars])
+        return f"=== {label} {self.mark} begins{cut} ===\n{shown}\n=== {label} {self.mark} ends ==="
+
+
+def _mark_of(texts: Mapping[str, str]) -> str:
+    """Return sixteen hexadecimal digits that occur in none of the texts."""
+    tries = 0
+    while True:
+        joined = "\x1e".join([str(tries), *(f"{label}\x1f{text}" for label, text in texts.items())])
+        mark = hashlib.blake2b(joined.encode(), digest_size=_MARK_BYTES).hexdigest()
+        if not any(mark in text for text in texts.values()):
+            return mark
+        tries += 1

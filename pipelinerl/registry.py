@@ -97,7 +97,7 @@ VERIFIERS: Final[Mapping[str, RegistryEntry]] = {
     "math_answer": RegistryEntry("pipelinerl.verifiers.math_answer:MathAnswer"),
     "reasoning_gym": RegistryEntry("pipelinerl.verifiers.reasoning_gym:ReasoningGym", ("reasoning_gym",)),
     "instruction_following": RegistryEntry("pipelinerl.verifiers.instruction_following:InstructionFollowing"),
-    "judge": RegistryEntry("pipelinerl.verifiers.judge.judge:Judge"),
+    "judge": RegistryEntry("pipelinerl.verifiers.judge:Judge"),
     "oubliette": RegistryEntry("pipelinerl.verifiers.oubliette.verifier:Oubliette"),
 }
 

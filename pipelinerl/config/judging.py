@@ -14,8 +14,7 @@ from pipelinerl.enums import HOTTEST
 from pipelinerl.errors import RecipeError
 from pipelinerl.instructions.scoring import Matching, Score
 from pipelinerl.verifiers.oubliette import toolchains
-from pipelinerl.verifiers.oubliette.checkers import Checker
-from pipelinerl.verifiers.oubliette.rules import CodeRules, Scoring
+from pipelinerl.verifiers.oubliette.checkers import Checker, CodeRules, Scoring
 from pipelinerl.verifiers.oubliette.runs import Tier
 
 #: Built-in rubrics by name.

@@ -12,9 +12,9 @@ from pipelinerl.environments.host_pool import EpisodeHosts
 from pipelinerl.environments.tool_loop import ToolLoop
 from pipelinerl.environments.user_code import load_play
 from pipelinerl.errors import RecipeError, ReferenceFailed
-from pipelinerl.verifiers.oubliette.python_tool import PythonTool
 from pipelinerl.verifiers.oubliette.runs import SandboxMissing
 from pipelinerl.verifiers.oubliette.sandbox import isolation_of
+from pipelinerl.verifiers.oubliette.verifier import PythonTool
 from pipelinerl.verifiers.verifier import GroupVerifier
 
 

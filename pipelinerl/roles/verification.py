@@ -22,13 +22,10 @@ from pipelinerl.engines.http.openai_client import OpenAIServer, models_at
 from pipelinerl.errors import AddressError, RecipeError
 from pipelinerl.system.references import is_reference
 from pipelinerl.verifiers.group_filter import GroupFilter
-from pipelinerl.verifiers.judge.judge import Judge, JudgeServer, JudgeSettings
-from pipelinerl.verifiers.judge.scores import ScoreFormat
-from pipelinerl.verifiers.judge.spending import Spending
-from pipelinerl.verifiers.service.served_domain import ServedDomain
+from pipelinerl.verifiers.judge import Judge, JudgeServer, JudgeSettings, ScoreFormat, Spending
+from pipelinerl.verifiers.service.wire import ServedDomain
 from pipelinerl.verifiers.user_code import AsyncReward, PooledReward, RewardFunction, Shielded
-from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier
-from pipelinerl.verifiers.weighted import WeightedPart, WeightedSum
+from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier, WeightedPart, WeightedSum
 
 #: Verifiers that enforce their deadlines themselves, in worker processes.
 _POOLED: Final = frozenset({"math_answer", "reasoning_gym"})

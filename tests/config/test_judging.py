@@ -12,7 +12,7 @@ from pipelinerl.config.judging import JudgeSection, OublietteSection
 from pipelinerl.config.recipe import load, parse, to_table
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.verification import open_verifier
-from pipelinerl.verifiers.oubliette.rules import CodeRules
+from pipelinerl.verifiers.oubliette.checkers import CodeRules
 
 URL = "http://127.0.0.1:9000"
 

@@ -31,8 +31,8 @@ from pipelinerl.streams.stream import START, Stream
 from pipelinerl.system.http_service import guard, listen, serve_until
 from pipelinerl.system.ports import free_ports
 from pipelinerl.types import Message, Outcome, Problem, PromptOrder, Purpose, Sampling
-from pipelinerl.verifiers.service.served_domain import ServedDomain
 from pipelinerl.verifiers.service.server import create_app as create_service_app
+from pipelinerl.verifiers.service.wire import ServedDomain
 from tests.fakes import verifier_service
 from tests.fakes.scripted_engine import ScriptedEngine, create_app
 from tests.fakes.served import in_thread

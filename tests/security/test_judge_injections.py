@@ -15,8 +15,7 @@ import pytest
 from pipelinerl.config.judging import RUBRICS, JudgeSection
 from pipelinerl.data.templates import Template
 from pipelinerl.types import Message, Problem
-from pipelinerl.verifiers.judge.judge import JudgeSettings, Quotation, prompt_of
-from pipelinerl.verifiers.judge.scores import ScoreFormat, Unreadable
+from pipelinerl.verifiers.judge import JudgeSettings, Quotation, ScoreFormat, Unreadable, prompt_of
 from tests.fakes.scripted_judge import DEMANDED, HONEST_WRONG, Manner, scripted_judge
 
 SCORES = ScoreFormat(low=1, high=10)

@@ -1,7 +1,7 @@
 """`Judge`: scores answers by a language model behind OpenAI's chat completions, according to a rubric.
 
 - Text from data or from the judged model is quoted (`Quotation`). The score is read only from the judge's reply, and
-  must be within the rubric's range (`scores.py`).
+  must be within the rubric's range (`ScoreFormat`).
 - A judge that is unreachable, refuses, gives no score, disagrees with itself beyond the limit or has exhausted its
   budget gives a `verifier_error`. Such an answer is masked, never scored 0.
 - Equal answers to one problem are judged once, and the latest `remembered` verdicts are cached.
@@ -16,18 +16,20 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
+import logging
+import math
 import re
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, final
 
 from pipelinerl import rng
-from pipelinerl.errors import PipelineError
+from pipelinerl.errors import PipelineError, RecipeError
 from pipelinerl.types import Message, Problem, RewardPart, Sampling, Verdict
-from pipelinerl.verifiers.judge.scores import ScoreFormat, Unreadable
-from pipelinerl.verifiers.judge.spending import Spending, Spent
 from pipelinerl.verifiers.verifier import ROUNDING, Judgement, SampledAnswer, failed, graded, shown
 
 #: Estimated characters per token, for servers that do not report token counts.
@@ -305,3 +307,169 @@ def _mark_of(texts: Mapping[str, str]) -> str:
         if not any(mark in text for text in texts.values()):
             return mark
         tries += 1
+
+
+#: Number of characters of a reply that are parsed; the rest of an endless reply is ignored.
+_MOST_READ: Final = 50_000
+_MOST_OBJECTS: Final = 200
+
+
+class Unreadable(Exception):
+    """A reply holds no valid score, or several; the message shows the reply's beginning."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreFormat:
+    """How a score from `low` to `high` is written: as JSON, or as the single group of a regular expression.
+
+    A reply counts only if it contains exactly one score, a finite number within the range. A reply that repeats the
+    judged answer, or gives two scores, is discarded, so a score inside an answer cannot be counted.
+    """
+
+    low: float
+    high: float
+    pattern: re.Pattern[str] | None = None
+
+    @property
+    def request(self) -> str:
+        """Instruction to the judge about the form of its reply."""
+        if self.pattern is not None:
+            return f"Say the score, a number from {self.low:g} to {self.high:g}, once, in the form asked for."
+        return (
+            "Reply with one JSON object and nothing else: "
+            f'{{"reason": "<one sentence>", "score": <number from {self.low:g} to {self.high:g}>}}'
+        )
+
+    def read(self, reply: str) -> tuple[float, str]:
+        """Return the score, and the judge's reason or "".
+
+        Raises:
+            Unreadable: there is not exactly one score within the range.
+        """
+        scores = self._by_pattern(reply) if self.pattern is not None else _in_json(reply[:_MOST_READ])
+        if not scores:
+            raise Unreadable(f"the judge said no score: {reply[:200]!r}")
+        if len({score for score, _ in scores}) > 1:
+            listed = ", ".join(f"{score:g}" for score, _ in scores[:5])
+            raise Unreadable(f"the judge said more than one score: {listed}")
+        score, reason = scores[-1]
+        if not self.low <= score <= self.high:
+            raise Unreadable(f"the judge said the score {score:g}, which is not from {self.low:g} to {self.high:g}")
+        return score, reason
+
+    def share(self, score: float) -> float:
+        """Return the score mapped to 0…1."""
+        return (score - self.low) / (self.high - self.low)
+
+    def _by_pattern(self, reply: str) -> list[tuple[float, str]]:
+        assert self.pattern is not None
+        scores = []
+        for match in self.pattern.finditer(reply[:_MOST_READ]):
+            try:
+                scores.append((float(match[1]), ""))
+            except (TypeError, ValueError):
+                raise Unreadable(f"the judge said {match[1]!r} for a score, which is no number") from None
+        return [each for each in scores if math.isfinite(each[0])]
+
+
+def _in_json(reply: str) -> list[tuple[float, str]]:
+    """Return score and reason of every JSON object with a score, anywhere in the reply."""
+    decoder, place = json.JSONDecoder(), 0
+    scores: list[tuple[float, str]] = []
+    for _ in range(_MOST_OBJECTS):
+        place = reply.find("{", place)
+        if place < 0:
+            return scores
+        try:
+            value, place = decoder.raw_decode(reply, place)
+        except (ValueError, RecursionError):
+            place += 1
+            continue
+        score = _number(value.get("score"))
+        if score is not None:
+            reason = value.get("reason")
+            scores.append((score, reason if isinstance(reason, str) else ""))
+    raise Unreadable(f"the judge said more than {_MOST_OBJECTS} braces and no end of them")
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+log = logging.getLogger("pipelinerl")
+
+
+class Spent(Exception):
+    """The budget is exhausted, or its count cannot be saved; the message gives a remedy."""
+
+
+@final
+class Spending:
+    """Counts the calls and tokens of one process and one domain, and limits them for a whole run.
+
+    The number of calls never exceeds the budget, even with concurrent calls. Each call is counted, and the count saved,
+    before the call is made, so a killed and restarted process continues from it. Tokens are known only after a call, so
+    calls in flight may exceed the limit on tokens.
+
+    Args:
+        where: the domain's path in the recipe, for messages.
+        most_calls, most_tokens: the limits; None for no limit.
+        file: file that keeps the counts when the process ends; without a file they begin at 0.
+    """
+
+    def __init__(
+        self, *, where: str, most_calls: int | None, most_tokens: int | None, file: Path | None = None
+    ) -> None:
+        self._where = where
+        self._most_calls = most_calls
+        self._most_tokens = most_tokens
+        self._file = file
+        self._logged = False
+        self.calls, self.tokens = (0, 0) if file is None else _read(file)
+
+    def begin_call(self) -> None:
+        """Count a call that is about to be made.
+
+        Raises:
+            Spent: the call would exceed the budget. The first such call is logged.
+        """
+        for name, spent, most in (("calls", self.calls, self._most_calls), ("tokens", self.tokens, self._most_tokens)):
+            if most is not None and spent >= most:
+                sentence = (
+                    f"{self._where}.judge: this process has spent its share of {most} {name}, so answers are masked; "
+                    f"raise judge.most_{name} or lower judge.votes"
+                )
+                if not self._logged:
+                    log.error("%s", sentence)
+                    self._logged = True
+                raise Spent(sentence)
+        self.calls += 1
+        self._write()
+
+    def note_tokens(self, tokens: int) -> None:
+        """Count the tokens of a call, prompt and reply."""
+        self.tokens += tokens
+        self._write()
+
+    def _write(self) -> None:
+        if self._file is None:
+            return
+        draft = self._file.with_name(f"{self._file.name}.new")
+        try:
+            draft.write_text(json.dumps({"calls": self.calls, "tokens": self.tokens}))
+            draft.replace(self._file)
+        except OSError as error:
+            raise Spent(f"{self._where}.judge: {draft} cannot be written, so judging stops: {error.strerror}") from None
+
+
+def _read(file: Path) -> tuple[int, int]:
+    try:
+        counts = json.loads(file.read_text())
+        return int(counts["calls"]), int(counts["tokens"])
+    except FileNotFoundError:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return 0, 0
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise RecipeError(f"{file} must hold the budget spent so far, and is damaged: {error}") from None

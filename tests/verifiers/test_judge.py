@@ -23,9 +23,7 @@ from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.registry import ENGINES, load
 from pipelinerl.roles.verification import JudgeBudget, open_judge
 from pipelinerl.types import Message, Outcome, Problem, Sampling, Verdict
-from pipelinerl.verifiers.judge.judge import Judge, JudgeSettings
-from pipelinerl.verifiers.judge.scores import ScoreFormat
-from pipelinerl.verifiers.judge.spending import Spending
+from pipelinerl.verifiers.judge import Judge, JudgeSettings, ScoreFormat, Spending, Unreadable
 from pipelinerl.verifiers.verifier import SampledAnswer
 from tests.fakes.engine_options import engine_options
 from tests.fakes.openai_server import OpenAIFake
@@ -316,3 +314,54 @@ async def test_field_missing_from_the_problem_but_in_the_rubric_masks_the_answer
     judge = Judge(chosen, open_server=None, spending=Spending(where="d", most_calls=0, most_tokens=0))  # type: ignore[arg-type]
     (verdict,) = await verdicts(judge, "a")
     assert verdict.outcome is Outcome.VERIFIER_ERROR and 'rubric: field "hint" is missing' in verdict.reason
+
+
+JSON = ScoreFormat(low=1, high=10)
+PATTERN = ScoreFormat(low=0, high=5, pattern=re.compile(r"Score: (\S+)"))
+
+
+@pytest.mark.parametrize(
+    ("reply", "score", "reason"),
+    [
+        ('{"score": 7, "reason": "good"}', 7, "good"),
+        ('Let me think {well}.\n```json\n{"reason": "a } b", "score": 1.5}\n```', 1.5, "a } b"),
+        ('{"score": 3} So I say {"score": 3.0, "reason": "r"}', 3, "r"),
+        ('{"reason": 5, "score": 10}', 10, ""),
+    ],
+)
+def test_single_score_in_a_reply_is_read(reply: str, score: float, reason: str) -> None:
+    assert JSON.read(reply) == (score, reason)
+
+
+@pytest.mark.parametrize(
+    ("reply", "sentence"),
+    [
+        ("", "said no score"),
+        ("seven", "said no score: 'seven'"),
+        ('{"score": "7"}', "no score"),
+        ('{"score": true}', "no score"),
+        ('{"score": NaN}', "no score"),
+        ('{"score": 1e999}', "no score"),
+        ('{"score": 11}', "the score 11, which is not from 1 to 10"),
+        ('{"score": 0.99}', "not from 1 to 10"),
+        ('{"score": 1} {"score": 10}', "more than one score: 1, 10"),
+        ('{"score": ' + "1" * 100_000 + "}", "no score"),
+        ("{" * 100_000, "braces and no end"),
+        ('{"a":' * 150, "no score"),
+    ],
+)
+def test_reply_without_a_single_valid_score_is_rejected(reply: str, sentence: str) -> None:
+    with pytest.raises(Unreadable, match=sentence):
+        JSON.read(reply)
+
+
+def test_pattern_reads_the_score_from_its_group() -> None:
+    assert PATTERN.read("So.\nScore: 4.5") == (4.5, "")
+    for reply, sentence in (("4", "no score"), ("Score: 9", "not from 0 to 5"), ("Score: x", "'x' for a score"),
+                            ("Score: 1 Score: 2", "more than one"), ("Score: nan", "no score")):  # fmt: skip
+        with pytest.raises(Unreadable, match=sentence):
+            PATTERN.read(reply)
+
+
+def test_score_is_mapped_to_a_share_of_its_range() -> None:
+    assert [JSON.share(score) for score in (1, 10, 5.5)] == [0, 1, 0.5]

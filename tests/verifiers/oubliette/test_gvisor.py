@@ -1,4 +1,4 @@
-"""gVisor: the error where it is unavailable, and programs in it where it is available."""
+"""The strong tier: gVisor's configuration of a run, the errors read from its log, and runs in it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,46 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.verifiers.oubliette import control_groups, probe, toolchains
-from pipelinerl.verifiers.oubliette.gvisor import bundle
+from pipelinerl.verifiers.oubliette import control_groups, gvisor, probe, toolchains
+from pipelinerl.verifiers.oubliette.attacks import ATTACKS
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, Run, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox, isolation_of
 from tests.patience import PATIENCE_S
-from tests.verifiers.oubliette.gvisor.attacks_as_nobody import handed_on
+from tests.verifiers.oubliette.gvisor_attacks_as_nobody import handed_on
+
+
+def test_guest_sees_the_same_files_as_in_other_tiers_and_read_only(tmp_path: Path) -> None:
+    run = Run(python="/tmp/main.py", files=(("main.py", b"print(1)"),), stdin=b"in", limits=Limits(disk_bytes=1 << 20))
+    gvisor.lay_out(tmp_path, run)
+    config = json.loads((tmp_path / "config.json").read_text())
+    mounts = {mount["destination"]: mount for mount in config["mounts"]}
+    assert mounts["/tmp"]["type"] == "tmpfs" and f"size={1 << 20}" in mounts["/tmp"]["options"]
+    assert mounts["/tmp/main.py"]["source"] == str(tmp_path / "given" / "main.py")
+    binds = [mount for mount in mounts.values() if mount["type"] == "bind"]
+    assert len(binds) > 1 and all("ro" in mount["options"] for mount in binds)
+    assert config["root"] == {"path": str(tmp_path / "root"), "readonly": True}
+    assert not {"/home", "/root", "/etc", "/var", "/proc/1", os.getcwd()} & mounts.keys()
+    process = config["process"]
+    assert (process["user"], process["capabilities"]) == ({"uid": 1000, "gid": 1000}, {})
+    assert process["args"][1:] == ["-I", "/tmp/main.py"]
+    assert {"type": "RLIMIT_NOFILE", "soft": 128, "hard": 128} in process["rlimits"]
+    refused = {name for rule in config["linux"]["seccomp"]["syscalls"] for name in rule["names"]}
+    assert {"socket", "mount", "ptrace", "bpf", "unshare"} <= refused
+    assert (tmp_path / "stdin").read_bytes() == b"in"
+
+
+def test_runsc_errors_are_distinguished_from_program_output(tmp_path: Path) -> None:
+    assert gvisor.troubles(tmp_path) == ""
+    lines = ({"level": "warning", "msg": "no"}, {"level": "error", "msg": "starting sandbox: gone"}, 7)
+    (tmp_path / "log").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + "no json\n")
+    assert gvisor.troubles(tmp_path) == "starting sandbox: gone"
 
 
 def test_missing_runsc_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundle, "executable", lambda: None)
+    monkeypatch.setattr(gvisor, "executable", lambda: None)
     with pytest.raises(SandboxMissing, match=r"^the strong sandbox needs gVisor's runsc, which is not installed; .*"):
         probe.opened(Tier.STRONG)
-    monkeypatch.setattr(bundle, "executable", lambda: "/usr/bin/runsc")
+    monkeypatch.setattr(gvisor, "executable", lambda: "/usr/bin/runsc")
     monkeypatch.setattr(control_groups, "available", lambda: "nobody may")
     with pytest.raises(SandboxMissing, match=r"^the strong sandbox needs control groups, .* here: nobody may$"):
         probe.opened(Tier.STRONG)
@@ -75,7 +102,7 @@ def test_result_names_the_limit_that_a_program_exceeded(alone: Sandbox) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_gvisor_holds_off_all_attacks(alone: Sandbox) -> None:
-    found = probe.attacked(lambda number: isolation_of(Tier.STRONG, number), probe.ATTACKS)
+    found = probe.attacked(lambda number: isolation_of(Tier.STRONG, number), ATTACKS)
     assert [finding for finding in found if finding.defence is probe.Defence.ESCAPED] == []
     assert sum(finding.defence is probe.Defence.HELD for finding in found) >= 80
 

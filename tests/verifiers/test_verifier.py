@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Message, Outcome, Problem, RewardPart, Verdict
-from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, failed, timed_out
-from pipelinerl.verifiers.weighted import WeightedPart, WeightedSum
+from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, WeightedPart, WeightedSum, failed, timed_out
 
 PROBLEM = Problem(problem_id="d:1", domain="d", messages=(Message("user", "?"),), ground_truth="42")
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from pipelinerl.verifiers.oubliette import control_groups, probe
+from pipelinerl.verifiers.oubliette.attacks import ATTACKS
 from pipelinerl.verifiers.oubliette.runs import SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.sandbox import isolation_of
 
@@ -34,7 +35,7 @@ def main() -> None:
     os.setuid(NOBODY)
     os.environ["TMPDIR"] = "/tmp"
     try:
-        found = probe.attacked(lambda number: isolation_of(Tier.STRONG, number), probe.ATTACKS)
+        found = probe.attacked(lambda number: isolation_of(Tier.STRONG, number), ATTACKS)
     except (SandboxMissing, SandboxLost) as error:
         print(json.dumps({"missing": str(error)}))
         return

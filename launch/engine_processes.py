@@ -16,7 +16,7 @@ from launch.placement import ROUNDING, Assignment
 from launch.plan import Launch
 from launch.supervisor import Supervisor
 from pipelinerl.observability.status import RequestedEngine, RunStatus
-from pipelinerl.system.ports import free_ports
+from pipelinerl.system.machine import free_ports
 
 
 @final

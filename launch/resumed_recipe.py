@@ -16,7 +16,7 @@ from launch.run_directory import RunDirectory, open_run
 from pipelinerl.config.recipe import RunConfig, load_run, save, to_table
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.observability.events import read_events
-from pipelinerl.observability.redaction import without_secrets
+from pipelinerl.observability.logs import without_secrets
 
 _MAY_CHANGE: Final = ""
 _DRAWN: Final = "the problems and answers drawn so far follow from it"

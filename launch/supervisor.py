@@ -37,8 +37,7 @@ from typing import IO, final
 
 from launch.plan import Plan, ProcessSpec
 from launch.process import Process, State, answers, exit_words
-from pipelinerl.observability.restarts import write_restarts
-from pipelinerl.observability.status import RestartStatus
+from pipelinerl.observability.status import RestartStatus, write_restarts
 from pipelinerl.roles.role import OnExit
 
 _REAPER = Path(__file__).with_name("reaper.py")

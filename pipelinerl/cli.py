@@ -38,12 +38,11 @@ from pipelinerl.commands.watch.command_line import watch
 from pipelinerl.config import recipe as recipes
 from pipelinerl.enums import Skill
 from pipelinerl.errors import PipelineError, RecipeError, UserError
-from pipelinerl.observability.redaction import without_secrets
+from pipelinerl.observability.logs import without_secrets
 from pipelinerl.roles.catalogue import ROLES
 from pipelinerl.roles.role import hide_password
 from pipelinerl.system.files import system_words, working_directory
-from pipelinerl.system.garbage import collect_rarely
-from pipelinerl.system.process_end import run_process
+from pipelinerl.system.process import collect_rarely, run_process
 
 if TYPE_CHECKING:
     from pipelinerl.roles.memory.prediction import MemoryPrediction

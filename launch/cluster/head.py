@@ -28,8 +28,7 @@ from launch.cluster.membership import (
 )
 from launch.plan import Launch
 from launch.supervisor import RunOutcome, RunResult, Supervisor
-from pipelinerl.observability.restarts import write_restarts
-from pipelinerl.observability.status import RestartStatus
+from pipelinerl.observability.status import RestartStatus, write_restarts
 
 _LOOK_S: Final = 0.05
 

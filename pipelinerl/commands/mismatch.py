@@ -15,7 +15,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.numerics.advice import advise
 from pipelinerl.numerics.causes import Cause
 from pipelinerl.numerics.review import COMPARED, FIGURES, CauseReview, MetricSeries, Review, review
-from pipelinerl.observability.picture import draw_mismatch
+from pipelinerl.observability.charts import draw_mismatch
 from pipelinerl.observability.run_history import RunHistory, tell
 
 

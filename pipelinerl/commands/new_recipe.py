@@ -25,7 +25,7 @@ from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.models.checkpoint import check_directory, model_dtype, text_config
 from pipelinerl.models.model_shape import read_shape
 from pipelinerl.models.tokenizer import ChatTokenizer, check_chat_template
-from pipelinerl.system.accelerators import has_accelerator
+from pipelinerl.system.machine import has_accelerator
 
 _PROMPTS: Final = ("prompt", "messages", "question", "problem", "instruction", "query", "input")
 _ANSWERS: Final = ("answer", "solution", "ground_truth", "target", "label", "output", "response", "completion")

@@ -56,7 +56,7 @@ from pipelinerl.data.mixture import groups_of_step
 from pipelinerl.enums import RoutingReplay
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.messages import LAYOUT, layout_refusal
-from pipelinerl.observability.redaction import without_secrets
+from pipelinerl.observability.logs import without_secrets
 from pipelinerl.system.files import from_home, working_directory, write_private
 from trainer_contract.types import Device
 

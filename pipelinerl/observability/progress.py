@@ -21,7 +21,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipelinerl.observability.restarts import restarts_line
 from pipelinerl.observability.samples.visible import one_line
 from pipelinerl.observability.status import (
     EngineStatus,
@@ -31,6 +30,7 @@ from pipelinerl.observability.status import (
     RunStatus,
     StatusPhase,
     format_duration,
+    restarts_line,
 )
 
 _BARS = "▁▂▃▄▅▆▇█"

@@ -36,9 +36,9 @@ from pipelinerl.errors import UserError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.objective.presets import no_signal_of
 from pipelinerl.observability.events import EventLog, read_events
-from pipelinerl.observability.restarts import read_restarts
 from pipelinerl.observability.samples.reading import FOLDER
 from pipelinerl.observability.samples.sample_log import SampleLog
+from pipelinerl.observability.status import read_restarts
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.resumption import claim
 from pipelinerl.roles.wiring import checkpoints_of, elastic_of, held_out_problems, knobs_of, training_problems

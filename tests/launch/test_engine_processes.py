@@ -15,7 +15,7 @@ from launch.supervisor import Supervisor
 from pipelinerl.config.recipe import parse
 from pipelinerl.observability.status import FleetStatus, RequestedEngine, RunStatus
 from pipelinerl.roles.role import OnExit
-from pipelinerl.system.ports import free_ports
+from pipelinerl.system.machine import free_ports
 
 LAUNCH = Launch(
     config=parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}]}),

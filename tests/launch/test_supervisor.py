@@ -16,7 +16,7 @@ import pytest
 from launch.plan import Plan, ProcessSpec
 from launch.supervisor import RunOutcome, RunResult, Supervisor
 from pipelinerl.roles.role import OnExit
-from pipelinerl.system.ports import free_ports, is_free
+from pipelinerl.system.machine import free_ports, is_free
 from tests.patience import PATIENCE_S, SOON_S
 
 ROOT = Path(__file__).resolve().parents[2]

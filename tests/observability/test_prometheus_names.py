@@ -15,7 +15,6 @@ import yaml
 from inference_contract.schemas import EngineMetrics
 from pipelinerl.controller.service.run_metrics import run_metrics
 from pipelinerl.engines.http.server import METRICS_PREFIX
-from pipelinerl.observability.metrics import prometheus_text
 from pipelinerl.observability.status import (
     ActorStatus,
     EngineStatus,
@@ -27,6 +26,7 @@ from pipelinerl.observability.status import (
     RunStatus,
     StatusPhase,
     TrainerStatus,
+    prometheus_text,
 )
 from tests.patience import PATIENCE_S
 from tests.security.servers import TOKEN, application

@@ -29,7 +29,7 @@ from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.records import decode_group, encode_order
 from pipelinerl.streams.stream import START, Stream
 from pipelinerl.system.http_service import guard, listen, serve_until
-from pipelinerl.system.ports import free_ports
+from pipelinerl.system.machine import free_ports
 from pipelinerl.types import Message, Outcome, Problem, PromptOrder, Purpose, Sampling
 from pipelinerl.verifiers.service.server import create_app as create_service_app
 from pipelinerl.verifiers.service.wire import ServedDomain

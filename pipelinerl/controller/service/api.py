@@ -46,7 +46,7 @@ from pipelinerl.controller.state.inputs import (
     SuspendAsked,
 )
 from pipelinerl.errors import PipelineError, RecipeError
-from pipelinerl.observability.metrics import PROMETHEUS_TYPE
+from pipelinerl.observability.status import PROMETHEUS_TYPE
 from pipelinerl.system.http_service import guard, refusal, refuse_in_one_shape
 from pipelinerl.verifiers.service.wire import VerifierLease
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from pipelinerl.controller.state.evaluation import Evaluation
 from pipelinerl.messages import EvaluationDone, ShownAnswer
-from pipelinerl.observability.redaction import without_secrets
+from pipelinerl.observability.logs import without_secrets
 from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, SampleKind
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.types import Outcome

@@ -10,8 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from pipelinerl.observability.metrics import Labels, Samples, labelled_text
-from pipelinerl.observability.status import RunStatus, StatusPhase
+from pipelinerl.observability.status import Labels, RunStatus, Samples, StatusPhase, labelled_text
 
 PREFIX: Final = "pipelinerl"
 

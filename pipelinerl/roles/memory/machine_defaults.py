@@ -21,7 +21,7 @@ from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.checkpoint import model_dtype
 from pipelinerl.roles.memory.prediction import fits, predict
 from pipelinerl.roles.wiring import objective_of
-from pipelinerl.system.accelerators import has_accelerator
+from pipelinerl.system.machine import has_accelerator
 from trainer_contract.errors import SpecError
 from trainer_contract.types import Device, WeightDType
 

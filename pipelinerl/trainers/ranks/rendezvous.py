@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from pipelinerl.system.ports import family_of, free_ports
+from pipelinerl.system.machine import family_of, free_ports
 from pipelinerl.trainers.ranks.channel import Channel
 from pipelinerl.trainers.ranks.commands import Hello, Refused, Welcome, decode, encode
 from pipelinerl.trainers.ranks.distributed import Distributed

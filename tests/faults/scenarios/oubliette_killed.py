@@ -18,7 +18,7 @@ from typing import Final
 
 import psutil
 
-from pipelinerl.system.ports import free_ports
+from pipelinerl.system.machine import free_ports
 from pipelinerl.types import Message, Outcome, Problem
 from pipelinerl.verifiers.oubliette.checkers import CodeRules
 from pipelinerl.verifiers.oubliette.verifier import Oubliette

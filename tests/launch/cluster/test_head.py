@@ -15,8 +15,7 @@ from launch.hosts import read_hosts
 from launch.plan import Launch, Plan, ProcessSpec
 from launch.supervisor import RunOutcome, RunResult, Supervisor
 from pipelinerl.config.recipe import parse
-from pipelinerl.observability.restarts import read_restarts
-from pipelinerl.observability.status import RestartStatus
+from pipelinerl.observability.status import RestartStatus, read_restarts
 from pipelinerl.roles.role import OnExit
 from tests.patience import PATIENCE_S, SOON_S
 

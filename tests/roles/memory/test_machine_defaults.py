@@ -12,7 +12,7 @@ from pipelinerl.roles.memory import disk, machine_defaults
 from pipelinerl.roles.memory.machine_defaults import settled
 from pipelinerl.roles.memory.prediction import fits, lines, predict
 from pipelinerl.roles.wiring import objective_of
-from pipelinerl.system.accelerators import has_accelerator
+from pipelinerl.system.machine import has_accelerator
 from tests.roles.test_dtypes import directory
 
 GIB = 2**30

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.objective.presets import resolve
-from pipelinerl.system.ports import free_ports
+from pipelinerl.system.machine import free_ports
 from pipelinerl.trainers.jax.joining import join
 from pipelinerl.trainers.ranks.channel import Channel
 from pipelinerl.trainers.ranks.commands import (

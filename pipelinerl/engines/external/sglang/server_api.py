@@ -28,8 +28,8 @@ from pipelinerl.engines.external.server.server_core import Chunk, LabelSpan, Ser
 from pipelinerl.engines.external.server.server_http import ServerHttp
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
 from pipelinerl.errors import EngineUnreachable, ModelError
-from pipelinerl.system.addresses import address_towards
 from pipelinerl.system.background import in_background
+from pipelinerl.system.machine import address_towards
 
 _PAUSES: Final = {
     OnUpdate.CONTINUE: "in_place",

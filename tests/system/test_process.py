@@ -4,18 +4,32 @@ and calls its exit functions.
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 
 import pytest
 
+from pipelinerl.system.process import collect_as_usual, collect_rarely
 from tests.patience import PATIENCE_S
+
+
+def test_garbage_collection_is_rare_during_start_up_and_normal_afterwards() -> None:
+    before = gc.get_threshold()
+    try:
+        collect_rarely()
+        assert gc.get_threshold()[0] > 10 * before[0] and gc.get_threshold()[1:] == before[1:]
+        collect_as_usual()
+        assert gc.get_threshold() == before
+    finally:
+        gc.set_threshold(*before)
+
 
 #: A program with a thread that is almost always in torch's C++ code, and often returns from it.
 BUSY = """
 import atexit, sys, threading, time, torch
 from concurrent.futures import ThreadPoolExecutor
-from pipelinerl.system.process_end import run_process
+from pipelinerl.system.process import run_process
 weights, begun = torch.ones(512, 512), threading.Event()
 def work():
     while True:
@@ -30,7 +44,7 @@ def main():
     print("said", end=" ")
     sys.exit(143)
 """
-QUIET = "import sys\nfrom pipelinerl.system.process_end import run_process\n"
+QUIET = "import sys\nfrom pipelinerl.system.process import run_process\n"
 
 
 def ended(program: str) -> tuple[int, str, str]:

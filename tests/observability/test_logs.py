@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipelinerl.observability.redaction import without_secrets
+from pipelinerl.observability.logs import without_secrets
 
 
 @pytest.mark.parametrize(

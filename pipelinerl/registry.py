@@ -82,13 +82,13 @@ SOURCES: Final[Mapping[str, RegistryEntry]] = {
     "addition": RegistryEntry("pipelinerl.data.generated:open_addition"),
     "files": RegistryEntry("pipelinerl.data.files.source:open_files"),
     "instructions": RegistryEntry("pipelinerl.data.instructed:open_instructions"),
-    "programs": RegistryEntry("pipelinerl.data.programs:open_programs"),
+    "programs": RegistryEntry("pipelinerl.data.generated:open_programs"),
     "hub": RegistryEntry("pipelinerl.data.files.hub:open_hub", ("huggingface_hub",), "pip install 'pipelinerl[hub]'"),
 }
 
 #: Functions that inspect the first rows of a source: `(SourceRequest, FirstRows, check) -> Problem | None`.
 LOOKS: Final[Mapping[str, str]] = {
-    "files": "pipelinerl.data.files.first_rows:look_at_files",
+    "files": "pipelinerl.data.files.hub:look_at_files",
     "hub": "pipelinerl.data.files.hub:look_at_hub",
 }
 

@@ -6,13 +6,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from pipelinerl.config.curation import CooldownSection
-from pipelinerl.config.judging import InstructionsSection, JudgeSection, OublietteSection
-from pipelinerl.config.learning import RewardSection
+from pipelinerl.config.learning import CooldownSection, RewardSection
 from pipelinerl.config.sections import Section
-from pipelinerl.config.verification import RewardPartSection, contradictions
-from pipelinerl.data.prompts import Prompts
-from pipelinerl.data.templates import Template
+from pipelinerl.config.verification import (
+    InstructionsSection,
+    JudgeSection,
+    OublietteSection,
+    RewardPartSection,
+    contradictions,
+)
+from pipelinerl.data.prompts import Prompts, Template
 from pipelinerl.enums import COLDEST, HOTTEST
 from pipelinerl.environments.environment import EpisodeLimits, History
 from pipelinerl.errors import RecipeError

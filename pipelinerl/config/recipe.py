@@ -20,14 +20,13 @@ from pydantic import SecretStr, ValidationError, field_validator, model_validato
 
 from inference_contract.weights import Backend, Transport
 from pipelinerl import registry
-from pipelinerl.config.beside_recipe import resolved_beside
 from pipelinerl.config.complaints import refuse_unwritable, sentences
-from pipelinerl.config.curation import CurationSection
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.evaluation import EvaluationSection, EvaluationSetSection, HeldOutSet
-from pipelinerl.config.layers import merged, overridden
+from pipelinerl.config.layers import merged, overridden, resolved_beside
 from pipelinerl.config.learning import (
     CriticSection,
+    CurationSection,
     KLControlSection,
     ReferenceSection,
     TrainingSection,
@@ -38,20 +37,22 @@ from pipelinerl.config.sections import (
     CheckpointSection,
     ElasticSection,
     EngineSection,
+    FiguresSection,
     LaunchSection,
     ModelSection,
     OptimizerSection,
     ParameterServerSection,
     RunSection,
+    SamplesSection,
     SamplingSection,
     Section,
     StalenessSection,
     StreamsSection,
+    TrackersSection,
     TrainerSection,
     WeightsSection,
 )
 from pipelinerl.config.verification import VerificationSection
-from pipelinerl.config.watching import FiguresSection, SamplesSection, TrackersSection
 from pipelinerl.data.mixture import groups_of_step
 from pipelinerl.enums import RoutingReplay
 from pipelinerl.errors import RecipeError, UserError

@@ -15,9 +15,8 @@ from urllib.parse import quote
 
 from pipelinerl import registry
 from pipelinerl.config.domains import DomainSection
-from pipelinerl.config.judging import JudgeSection
 from pipelinerl.config.recipe import RunConfig
-from pipelinerl.config.verification import DEFAULT_VERIFIER
+from pipelinerl.config.verification import DEFAULT_VERIFIER, JudgeSection
 from pipelinerl.engines.http.openai_client import OpenAIServer, models_at
 from pipelinerl.errors import AddressError, RecipeError
 from pipelinerl.system.references import is_reference

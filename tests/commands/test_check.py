@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipelinerl.commands.check import findings, refuse
-from pipelinerl.config.curation import CurationSection
+from pipelinerl.config.learning import CurationSection
 from pipelinerl.config.recipe import MODELS, RECIPES, RunConfig, load, parse, to_table
 from pipelinerl.errors import ModelError, RecipeError, UserError
 from pipelinerl.models.bigram import BigramModel

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from pipelinerl.data.drafts import split_of
 from pipelinerl.data.mixture import Domain, Mixture
 from pipelinerl.data.problems import Split, open_source
+from pipelinerl.data.source import split_of
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Message, Problem
 

@@ -16,7 +16,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse
 
-from pipelinerl.config.curation import CurationSection
+from pipelinerl.config.learning import CurationSection
 from pipelinerl.config.recipe import load
 from pipelinerl.config.verification import VerificationSection
 from pipelinerl.enums import VerifierLocation

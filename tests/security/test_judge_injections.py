@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config.judging import RUBRICS, JudgeSection
-from pipelinerl.data.templates import Template
+from pipelinerl.config.verification import RUBRICS, JudgeSection
+from pipelinerl.data.prompts import Template
 from pipelinerl.types import Message, Problem
 from pipelinerl.verifiers.judge import JudgeSettings, Quotation, ScoreFormat, Unreadable, prompt_of
 from tests.fakes.scripted_judge import DEMANDED, HONEST_WRONG, Manner, scripted_judge

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.config.domains import DomainSection
-from pipelinerl.data.templates import Template
+from pipelinerl.data.prompts import Template
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.errors import EngineUnreachable, RecipeError
 from pipelinerl.models.bigram import BigramModel

@@ -16,9 +16,8 @@ from typing import Any, Final, Protocol, final
 
 import orjson
 
-from pipelinerl.data.files.arrow_rows import ArrowRows
 from pipelinerl.data.files.layouts import SUFFIXES
-from pipelinerl.data.files.rows import DataRows, JsonRows, Row, suffix_of
+from pipelinerl.data.files.rows import ArrowRows, DataRows, JsonRows, Row, suffix_of
 from pipelinerl.errors import UserError
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.oubliette import probe

@@ -9,7 +9,7 @@ from typing import Any, final
 import pytest
 
 from pipelinerl.config.domains import DomainSection
-from pipelinerl.config.judging import OublietteSection
+from pipelinerl.config.verification import OublietteSection
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Message, Outcome, Problem, Verdict
 from pipelinerl.verifiers.oubliette import verifier as verifiers

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings as effort, strategies as st
 
 from pipelinerl.enums import NoSignal
-from pipelinerl.simulation.group import SimulatedGroup, WaitingGroups
+from pipelinerl.simulation.engine import SimulatedGroup, WaitingGroups
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget

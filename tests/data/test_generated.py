@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.data.generated import open_programs
 from pipelinerl.data.problems import Split
-from pipelinerl.data.programs import open_programs
 from pipelinerl.data.source import SourceRequest
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Problem

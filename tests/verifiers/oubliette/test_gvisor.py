@@ -114,7 +114,7 @@ def test_gvisor_without_root_holds_off_all_attacks(alone: Sandbox) -> None:
         pytest.skip("left out: attacks on gVisor as another user, since this one is not root and they were tried as it")
     name = f"handed-on-{os.getpid()}"
     try:
-        program = [sys.executable, str(Path(__file__).with_name("attacks_as_nobody.py")), name]
+        program = [sys.executable, str(Path(__file__).with_name("gvisor_attacks_as_nobody.py")), name]
         told = subprocess.run(program, capture_output=True, text=True, check=True).stdout
     finally:
         for group in handed_on(name):

@@ -8,7 +8,8 @@ from pipelinerl.actor.episodes import EpisodeDomain, Player
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.environments.command import Commands
-from pipelinerl.environments.host_pool import EpisodeHosts
+from pipelinerl.environments.environment import VERIFIERS
+from pipelinerl.environments.host_pool import EpisodeHosts, check_taskset
 from pipelinerl.environments.tool_loop import ToolLoop
 from pipelinerl.environments.user_code import load_play
 from pipelinerl.errors import RecipeError, ReferenceFailed
@@ -49,14 +50,17 @@ def check_environment(domain: DomainSection) -> None:
     if domain.environment is None:
         return
     try:
-        load_play(domain.environment)
+        if domain.environment.startswith(VERIFIERS):
+            check_taskset(domain.environment, domain.environment_options)
+        else:
+            load_play(domain.environment, domain.environment_options)
     except ReferenceFailed as error:
         raise RecipeError(f"domains.{domain.name}.environment: {error}") from None
 
 
 def _player(domain: DomainSection) -> Player:
     if domain.environment is not None:
-        return EpisodeHosts(domain.environment)
+        return EpisodeHosts(domain.environment, domain.environment_options)
     if domain.episode.tools:
         return ToolLoop(PythonTool(domain.oubliette.rules, workers=domain.verifier_workers))
     return Commands(domain.command)

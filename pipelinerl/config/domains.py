@@ -41,7 +41,7 @@ class EpisodeSection(Section):
     history: History = History.EXACT
     """The construction of the next prompt: from sampled tokens (`exact`), or by the chat template (`template`)."""
     tools: tuple[Literal["python"], ...] = ()
-    """Tools for a domain without an environment; `python` runs code in the sandbox of `[domains.oubliette]`."""
+    """Tools that the model may call in each answer; `python` runs code in the sandbox of `[domains.oubliette]`."""
 
     @property
     def limits(self) -> EpisodeLimits:
@@ -159,11 +159,6 @@ class DomainSection(Section):
             raise ValueError("environment and command exclude each other; leave one of them out")
         if self.command and not self.names_verifier:
             raise ValueError("command needs verifier or rewards, which judge the last answer of the program's model")
-        if self.episode.tools and (self.environment is not None or self.command):
-            raise ValueError(
-                "episode.tools is for domains without environment and command, whose code offers its own tools; leave "
-                "one of them out"
-            )
         if self.episode != EpisodeSection() and not self.has_environment:
             raise ValueError(
                 "episode configures an environment, a command or tools, and this domain has none; set one of them"

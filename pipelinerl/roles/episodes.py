@@ -10,7 +10,7 @@ from pipelinerl.config.recipe import RunConfig
 from pipelinerl.environments.command import Commands
 from pipelinerl.environments.environment import VERIFIERS
 from pipelinerl.environments.host_pool import EpisodeHosts, check_taskset
-from pipelinerl.environments.tool_loop import ToolLoop
+from pipelinerl.environments.tool_loop import OneRequest, Toolbox
 from pipelinerl.environments.user_code import load_play
 from pipelinerl.errors import RecipeError, ReferenceFailed
 from pipelinerl.verifiers.oubliette.python_tool import PythonTool
@@ -29,6 +29,9 @@ def open_episodes(config: RunConfig, verifiers: Mapping[str, GroupVerifier]) -> 
             limits=domain.episode.limits,
             verifier=verifiers.get(domain.name),
             correct_at=domain.correct_at,
+            tools=Toolbox(PythonTool(domain.oubliette.rules, workers=domain.verifier_workers))
+            if domain.episode.tools
+            else None,
         )
         for domain in config.domains
         if domain.has_environment
@@ -61,6 +64,4 @@ def check_environment(domain: DomainSection) -> None:
 def _player(domain: DomainSection) -> Player:
     if domain.environment is not None:
         return EpisodeHosts(domain.environment, domain.environment_options)
-    if domain.episode.tools:
-        return ToolLoop(PythonTool(domain.oubliette.rules, workers=domain.verifier_workers))
-    return Commands(domain.command)
+    return Commands(domain.command) if domain.command else OneRequest()

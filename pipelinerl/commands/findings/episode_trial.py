@@ -57,7 +57,7 @@ async def episode_tried(
     )
     try:
         async with gateway.serve():
-            await domains[domain.name].player.start()
+            await domains[domain.name].start()
             played = await episodes.play(order, 0, Unwatched())
     finally:
         for each in domains.values():

@@ -151,6 +151,7 @@ class Episodes:
         self, order: PromptOrder, episode: Episode, domain: EpisodeDomain, progress: GroupProgress
     ) -> Verdict:
         """Play an episode and return its verdict. Raises `HostLost`, and the same errors as `play`."""
+        began = time.monotonic()
         task = Task.of(order.problem, seed=rng.key(order.seed, "environment", episode.sample))
         async with self._gateway.open(episode, self._turn_of(order, episode, progress), domain.tools) as opened:
             try:
@@ -165,8 +166,8 @@ class Episodes:
             return failed(opened.tool_failure)
         self._warn_of_overridden(order.problem.domain, episode)
         self._warn_of_segments(order.problem.domain, episode)
+        progress.played(episode.calls, max(0.0, time.monotonic() - began - episode.sampling_s))
         if episode.calls.offered:
-            progress.called(parsed=episode.calls.parsed, malformed=episode.calls.malformed)
             self._warn_without_calls(order.problem.domain, episode)
         return timed_out(domain.limits.timeout_s) if ended is None else await _verdict(order, episode, ended, domain)
 
@@ -249,7 +250,7 @@ class _GroupAge:
         self.handed_over = progress.handed_over
         self.resampled = progress.resampled
         self.judged = progress.judged
-        self.called = progress.called
+        self.played = progress.played
 
     def begun(self) -> None:
         if not self._has_turn:

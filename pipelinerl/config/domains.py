@@ -90,7 +90,7 @@ class DomainSection(Section):
     """An async function of (task, client), or a class with reset, step and close, as path.py:name; or
     openenv:http://host:port, a server; or verifiers:id, a taskset.
     """
-    environment_options: dict[str, Any] = {}
+    environment_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment; for `openenv:` and `verifiers:` see docs/start/environments.md."""
     command: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """A program that plays episodes through OPENAI_BASE_URL; `{task}` in an argument is the last user message."""

@@ -219,7 +219,7 @@ class NumberedSource:
         of_split = [each for each in range(numbers.count) if split_of_digest(_digest_of(each)) is request.split]
         if not of_split:
             raise RecipeError(
-                f"{request.where}: the {request.split} split holds none of {numbers.count} tasks; raise parameters.count"
+                f"{request.where}: the {request.split} split has none of {numbers.count} tasks; raise parameters.count"
             )
         self._chosen = np.array(of_split, np.int64)
         self._order: tuple[int, NDArray[np.int64]] = (-1, self._chosen)  # the latest epoch, and its permutation

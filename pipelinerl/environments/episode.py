@@ -29,7 +29,14 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from inference_contract.errors import InvalidRequest
-from inference_contract.schemas import AssistantMessage, ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, FinishReason
+from inference_contract.schemas import (
+    AssistantMessage,
+    ChatCompletion,
+    ChatCompletionRequest,
+    ChatMessage,
+    Choice,
+    FinishReason,
+)
 from pipelinerl import rng
 from pipelinerl.environments.environment import EpisodeLimits, History
 from pipelinerl.errors import RecordError

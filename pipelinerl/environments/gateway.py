@@ -203,7 +203,11 @@ async def _sampled_with_tools(
         results = await _results(opened, tools, calls, ", ".join(sorted(names)))
         if calls and len(calls) == len(message.tool_calls or ()):
             answer = message.model_dump(exclude_none=True)
-            request["messages"] = [*request["messages"], answer, *(each.model_dump(exclude_none=True) for each in results)]
+            request["messages"] = [
+                *request["messages"],
+                answer,
+                *(each.model_dump(exclude_none=True) for each in results),
+            ]
             continue
         turn.results = results
         left = [call for call in message.tool_calls or () if call.function.name in names]

@@ -186,8 +186,8 @@ def check_taskset(reference: str, options: Mapping[str, Any]) -> None:
     python = options.get("python")
     if not isinstance(python, str) or not os.access(python, os.X_OK):
         raise ReferenceFailed(
-            f"{reference} needs environment_options.python, the Python of an environment with verifiers, got {python!r}; "
-            "make one by: python3 -m venv verifiers && verifiers/bin/pip install verifiers"
+            f"{reference} needs environment_options.python, the Python of an environment with verifiers, got "
+            f"{python!r}; make one by: python3 -m venv verifiers && verifiers/bin/pip install verifiers"
         )
     look = "import importlib.util as i; raise SystemExit(i.find_spec('verifiers.v1') is None)"
     if subprocess.run([python, "-c", look], capture_output=True, timeout=_LOOK_S, check=False).returncode:
@@ -195,7 +195,7 @@ def check_taskset(reference: str, options: Mapping[str, Any]) -> None:
 
 
 def _command(reference: str, options: Mapping[str, Any]) -> list[str]:
-    """Return the command of a host: in this Python environment, or for `verifiers:` in the one that the recipe names."""
+    """Return the command of a host: in this Python environment, or for `verifiers:` in the recipe's."""
     if not reference.startswith(VERIFIERS):
         return [sys.executable, "-m", "pipelinerl.environments.episode_host", reference, json.dumps(dict(options))]
     own = {name: value for name, value in options.items() if name != "python"}

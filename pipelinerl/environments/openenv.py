@@ -53,7 +53,7 @@ class OpenEnvOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The action's field that takes the answer's text; by default the only one, or the only required one."""
     observation: str | None = None
     """The observation's field that the model reads; by default all fields that are not empty."""
-    reset: dict[str, Any] = {}  # noqa: RUF012  (msgspec copies it)
+    reset: dict[str, Any] = {}
     """Further arguments of the server's `reset`."""
 
 
@@ -221,7 +221,9 @@ class OpenEnv:
         return AddressError(f"the OpenEnv server at {self._url} cannot be reached: {reason}; start it, or fix the URL")
 
     def _no_server(self, reason: str) -> AddressError:
-        return AddressError(f"{self._url} is no OpenEnv server: {reason}; give its base URL, without a path such as /ws")
+        return AddressError(
+            f"{self._url} is no OpenEnv server: {reason}; give its base URL, without a path such as /ws"
+        )
 
 
 @final
@@ -293,7 +295,9 @@ class Actions:
         required = [name for name in schema.get("required", ()) if name in fields]
         if chosen is not None and chosen not in fields:
             names = ", ".join(fields) or "none"
-            raise ReferenceFailed(f"environment_options.action: the server's actions have no {chosen!r}; fields: {names}")
+            raise ReferenceFailed(
+                f"environment_options.action: the server's actions have no {chosen!r}; fields: {names}"
+            )
         single = next((names[0] for names in (list(fields), required) if len(names) == 1), None)
         self.are_calls = chosen is None and fields.keys() >= _MCP_FIELDS
         self._field = chosen or single

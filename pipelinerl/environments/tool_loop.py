@@ -1,7 +1,7 @@
 """The recipe's tools (`episode.tools`), which the gateway offers to the model and runs for each agent that trains.
 
-If an answer calls one of them, the gateway runs the call and samples on, until an answer calls none. The agent sees only
-that answer. A domain without user code has `OneRequest` as its agent.
+If an answer calls one of them, the gateway runs the call and samples on, until an answer calls none. The agent sees
+only that answer. A domain without user code has `OneRequest` as its agent.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -72,7 +72,9 @@ class Toolbox:
             InvalidRequest: the agent offers a tool of the same name.
         """
         for name in names_of(own) & self._tools.keys():
-            raise InvalidRequest(f"tools: {name!r} is a tool of the recipe (episode.tools); rename yours", param="tools")
+            raise InvalidRequest(
+                f"tools: {name!r} is a tool of the recipe (episode.tools); rename yours", param="tools"
+            )
         return [*self._offered, *own]
 
     async def result(self, call: ToolCall, known: str) -> tuple[ChatMessage, bool]:

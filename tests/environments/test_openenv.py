@@ -31,7 +31,7 @@ from tests.fakes.talking_sampler import TalkingSampler, order, tokenizer
 from tests.patience import PATIENCE_S
 
 #: The game as OpenEnv's package serves it; `Server` below speaks the same protocol.
-REAL = '''
+REAL = """
 from typing import Optional
 from openenv.core.env_server import create_app
 from openenv.core.env_server.interfaces import Environment
@@ -63,7 +63,7 @@ app = create_app(Game, Guess, Hint, env_name="game")
 if __name__ == "__main__":
     import sys, uvicorn
     uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
-'''
+"""
 LETTER = {"type": "string", "title": "Letter"}
 METADATA = {"type": "object", "additionalProperties": True}
 SCHEMA = {"properties": {"metadata": METADATA, "letter": LETTER}, "required": ["letter"], "type": "object"}
@@ -189,7 +189,7 @@ def test_answer_that_is_no_action_is_explained_to_the_model() -> None:
 async def test_server_that_is_down_or_no_openenv_server_is_named() -> None:
     with pytest.raises(ReferenceFailed, match="expected openenv:http://host:port"):
         load_play("openenv:nowhere")
-    with pytest.raises(ReferenceFailed, match="environment_options: .*`letter`"):
+    with pytest.raises(ReferenceFailed, match=r"environment_options: .*`letter`"):
         load_play("openenv:http://localhost:1", {"letter": "a"})
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -15,6 +15,7 @@ from pipelinerl.actor.verifier_tally import VerifierTally
 from pipelinerl.commands.findings.episode_trial import ScriptedAnswers
 from pipelinerl.environments.client import ChatRefused, EpisodeClient
 from pipelinerl.environments.environment import EpisodeLimits, Task
+from pipelinerl.environments.episode import ToolCalls
 from pipelinerl.environments.gateway import Gateway
 from pipelinerl.environments.host_pool import EpisodeEnd
 from pipelinerl.environments.tool_loop import OneRequest, Toolbox, ToolResult
@@ -161,7 +162,7 @@ async def test_agents_own_tool_is_called_by_the_agent_and_both_results_are_read(
         await client.chat([HELLO, first, result], tools=[own])
 
     made = await played([call(text="ab") + call("add"), "AB"], agent=agent)
-    first, second = made.rollout.turns
+    second = made.rollout.turns[1]
     shown = tokenizer().decode(second.context_token_ids.tolist())
     assert shown.index("\nAB\n") < shown.index("five") and second.begins == ""
 
@@ -195,16 +196,17 @@ class Calls:
         self.begun, self.handed_over, self.resampled = quiet.begun, quiet.handed_over, quiet.resampled
         self.sampled, self.judged = quiet.sampled, quiet.judged
 
-    def called(self, *, parsed: int, malformed: int) -> None:
-        self.tally.note_calls("talk", parsed=parsed, malformed=malformed)
+    def played(self, calls: ToolCalls, environment_s: float) -> None:
+        self.tally.note_episode("talk", calls, environment_s)
 
 
 async def test_tool_calls_are_counted_as_parsed_or_malformed() -> None:
     calls = Calls()
     broken = call(text="ab").replace("}}", "}")
-    await played([call(text="ab") * 2, broken, "AB"], episodes=2, progress=calls)
+    await played([call(text="ab") + call(text="bad"), broken, "AB"], episodes=2, progress=calls)
     figures = calls.tally.by_domain["talk"]
     assert (figures.tool_episodes, figures.calls_parsed, figures.calls_malformed) == (2, 2, 1)
+    assert (figures.episodes, figures.tool_errors) == (2, 1) and 0 <= figures.environment_s < PATIENCE_S
 
 
 async def test_actor_warns_once_if_the_first_episodes_call_no_tool(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from pipelinerl.types import Message, Outcome, Problem, PromptOrder
 from tests.fakes.talking_sampler import TalkingSampler, order, tokenizer
 from tests.patience import PATIENCE_S
 
-TASKSET = '''
+TASKSET = """
 import verifiers.v1 as vf
 
 class Row(vf.TaskData):
@@ -46,12 +46,16 @@ class Letters(vf.Taskset[Letter, Config]):
         ]
 
 __all__ = ["Letters"]
-'''
+"""
 
 
 def numbered(index: int, samples: int = 1) -> PromptOrder:
     problem = Problem(
-        problem_id=f"p{index}", domain="talk", messages=(Message("user", "-"),), ground_truth="", metadata={"index": index}
+        problem_id=f"p{index}",
+        domain="talk",
+        messages=(Message("user", "-"),),
+        ground_truth="",
+        metadata={"index": index},
     )
     return PromptOrder(**{**vars_of(order(samples=samples)), "problem": problem})
 
@@ -61,9 +65,9 @@ def vars_of(made: PromptOrder) -> dict[str, object]:
 
 
 def test_python_without_the_library_is_refused_with_the_way_to_install_it() -> None:
-    with pytest.raises(ReferenceFailed, match="needs environment_options.python"):
+    with pytest.raises(ReferenceFailed, match=r"needs environment_options.python"):
         check_taskset("verifiers:letters", {})
-    with pytest.raises(ReferenceFailed, match="has no verifiers of version 0.4; .* -m pip install"):
+    with pytest.raises(ReferenceFailed, match=r"has no verifiers of version 0.4; .* -m pip install"):
         check_taskset("verifiers:letters", {"python": sys.executable})
 
 
@@ -110,9 +114,9 @@ async def test_tasksets_own_rubric_scores_the_answers(options: dict[str, object]
 
 @pytest.mark.slow
 async def test_task_beyond_the_taskset_and_a_taskset_that_fails_to_load_are_named(options: dict[str, object]) -> None:
-    with pytest.raises(PipelineError, match="has 3 tasks and no number 7; lower parameters.count to 3"):
+    with pytest.raises(PipelineError, match=r"has 3 tasks and no number 7; lower parameters.count to 3"):
         await played(options, numbered(7))
-    with pytest.raises(PipelineError, match="verifiers:letters cannot be loaded by .*: "):
+    with pytest.raises(PipelineError, match=r"verifiers:letters cannot be loaded by .*: "):
         await played({**options, "path": "/nowhere"}, numbered(0))
 
 

@@ -30,7 +30,8 @@ from starlette.types import Receive, Scope, Send
 
 from inference_contract import routes
 from inference_contract.errors import ContextExceeded, ContractError, InvalidRequest
-from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, ToolCall
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage
+from inference_contract.tools import ToolCall
 from pipelinerl.environments.environment import UNTRAINED
 from pipelinerl.environments.episode import Episode, PlannedTurn, RecordedTurn
 from pipelinerl.environments.tool_loop import Toolbox, names_of

@@ -53,6 +53,8 @@ class OpenEnvOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The action's field that takes the answer's text; by default the only one, or the only required one."""
     observation: str | None = None
     """The observation's field that the model reads; by default all fields that are not empty."""
+    opening: str = "{observation}"
+    """The first user message: `{observation}` of the reset, `{prompt}` of the task."""
     reset: dict[str, Any] = {}
     """Further arguments of the server's `reset`."""
 
@@ -161,10 +163,11 @@ class OpenEnv:
         return replies, Observed(observed.observation, rewards or None, observed.done)
 
     def _opening(self, task: Task, observed: Observed, actions: Actions) -> list[Any]:
-        """Return the task's messages, with the first observation and the form of actions at the end of the last."""
+        """Return the messages before the first answer: the task's, with the opening in place of the last."""
         *before, last = task.messages
-        parts = [last["content"], self._text(observed.observation), actions.explained]
-        return [*before, _user("\n\n".join(part for part in parts if part))]
+        text = self._options.opening.replace("{prompt}", last["content"])
+        text = text.replace("{observation}", self._text(observed.observation))
+        return [*before, _user("\n\n".join(part for part in (text, actions.explained) if part))]
 
     def _text(self, observation: Any) -> str:
         """Return what the model reads of an observation."""

@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 from inference_contract.errors import InvalidRequest
-from inference_contract.schemas import ChatMessage, ToolCall
+from inference_contract.schemas import ChatMessage
+from inference_contract.tools import ToolCall
 from pipelinerl.environments.client import ChatRefused, ConversationOver, EpisodeClient
 from pipelinerl.environments.environment import Task
 from pipelinerl.environments.host_pool import EpisodeEnd
@@ -29,13 +30,6 @@ if TYPE_CHECKING:
 _KEEP_ALIVE_S: Final = 15.0
 
 
-class ToolResult(NamedTuple):
-    """What the model reads of a call, and whether the call failed by the model's fault."""
-
-    text: str
-    failed: bool = False
-
-
 class Tool(Protocol):
     """A function that the model may call with a single text argument."""
 
@@ -44,8 +38,10 @@ class Tool(Protocol):
     argument: str
     """Name of the single argument."""
 
-    async def call(self, text: str) -> ToolResult:
-        """Return the result that the model reads. Raises PipelineError for failures that are not the model's fault."""
+    async def call(self, text: str) -> tuple[str, bool]:
+        """Return what the model reads, and whether the call failed by the model's fault. Raises PipelineError for other
+        failures.
+        """
         ...
 
     async def start(self) -> None:
@@ -86,12 +82,12 @@ class Toolbox:
         name, tool = call.function.name, self._tools.get(call.function.name)
         if tool is None:
             names = ", ".join([*self._tools, known] if known else self._tools)
-            result = ToolResult(f"error: there is no tool {name!r}; available: {names}", failed=True)
+            content, has_failed = f"error: there is no tool {name!r}; available: {names}", True
         elif (text := _argument(call.function.arguments, tool.argument)) is None:
-            result = ToolResult(f'error: the arguments must be {{"{tool.argument}": "…"}}, a text', failed=True)
+            content, has_failed = f'error: the arguments must be {{"{tool.argument}": "…"}}, a text', True
         else:
-            result = await tool.call(text)
-        return ChatMessage(role="tool", tool_call_id=call.id, content=result.text), result.failed
+            content, has_failed = await tool.call(text)
+        return ChatMessage(role="tool", tool_call_id=call.id, content=content), has_failed
 
     async def start(self) -> None:
         """Open the tools. Raises UserError if this machine lacks what one of them needs."""
@@ -134,7 +130,7 @@ class OneRequest:
             await self._session.close()
 
 
-def names_of(tools: Sequence[Mapping[str, Any]]) -> set[str]:
+def names_of(tools: Sequence[Any]) -> set[str]:
     """Return the names of tools in OpenAI's form; invalid ones are left out, and validation reports them."""
     functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
     return {str(each.get("name")) for each in functions if isinstance(each, Mapping)}

@@ -76,7 +76,7 @@ async def _serve(connection: socket.socket, environment: Any, tasks: Any) -> Non
                     task.cancel()
                 continue
             task = running[order["begin"]] = asyncio.create_task(run(order))
-            task.add_done_callback(lambda _, name=order["begin"]: running.pop(name))
+            task.add_done_callback(lambda _, name=order["begin"]: running.pop(name))  # type: ignore[misc]
         for task in running.values():
             task.cancel()
 

@@ -18,7 +18,7 @@ from pipelinerl.environments.environment import EpisodeLimits, Task
 from pipelinerl.environments.episode import ToolCalls
 from pipelinerl.environments.gateway import Gateway
 from pipelinerl.environments.host_pool import EpisodeEnd
-from pipelinerl.environments.tool_loop import OneRequest, Toolbox, ToolResult
+from pipelinerl.environments.tool_loop import OneRequest, Toolbox
 from pipelinerl.errors import PipelineError
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.system.http_client import hot_session
@@ -34,10 +34,10 @@ HELLO = {"role": "user", "content": "hello"}
 class Shout:
     name, description, argument = "shout", "Return the text in capitals.", "text"
 
-    async def call(self, text: str) -> ToolResult:
+    async def call(self, text: str) -> tuple[str, bool]:
         if text == "lost":
             raise PipelineError("the sandbox is lost")
-        return ToolResult(text.upper(), failed=text == "bad")
+        return text.upper(), text == "bad"
 
     async def start(self) -> None: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Final, NamedTuple, final
+from typing import Final, final
 
 from pipelinerl.verifiers.oubliette.rules import CodeRules
 from pipelinerl.verifiers.oubliette.runner import CodeRunner, Program
@@ -16,13 +16,6 @@ from pipelinerl.verifiers.oubliette.verifier import open_runner
 _MOST_SHOWN: Final = 4000
 _OUTPUT_BYTES: Final = 64 << 10
 _SILENT: Final = "(the program printed nothing)"
-
-
-class ToolOutput(NamedTuple):
-    """What the model reads of a call, and whether its program failed."""
-
-    text: str
-    failed: bool
 
 
 @final
@@ -57,7 +50,7 @@ class PythonTool:
         with contextlib.suppress(SandboxLost):
             await self._opened()
 
-    async def call(self, text: str) -> ToolOutput:
+    async def call(self, text: str) -> tuple[str, bool]:
         """Run a program and return what the model reads, and whether the program failed.
 
         Raises:
@@ -65,7 +58,7 @@ class PythonTool:
         """
         runner = await self._opened()
         executed = await runner.run(Program("python", text.encode("utf-8", "replace")), b"", self._limits)
-        return ToolOutput(_shown(executed.result), not executed.result.succeeded)
+        return _shown(executed.result), not executed.result.succeeded
 
     async def close(self) -> None:
         """Close every guest."""

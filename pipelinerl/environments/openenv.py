@@ -124,7 +124,7 @@ class OpenEnv:
         return 0.0
 
     async def _reply(
-        self, session: Session, answer: ChatAnswer, actions: Actions, last: Observed
+        self, session: OpenEnvSession, answer: ChatAnswer, actions: Actions, last: Observed
     ) -> tuple[list[dict[str, Any]], Observed]:
         """Take the actions of an answer. Return the messages that follow it, none after an answer without an action."""
         nothing = Observed(last.observation, None, last.done)
@@ -141,7 +141,7 @@ class OpenEnv:
         return [_user(self._text(observed.observation))], observed
 
     async def _called(
-        self, session: Session, answer: ChatAnswer, nothing: Observed
+        self, session: OpenEnvSession, answer: ChatAnswer, nothing: Observed
     ) -> tuple[list[dict[str, Any]], Observed]:
         replies, rewards, observed = [], 0.0, nothing
         for call in answer.tool_calls:
@@ -198,7 +198,7 @@ class OpenEnv:
         except (ValueError, TypeError, KeyError):
             raise self._no_server("GET /schema did not describe actions") from None
 
-    async def _begun(self, http: aiohttp.ClientSession, data: Mapping[str, Any]) -> tuple[Session, Observed]:
+    async def _begun(self, http: aiohttp.ClientSession, data: Mapping[str, Any]) -> tuple[OpenEnvSession, Observed]:
         """Open a session and reset it; wait while all sessions of the server are taken."""
         while True:
             session = await self._connected(http)
@@ -209,11 +209,11 @@ class OpenEnv:
                     raise
             await asyncio.sleep(_RETRY_S)
 
-    async def _connected(self, http: aiohttp.ClientSession) -> Session:
+    async def _connected(self, http: aiohttp.ClientSession) -> OpenEnvSession:
         import aiohttp
 
         try:
-            return Session(await http.ws_connect(f"{self._url}/ws", max_msg_size=_LARGEST), self._url)
+            return OpenEnvSession(await http.ws_connect(f"{self._url}/ws", max_msg_size=_LARGEST), self._url)
         except aiohttp.WSServerHandshakeError as error:
             raise self._no_server(f"a WebSocket at /ws was answered by {error.status}") from None
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -230,7 +230,7 @@ class OpenEnv:
 
 
 @final
-class Session:
+class OpenEnvSession:
     """One connection to a server."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, url: str) -> None:

@@ -4,7 +4,7 @@ The script runs in a Python environment of its own, which has verifiers and not 
 ours. It speaks the protocol of `episode_host.py`. A task's number in the taskset is `metadata["index"]`. The taskset's
 own rubric scores an episode: its reward is the sum of the rewards of its agents' traces.
 
-By default the agent is a plain conversation in this process (`Conversation`). verifiers' own harnesses start a program
+By default the agent is a plain conversation in this process (`ChatHarness`). verifiers' own harnesses start a program
 for each episode; OPTIONS name one as `agent = { harness = { id = "null" } }`.
 """
 
@@ -20,8 +20,10 @@ import types
 from typing import Any
 
 _LONGEST_LINE = 2**26
+#: The episode's own deadline ends a request earlier.
+_LONGEST_TURN_S = 86_400.0
 #: The name under which verifiers finds the harness of this file.
-_HARNESS = "pipelinerl_conversation"
+_HARNESS = "pipelinerl_chat"
 
 
 def main() -> None:
@@ -45,7 +47,7 @@ def _environment(taskset: str, options: dict[str, Any]) -> Any:
     sys.path.insert(0, options.pop("path", os.getcwd()))
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-    _offer_conversation()
+    _offer_chat_harness()
     own = options.pop("taskset", {})
     agent = {"harness": {"id": _HARNESS}, "runtime": {"type": "subprocess"}, **options.pop("agent", {})}
     return load_environment(resolve_env_config({"taskset": {**own, "id": taskset}, "agent": agent, **options}))
@@ -107,16 +109,19 @@ async def _played(environment: Any, tasks: Any, order: dict[str, Any]) -> dict[s
     return {"how": "returned", "value": float(sum(trace.reward for trace in episode.traces))}
 
 
-def _offer_conversation() -> None:
-    """Make `Conversation` a plugin of verifiers. It is defined here, since verifiers cannot be imported earlier."""
+def _offer_chat_harness() -> None:
+    """Make `ChatHarness` a plugin of verifiers. It is defined here, since verifiers cannot be imported earlier."""
     import openai
     import verifiers.v1 as vf
     from verifiers.v1.dialects.chat import message_to_wire
 
-    class ConversationConfig(vf.HarnessConfig):
+    # One for all episodes: reading the trusted certificates takes longer than an episode of one turn.
+    connections = openai.DefaultAsyncHttpxClient(timeout=_LONGEST_TURN_S)
+
+    class ChatHarnessConfig(vf.HarnessConfig):
         """No settings of its own."""
 
-    class Conversation(vf.Harness[ConversationConfig]):
+    class ChatHarness(vf.Harness[ChatHarnessConfig]):
         """An agent that answers once in each segment, without tools and without a process of its own."""
 
         APPENDS_SYSTEM_PROMPT = True
@@ -130,16 +135,16 @@ def _offer_conversation() -> None:
             system, prompt = self.resolve_prompt(data)
             given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt)
             messages = [*([{"role": "system", "content": system}] if system else []), *given]
-            async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=None, max_retries=0) as client:
-                try:
-                    await client.chat.completions.create(model=ctx.model, messages=messages)
-                except openai.APIStatusError as error:
-                    return vf.ProgramResult(exit_code=1, stdout="", stderr=str(error))
+            client = openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, http_client=connections)
+            try:
+                await client.chat.completions.create(model=ctx.model, messages=messages)
+            except openai.APIStatusError as error:
+                return vf.ProgramResult(exit_code=1, stdout="", stderr=str(error))
             return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
     module = types.ModuleType(_HARNESS)
-    Conversation.__module__ = ConversationConfig.__module__ = _HARNESS
-    vars(module).update(Conversation=Conversation, ConversationConfig=ConversationConfig, __all__=["Conversation"])
+    ChatHarness.__module__ = ChatHarnessConfig.__module__ = _HARNESS
+    vars(module).update(ChatHarness=ChatHarness, ChatHarnessConfig=ChatHarnessConfig, __all__=["ChatHarness"])
     sys.modules[_HARNESS] = module
 
 

@@ -1,4 +1,4 @@
-"""A server of the OpenEnv framework: a word is to be spelled backward in two attempts. It needs an environment of its own:
+"""A server of the OpenEnv framework: a word is to be spelled backward in two attempts. It needs its own packages:
 
 python3 -m venv openenv && openenv/bin/pip install 'openenv>=0.10'
 openenv/bin/python server.py
@@ -13,7 +13,7 @@ from openenv.core.env_server import create_app
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
 
-WORDS = "cat dog sun map pen box hat red car bus key jam owl fox log net cup bed ant egg".split()
+WORDS = ("cat", "dog", "sun", "map", "pen", "box", "hat", "red", "car", "bus", "key", "jam", "owl", "fox", "net", "cup")
 
 
 class Spelling(Action):

@@ -11,10 +11,12 @@ for each episode; OPTIONS name one as `agent = { harness = { id = "null" } }`.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import os
 import socket
+import ssl
 import sys
 import types
 from typing import Any
@@ -30,6 +32,9 @@ def main() -> None:
     """Load the taskset, report readiness, and play episodes until the input ends."""
     connection = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    # verifiers opens a client for each base URL, which is one for each episode; reading the trusted certificates takes
+    # longer than all else that it does.
+    ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
     try:
         environment = _environment(sys.argv[1], json.loads(sys.argv[2]))
         tasks = environment.taskset

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, final
 from urllib.parse import urlsplit
@@ -220,7 +221,8 @@ class OpenEnv:
             raise self._unreachable(error) from None
 
     def _unreachable(self, error: Exception) -> AddressError:
-        reason = str(error) or type(error).__name__
+        system = getattr(error, "os_error", None)  # aiohttp's own text repeats the address
+        reason = os.strerror(system.errno) if system and system.errno else str(error) or type(error).__name__
         return AddressError(f"the OpenEnv server at {self._url} cannot be reached: {reason}; start it, or fix the URL")
 
     def _no_server(self, reason: str) -> AddressError:

@@ -152,7 +152,7 @@ class OpenEnv:
                 observed = await session.step(
                     {"type": "call_tool", "tool_name": function["name"], "arguments": arguments}
                 )
-                content = self._text(observed.observation)
+                content = _result_of(observed.observation) or self._text(observed.observation)
                 rewards += observed.reward or 0.0
             except (ValueError, ServerRefused) as error:
                 if isinstance(error, ServerRefused) and error.code != _INVALID:
@@ -342,6 +342,17 @@ def _sentence(kind: str, error: Mapping[str, Any]) -> str:
     """Return the error of a server as one line; of an invalid action, what is wrong with each field."""
     fields = [f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg')}" for each in error.get("errors") or ()]
     return f"the OpenEnv server refused a {kind}: {'; '.join(fields) or error.get('message')}"
+
+
+def _result_of(observation: Any) -> str:
+    """Return the text of a tool's result, or its error; empty if the observation has neither in MCP's form."""
+    if not isinstance(observation, Mapping):
+        return ""
+    if isinstance(error := observation.get("error"), Mapping):
+        return f"error: {error.get('message')}"
+    result = observation.get("result")
+    parts = result.get("content") if isinstance(result, Mapping) else None
+    return "\n".join(str(part["text"]) for part in parts or () if isinstance(part, Mapping) and "text" in part)
 
 
 def _plain(value: Any) -> str:

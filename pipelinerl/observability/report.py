@@ -15,7 +15,7 @@ from pathlib import Path
 from string import Template
 
 from pipelinerl.observability.charts import Chart, Line, Mark, compact, svg
-from pipelinerl.observability.domains import DOMAIN_HEAD, domain_charts, domain_rows
+from pipelinerl.observability.domains import DOMAIN_HEAD, EPISODE_HEAD, domain_charts, domain_rows, episode_rows
 from pipelinerl.observability.evaluations import (
     GROUPS_HEAD,
     HEAD,
@@ -285,8 +285,10 @@ def _held_out(name: str) -> str:
 
 
 def _domains(history: RunHistory) -> str:
-    rows = domain_rows(history)
-    return _table(DOMAIN_HEAD, rows) if rows else "<p class=none>No step was taken.</p>"
+    rows, episodes = domain_rows(history), episode_rows(history)
+    if not rows:
+        return "<p class=none>No step was taken.</p>"
+    return _table(DOMAIN_HEAD, rows) + (_table(EPISODE_HEAD, episodes) if episodes else "")
 
 
 def _incidents(history: RunHistory) -> str:

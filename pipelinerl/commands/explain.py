@@ -34,11 +34,11 @@ from pipelinerl.config import recipe as recipes
 from pipelinerl.enums import NoSignal
 from pipelinerl.errors import RecordError, UserError
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.objective.adv import TurnReward
 from pipelinerl.objective.catalogue import PRESETS
 from pipelinerl.objective.explain import COSTS, FIELDS, FORMULA, ScoredRollout, factors, slot_lines
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import no_signal_of, preset_of, resolve
+from pipelinerl.objective.reward import TurnReward
 from pipelinerl.streams.records import decode_group
 from pipelinerl.training.replay import trained_groups
 from pipelinerl.types import RolloutGroup

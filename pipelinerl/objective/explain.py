@@ -13,9 +13,9 @@ from typing import Final, NamedTuple, final
 import numpy as np
 
 from pipelinerl.errors import UserError
-from pipelinerl.objective.adv import TurnReward, Turns
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import to_table
+from pipelinerl.objective.reward import Parts, TurnReward, Turns
 from pipelinerl.objective.tokens import Tokens
 
 FORMULA: Final = "J = Σ_{i,t} sg[agg · is_weight] · ( sg[adv] · grad1 + grad2 )"
@@ -70,6 +70,7 @@ class ScoredRollout:
         logprobs: the current policy's, [N].
         old_logprobs, ref_logprobs, values: [N], or None if unknown.
         turns: the turns of an episode; empty for a single turn.
+        parts: the terms of the reward, each (name, reward, weight); empty for a single term.
     """
 
     tokens: tuple[str, ...]
@@ -82,6 +83,7 @@ class ScoredRollout:
     ref_logprobs: tuple[float, ...] | None = None
     values: tuple[float, ...] | None = None
     turns: tuple[TurnReward, ...] = ()
+    parts: tuple[tuple[str, float, float], ...] = ()
 
 
 class TokenFactors(NamedTuple):
@@ -116,14 +118,15 @@ def factors(objective: PolicyObjective, rollouts: Sequence[ScoredRollout]) -> li
     lengths = np.array([len(one.tokens) for one in rollouts])
     groups, valid = np.array([one.group for one in rollouts]), np.array([one.judged for one in rollouts])
     recorded = {name: _joined(rollouts, name) for name in ("behavior_logprobs", "logprobs", *sorted(objective.passes))}
-    valid = valid & (lengths > 0)
+    valid, rewards = valid & (lengths > 0), np.array([one.reward for one in rollouts], np.float64)
     advantages = objective.adv.advantages(
-        rewards=np.array([one.reward for one in rollouts]),
+        rewards=rewards,
         groups=groups,
         lengths=lengths,
         valid=valid,
         columns={name: recorded[name] for name in objective.adv.needs},
         turns=Turns.of([one.turns or (TurnReward(len(one.tokens)),) for one in rollouts]),
+        parts=Parts.of([one.parts for one in rollouts], rewards),
     )
     weights = objective.agg.token_weights(lengths=lengths, groups=groups, valid=valid)
     columns = recorded | {

@@ -15,12 +15,11 @@ from pipelinerl.objective.adv import (
     Metric,
     RewardToGo,
     Scale,
-    TurnReward,
-    Turns,
     Whitening,
 )
 from pipelinerl.objective.contradictions import contradictions
 from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.reward import TurnReward, Turns
 from pipelinerl.rng import generator
 
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 5.0, 1.0])

@@ -151,7 +151,7 @@ def test_slot_combinations_without_meaning_are_rejected(table, sentence):
         ({"grad2": {"kind": "kl", "beta": True}}, "objective.grad2.beta must be a number, got True"),
         ({"grad2": {"kind": "kl", "beta": math.nan}}, "objective.grad2.beta must be a number, got nan"),
         ({"grad2": {"kind": "kl", "beta": -1}}, "objective.grad2.beta must not be negative, got -1"),
-        ({"adv": {"scale": "variance"}}, "objective.adv.scale must be one of none, std, batch; got 'variance'"),
+        ({"adv": {"scale": "variance"}}, "objective.adv.scale must be one of none, std, mean, batch; got 'variance'"),
         (
             {"preset": "dr_grpo", "agg": {"length": "longest"}},
             "objective.agg.length must be one of max_tokens; got 'longest'",

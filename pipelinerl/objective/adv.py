@@ -240,7 +240,7 @@ class GroupFiltered:
 @final
 @dataclass(frozen=True, slots=True)
 class Decoupled:
-    """GDPO (Liu et al. 2026, Eq. 4 to 6): each part of the reward is normalised alone, so that none hides another.
+    """GDPO (Liu et al. 2026, arXiv 2601.05242): each part of the reward is normalised alone, so none hides another.
 
     A_i = Σ_n w_n·(r_{i,n} − mean_g r_n) / (std_g r_n + epsilon), then normalised over the judged rollouts of the batch.
     w_n is the weight of the part in the reward; an answer without the part takes no share in its mean. A reward of a

@@ -246,8 +246,8 @@ _RECENT: Final[Mapping[str, Preset]] = {
             ClippedRatio(max_drift=0.5),
             KLPenalty(beta=0.001, estimator=Estimator.K3_WEIGHTED),
         ),
-        "DeepSeek-V3.2 (2025, arXiv 2512.02556), §3.1, Eq. 5 to 9: unbiased KL estimate, off-policy sequence mask",
-        "Needs the reference's log-probs. π_old is the inference engine's, as the text says of the mask. The text gives "
+        "DeepSeek-V3.2 (2025, arXiv 2512.02556), §3.1: unbiased KL estimate (Eq. 7), off-policy sequence mask",
+        "Needs the reference's log-probs. π_old is the inference engine's, as the text says of the mask. It gives "
         "neither δ (grad1.max_drift) nor β; both are TRL's.",
     ),
     "dppo_tv": Preset(
@@ -264,9 +264,9 @@ _RECENT: Final[Mapping[str, Preset]] = {
             DivergenceRatio(delta_low=0.2, delta_high=0.2),
             KLPenalty(beta=0.002, estimator=Estimator.K2, to=Policy.BEHAVIOR),
         ),
-        "prime-rl's default loss of August 2026 (trainer/rl/loss.py): DPPO-TV and Kimi-K2.5's penalty (arXiv 2602.02276)",
-        "kl_tau·log²(π_θ/μ) is K2 with beta = 2·kl_tau. prime-rl's page prints min(π_θ/μ, δ)·A; its code masks instead, "
-        "and this preset follows the code.",
+        "prime-rl's default loss of August 2026 (trainer/rl/loss.py): DPPO-TV, and a KL penalty after Kimi-K2.5",
+        "kl_tau·log²(π_θ/μ) is K2 with beta = 2·kl_tau. prime-rl's page prints min(π_θ/μ, δ)·A; its code masks "
+        "instead, and this preset follows the code.",
     ),
     "sapo": Preset(
         _slots(Trajectory(), Unweighted(), GroupRelative(), SoftGate()),
@@ -301,9 +301,9 @@ _RECENT: Final[Mapping[str, Preset]] = {
     ),
     "gdpo": Preset(
         _slots(Trajectory(), Unweighted(), Decoupled(), ClippedRatio()),
-        "Liu et al. 2026 (arXiv 2601.05242), Eq. 4 to 6, on GRPO's surrogate",
-        "Reads the parts of a domain's rewards. The text normalises over the rollouts of a batch, as here; the authors' "
-        "verl code over its tokens.",
+        "Liu et al. 2026 (arXiv 2601.05242), on GRPO's surrogate",
+        "Reads the parts of a domain's rewards. The text normalises over the rollouts of a batch, as here; the "
+        "authors' verl code over its tokens.",
     ),
     "dro": Preset(
         _slots(

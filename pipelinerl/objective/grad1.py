@@ -99,7 +99,7 @@ class ClippedRatio:
     infinite epsilon disables clipping on its side.
 
     With a finite `max_drift` M is also 0 for rollouts with A < 0 whose mean log(π_over/π_θ) exceeds it: DeepSeek-V3.2's
-    off-policy sequence mask (2025, Eq. 9).
+    off-policy sequence mask (2025, §3.1).
     """
 
     epsilon_low: float = 0.2
@@ -284,7 +284,7 @@ class SoftGate:
         """Return r, τ and σ(τ·(r − 1)); log r is bounded, since the gate is flat long before."""
         xp = tokens.xp
         ratio = tokens.exp(xp.clip(tokens.log_ratio(Policy.CURRENT, self.over), None, _FLAT))
-        tau = xp.where(tokens.advantages > 0, self.positive, self.negative)
+        tau = xp.where(tokens.advantages > 0, self.positive, xp.full_like(ratio, self.negative))
         return ratio, tau, 0.5 + 0.5 * xp.tanh(0.5 * tau * (ratio - 1.0))
 
 

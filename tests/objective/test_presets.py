@@ -52,7 +52,7 @@ def test_full_table_resolves_to_the_same_objective(name):
     assert resolve(to_table(PRESETS[name].objective)) == PRESETS[name].objective
 
 
-@pytest.mark.parametrize("name", ["reinforce_token", "dr_grpo", "agarwal"])
+@pytest.mark.parametrize("name", ["reinforce_token", "dr_grpo", "agarwal", "dppo_tv"])
 def test_max_tokens_length_comes_from_the_run(name):
     assert resolve(name).agg == agg.Sequences(length=agg.Length.MAX_TOKENS)
     assert resolve(name, max_tokens=8).agg == agg.Sequences(length=8.0)
@@ -72,6 +72,10 @@ PASSES = {
     "ppo_recomputed": RECOMPUTED,
     "ppo_tis": RECOMPUTED,
     "ppo_vanilla_is": RECOMPUTED,
+    "icepop": RECOMPUTED,
+    "deepseek_v32": {"ref_logprobs"},
+    "sao": {"values"},
+    "on_policy_distillation": {"ref_logprobs"},
 }
 
 

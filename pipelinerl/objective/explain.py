@@ -6,6 +6,7 @@ Pure functions; the numbers come from the slots used in training, in float64.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
@@ -84,6 +85,33 @@ class ScoredRollout:
     values: tuple[float, ...] | None = None
     turns: tuple[TurnReward, ...] = ()
     parts: tuple[tuple[str, float, float], ...] = ()
+
+
+def _example(group: int, reward: float, *tokens: tuple[str, float, float, float, float], right: float) -> ScoredRollout:
+    """Return a rollout; each token is (text, π_θ, μ, π_ref, value). The recomputed policy is that of the sampler."""
+    texts, current, sampler, reference, values = zip(*tokens, strict=True)
+    return ScoredRollout(
+        tokens=texts,
+        reward=reward,
+        group=group,
+        behavior_logprobs=tuple(map(math.log, sampler)),
+        logprobs=tuple(map(math.log, current)),
+        old_logprobs=tuple(map(math.log, sampler)),
+        ref_logprobs=tuple(map(math.log, reference)),
+        values=values,
+        parts=(("right", right, 1.0), ("format", reward - right, 1.0)),
+    )
+
+
+EXAMPLE: Final = (
+    _example(0, 1.5, ("so", 0.5, 0.5, 0.4, 0.6), ("2", 0.9, 0.6, 0.5, 0.9), right=1.0),
+    _example(0, 0.5, ("well", 0.03, 0.01, 0.02, 0.5), (",", 0.8, 0.8, 0.8, 0.5), ("3", 0.1, 0.4, 0.3, 0.4), right=0.0),
+    _example(0, 0.0, ("5", 0.02, 0.2, 0.1, 0.2), right=0.0),
+    _example(1, 1.0, ("4", 0.7, 0.6, 0.6, 0.7), right=1.0),
+    _example(1, 1.0, ("it", 0.2, 0.3, 0.2, 0.6), ("is", 0.9, 0.9, 0.9, 0.7), ("4", 0.6, 0.1, 0.5, 0.8), right=1.0),
+    _example(1, 0.0, ("6", 0.3, 0.3, 0.2, 0.4), right=0.0),
+)
+"""Two groups of three short rollouts. Some tokens have become up to ten times more or less likely since sampling."""
 
 
 class TokenFactors(NamedTuple):

@@ -165,11 +165,10 @@ class Outcome(StrEnum):
 
 
 class RewardPart(NamedTuple):
-    """One term of a domain's reward, before its weight; 0 is the weight of what is only a figure."""
+    """One term of a domain's reward."""
 
     name: str
     reward: float
-    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

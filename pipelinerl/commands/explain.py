@@ -39,12 +39,13 @@ from pipelinerl.objective.catalogue import PRESETS
 from pipelinerl.objective.explain import COSTS, EXAMPLE, FIELDS, FORMULA, ScoredRollout, factors, slot_lines
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import no_signal_of, preset_of, resolve
-from pipelinerl.objective.reward import TurnReward
+from pipelinerl.objective.reward import PartReward, RewardShaping, TurnReward
 from pipelinerl.streams.records import decode_group
 from pipelinerl.training.replay import trained_groups
-from pipelinerl.types import RewardPart, RolloutGroup
+from pipelinerl.types import RolloutGroup
 
 _RECORD: Final = b"PLRL"
+_PLAIN: Final = RewardShaping()
 _COLUMNS: Final = ("behavior_logprobs", "logprobs", "old_logprobs", "ref_logprobs", "values")
 
 
@@ -282,7 +283,12 @@ def _trained(of_run: OfRun) -> tuple[list[ScoredRollout], list[int] | None, Tabl
     except RecordError as error:
         raise UserError(str(error)) from None
     tokenizer = ChatTokenizer.load(config.model.resolved)
-    rollouts = [one for each in groups for one in _scored(each, each.index, lambda token: tokenizer.decode([token]))]
+    shaping = {domain.name: domain.shaping or _PLAIN for domain in config.domains}
+    rollouts = [
+        one
+        for each in groups
+        for one in _scored(each, each.index, lambda token: tokenizer.decode([token]), shaping.get(each.domain, _PLAIN))
+    ]
     return rollouts, None if of_run.group is None else [of_run.group], update_table(step)
 
 
@@ -293,7 +299,9 @@ def _of_record(path: Path, content: bytes, group: int) -> list[ScoredRollout]:
         raise UserError(f"{path}: {error}") from None
 
 
-def _scored(stored: RolloutGroup, group: int, text_of: Callable[[int], str]) -> list[ScoredRollout]:
+def _scored(
+    stored: RolloutGroup, group: int, text_of: Callable[[int], str], shaping: RewardShaping = _PLAIN
+) -> list[ScoredRollout]:
     rollouts = []
     for one in stored.rollouts:
         logprobs = tuple(float(value) for turn in one.turns for value in turn.behavior_logprobs)
@@ -307,7 +315,7 @@ def _scored(stored: RolloutGroup, group: int, text_of: Callable[[int], str]) -> 
                 logprobs=logprobs,
                 old_logprobs=logprobs,
                 turns=tuple(TurnReward(len(turn.token_ids), turn.reward, turn.agent) for turn in one.turns),
-                parts=one.verdict.parts,
+                parts=shaping.parts(one.verdict.parts),
             )
         )
     return rollouts
@@ -346,9 +354,9 @@ def _of_json(entry: Any, path: str, group: int) -> ScoredRollout:
     )
 
 
-def _parts(entry: Mapping[str, Any], path: str) -> tuple[RewardPart, ...]:
+def _parts(entry: Mapping[str, Any], path: str) -> tuple[PartReward, ...]:
     try:
-        return msgspec.convert(entry.get("parts", []), tuple[RewardPart, ...])
+        return msgspec.convert(entry.get("parts", []), tuple[PartReward, ...])
     except msgspec.ValidationError as error:
         raise UserError(f"{path}.parts must be a list of [name, reward, weight]: {error}") from None
 

@@ -16,7 +16,7 @@ import numpy as np
 from pipelinerl.errors import UserError
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import to_table
-from pipelinerl.objective.reward import Parts, TurnReward, Turns
+from pipelinerl.objective.reward import PartReward, Parts, TurnReward, Turns
 from pipelinerl.objective.tokens import Tokens
 
 FORMULA: Final = "J = Σ_{i,t} sg[agg · is_weight] · ( sg[adv] · grad1 + grad2 )"
@@ -71,7 +71,7 @@ class ScoredRollout:
         logprobs: the current policy's, [N].
         old_logprobs, ref_logprobs, values: [N], or None if unknown.
         turns: the turns of an episode; empty for a single turn.
-        parts: the terms of the reward, each (name, reward, weight); empty for a single term.
+        parts: the terms of the reward; empty for a single term.
     """
 
     tokens: tuple[str, ...]
@@ -84,7 +84,7 @@ class ScoredRollout:
     ref_logprobs: tuple[float, ...] | None = None
     values: tuple[float, ...] | None = None
     turns: tuple[TurnReward, ...] = ()
-    parts: tuple[tuple[str, float, float], ...] = ()
+    parts: tuple[PartReward, ...] = ()
 
 
 def _example(group: int, reward: float, *tokens: tuple[str, float, float, float, float], right: float) -> ScoredRollout:
@@ -99,7 +99,7 @@ def _example(group: int, reward: float, *tokens: tuple[str, float, float, float,
         old_logprobs=tuple(map(math.log, sampler)),
         ref_logprobs=tuple(map(math.log, reference)),
         values=values,
-        parts=(("right", right, 1.0), ("format", reward - right, 1.0)),
+        parts=(PartReward("right", right), PartReward("format", reward - right)),
     )
 
 

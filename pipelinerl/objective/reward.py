@@ -82,21 +82,29 @@ class Turns:
         return np.asarray(np.repeat(rewards + offsets, self.counts) - before)
 
 
+class PartReward(NamedTuple):
+    """One term of a rollout's reward: its name, its value before the weight, and the weight."""
+
+    name: str
+    reward: float
+    weight: float = 1.0
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """The terms of the rewards of B rollouts, [B, P]: `rewards`, and `weights`, their factors in the sum.
 
-    A rollout without a part has weight 0 there. A rollout whose verdict names no parts has its reward as the only one.
+    A rollout without a part has weight 0 there. A rollout without any parts has its reward as the only one.
     """
 
     rewards: Floats
     weights: Floats
 
     @classmethod
-    def of(cls, rollouts: Sequence[Sequence[tuple[str, float, float]]], rewards: Floats) -> Self:
-        """Return the parts of these rollouts, each a (name, reward, weight); `rewards` [B] are the sums."""
-        named = [parts or [("", reward, 1.0)] for parts, reward in zip(rollouts, rewards.tolist(), strict=True)]
+    def of(cls, rollouts: Sequence[Sequence[PartReward]], rewards: Floats) -> Self:
+        """Return the parts of these rollouts, whose sums are `rewards` [B]."""
+        named = [parts or (PartReward("", reward),) for parts, reward in zip(rollouts, rewards.tolist(), strict=True)]
         names = sorted({name for parts in named for name, _, _ in parts})
         table = np.zeros((2, len(named), len(names)))
         for row, parts in enumerate(named):
@@ -129,6 +137,7 @@ class RewardShaping:
             and batch deviation form ROLL's reinforce++ baseline.
         low, high: bounds of the result.
         scale: factor, applied last.
+        part_weights: weights of the parts whose sum is the reward, by name, for `adv = "decoupled"`.
     """
 
     overlong_tokens: int = 0
@@ -139,12 +148,18 @@ class RewardShaping:
     low: float = -math.inf
     high: float = math.inf
     scale: float = 1.0
+    part_weights: tuple[tuple[str, float], ...] = ()
 
     @property
     def rescales(self) -> bool:
         """True if any step other than the overlong penalty is enabled."""
         plain = RewardShaping(overlong_tokens=self.overlong_tokens, overlong_margin=self.overlong_margin)
-        return self != replace(plain, epsilon=self.epsilon)
+        return self != replace(plain, epsilon=self.epsilon, part_weights=self.part_weights)
+
+    def parts(self, named: Sequence[tuple[str, float]]) -> tuple[PartReward, ...]:
+        """Return those of the named rewards that are parts of a domain's reward, with their weights."""
+        weights = dict(self.part_weights)
+        return tuple(PartReward(name, reward, weights[name]) for name, reward in named if name in weights)
 
     def contradictions(self) -> Iterator[str]:
         """Yield a sentence for each setting that makes no sense; it begins with the field."""

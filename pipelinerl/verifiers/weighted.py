@@ -60,6 +60,6 @@ class WeightedSum:
             reward=reward,
             reason="; ".join(f"{part.name}: {verdict.reason}" for part, verdict in verdicts if verdict.reason),
             answer=next((verdict.answer for _, verdict in verdicts if verdict.answer), ""),
-            parts=tuple(RewardPart(part.name, verdict.reward, part.weight) for part, verdict in verdicts),
+            parts=tuple(RewardPart(part.name, verdict.reward) for part, verdict in verdicts),
         )
         return Judgement(verdict, seconds)

@@ -20,7 +20,7 @@ from pipelinerl.objective.adv import (
 )
 from pipelinerl.objective.contradictions import contradictions
 from pipelinerl.objective.presets import resolve
-from pipelinerl.objective.reward import Parts, TurnReward, Turns
+from pipelinerl.objective.reward import PartReward, Parts, TurnReward, Turns
 from pipelinerl.rng import generator
 
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 5.0, 1.0])
@@ -78,7 +78,7 @@ def test_mean_scale_divides_by_the_success_rate_and_drops_groups_without_success
 
 
 def decoupled(parts, rewards=REWARDS, valid=VALID):
-    terms = None if parts is None else Parts.of(parts, rewards)
+    terms = None if parts is None else Parts.of([[PartReward(*part) for part in one] for one in parts], rewards)
     found = Decoupled(epsilon=1e-15).advantages(
         rewards=rewards, groups=GROUPS, lengths=LENGTHS, valid=valid, columns={}, parts=terms
     )

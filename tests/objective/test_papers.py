@@ -11,7 +11,7 @@ import torch
 from pipelinerl.objective.catalogue import PRESETS
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
-from pipelinerl.objective.reward import Parts
+from pipelinerl.objective.reward import PartReward, Parts
 from pipelinerl.objective.tokens import Tokens
 from pipelinerl.rng import generator
 from tests.objective.libraries import LIBRARIES, as_torch, in_numpy, in_torch
@@ -74,7 +74,8 @@ def packed(groups: Groups, objective: PolicyObjective) -> tuple[np.ndarray, dict
         valid=valid,
         columns={name: sampled_only[name] for name in objective.adv.needs},
         parts=Parts.of(
-            [[(str(n), *part) for n, part in enumerate(one.parts)] for one in rollouts], np.zeros(len(rollouts))
+            [[PartReward(str(n), *part) for n, part in enumerate(one.parts)] for one in rollouts],
+            np.zeros(len(rollouts)),
         ),
     )
     weights = objective.agg.token_weights(lengths=lengths, groups=index, valid=valid)

@@ -47,6 +47,12 @@ def test_slots_can_be_adjusted_and_replaced():
     assert resolve({"grad1": "clipped_ratio", "is_weight": "one"}).grad1 == grad1.ClippedRatio()
 
 
+def test_every_preset_has_a_row_in_the_docs_and_no_other() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "understand" / "objectives.md").read_text()
+    rows = text.split("## Algorithms")[1].split("\n## ")[0].splitlines()
+    assert [row.split("`")[1] for row in rows if row.startswith("| `")] == list(PRESETS)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_full_table_resolves_to_the_same_objective(name):
     assert resolve(to_table(PRESETS[name].objective)) == PRESETS[name].objective

@@ -51,7 +51,7 @@ async def test_weighted_sum_and_unweighted_parts_are_reported() -> None:
         reward=0.6,
         reason="p0: so",
         answer="x",
-        parts=(RewardPart("p0", 0.5, 0.2), RewardPart("p1", 2.0, 0.25)),
+        parts=(RewardPart("p0", 0.5), RewardPart("p1", 2.0)),
     )
     assert seconds == 1.0
 
@@ -81,7 +81,7 @@ async def test_recipe_can_combine_functions_and_verifiers(tmp_path: Path) -> Non
         await verifier.close()
     assert [j.verdict.reward for j in judged] == [1.5, 0.5, 1.0]
     assert [j.verdict.outcome.value for j in judged] == ["correct", "partial", "correct"]
-    assert judged[2].verdict.parts == (RewardPart("short", 0.0, 0.5), RewardPart("math", 1.0))
+    assert judged[2].verdict.parts == (RewardPart("short", 0.0), RewardPart("math", 1.0))
     assert judged[2].verdict.answer == "42"
 
 

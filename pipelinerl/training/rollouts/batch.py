@@ -302,14 +302,17 @@ def build(
     learns = valid & ~np.array([is_masked(rollout, truncated) for rollout in rollouts])
     late = bool(objective.adv.needs)
     turns = _turns(rollouts) if credits_turns(objective.adv) else None
-    parts_of = Parts.of([rollout.verdict.parts for rollout in rollouts], rewards)
+    plain = RewardShaping()
+    terms = [
+        shaping.get(group.domain, plain).parts(rollout.verdict.parts) for group in groups for rollout in group.rollouts
+    ]
     scored = Scored(
         rewards=rewards,
         groups=index,
         lengths=lengths,
         valid=learns if late else valid,
         turns=turns,
-        parts=parts_of if isinstance(objective.adv, Decoupled) else None,
+        parts=Parts.of(terms, rewards) if isinstance(objective.adv, Decoupled) else None,
     )
     with np.errstate(invalid="ignore", over="ignore"):  # `finite_check` reports rewards that are not finite
         advantages = np.zeros(scored.num_tokens) if late else objective.adv.advantages(**scored.arguments({}))

@@ -78,7 +78,7 @@ class Tally:
                 right += is_right
                 wrong += is_wrong
                 counts.reward += verdict.reward
-                for name, reward, _ in verdict.parts[:_MOST_OF_A_GROUP]:
+                for name, reward in verdict.parts[:_MOST_OF_A_GROUP]:
                     total, count = counts.parts.get(name, (0.0, 0))
                     counts.parts[name] = (total + reward, count + 1)
         counts.judged, counts.right = judged, right

@@ -205,7 +205,7 @@ class Judge:
         if agreement < settings.least_agreement - ROUNDING:
             return failed(f"the judge disagrees with itself: it said {listed}")
         parts = [RewardPart("judge", reward)]
-        parts += [RewardPart("agreement", agreement, 0.0)] if settings.votes > 1 else []
+        parts += [RewardPart("agreement", agreement)] if settings.votes > 1 else []
         return Verdict(
             outcome=graded(reward, settings.correct_at),
             reward=reward,

@@ -91,7 +91,7 @@ async def test_votes_are_averaged_and_agreement_is_reported() -> None:
         async with judging(url, model="small", votes=3, temperature=0.7) as judge:
             (verdict,) = await verdicts(judge, "x")
     assert verdict.reward == pytest.approx(6 / 9) and verdict.outcome is Outcome.CORRECT
-    assert {part.name: part.reward for part in verdict.parts}["agreement"] == pytest.approx(1 / 3)
+    assert dict(verdict.parts)["agreement"] == pytest.approx(1 / 3)
     assert len({body["seed"] for body in fake.bodies}) == 3 and {body["temperature"] for body in fake.bodies} == {0.7}
 
 

@@ -28,6 +28,7 @@ RECOMPUTED = Setting(group_sizes={"sampling.group_size": 16}, max_tokens=8, step
         ({"preset": "rloo"}, LONE, "adv.baseline leave_one_out needs groups"),
         ({"preset": "reinforce_plus_plus"}, LONE, "adv.baseline mean needs groups"),
         ({"preset": "grpo", "adv": {"baseline": "none"}}, LONE, "adv.scale std needs groups"),
+        ({"preset": "maxrl", "adv": {"baseline": "none"}}, LONE, "adv.scale mean needs groups"),
     ],
 )
 def test_slot_without_effect_is_reported(table: dict[str, Any], setting: Setting, sentence: str) -> None:

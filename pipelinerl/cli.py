@@ -302,6 +302,21 @@ def warmstart(
 
 
 @app.command()
+def sft(
+    recipe: Annotated[str, typer.Argument(help="Recipe whose model is trained, on the right answers of its domains.")],
+    output: Annotated[Path, typer.Argument(help="Directory to create for the trained model.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Changes: section.key=value …")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
+    demonstrations: Annotated[int, typer.Option(min=1, help="Demonstrations of each step.")] = 64,
+) -> None:
+    """Fine-tune a recipe's model on right answers, with the recipe's trainer, as a starting point for RL."""
+    from pipelinerl.commands.warmstart import FineTuneOptions, fine_tune
+
+    options = FineTuneOptions(steps=steps, demonstrations=demonstrations)
+    fine_tune(recipes.load(recipe, overrides or []), options, output=output, say=typer.echo)
+
+
+@app.command()
 def mismatch(
     run_dir: RunPath,
     json: Annotated[bool, typer.Option("--json", help="Print every figure and the advice as JSON.")] = False,

@@ -285,8 +285,10 @@ class Decoupled:
 
 @final
 @dataclass(frozen=True, slots=True)
-class NoAdvantage:
-    """0: rewards do not train, only the regularizer does (distillation)."""
+class Constant:
+    """The same for every token, whatever it earned: 1 imitates; with 0 only the regularizer trains (distillation)."""
+
+    value: float = 1.0
 
     @property
     def needs(self) -> frozenset[str]:
@@ -296,7 +298,7 @@ class NoAdvantage:
     @property
     def formula(self) -> str:
         """Formula of A_{i,t} as text."""
-        return "0"
+        return f"{self.value:g}"
 
     def advantages(
         self,
@@ -309,8 +311,8 @@ class NoAdvantage:
         turns: Turns | None = None,
         parts: Parts | None = None,
     ) -> Floats:
-        """Return 0 [N]."""
-        return np.zeros(int(lengths.sum()))
+        """Return the value for each token [N] of judged rollouts, and 0 for the others."""
+        return np.repeat(np.where(valid, self.value, 0.0), lengths)
 
 
 class Whitening(StrEnum):
@@ -459,7 +461,7 @@ KINDS: Final[Mapping[str, type[Advantage]]] = {
     "decoupled": Decoupled,
     "reward_to_go": RewardToGo,
     "gae": GAE,
-    "none": NoAdvantage,
+    "constant": Constant,
 }
 
 

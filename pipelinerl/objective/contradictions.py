@@ -15,9 +15,9 @@ from pipelinerl.objective.adv import (
     GAE,
     Advantage,
     Baseline,
+    Constant,
     GroupFiltered,
     GroupRelative,
-    NoAdvantage,
     RewardToGo,
     Scale,
     credits_turns,
@@ -35,8 +35,8 @@ def contradictions(objective: PolicyObjective) -> Iterator[str]:
     yield from _of_ratios(objective)
     yield from _of_numbers(objective)
     grad1, grad2, adv = objective.grad1, objective.grad2, objective.adv
-    if isinstance(adv, NoAdvantage) and isinstance(grad2, NoRegularizer):
-        yield "adv none leaves nothing to train beside grad2 none; take a regularizer, such as grad2 = 'kl'"
+    if isinstance(adv, Constant) and not adv.value and isinstance(grad2, NoRegularizer):
+        yield "adv.value must not be 0 beside grad2 none: nothing is left to train; take grad2 = 'kl'"
     if isinstance(grad2, KLPenalty) and grad2.beta:
         if grad2.to is Policy.CURRENT:
             yield "grad2.to must not be current: the KL of a policy from itself is 0"

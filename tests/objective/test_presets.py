@@ -136,7 +136,7 @@ def test_entry_names_its_source_and_formula(name):
         ({"preset": "ppo", "adv": {"discount": 1.5}}, "adv.discount must be at most 1, got 1.5"),
         ({"preset": "ppo", "adv": {"trace": 1.5}}, "adv.trace must be at most 1, got 1.5"),
         ({"agg": {"length": 0}}, "agg.length must be positive, got 0.0"),
-        ({"adv": "none"}, "adv none leaves nothing to train beside grad2 none"),
+        ({"adv": {"kind": "constant", "value": 0}}, "adv.value must not be 0 beside grad2 none"),
         ({"grad2": {"kind": "kl", "to": "current"}}, "grad2.to must not be current"),
         ({"grad2": {"kind": "kl", "estimator": "k3_weighted", "over": "current"}}, "grad2.over must not be current"),
         ({"preset": "cfpo", "grad1": {"epsilon": 0}}, "grad1.epsilon must be positive"),

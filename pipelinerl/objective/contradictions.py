@@ -170,6 +170,8 @@ def doubts(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
             "steps: the later ones train a policy that has moved since as if it had not; take a clipped ratio as "
             "grad1, or leave out training.epochs and training.mini_batches"
         )
+    if isinstance(grad2, KLPenalty) and grad2.beta and grad2.to in setting.always_current:
+        yield f"grad2 penalises the KL to π_{grad2.to}, from which the step starts, and is always 0; take behavior"
     if isinstance(agg, Sequences) and agg.length not in (1.0, float(setting.max_tokens), Length.MAX_TOKENS):
         yield (
             f"agg.length is {agg.length:g}, and answers have at most sampling.max_tokens = {setting.max_tokens}: the "

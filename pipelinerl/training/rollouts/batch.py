@@ -302,17 +302,13 @@ def build(
     learns = valid & ~np.array([is_masked(rollout, truncated) for rollout in rollouts])
     late = bool(objective.adv.needs)
     turns = _turns(rollouts) if credits_turns(objective.adv) else None
-    plain = RewardShaping()
-    terms = [
-        shaping.get(group.domain, plain).parts(rollout.verdict.parts) for group in groups for rollout in group.rollouts
-    ]
     scored = Scored(
         rewards=rewards,
         groups=index,
         lengths=lengths,
         valid=learns if late else valid,
         turns=turns,
-        parts=Parts.of(terms, rewards) if isinstance(objective.adv, Decoupled) else None,
+        parts=_parts(groups, shaping, rewards) if isinstance(objective.adv, Decoupled) else None,
     )
     with np.errstate(invalid="ignore", over="ignore"):  # `finite_check` reports rewards that are not finite
         advantages = np.zeros(scored.num_tokens) if late else objective.adv.advantages(**scored.arguments({}))
@@ -348,6 +344,11 @@ def _turns(rollouts: Sequence[Rollout]) -> Turns:
     return Turns.of(
         [[TurnReward(len(turn.token_ids), turn.reward, turn.agent) for turn in one.turns] for one in rollouts]
     )
+
+
+def _parts(groups: Sequence[RolloutGroup], shaping: Mapping[str, RewardShaping], rewards: Floats) -> Parts:
+    ways = [(rollout, shaping.get(group.domain, RewardShaping())) for group in groups for rollout in group.rollouts]
+    return Parts.of([how.parts(rollout.verdict.parts) for rollout, how in ways], rewards)
 
 
 def _computed(teaches: NDArray[np.bool_], some: NDArray[np.bool_]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -16,6 +17,7 @@ from pipelinerl.data.templates import Template
 from pipelinerl.enums import COLDEST, HOTTEST
 from pipelinerl.environments.environment import OPENENV, VERIFIERS, EpisodeLimits, History
 from pipelinerl.errors import RecipeError
+from pipelinerl.objective.reward import RewardShaping
 from pipelinerl.system.references import is_reference
 from pipelinerl.types import DomainSampling, Message
 
@@ -184,6 +186,14 @@ class DomainSection(Section):
     def has_verifier(self) -> bool:
         """True if a verifier judges the answers: always, unless an environment computes the rewards."""
         return self.names_verifier or self.environment is None
+
+    @property
+    def shaping(self) -> RewardShaping | None:
+        """What training does with the rewards of this domain; None if it reads them as they are."""
+        if self.reward is None and not self.rewards:
+            return None
+        part_weights = tuple((part.shown_as, part.weight) for part in self.rewards)
+        return replace(self.reward.shaping if self.reward else RewardShaping(), part_weights=part_weights)
 
     @property
     def prompts(self) -> Prompts:

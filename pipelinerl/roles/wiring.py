@@ -21,7 +21,7 @@ from pipelinerl.data.source import ProblemSource
 from pipelinerl.enums import OldLogprobs, RoutingReplay
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.routing import replayed_routing
-from pipelinerl.objective.adv import credits_turns
+from pipelinerl.objective.adv import Decoupled, credits_turns
 from pipelinerl.objective.contradictions import Setting, without_effect
 from pipelinerl.objective.kl_control import kl_coefficient
 from pipelinerl.objective.objective import PolicyObjective
@@ -126,10 +126,17 @@ def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]
                 f"domains.{domain.name}.reward.mean group needs groups, and {config.key_of_group_size(domain)} is 1: "
                 'every reward would be 0; raise it, or use mean = "batch"'
             )
-        if domain.reward is not None and credits_turns(objective.adv) and domain.reward.shaping.rescales:
+        if domain.reward is None or not domain.reward.shaping.rescales:
+            continue
+        if credits_turns(objective.adv):
             yield (
                 f"domains.{domain.name}.reward: mean, std, low, high and scale change a rollout's reward and not the "
                 'rewards of its turns, which objective.adv.credit = "turns" reads; leave them out, or take "episode"'
+            )
+        if isinstance(objective.adv, Decoupled) and domain.rewards:
+            yield (
+                f"domains.{domain.name}.reward: mean, std, low, high and scale change a rollout's reward and not its "
+                'parts, which objective.adv = "decoupled" reads; leave them out, or take "group_relative"'
             )
     if config.critic is not None and "values" not in passes:
         yield "critic: the objective reads no values; remove the section, or take an objective such as ppo"

@@ -60,6 +60,15 @@ class Workers:
                 worker.close()
 
 
+def opened_policy(config: RunConfig) -> Trainer:
+    """Start the policy's worker alone, from the recipe's model; its weights are gathered in the model's own dtype.
+
+    Raises:
+        ModelError: the model or the device is not available.
+    """
+    return _worker(config, "trainer", replace(spec_of(config, restore_from=None), gather_dtype=None))
+
+
 def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path | None, version: int = 0) -> Workers:
     """Start the workers that the objective needs, from `checkpoint`, which has weights of `version`, if it is given.
 

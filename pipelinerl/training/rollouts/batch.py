@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from inference_contract.schemas import FinishReason
 from pipelinerl.enums import Truncated
-from pipelinerl.objective.adv import Advantage, TurnReward, Turns, credits_turns
+from pipelinerl.objective.adv import Advantage, Decoupled, credits_turns
 from pipelinerl.objective.objective import PolicyObjective
-from pipelinerl.objective.reward import RewardShaping
-from pipelinerl.training.rollouts.admission import has_signal, has_turn_signal, is_judged
+from pipelinerl.objective.reward import Parts, RewardShaping, TurnReward, Turns
+from pipelinerl.training.rollouts.admission import has_part_signal, has_signal, has_turn_signal, is_judged
 from pipelinerl.training.rollouts.mini_batches import ONE_STEP, BatchPartition, MiniBatching, Portion
 from pipelinerl.training.rollouts.packing import (
     Packed,
@@ -65,7 +65,7 @@ class Scored:
     Attributes:
         rewards: after shaping. groups: index of each rollout's group within the step. lengths: sampled tokens.
         valid: judged, and with tokens to train on.
-        turns: of the rollouts; None if no estimator reads them.
+        turns, parts: of the rollouts and their rewards; None if the estimator does not read them.
     """
 
     rewards: Floats
@@ -73,6 +73,7 @@ class Scored:
     lengths: NDArray[np.intp]
     valid: NDArray[np.bool_]
     turns: Turns | None = None
+    parts: Parts | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -82,7 +83,7 @@ class Scored:
     def arguments(self, columns: Mapping[str, Floats]) -> dict[str, Any]:
         """Return the arguments of `Advantage.advantages` and `GAE.returns`."""
         rollouts = {"rewards": self.rewards, "groups": self.groups, "lengths": self.lengths, "valid": self.valid}
-        return {**rollouts, "columns": columns, "turns": self.turns}
+        return {**rollouts, "columns": columns, "turns": self.turns, "parts": self.parts}
 
 
 @final
@@ -233,6 +234,8 @@ def teacher(
 
 def signal_of(objective: PolicyObjective) -> Callable[[RolloutGroup], bool]:
     """Return the function that tells whether the rewards of a group differ, as the objective reads them."""
+    if isinstance(objective.adv, Decoupled):
+        return has_part_signal
     return has_turn_signal if credits_turns(objective.adv) else has_signal
 
 
@@ -299,7 +302,14 @@ def build(
     learns = valid & ~np.array([is_masked(rollout, truncated) for rollout in rollouts])
     late = bool(objective.adv.needs)
     turns = _turns(rollouts) if credits_turns(objective.adv) else None
-    scored = Scored(rewards=rewards, groups=index, lengths=lengths, valid=learns if late else valid, turns=turns)
+    scored = Scored(
+        rewards=rewards,
+        groups=index,
+        lengths=lengths,
+        valid=learns if late else valid,
+        turns=turns,
+        parts=_parts(groups, shaping, rewards) if isinstance(objective.adv, Decoupled) else None,
+    )
     with np.errstate(invalid="ignore", over="ignore"):  # `finite_check` reports rewards that are not finite
         advantages = np.zeros(scored.num_tokens) if late else objective.adv.advantages(**scored.arguments({}))
     parts = np.split(advantages, np.cumsum(lengths)[:-1])
@@ -334,6 +344,11 @@ def _turns(rollouts: Sequence[Rollout]) -> Turns:
     return Turns.of(
         [[TurnReward(len(turn.token_ids), turn.reward, turn.agent) for turn in one.turns] for one in rollouts]
     )
+
+
+def _parts(groups: Sequence[RolloutGroup], shaping: Mapping[str, RewardShaping], rewards: Floats) -> Parts:
+    ways = [(rollout, shaping.get(group.domain, RewardShaping())) for group in groups for rollout in group.rollouts]
+    return Parts.of([how.parts(rollout.verdict.parts) for rollout, how in ways], rewards)
 
 
 def _computed(teaches: NDArray[np.bool_], some: NDArray[np.bool_]) -> list[int]:

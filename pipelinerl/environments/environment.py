@@ -82,11 +82,11 @@ class Environment(Protocol):
     """
 
     def reset(self, task: Task, seed: int) -> Any:
-        """Return the first messages, or None for the task's own messages."""
+        """Return the first messages (or one, or the text of one), or None for the task's own messages."""
         ...
 
     def step(self, answer: Any) -> Any:
-        """Return the `EnvironmentStep` that follows the model's `answer`, a `ChatAnswer`."""
+        """Return an `EnvironmentStep`, or (messages, reward, done), that follows the model's `answer`, a `ChatAnswer`."""
         ...
 
     def close(self) -> Any:

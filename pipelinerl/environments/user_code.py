@@ -57,7 +57,7 @@ def _loop_around(kind: Any) -> Play:
     async def play(task: Task, client: EpisodeClient) -> float:
         environment: Environment = kind()
         try:
-            messages = list(await _called(environment.reset, task, task.seed) or task.messages)
+            messages = _messages(await _called(environment.reset, task, task.seed) or task.messages)
             while True:
                 answer = await client.chat(messages)
                 step = _step(await _called(environment.step, answer))
@@ -82,14 +82,19 @@ async def _called(method: Callable[..., Any], *arguments: Any) -> Any:
     return await asyncio.to_thread(method, *arguments)
 
 
+def _messages(value: Any) -> list[Any]:
+    """Return messages as a list. A text is a user message; None is no message."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    return [value] if isinstance(value, Mapping) else list(value or ())
+
+
 def _step(value: Any) -> EnvironmentStep:
     if isinstance(value, EnvironmentStep):
         return value
     if isinstance(value, tuple) and len(value) == 3:
         messages, reward, done = value
-        return EnvironmentStep(
-            messages=[messages] if isinstance(messages, Mapping) else messages, reward=reward, done=done
-        )
+        return EnvironmentStep(messages=_messages(messages), reward=float(reward or 0), done=bool(done))
     raise TypeError(
         f"step must return an EnvironmentStep, or (messages, reward, done), it returned {type(value).__name__}"
     )

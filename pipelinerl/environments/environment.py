@@ -86,7 +86,7 @@ class Environment(Protocol):
         ...
 
     def step(self, answer: Any) -> Any:
-        """Return an `EnvironmentStep`, or (messages, reward, done), that follows the model's `answer`, a `ChatAnswer`."""
+        """Return the `EnvironmentStep`, or (messages, reward, done), that follows the `ChatAnswer` of the model."""
         ...
 
     def close(self) -> Any:

@@ -36,17 +36,6 @@ async def three(task, client):
         messages += [answer, {"role": "user", "content": "no"}]
     return 0.0
 
-class Texts:
-    def reset(self, task, seed):
-        self.turns = 0
-        return "begin"
-    def step(self, answer):
-        self.turns += 1
-        return "again", 1, self.turns == 2
-
-async def asks_a_text(task, client):
-    await client.chat("hello")
-
 async def unjudged(task, client):
     await client.chat(task.messages)
 
@@ -106,6 +95,17 @@ class Game:
     async def step(self, answer):
         self.turns += 1
         return {"role": "user", "content": "go on"}, 0.5, self.turns == 2
+
+class Texts:
+    def reset(self, task, seed):
+        self.turns = 0
+        return "begin"
+    def step(self, answer):
+        self.turns += 1
+        return "again", 1, self.turns == 2
+
+async def asks_a_text(task, client):
+    await client.chat("hello")
 """
 #: The second answer is correct.
 SECOND = "b"

@@ -10,7 +10,7 @@ an MCP server are tool calls. Any other action is a JSON object that the model w
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
-| a session | the server has one free | the episode's deadline |
+| a session | the server has one free | the episode's deadline; `_RESTART_S` if it cannot be reached |
 | an observation | the server | the episode's deadline |
 """
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, final
 from urllib.parse import urlsplit
@@ -38,8 +39,10 @@ _KEEP_ALIVE_S: Final = 15.0
 _SCHEMA_S: Final = 30.0
 #: Maximum size of an observation in bytes, as in OpenEnv's own client.
 _LARGEST: Final = 100 * 2**20
-#: Seconds until the next attempt if all sessions of the server are taken.
+#: Seconds until the next attempt if the server has no session.
 _RETRY_S: Final = 0.25
+#: A server that has answered before may be gone for this long, as when it restarts.
+_RESTART_S: Final = 60.0
 #: Seeds stay below this, since numpy's older generators accept no larger ones.
 _SEEDS: Final = 2**31
 _MCP_FIELDS: Final = frozenset({"tool_name", "arguments"})
@@ -200,11 +203,15 @@ class OpenEnv:
             raise self._no_server("GET /schema did not describe actions") from None
 
     async def _begun(self, http: aiohttp.ClientSession, data: Mapping[str, Any]) -> tuple[OpenEnvSession, Observed]:
-        """Open a session and reset it; wait while all sessions of the server are taken."""
+        """Open a session and reset it; wait while all sessions are taken, and for a while if the server has gone."""
+        until = time.monotonic() + _RESTART_S
         while True:
-            session = await self._connected(http)
             try:
+                session = await self._connected(http)
                 return session, await session.exchange("reset", data)
+            except AddressError:
+                if time.monotonic() > until:
+                    raise
             except ServerRefused as error:
                 if error.code != _FULL:
                     raise

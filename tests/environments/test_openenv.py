@@ -160,10 +160,10 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(server: Server) -> AsyncIterator[str]:
-    runner = web.AppRunner(server.app)
+async def serving(server: Server, port: int = 0) -> AsyncIterator[str]:
+    runner = web.AppRunner(server.app, shutdown_timeout=0)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", port, reuse_address=True)
     await site.start()
     try:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
@@ -231,6 +231,29 @@ async def test_group_shares_a_seed_and_waits_for_the_only_session() -> None:
         made = await played(url, lambda messages: "b", samples=3)
     assert [each.rollout.verdict.outcome for each in made] == [Outcome.CORRECT] * 3
     assert len({asked["seed"] for asked in server.reset}) == 1 and server.refused
+
+
+async def test_episode_waits_for_a_server_that_restarts() -> None:
+    async def later(port: int) -> None:
+        await asyncio.sleep(1)
+        async with serving(Server(), port):
+            await asyncio.sleep(PATIENCE_S)
+
+    gateway = Gateway()
+    async with serving(Server()) as url:
+        hosts = EpisodeHosts(f"openenv:{url}")
+        domain = EpisodeDomain(player=hosts, limits=EpisodeLimits(), verifier=None, correct_at=1.0)
+        maker = Episodes(gateway, TalkingSampler(lambda messages: "b"), {"talk": domain}, attempts=1)
+        async with asyncio.timeout(PATIENCE_S), gateway.serve():
+            await maker.make(order(), Unwatched())
+    restart = asyncio.create_task(later(int(url.rpartition(":")[2])))
+    async with asyncio.timeout(PATIENCE_S), gateway.serve():
+        try:
+            (made,) = await maker.make(order(), Unwatched())
+        finally:
+            restart.cancel()
+            await domain.close()
+    assert made.rollout.verdict.outcome is Outcome.CORRECT
 
 
 @pytest.mark.parametrize(

@@ -48,14 +48,19 @@ def main() -> None:
 
 
 def _environment(taskset: str, options: dict[str, Any]) -> Any:
-    """Return the verifiers environment of a taskset."""
+    """Return the verifiers environment of a taskset. Agents get our harness unless theirs is pinned."""
     sys.path.insert(0, options.pop("path", os.getcwd()))
-    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+    import verifiers.v1 as vf
+    from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config
 
     _offer_chat_harness()
-    own = options.pop("taskset", {})
-    agent = {"harness": {"id": _HARNESS}, "runtime": {"type": "subprocess"}, **options.pop("agent", {})}
-    return load_environment(resolve_env_config({"taskset": {**own, "id": taskset}, "agent": agent, **options}))
+    options["taskset"] = {**options.get("taskset", {}), "id": taskset}
+    is_free = vf.default_agent_harness(taskset).id == vf.HarnessConfig().id
+    for role, field in env_config_type(taskset, options.get("id", "")).model_fields.items():
+        if isinstance(field.default, vf.AgentConfig):
+            harness = {"harness": {"id": _HARNESS}} if is_free and field.default.harness is None else {}
+            options[role] = {"runtime": {"type": "subprocess"}, **harness, **options.get(role, {})}
+    return load_environment(resolve_env_config(options))
 
 
 async def _serve(connection: socket.socket, environment: Any, tasks: Any) -> None:

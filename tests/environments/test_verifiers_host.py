@@ -113,6 +113,12 @@ async def test_tasksets_own_rubric_scores_the_answers(options: dict[str, object]
 
 
 @pytest.mark.slow
+async def test_environment_around_the_taskset_plays_its_roles(options: dict[str, object]) -> None:
+    ((made,),) = await played({**options, "id": "best_of_n", "n": 1}, numbered(2))
+    assert made.rollout.verdict.reward == 1.5 and len(made.rollout.turns) == 1
+
+
+@pytest.mark.slow
 async def test_task_beyond_the_taskset_and_a_taskset_that_fails_to_load_are_named(options: dict[str, object]) -> None:
     with pytest.raises(PipelineError, match=r"has 3 tasks and no number 7; lower parameters.count to 3"):
         await played(options, numbered(7))

@@ -15,9 +15,11 @@ import functools
 import itertools
 import json
 import os
+import re
 import socket
 import ssl
 import sys
+import traceback
 import types
 from typing import Any
 
@@ -41,7 +43,7 @@ def main() -> None:
         if not tasks.INFINITE:
             tasks = list(tasks)
     except Exception as error:  # the library and the taskset may raise anything
-        reason = f"verifiers:{sys.argv[1]} cannot be loaded by {sys.executable}: {type(error).__name__}: {error}"
+        reason = f"verifiers:{sys.argv[1]} cannot be loaded by {sys.executable}: {_described(error)}"
         connection.sendall(json.dumps({"error": reason}).encode() + b"\n")
         return
     asyncio.run(_serve(connection, environment, tasks))
@@ -76,7 +78,7 @@ async def _serve(connection: socket.socket, environment: Any, tasks: Any) -> Non
         except asyncio.CancelledError:
             ended = {"how": "cancelled", "reason": "cancelled"}
         except Exception as error:  # the library and the taskset may raise anything
-            ended = {"how": "raised", "reason": f"{type(error).__name__}: {error}"}
+            ended = {"how": "raised", "reason": _described(error)}
         tell(ended=order["begin"], **ended)
 
     async with environment.serving():
@@ -115,8 +117,27 @@ async def _played(environment: Any, tasks: Any, order: dict[str, Any]) -> dict[s
     if any("episode_over" in error.message or "context_length" in error.message for error in errors):
         return {"how": "over", "reason": "a limit of the episode was reached before the taskset could score it"}
     if errors:
-        return {"how": "raised", "reason": f"{errors[-1].type}: {errors[-1].message}"}
+        return {
+            "how": "raised",
+            "reason": f"{_place(errors[-1].traceback or '')}{errors[-1].type}: {errors[-1].message}",
+        }
     return {"how": "returned", "value": float(sum(trace.reward for trace in episode.traces))}
+
+
+def _described(error: Exception) -> str:
+    """Return an exception's message, with its place if it is in the taskset's own code."""
+    place, root = _place("".join(traceback.format_exception(error))), error
+    while place and isinstance(root.__cause__, Exception):
+        root = root.__cause__
+    return f"{place}{type(root).__name__}: {root}"
+
+
+def _place(text: str) -> str:
+    """Return the innermost place of a traceback outside of packages and the standard library, with a colon."""
+    left_out = ("<", sys.base_prefix, __file__)
+    places = re.findall(r'File "([^"]+)", line (\d+)', text)
+    own = [f"{file}:{line}: " for file, line in places if "-packages" not in file and not file.startswith(left_out)]
+    return own[-1] if own else ""
 
 
 def _offer_chat_harness() -> None:

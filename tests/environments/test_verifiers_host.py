@@ -122,8 +122,15 @@ async def test_environment_around_the_taskset_plays_its_roles(options: dict[str,
 async def test_task_beyond_the_taskset_and_a_taskset_that_fails_to_load_are_named(options: dict[str, object]) -> None:
     with pytest.raises(PipelineError, match=r"has 3 tasks and no number 7; lower parameters.count to 3"):
         await played(options, numbered(7))
-    with pytest.raises(PipelineError, match=r"verifiers:letters cannot be loaded by .*: "):
+    with pytest.raises(PipelineError, match=r"verifiers:letters cannot be loaded by .*: ModuleNotFoundError: taskset"):
         await played({**options, "path": "/nowhere"}, numbered(0))
+    file = Path(str(options["path"])) / "letters.py"
+    file.write_text(TASKSET.replace("trace.last_reply ==", "trace.nothing =="))
+    ((made,),) = await played(options, numbered(0))
+    assert "letters.py:10: TaskError" in made.rollout.verdict.reason and "nothing" in made.rollout.verdict.reason
+    file.write_text("import absent")
+    with pytest.raises(PipelineError, match=r"letters.py:1: ModuleNotFoundError: No module named 'absent'"):
+        await played(options, numbered(0))
 
 
 @pytest.mark.slow

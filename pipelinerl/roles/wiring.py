@@ -33,7 +33,7 @@ from pipelinerl.system.references import is_reference
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
 from pipelinerl.training.checkpoints.retention import Retention
-from pipelinerl.training.rollouts.demonstrations import Demonstrations
+from pipelinerl.training.rollouts.demonstrations import ImitationStream
 from pipelinerl.training.rollouts.mini_batches import MiniBatching
 from pipelinerl.types import Quota
 from trainer_contract.types import RoutingShape
@@ -259,7 +259,7 @@ def problems_of(config: RunConfig, split: Split, *, seed: int) -> Mixture:
     return Mixture(domains, seed=seed, quota=Quota(0, config.groups_per_step))
 
 
-def demonstrations_of(config: RunConfig) -> Demonstrations | None:
+def demonstrations_of(config: RunConfig) -> ImitationStream | None:
     """Return the right answers that train beside the rollouts; None unless the recipe asks for them.
 
     Their order differs from that of the problems that are sampled.
@@ -273,7 +273,7 @@ def demonstrations_of(config: RunConfig) -> Demonstrations | None:
         Domain(name=each.name, weight=each.weight or 1.0, source=_source_of(each, Split.TRAIN, seed=seed))
         for each in chosen
     ]
-    return Demonstrations(
+    return ImitationStream(
         problem=Mixture(domains, seed=seed, quota=Quota(0, section.demonstrations)).problem,
         tokenizer=ChatTokenizer.load(config.model.resolved),
         count=section.demonstrations,

@@ -18,7 +18,7 @@ from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.roles.dtypes import sent_in
 from pipelinerl.roles.wiring import demonstrations_of
 from pipelinerl.training.publish.weight_history import WeightHistory
-from pipelinerl.training.rollouts.demonstrations import Demonstrations
+from pipelinerl.training.rollouts.demonstrations import ImitationStream
 from pipelinerl.training.step.critic import Critic
 from pipelinerl.training.step.entropy_meter import EntropyMeter
 from pipelinerl.training.step.forward_passes import ForwardPasses
@@ -43,7 +43,7 @@ class Workers:
     old_logprobs: OldLogprobs
     history: WeightHistory | None
     entropy: EntropyMeter
-    demonstrations: Demonstrations | None = None
+    demonstrations: ImitationStream | None = None
 
     def step(self) -> TrainStep:
         """Return the training step that uses these workers."""

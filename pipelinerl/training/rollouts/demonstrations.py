@@ -45,7 +45,7 @@ def imitated(groups: Sequence[RolloutGroup], *, token_budget: int, width: int) -
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demonstrations:
+class ImitationStream:
     """The demonstrations that train beside the rollouts: a stream of loss with a denominator of its own.
 
     Attributes:

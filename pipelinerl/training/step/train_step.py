@@ -22,7 +22,7 @@ import numpy as np
 from pipelinerl.objective.kl_control import as_column
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.training.rollouts.batch import MiniBatch, TrainBatch
-from pipelinerl.training.rollouts.demonstrations import IMITATION, Demonstrations
+from pipelinerl.training.rollouts.demonstrations import IMITATION, ImitationStream
 from pipelinerl.training.rollouts.packing import with_columns
 from pipelinerl.training.step import finite_check
 from pipelinerl.training.step.adaptive import KL_FIGURE
@@ -78,7 +78,7 @@ class TrainStep:
     passes: ForwardPasses
     critic: Critic | None = None
     entropy: EntropyMeter = field(default_factory=EntropyMeter)
-    demonstrations: Demonstrations | None = None
+    demonstrations: ImitationStream | None = None
 
     @property
     def _policy(self) -> Trainer:

@@ -14,7 +14,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.objective.presets import resolve
 from pipelinerl.roles.wiring import demonstrations_of, objective_of
 from pipelinerl.training.rollouts.batch import TrainBatch, build
-from pipelinerl.training.rollouts.demonstrations import Demonstrations
+from pipelinerl.training.rollouts.demonstrations import ImitationStream
 from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.train_step import TrainStep
 from tests.fakes.rollouts import group, rollout
@@ -26,7 +26,7 @@ from trainer_contract.types import Device, OptimizerSpec, TrainerSpec
 LINEAR = 1e7
 
 
-def demonstrations(count: int = 8, weight: float = 0.5) -> Demonstrations:
+def demonstrations(count: int = 8, weight: float = 0.5) -> ImitationStream:
     config = load("tiny", [f"imitation.demonstrations={count}", f"imitation.weight={weight}"])
     made = demonstrations_of(config)
     assert made is not None
@@ -51,7 +51,7 @@ def trainer_of(kind: str) -> Trainer:
     return trainer
 
 
-def moved(kind: str, imitation: Demonstrations | None, *, rl: float) -> tuple[np.ndarray, dict[str, float]]:
+def moved(kind: str, imitation: ImitationStream | None, *, rl: float) -> tuple[np.ndarray, dict[str, float]]:
     """Return the gradient of one step, with the weights of its rollouts times `rl`, and the step's figures."""
     trainer = trainer_of(kind)
 

@@ -19,8 +19,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, final
 
-import numpy as np
-
 from pipelinerl import rng
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.data.problems import Split
@@ -38,19 +36,17 @@ from pipelinerl.models.warmstart import (
     warm_start,
     warm_start_domains,
 )
-from pipelinerl.objective.presets import resolve
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.roles.wiring import problems_of
 from pipelinerl.roles.workers import opened_policy
 from pipelinerl.system.files import sync
 from pipelinerl.training.checkpoints.checkpoint import copy_model_files
 from pipelinerl.training.checkpoints.weight_file import write_weights
-from pipelinerl.training.rollouts.batch import build
+from pipelinerl.training.rollouts.demonstrations import IMITATION, demonstration, imitated
 from pipelinerl.training.step.schedule import LearningRateSchedule
-from pipelinerl.types import Outcome, Problem, Rollout, RolloutGroup, Turn, Verdict, VersionSpan
+from pipelinerl.types import Problem, RolloutGroup
 from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
 from trainer_contract.trainer import Trainer
-from trainer_contract.types import MicroBatch
 
 #: Number of problems whose texts train the tokenizer.
 _READ: Final = 4000
@@ -73,10 +69,6 @@ class WarmStartOptions:
     seed: int
     skill: Skill = Skill.EXACT
     vocab: int = 0
-
-
-#: Cross-entropy as five slots: the mean over the batch's tokens of log π_θ.
-IMITATION: Final = resolve({"agg": "batch", "is_weight": "one", "adv": "constant", "grad1": "logprob", "grad2": "none"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +100,7 @@ def fine_tune(config: RunConfig, options: FineTuneOptions, *, output: Path, say:
         return [
             group
             for i in range(first, first + count)
-            if (group := _demonstration(drawn.problem(i), tokenizer, i)).rollouts[0].num_tokens <= most
+            if (group := demonstration(drawn.problem(i), tokenizer, i)).rollouts[0].num_tokens <= most
         ]
 
     held_out = demonstrations(Split.VALIDATION, 0, options.validation)
@@ -128,7 +120,7 @@ def fine_tune(config: RunConfig, options: FineTuneOptions, *, output: Path, say:
             groups = demonstrations(Split.TRAIN, step * options.demonstrations, options.demonstrations)
             if not groups:
                 continue
-            batch = _imitated(groups, config.trainer.token_budget, trainer.width)
+            batch = imitated(groups, token_budget=config.trainer.token_budget, width=trainer.width)
             losses = trainer.backward(batch, IMITATION)
             rate = config.optimizer.learning_rate * schedule.factor(step)
             norm = trainer.optimizer_step(learning_rate=rate).grad_norm
@@ -142,30 +134,9 @@ def fine_tune(config: RunConfig, options: FineTuneOptions, *, output: Path, say:
     say(f"{output}: validation loss {before:.4f} before, {after:.4f} after {options.steps} steps")
 
 
-def _demonstration(problem: Problem, tokenizer: ChatTokenizer, index: int) -> RolloutGroup:
-    """Return the right answer to a problem as a group of one rollout."""
-    answer = [*tokenizer.encode(problem.ground_truth), min(tokenizer.eos_token_ids)]
-    turn = Turn(
-        context_token_ids=np.array(tokenizer.encode_chat(problem.messages), np.int32),
-        token_ids=np.array(answer, np.int32),
-        behavior_logprobs=np.zeros(len(answer), np.float32),
-        spans=(VersionSpan(0, len(answer)),),
-    )
-    right = Verdict(outcome=Outcome.CORRECT, reward=1.0)
-    rollout = Rollout(turns=(turn,), verdict=right, finish_reason="stop", temperature=1.0)
-    return RolloutGroup(
-        group_id=f"demonstration-{index}", index=index, domain=problem.domain, actor="", rollouts=(rollout,)
-    )
-
-
-def _imitated(groups: Sequence[RolloutGroup], token_budget: int, width: int) -> list[MicroBatch]:
-    batch = build(groups, objective=IMITATION, token_budget=token_budget, producing=1, width=width)
-    return batch.micro_batches
-
-
 def _loss(trainer: Trainer, groups: Sequence[RolloutGroup], token_budget: int) -> float:
     """Return the mean of −log π_θ over the tokens of the demonstrations."""
-    batch = _imitated(groups, token_budget, trainer.width)
+    batch = imitated(groups, token_budget=token_budget, width=trainer.width)
     total = sum(
         float(logprobs[each.loss_mask].sum()) for each, logprobs in zip(batch, trainer.forward(batch), strict=True)
     )

@@ -28,6 +28,7 @@ from pipelinerl.config.evaluation import EvaluationSection, EvaluationSetSection
 from pipelinerl.config.layers import merged, overridden
 from pipelinerl.config.learning import (
     CriticSection,
+    ImitationSection,
     KLControlSection,
     ReferenceSection,
     TrainingSection,
@@ -83,6 +84,7 @@ class RunConfig(Section):
     critic: CriticSection | None = None
     kl_control: KLControlSection | None = None
     reference: ReferenceSection | None = None
+    imitation: ImitationSection | None = None
     staleness: StalenessSection = StalenessSection()
     evaluation: EvaluationSection = EvaluationSection()
     evaluations: tuple[EvaluationSetSection, ...] = ()

@@ -15,7 +15,7 @@ from typing import Final, Protocol, final
 
 import numpy as np
 
-from pipelinerl.objective.reward import Bools, Floats, Ints, Parts, Turns
+from pipelinerl.objective.reward import Bools, Floats, Ints, Parts, Scored
 from pipelinerl.objective.tokens import column_of
 
 
@@ -32,27 +32,10 @@ class Advantage(Protocol):
         """Formula of A_{i,t} as text."""
         ...
 
-    def advantages(
-        self,
-        *,
-        rewards: Floats,
-        groups: Ints,
-        lengths: Ints,
-        valid: Bools,
-        columns: Mapping[str, Floats],
-        turns: Turns | None = None,
-        parts: Parts | None = None,
-    ) -> Floats:
+    def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
         """Return the advantage [N] of each sampled token.
 
-        Args:
-            rewards: [B]; any value where not `valid`.
-            groups: [B], index of the rollout's group; any integers.
-            lengths: [B], tokens that the model sampled.
-            valid: [B], False if the verdict is not a judgement.
-            columns: each of `needs`, [N].
-            turns: of the rollouts; None if each is a single turn.
-            parts: of the rewards; None if each is a single term.
+        `columns` has each of `needs`, [N].
         """
         ...
 
@@ -129,22 +112,12 @@ class GroupRelative:
             return f"({difference}) / ({deviation} + {self.epsilon:g}){_DDOF}{end}"
         return (f"({difference}) / {mean}" if self.scale is Scale.MEAN else difference) + end
 
-    def advantages(
-        self,
-        *,
-        rewards: Floats,
-        groups: Ints,
-        lengths: Ints,
-        valid: Bools,
-        columns: Mapping[str, Floats],
-        turns: Turns | None = None,
-        parts: Parts | None = None,
-    ) -> Floats:
+    def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
         """Return the advantage [N] of each sampled token."""
-        if self.credit is Credit.TURNS and turns is not None:
-            return self._of_turns(turns, rewards=rewards, groups=groups, valid=valid)
-        _, index = np.unique(groups, return_inverse=True)
-        known = np.where(valid, rewards, 0.0).astype(np.float64)
+        if self.credit is Credit.TURNS and scored.turns is not None:
+            scored = scored.by_turns(scored.turns)
+        valid, known = scored.valid, scored.known
+        _, index = np.unique(scored.groups, return_inverse=True)
         count = np.bincount(index, weights=valid.astype(np.float64), minlength=1)
         mean = np.bincount(index, weights=known, minlength=1) / np.maximum(count, 1.0)
         difference = np.where(valid, known - mean[index], 0.0)
@@ -158,23 +131,8 @@ class GroupRelative:
             difference = difference / (deviation[index] + self.epsilon)
         elif self.scale is Scale.MEAN:
             difference = np.divide(difference, mean[index], out=np.zeros_like(difference), where=mean[index] > 0)
-        spread = np.repeat(difference, lengths)
-        return whitened(spread, np.repeat(valid, lengths), self.epsilon) if self.scale is Scale.BATCH else spread
-
-    def _of_turns(self, turns: Turns, *, rewards: Floats, groups: Ints, valid: Bools) -> Floats:
-        """Return the advantages [N] with credit by turns: a turn is compared with the same turn of the group's other
-        rollouts.
-        """
-        known = np.where(valid, rewards, 0.0).astype(np.float64)
-        pairs = np.stack([np.repeat(groups, turns.counts), turns.places])
-        _, same_turn = np.unique(pairs, axis=1, return_inverse=True)
-        return replace(self, credit=Credit.EPISODE).advantages(
-            rewards=turns.rewards_to_go(known),
-            groups=same_turn.reshape(-1),
-            lengths=turns.lengths,
-            valid=np.repeat(valid, turns.counts),
-            columns={},
-        )
+        spread = np.repeat(difference, scored.lengths)
+        return whitened(spread, scored.judged, self.epsilon) if self.scale is Scale.BATCH else spread
 
 
 class Metric(StrEnum):
@@ -214,27 +172,16 @@ class GroupFiltered:
         difference = f"{earned} − mean_{group} {others}"
         return f"1[i ∈ S]·({difference}) / (std_{group} {others} + {self.epsilon:g}){end}{_TO_GO if by_turns else ''}"
 
-    def advantages(
-        self,
-        *,
-        rewards: Floats,
-        groups: Ints,
-        lengths: Ints,
-        valid: Bools,
-        columns: Mapping[str, Floats],
-        turns: Turns | None = None,
-        parts: Parts | None = None,
-    ) -> Floats:
+    def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
         """Return the advantage [N] of each sampled token."""
-        known = np.where(valid, rewards, 0.0)
-        preference = -lengths if self.metric is Metric.SHORTEST else known / np.maximum(lengths, 1)
-        kept = np.zeros(valid.shape, dtype=bool)
-        for group in np.unique(groups):
-            members = np.flatnonzero((groups == group) & valid)
+        lengths, shortest = scored.lengths, self.metric is Metric.SHORTEST
+        preference = -lengths if shortest else scored.known / np.maximum(lengths, 1)
+        kept = np.zeros(scored.valid.shape, dtype=bool)
+        for group in np.unique(scored.groups):
+            members = np.flatnonzero((scored.groups == group) & scored.valid)
             kept[members[np.argsort(-preference[members], kind="stable")[: self.keep]]] = True
-        return GroupRelative(epsilon=self.epsilon, credit=self.credit).advantages(
-            rewards=rewards, groups=groups, lengths=lengths, valid=kept, columns=columns, turns=turns
-        )
+        rule = GroupRelative(epsilon=self.epsilon, credit=self.credit)
+        return rule.advantages(replace(scored, valid=kept), columns)
 
 
 @final
@@ -260,27 +207,16 @@ class Decoupled:
         part = f"w_n·(r_{{i,n}} − mean_g r_n) / (std_g r_n + {self.epsilon:g})"
         return f"normalise_batch(Σ_n {part}){_DDOF}"
 
-    def advantages(
-        self,
-        *,
-        rewards: Floats,
-        groups: Ints,
-        lengths: Ints,
-        valid: Bools,
-        columns: Mapping[str, Floats],
-        turns: Turns | None = None,
-        parts: Parts | None = None,
-    ) -> Floats:
+    def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
         """Return the advantage [N] of each sampled token."""
-        alone = Parts(rewards=np.where(valid, rewards, 0.0)[:, None], weights=np.ones((len(rewards), 1)))
-        parts, ones = parts or alone, np.ones(len(rewards), np.int64)
-        rule, total = GroupRelative(epsilon=self.epsilon), np.zeros(len(rewards))
+        known, valid = scored.known, scored.valid
+        parts = scored.parts or Parts(rewards=known[:, None], weights=np.ones((len(known), 1)))
+        one_token = replace(scored, lengths=np.ones(len(known), np.int64))
+        rule, total = GroupRelative(epsilon=self.epsilon), np.zeros(len(known))
         for earned, weights in zip(parts.rewards.T, parts.weights.T, strict=True):
-            has_part = valid & (weights != 0)
-            total += weights * rule.advantages(
-                rewards=earned, groups=groups, lengths=ones, valid=has_part, columns=columns
-            )
-        return np.repeat(whitened(total, valid, self.epsilon), lengths)
+            of_part = replace(one_token, rewards=earned, valid=valid & (weights != 0))
+            total += weights * rule.advantages(of_part, columns)
+        return np.repeat(whitened(total, valid, self.epsilon), scored.lengths)
 
 
 @final
@@ -300,19 +236,9 @@ class Constant:
         """Formula of A_{i,t} as text."""
         return f"{self.value:g}"
 
-    def advantages(
-        self,
-        *,
-        rewards: Floats,
-        groups: Ints,
-        lengths: Ints,
-        valid: Bools,
-        columns: Mapping[str, Floats],
-        turns: Turns | None = None,
-        parts: Parts | None = None,
-    ) -> Floats:
+    def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
         """Return the value for each token [N] of judged rollouts, and 0 for the others."""
-        return np.repeat(np.where(valid, self.value, 0.0), lengths)
+        return np.where(scored.judged, self.value, 0.0)
 
 
 class Whitening(StrEnum):
@@ -351,21 +277,10 @@ class RewardToGo:
         power = "" if self.discount == 1.0 else f"{self.discount:g}^(t'−t)·"
         return _whitening(f"Σ_(t'≥t) {power}r_(t')", self.whitening) + _reward_formula(self.kl, self.credit)
 
-    def advantages(
-        self,
-        *,
-        rewards: Floats,
-        groups: Ints,
-        lengths: Ints,
-        valid: Bools,
-        columns: Mapping[str, Floats],
-        turns: Turns | None = None,
-        parts: Parts | None = None,
-    ) -> Floats:
+    def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
         """Return the advantage [N] of each sampled token."""
-        judged = np.repeat(valid, lengths)
-        earned = token_rewards(rewards, lengths, valid, self.kl, columns, turns if credits_turns(self) else None)
-        returns = discounted(earned, lengths, self.discount) * judged
+        judged, earned = scored.judged, token_rewards(scored, self.kl, columns, self.credit)
+        returns = discounted(earned, scored.lengths, self.discount) * judged
         return whitened(returns, judged, self.epsilon) if self.whitening is Whitening.BATCH else returns
 
 
@@ -398,50 +313,25 @@ class GAE:
         surprise = f",  δ_t = r_t + {factor}V_(t+1) − V_t"
         return _whitening(total, self.whitening) + surprise + _reward_formula(self.kl, self.credit)
 
-    def advantages(
-        self,
-        *,
-        rewards: Floats,
-        groups: Ints,
-        lengths: Ints,
-        valid: Bools,
-        columns: Mapping[str, Floats],
-        turns: Turns | None = None,
-        parts: Parts | None = None,
-    ) -> Floats:
+    def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
         """Return the advantage [N] of each sampled token."""
-        judged = np.repeat(valid, lengths)
-        raw = self._raw(rewards, lengths, valid, columns, turns)
-        return whitened(raw, judged, self.epsilon) if self.whitening is Whitening.BATCH else raw
+        raw = self._raw(scored, columns)
+        return whitened(raw, scored.judged, self.epsilon) if self.whitening is Whitening.BATCH else raw
 
-    def returns(
-        self,
-        *,
-        rewards: Floats,
-        groups: Ints,
-        lengths: Ints,
-        valid: Bools,
-        columns: Mapping[str, Floats],
-        turns: Turns | None = None,
-        parts: Parts | None = None,
-    ) -> Floats:
+    def returns(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
         """Return the critic's targets [N]: the advantage before whitening plus the value; 0 without a judgement.
 
-        This is the TD(λ) return. `groups` and `parts` are unused; they keep the signature equal to that of
-        `advantages`.
+        This is the TD(λ) return.
         """
         values = np.asarray(column_of(columns, "values"), np.float64)
-        return self._raw(rewards, lengths, valid, columns, turns) + values * np.repeat(valid, lengths)
+        return self._raw(scored, columns) + values * scored.judged
 
-    def _raw(
-        self, rewards: Floats, lengths: Ints, valid: Bools, columns: Mapping[str, Floats], turns: Turns | None
-    ) -> Floats:
+    def _raw(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
         values = np.asarray(column_of(columns, "values"), np.float64)
         following = np.append(values[1:], 0.0)[: values.size]
-        following[ends_of(lengths)] = 0.0
-        earned = token_rewards(rewards, lengths, valid, self.kl, columns, turns if credits_turns(self) else None)
-        surprise = earned + self.discount * following - values
-        return discounted(surprise, lengths, self.discount * self.trace) * np.repeat(valid, lengths)
+        following[ends_of(scored.lengths)] = 0.0
+        surprise = token_rewards(scored, self.kl, columns, self.credit) + self.discount * following - values
+        return discounted(surprise, scored.lengths, self.discount * self.trace) * scored.judged
 
 
 def credits_turns(adv: Advantage) -> bool:
@@ -470,23 +360,17 @@ def ends_of(lengths: Ints) -> Ints:
     return np.asarray(np.cumsum(lengths)[lengths > 0] - 1)
 
 
-def token_rewards(
-    rewards: Floats,
-    lengths: Ints,
-    valid: Bools,
-    kl: float,
-    columns: Mapping[str, Floats],
-    turns: Turns | None = None,
-) -> Floats:
+def token_rewards(scored: Scored, kl: float, columns: Mapping[str, Floats], credit: Credit) -> Floats:
     """Return r [N]: the reward at each judged rollout's last token, minus kl·(log π_old − log π_ref) at every token.
 
-    With `turns`, the reward of a turn is at the turn's last token instead, or, if the model sampled none in it, at the
-    last token before; what was given to no turn is at the rollout's last token.
+    With credit by turns, the reward of a turn is at the turn's last token instead, or, if the model sampled none in it,
+    at the last token before; what was given to no turn is at the rollout's last token.
     """
-    earned, known = np.zeros(int(lengths.sum())), np.where(valid, rewards, 0.0)
-    if turns is not None:
+    lengths, turns = scored.lengths, scored.turns
+    earned, known = np.zeros(scored.num_tokens), scored.known
+    if credit is Credit.TURNS and turns is not None:
         owners = np.repeat(np.arange(len(lengths)), turns.counts)
-        given = turns.rewards * valid[owners]
+        given = turns.rewards * scored.valid[owners]
         known = known - np.bincount(owners, weights=given, minlength=len(lengths))
         ends, starts = np.cumsum(turns.lengths), np.cumsum(lengths) - lengths
         seen = ends > starts[owners]

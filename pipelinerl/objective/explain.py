@@ -16,7 +16,7 @@ import numpy as np
 from pipelinerl.errors import UserError
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import to_table
-from pipelinerl.objective.reward import PartReward, Parts, TurnReward, Turns
+from pipelinerl.objective.reward import PartReward, Parts, Scored, TurnReward, Turns
 from pipelinerl.objective.tokens import Tokens
 
 FORMULA: Final = "J = Σ_{i,t} sg[agg · is_weight] · ( sg[adv] · grad1 + grad2 )"
@@ -147,15 +147,15 @@ def factors(objective: PolicyObjective, rollouts: Sequence[ScoredRollout]) -> li
     groups, valid = np.array([one.group for one in rollouts]), np.array([one.judged for one in rollouts])
     recorded = {name: _joined(rollouts, name) for name in ("behavior_logprobs", "logprobs", *sorted(objective.passes))}
     valid, rewards = valid & (lengths > 0), np.array([one.reward for one in rollouts], np.float64)
-    advantages = objective.adv.advantages(
+    scored = Scored(
         rewards=rewards,
         groups=groups,
         lengths=lengths,
         valid=valid,
-        columns={name: recorded[name] for name in objective.adv.needs},
         turns=Turns.of([one.turns or (TurnReward(len(one.tokens)),) for one in rollouts]),
         parts=Parts.of([one.parts for one in rollouts], rewards),
     )
+    advantages = objective.adv.advantages(scored, {name: recorded[name] for name in objective.adv.needs})
     weights = objective.agg.token_weights(lengths=lengths, groups=groups, valid=valid)
     columns = recorded | {
         "loss_mask": np.repeat(valid, lengths),

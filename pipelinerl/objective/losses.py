@@ -22,7 +22,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.objective.explain import ScoredRollout
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
-from pipelinerl.objective.reward import Parts, TurnReward, Turns
+from pipelinerl.objective.reward import Parts, Scored, TurnReward, Turns
 from pipelinerl.objective.tokens import COMPUTED_BY
 
 #: Columns that a caller may give in addition to the log-probs.
@@ -85,17 +85,16 @@ def policy_loss(
     index = _per_rollout("groups", 0 if groups is None else groups, num_rollouts)
     lengths = inside.sum(axis=1)
     sampled = {name: _host(columns[name]).astype(np.float64)[inside] for name in chosen.adv.needs if name in columns}
-    flat = chosen.adv.advantages(
+    scored = Scored(
         rewards=_per_rollout("rewards", rewards, num_rollouts).astype(np.float64),
         groups=index,
         lengths=lengths,
         valid=valid,
-        columns=sampled,
         turns=turns,
         parts=parts,
     )
     advantages = np.zeros(inside.shape)
-    advantages[inside] = flat
+    advantages[inside] = chosen.adv.advantages(scored, sampled)
     weights = chosen.agg.token_weights(lengths=lengths, groups=index, valid=valid)[:, None] * inside
     alike = {name: _like(logprobs, column) for name, column in columns.items()}
     alike |= {"advantages": _like(logprobs, advantages), "weights": _like(logprobs, weights)}

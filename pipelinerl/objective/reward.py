@@ -113,6 +113,53 @@ class Parts:
         return cls(rewards=table[0], weights=table[1])
 
 
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """The rollouts of a step as advantages and weights see them, [B] each.
+
+    Attributes:
+        rewards: after shaping; any value where not `valid`.
+        groups: index of each rollout's group; any integers.
+        lengths: tokens that the model sampled.
+        valid: False if the verdict is not a judgement, or there is nothing to train on.
+        turns, parts: of the rollouts and their rewards; None if each is a single turn, and a single term.
+    """
+
+    rewards: Floats
+    groups: Ints
+    lengths: Ints
+    valid: Bools
+    turns: Turns | None = None
+    parts: Parts | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """N, the number of sampled tokens."""
+        return int(self.lengths.sum())
+
+    @property
+    def known(self) -> Floats:
+        """The rewards, 0 where not `valid`, [B]."""
+        return np.where(self.valid, self.rewards, 0.0).astype(np.float64)
+
+    @property
+    def judged(self) -> Bools:
+        """`valid` of each token's rollout, [N]."""
+        return np.repeat(self.valid, self.lengths)
+
+    def by_turns(self, turns: Turns) -> Scored:
+        """Return each turn as a rollout that earned the reward from there on, grouped with the same turn of others."""
+        pairs = np.stack([np.repeat(self.groups, turns.counts), turns.places])
+        _, same_turn = np.unique(pairs, axis=1, return_inverse=True)
+        return Scored(
+            rewards=turns.rewards_to_go(self.known),
+            groups=same_turn.reshape(-1),
+            lengths=turns.lengths,
+            valid=np.repeat(self.valid, turns.counts),
+        )
+
+
 class NormalizationScope(StrEnum):
     """The rollouts over which a mean or a deviation is computed."""
 

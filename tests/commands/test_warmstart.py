@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelinerl.commands.warmstart import IMITATION, FineTuneOptions, WarmStartOptions, fine_tune, make
+from pipelinerl.commands.warmstart import FineTuneOptions, WarmStartOptions, fine_tune, make
 from pipelinerl.config.recipe import RunConfig, load, parse, to_table
 from pipelinerl.enums import Skill
 from pipelinerl.errors import UserError
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.objective.losses import policy_loss
+from pipelinerl.training.rollouts.demonstrations import IMITATION
 
 
 def options(**changes: object) -> WarmStartOptions:

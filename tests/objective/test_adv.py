@@ -20,7 +20,7 @@ from pipelinerl.objective.adv import (
 )
 from pipelinerl.objective.contradictions import contradictions
 from pipelinerl.objective.presets import resolve
-from pipelinerl.objective.reward import PartReward, Parts, TurnReward, Turns
+from pipelinerl.objective.reward import PartReward, Parts, Scored, TurnReward, Turns
 from pipelinerl.rng import generator
 
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 5.0, 1.0])
@@ -34,6 +34,11 @@ RULES = [
     *(GAE(discount=0.9, kl=0.1, whitening=whitening) for whitening in Whitening),
     Decoupled(),
 ]
+
+
+def computed(rule, *, columns, what="advantages", **rollouts):
+    """Return what a rule makes of these rollouts."""
+    return getattr(rule, what)(Scored(**rollouts), columns)
 
 
 def columns_of(rule, size):
@@ -50,7 +55,7 @@ def per_rollout(tokens, lengths=LENGTHS):
 
 def advantages(rewards=REWARDS, valid=VALID, **fields):
     rule = GroupRelative(**fields)
-    return per_rollout(rule.advantages(rewards=rewards, groups=GROUPS, lengths=LENGTHS, valid=valid, columns={}))
+    return per_rollout(computed(rule, rewards=rewards, groups=GROUPS, lengths=LENGTHS, valid=valid, columns={}))
 
 
 def test_group_relative_with_mean_and_std():
@@ -79,8 +84,8 @@ def test_mean_scale_divides_by_the_success_rate_and_drops_groups_without_success
 
 def decoupled(parts, rewards=REWARDS, valid=VALID):
     terms = None if parts is None else Parts.of([[PartReward(*part) for part in one] for one in parts], rewards)
-    found = Decoupled(epsilon=1e-15).advantages(
-        rewards=rewards, groups=GROUPS, lengths=LENGTHS, valid=valid, columns={}, parts=terms
+    found = computed(
+        Decoupled(epsilon=1e-15), rewards=rewards, groups=GROUPS, lengths=LENGTHS, valid=valid, columns={}, parts=terms
     )
     return per_rollout(found)
 
@@ -121,8 +126,9 @@ def test_unjudged_rollout_does_not_affect_the_others(rule):
     poisoned, judged = REWARDS.copy(), np.repeat(valid, LENGTHS)
     poisoned[2] = np.nan
     columns = columns_of(rule, LENGTHS.sum())
-    got = rule.advantages(rewards=poisoned, groups=GROUPS, lengths=LENGTHS, valid=valid, columns=columns)
-    without = rule.advantages(
+    got = computed(rule, rewards=poisoned, groups=GROUPS, lengths=LENGTHS, valid=valid, columns=columns)
+    without = computed(
+        rule,
         rewards=REWARDS[valid],
         groups=GROUPS[valid],
         lengths=LENGTHS[valid],
@@ -144,12 +150,12 @@ def test_equal_rewards_and_single_rollouts_have_zero_advantage():
 @pytest.mark.parametrize("kind", KINDS)
 def test_empty_and_unjudged_batches_are_accepted(kind):
     rule, none = KINDS[kind](), np.zeros(0, int)
-    empty = rule.advantages(
-        rewards=np.zeros(0), groups=none, lengths=none, valid=np.zeros(0, bool), columns=columns_of(rule, 0)
+    empty = computed(
+        rule, rewards=np.zeros(0), groups=none, lengths=none, valid=np.zeros(0, bool), columns=columns_of(rule, 0)
     )
     assert empty.shape == (0,)
-    unjudged = rule.advantages(
-        rewards=REWARDS, groups=GROUPS, lengths=LENGTHS, valid=~VALID, columns=columns_of(rule, LENGTHS.sum())
+    unjudged = computed(
+        rule, rewards=REWARDS, groups=GROUPS, lengths=LENGTHS, valid=~VALID, columns=columns_of(rule, LENGTHS.sum())
     )
     assert unjudged.shape == (LENGTHS.sum(),) and (unjudged == 0).all()
 
@@ -158,7 +164,7 @@ def test_empty_and_unjudged_batches_are_accepted(kind):
 def test_group_filter_trains_only_the_best_rollouts(metric, kept):
     rewards = np.array([1.0, 0.0, 0.5, 1.0, 5.0, 1.0]) if metric is Metric.SHORTEST else np.array([2.0, 0, 0, 1, 5, 1])
     rule = GroupFiltered(keep=2, metric=metric, epsilon=0.0)
-    got = per_rollout(rule.advantages(rewards=rewards, groups=GROUPS, lengths=LENGTHS, valid=VALID, columns={}))
+    got = per_rollout(computed(rule, rewards=rewards, groups=GROUPS, lengths=LENGTHS, valid=VALID, columns={}))
     first, second, *_ = kept
     expected = np.zeros(6)
     expected[[first, second]] = [1.0, -1.0] if rewards[first] > rewards[second] else [-1.0, 1.0]
@@ -169,7 +175,8 @@ def test_group_filter_trains_only_the_best_rollouts(metric, kept):
 def test_return_is_discounted_reward_minus_future_kl():
     rule = RewardToGo(discount=0.5, kl=0.1)
     columns = {"old_logprobs": np.array([-1.0, -2.0, -3.0]), "ref_logprobs": np.array([-2.0, -2.0, -1.0])}
-    got = rule.advantages(
+    got = computed(
+        rule,
         rewards=np.array([4.0, 1.0]),
         groups=np.array([0, 0]),
         lengths=np.array([2, 1]),
@@ -196,10 +203,10 @@ def test_gae_equals_its_definition_as_loops(whitening):
         surprise = [earned[t] + 0.9 * values[t + 1] - values[t] for t in range(length)]
         wanted += [sum((0.9 * 0.7) ** k * surprise[t + k] for k in range(length - t)) for t in range(length)]
     raw = np.array(wanted)
-    np.testing.assert_allclose(rule.returns(**arguments), raw + columns["values"], rtol=1e-12)
+    np.testing.assert_allclose(computed(rule, what="returns", **arguments), raw + columns["values"], rtol=1e-12)
     if whitening is Whitening.BATCH:
         raw = (raw - raw.mean()) / raw.std()
-    np.testing.assert_allclose(rule.advantages(**arguments), raw, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(computed(rule, **arguments), raw, rtol=1e-10, atol=1e-12)
 
 
 def test_gae_with_trace_one_is_return_minus_value():
@@ -212,14 +219,19 @@ def test_gae_with_trace_one_is_return_minus_value():
         "valid": VALID,
         "columns": {"values": values},
     }
-    np.testing.assert_allclose(rule.advantages(**arguments), np.repeat(REWARDS, LENGTHS) - values, rtol=1e-12)
-    np.testing.assert_allclose(rule.returns(**arguments), np.repeat(REWARDS, LENGTHS), atol=1e-12)
+    np.testing.assert_allclose(computed(rule, **arguments), np.repeat(REWARDS, LENGTHS) - values, rtol=1e-12)
+    np.testing.assert_allclose(computed(rule, what="returns", **arguments), np.repeat(REWARDS, LENGTHS), atol=1e-12)
 
 
 def test_rollouts_without_sampled_tokens_are_skipped():
     lengths = np.array([2, 0, 1, 0])
-    got = RewardToGo().advantages(
-        rewards=np.array([1.0, 9.0, 3.0, 9.0]), groups=np.zeros(4, int), lengths=lengths, valid=lengths > 0, columns={}
+    got = computed(
+        RewardToGo(),
+        rewards=np.array([1.0, 9.0, 3.0, 9.0]),
+        groups=np.zeros(4, int),
+        lengths=lengths,
+        valid=lengths > 0,
+        columns={},
     )
     np.testing.assert_allclose(got, [1.0, 1.0, 3.0])
 
@@ -245,7 +257,7 @@ def by_turns(rewards=TOTALS, valid=None, episodes=EPISODES, groups=EPISODE_GROUP
     lengths = np.array([sum(turn[0] for turn in one) for one in episodes])
     valid = np.ones(len(episodes), bool) if valid is None else valid
     rule = GroupRelative(credit=Credit.TURNS, **fields)
-    tokens = rule.advantages(rewards=rewards, groups=groups, lengths=lengths, valid=valid, columns={}, turns=turns)
+    tokens = computed(rule, rewards=rewards, groups=groups, lengths=lengths, valid=valid, columns={}, turns=turns)
     return per_rollout(tokens, turns.lengths)
 
 
@@ -326,7 +338,8 @@ def test_turns_of_different_agents_are_not_compared():
 def credited(rule, rewards=TOTALS, valid=None, episodes=EPISODES, **columns):
     """Return the tokens' advantages of a rule with credit by turns."""
     lengths = np.array([sum(turn[0] for turn in one) for one in episodes])
-    return rule.advantages(
+    return computed(
+        rule,
         rewards=rewards,
         groups=EPISODE_GROUPS,
         lengths=lengths,

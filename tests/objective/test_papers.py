@@ -11,7 +11,7 @@ import torch
 from pipelinerl.objective.catalogue import PRESETS
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
-from pipelinerl.objective.reward import PartReward, Parts
+from pipelinerl.objective.reward import PartReward, Parts, Scored
 from pipelinerl.objective.tokens import Tokens
 from pipelinerl.rng import generator
 from tests.objective.libraries import LIBRARIES, as_torch, in_numpy, in_torch
@@ -67,17 +67,18 @@ def packed(groups: Groups, objective: PolicyObjective) -> tuple[np.ndarray, dict
         "values": joined([one.values for one in rollouts]),
         "vocab_mean_logprobs": joined([one.everything.detach().mean(dim=1) for one in rollouts]),
     }
-    sampled_only["advantages"] = objective.adv.advantages(
+    scored = Scored(
         rewards=np.array([one.reward for one in rollouts]),
         groups=index,
         lengths=lengths,
         valid=valid,
-        columns={name: sampled_only[name] for name in objective.adv.needs},
         parts=Parts.of(
             [[PartReward(str(n), *part) for n, part in enumerate(one.parts)] for one in rollouts],
             np.zeros(len(rollouts)),
         ),
     )
+    known = {name: sampled_only[name] for name in objective.adv.needs}
+    sampled_only["advantages"] = objective.adv.advantages(scored, known)
     weights = objective.agg.token_weights(lengths=lengths, groups=index, valid=valid)
     sampled_only["weights"] = np.repeat(weights, lengths)
     mask = np.concatenate([np.arange(PROMPT + length) >= PROMPT for length in lengths])

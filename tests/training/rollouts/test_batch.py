@@ -16,7 +16,7 @@ from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.adv import GroupRelative
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import PRESETS, resolve
-from pipelinerl.objective.reward import RewardShaping
+from pipelinerl.objective.reward import RewardShaping, Scored
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.rollouts.batch import build, teacher
 from pipelinerl.training.rollouts.packing import WeightedRollout, pack
@@ -92,7 +92,7 @@ def test_leaving_out_idle_rollouts_changes_nothing(name: str, model: Path) -> No
     rewards = np.array([r.verdict.reward for r in rollouts])
     lengths = np.array([r.num_sampled_tokens for r in rollouts])
     valid = np.array([r.verdict.outcome.is_judgement for r in rollouts])
-    advantages = objective.adv.advantages(rewards=rewards, groups=index, lengths=lengths, valid=valid, columns={})
+    advantages = objective.adv.advantages(Scored(rewards=rewards, groups=index, lengths=lengths, valid=valid), {})
     weights = objective.agg.token_weights(lengths=lengths, groups=index, valid=valid)
     packed_whole = pack(
         [
@@ -194,7 +194,7 @@ def test_parts_of_rewards_reach_the_advantages_with_the_weights_of_the_domain() 
     assert group_of_equals.rollouts[0].verdict.reward == group_of_equals.rollouts[1].verdict.reward == 1.0
     scored = batch.scored.parts
     assert scored is not None and scored.weights.tolist() == [[2.0, -1.0], [2.0, -1.0]]
-    advantages = resolve("gdpo").adv.advantages(**batch.scored.arguments({}))
+    advantages = resolve("gdpo").adv.advantages(batch.scored, {})
     assert advantages[0] == pytest.approx(1.0, abs=1e-5) and advantages[-1] == pytest.approx(-1.0, abs=1e-5)
     assert teacher(resolve("gdpo"), shaping, Truncated.TRAIN)(group_of_equals), "the parts differ"
     assert not teacher(resolve("grpo"), shaping, Truncated.TRAIN)(group_of_equals)

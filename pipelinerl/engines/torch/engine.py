@@ -12,7 +12,6 @@ from pipelinerl.engines.external.worker.own_process import endpoints_of
 from pipelinerl.engines.memory_budget import DeviceMemory, EngineBudget, budget_of
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.forward import ForwardKind, load_for_decoding
-from pipelinerl.engines.torch.row_cache import CacheShape
 from pipelinerl.engines.torch.runner import TorchRunner
 from pipelinerl.errors import ModelError
 from pipelinerl.models.model_shape import read_shape
@@ -59,10 +58,9 @@ def load_runner(
     config: Any = model.config
     text = config.get_text_config()
     options.check_context(getattr(text, "max_position_embeddings", None))
-    options.check_cache(CacheShape.of(text, options).num_bytes(dtype), allowed=cache_bytes)
     if options.head_precision is HeadPrecision.FP32:
         torch_head.to_fp32(model, served=dtype)
-    runner = TorchRunner(model, options, forward=forward)
+    runner = TorchRunner(model, options, forward=forward, cache_bytes=cache_bytes)
     if device.type == "cuda":
         _budget(runner, options).check(_memory_of(device, share), context_length=options.context_length)
     runner.warm_up()

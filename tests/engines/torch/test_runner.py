@@ -20,7 +20,7 @@ from pipelinerl import rng
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.torch.decoder import LlamaForward
 from pipelinerl.engines.torch.forward import ForwardKind, ModuleForward, forward_of, load_for_decoding
-from pipelinerl.engines.torch.row_cache import DecodePlan
+from pipelinerl.engines.torch.page_cache import DecodePlan
 from pipelinerl.engines.torch.runner import TorchRunner
 from pipelinerl.errors import ModelError
 from tests.fakes.engine_options import engine_options

@@ -67,6 +67,8 @@ class LoopTotals:
     aborted_sequences: int = 0
     decode_steps: int = 0
     occupied_slot_steps: int = 0
+    put_back: int = 0
+    """Times that a running sample was put back because the cache had no room for its next token."""
     busy_s: float = 0.0
     """Seconds that the loop spent on work: prompts, decode steps and commits."""
 

@@ -47,6 +47,8 @@ class BlockSections:
         to_sums: i64 [n · K · H · G], for each block of each row the place of its weighted values.
         shared: i64 [S], the blocks of the second section, and `shared_queries` i64 [S · H · M] the row and head of
             each query; None if no block is shared.
+        only: i64 [K], the block of each row if every row has a single block of its own; the rows then stay in the order
+            of their blocks from queries to results, and the three index tensors are empty.
     """
 
     selected: Tensor | None
@@ -57,6 +59,7 @@ class BlockSections:
     to_sums: Tensor
     shared: Tensor | None
     shared_queries: Tensor | None
+    only: Tensor | None = None
 
     @classmethod
     def of(cls, table: NDArray[np.int64], counts: NDArray[np.int64], *, heads: int, group: int) -> BlockSections:
@@ -75,6 +78,12 @@ class BlockSections:
         count = len(firsts)
         is_first = firsts[blocks] == np.arange(len(blocks))
         owners = np.maximum(firsts, 0)
+        if width == 1 and is_first.all():
+            none, own = torch.empty(0, dtype=torch.int64), torch.from_numpy(blocks)
+            return cls(
+                selected=selected, num_blocks=count, queries=torch.from_numpy(rows[owners]), to_rows=none, to_blocks=none,
+                to_sums=none, shared=None, shared_queries=None, only=own,
+            )  # fmt: skip
         heads_of, groups_of = np.arange(heads), np.arange(group)
         each = np.arange(per_block)
         to_blocks = ((rows[owners, None] * per_block + each) * width + columns[owners, None]).reshape(-1)
@@ -124,6 +133,14 @@ class BlockSections:
             blocks[: self.num_blocks] if self.selected is None else blocks.index_select(0, self.selected)
             for blocks in (keys, values)
         )
+        if self.only is not None:
+            scores = query.new_empty(first, size)
+            _products(query.index_select(0, self.queries), keys.transpose(2, 3), scores, scale)
+            scores = scores.view(-1, heads, group, size)
+            if softcap is not None:
+                scores = torch.tanh(scores / softcap) * softcap
+            weights = scores.add_(mask.index_select(0, self.queries)).softmax(dim=-1)
+            return torch.matmul(weights, values).index_select(0, self.only)
         in_all = len(self.to_blocks)
         scores = query.new_empty(in_all, size)
         _products(query.index_select(0, self.queries), keys.transpose(2, 3), scores[:first], scale)

@@ -146,6 +146,18 @@ class CacheShape:
         return 2 * self.layers * self.heads * self.size * self.head_dim * dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """The part of `DecodePlan` that does not depend on positions, for a state of the table and of duplicate rows."""
+
+    changes: int
+    key: tuple[int, bytes]
+    table: Tensor
+    sections: BlockSections | None
+    first: Tensor | None
+    of_row: Tensor | None
+
+
 @final
 class PageCache:
     """Keys and values [blocks, heads, size, head_dim] of each layer.
@@ -167,7 +179,8 @@ class PageCache:
         self._keys = [torch.zeros(sizes, dtype=dtype, device=device) for _ in range(shape.layers)]
         self._values = [torch.zeros(sizes, dtype=dtype, device=device) for _ in range(shape.layers)]
         self._heads = np.arange(shape.heads)
-        self._sections: tuple[object, BlockSections] | None = None
+        self._rows = np.arange(len(table.counts))
+        self._layout: _Layout | None = None
         self.plan: PrefillPlan | DecodePlan
 
     def plan_prefill(
@@ -199,38 +212,47 @@ class PageCache:
     def plan_decode(self, positions: NDArray[np.int64], alike: DuplicateRows | None = None) -> DecodePlan:
         """Plan a forward of rows 0..B-1 at `positions` [B], which computes each set of `alike` rows once."""
         size, table, batch = self._shape.size, self.table, len(positions)
-        if self.reading is Reading.IN_PLACE and (copies := table.gather()) is not None:
-            self.copy(copies)
-        blocks = positions // size
-        width = int(blocks.max()) + 1
-        entries = self._entries(table.table[np.arange(batch), blocks], positions % size)
-        fed = slice(0, batch) if alike is None else alike.first
-        counts = table.counts[fed]
-        own = table.table[fed, :width]
-        own = np.where(np.arange(width) < counts[:, None], own, own[:, :1])
+        layout = self._layout_of(batch, alike)
+        entries = self._entries(table.table[self._rows[:batch], positions // size], positions % size)
+        fed = positions if alike is None else positions[alike.first]
         self.plan = DecodePlan(
-            positions=self._to(positions[fed])[:, None],
+            positions=self._to(fed)[:, None],
             entries=entries,
-            table=self._to(own),
-            length=width * size,
+            table=layout.table,
+            length=layout.table.shape[1] * size,
             reading=self.reading,
-            sections=self._sections_of(own, counts, alike) if self.reading is Reading.IN_PLACE else None,
-            first=None if alike is None else self._to(alike.first),
-            of_row=None if alike is None else self._to(alike.of_row),
+            sections=layout.sections,
+            first=layout.first,
+            of_row=layout.of_row,
         )
         return self.plan
 
-    def _sections_of(
-        self, own: NDArray[np.int64], counts: NDArray[np.int64], alike: DuplicateRows | None
-    ) -> BlockSections:
-        """Return the sections of a step, those of the last step if the blocks of all rows are the same."""
-        shape = self._shape
+    def _layout_of(self, batch: int, alike: DuplicateRows | None) -> _Layout:
+        """Return the tensors that stay the same while rows 0..batch-1 keep their blocks and their duplicates."""
+        table, known = self.table, self._layout
+        key = (batch, b"" if alike is None else alike.of_row.tobytes())
+        if known is not None and known.changes == table.changes and known.key == key:
+            return known
+        if self.reading is Reading.IN_PLACE and (copies := table.gather()) is not None:
+            self.copy(copies)
+        fed = slice(0, batch) if alike is None else alike.first
+        counts = table.counts[fed]
+        width = int(counts.max())
+        own = table.table[fed, :width]
+        own = np.where(np.arange(width) < counts[:, None], own, own[:, :1])
         self._reserve(int(own.max()) + 1)
-        key = (self.table.changes, len(own), None if alike is None else alike.first.tobytes())
-        if self._sections is None or self._sections[0] != key:
+        sections, shape = None, self._shape
+        if self.reading is Reading.IN_PLACE:
             sections = BlockSections.of(own, counts, heads=shape.heads, group=shape.query_heads // shape.heads)
-            self._sections = (key, sections)
-        return self._sections[1]
+        self._layout = _Layout(
+            changes=table.changes,
+            key=key,
+            table=self._to(own),
+            sections=sections,
+            first=None if alike is None else self._to(alike.first),
+            of_row=None if alike is None else self._to(alike.of_row),
+        )
+        return self._layout
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from inference_contract.weights import WeightLayout
-from pipelinerl.engines.batching.model_runner import CacheRoom, ModelRunner, Prefill, RowState
-from pipelinerl.engines.batching.sample_loop import RouteLog
+from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState
+from pipelinerl.engines.batching.sample_loop import CacheRoom, RouteLog
 from pipelinerl.engines.batching.sequence import TopTokens
 from tests.patience import PATIENCE_S
 

@@ -14,7 +14,7 @@ request and every commit is answered, however the thread ends.
 
 A request for which the model has no finite distribution is rejected alone: its token is never delivered, and none of
 its values stay in the cache. If a paged cache has no block for a row's next token, the sequence with the fewest tokens
-is put back until there is room. It keeps its tokens, and the serving weights compute its cache again.
+is preempted. It keeps its tokens; as soon as there is room, the serving weights compute its cache again.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class DecodeLoop:
     def _step(self) -> None:
         running = self._scheduler.running
         while not self._runner.reserve(len(running)):
-            self._put_back(min(range(len(running)), key=lambda row: len(running[row].context)))
+            self._preempt(min(range(len(running)), key=lambda row: len(running[row].context)))
         token_ids, logprobs = self._runner.decode(len(running))
         self.totals.decode_steps += 1
         self.totals.occupied_slot_steps += len(running)
@@ -318,11 +318,11 @@ class DecodeLoop:
                     self._count(request, -1)
         return finished
 
-    def _put_back(self, row: int) -> None:
+    def _preempt(self, row: int) -> None:
         """Make the sequence in `row` wait for room in the cache."""
-        self.totals.put_back += 1
+        self.totals.preemptions += 1
         with self._changed:
-            moves = self._scheduler.put_back(row)
+            moves = self._scheduler.preempt(row)
         self._free([row], moves)
 
     def _report(self, step: list[Delivery]) -> None:
@@ -340,7 +340,7 @@ class DecodeLoop:
 
     def _commit_if_due(self) -> None:
         commit, running = self._commit, self._scheduler.running
-        if commit is None or (commit.on_update is OnUpdate.DRAIN and (running or self._scheduler.any_put_back)):
+        if commit is None or (commit.on_update is OnUpdate.DRAIN and (running or self._scheduler.any_preempted)):
             return
         start = time.perf_counter()
         if commit.on_update is OnUpdate.ABORT:
@@ -359,7 +359,7 @@ class DecodeLoop:
 
     def _abort_running(self) -> None:
         with self._changed:
-            waiting = self._scheduler.drop_put_back()
+            waiting = self._scheduler.drop_preempted()
         running = list(self._scheduler.running)
         for sequence in (*running, *waiting):
             sequence.finish_reason = FinishReason.ABORT

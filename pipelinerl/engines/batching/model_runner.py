@@ -65,22 +65,6 @@ class RowState:
     sampled: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class CacheRoom:
-    """The blocks of a paged cache.
-
-    Attributes:
-        blocks: the number of all blocks, of `size` tokens each.
-        free: those that rows may still take, blocks kept for later prompts included.
-        reused_tokens: tokens of prompts whose keys and values were found in the cache, since the start.
-    """
-
-    blocks: int
-    free: int
-    size: int
-    reused_tokens: int
-
-
 class ModelRunner(ServedModel, Protocol):
     """A model with room for `slots` sequences, one per row, of at most `context_length` tokens each."""
 
@@ -89,13 +73,8 @@ class ModelRunner(ServedModel, Protocol):
         """The likeliest tokens of the last step, by row; only rows that report likeliest tokens have an entry."""
         ...
 
-    @property
-    def room(self) -> CacheRoom | None:
-        """The room of a paged cache; None if every row has room for the whole context."""
-        ...
-
     def reserve(self, num_rows: int) -> bool:
-        """Make room for the next token of rows 0..num_rows-1; return False if some row must be put back first."""
+        """Make room for the next token of rows 0..num_rows-1; return False if a row must be preempted first."""
         ...
 
     def release(self, rows: Sequence[int]) -> None:

@@ -9,8 +9,8 @@ prefixes, and are admitted one by one.
 
 When rows end, the last rows move into the holes, so the batch stays dense; each move has a distinct source and target.
 
-If the model's cache is paged (`CacheRoom`), sequences are admitted while their blocks fit. A running sequence may be put
-back when the blocks run out; it keeps its tokens, and is admitted again before any request that waits.
+If the model's cache is paged (`CacheRoom`), sequences are admitted while their blocks fit. A running sequence may be
+preempted when the blocks run out; it keeps its tokens, and is admitted again before any request that waits.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from inference_contract.errors import InvalidRequest, Overloaded
-from pipelinerl.engines.batching.model_runner import CacheRoom
+from pipelinerl.engines.batching.sample_loop import CacheRoom
 from pipelinerl.engines.batching.sequence import Request, Sequence
-
 
 #: Of this many sequences that run, one may need a further block before the next admission.
 _SPARE: Final = 8
@@ -96,12 +95,12 @@ class Scheduler:
         self._capacity = capacity
         self._prefill_tokens = prefill_tokens
         self._waiting: deque[Request] = deque()
-        self._put_back: deque[Sequence] = deque()
+        self._preempted: deque[Sequence] = deque()
 
     @property
-    def any_put_back(self) -> bool:
-        """True if a sequence was put back and waits to run again."""
-        return bool(self._put_back)
+    def any_preempted(self) -> bool:
+        """True if a preempted sequence waits to run again."""
+        return bool(self._preempted)
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -116,17 +115,17 @@ class Scheduler:
         self.num_waiting += samples
 
     def admit(self, room: CacheRoom | None = None, *, new: bool = True) -> list[Admission]:
-        """Give free rows to sequences that were put back, then, if `new`, to waiting requests: lowest `priority` first,
-        then the longest waiting.
+        """Give free rows to preempted sequences, then, if `new`, to waiting requests: lowest `priority` first, then the
+        longest waiting.
 
         `room` bounds the blocks that they take; the first sequence of an idle engine always fits.
         """
         admissions: list[Admission] = []
         budget, blocks = self._prefill_tokens, _Blocks(room, running=len(self.running))
-        while self._put_back and len(self.running) < self._capacity.running:
-            if not blocks.take(len(self._put_back[0].context), 1):
+        while self._preempted and len(self.running) < self._capacity.running:
+            if not blocks.take(len(self._preempted[0].context), 1):
                 return admissions
-            sequence = self._put_back.popleft()
+            sequence = self._preempted.popleft()
             budget -= len(sequence.context)
             self.num_waiting -= 1
             self.running.append(sequence)
@@ -146,16 +145,16 @@ class Scheduler:
                 self._waiting.popleft()
         return admissions
 
-    def put_back(self, row: int) -> Moves:
+    def preempt(self, row: int) -> Moves:
         """Make the sequence in `row` wait for room in the cache; return the moves that fill the hole."""
-        self._put_back.append(self.running[row])
+        self._preempted.append(self.running[row])
         self.num_waiting += 1
         return self.retire([row])
 
-    def drop_put_back(self) -> list[Sequence]:
-        """Remove and return the sequences that were put back."""
-        dropped = list(self._put_back)
-        self._put_back.clear()
+    def drop_preempted(self) -> list[Sequence]:
+        """Remove and return the preempted sequences."""
+        dropped = list(self._preempted)
+        self._preempted.clear()
         self.num_waiting -= len(dropped)
         return dropped
 
@@ -177,17 +176,17 @@ class Scheduler:
         if request.started < len(request.sequences) and request in self._waiting:
             self._waiting.remove(request)
             self.num_waiting -= len(request.sequences) - request.started
-        kept = [sequence for sequence in self._put_back if sequence.request is not request]
-        self.num_waiting -= len(self._put_back) - len(kept)
-        self._put_back = deque(kept)
+        kept = [sequence for sequence in self._preempted if sequence.request is not request]
+        self.num_waiting -= len(self._preempted) - len(kept)
+        self._preempted = deque(kept)
         return [row for row, sequence in enumerate(self.running) if sequence.request is request]
 
     def withdraw_all(self) -> list[Request]:
         """Drop everything; return every request that had not ended."""
         requests = {id(request): request for request in self._waiting}
-        requests.update({id(sequence.request): sequence.request for sequence in (*self.running, *self._put_back)})
+        requests.update({id(sequence.request): sequence.request for sequence in (*self.running, *self._preempted)})
         self._waiting.clear()
-        self._put_back.clear()
+        self._preempted.clear()
         self.running.clear()
         self.num_waiting = 0
         return list(requests.values())
@@ -213,7 +212,7 @@ class Scheduler:
 class _Blocks:
     """The blocks that one call of `admit` may still give out.
 
-    A part of them is left to the sequences that run, so that they are not put back at once.
+    A part of them is left to the sequences that run, so that they are not preempted at once.
     """
 
     def __init__(self, room: CacheRoom | None, *, running: int) -> None:

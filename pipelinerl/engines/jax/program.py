@@ -99,7 +99,7 @@ def clear(cache: Cache, rows: Array, count: Array) -> Cache:
 
     def one(i: Array, cache: Cache) -> Cache:
         length = cache.keys.shape[2]
-        return Cache(*(_put(entries, jnp.zeros_like(_row(entries, 0, length)), rows[i]) for entries in cache))
+        return Cache(*(_put(entries, jnp.zeros_like(_row(entries, rows[i], length)), rows[i]) for entries in cache))
 
     return lax.fori_loop(0, count, one, cache)
 

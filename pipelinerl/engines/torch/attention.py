@@ -15,7 +15,7 @@ from torch.nn.attention import varlen as torch_varlen
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from pipelinerl.engines.torch.page_cache import DecodePlan, PrefillPlan, Reading, in_order
+from pipelinerl.engines.torch.page_cache import DecodePlan, PrefillPlan, CacheReading, in_order
 from pipelinerl.errors import ModelError
 
 NAME: Final = "pipelinerl_rows"
@@ -67,7 +67,7 @@ def attend_decode(
 ) -> Tensor:
     """Attend with one query per fed row [K, Hq, 1, D] over blocks [N, H, size, D] → [K, 1, Hq, D]."""
     rows, q_heads, _, head_dim = query.shape
-    if plan.reading is Reading.KERNEL and softcap is None:
+    if plan.reading is CacheReading.KERNEL and softcap is None:
         out = _attend_blocks(query[:, :, 0], keys, values, plan, window, scale)
         return out.view(rows, 1, q_heads, head_dim)
     mask = plan.mask(window, query.dtype)
@@ -90,7 +90,7 @@ def _attend_blocks(
 ) -> Tensor:
     """Attend with queries [K, Hq, D] by torch's kernel, which reads blocks [N, H, size, D] by their table."""
     used, starts, table = plan.for_kernel
-    return torch_varlen.varlen_attn(
+    out = torch_varlen.varlen_attn(
         query,
         keys.transpose(1, 2),
         values.transpose(1, 2),
@@ -104,17 +104,19 @@ def _attend_blocks(
         seqused_k=used,
         block_table=table,
     )
+    assert isinstance(out, Tensor), "without return_aux the kernel returns one tensor"
+    return out
 
 
-def reading_for(device: torch.device, dtype: torch.dtype) -> Reading:
+def reading_for(device: torch.device, dtype: torch.dtype) -> CacheReading:
     """Return how a decode step reads the blocks on `device` in `dtype`.
 
     The kernel needs `block_table`, which torch has from 2.12 on. It has not been run on a GPU here.
     """
     if device.type == "cpu":
-        return Reading.IN_PLACE if dtype is torch.float32 else Reading.GATHERED
+        return CacheReading.IN_PLACE if dtype is torch.float32 else CacheReading.GATHERED
     can = "block_table" in inspect.signature(getattr(torch_varlen, "varlen_attn", reading_for)).parameters
-    return Reading.KERNEL if can and dtype in (torch.bfloat16, torch.float16) else Reading.GATHERED
+    return CacheReading.KERNEL if can and dtype in (torch.bfloat16, torch.float16) else CacheReading.GATHERED
 
 
 def attend_prefill(

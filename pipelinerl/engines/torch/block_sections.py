@@ -64,7 +64,7 @@ class BlockSections:
     @classmethod
     def of(cls, table: NDArray[np.int64], counts: NDArray[np.int64], *, heads: int, group: int) -> BlockSections:
         """Return the sections of rows with the blocks `table` [K, n], of which the first `counts` [K] are a row's."""
-        (rows_n, width), per_block = table.shape, heads * group
+        width, per_block = table.shape[1], heads * group
         rows, columns = (np.arange(width) < counts[:, None]).nonzero()
         blocks = table[rows, columns]
         last = int(table.max()) + 1
@@ -81,9 +81,16 @@ class BlockSections:
         if width == 1 and is_first.all():
             none, own = torch.empty(0, dtype=torch.int64), torch.from_numpy(blocks)
             return cls(
-                selected=selected, num_blocks=count, queries=torch.from_numpy(rows[owners]), to_rows=none, to_blocks=none,
-                to_sums=none, shared=None, shared_queries=None, only=own,
-            )  # fmt: skip
+                selected=selected,
+                num_blocks=count,
+                queries=torch.from_numpy(rows[owners]),
+                to_rows=none,
+                to_blocks=none,
+                to_sums=none,
+                shared=None,
+                shared_queries=None,
+                only=own,
+            )
         heads_of, groups_of = np.arange(heads), np.arange(group)
         each = np.arange(per_block)
         to_blocks = ((rows[owners, None] * per_block + each) * width + columns[owners, None]).reshape(-1)
@@ -145,7 +152,7 @@ class BlockSections:
         scores = query.new_empty(in_all, size)
         _products(query.index_select(0, self.queries), keys.transpose(2, 3), scores[:first], scale)
         if self.shared is not None and self.shared_queries is not None:
-            several = query.view(-1, group, head_dim).index_select(0, self.shared_queries)
+            several = query.reshape(-1, group, head_dim).index_select(0, self.shared_queries)
             several = several.view(len(self.shared), heads, -1, head_dim)
             _products(several, keys.index_select(0, self.shared).transpose(2, 3), scores[first:], scale)
         scores = scores.index_select(0, self.to_rows).view(rows, heads, group, -1)

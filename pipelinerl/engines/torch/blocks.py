@@ -7,7 +7,7 @@ tokens are filed alike: the next turn of an episode finds the whole conversation
 
 Only blocks computed wholly with the serving weights are filed. `forget`, called at a swap, empties the files: a row in
 flight keeps its blocks, but whatever it computes from then on follows keys and values of older weights, so none of its
-blocks is filed again. A turn that begins after an update therefore recomputes its conversation, exactly as a new prompt.
+blocks is filed again. A turn that begins after an update therefore recomputes its conversation, as a new prompt does.
 
 A filed block without a row is kept until its room is needed; the least recently used one goes first, and the end of a
 beginning before its start. This module holds numbers alone; `PageCache` owns the tensors.
@@ -184,7 +184,7 @@ class BlockTable:
     def gather(self) -> Copies | None:
         """Number the blocks in use from 0 on if they are spread too far; return the copies that this needs.
 
-        Reading all blocks up to the last one in use is then nearly as cheap as reading those in use.
+        CacheReading all blocks up to the last one in use is then nearly as cheap as reading those in use.
         """
         used = self._uses > 0
         last, count = int(used.nonzero()[0][-1]) + 1 if self.in_use else 0, self.in_use

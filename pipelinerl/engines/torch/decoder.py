@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from pipelinerl.engines.torch.attention import attend_decode, attend_prefill
+from pipelinerl.engines.torch.page_cache import DecodePlan, PageCache, PrefillPlan
 from pipelinerl.engines.torch.quantized import QuantizedLinear
-from pipelinerl.engines.torch.page_cache import DecodePlan, PrefillPlan, PageCache
 from pipelinerl.numerics.torch_head import Fp32Head
 
 _FAMILY: Final = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipelinerl.engines.torch import attention as torch_attention
 from pipelinerl.engines.torch.decoder import LlamaForward
-from pipelinerl.engines.torch.page_cache import DecodePlan, PrefillPlan, PageCache
+from pipelinerl.engines.torch.page_cache import DecodePlan, PageCache, PrefillPlan
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import load_model
 from trainer_contract.types import WeightDType

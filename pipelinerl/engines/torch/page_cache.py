@@ -47,7 +47,7 @@ _MOST_LEFT: Final = 7 / 8
 _BEGINNINGS: Final = 2**20
 
 
-class Reading(StrEnum):
+class CacheReading(StrEnum):
     """How a decode step reads the blocks."""
 
     KERNEL = "kernel"
@@ -88,7 +88,7 @@ class DecodePlan:
     entries: Tensor
     table: Tensor
     length: int
-    reading: Reading
+    reading: CacheReading
     sections: BlockSections | None = None
     first: Tensor | None = None
     of_row: Tensor | None = None
@@ -169,7 +169,7 @@ class PageCache:
     is_compileable = False
 
     def __init__(
-        self, shape: CacheShape, table: BlockTable, *, dtype: torch.dtype, device: torch.device, reading: Reading
+        self, shape: CacheShape, table: BlockTable, *, dtype: torch.dtype, device: torch.device, reading: CacheReading
     ) -> None:
         self.table = table
         self.reading = reading
@@ -233,7 +233,7 @@ class PageCache:
         key = (batch, b"" if alike is None else alike.of_row.tobytes())
         if known is not None and known.changes == table.changes and known.key == key:
             return known
-        if self.reading is Reading.IN_PLACE and (copies := table.gather()) is not None:
+        if self.reading is CacheReading.IN_PLACE and (copies := table.gather()) is not None:
             self.copy(copies)
         fed = slice(0, batch) if alike is None else alike.first
         counts = table.counts[fed]
@@ -242,7 +242,7 @@ class PageCache:
         own = np.where(np.arange(width) < counts[:, None], own, own[:, :1])
         self._reserve(int(own.max()) + 1)
         sections, shape = None, self._shape
-        if self.reading is Reading.IN_PLACE:
+        if self.reading is CacheReading.IN_PLACE:
             sections = BlockSections.of(own, counts, heads=shape.heads, group=shape.query_heads // shape.heads)
         self._layout = _Layout(
             changes=table.changes,

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from inference_contract.weights import WeightLayout
-from pipelinerl.engines.batching.model_runner import CacheRoom, Prefill, RowState, RowTable
+from pipelinerl.engines.batching.model_runner import Prefill, RowState, RowTable
+from pipelinerl.engines.batching.sample_loop import CacheRoom
 from pipelinerl.engines.batching.sequence import TopTokens
 from pipelinerl.engines.memory_budget import PREFILL_TOKENS
 from pipelinerl.engines.options import EngineOptions
@@ -41,6 +42,7 @@ class TorchRunner:
     Args:
         model: from `load_for_decoding`; its parameters belong to the runner from now on.
         options: the number of rows, their length, and the storage format of linear layers.
+        weights: of the model, from `served_weights`; None: made here.
         cache_bytes: most memory for keys and values; None: what all rows of the whole context take.
         prefill_tokens: most padded tokens of one prefill forward; a longer prompt runs alone.
 
@@ -53,6 +55,7 @@ class TorchRunner:
         model: nn.Module,
         options: EngineOptions,
         *,
+        weights: TorchWeights | QuantizedWeights | None = None,
         cache_bytes: int | None = None,
         prefill_tokens: int = PREFILL_TOKENS,
         forward: ForwardKind = ForwardKind.AUTO,
@@ -64,8 +67,7 @@ class TorchRunner:
         self.vocab_size = int(text.vocab_size)
         parameter = next(model.parameters())
         self._device = parameter.device
-        native = options.weights is WeightFormat.NATIVE
-        self._weights = TorchWeights(model) if native else QuantizedWeights(model, options.weights)
+        self._weights = weights or served_weights(model, options.weights)
         self._forward = forward_of(model, forward, context_length=options.context_length)
         routing = torch_routers.shape_of(model)
         self.route_log = None if routing is None else torch_routers.TorchRouteLog(model, routing)
@@ -99,11 +101,6 @@ class TorchRunner:
         return self._weights.layout
 
     @property
-    def spare_bytes(self) -> int:
-        """The size of the quantised weights that will not serve, from the first update on; 0 if none are quantised."""
-        return self._weights.spare_bytes
-
-    @property
     def cache_bytes(self) -> int:
         """The most memory that keys and values take."""
         return self._table.num_blocks * self._block_bytes
@@ -112,9 +109,7 @@ class TorchRunner:
     def room(self) -> CacheRoom:
         """The blocks of the cache."""
         table = self._table
-        return CacheRoom(
-            blocks=table.num_blocks, free=table.free, size=table.size, reused_tokens=table.reused_tokens
-        )
+        return CacheRoom(blocks=table.num_blocks, free=table.free, size=table.size, reused_tokens=table.reused_tokens)
 
     # --- rows ----------------------------------------------------------------------------------------------------
 
@@ -231,7 +226,7 @@ class TorchRunner:
         rows, used = self._rows, slice(0, num_rows)
         feeds, positions = rows.feeds[used], rows.positions[used]
         if not self.reserve(num_rows):
-            raise RuntimeError("the cache has no room for the next token; rows are put back before a step")
+            raise RuntimeError("the cache has no room for the next token; preempt a row before the step")
         self._table.tokens[self._all_rows[used], positions] = feeds
         alike = None if self._alike is None else self._alike.step(feeds, positions)
         plan = self._cache.plan_decode(positions, alike)
@@ -280,6 +275,11 @@ class TorchRunner:
         """Make the staged weights current; nothing that older ones computed is reused from now on."""
         self._weights.swap()
         self._table.forget()
+
+
+def served_weights(model: nn.Module, form: WeightFormat) -> TorchWeights | QuantizedWeights:
+    """Return the weights of a model in the format in which they are served."""
+    return TorchWeights(model) if form is WeightFormat.NATIVE else QuantizedWeights(model, form)
 
 
 def _batches(prefills: Sequence[Prefill], limit: int, start: int = 0) -> Iterator[list[Prefill]]:

@@ -15,7 +15,7 @@ from torch.nn.attention import varlen as torch_varlen
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from pipelinerl.engines.torch.page_cache import DecodePlan, PrefillPlan, CacheReading, in_order
+from pipelinerl.engines.torch.page_cache import CacheReading, DecodePlan, PrefillPlan, in_order
 from pipelinerl.errors import ModelError
 
 NAME: Final = "pipelinerl_rows"

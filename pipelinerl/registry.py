@@ -83,6 +83,7 @@ SOURCES: Final[Mapping[str, RegistryEntry]] = {
     "files": RegistryEntry("pipelinerl.data.files.source:open_files"),
     "instructions": RegistryEntry("pipelinerl.data.instructed:open_instructions"),
     "programs": RegistryEntry("pipelinerl.data.generated:open_programs"),
+    "numbered": RegistryEntry("pipelinerl.data.generated:open_numbered"),
     "hub": RegistryEntry("pipelinerl.data.files.hub:open_hub", ("huggingface_hub",), "pip install 'pipelinerl[hub]'"),
 }
 

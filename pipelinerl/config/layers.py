@@ -143,8 +143,10 @@ def _named(tables: list[dict[str, Any]], path: KeyPath, depth: int) -> dict[str,
 _NAME_A_PART: Final = frozenset({"type", "source", "verifier", "function", "filter", "environment"})
 #: Tables of component settings, whose keys only the component understands. The only paths that are resolved in such
 #: tables are those of the source `files`.
-_OF_A_PART: Final = frozenset({"parameters", "options"})
+_OF_A_PART: Final = frozenset({"parameters", "options", "environment_options"})
 _FILES: Final = "files"
+#: Options of `verifiers:` environments that are paths.
+_PATHS_OF_TASKSETS: Final = frozenset({"python", "path"})
 _PATHS: Final = frozenset({"path", "validation_path", "held_out_path"})
 
 
@@ -191,6 +193,10 @@ def _with_files(domain: Any, folder: Path) -> Any:
     if domain.get("source") == _FILES and isinstance(parameters, dict):
         made["parameters"] = {
             key: _absolute(value, folder) if key in _PATHS else value for key, value in parameters.items()
+        }
+    if isinstance(options := domain.get("environment_options"), dict):
+        made["environment_options"] = {
+            key: _absolute(value, folder) if key in _PATHS_OF_TASKSETS else value for key, value in options.items()
         }
     if isinstance(domain.get("command"), list):
         made["command"] = [_file_of_command(part, folder) for part in domain["command"]]

@@ -133,7 +133,7 @@ class ActorSection(Section):
     count: int = Field(default=1, ge=1)
     """Actors that the launcher starts."""
     groups_in_flight: int | None = Field(default=None, ge=1)
-    """Groups in flight per actor; by default twice what fills the engines' slots."""
+    """Groups in flight per actor; by default four times what fills the engines' slots."""
     attempts: int = Field(default=4, ge=1)
     """Attempts per group if weight updates abort its samples."""
     timeout_s: float = Field(default=300.0, gt=0)

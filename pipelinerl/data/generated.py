@@ -1,4 +1,5 @@
-"""Generated problems: additions, programs to write, and the tasks of the library reasoning-gym with their scorers.
+"""Generated problems: additions, programs to write, the tasks of the library reasoning-gym with their scorers, and the
+numbered tasks of an environment.
 
 Validation and held-out problems are distinct; training problems may repeat.
 
@@ -18,10 +19,11 @@ from typing import Annotated, Any, Final, NamedTuple, TypeVar, final
 import msgspec
 import numpy as np
 from msgspec import Meta, Struct
+from numpy.typing import NDArray
 
 from pipelinerl import rng
 from pipelinerl.data.prompts import NO_PROMPTS, Prompts
-from pipelinerl.data.source import Draft, SourceRequest, Split, split_of, to_problem
+from pipelinerl.data.source import Draft, SourceRequest, Split, digest_of, split_of, split_of_digest, to_problem
 from pipelinerl.errors import RecipeError
 from pipelinerl.system import gym_tasks
 from pipelinerl.types import Message, Problem
@@ -281,3 +283,54 @@ def _result(steps: list[tuple[_Operation, int]], number: int) -> int:
     for operation, other in steps:
         number = operation.value(number, other)
     return number
+
+
+class _Numbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    count: Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
+    """Number of tasks."""
+    prompt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    """Text of every problem's message; by default `Task` and the number."""
+
+
+def open_numbered(request: SourceRequest) -> NumberedSource:
+    """Open the source `numbered`. Raises `RecipeError` for invalid parameters, or a split without tasks."""
+    return NumberedSource(parameters_of(request, _Numbers, source="numbered"), request)
+
+
+@final
+class NumberedSource:
+    """The tasks 0 to `count` − 1 of an environment that has its own: a problem is a number, in `metadata["index"]`.
+
+    Splits are disjoint by the hash of the number. Training tasks come in epochs, each in its own order.
+    """
+
+    def __init__(self, numbers: _Numbers, request: SourceRequest) -> None:
+        self._numbers = numbers
+        self._request = request
+        of_split = [each for each in range(numbers.count) if split_of_digest(_digest_of(each)) is request.split]
+        if not of_split:
+            raise RecipeError(
+                f"{request.where}: the {request.split} split has none of {numbers.count} tasks; raise parameters.count"
+            )
+        self._chosen = np.array(of_split, np.int64)
+        self._order: tuple[int, NDArray[np.int64]] = (-1, self._chosen)  # the latest epoch, and its permutation
+
+    def problem(self, index: int) -> Problem:
+        """Return problem `index`. Raises `RecipeError` past the end of a validation or held-out split."""
+        request, (epoch, place) = self._request, divmod(index, len(self._chosen))
+        if epoch and request.split is not Split.TRAIN:
+            raise RecipeError(
+                f"{request.where}: the {request.split} split holds {len(self._chosen)} tasks; ask for fewer by "
+                "evaluation.problems, or raise parameters.count"
+            )
+        if self._order[0] != epoch:
+            noise = rng.generator(request.seed, "numbered", request.split, epoch)
+            self._order = (epoch, noise.permutation(self._chosen))
+        number = int(self._order[1][place])
+        message = Message("user", self._numbers.prompt or f"Task {number}")
+        draft = Draft(messages=(message,), ground_truth="", metadata={"index": number})
+        return request.prompts.dress(to_problem(draft, request.domain, name=str(number)))
+
+
+def _digest_of(number: int) -> int:
+    return int.from_bytes(digest_of(str(number)), "little")

@@ -290,8 +290,10 @@ def _held_out(name: str) -> str:
 
 
 def _domains(history: RunHistory) -> str:
-    rows = domain_rows(history)
-    return _table(DOMAIN_HEAD, rows) if rows else "<p class=none>No step was taken.</p>"
+    rows, episodes = domain_rows(history), episode_rows(history)
+    if not rows:
+        return "<p class=none>No step was taken.</p>"
+    return _table(DOMAIN_HEAD, rows) + (_table(EPISODE_HEAD, episodes) if episodes else "")
 
 
 def _incidents(history: RunHistory) -> str:
@@ -371,6 +373,7 @@ def _short(seconds: float) -> str:
 
 #: The page defines this many colours; further domains appear in the table only.
 _COLOURS: Final = 3
+_CALLS: Final = ("calls_parsed", "tool_errors", "calls_malformed")
 #: Number of last steps that the table covers.
 _STEPS: Final = 10
 
@@ -388,6 +391,32 @@ DOMAIN_HEAD: Final = (
     "stale",
     "verifier",
 )
+
+
+EPISODE_HEAD: Final = (
+    "last steps",
+    "turns",
+    "segments",
+    "seconds outside the model",
+    "calls",
+    "failed",
+    "malformed",
+)
+
+
+def episode_rows(history: RunHistory) -> list[tuple[str, ...]]:
+    """Return a row under `EPISODE_HEAD` per domain of episodes: means per episode, and sums of calls."""
+    rows = []
+    steps = history.steps[-_STEPS:]
+    for name in sorted({name for step in steps for name in _by(step, "by_domain")}):
+        figures = [_by(step, "by_domain")[name] for step in steps if name in _by(step, "by_domain")]
+        if (turns := mean_of(figures, "turns")) is None:
+            continue
+        segments, seconds = mean_of(figures, "segments"), mean_of(figures, "environment_s", weight="episodes")
+        calls = (sum(each.get(kind, 0) for each in figures) for kind in _CALLS)
+        means = ("–" if value is None else f"{value:.3g}" for value in (turns, segments, seconds))
+        rows.append((one_line(name), *means, *(f"{count:,.0f}" for count in calls)))
+    return rows
 
 
 def domain_rows(history: RunHistory) -> list[tuple[str, ...]]:

@@ -170,7 +170,7 @@ def loop_settings(config: RunConfig) -> LoopSettings:
     return LoopSettings(
         micro_batch_tokens=config.trainer.token_budget,
         tokens_per_step=config.training.tokens_per_step,
-        shaping={domain.name: domain.reward.shaping for domain in config.domains if domain.reward is not None},
+        shaping={domain.name: how for domain in config.domains if (how := domain.shaping) is not None},
         truncated=config.training.truncated,
         kl=config.kl_control.controller if config.kl_control else None,
         no_signal=config.training.no_signal or no_signal_of(config.objective),

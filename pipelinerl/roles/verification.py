@@ -142,7 +142,7 @@ def user_code(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.curation.filter is not None:
         yield "curation.filter", config.curation.filter
     for domain in config.domains:
-        if domain.environment is not None:
+        if domain.environment is not None and not domain.is_hosted:
             yield f"domains.{domain.name}.environment", domain.environment
         if domain.source.partition(":")[0] not in registry.SOURCES:
             yield f"domains.{domain.name}.source", domain.source

@@ -26,7 +26,7 @@ CALLED_FROM_OUTSIDE = {
     "pipelinerl/system/connection.py": "uvicorn, the transport and the parser call the methods of a connection",
     "pipelinerl/engines/jax/runner.py": "`num_programs` is the bound that its tests hold the compiler to",
     "pipelinerl/streams/records.py": "dead letters and further columns are read by whoever looks into a stream",
-    "pipelinerl/engines/torch/row_cache.py": "transformers' models call the methods of their cache",
+    "pipelinerl/engines/torch/page_cache.py": "transformers' models call the methods of their cache",
 }
 
 #: Retired names, each with its replacement.

@@ -37,7 +37,10 @@ FIGURES = (
     "reward", "accuracy", "loss", "grad_norm", "learning_rate", "entropy", "ess", "clip_fraction", "length_mean",
     "truncated", "staleness_mean", "staleness_max", "wait_s", "step_s", "publish_wait_s", "waiting_groups",
 )  # fmt: skip
-DOMAIN = ("reward", "accuracy", "length_mean", "truncated", "stale", "verifier_s", "verifier_errors")
+DOMAIN = (
+    "reward", "accuracy", "length_mean", "truncated", "stale", "verifier_s", "verifier_errors",
+    "turns", "environment_s", "tool_errors",
+)  # fmt: skip
 STATUS = RunStatus(
     run="tiny",
     phase=StatusPhase.TRAINING,

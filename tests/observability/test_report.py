@@ -21,6 +21,7 @@ from pipelinerl.observability.report import (
     DOMAIN_HEAD,
     domain_charts,
     domain_rows,
+    episode_rows,
     mean_of,
     outcome,
     render,
@@ -362,3 +363,12 @@ def test_control_characters_in_tags_are_escaped() -> None:
     ]
     ((name, _, reward, *_),) = domain_rows(history({"by_tag": step.by_tag}))
     assert name == "level=\\x1b[2J\\u202e\\n3" and reward == "–, \\x07 –"
+
+
+def test_episodes_have_a_row_per_domain_with_their_calls() -> None:
+    game = {"turns": 2.0, "segments": 1.5, "rollouts": 10, "episodes": 4, "environment_s": 0.5, "calls_parsed": 3}
+    later = game | {"turns": 4.0, "tool_errors": 2, "calls_malformed": 1, "episodes": 12, "environment_s": 1.5}
+    steps = ({"by_domain": {"game": game, "sums": {"rollouts": 5}}}, {"by_domain": {"game": later}})
+    assert episode_rows(history(*steps)) == [("game", "3", "1.5", "1.25", "6", "2", "1")]
+    assert "seconds outside the model" in render(history(*steps), "")
+    assert "seconds outside the model" not in render(history({"by_domain": {"sums": {"rollouts": 5}}}), "")

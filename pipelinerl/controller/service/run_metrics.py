@@ -19,7 +19,10 @@ _TRAINER: Final = (
     "reward", "accuracy", "loss", "grad_norm", "learning_rate", "entropy", "ess", "clip_fraction", "length_mean",
     "truncated", "staleness_mean", "staleness_max", "wait_s", "step_s", "publish_wait_s", "waiting_groups",
 )  # fmt: skip
-_DOMAIN: Final = ("reward", "accuracy", "length_mean", "truncated", "stale", "verifier_s", "verifier_errors")
+_DOMAIN: Final = (
+    "reward", "accuracy", "length_mean", "truncated", "stale", "verifier_s", "verifier_errors",
+    "turns", "environment_s", "tool_errors",
+)  # fmt: skip
 
 
 def run_metrics(status: RunStatus, last_step: Mapping[str, float]) -> str:

@@ -76,6 +76,18 @@ class BigramRunner:
         self._changes = LogitChanges()
         self.top_logprobs: dict[int, TopTokens] = {}
 
+    room = None
+
+    def reserve(self, num_rows: int) -> bool:
+        """Return True: every row has room for the whole context."""
+        return True
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Do nothing: there is no cache."""
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Do nothing: there is no cache."""
+
     def prefill(self, prefills: Sequence[Prefill]) -> None:
         """Do nothing: there is no cache."""
 

@@ -126,6 +126,17 @@ def copy(cache: Cache, sources: Array, targets: Array, count: Array, *, length: 
     return lax.fori_loop(0, count, one, cache)
 
 
+@partial(jax.jit, donate_argnums=0)
+def clear(cache: Cache, rows: Array, count: Array) -> Cache:
+    """Set row `rows[i]` to zero, for i below `count`; `rows` are i32 [S]."""
+
+    def one(i: Array, cache: Cache) -> Cache:
+        length = cache.keys.shape[2]
+        return Cache(*(_put(entries, jnp.zeros_like(_row(entries, rows[i], length)), rows[i]) for entries in cache))
+
+    return lax.fori_loop(0, count, one, cache)
+
+
 @partial(jax.jit, static_argnums=0, static_argnames="length", donate_argnums=2)
 def decode(
     program: DecoderProgram, weights: Weights, cache: Cache, token_ids: Array, positions: Array, *, length: int

@@ -112,6 +112,7 @@ class JaxRunner:
         self._rows = RowTable(self.slots, ids=np.int32)
         self.top_logprobs = _NO_TOP
         self.route_log = None
+        self.room = None
 
     @property
     def layout(self) -> WeightLayout:
@@ -129,6 +130,17 @@ class JaxRunner:
         target.
         """
         self._copy(sources, targets, self._rows.move(sources, targets))
+
+    def reserve(self, num_rows: int) -> bool:
+        """Return True: every row has room for the whole context."""
+        return True
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Do nothing: the next sequence in a row overwrites its cache."""
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Set the cache of `rows` to zero."""
+        self._cache = jax_program.clear(self._cache, self._padded(rows), np.int32(len(rows)))
 
     def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
         """Copy the first `num_tokens` of the cache of row `source` to each of `rows`."""

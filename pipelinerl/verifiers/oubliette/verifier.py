@@ -292,15 +292,15 @@ class PythonTool:
         with contextlib.suppress(SandboxLost):
             await self._opened()
 
-    async def call(self, text: str) -> str:
-        """Run a program and return what the model reads.
+    async def call(self, text: str) -> tuple[str, bool]:
+        """Run a program and return what the model reads, and whether the program failed.
 
         Raises:
             SandboxMissing, SandboxLost: the sandbox failed, which says nothing about the program.
         """
         runner = await self._opened()
         executed = await runner.run(Program("python", text.encode("utf-8", "replace")), b"", self._limits)
-        return _shown(executed.result)
+        return _shown(executed.result), not executed.result.succeeded
 
     async def close(self) -> None:
         """Close every guest."""

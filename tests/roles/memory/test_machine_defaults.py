@@ -94,7 +94,7 @@ def test_files_of_a_resumed_run_are_subtracted_from_its_disk_need(
     disk.refuse_full_disk(config, predicted, place)
 
 
-def test_default_groups_in_flight_fill_all_engine_slots_twice() -> None:
+def test_default_groups_in_flight_fill_all_engine_slots_four_times() -> None:
     sizes = ("engine.slots=64", "engine.count=3", "actor.count=2", "sampling.group_size=8")
-    assert load("tiny", sizes).groups_in_flight == 2 * 3 * 64 // (8 * 2)
+    assert load("tiny", sizes).groups_in_flight == 4 * 3 * 64 // (8 * 2)
     assert load("tiny", [*sizes, "actor.groups_in_flight=5"]).groups_in_flight == 5

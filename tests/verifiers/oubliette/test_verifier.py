@@ -313,16 +313,17 @@ async def tool(sandbox: Sandbox) -> AsyncIterator[PythonTool]:
 
 
 async def test_tool_calls_share_no_state(tool: PythonTool) -> None:
-    assert await tool.call("x = 6\nopen('kept', 'w').write('x')\nprint(x * 7)") == "42"
-    assert "NameError: name 'x' is not defined" in await tool.call("print(x)")
-    assert "No such file" in await tool.call("open('kept')")
-    assert await tool.call("pass") == "(the program printed nothing)"
-    shown = await tool.call("print('a' * 9000)")
+    assert await tool.call("x = 6\nopen('kept', 'w').write('x')\nprint(x * 7)") == ("42", False)
+    shown, has_failed = await tool.call("print(x)")
+    assert "NameError: name 'x' is not defined" in shown and has_failed
+    assert "No such file" in (await tool.call("open('kept')"))[0]
+    assert await tool.call("pass") == ("(the program printed nothing)", False)
+    shown, _ = await tool.call("print('a' * 9000)")
     assert len(shown) < 4100 and "[5000 characters left out]" in shown
 
 
 async def test_limits_of_the_domain_apply_to_tool_calls(tool: PythonTool) -> None:
-    assert "processor time" in await tool.call("while True: pass")
+    assert "processor time" in (await tool.call("while True: pass"))[0]
 
 
 async def test_missing_sandbox_is_an_error_at_start_that_names_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ CHECKED  := --ignore=tests/architecture --durations=20
 PYTEST   := $(QUIET_THREADS) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-fast sandbox browser vllm test-vllm chaos check format bench docs gpu-check lock clean
+.PHONY: help install run test test-fast sandbox browser vllm test-vllm chaos check format bench docs gpu-wheels gpu-check lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,8 +92,31 @@ bench: $(VENV)/.installed-bench ## list the benchmarks, or run: make bench NAME=
 docs: $(VENV)/.installed-docs ## build the documentation into site/, with every link checked
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet && echo "make: open site/index.html"
 
-gpu-check: $(VENV)/.installed-dev ## check every CUDA path on one large NVIDIA GPU
-	@$(BIN)/python -m benchmarks.gpu_check $(ARGS)$(if $(ARGS),, && $(BIN)/python -m pytest -q -n 0 -m gpu tests/engines tests/trainers)
+# Packages that an image with torch, transformers, JAX and Python 3.12 usually lacks, or has in an older version.
+WHEELS := .gpu-wheels
+FOR_GPU := annotated-types fastapi httpcore2 httptools httpx2 huggingface-hub msgspec opentelemetry-api orjson pydantic \
+  pydantic-core starlette transformers truststore typing-inspection uvicorn
+# A machine without a package index has no environment: there the wheels complete the packages of $(PYTHON).
+CARRIED := $(if $(wildcard $(BIN)/python),,$(wildcard $(WHEELS)/*.whl))
+SUPPLY  := $(WHEELS)/site
+
+gpu-wheels: | $(BIN)/python ## fetch wheels into .gpu-wheels, for gpu-check on a machine without a package index
+	@rm -rf $(WHEELS) && mkdir $(WHEELS)
+	@awk -v names="$(FOR_GPU)" 'BEGIN {split(names, all, " "); for (i in all) chosen[all[i]]} \
+	  /^[^ #]/ {split($$0, of, "=="); take = of[1] in chosen} take' requirements/main.txt > $(WHEELS)/packages.txt
+	@$(BIN)/python -m pip download --disable-pip-version-check --quiet --no-deps --only-binary=:all: --dest $(WHEELS) \
+	  --python-version 3.12 --implementation cp $(foreach n,17 24 27 28 31 34,--platform manylinux_2_$(n)_x86_64) \
+	  --platform manylinux2014_x86_64 --requirement $(WHEELS)/packages.txt
+	@[ $$(du -sm $(WHEELS) | cut -f1) -le 64 ] || { echo "make: $(WHEELS) is over 64 MiB" >&2; exit 1; }
+	@du -sh $(WHEELS)
+
+gpu-check: $(if $(CARRIED),$(SUPPLY),$(VENV)/.installed-dev) ## check every CUDA path on one large NVIDIA GPU
+	@$(if $(CARRIED),PYTHONPATH=$(SUPPLY) $(PYTHON),$(BIN)/python) -m benchmarks.gpu_check $(ARGS)
+	@$(if $(ARGS)$(CARRIED),,$(BIN)/python -m pytest -q -n 0 -m gpu tests/engines tests/trainers)
+
+$(SUPPLY): $(CARRIED)
+	@$(PYTHON) -m pip install --disable-pip-version-check --quiet --no-index --no-deps --upgrade --target $@ $(CARRIED)
+	@touch $@
 
 # Locked versions stay while pyproject.toml allows them; delete a line, or the file, to take the newest.
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --generate-hashes \

@@ -24,7 +24,7 @@ from benchmarks.gpu_device import Scale
 from benchmarks.gpu_trainer import random_batch
 from benchmarks.measure import Row
 from pipelinerl.objective.presets import resolve
-from pipelinerl.system.ports import free_ports
+from pipelinerl.system.machine import free_ports
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from trainer_contract.host_weights import copied
 from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec

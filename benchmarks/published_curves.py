@@ -18,10 +18,9 @@ from typing import Final
 from benchmarks.measure import Row, print_table, write_record
 from inference_contract.weights import OnUpdate
 from pipelinerl.simulation.hardware import TrainerTimes
-from pipelinerl.simulation.lengths import HeavyTailedLengths, LengthLaw, ObservedLengths
 from pipelinerl.simulation.prediction import Prediction
 from pipelinerl.simulation.published import PublishedHardware, mean_context, published_hardware
-from pipelinerl.simulation.setting import SimulatedSetting
+from pipelinerl.simulation.setting import HeavyTailedLengths, LengthLaw, ObservedLengths, SimulatedSetting
 from pipelinerl.simulation.simulator import simulate
 from pipelinerl.staleness import StalenessBounds
 

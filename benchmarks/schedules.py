@@ -6,24 +6,45 @@
     RLAX             (16, 32)
     in flight        (1, 8), and running answers continue with new weights: PipelineRL
 
-All arms share code, prompts, noise, objective, number of rollouts, and rollouts per optimizer step. They differ only in
-the keys of their schedule. A cell is a law of answer lengths and a number of rollouts per optimizer step; every arm of
-every cell runs with every seed. No target is set. Seconds are those of whole runs on an otherwise idle machine.
-`--recipe` takes a task whose model is large enough for compute to dominate.
+All arms share code, prompts, noise, objective, number of rollouts, and rollouts per optimizer step. They differ in the
+keys of their schedule and in two choices, which trials with a seed of their own make for each arm: the learning rate,
+among half, once and twice the recipe's, by the reward at the end; and for conventional RL, whose phases have all cores,
+one thread per process, a thread per core, or an engine per core, by seconds. A cell is a law of answer lengths; every
+arm of every cell runs with every seed. Targets: the seconds of `in flight` to a reward, over those of the best
+conventional arm, at most 0.6 with fixed lengths and 0.45 with heavy tails. `--recipe` takes a task whose model is
+large enough for compute to dominate, such as `examples/smollm2/json_facts.toml`. The record is resumable run by run.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
-from benchmarks.arms import Column, Figures, FinishedRun, Job, figures_of, measured, table
-from benchmarks.measure import bootstrap_median
+from benchmarks.arms import (
+    PICTURES,
+    Column,
+    Figures,
+    FinishedRun,
+    Job,
+    by_arm,
+    figures_of,
+    measured,
+    panels,
+    recorded,
+    steps_of,
+    table,
+)
+from benchmarks.measure import RESULTS, bootstrap_median
+from pipelinerl.config.recipe import load
 
 RECIPE: Final = "tiny"
 GENERATIONS: Final = (1, 2, 4, 8)
+_CONVENTIONAL: Final = tuple(f"conventional G = {g}" for g in GENERATIONS)
 #: Rewards whose time is reported.
 TARGETS: Final = (0.6, 0.7)
 _ASYNCHRONOUS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -39,20 +60,29 @@ _WORDS: Final[Mapping[str, tuple[tuple[int, int, float], ...]]] = {
 }
 #: The held-out split has few distinct words of three letters.
 _HELD_OUT: Final = "evaluation.problems=96"
+#: Factors of the recipe's learning rate that trials compare, and how conventional RL may use all cores.
+RATES: Final = (0.5, 1.0, 2.0)
+_CORES: Final = len(os.sched_getaffinity(0))
+PARALLEL: Final = ("launch.threads=1", f"launch.threads={_CORES}", f"engine.count={_CORES}")
+#: The seed of trials, and the share of a run's steps that they take.
+_TRIAL_SEED: Final = 1000
+_TRIAL_STEPS: Final = 0.4
+_TRIALS: Final = ("_cores", "_rates")
+_COLOURS: Final = ("#9aa3b2", "#6b7486", "#454c5a", "#1f2430", "#f2a541", "#18a999", "#8f5bd6", "#2f6fed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """A law of answer lengths, and the rollouts per optimizer step, which all arms of a comparison share."""
+    """A task and law of answer lengths that all arms of a comparison share."""
 
+    recipe: str
     lengths: str
-    rollouts: int
     optimizer_steps: int
 
     @property
     def name(self) -> str:
         """The cell's name in tables."""
-        return f"{self.lengths}, {self.rollouts} rollouts"
+        return f"{Path(self.recipe).stem}, {self.lengths}"
 
     @property
     def changes(self) -> tuple[str, ...]:
@@ -76,16 +106,21 @@ class Schedule:
     keys: tuple[str, ...]
     generation: int = 1
 
-    def changes(self, cell: Cell) -> tuple[str, ...]:
-        """Return the changes of the recipe, in addition to the cell's."""
-        steps = max(1, cell.optimizer_steps // self.generation)
+    @property
+    def conventional(self) -> bool:
+        """Whether generation and training take turns."""
+        return "staleness.k=1" in self.keys
+
+    def changes(self, cell: Cell, *, share: float = 1.0) -> tuple[str, ...]:
+        """Return the changes of the recipe, in addition to the cell's, for a share of the cell's optimizer steps."""
+        rollouts = load(cell.recipe).training.rollouts_per_step
+        steps = max(1, round(cell.optimizer_steps * share) // self.generation)
         return (
-            f"training.rollouts_per_step={cell.rollouts * self.generation}",
+            f"training.rollouts_per_step={rollouts * self.generation}",
             f"training.mini_batches={self.generation}",
             f"run.steps={steps}",
             f"evaluation.interval_steps={steps}",
             f"checkpoint.interval_steps={steps}",
-            f"actor.groups_in_flight={max(64, cell.rollouts * self.generation // 8)}",
             *self.keys,
         )
 
@@ -97,25 +132,29 @@ COLUMNS: Final = (
     Column("seconds", "seconds", ".0f"),
     *(Column(f"seconds to {target}", f"seconds_to_{target}", ".1f") for target in TARGETS),
     Column("tokens/s", "tokens_per_s", ".0f"),
+    Column("engine busy", "engine_busy", ".0%"),
+    Column("trainer busy", "trainer_busy", ".0%"),
     Column("lag", "lag", ".1f"),
     Column("discarded", "discarded", ".1%"),
     Column("ESS", "ess", ".3f"),
-    Column("load", "load", ".1f"),
+    Column("others' processor time", "others", ".0%"),
 )
 
 
 def schedules() -> list[Schedule]:
     """Return every arm."""
-    synchronous = ("staleness.j=1", "staleness.k=1", f"launch.threads={len(os.sched_getaffinity(0))}")
-    conventional = [Schedule(name=f"conventional G = {g}", keys=synchronous, generation=g) for g in GENERATIONS]
+    synchronous = ("staleness.j=1", "staleness.k=1")
+    conventional = [
+        Schedule(name=name, keys=synchronous, generation=g) for name, g in zip(_CONVENTIONAL, GENERATIONS, strict=True)
+    ]
     return [*conventional, *(Schedule(name=name, keys=keys) for name, keys in _ASYNCHRONOUS.items())]
 
 
 def figures(job: Job, run: FinishedRun) -> Figures:
-    """Return `figures_of` the run, its seconds to each reward (None if never reached), and its lag.
+    """Return `figures_of` the run, its seconds to each reward (None if never reached), its lag and what was busy.
 
     `lag` is the mean number of optimizer steps between the weights that sampled a rollout's oldest token and the step
-    that trained it.
+    that trained it. `trainer_busy` is the share of training time that steps take.
     """
     row = figures_of(job, run)
     several = next(each.generation for each in schedules() if each.name == job.arm)
@@ -123,30 +162,91 @@ def figures(job: Job, run: FinishedRun) -> Figures:
     for target in TARGETS:
         reached = (at for at, reward in zip(seconds, rewards, strict=True) if reward >= target)
         row[f"seconds_to_{target}"] = next(reached, None)
-    return row | {"lag": (row["age"] - 1) * several + (several + 1) / 2}
+    return row | {
+        "lag": (row["age"] - 1) * several + (several + 1) / 2,
+        "engine_busy": run.history.median(run.history.engines, "occupancy"),
+        "trainer_busy": sum(steps_of(run.history, "step_s").y) / row["seconds"],
+    }
 
 
-def faster(runs: Sequence[Figures]) -> Mapping[str, Any]:
-    """Return, by cell and arm, the median ratio of seconds to those of conventional G = 1, with its interval."""
-    seconds = {(row["cell"], row["arm"], row["seed"]): row["seconds"] for row in runs}
-    first, ratios = schedules()[0].name, dict[str, dict[str, Any]]()
-    for cell, arm in dict.fromkeys((cell, arm) for cell, arm, _ in seconds):
-        pairs = [
-            value / seconds[cell, first, seed]
-            for (c, a, seed), value in seconds.items()
-            if (c, a) == (cell, arm) and (cell, first, seed) in seconds
-        ]
-        if pairs:
-            ratios.setdefault(cell, {})[arm] = bootstrap_median(pairs).as_dict()
-    return {"seconds_over_conventional": ratios}
+def ratios(runs: Sequence[Figures]) -> Mapping[str, Any]:
+    """Return, by cell and target, each asynchronous arm's seconds to the reward over the best conventional arm's.
+
+    The best arm is the one with the smallest median over its seeds; the ratio is the median over the seeds, paired,
+    with its interval. An arm that never reached the reward with some seed has no ratio.
+    """
+    found: dict[str, Any] = {}
+    for cell, target in product(dict.fromkeys(row["cell"] for row in runs), TARGETS):
+        seconds = {
+            name: [row[f"seconds_to_{target}"] for row in rows]
+            for name, rows in by_arm([row for row in runs if row["cell"] == cell]).items()
+        }
+        whole = {name: times for name, times in seconds.items() if None not in times}
+        best = min(
+            (name for name in whole if name in _CONVENTIONAL), key=lambda name: median(whole[name]), default=None
+        )
+        if best is None:
+            continue
+        found[f"{cell}, reward {target}"] = {"best conventional": best} | {
+            name: bootstrap_median([ours / theirs for ours, theirs in zip(times, whole[best], strict=False)]).as_dict()
+            for name, times in whole.items()
+            if name not in _CONVENTIONAL
+        }
+    return {"seconds_over_best_conventional": found}
 
 
 def cells(*, quick: bool, recipe: str) -> list[Cell]:
-    """Return the grid; a recipe other than the tiny one keeps its own lengths."""
-    laws = tuple(_WORDS) if recipe == RECIPE else ("as the recipe",)
-    if quick:
-        return [Cell(lengths=laws[-1], rollouts=64, optimizer_steps=8)]
-    return [Cell(lengths=law, rollouts=rollouts, optimizer_steps=400) for law in laws for rollouts in (64, 256)]
+    """Return the grid; a recipe other than the tiny one keeps its own lengths and number of steps."""
+    if recipe != RECIPE:
+        return [Cell(recipe=recipe, lengths="as the recipe", optimizer_steps=load(recipe).run.steps)]
+    laws = ("heavy-tailed",) if quick else tuple(_WORDS)
+    return [Cell(recipe=recipe, lengths=law, optimizer_steps=8 if quick else 400) for law in laws]
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """Short runs with a seed of their own, which choose one of several changes for each arm of each cell."""
+
+    name: str
+    candidates: Mapping[tuple[Cell, Schedule], Sequence[tuple[str, ...]]]
+    merit: Callable[[Figures], float]
+
+    def best(self) -> dict[tuple[Cell, Schedule], tuple[str, ...]]:
+        """Run or look up every trial; return the candidate with the most merit for each arm."""
+        jobs = {
+            place: [self._job(*place, changes) for changes in several] for place, several in self.candidates.items()
+        }
+        rows = iter(
+            measured(self.name, [job for each in jobs.values() for job in each], figures, quick=False, judged=False)
+        )
+        merits = {place: [self.merit(next(rows)) for _ in several] for place, several in jobs.items()}
+        return {place: self.candidates[place][each.index(max(each))] for place, each in merits.items()}
+
+    @staticmethod
+    def _job(cell: Cell, arm: Schedule, changes: tuple[str, ...]) -> Job:
+        keys = (*cell.changes, *arm.changes(cell, share=_TRIAL_STEPS), *changes)
+        return Job(arm.name, _TRIAL_SEED, cell.recipe, keys, cell.name)
+
+
+def chosen(name: str, grid: Sequence[Cell], arms: Sequence[Schedule]) -> dict[tuple[Cell, Schedule], tuple[str, ...]]:
+    """Return what trials choose for each arm: how conventional RL uses the cores, then the learning rate."""
+    places = list(product(grid, arms))
+    ways = {place: [(each,) for each in PARALLEL] for place in places if place[1].conventional}
+    cores = Trials(f"{name}_cores", ways, lambda row: -row["seconds"]).best()
+    rates = {
+        (cell, arm): [
+            (*cores.get((cell, arm), ()), f"optimizer.learning_rate={_rate(cell) * factor:g}") for factor in RATES
+        ]
+        for cell, arm in places
+    }
+    return Trials(f"{name}_rates", rates, lambda row: row["reward"]).best()
+
+
+def _rate(cell: Cell) -> float:
+    rate = load(cell.recipe).optimizer.learning_rate
+    if rate is None:
+        raise ValueError(f"{cell.recipe} has no optimizer.learning_rate for the trials to vary; set it")
+    return rate
 
 
 def run(
@@ -157,15 +257,38 @@ def run(
     seeds: Sequence[int] = (0, 1, 2),
     steps: int | None = None,
 ) -> None:
-    """Train every arm of every cell with every seed, print and record."""
+    """Choose each arm's keys by trials, train every arm of every cell with every seed, print and record."""
     grid = [replace(cell, optimizer_steps=steps or cell.optimizer_steps) for cell in cells(quick=quick, recipe=recipe)]
+    arms = schedules()[:: len(GENERATIONS) + 3] if quick else schedules()
+    name = f"schedules_{Path(recipe).stem}"
+    keys = {} if quick else chosen(name, grid, arms)
     jobs = [
-        Job(each.name, seed, recipe, (*cell.changes, *each.changes(cell), *changes), cell.name)
-        for seed in seeds[: 1 if quick else None]
-        for cell in grid
-        for each in (schedules()[:: len(GENERATIONS) + 3] if quick else schedules())
+        Job(
+            arm.name, seed, recipe, (*cell.changes, *arm.changes(cell), *keys.get((cell, arm), ()), *changes), cell.name
+        )
+        for seed, cell, arm in product(seeds[: 1 if quick else None], grid, arms)
     ]
-    runs = measured("schedules", jobs, figures, quick=quick, summary=faster)
+    runs = measured(name, jobs, figures, quick=quick, summary=ratios)
     for cell in grid:
         rows = [row for row in runs if row["cell"] == cell.name]
-        print(f"\nschedules: {recipe}, {cell.name}; mean over the seeds [lowest, highest]\n{table(rows, COLUMNS)}")
+        print(f"\nschedules: {cell.name}; mean over the seeds [lowest, highest]\n{table(rows, COLUMNS)}")
+
+
+def plot(path: Path = PICTURES / "schedules.png") -> Path:
+    """Draw the training reward over seconds of every arm and cell, a line per seed."""
+    records = [
+        recorded(each.stem) for each in sorted(RESULTS.glob("schedules_*.json")) if not each.stem.endswith(_TRIALS)
+    ]
+    rows = [row for record in records for row in record]
+    colours = dict(zip([each.name for each in schedules()], _COLOURS, strict=True))
+
+    def draw(axes: Sequence[Any]) -> None:
+        for panel, cell in zip(axes, dict.fromkeys(row["cell"] for row in rows), strict=False):
+            for name, runs in by_arm([row for row in rows if row["cell"] == cell]).items():
+                for number, row in enumerate(runs):
+                    label = None if number else name
+                    panel.plot(*row["by_seconds"], color=colours[name], linewidth=1.1, alpha=0.85, label=label)
+            panel.set(title=cell, xlabel="seconds of training", ylabel="training reward")
+            panel.legend(frameon=False, fontsize=8)
+
+    return panels(path, draw)

@@ -29,12 +29,10 @@ from pipelinerl.commands.simulation.from_recipe import setting_of
 from pipelinerl.config.recipe import load
 from pipelinerl.observability.events import read_events
 from pipelinerl.observability.run_history import tell
-from pipelinerl.simulation.calibration import ObservedRun, calibrate
+from pipelinerl.simulation.calibration import TRUSTED, Measured, ObservedRun, calibrate, measure, simulated_like
 from pipelinerl.simulation.hardware import Hardware
-from pipelinerl.simulation.lengths import HeavyTailedLengths, ObservedLengths
-from pipelinerl.simulation.measured import TRUSTED, Measured, measure, simulated_like
 from pipelinerl.simulation.prediction import Prediction
-from pipelinerl.simulation.setting import SimulatedSetting
+from pipelinerl.simulation.setting import HeavyTailedLengths, ObservedLengths, SimulatedSetting
 from pipelinerl.simulation.simulator import simulate
 from pipelinerl.staleness import StalenessBounds
 

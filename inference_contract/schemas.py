@@ -509,6 +509,9 @@ class EngineMetrics(Wire):
         last_update_receive_s: seconds that receiving the last weight update took.
         weight_bytes: memory of the weights.
         cache_bytes: memory of the KV cache.
+        cache_used_share: share of the blocks of a paged cache that running sequences hold.
+        reused_prompt_tokens_total: prompt tokens whose keys and values were found in the cache.
+        preemptions_total: times that a running sequence had to wait because the cache was full.
     """
 
     running_sequences: int = 0
@@ -527,5 +530,8 @@ class EngineMetrics(Wire):
     last_update_receive_s: float = 0.0
     weight_bytes: int = 0
     cache_bytes: int = 0
+    cache_used_share: float = 0.0
+    reused_prompt_tokens_total: int = 0
+    preemptions_total: int = 0
     model_version: int = 0
     epoch: int = 0

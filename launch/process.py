@@ -24,8 +24,7 @@ from urllib.parse import unquote, urlsplit
 import httpx
 
 from launch.plan import ProcessSpec
-from pipelinerl.observability.restarts import FORGIVEN_EVERY_S
-from pipelinerl.observability.status import RestartStatus
+from pipelinerl.observability.status import FORGIVEN_EVERY_S, RestartStatus
 from pipelinerl.roles.role import RESTARTED_VARIABLE
 from pipelinerl.system import http_client, tied_process
 

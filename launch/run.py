@@ -31,11 +31,10 @@ from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import Event, read_events
 from pipelinerl.observability.progress import ProgressDisplay
-from pipelinerl.observability.report import write_report
+from pipelinerl.observability.report import summary, write_report
 from pipelinerl.observability.run_history import tell
 from pipelinerl.observability.status import RunStatus
-from pipelinerl.observability.summary import summary
-from pipelinerl.system.ports import free_ports
+from pipelinerl.system.machine import free_ports
 
 POLL_S = 0.5
 

@@ -29,7 +29,7 @@ from launch.cluster.membership import read_members
 from pipelinerl.config.recipe import RunConfig, check_layout, load_run, save, to_table, write_layout
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.observability.events import read_events
-from pipelinerl.observability.redaction import without_secrets
+from pipelinerl.observability.logs import without_secrets
 from pipelinerl.system.files import system_words, write_private
 
 _LOCK = ".lock"

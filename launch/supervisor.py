@@ -38,10 +38,9 @@ from typing import IO, final
 from launch.placement import ROUNDING, Assignment
 from launch.plan import Launch, Plan, ProcessSpec
 from launch.process import Process, State, answers, exit_words
-from pipelinerl.observability.restarts import write_restarts
-from pipelinerl.observability.status import RequestedEngine, RestartStatus, RunStatus
+from pipelinerl.observability.status import RequestedEngine, RestartStatus, RunStatus, write_restarts
 from pipelinerl.roles.role import OnExit
-from pipelinerl.system.ports import free_ports
+from pipelinerl.system.machine import free_ports
 
 _REAPER = Path(__file__).with_name("reaper.py")
 _TICK_S = 0.02

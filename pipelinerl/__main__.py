@@ -14,7 +14,7 @@ def main() -> None:
     if handler is signal.default_int_handler:  # otherwise a background job ignores it, and must keep doing so
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from pipelinerl import cli
-    from pipelinerl.system.process_end import run_process
+    from pipelinerl.system.process import run_process
 
     signal.signal(signal.SIGINT, handler)
     run_process(cli.main)

@@ -38,12 +38,11 @@ from pipelinerl.commands.watch.command_line import watch
 from pipelinerl.config import recipe as recipes
 from pipelinerl.enums import Skill
 from pipelinerl.errors import PipelineError, RecipeError, UserError
-from pipelinerl.observability.redaction import without_secrets
+from pipelinerl.observability.logs import without_secrets
 from pipelinerl.roles.catalogue import ROLES
 from pipelinerl.roles.role import hide_password
 from pipelinerl.system.files import system_words, working_directory
-from pipelinerl.system.garbage import collect_rarely
-from pipelinerl.system.process_end import run_process
+from pipelinerl.system.process import collect_rarely, run_process
 
 if TYPE_CHECKING:
     from pipelinerl.roles.memory.prediction import MemoryPrediction
@@ -300,6 +299,21 @@ def warmstart(
 
 
 @app.command()
+def sft(
+    recipe: Annotated[str, typer.Argument(help="Recipe whose model is trained, on the right answers of its domains.")],
+    output: Annotated[Path, typer.Argument(help="Directory to create for the trained model.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Changes: section.key=value …")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
+    demonstrations: Annotated[int, typer.Option(min=1, help="Demonstrations of each step.")] = 64,
+) -> None:
+    """Fine-tune a recipe's model on right answers, with the recipe's trainer, as a starting point for RL."""
+    from pipelinerl.commands.warmstart import FineTuneOptions, fine_tune
+
+    options = FineTuneOptions(steps=steps, demonstrations=demonstrations)
+    fine_tune(recipes.load(recipe, overrides or []), options, output=output, say=typer.echo)
+
+
+@app.command()
 def mismatch(
     run_dir: RunPath,
     json: Annotated[bool, typer.Option("--json", help="Print every figure and the advice as JSON.")] = False,
@@ -385,6 +399,10 @@ def explain(
         typer.Argument(metavar="PRESET|RECIPE", help="An algorithm or a recipe (default: list the algorithms)."),
     ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: section.key=value …")] = None,
+    compare: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="A B", help="Two algorithms or recipes; shows what each makes of the same rollouts."),
+    ] = None,
     rollout: Annotated[
         list[Path] | None, typer.Option(help="Rollouts (JSON, or a group's record); shows each token's factors.")
     ] = None,
@@ -395,19 +413,25 @@ def explain(
     """Explain an objective: its five slots, formula, cost and source, and its effect on given rollouts."""
     from rich.console import Console
 
-    from pipelinerl.commands.explain import OfRun, catalogue, show
+    from pipelinerl.commands import explain as command
 
+    if compare is not None and choice is not None:
+        raise typer.BadParameter("--compare names both algorithms; leave out the argument")
     if (run is None) != (step is None) or (group is not None and run is None):
         raise typer.BadParameter("--run and --step belong together, and --group to both")
-    if rollout and choice is None:
+    if rollout and choice is None and compare is None:
         raise typer.BadParameter("name an algorithm or a recipe to explain the rollouts with")
-    if choice is None and run is None:
-        catalogue(Console())
+    if choice is None and run is None and compare is None:
+        command.catalogue(Console())
         return
-    of_run = None if run is None or step is None else OfRun(run, step, group)
+    of_run = None if run is None or step is None else command.OfRun(run, step, group)
     if of_run is not None:
         recipes.load_run(of_run.run_dir)  # fail early if the run does not exist
-    show(choice or str(of_run and of_run.recipe), overrides or [], rollout or [], Console(), of_run=of_run)
+    if compare is not None:
+        command.compare(*compare, rollout or [], Console(), of_run=of_run)
+        return
+    chosen = choice or str(of_run and of_run.recipe)
+    command.show(chosen, overrides or [], rollout or [], Console(), of_run=of_run)
 
 
 @app.command()

@@ -328,7 +328,8 @@ class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Totals of one domain's verifier in one actor, since the actor began; `seconds` is the sum over its verdicts.
 
     The `…_in_a_row` counts begin after the last real verdict; `reason` is the newest of the failures. `tool_episodes`
-    counts the episodes that were offered tools; the counts of calls refer to these episodes.
+    counts the episodes that were offered tools; the counts of calls refer to these episodes, and `tool_errors` to calls
+    of the recipe's tools that failed. `environment_s` are the seconds of all episodes outside the model.
     """
 
     judged: int = 0
@@ -341,6 +342,9 @@ class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
     tool_episodes: int = 0
     calls_parsed: int = 0
     calls_malformed: int = 0
+    episodes: int = 0
+    environment_s: float = 0.0
+    tool_errors: int = 0
 
 
 class GroupStages(msgspec.Struct, frozen=True, array_like=True):

@@ -82,13 +82,14 @@ SOURCES: Final[Mapping[str, RegistryEntry]] = {
     "addition": RegistryEntry("pipelinerl.data.generated:open_addition"),
     "files": RegistryEntry("pipelinerl.data.files.source:open_files"),
     "instructions": RegistryEntry("pipelinerl.data.instructed:open_instructions"),
-    "programs": RegistryEntry("pipelinerl.data.programs:open_programs"),
+    "programs": RegistryEntry("pipelinerl.data.generated:open_programs"),
+    "numbered": RegistryEntry("pipelinerl.data.generated:open_numbered"),
     "hub": RegistryEntry("pipelinerl.data.files.hub:open_hub", ("huggingface_hub",), "pip install 'pipelinerl[hub]'"),
 }
 
 #: Functions that inspect the first rows of a source: `(SourceRequest, FirstRows, check) -> Problem | None`.
 LOOKS: Final[Mapping[str, str]] = {
-    "files": "pipelinerl.data.files.first_rows:look_at_files",
+    "files": "pipelinerl.data.files.hub:look_at_files",
     "hub": "pipelinerl.data.files.hub:look_at_hub",
 }
 
@@ -97,7 +98,7 @@ VERIFIERS: Final[Mapping[str, RegistryEntry]] = {
     "math_answer": RegistryEntry("pipelinerl.verifiers.math_answer:MathAnswer"),
     "reasoning_gym": RegistryEntry("pipelinerl.verifiers.reasoning_gym:ReasoningGym", ("reasoning_gym",)),
     "instruction_following": RegistryEntry("pipelinerl.verifiers.instruction_following:InstructionFollowing"),
-    "judge": RegistryEntry("pipelinerl.verifiers.judge.judge:Judge"),
+    "judge": RegistryEntry("pipelinerl.verifiers.judge:Judge"),
     "oubliette": RegistryEntry("pipelinerl.verifiers.oubliette.verifier:Oubliette"),
 }
 

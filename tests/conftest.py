@@ -15,7 +15,7 @@ from tempfile import mkdtemp
 import hypothesis
 import pytest
 
-from pipelinerl.system.addresses import address_towards
+from pipelinerl.system.machine import address_towards
 from tests.collection import pytest_collection, pytest_collection_modifyitems, pytest_make_collect_report  # noqa: F401  hooks
 from tests.open_sessions import left_open
 

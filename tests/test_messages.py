@@ -261,6 +261,9 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
                     tool_episodes=4,
                     calls_parsed=6,
                     calls_malformed=1,
+                    episodes=5,
+                    environment_s=2.5,
+                    tool_errors=2,
                 )
             },
             filtering=VerifierFigures(judged=7),
@@ -283,6 +286,9 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
                     "tool_episodes": 4,
                     "calls_parsed": 6,
                     "calls_malformed": 1,
+                    "episodes": 5,
+                    "environment_s": 2.5,
+                    "tool_errors": 2,
                 }
             },
             "filtering": {
@@ -296,6 +302,9 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
                 "tool_episodes": 0,
                 "calls_parsed": 0,
                 "calls_malformed": 0,
+                "episodes": 0,
+                "environment_s": 0.0,
+                "tool_errors": 0,
             },
             "stages": [[4, 1.0, 1.5, 1.75, "http://a", [[5, 3], [6, 2]]]],
         },

@@ -32,7 +32,7 @@ from launch.hosts import Host
 from launch.plan import Plan, ProcessSpec, processes_of
 from pipelinerl.config.recipe import RunConfig, to_table
 from pipelinerl.errors import UserError
-from pipelinerl.observability.redaction import without_secrets
+from pipelinerl.observability.logs import without_secrets
 
 #: Path of the recipe in a pod.
 RECIPE_FOLDER: Final = "/mnt/recipe"

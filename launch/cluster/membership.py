@@ -28,8 +28,7 @@ from launch.plan import Launch
 from launch.supervisor import RunOutcome, RunResult, Supervisor
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import UserError
-from pipelinerl.observability.restarts import write_restarts
-from pipelinerl.observability.status import RestartStatus
+from pipelinerl.observability.status import RestartStatus, write_restarts
 from pipelinerl.system.files import write_private
 
 #: Seconds between two heartbeats of a node.

@@ -30,6 +30,7 @@ from pipelinerl.actor.group_maker import GroupMaker, MadeRollout
 from pipelinerl.actor.rollouts import RolloutWriter, assemble, shown_problem
 from pipelinerl.actor.stages import StageLog
 from pipelinerl.actor.verifier_tally import VerifierTally
+from pipelinerl.environments.episode import ToolCalls
 from pipelinerl.errors import PipelineError, RecordError
 from pipelinerl.messages import (
     ACTORS_GROUP,
@@ -313,9 +314,9 @@ class _Progress:
         self._actor._tally.note(self._order.problem.domain, judgements)
         self._actor._stages.verified(self._order, spans)
 
-    def called(self, *, parsed: int, malformed: int) -> None:
-        """Count tool calls."""
-        self._actor._tally.note_calls(self._order.problem.domain, parsed=parsed, malformed=malformed)
+    def played(self, calls: ToolCalls, environment_s: float) -> None:
+        """Count an episode."""
+        self._actor._tally.note_episode(self._order.problem.domain, calls, environment_s)
 
 
 def _evaluation(order: PromptOrder, group: RolloutGroup, shown: ShownProblem) -> EvaluationDone:

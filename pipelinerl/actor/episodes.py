@@ -32,6 +32,7 @@ from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswe
 
 if TYPE_CHECKING:
     from pipelinerl.environments.gateway import Gateway, SampleTurn  # needs the server libraries
+    from pipelinerl.environments.tool_loop import Toolbox
 
 log = logging.getLogger("pipelinerl")
 
@@ -67,10 +68,19 @@ class EpisodeDomain:
     limits: EpisodeLimits
     verifier: GroupVerifier | None
     correct_at: float
+    tools: Toolbox | None = None
+
+    async def start(self) -> None:
+        """Start what the first episode would otherwise have to wait for."""
+        await self.player.start()
+        if self.tools is not None:
+            await self.tools.start()
 
     async def close(self) -> None:
-        """Close the player and the verifier."""
+        """Close the player, the tools and the verifier."""
         await self.player.close()
+        if self.tools is not None:
+            await self.tools.close()
         if self.verifier is not None:
             await self.verifier.close()
 
@@ -141,8 +151,9 @@ class Episodes:
         self, order: PromptOrder, episode: Episode, domain: EpisodeDomain, progress: GroupProgress
     ) -> Verdict:
         """Play an episode and return its verdict. Raises `HostLost`, and the same errors as `play`."""
+        began = time.monotonic()
         task = Task.of(order.problem, seed=rng.key(order.seed, "environment", episode.sample))
-        async with self._gateway.open(episode, self._turn_of(order, progress)) as opened:
+        async with self._gateway.open(episode, self._turn_of(order, episode, progress), domain.tools) as opened:
             try:
                 ended = await domain.player.play(
                     task, base_url=opened.base_url(), api_key=episode.secret, timeout_s=domain.limits.timeout_s
@@ -151,10 +162,12 @@ class Episodes:
                 ended = None
         if opened.failure is not None:
             raise opened.failure
+        if opened.tool_failure:
+            return failed(opened.tool_failure)
         self._warn_of_overridden(order.problem.domain, episode)
         self._warn_of_segments(order.problem.domain, episode)
+        progress.played(episode.calls, max(0.0, time.monotonic() - began - episode.sampling_s))
         if episode.calls.offered:
-            progress.called(parsed=episode.calls.parsed, malformed=episode.calls.malformed)
             self._warn_without_calls(order.problem.domain, episode)
         return timed_out(domain.limits.timeout_s) if ended is None else await _verdict(order, episode, ended, domain)
 
@@ -196,10 +209,17 @@ class Episodes:
                 episode.calls.malformed,
             )
 
-    def _turn_of(self, order: PromptOrder, progress: GroupProgress) -> SampleTurn:
+    def _turn_of(self, order: PromptOrder, episode: Episode, progress: GroupProgress) -> SampleTurn:
         near = ""
 
         async def sample(request: ChatCompletionRequest) -> ChatCompletion:
+            began = time.monotonic()
+            try:
+                return await sampled(request)
+            finally:
+                episode.sampling_s += time.monotonic() - began
+
+        async def sampled(request: ChatCompletionRequest) -> ChatCompletion:
             nonlocal near
             for attempt in range(self._attempts):
                 again = request.model_copy(update={"seed": ((request.seed or 0) + attempt) % 2**63})
@@ -230,7 +250,7 @@ class _GroupAge:
         self.handed_over = progress.handed_over
         self.resampled = progress.resampled
         self.judged = progress.judged
-        self.called = progress.called
+        self.played = progress.played
 
     def begun(self) -> None:
         if not self._has_turn:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, final
 
 from inference_contract.schemas import ChatCompletionRequest
+from pipelinerl.environments.episode import ToolCalls
 from pipelinerl.types import Answered, PromptOrder, Rollout
 from pipelinerl.verifiers.verifier import Judgement
 
@@ -56,8 +57,8 @@ class GroupProgress(Protocol):
         """All samples have verdicts; `spans` are the (version, number of tokens) pairs of each sample."""
         ...
 
-    def called(self, *, parsed: int, malformed: int) -> None:
-        """An episode that was offered tools has ended; `parsed` and `malformed` are its numbers of tool calls."""
+    def played(self, calls: ToolCalls, environment_s: float) -> None:
+        """An episode has ended, with these tool calls and seconds outside the model."""
         ...
 
 
@@ -69,7 +70,6 @@ class GroupMaker(Protocol):
         ...
 
 
-@final
 @final
 class Unwatched:
     """`GroupProgress` for groups that are made outside an actor; ignores every event."""
@@ -89,5 +89,5 @@ class Unwatched:
     def judged(self, judgements: Sequence[Judgement], spans: Sequence[Sequence[tuple[int, int]]]) -> None:
         """Do nothing."""
 
-    def called(self, *, parsed: int, malformed: int) -> None:
+    def played(self, calls: ToolCalls, environment_s: float) -> None:
         """Do nothing."""

@@ -12,6 +12,7 @@ from typing import final
 
 from msgspec.structs import replace
 
+from pipelinerl.environments.episode import ToolCalls
 from pipelinerl.messages import VerifierFigures
 from pipelinerl.types import Outcome, Verdict
 from pipelinerl.verifiers.verifier import Judgement
@@ -19,7 +20,7 @@ from pipelinerl.verifiers.verifier import Judgement
 
 @final
 class VerifierTally:
-    """Counter of verdicts and tool calls since the actor started, and of failures since the last judgement."""
+    """Counter of verdicts, episodes and calls since the actor started, and of failures since the last judgement."""
 
     def __init__(self) -> None:
         self._by_domain: dict[str, VerifierFigures] = {}
@@ -32,14 +33,17 @@ class VerifierTally:
         seconds = figures.seconds + sum(seconds for _, seconds in judgements)
         self._by_domain[domain] = replace(figures, seconds=seconds)
 
-    def note_calls(self, domain: str, *, parsed: int, malformed: int) -> None:
-        """Count an episode's tool calls, and that it was offered tools."""
+    def note_episode(self, domain: str, calls: ToolCalls, environment_s: float) -> None:
+        """Count an episode, its tool calls, and its seconds outside the model."""
         figures = self._by_domain.get(domain) or VerifierFigures()
         self._by_domain[domain] = replace(
             figures,
-            tool_episodes=figures.tool_episodes + 1,
-            calls_parsed=figures.calls_parsed + parsed,
-            calls_malformed=figures.calls_malformed + malformed,
+            tool_episodes=figures.tool_episodes + calls.offered,
+            calls_parsed=figures.calls_parsed + calls.parsed,
+            calls_malformed=figures.calls_malformed + calls.malformed,
+            episodes=figures.episodes + 1,
+            environment_s=figures.environment_s + environment_s,
+            tool_errors=figures.tool_errors + calls.failed,
         )
 
     @property

@@ -202,8 +202,7 @@ def _trials(domain: DomainSection, config: RunConfig, tokenizer: ChatTokenizer) 
         kinds = {"text": 0, "a call": 1, "two calls": 2}
         kept = [kind for kind, calls in kinds.items() if tokenizer.tail.reproduces_deployment(calls=calls)]
         yield "template", f"continues {', '.join(kept) or 'nothing'} exactly as it renders a whole conversation"
-        for line in asyncio.run(episode_tried(config, domain, problems.problem(0), tokenizer)):
-            yield "episode", f"{where}: {line}"
+        yield from asyncio.run(episode_tried(config, domain, problems.problem(0), tokenizer))
 
 
 def _problems_of(domain: DomainSection, config: RunConfig) -> Mixture:

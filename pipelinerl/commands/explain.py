@@ -10,14 +10,15 @@ The JSON file:
 
 Defaults: `group` is 0, `judged` is true, and `logprobs` are the sampler's. Other columns are needed only by
 objectives that read them. `turns`, a list of [tokens, reward] for each turn of an episode, is read if `adv.credit` is
-"turns". All given rollouts form one step's batch. A record holds only the sampler's log-probs, so the current policy
-and recomputed log-probs are assumed equal to them. The same holds for `--run`, which reads the groups of a step from
-the run's own streams.
+"turns"; `parts`, a list of [name, reward, weight], by `adv = "decoupled"`. All given rollouts form one step's batch. A
+record holds only the sampler's log-probs, so the current policy and recomputed log-probs are assumed equal to them. The
+same holds for `--run`, which reads the groups of a step from the run's own streams.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,16 +35,17 @@ from pipelinerl.config import recipe as recipes
 from pipelinerl.enums import NoSignal
 from pipelinerl.errors import RecordError, UserError
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.objective.adv import TurnReward
 from pipelinerl.objective.catalogue import PRESETS
-from pipelinerl.objective.explain import COSTS, FIELDS, FORMULA, ScoredRollout, factors, slot_lines
+from pipelinerl.objective.explain import COSTS, EXAMPLE, FIELDS, FORMULA, ScoredRollout, factors, slot_lines
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import no_signal_of, preset_of, resolve
+from pipelinerl.objective.reward import PartReward, RewardShaping, TurnReward
 from pipelinerl.streams.records import decode_group
 from pipelinerl.training.replay import trained_groups
 from pipelinerl.types import RolloutGroup
 
 _RECORD: Final = b"PLRL"
+_PLAIN: Final = RewardShaping()
 _COLUMNS: Final = ("behavior_logprobs", "logprobs", "old_logprobs", "ref_logprobs", "values")
 
 
@@ -106,6 +108,83 @@ def show(
         console.print(_factors(objective, rollouts, shown=shown))
         if updates is not None:
             console.print(updates)
+
+
+def compare(first: str, second: str, files: Sequence[Path], console: Console, *, of_run: OfRun | None = None) -> None:
+    """Print the slots in which two objectives differ, and what each makes of every token of the same rollouts.
+
+    Each choice is a preset or a recipe. Without `files` or a run the rollouts are a built-in example.
+
+    Raises:
+        UserError: as `show`.
+    """
+    rollouts, shown = list(EXAMPLE), None
+    if files:
+        rollouts = [one for number, file in enumerate(files) for one in read(file, number)]
+    elif of_run is not None:
+        rollouts, shown, _ = _trained(of_run)
+    most = max(len(one.tokens) for one in rollouts)
+    pair = []
+    for choice in (first, second):
+        requested, _, max_tokens, _ = _objective_of(choice, [])
+        pair.append(resolve(requested, max_tokens=max_tokens or most))
+        console.print(f"[bold]{choice}[/]: {PRESETS[preset_of(requested)].source}", highlight=False)
+    console.print(f"\n{FORMULA}\n", highlight=False, markup=False)
+    slots = Table("slot", first, second, box=None, pad_edge=False)
+    same = []
+    for ours, theirs in zip(*map(slot_lines, pair), strict=True):
+        if ours.kind == theirs.kind:
+            same.append(ours.slot)
+        else:
+            slots.add_row(ours.slot, Text(ours.formula), Text(theirs.formula))
+    console.print(slots)
+    console.print(f"equal: {', '.join(same) or 'no slot'}\n", highlight=False)
+    console.print(_side_by_side(pair, rollouts, shown))
+    console.print(
+        f"each column: {first} | {second}. weight is agg · is_weight; M is 0 where clipping removes the gradient; "
+        "gradient is dJ / d log π_θ of the token.",
+        highlight=False,
+    )
+    console.print(_summary((first, second), pair, rollouts), highlight=False)
+
+
+def _side_by_side(
+    pair: Sequence[PolicyObjective], rollouts: Sequence[ScoredRollout], shown: Collection[int] | None
+) -> Table:
+    """Return a table with a row for each token and both objectives' factors in each column."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("group", "rollout", "reward", "t", "token", "π_θ/μ", "advantage", "weight", "M", "gradient"):
+        table.add_column(name, justify="left" if name == "token" else "right", no_wrap=True)
+    for row, other in zip(*(factors(each, rollouts) for each in pair), strict=True):
+        one = rollouts[row.rollout]
+        if shown is not None and one.group not in shown:
+            continue
+        ratio = math.exp(one.logprobs[row.position] - one.behavior_logprobs[row.position])
+        weights = [each.agg * each.is_weight for each in (row, other)]
+        table.add_row(
+            str(one.group),
+            str(row.rollout),
+            f"{one.reward:g}",
+            str(row.position),
+            Text(repr(row.token)),
+            f"{ratio:.3g}",
+            f"{row.adv + 0.0:+.3f} | {other.adv + 0.0:+.3f}",
+            f"{weights[0]:.4f} | {weights[1]:.4f}",
+            f"{row.kept:d} | {other.kept:d}",
+            f"{row.multiplier + 0.0:+.4f} | {other.multiplier + 0.0:+.4f}",
+        )
+    return table
+
+
+def _summary(names: Sequence[str], pair: Sequence[PolicyObjective], rollouts: Sequence[ScoredRollout]) -> str:
+    """Return how many tokens train under each objective, and how far the directions of the gradients agree."""
+    slopes = [[row.multiplier for row in factors(each, rollouts)] for each in pair]
+    sizes = [math.sqrt(sum(slope * slope for slope in each)) for each in slopes]
+    trained = [sum(slope != 0.0 for slope in each) for each in slopes]
+    product = sum(a * b for a, b in zip(*slopes, strict=True))
+    cosine = f"{product / (sizes[0] * sizes[1]):.3f}" if all(sizes) else "undefined, since a gradient is 0"
+    counts = ", ".join(f"{name} trains {count}" for name, count in zip(names, trained, strict=True))
+    return f"of {len(slopes[0])} tokens {counts}; cosine of the two gradients: {cosine}"
 
 
 def read(path: Path, group: int = 0) -> list[ScoredRollout]:
@@ -204,7 +283,12 @@ def _trained(of_run: OfRun) -> tuple[list[ScoredRollout], list[int] | None, Tabl
     except RecordError as error:
         raise UserError(str(error)) from None
     tokenizer = ChatTokenizer.load(config.model.resolved)
-    rollouts = [one for each in groups for one in _scored(each, each.index, lambda token: tokenizer.decode([token]))]
+    shaping = {domain.name: domain.shaping or _PLAIN for domain in config.domains}
+    rollouts = [
+        one
+        for each in groups
+        for one in _scored(each, each.index, lambda token: tokenizer.decode([token]), shaping.get(each.domain, _PLAIN))
+    ]
     return rollouts, None if of_run.group is None else [of_run.group], update_table(step)
 
 
@@ -215,7 +299,9 @@ def _of_record(path: Path, content: bytes, group: int) -> list[ScoredRollout]:
         raise UserError(f"{path}: {error}") from None
 
 
-def _scored(stored: RolloutGroup, group: int, text_of: Callable[[int], str]) -> list[ScoredRollout]:
+def _scored(
+    stored: RolloutGroup, group: int, text_of: Callable[[int], str], shaping: RewardShaping = _PLAIN
+) -> list[ScoredRollout]:
     rollouts = []
     for one in stored.rollouts:
         logprobs = tuple(float(value) for turn in one.turns for value in turn.behavior_logprobs)
@@ -229,6 +315,7 @@ def _scored(stored: RolloutGroup, group: int, text_of: Callable[[int], str]) -> 
                 logprobs=logprobs,
                 old_logprobs=logprobs,
                 turns=tuple(TurnReward(len(turn.token_ids), turn.reward, turn.agent) for turn in one.turns),
+                parts=shaping.parts(one.verdict.parts),
             )
         )
     return rollouts
@@ -263,7 +350,15 @@ def _of_json(entry: Any, path: str, group: int) -> ScoredRollout:
         ref_logprobs=columns["ref_logprobs"],
         values=columns["values"],
         turns=_turns(entry, path, len(tokens)),
+        parts=_parts(entry, path),
     )
+
+
+def _parts(entry: Mapping[str, Any], path: str) -> tuple[PartReward, ...]:
+    try:
+        return msgspec.convert(entry.get("parts", []), tuple[PartReward, ...])
+    except msgspec.ValidationError as error:
+        raise UserError(f"{path}.parts must be a list of [name, reward, weight]: {error}") from None
 
 
 def _turns(entry: Mapping[str, Any], path: str, num_tokens: int) -> tuple[TurnReward, ...]:

@@ -16,8 +16,7 @@ from typing import IO, Final
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import EventFollower
 from pipelinerl.observability.timeline.chrome_trace import ChromeTrace, write_trace
-from pipelinerl.observability.trackers.feed import TrackerFeed
-from pipelinerl.observability.trackers.tracker import missing_package
+from pipelinerl.observability.trackers.tracker import TrackerFeed, missing_package
 
 #: Name of the trace file in the run's directory, unless the user gives another path.
 DEFAULT_NAME: Final = "trace.json.gz"

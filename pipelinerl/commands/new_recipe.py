@@ -15,17 +15,15 @@ from typing import Any, Final
 
 import orjson
 
-from pipelinerl.data.drafts import Split
-from pipelinerl.data.files.arrow_rows import ArrowRows
 from pipelinerl.data.files.field_map import FieldMap
-from pipelinerl.data.files.rows import FirstRows, JsonRows, suffix_of
+from pipelinerl.data.files.rows import ArrowRows, FirstRows, JsonRows, suffix_of
 from pipelinerl.data.files.source import open_files
-from pipelinerl.data.source import SourceRequest
+from pipelinerl.data.source import SourceRequest, Split
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.models.checkpoint import check_directory, model_dtype, text_config
 from pipelinerl.models.model_shape import read_shape
 from pipelinerl.models.tokenizer import ChatTokenizer, check_chat_template
-from pipelinerl.system.accelerators import has_accelerator
+from pipelinerl.system.machine import has_accelerator
 
 _PROMPTS: Final = ("prompt", "messages", "question", "problem", "instruction", "query", "input")
 _ANSWERS: Final = ("answer", "solution", "ground_truth", "target", "label", "output", "response", "completion")

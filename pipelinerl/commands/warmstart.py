@@ -1,4 +1,8 @@
-"""`pipelinerl warmstart`: trains a small model on demonstrations of a recipe's domains until it is partly skilled.
+"""Supervised training before RL: `pipelinerl sft` for a recipe's model, `pipelinerl warmstart` for a new small one.
+
+A problem's demonstration is its right answer, `ground_truth`, after the prompt that RL would use. `sft` trains with the
+recipe's own trainer, optimizer and packing. Its loss is an objective like any other: every token of a demonstration has
+advantage 1. `warmstart` trains a small model until it is partly skilled.
 
 If the recipe has one domain with a single right answer per problem, skill is the share of greedy answers that are
 exactly right. If it has several domains, skill is the mean reward of sampled answers, for each domain by its verifier.
@@ -7,7 +11,9 @@ exactly right. If it has several domains, skill is the mean reward of sampled an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -19,21 +25,31 @@ from pipelinerl.data.problems import Split
 from pipelinerl.enums import Skill
 from pipelinerl.errors import UserError
 from pipelinerl.models.checkpoint import save_model
-from pipelinerl.models.tiny_decoder import SPELL_BACKWARD_PHRASE, DecoderShape, char_tokenizer, word_tokenizer
-from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.models.warmstart import (
+from pipelinerl.models.tiny_decoder import (
+    SPELL_BACKWARD_PHRASE,
+    DecoderShape,
     DomainProgress,
     DomainWarmStartSettings,
     WarmStartProgress,
     WarmStartSettings,
+    char_tokenizer,
     sampled_answers,
     warm_start,
     warm_start_domains,
+    word_tokenizer,
 )
+from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.roles.wiring import problems_of
-from pipelinerl.types import Problem
+from pipelinerl.roles.workers import opened_policy
+from pipelinerl.system.files import sync
+from pipelinerl.training.checkpoints.checkpoint import copy_model_files
+from pipelinerl.training.checkpoints.manifest import write_weights
+from pipelinerl.training.rollouts.demonstrations import IMITATION, demonstration, imitated
+from pipelinerl.training.step.schedule import LearningRateSchedule
+from pipelinerl.types import Problem, RolloutGroup
 from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
+from trainer_contract.trainer import Trainer
 
 #: Number of problems whose texts train the tokenizer.
 _READ: Final = 4000
@@ -56,6 +72,96 @@ class WarmStartOptions:
     seed: int
     skill: Skill = Skill.EXACT
     vocab: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FineTuneOptions:
+    """The optimizer steps, the demonstrations of each, and of the validation split, on which the loss is measured."""
+
+    steps: int
+    demonstrations: int = 64
+    validation: int = 64
+
+
+def fine_tune(config: RunConfig, options: FineTuneOptions, *, output: Path, say: Callable[[str], None]) -> None:
+    """Train the recipe's model on demonstrations of its domains, and write it to `output`.
+
+    Learning rate and schedule are the recipe's; the schedule runs over `options.steps`. Demonstrations longer than
+    `engine.context_length` are left out.
+
+    Raises:
+        UserError: `output` exists or cannot be written, or no demonstration fits.
+        ModelError: the model cannot be trained here.
+    """
+    if output.exists():
+        raise UserError(f"{output} exists; name a new directory")
+    seed = rng.key(config.run.seed, "demonstrations") % 2**31
+    tokenizer, most = ChatTokenizer.load(config.model.resolved), config.engine.context_length
+
+    def demonstrations(split: Split, first: int, count: int) -> list[RolloutGroup]:
+        drawn = problems_of(config, split, seed=seed)
+        return [
+            group
+            for i in range(first, first + count)
+            if (group := demonstration(drawn.problem(i), tokenizer, i)).rollouts[0].num_tokens <= most
+        ]
+
+    held_out = demonstrations(Split.VALIDATION, 0, options.validation)
+    if not held_out:
+        raise UserError(f"no demonstration has at most engine.context_length = {most} tokens; raise it")
+    schedule = LearningRateSchedule(
+        warmup_steps=config.optimizer.warmup_steps,
+        steps=options.steps,
+        shape=config.optimizer.schedule,
+        final_fraction=config.optimizer.final_fraction,
+    )
+    trainer = opened_policy(config)
+    try:
+        before = _loss(trainer, held_out, config.trainer.token_budget)
+        say(f"validation loss {before:.4f} nats per token before the first step")
+        for step in range(options.steps):
+            groups = demonstrations(Split.TRAIN, step * options.demonstrations, options.demonstrations)
+            if not groups:
+                continue
+            batch = imitated(groups, token_budget=config.trainer.token_budget, width=trainer.width)
+            losses = trainer.backward(batch, IMITATION)
+            rate = config.optimizer.learning_rate * schedule.factor(step)
+            norm = trainer.optimizer_step(learning_rate=rate).grad_norm
+            if (step + 1) % max(1, options.steps // 20) == 0:
+                loss = sum(each.loss for each in losses)
+                say(f"step {step + 1}: loss {loss:.4f}, gradient norm {norm:.3g}, learning rate {rate:.3g}")
+        after = _loss(trainer, held_out, config.trainer.token_budget)
+        _save(trainer, config.model.resolved, output)
+    finally:
+        trainer.close()
+    say(f"{output}: validation loss {before:.4f} before, {after:.4f} after {options.steps} steps")
+
+
+def _loss(trainer: Trainer, groups: Sequence[RolloutGroup], token_budget: int) -> float:
+    """Return the mean of −log π_θ over the tokens of the demonstrations."""
+    batch = imitated(groups, token_budget=token_budget, width=trainer.width)
+    total = sum(
+        float(logprobs[each.loss_mask].sum()) for each, logprobs in zip(batch, trainer.forward(batch), strict=True)
+    )
+    return -total / sum(int(each.loss_mask.sum()) for each in batch)
+
+
+def _save(trainer: Trainer, model: Path, output: Path) -> None:
+    """Write the trained weights beside the other files of the model they came from, atomically."""
+    staging = output.with_name(f".{output.name}.part")
+    try:
+        with ExitStack() as undone:
+            staging.mkdir(parents=True)
+            undone.callback(shutil.rmtree, staging, ignore_errors=True)
+            copy_model_files(model, staging)
+            write_weights(staging / "model.safetensors", trainer.weight_layout(), trainer.gather_weights())
+            for file in staging.iterdir():
+                file.chmod(0o644)  # safetensors' files are readable by their owner only
+                sync(file)
+            staging.rename(output)
+            undone.pop_all()
+    except OSError as error:
+        raise UserError(f"{output} cannot be written: {error.strerror or error}") from None
 
 
 def make(config: RunConfig, options: WarmStartOptions, *, output: Path, say: Callable[[str], None]) -> None:

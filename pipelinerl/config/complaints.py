@@ -16,7 +16,7 @@ from typing import Any, Final, get_args
 from pydantic import BaseModel, ValidationError
 
 from pipelinerl.errors import RecipeError
-from pipelinerl.observability.redaction import without_secrets
+from pipelinerl.observability.logs import without_secrets
 
 #: The form of names that may identify a table of a list within a dotted path.
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]+")

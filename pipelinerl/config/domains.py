@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from pipelinerl.config.curation import CooldownSection
-from pipelinerl.config.judging import InstructionsSection, JudgeSection, OublietteSection
-from pipelinerl.config.learning import RewardSection
+from pipelinerl.config.learning import CooldownSection, RewardSection
 from pipelinerl.config.sections import Section
-from pipelinerl.config.verification import RewardPartSection, contradictions
-from pipelinerl.data.prompts import Prompts
-from pipelinerl.data.templates import Template
+from pipelinerl.config.verification import (
+    InstructionsSection,
+    JudgeSection,
+    OublietteSection,
+    RewardPartSection,
+    contradictions,
+)
+from pipelinerl.data.prompts import Prompts, Template
 from pipelinerl.enums import COLDEST, HOTTEST
-from pipelinerl.environments.environment import EpisodeLimits, History
+from pipelinerl.environments.environment import OPENENV, VERIFIERS, EpisodeLimits, History
 from pipelinerl.errors import RecipeError
+from pipelinerl.objective.reward import RewardShaping
 from pipelinerl.system.references import is_reference
 from pipelinerl.types import DomainSampling, Message
 
@@ -41,7 +46,7 @@ class EpisodeSection(Section):
     history: History = History.EXACT
     """The construction of the next prompt: from sampled tokens (`exact`), or by the chat template (`template`)."""
     tools: tuple[Literal["python"], ...] = ()
-    """Tools for a domain without an environment; `python` runs code in the sandbox of `[domains.oubliette]`."""
+    """Tools that the model may call in each answer; `python` runs code in the sandbox of `[domains.oubliette]`."""
 
     @property
     def limits(self) -> EpisodeLimits:
@@ -87,7 +92,11 @@ class DomainSection(Section):
 
     # multi-turn episodes: docs/start/environments.md
     environment: str | None = None
-    """An async function of (task, client), or a class with reset, step and close, as path.py:name."""
+    """An async function of (task, client), or a class with reset, step and close, as path.py:name; or
+    openenv:http://host:port, a server; or verifiers:id, a taskset.
+    """
+    environment_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the environment; for `openenv:` and `verifiers:` see docs/start/environments.md."""
     command: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """A program that plays episodes through OPENAI_BASE_URL; `{task}` in an argument is the last user message."""
     episode: EpisodeSection = EpisodeSection()
@@ -144,22 +153,27 @@ class DomainSection(Section):
 
     @model_validator(mode="after")
     def _played_in_one_way(self) -> Self:
-        if self.environment is not None and not is_reference(self.environment):
-            raise ValueError(f"environment must be path.py:name or package.module:name, got {self.environment!r}")
+        if self.environment is not None and not self.is_hosted and not is_reference(self.environment):
+            raise ValueError(
+                "environment must be path.py:name, package.module:name, openenv:http://host:port or verifiers:id, got "
+                f"{self.environment!r}"
+            )
+        if self.environment_options and self.environment is None:
+            raise ValueError("environment_options are arguments of an environment, and this domain has none; set one")
         if self.environment is not None and self.command:
             raise ValueError("environment and command exclude each other; leave one of them out")
         if self.command and not self.names_verifier:
             raise ValueError("command needs verifier or rewards, which judge the last answer of the program's model")
-        if self.episode.tools and (self.environment is not None or self.command):
-            raise ValueError(
-                "episode.tools is for domains without environment and command, whose code offers its own tools; leave "
-                "one of them out"
-            )
         if self.episode != EpisodeSection() and not self.has_environment:
             raise ValueError(
                 "episode configures an environment, a command or tools, and this domain has none; set one of them"
             )
         return self
+
+    @property
+    def is_hosted(self) -> bool:
+        """True if the environment is a server or a taskset, and no user code that this process could import."""
+        return self.environment is not None and self.environment.startswith((OPENENV, VERIFIERS))
 
     @property
     def has_environment(self) -> bool:
@@ -175,6 +189,14 @@ class DomainSection(Section):
     def has_verifier(self) -> bool:
         """True if a verifier judges the answers: always, unless an environment computes the rewards."""
         return self.names_verifier or self.environment is None
+
+    @property
+    def shaping(self) -> RewardShaping | None:
+        """What training does with the rewards of this domain; None if it reads them as they are."""
+        if self.reward is None and not self.rewards:
+            return None
+        part_weights = tuple((part.shown_as, part.weight) for part in self.rewards)
+        return replace(self.reward.shaping if self.reward else RewardShaping(), part_weights=part_weights)
 
     @property
     def prompts(self) -> Prompts:

@@ -1,4 +1,4 @@
-"""Recipe sections for learning, except the objective; `recipe.py` combines all sections."""
+"""Recipe sections for learning and curation, except the objective; `recipe.py` combines all sections."""
 
 from __future__ import annotations
 
@@ -98,6 +98,17 @@ class KLControlSection(Section):
         return KLController(target=self.target, gain=self.gain)
 
 
+class ImitationSection(Section):
+    """Right answers that train beside the rollouts of every optimizer step, by cross-entropy."""
+
+    demonstrations: int = Field(default=32, ge=1)
+    """Problems whose right answers train in each optimizer step."""
+    weight: float = Field(default=1.0, gt=0)
+    """Factor of the mean cross-entropy of their tokens, which is added to the objective's loss."""
+    domains: tuple[str, ...] = ()
+    """Domains of the problems; by default all trained ones. A domain of weight 0 is only imitated."""
+
+
 class CriticSection(Section):
     """Value model of an objective with values, such as ppo: the policy's architecture with a scalar head."""
 
@@ -122,3 +133,37 @@ class ReferenceSection(Section):
 
     path: str | None = None
     """The reference's model directory, or `shipped:<name>`; by default the initial policy."""
+
+
+class CooldownSection(Section):
+    """How long problems rest after a whole group answered them correctly; by default they do not rest."""
+
+    epochs: int = Field(default=0, ge=0, le=1000)
+    """The number of turns to skip; each problem has one turn per epoch of its data set."""
+    steps: int = Field(default=0, ge=0, le=10**6)
+    """The number of steps for which a solved problem is skipped, as an alternative to `epochs`."""
+    times: int = Field(default=1, ge=1, le=100)
+    """How many groups of a problem must have only correct answers before the problem is skipped."""
+
+    @model_validator(mode="after")
+    def _one_measure(self) -> Self:
+        if self.epochs and self.steps:
+            raise ValueError(f"cooldown must name epochs or steps, got {self.epochs} epochs and {self.steps} steps")
+        return self
+
+
+class CurationSection(Section):
+    """The treatment of problems that teach nothing."""
+
+    oversample: float | None = Field(default=None, ge=1, le=16)
+    """The most orders issued per order that is expected to train, if groups are filtered.
+
+    1 issues replacements only after groups were filtered. By default 3 if groups are filtered and k > j, otherwise 1:
+    in lockstep (k = j), the groups that train would depend on which of the extra orders finish first.
+    """
+    cooldown: CooldownSection = CooldownSection()
+    """Cooldown for domains without their own."""
+    filter: str | None = None
+    """User function (`path.py:keep`) that decides for each finished group whether it may train."""
+    filter_timeout_s: float = Field(default=10.0, gt=0, le=3600)
+    """Time limit of the filter for one group."""

@@ -1,20 +1,29 @@
-"""Generated problems: additions, and the tasks of the library reasoning-gym, each with its own scorer.
+"""Generated problems: additions, programs to write, the tasks of the library reasoning-gym with their scorers, and the
+numbered tasks of an environment.
 
 Validation and held-out problems are distinct; training problems may repeat.
+
+The source `programs` describes in words a function of the number that a Python program reads: "x times 7", or with two
+operations "(the larger of x and 7) minus 3". Each has its own tests, for the verifier `oubliette`. Its ground truth is
+a program that passes them. The first test's input is a number that the function changes, so printing the input fails.
+
+    parameters = { operations = 1, max_number = 9, tests = 3 }
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeVar, final
+from typing import Annotated, Any, Final, NamedTuple, TypeVar, final
 
 import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+from numpy.typing import NDArray
 
 from pipelinerl import rng
-from pipelinerl.data.drafts import Draft, Split, split_of, to_problem
 from pipelinerl.data.prompts import NO_PROMPTS, Prompts
-from pipelinerl.data.source import SourceRequest
+from pipelinerl.data.source import Draft, SourceRequest, Split, digest_of, split_of, split_of_digest, to_problem
 from pipelinerl.errors import RecipeError
 from pipelinerl.system import gym_tasks
 from pipelinerl.types import Message, Problem
@@ -190,3 +199,138 @@ def reasoning_gym_drafts(task: str, parameters: Mapping[str, Any], *, where: str
         )
 
     return draw
+
+
+_REQUEST: Final = "Write a program that reads a number x and prints {}."
+_PROGRAM: Final = "```\nx = int(input())\nprint({})\n```"
+
+
+class _Operation(NamedTuple):
+    """An operation on a number, in words, as code and as a function; `{0}` is its operand, `{1}` the other number."""
+
+    words: str
+    code: str
+    value: Callable[[int, int], int]
+
+
+_OPERATIONS: Final = (
+    _Operation("{0} plus {1}", "{0} + {1}", lambda x, n: x + n),
+    _Operation("{0} minus {1}", "{0} - {1}", lambda x, n: x - n),
+    _Operation("{1} minus {0}", "{1} - {0}", lambda x, n: n - x),
+    _Operation("{0} times {1}", "{0} * {1}", lambda x, n: x * n),
+    _Operation("the larger of {0} and {1}", "max({0}, {1})", max),
+    _Operation("the smaller of {0} and {1}", "min({0}, {1})", min),
+    _Operation("the remainder of {0} divided by {1}", "{0} % {1}", lambda x, n: x % n),
+    _Operation("the distance between {0} and {1}", "abs({0} - {1})", lambda x, n: abs(x - n)),
+)
+
+
+class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    operations: Annotated[int, Meta(ge=1, le=3)] = 1
+    """Maximum number of chained operations."""
+    max_number: Annotated[int, Meta(ge=2, le=10_000)] = 9
+    tests: Annotated[int, Meta(ge=1, le=100)] = 3
+
+
+def open_programs(request: SourceRequest) -> GeneratedSource:
+    """Open the source `programs`. Raises `RecipeError` for unknown parameters."""
+    parameters = parameters_of(request, _Parameters, source="programs")
+    return GeneratedSource(
+        lambda key: _drawn(parameters, key),
+        domain=request.domain,
+        split=request.split,
+        seed=request.seed,
+        prompts=request.prompts,
+    )
+
+
+def _drawn(parameters: _Parameters, key: int) -> Draft:
+    noise = rng.generator(key, "programs")
+    count = 1 + int(noise.integers(parameters.operations))
+    steps = [_step(noise, parameters.max_number) for _ in range(count)]
+    words, code = "x", "x"
+    for place, (operation, number) in enumerate(steps):
+        words = operation.words.format(f"({words})" if place else words, number)
+        code = operation.code.format(f"({code})" if place else code, number)
+    return Draft(
+        messages=(Message("user", _REQUEST.format(words)),),
+        ground_truth=_PROGRAM.format(code),
+        metadata={"tests": [_test(steps, number) for number in _inputs(noise, steps, parameters)]},
+        tags=(f"operations={count}",),
+    )
+
+
+def _step(noise: np.random.Generator, max_number: int) -> tuple[_Operation, int]:
+    return _OPERATIONS[int(noise.integers(len(_OPERATIONS)))], 2 + int(noise.integers(max_number - 1))
+
+
+def _inputs(noise: np.random.Generator, steps: list[tuple[_Operation, int]], parameters: _Parameters) -> list[int]:
+    """Return test inputs below and above the numbers in the problem; the first input is a number that the function
+    changes.
+    """
+    top = 3 * parameters.max_number
+    inputs = [int(noise.integers(top)) for _ in range(parameters.tests)]
+    tried = (*range(inputs[0], top), *range(inputs[0]))
+    inputs[0] = next((x for x in tried if _result(steps, x) != x), inputs[0])
+    return inputs
+
+
+def _test(steps: list[tuple[_Operation, int]], number: int) -> Mapping[str, str]:
+    return {"input": f"{number}\n", "output": f"{_result(steps, number)}\n"}
+
+
+def _result(steps: list[tuple[_Operation, int]], number: int) -> int:
+    for operation, other in steps:
+        number = operation.value(number, other)
+    return number
+
+
+class _Numbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    count: Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
+    """Number of tasks."""
+    prompt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    """Text of every problem's message; by default `Task` and the number."""
+
+
+def open_numbered(request: SourceRequest) -> NumberedSource:
+    """Open the source `numbered`. Raises `RecipeError` for invalid parameters, or a split without tasks."""
+    return NumberedSource(parameters_of(request, _Numbers, source="numbered"), request)
+
+
+@final
+class NumberedSource:
+    """The tasks 0 to `count` − 1 of an environment that has its own: a problem is a number, in `metadata["index"]`.
+
+    Splits are disjoint by the hash of the number. Training tasks come in epochs, each in its own order.
+    """
+
+    def __init__(self, numbers: _Numbers, request: SourceRequest) -> None:
+        self._numbers = numbers
+        self._request = request
+        of_split = [each for each in range(numbers.count) if split_of_digest(_digest_of(each)) is request.split]
+        if not of_split:
+            raise RecipeError(
+                f"{request.where}: the {request.split} split has none of {numbers.count} tasks; raise parameters.count"
+            )
+        self._chosen = np.array(of_split, np.int64)
+        self._order: tuple[int, NDArray[np.int64]] = (-1, self._chosen)  # the latest epoch, and its permutation
+
+    def problem(self, index: int) -> Problem:
+        """Return problem `index`. Raises `RecipeError` past the end of a validation or held-out split."""
+        request, (epoch, place) = self._request, divmod(index, len(self._chosen))
+        if epoch and request.split is not Split.TRAIN:
+            raise RecipeError(
+                f"{request.where}: the {request.split} split holds {len(self._chosen)} tasks; ask for fewer by "
+                "evaluation.problems, or raise parameters.count"
+            )
+        if self._order[0] != epoch:
+            noise = rng.generator(request.seed, "numbered", request.split, epoch)
+            self._order = (epoch, noise.permutation(self._chosen))
+        number = int(self._order[1][place])
+        message = Message("user", self._numbers.prompt or f"Task {number}")
+        draft = Draft(messages=(message,), ground_truth="", metadata={"index": number})
+        return request.prompts.dress(to_problem(draft, request.domain, name=str(number)))
+
+
+def _digest_of(number: int) -> int:
+    return int.from_bytes(digest_of(str(number)), "little")

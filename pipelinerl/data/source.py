@@ -1,18 +1,23 @@
-"""`ProblemSource`, the interface of a source, and `SourceRequest`, the arguments with which it is opened.
+"""`ProblemSource`, the interface of a source, and `Draft`, a problem before its split is known.
 
 A source is a pure function of (seed, split, i). It keeps no state, does not depend on the order of calls, and uses no
-network.
+network. The splits are disjoint by construction: only the hash of a problem's text decides its split. The seed, the
+domain, the source's parameters and the domain's prompts play no part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from enum import StrEnum
+from typing import Any, Final, Protocol
 
-from pipelinerl.data.drafts import Split
+import numpy as np
+from numpy.typing import NDArray
+
 from pipelinerl.data.prompts import NO_PROMPTS, Prompts
-from pipelinerl.types import Problem
+from pipelinerl.types import Message, Problem
 
 
 class ProblemSource(Protocol):
@@ -47,3 +52,65 @@ class SourceRequest:
     def where(self) -> str:
         """The domain's path in the recipe; error messages begin with it."""
         return f"domains.{self.domain}"
+
+
+class Split(StrEnum):
+    """Purpose of a problem. `validation` is for choosing settings, `held_out` for reporting; neither split is trained
+    on.
+    """
+
+    TRAIN = "train"
+    VALIDATION = "validation"
+    HELD_OUT = "held_out"
+
+
+_BUCKETS: Final = 10
+_SET_APART: Final = {0: Split.HELD_OUT, 1: Split.VALIDATION}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A problem before its split is known."""
+
+    messages: tuple[Message, ...]
+    ground_truth: str
+    metadata: Mapping[str, Any]
+    tags: tuple[str, ...] = ()
+
+
+def text_of(messages: Sequence[Message]) -> str:
+    """Return the conversation as one text, which identifies the problem."""
+    return "\x1e".join(f"{message.role}\x1f{message.content}" for message in messages)
+
+
+def digest_of(text: str) -> bytes:
+    """Return an eight-byte digest of a problem's text."""
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+
+
+def split_of_digest(digest: int) -> Split:
+    """Assign 80 % to train, 10 % to validation and 10 % to held-out, by the digest as a little-endian number."""
+    return _SET_APART.get(digest % _BUCKETS, Split.TRAIN)
+
+
+def are_of(digests: NDArray[np.uint64], splits: Collection[Split]) -> NDArray[np.bool_]:
+    """Return a mask, bool [N], of the digests whose problems belong to one of `splits`."""
+    wanted = np.array([split_of_digest(bucket) in splits for bucket in range(_BUCKETS)])
+    return wanted[digests % np.uint64(_BUCKETS)]
+
+
+def split_of(messages: Sequence[Message]) -> Split:
+    """Return the split of the problem with this conversation."""
+    return split_of_digest(int.from_bytes(digest_of(text_of(messages)), "little"))
+
+
+def to_problem(draft: Draft, domain: str, *, name: str = "") -> Problem:
+    """Build the problem; its id ends with `name`, or with the digest of its text if `name` is empty."""
+    return Problem(
+        problem_id=f"{domain}:{name or digest_of(text_of(draft.messages)).hex()}",
+        domain=domain,
+        messages=draft.messages,
+        ground_truth=draft.ground_truth,
+        metadata=draft.metadata,
+        tags=draft.tags,
+    )

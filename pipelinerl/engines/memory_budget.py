@@ -1,8 +1,8 @@
 """`EngineBudget`: what a GPU must hold besides an engine's weights, and whether it fits, as a pure function of sizes.
 
 The first update allocates a second copy of the weights, long after the start. This memory is therefore reserved before
-the cache is sized, together with the workspaces of a prefill and of a decode step. Without a GPU nothing is checked:
-hosts have swap.
+the cache is sized, together with the workspaces of a prefill and of a decode step. The paged cache takes what is left,
+and at least one sequence of the whole context must fit. Without a GPU nothing is checked: hosts have swap.
 
 The sizes of both workspaces are counted from the code and were not measured on a GPU.
 """
@@ -50,7 +50,7 @@ class EngineBudget:
 
     Attributes:
         slots: the number of sequences that run at once.
-        cache: keys and values of all slots at their full length.
+        cache: keys and values of all slots at their full length; less is enough for shorter sequences.
         staging: the second copy of the weights, allocated at the first update.
         conversion: the buffer for an update that is sent in another dtype than the engine's; 0 if the dtypes are equal.
         prefill: workspace of the largest prefill.
@@ -70,22 +70,30 @@ class EngineBudget:
         return self.cache + self.staging + self.conversion + self.prefill + self.logits
 
     @property
-    def cache_and_rows(self) -> int:
-        """Bytes that grow with the number of slots."""
-        return self.cache + self.logits
+    def sequence(self) -> int:
+        """Keys and values of one sequence of the whole context."""
+        return self.cache // self.slots
+
+    @property
+    def least(self) -> int:
+        """Bytes besides the serving weights with room for one sequence."""
+        return self.total - self.cache + self.sequence
 
     def most_slots(self, left: int) -> int:
-        """Return the largest number of slots that fits `left` bytes."""
-        for_rows = left - (self.total - self.cache_and_rows)
-        return max(0, for_rows * self.slots // self.cache_and_rows)
+        """Return the largest number of slots whose workspace fits `left` bytes beside one sequence."""
+        return max(0, (left - (self.least - self.logits)) * self.slots // self.logits)
 
-    def check(self, memory: DeviceMemory, *, context_length: int) -> None:
-        """Raise `ModelError` if the engine would run out of memory, now or at its first update."""
+    def cache_within(self, memory: DeviceMemory, *, context_length: int) -> int:
+        """Return the bytes that the cache may take.
+
+        Raises:
+            ModelError: not even one sequence fits, now or after the first update.
+        """
         left = memory.left
-        if self.total <= left:
-            return
+        if self.least <= left:
+            return min(self.cache, left - (self.total - self.cache))
         parts = {
-            "keys and values": self.cache,
+            "keys and values of one sequence": self.sequence,
             "the second copy of the weights": self.staging,
             "the weights as they are sent": self.conversion,
             "prefill": self.prefill,
@@ -98,7 +106,7 @@ class EngineBudget:
         remedies += ["raise engine.memory_share"] if memory.share is not None else ["use a larger device"]
         remedies += ["set weights.dtype to the engine's"] if self.conversion else []
         raise ModelError(
-            f"{self.slots} slots of {context_length} tokens need {_mib(self.total)} beside the weights ({listed}), "
+            f"{self.slots} slots of {context_length} tokens need {_mib(self.least)} beside the weights ({listed}), "
             f"{_mib(left)} are left of the device's {_mib(memory.total)}; {slots}, or {', or '.join(remedies)}"
         )
 

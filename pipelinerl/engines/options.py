@@ -65,6 +65,23 @@ class EngineOptions:
                 f"{self.context_length}"
             )
 
+    def cache_blocks(self, size: int, num_bytes: int, *, allowed: int | None) -> int:
+        """Return the number of cache blocks of `size` tokens and `num_bytes` bytes that fit into `allowed` bytes.
+
+        None sets no bound: every slot then has room for the whole context.
+
+        Raises:
+            ModelError: not even one sequence of the whole context fits.
+        """
+        each = -(-self.context_length // size)
+        blocks = self.slots * each if allowed is None else min(self.slots * each, allowed // num_bytes)
+        if blocks < each:
+            raise ModelError(
+                f"a sequence of {self.context_length} tokens needs {each * num_bytes} bytes of cache, allowed are "
+                f"{allowed}; lower context_length, or allow more"
+            )
+        return blocks
+
     def check_cache(self, needed: int, *, allowed: int | None) -> None:
         """Raise `ModelError` if the keys and values of all slots take more than `allowed` bytes; None sets no bound."""
         if allowed is not None and needed > allowed:

@@ -131,6 +131,8 @@ class Completions:
 
 
 def _body(messages: Sequence[ChatInput | ChatAnswer], options: Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(messages, str | Mapping) or any(isinstance(each, str) for each in messages):
+        raise TypeError('messages must be a list of messages, such as [{"role": "user", "content": "hello"}]')
     return {
         "messages": [dict(each.message) if isinstance(each, ChatAnswer) else dict(each) for each in messages],
         **options,

@@ -1,7 +1,8 @@
 """Episodes played by a program in a subprocess, such as an agent with a command line.
 
 The program finds the model at `OPENAI_BASE_URL` with the key `OPENAI_API_KEY`, where OpenAI's clients look for it. An
-exit status other than 0 is a failure of the environment. The program's output goes to the actor's output.
+exit status other than 0 is a failure of the environment. The program's output goes to the actor's output, and its last
+line of errors into the reason of a failure.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -26,6 +27,8 @@ from pipelinerl.system.background import to_its_end
 
 _TERMINATE_S: Final = 5.0
 _END_S: Final = 60.0
+_LAST_WORDS_S: Final = 1.0
+_TAIL_BYTES: Final = 4096
 _TASK: Final = "{task}"
 
 
@@ -43,18 +46,22 @@ class Commands:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-S", "-E", *tie, *(part.replace(_TASK, text) for part in self._command)),
             stdin=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
             env={**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key},
             start_new_session=True,
         )
+        errors = bytearray()
+        copying = asyncio.create_task(_copied(process, errors))
         try:
             async with asyncio.timeout(timeout_s):
                 status = await process.wait()
+                await asyncio.wait({copying}, timeout=_LAST_WORDS_S)  # a child of the program may keep it open
         finally:
+            copying.cancel()
             await to_its_end(_end(process))
         if status:
-            return EpisodeEnd(
-                how="raised", reason=f"{self._command[0]} ended with status {status}; its output says why"
-            )
+            last = next(iter(errors.decode("utf-8", "replace").strip().splitlines()[-1:]), "it wrote no errors")
+            return EpisodeEnd(how="raised", reason=f"{self._command[0]} ended with status {status}: {last}")
         return EpisodeEnd(how="returned")
 
     async def start(self) -> None:
@@ -62,6 +69,16 @@ class Commands:
 
     async def close(self) -> None:
         """Do nothing: no state is kept between episodes."""
+
+
+async def _copied(process: Process, tail: bytearray) -> None:
+    """Copy the program's errors to those of this process, and keep the end of them in `tail`."""
+    assert process.stderr is not None
+    while some := await process.stderr.read(_TAIL_BYTES):
+        sys.stderr.buffer.write(some)
+        sys.stderr.buffer.flush()
+        tail += some
+        del tail[:-_TAIL_BYTES]
 
 
 async def _end(process: Process) -> None:

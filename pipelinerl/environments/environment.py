@@ -1,10 +1,12 @@
 """Environments as classes, and the values that user code receives (`Task`, `EpisodeClient`).
 
-A user writes one of these three:
+A user writes one of these:
 
     async def run(task, client): …              any program; returns a reward, a bool, a `Verdict`, or None
     class Game: reset, step, close              an `Environment`; pipelinerl runs the loop around it
     command = ["python", "cli.py", "{task}"]    a program in a subprocess, whose answers the domain's verifier judges
+    environment = "openenv:http://…"            a server that speaks OpenEnv's protocol
+    environment = "verifiers:my_taskset"        a taskset of the library verifiers, in a Python environment of its own
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from typing import Any, Final, Protocol
 
 from pipelinerl.types import Message, Problem
 
+#: Prefixes of environments that are no user code here: a server, and a taskset of the library verifiers.
+OPENENV: Final = "openenv:"
+VERIFIERS: Final = "verifiers:"
 #: Prefix of the names of agents whose turns are not trained on.
 UNTRAINED: Final = "untrained-"
 #: A message as user code writes it: OpenAI's JSON, or a `ChatAnswer`.
@@ -72,14 +77,16 @@ class EnvironmentStep:
 
 
 class Environment(Protocol):
-    """One conversation. Methods may be `async`; others run in a thread. The class is constructed without arguments."""
+    """One conversation. Methods may be `async`; others run in a thread. The class is constructed with the recipe's
+    `environment_options` as keyword arguments.
+    """
 
     def reset(self, task: Task, seed: int) -> Any:
-        """Return the first messages, or None for the task's own messages."""
+        """Return the first messages (or one, or the text of one), or None for the task's own messages."""
         ...
 
     def step(self, answer: Any) -> Any:
-        """Return the `EnvironmentStep` that follows the model's `answer`, a `ChatAnswer`."""
+        """Return the `EnvironmentStep`, or (messages, reward, done), that follows the `ChatAnswer` of the model."""
         ...
 
     def close(self) -> Any:

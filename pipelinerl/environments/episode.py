@@ -29,7 +29,14 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from inference_contract.errors import InvalidRequest
-from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, FinishReason
+from inference_contract.schemas import (
+    AssistantMessage,
+    ChatCompletion,
+    ChatCompletionRequest,
+    ChatMessage,
+    Choice,
+    FinishReason,
+)
 from pipelinerl import rng
 from pipelinerl.environments.environment import EpisodeLimits, History
 from pipelinerl.errors import RecordError
@@ -83,13 +90,15 @@ class RecordedTurn:
 
     `new_segment` is the reason why the turn begins a new segment; None if it does not. `read` is set once a request
     continues the answer. An `abandoned` turn trains nothing: its agent repeated the request without having read the
-    answer.
+    answer. `agent_key` identifies the agent's own request: it differs from `request_key` in a turn that continues calls
+    of the recipe's tools. `results` are answers to such calls that the agent does not know of.
     """
 
     parent: RecordedTurn | None
     agent: str
     number: int
     request_key: bytes
+    agent_key: bytes
     tools_key: bytes
     turn: Turn
     text: str
@@ -99,6 +108,7 @@ class RecordedTurn:
     reward: float = 0.0
     read: bool = False
     abandoned: bool = False
+    results: Sequence[ChatMessage] = ()
 
     @property
     def path(self) -> list[RecordedTurn]:
@@ -125,6 +135,7 @@ class PlannedTurn:
     number: int
     request: ChatCompletionRequest
     request_key: bytes
+    agent_key: bytes
     tools_key: bytes
     hasher: Any
     parent: RecordedTurn | None
@@ -141,6 +152,8 @@ class ToolCalls:
     offered: bool = False
     parsed: int = 0
     malformed: int = 0
+    failed: int = 0
+    """Calls of the recipe's tools that failed by the model's fault."""
 
 
 @final
@@ -155,6 +168,8 @@ class Episode:
         self.overridden: Counter[str] = Counter()
         """How often the prompt order has overridden a parameter of the agent, by the parameter's name."""
         self.calls = ToolCalls()
+        self.sampling_s = 0.0
+        """Seconds that its turns took to sample."""
         self.over = ""
         """The reason why no further turn is sampled; empty while the episode goes on."""
         self.last: RecordedTurn | None = None
@@ -201,8 +216,10 @@ class Episode:
             epoch=min(turn.epoch for turn in turns),
         )
 
-    def plan(self, agent: str, body: Mapping[str, Any], *, trains: bool = True) -> PlannedTurn:
-        """Return the engine's request for a request of `agent`.
+    def plan(
+        self, agent: str, body: Mapping[str, Any], *, trains: bool = True, within: PlannedTurn | None = None
+    ) -> PlannedTurn:
+        """Return the engine's request for a request of `agent`, or for one that continues `within` after tool calls.
 
         Raises:
             EpisodeOver: a limit is reached.
@@ -223,6 +240,8 @@ class Episode:
                 known, first_new = turn, place + 1
                 # The gateway has split off the thinking; the template may not know such a field.
                 messages[place] = message.model_copy(update={"reasoning_content": None})
+        if known is not None:
+            messages[first_new:first_new] = known.results
         number = self._numbers[agent] + self._under_way[agent]
         tokens = _NO_TOKENS if known is None else known.token_ids
         continues = {}
@@ -234,6 +253,7 @@ class Episode:
             number=number,
             request=request,
             request_key=hasher.digest(),
+            agent_key=hasher.digest() if within is None else within.agent_key,
             tools_key=tools_key,
             hasher=hasher,
             parent=known,
@@ -265,6 +285,7 @@ class Episode:
             agent=planned.agent,
             number=planned.number,
             request_key=planned.request_key,
+            agent_key=planned.agent_key,
             tools_key=planned.tools_key,
             turn=_turn(choice, prompt[known:]),
             text=choice.message.content,
@@ -273,22 +294,26 @@ class Episode:
             new_segment=segment,
         )
         self._numbers[planned.agent] += 1
-        hasher = planned.hasher.copy()
         said = choice.message
-        _hash_message(hasher, ChatMessage(role="assistant", content=said.content, tool_calls=said.tool_calls))
-        self._by_key[hasher.digest()] = turn
+        self.recognise(planned, said, turn)
         if planned.tools_key:
             self.calls.offered = True
             self.calls.parsed += len(said.tool_calls or ())
             self.calls.malformed += len(_CALL.findall(said.content))
         if planned.trains:
-            self._note_abandoned(turn, planned.parent)
+            self._note_abandoned(turn, planned)
             self._turns.append(turn)
             self.last = turn
         limit = planned.request.token_limit
         if choice.finish_reason is FinishReason.LENGTH and limit == self._turn_tokens:
             self.over = f"an answer was cut at {limit} tokens (episode.turn_tokens, sampling.max_tokens)"
         return turn
+
+    def recognise(self, planned: PlannedTurn, message: AssistantMessage, turn: RecordedTurn) -> None:
+        """Continue `turn` when an agent sends the messages of `planned` again, followed by `message`."""
+        hasher = planned.hasher.copy()
+        _hash_message(hasher, ChatMessage(role="assistant", content=message.content, tool_calls=message.tool_calls))
+        self._by_key[hasher.digest()] = turn
 
     @property
     def _turn_tokens(self) -> int:
@@ -335,18 +360,20 @@ class Episode:
         same_tools = any(turn.tools_key == planned.tools_key for turn in own)
         return NewSegment.HISTORY_DIFFERS if same_tools else NewSegment.TOOLS_DIFFER
 
-    def _note_abandoned(self, turn: RecordedTurn, continued: RecordedTurn | None) -> None:
-        """Abandon earlier answers to the same messages that no request has continued; restore `continued` and its
-        ancestors.
+    def _note_abandoned(self, turn: RecordedTurn, planned: PlannedTurn) -> None:
+        """Abandon earlier answers to the same messages that no request has continued; restore the turn that `planned`
+        continues, and its ancestors.
 
         An agent that repeats a request has not read the earlier answer. But an agent that requested several answers at
         once, and then continues an earlier one of them, has read that answer after all.
         """
+        continued = planned.parent if planned.agent_key == planned.request_key else None
         while continued is not None:
             continued.read, continued.abandoned = True, False
             continued = continued.parent
+        path = turn.path
         for other in self._turns:
-            if other.request_key == turn.request_key and other.agent == turn.agent and not other.read:
+            if other.agent_key == turn.agent_key and other.agent == turn.agent and not other.read and other not in path:
                 other.abandoned = True
 
 

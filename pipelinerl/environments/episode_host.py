@@ -1,4 +1,6 @@
-"""An episode host: a child process that runs user code, `python -m pipelinerl.environments.episode_host REFERENCE`.
+"""An episode host: a child process that runs an environment.
+
+    python -m pipelinerl.environments.episode_host REFERENCE OPTIONS
 
 A single event loop plays many episodes. For each episode the host reads a JSON line from its standard input, which is a
 socket. It writes a line when the episode ends:
@@ -40,7 +42,7 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     try:
-        play = load_play(sys.argv[1])
+        play = load_play(sys.argv[1], json.loads(sys.argv[2]))
     except UserError as error:
         connection.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
         return
@@ -81,6 +83,8 @@ async def _played(play: Play, task: Any, client: EpisodeClient) -> dict[str, Any
         return {"how": "over", "reason": str(error)}
     except asyncio.CancelledError:
         return {"how": "cancelled", "reason": "cancelled"}
+    except UserError as error:
+        return {"how": "raised", "reason": str(error)}
     except (Exception, SystemExit) as error:  # user code may raise anything
         return {"how": "raised", "reason": last_line(error)}
     return {"how": "returned", **_plain(value)}

@@ -10,6 +10,7 @@ does not retry (it retries 408, 409, 429 and 5xx). A client that disconnects can
 |---|---|---|
 | a body | the agent | `BODY_TIMEOUT_S` |
 | an answer | the engine, or the agent disconnects | the engine pool's deadline, or the episode's |
+| a call of a tool | the tool, or the agent disconnects | the tool's own limits, or the episode's deadline |
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, final
@@ -29,9 +30,11 @@ from starlette.types import Receive, Scope, Send
 
 from inference_contract import routes
 from inference_contract.errors import ContextExceeded, ContractError, InvalidRequest
-from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage
+from inference_contract.tools import ToolCall
 from pipelinerl.environments.environment import UNTRAINED
-from pipelinerl.environments.episode import Episode
+from pipelinerl.environments.episode import Episode, PlannedTurn, RecordedTurn
+from pipelinerl.environments.tool_loop import Toolbox, names_of
 from pipelinerl.errors import PipelineError
 from pipelinerl.system.http_service import guard, listen, refused_body, serving, url_of
 
@@ -62,8 +65,11 @@ class OpenEpisode:
     episode: Episode
     sample: SampleTurn
     base: str
+    tools: Toolbox | None = None
     failure: Exception | None = None
     """The error if no engine could answer; the episode then gets no verdict on the model."""
+    tool_failure: str = ""
+    """The reason if one of the recipe's tools failed, which is not the model's fault; the episode is then masked."""
 
     def base_url(self, agent: str = _MAIN) -> str:
         """Return the base URL for an OpenAI client of this agent."""
@@ -94,9 +100,11 @@ class Gateway:
                 self._is_closing = True
 
     @asynccontextmanager
-    async def open(self, episode: Episode, sample: SampleTurn) -> AsyncIterator[OpenEpisode]:
-        """Accept requests for turns of `episode` until the `async with` block ends."""
-        opened = OpenEpisode(episode, sample, self._base)
+    async def open(
+        self, episode: Episode, sample: SampleTurn, tools: Toolbox | None = None
+    ) -> AsyncIterator[OpenEpisode]:
+        """Accept requests for turns of `episode`, which may call `tools`, until the `async with` block ends."""
+        opened = OpenEpisode(episode, sample, self._base, tools)
         self._episodes[episode.secret] = opened
         try:
             yield opened
@@ -146,24 +154,82 @@ class Gateway:
         return opened, agent or _MAIN, path
 
     async def _turn(self, opened: OpenEpisode, agent: str, body: Mapping[str, Any], send: Send) -> None:
-        episode = opened.episode
-        planned = episode.plan(agent, body, trains=not agent.startswith(UNTRAINED))
-        with episode.sampling(planned):
-            try:
-                completion = await opened.sample(planned.request)
-                episode.record(planned, completion)
-            except ContextExceeded as error:
-                episode.over = f"the conversation has filled the context: {error.message}"
-                raise
-            except InvalidRequest:
-                raise  # the agent caused it, so the episode goes on
-            except (ContractError, PipelineError) as error:
-                opened.failure = error
-                raise ContractError(f"no engine could answer: {error}") from error
+        if opened.tools is None or agent.startswith(UNTRAINED):
+            completion, _, _ = await _sampled(opened, agent, body)
+        else:
+            completion = await _sampled_with_tools(opened, opened.tools, agent, body)
         if body.get("stream"):
             await _stream(send, completion, body)
         else:
             await _send(send, 200, _openai(completion, "chat.completion", "message"))
+
+
+async def _sampled(
+    opened: OpenEpisode, agent: str, body: Mapping[str, Any], within: PlannedTurn | None = None
+) -> tuple[ChatCompletion, PlannedTurn, RecordedTurn]:
+    """Sample and record one turn."""
+    episode = opened.episode
+    planned = episode.plan(agent, body, trains=not agent.startswith(UNTRAINED), within=within)
+    with episode.sampling(planned):
+        try:
+            completion = await opened.sample(planned.request)
+            return completion, planned, episode.record(planned, completion)
+        except ContextExceeded as error:
+            episode.over = f"the conversation has filled the context: {error.message}"
+            raise
+        except InvalidRequest:
+            raise  # the agent caused it, so the episode goes on
+        except (ContractError, PipelineError) as error:
+            opened.failure = error
+            raise ContractError(f"no engine could answer: {error}") from error
+
+
+async def _sampled_with_tools(
+    opened: OpenEpisode, tools: Toolbox, agent: str, body: Mapping[str, Any]
+) -> ChatCompletion:
+    """Sample until an answer calls none of the recipe's tools, and return that answer; run the calls before it.
+
+    If an answer calls tools of the agent as well, it is returned with only those; the results of the recipe's tools
+    are put before theirs when the agent continues.
+    """
+    own = body.get("tools") or ()
+    names = names_of(own)
+    request = {**body, "tools": tools.offered_with(own)}
+    asked: PlannedTurn | None = None
+    while True:
+        completion, planned, turn = await _sampled(opened, agent, request, asked)
+        asked = asked or planned
+        message = completion.choices[0].message
+        calls = [call for call in message.tool_calls or () if call.function.name not in names]
+        results = await _results(opened, tools, calls, ", ".join(sorted(names)))
+        if calls and len(calls) == len(message.tool_calls or ()):
+            answer = message.model_dump(exclude_none=True)
+            request["messages"] = [
+                *request["messages"],
+                answer,
+                *(each.model_dump(exclude_none=True) for each in results),
+            ]
+            continue
+        turn.results = results
+        left = [call for call in message.tool_calls or () if call.function.name in names]
+        shown = message.model_copy(update={"tool_calls": left or None})
+        opened.episode.recognise(asked, shown, turn)
+        choice = completion.choices[0].model_copy(update={"message": shown})
+        return completion.model_copy(update={"choices": [choice]})
+
+
+async def _results(opened: OpenEpisode, tools: Toolbox, calls: Sequence[ToolCall], known: str) -> list[ChatMessage]:
+    """Run calls in order and return the messages that answer them."""
+    results = []
+    for call in calls:
+        try:
+            message, failed = await tools.result(call, known)
+        except PipelineError as error:
+            opened.tool_failure = f"the tool {call.function.name} failed: {error}"
+            raise InvalidRequest(opened.tool_failure) from error
+        opened.episode.calls.failed += failed
+        results.append(message)
+    return results
 
 
 def _reward(episode: Episode, agent: str, body: Mapping[str, Any]) -> None:

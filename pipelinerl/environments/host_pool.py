@@ -20,23 +20,30 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from asyncio.subprocess import Process
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, final
 
 import msgspec
 
-from pipelinerl.environments.environment import Task
+from pipelinerl.environments.environment import VERIFIERS, Task
 from pipelinerl.environments.episode_host import LONGEST_LINE
+from pipelinerl.errors import ReferenceFailed
 from pipelinerl.system import tied_process
 from pipelinerl.system.background import to_its_end
 
 EPISODES_OF_A_HOST: Final = 128
-_STARTUP_S: Final = 60.0
+#: Importing user code may be slow, and so may loading the data of a taskset.
+_STARTUP_S: Final = 300.0
 _CANCEL_S: Final = 5.0
 _END_S: Final = 60.0
+_LOOK_S: Final = 60.0
+_NO_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class HostLost(Exception):
@@ -100,10 +107,15 @@ class _Host:
 
 @final
 class EpisodeHosts:
-    """The hosts of one environment."""
+    """The hosts of one environment.
 
-    def __init__(self, reference: str) -> None:
-        self._reference = reference
+    Args:
+        reference: a reference to user code, or what comes after one of the prefixes `openenv:` and `verifiers:`.
+        options: the recipe's `environment_options`.
+    """
+
+    def __init__(self, reference: str, options: Mapping[str, Any] = _NO_OPTIONS) -> None:
+        self._command = _command(reference, options)
         self._hosts: list[_Host] = []
         self._starting = asyncio.Lock()
         self._numbers = itertools.count()
@@ -160,20 +172,45 @@ class EpisodeHosts:
             for host in self._hosts:
                 if len(host.episodes) < EPISODES_OF_A_HOST:
                     return host
-            host = await _started(self._reference)
+            host = await _started(self._command)
             self._hosts.append(host)
             return host
 
 
-async def _started(reference: str) -> _Host:
-    """Start a host process and wait until it has imported the user's code. Raises `HostLost`."""
+def check_taskset(reference: str, options: Mapping[str, Any]) -> None:
+    """Check that the Python environment of a `verifiers:` reference has the library, without importing it.
+
+    Raises:
+        ReferenceFailed: `python` is missing from the options or cannot be run, or lacks verifiers.
+    """
+    python = options.get("python")
+    if not isinstance(python, str) or not os.access(python, os.X_OK):
+        raise ReferenceFailed(
+            f"{reference} needs environment_options.python, the Python of an environment with verifiers, got "
+            f"{python!r}; make one by: python3 -m venv verifiers && verifiers/bin/pip install verifiers"
+        )
+    look = "import importlib.util as i; raise SystemExit(i.find_spec('verifiers.v1') is None)"
+    if subprocess.run([python, "-c", look], capture_output=True, timeout=_LOOK_S, check=False).returncode:
+        raise ReferenceFailed(f"{python} has no verifiers of version 0.4; {python} -m pip install 'verifiers>=0.4'")
+
+
+def _command(reference: str, options: Mapping[str, Any]) -> list[str]:
+    """Return the command of a host: in this Python environment, or for `verifiers:` in the recipe's."""
+    if not reference.startswith(VERIFIERS):
+        return [sys.executable, "-m", "pipelinerl.environments.episode_host", reference, json.dumps(dict(options))]
+    own = {name: value for name, value in options.items() if name != "python"}
+    script = str(Path(__file__).with_name("verifiers_host.py"))
+    return [options["python"], script, reference.removeprefix(VERIFIERS), json.dumps(own)]
+
+
+async def _started(command: Sequence[str]) -> _Host:
+    """Start a host process and wait until it has loaded its environment. Raises `HostLost`."""
     ours, theirs = socket.socketpair()
     tie = [tied_process.__file__, str(os.getpid()), signal.SIGKILL.name, "", "--"]
-    main = [sys.executable, "-m", "pipelinerl.environments.episode_host", reference]
     with theirs, contextlib.ExitStack() as given_up:
         given_up.callback(ours.close)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-S", "-E", *tie, *main, stdin=theirs.fileno(), start_new_session=True
+            sys.executable, "-S", "-E", *tie, *command, stdin=theirs.fileno(), start_new_session=True
         )
         given_up.pop_all()
     reader, writer = await asyncio.open_connection(sock=ours, limit=LONGEST_LINE)

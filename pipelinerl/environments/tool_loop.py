@@ -1,4 +1,7 @@
-"""Episodes without user code: the model calls built-in tools until it gives an answer without a call.
+"""The recipe's tools (`episode.tools`), which the gateway offers to the model and runs for each agent that trains.
+
+If an answer calls one of them, the gateway runs the call and samples on, until an answer calls none. The agent sees
+only that answer. A domain without user code has `OneRequest` as its agent.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -10,13 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
+from inference_contract.errors import InvalidRequest
+from inference_contract.schemas import ChatMessage
+from inference_contract.tools import ToolCall
 from pipelinerl.environments.client import ChatRefused, ConversationOver, EpisodeClient
 from pipelinerl.environments.environment import Task
 from pipelinerl.environments.host_pool import EpisodeEnd
-from pipelinerl.errors import PipelineError, UserError
 from pipelinerl.system.http_client import hot_session
 
 if TYPE_CHECKING:
@@ -33,9 +38,9 @@ class Tool(Protocol):
     argument: str
     """Name of the single argument."""
 
-    async def call(self, text: str) -> str:
-        """Return the text that the model reads. Raises PipelineError or UserError for failures that are not the model's
-        fault.
+    async def call(self, text: str) -> tuple[str, bool]:
+        """Return what the model reads, and whether the call failed by the model's fault. Raises PipelineError for other
+        failures.
         """
         ...
 
@@ -49,29 +54,40 @@ class Tool(Protocol):
 
 
 @final
-class ToolLoop:
-    """Player that offers tools to the model. It runs on the actor's event loop, since it runs no user code."""
+class Toolbox:
+    """The tools of a domain."""
 
     def __init__(self, *tools: Tool) -> None:
         self._tools = {tool.name: tool for tool in tools}
         self._offered = [_offered(tool) for tool in tools]
-        self._session: aiohttp.ClientSession | None = None
 
-    async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
-        """Let the model call tools until it answers without a call. Raises TimeoutError."""
-        if self._session is None:
-            self._session = hot_session(token=None, keep_alive_s=_KEEP_ALIVE_S)
-        client = EpisodeClient(self._session, base_url=base_url, api_key=api_key)
-        messages: list[Any] = list(task.messages)
-        try:
-            async with asyncio.timeout(timeout_s):
-                while (answer := await client.chat(messages, tools=self._offered)).tool_calls:
-                    messages += [answer, *[await self._result(call) for call in answer.tool_calls]]
-        except ConversationOver as error:
-            return EpisodeEnd(how="over", reason=str(error))
-        except (ChatRefused, PipelineError, UserError) as error:
-            return EpisodeEnd(how="raised", reason=str(error))
-        return EpisodeEnd(how="returned")
+    def offered_with(self, own: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Return the tools to offer to the model: these, and those that the agent offers.
+
+        Raises:
+            InvalidRequest: the agent offers a tool of the same name.
+        """
+        for name in names_of(own) & self._tools.keys():
+            raise InvalidRequest(
+                f"tools: {name!r} is a tool of the recipe (episode.tools); rename yours", param="tools"
+            )
+        return [*self._offered, *own]
+
+    async def result(self, call: ToolCall, known: str) -> tuple[ChatMessage, bool]:
+        """Return the message that answers a call, and whether the call failed; `known` lists the agent's own tools.
+
+        Raises:
+            PipelineError: the tool failed, which is not the model's fault.
+        """
+        name, tool = call.function.name, self._tools.get(call.function.name)
+        if tool is None:
+            names = ", ".join([*self._tools, known] if known else self._tools)
+            content, has_failed = f"error: there is no tool {name!r}; available: {names}", True
+        elif (text := _argument(call.function.arguments, tool.argument)) is None:
+            content, has_failed = f'error: the arguments must be {{"{tool.argument}": "…"}}, a text', True
+        else:
+            content, has_failed = await tool.call(text)
+        return ChatMessage(role="tool", tool_call_id=call.id, content=content), has_failed
 
     async def start(self) -> None:
         """Open the tools. Raises UserError if this machine lacks what one of them needs."""
@@ -82,19 +98,42 @@ class ToolLoop:
         """Close the tools."""
         for tool in self._tools.values():
             await tool.close()
+
+
+@final
+class OneRequest:
+    """Player for domains without user code: asks the model once. It runs on the actor's event loop."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
+        """Ask the model for the answer to the task's messages. Raises TimeoutError."""
+        if self._session is None:
+            self._session = hot_session(token=None, keep_alive_s=_KEEP_ALIVE_S)
+        client = EpisodeClient(self._session, base_url=base_url, api_key=api_key)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await client.chat(task.messages)
+        except ConversationOver as error:
+            return EpisodeEnd(how="over", reason=str(error))
+        except ChatRefused as error:
+            return EpisodeEnd(how="raised", reason=str(error))
+        return EpisodeEnd(how="returned")
+
+    async def start(self) -> None:
+        """Do nothing: there is nothing to start."""
+
+    async def close(self) -> None:
+        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 
-    async def _result(self, call: Mapping[str, Any]) -> dict[str, str]:
-        """Return the message that answers a call. If the model made an invalid call, the message holds the error."""
-        name, tool = call["function"]["name"], self._tools.get(call["function"]["name"])
-        if tool is None:
-            content = f"error: there is no tool {name!r}; available: {', '.join(self._tools)}"
-        elif (text := _argument(call["function"]["arguments"], tool.argument)) is None:
-            content = f'error: the arguments must be {{"{tool.argument}": "…"}}, a text'
-        else:
-            content = await tool.call(text)
-        return {"role": "tool", "tool_call_id": call["id"], "content": content}
+
+def names_of(tools: Sequence[Any]) -> set[str]:
+    """Return the names of tools in OpenAI's form; invalid ones are left out, and validation reports them."""
+    functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
+    return {str(each.get("name")) for each in functions if isinstance(each, Mapping)}
 
 
 def _offered(tool: Tool) -> dict[str, Any]:

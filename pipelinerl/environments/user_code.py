@@ -1,46 +1,63 @@
-"""Loading of a user's environment by reference: an async function, or a class with `reset`, `step` and `close`."""
+"""Loading of an environment by reference: an async function, a class with `reset`, `step` and `close`, or a server."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final
 
 from pipelinerl.environments.client import EpisodeClient
-from pipelinerl.environments.environment import Environment, EnvironmentStep, Task
+from pipelinerl.environments.environment import OPENENV, Environment, EnvironmentStep, Task
+from pipelinerl.environments.openenv import OpenEnv
 from pipelinerl.errors import ReferenceFailed
 from pipelinerl.system.references import load_reference
 
 #: Plays one episode: returns a reward, a bool, a `Verdict`, or None.
 Play = Callable[[Task, EpisodeClient], Awaitable[Any]]
+_NO_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
-def load_play(reference: str) -> Play:
-    """Return the function that plays an episode.
+def load_play(reference: str, options: Mapping[str, Any] = _NO_OPTIONS) -> Play:
+    """Return the function that plays an episode; `options` are keyword arguments of the user's function or class.
 
     Raises:
-        ReferenceFailed: the reference cannot be loaded, or is neither an async function nor an environment.
+        ReferenceFailed: the reference cannot be loaded, is neither an async function nor an environment, or does not
+            take the options.
     """
+    if reference.startswith(OPENENV):
+        return OpenEnv(reference.removeprefix(OPENENV), options).play
     thing = load_reference(reference)
     if hasattr(thing, "step") and hasattr(thing, "reset"):
-        return _loop_around(thing)
+        _refuse_unknown(reference, thing, (), options)
+        return _loop_around(partial(thing, **options))
     if not inspect.iscoroutinefunction(thing):
         raise ReferenceFailed(
             f"{reference} must be an async function of (task, client), or a class with reset, step and close; code "
             "that blocks can be called by asyncio.to_thread"
         )
-    if len([each for each in inspect.signature(thing).parameters.values() if each.default is each.empty]) != 2:
-        raise ReferenceFailed(f"{reference} must take (task, client), got {inspect.signature(thing)}")
-    play: Play = thing
+    _refuse_unknown(reference, thing, ("task", "client"), options)
+    play: Play = partial(thing, **options)
     return play
+
+
+def _refuse_unknown(reference: str, thing: Any, names: tuple[str, ...], options: Mapping[str, Any]) -> None:
+    """Raise `ReferenceFailed` unless `thing` can be called with `names` as positions and `options` as keywords."""
+    signature = inspect.signature(thing)
+    try:
+        signature.bind(*names, **options)
+    except TypeError as error:
+        expected = f"({', '.join([*names, *options])})"
+        raise ReferenceFailed(f"{reference} must take {expected}, got {signature}: {error}") from None
 
 
 def _loop_around(kind: Any) -> Play:
     async def play(task: Task, client: EpisodeClient) -> float:
         environment: Environment = kind()
         try:
-            messages = list(await _called(environment.reset, task, task.seed) or task.messages)
+            messages = _messages(await _called(environment.reset, task, task.seed) or task.messages)
             while True:
                 answer = await client.chat(messages)
                 step = _step(await _called(environment.step, answer))
@@ -65,14 +82,19 @@ async def _called(method: Callable[..., Any], *arguments: Any) -> Any:
     return await asyncio.to_thread(method, *arguments)
 
 
+def _messages(value: Any) -> list[Any]:
+    """Return messages as a list. A text is a user message; None is no message."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    return [value] if isinstance(value, Mapping) else list(value or ())
+
+
 def _step(value: Any) -> EnvironmentStep:
     if isinstance(value, EnvironmentStep):
         return value
     if isinstance(value, tuple) and len(value) == 3:
         messages, reward, done = value
-        return EnvironmentStep(
-            messages=[messages] if isinstance(messages, Mapping) else messages, reward=reward, done=done
-        )
+        return EnvironmentStep(messages=_messages(messages), reward=float(reward or 0), done=bool(done))
     raise TypeError(
         f"step must return an EnvironmentStep, or (messages, reward, done), it returned {type(value).__name__}"
     )

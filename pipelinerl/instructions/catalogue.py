@@ -5,7 +5,8 @@
     ground_truth: '[{"instruction_id": ["punctuation:no_comma", …], "kwargs": [null, …]}]'     open-instruct's, as text
     ground_truth: '{"func_name": "validate_no_commas", "N": null, …}'                       RLVR-IFeval's
 
-To add an instruction, write its struct in the file where it belongs, and add a line to `CATALOGUE`.
+To add an instruction, write its struct in the file where it belongs, and add a line to `CATALOGUE`. `followed` tells
+which instructions an answer follows; a blank text follows none.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -193,3 +195,36 @@ def _read(value: Any) -> Any:
 
 def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+class Matching(StrEnum):
+    """Strictness of the match between answers and instructions."""
+
+    STRICT = "strict"
+    LOOSE = "loose"
+
+
+class Score(StrEnum):
+    """Reward of an answer that follows some of its instructions."""
+
+    SHARE = "share"
+    """The share of instructions that the answer follows."""
+    ALL = "all"
+    """1 if the answer follows all instructions, else 0."""
+
+    def of(self, followed: Sequence[bool]) -> float:
+        """Return the reward; `followed` says for each instruction whether the answer follows it."""
+        return sum(followed) / len(followed) if self is Score.SHARE else float(all(followed))
+
+
+def followed(asked: Sequence[Asked], answer: str, matching: Matching = Matching.STRICT) -> list[bool]:
+    """Return for each instruction, in order, whether the answer follows it."""
+    texts = [text for text in (variants(answer) if matching is Matching.LOOSE else [answer]) if text.strip()]
+    return [any(each.instruction.follows(text) for text in texts) for each in asked]
+
+
+def variants(answer: str) -> list[str]:
+    """Return the up to eight distinct texts that loose matching tries, the answer itself first."""
+    lines = answer.split("\n")
+    cuts = [answer, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+    return list(dict.fromkeys(text for cut in cuts for text in (cut, cut.replace("*", ""))))

@@ -11,8 +11,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from pipelinerl.instructions.instruction import Count, Relation, Text, Texts
-from pipelinerl.instructions.text import hyphenated_words, num_sentences, words
+from pipelinerl.instructions.instruction import Count, Relation, Text, Texts, hyphenated_words, num_sentences, words
 
 _DIVIDER = re.compile(r"\s?(?:\*\*\*|\* \* \*)\s?")
 _ENDS_A_FIRST_WORD = re.compile(r"[.,?!'\"]")

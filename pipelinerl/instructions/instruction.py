@@ -2,12 +2,19 @@
 
 An instruction is a frozen struct. Its fields are its parameters, which are validated on construction. `follows` is a
 pure function of the text, the same on every machine, and takes time linear in the text's length for any text.
+
+Words are IFEval's: runs of letters, digits and underscores. Sentences differ from IFEval's code, which uses NLTK's
+Punkt model. Here a sentence ends at `.`, `!`, `?` or `…` before a space, unless the dot belongs to a known abbreviation
+or a single capital letter.
 """
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from enum import StrEnum
-from typing import Annotated, Protocol
+from functools import lru_cache
+from typing import Annotated, Final, Protocol
 
 from msgspec import Meta
 
@@ -52,3 +59,67 @@ class Relation(StrEnum):
                 return abs(count - wanted) <= max(1, round(wanted / 10))
             case Relation.EXACTLY:
                 return count == wanted
+
+
+_WORD: Final = re.compile(r"\w+")
+_WORD_WITH_HYPHENS: Final = re.compile(r"\w+(?:[-'’]\w+)*+")
+#: The end of a sentence, with closing quotes and brackets; full-width dots need no space behind them.
+_END: Final = re.compile(r"[.!?…]++[\"'”’)\]*]*+(?=\s|$)|[。！？]++|\n{2,}+")
+_BEFORE_A_DOT: Final = re.compile(r"(\w+)\.$")
+#: Words before the last dot of an abbreviation; "g" and "e" end "e.g." and "i.e.".
+_ABBREVIATIONS: Final = frozenset(
+    {
+        "al", "approx", "cf", "co", "dept", "dr", "e", "est", "etc", "fig", "g", "inc", "jr", "ltd", "mr", "mrs", "ms",
+        "no", "prof", "rev", "sr", "st", "vol", "vs",
+    }
+)  # fmt: skip
+#: The longest abbreviation in characters, with its dot and room for a bracket.
+_LOOK_BACK: Final = 12
+
+
+def words(text: str) -> list[str]:
+    """Return runs of letters, digits and underscores, as IFEval counts them: "don't" is two words."""
+    return _WORD.findall(text)
+
+
+def hyphenated_words(text: str) -> list[str]:
+    """Return words; a word with an inner hyphen or apostrophe counts as one."""
+    return _WORD_WITH_HYPHENS.findall(text)
+
+
+def num_sentences(text: str) -> int:
+    """Return the number of sentences; a sentence has at least one word."""
+    count, begin = 0, 0
+    for end in _END.finditer(text):
+        if end[0].startswith(".") and len(end[0]) == 1 and _is_abbreviation(text, end.end()):
+            continue
+        count += _WORD.search(text, begin, end.end()) is not None
+        begin = end.end()
+    return count + (_WORD.search(text, begin) is not None)
+
+
+def _is_abbreviation(text: str, end: int) -> bool:
+    """Return whether the dot before position `end` belongs to an abbreviation and more text follows."""
+    if end >= len(text):
+        return False
+    word = _BEFORE_A_DOT.search(text, max(0, end - _LOOK_BACK), end)
+    if word is None:
+        return False
+    return word[1].lower() in _ABBREVIATIONS or (len(word[1]) == 1 and word[1].isupper() and word[1] != "I")
+
+
+def script_shares(text: str) -> dict[str, float]:
+    """Return each script's share of the letters, by Unicode's names: LATIN, CYRILLIC, HANGUL, CJK…"""
+    counts: dict[str, int] = {}
+    for letter in text:
+        script = _script(letter)
+        if script:
+            counts[script] = counts.get(script, 0) + 1
+    letters = sum(counts.values())
+    return {script: count / letters for script, count in counts.items()}
+
+
+@lru_cache(maxsize=2**16)
+def _script(letter: str) -> str:
+    """Return the first word of the letter's name; vowel signs count as letters of their script."""
+    return unicodedata.name(letter, "").partition(" ")[0] if unicodedata.category(letter)[0] in "LM" else ""

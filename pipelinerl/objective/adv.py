@@ -8,80 +8,15 @@ Letters in shapes: B rollouts of the batch, N = Σ lengths sampled tokens (conca
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Final, NamedTuple, Protocol, Self, final
+from typing import Final, Protocol, final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pipelinerl.objective.reward import Bools, Floats, Ints, Parts, Scored
 from pipelinerl.objective.tokens import column_of
-
-Ints = NDArray[np.integer]
-Bools = NDArray[np.bool_]
-Floats = NDArray[np.float64]
-
-
-class TurnReward(NamedTuple):
-    """One turn for credit assignment: the number of sampled tokens, the environment's reward, and the agent."""
-
-    num_tokens: int
-    reward: float = 0.0
-    agent: str = ""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turns:
-    """The turns of B rollouts, [M], concatenated by rollout and ordered by end time within each rollout.
-
-    Attributes:
-        counts: [B], turns of each rollout.
-        lengths: [M], tokens that the model sampled in each turn.
-        rewards: [M], the environment's reward of each turn.
-        places: [M]. Two turns of a group have equal places if each is the k-th turn of the same agent; such turns are
-            compared with each other.
-    """
-
-    counts: Ints
-    lengths: Ints
-    rewards: Floats
-    places: Ints
-
-    @classmethod
-    def of(cls, rollouts: Sequence[Sequence[TurnReward]]) -> Self:
-        """Return the turns of these rollouts."""
-        places: dict[tuple[str, int], int] = {}
-        placed: list[int] = []
-        for turns in rollouts:
-            seen: Counter[str] = Counter()
-            for turn in turns:
-                placed.append(places.setdefault((turn.agent, seen[turn.agent]), len(places)))
-                seen[turn.agent] += 1
-        flat = [turn for turns in rollouts for turn in turns]
-        return cls(
-            counts=np.array([len(turns) for turns in rollouts], np.int64),
-            lengths=np.array([turn.num_tokens for turn in flat], np.int64),
-            rewards=np.array([turn.reward for turn in flat], np.float64),
-            places=np.array(placed, np.int64),
-        )
-
-    def rewards_to_go(self, rewards: Floats) -> Floats:
-        """Return G_{i,k} = R_i − Σ_{k' < k} r_{i,k'}, [M]: the rollout's reward from turn k on.
-
-        The last turn receives the part of the verdict's reward R_i that was not assigned to any turn.
-
-        Args:
-            rewards: R, [B].
-        """
-        before = np.cumsum(self.rewards) - self.rewards
-        starts = np.cumsum(self.counts) - self.counts
-        has_turns = self.counts > 0
-        offsets = np.zeros(self.counts.shape)
-        offsets[has_turns] = before[starts[has_turns]]
-        return np.asarray(np.repeat(rewards + offsets, self.counts) - before)
 
 
 class Advantage(Protocol):
@@ -97,25 +32,10 @@ class Advantage(Protocol):
         """Formula of A_{i,t} as text."""
         ...
 
-    def advantages(
-        self,
-        *,
-        rewards: Floats,
-        groups: Ints,
-        lengths: Ints,
-        valid: Bools,
-        columns: Mapping[str, Floats],
-        turns: Turns | None = None,
-    ) -> Floats:
+    def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
         """Return the advantage [N] of each sampled token.
 
-        Args:
-            rewards: [B]; any value where not `valid`.
-            groups: [B], index of the rollout's group; any integers.
-            lengths: [B], tokens that the model sampled.
-            valid: [B], False if the verdict is not a judgement.
-            columns: each of `needs`, [N].
-            turns: of the rollouts; None if each is a single turn.
+        `columns` has each of `needs`, [N].
         """
         ...
 
@@ -137,6 +57,8 @@ class Scale(StrEnum):
     STD = "std"
     """Standard deviation of the group + `epsilon`, as in GRPO. The divisor is G (ddof 0); torch's default `std` divides
     by G − 1, which gives √((G − 1)/G) times these advantages."""
+    MEAN = "mean"
+    """Mean of the group, for rewards that are not negative; a group whose mean is 0 has no advantages. MaxRL."""
     BATCH = "batch"
     """Normalise the difference over the batch's tokens; see `whitened`. REINFORCE++, Eq. 12."""
 
@@ -174,7 +96,7 @@ class GroupRelative:
     def formula(self) -> str:
         """Formula of A_{i,t} as text."""
         if self.credit is Credit.TURNS:
-            earned, others, group, end = "G_{i,k}", "G", ",k", ",  G_{i,k} = R_i − Σ_(k'<k) r_{i,k'}"
+            earned, others, group, end = "G_{i,k}", "G", ",k", _TO_GO
             mean, deviation = f"mean_{{g{group}}} {others}", f"std_{{g{group}}} {others}"
         else:
             earned, others, group, end, mean, deviation = "R_i", "R", "", "", "mean_g R", "std_g R"
@@ -188,23 +110,14 @@ class GroupRelative:
             return f"whiten_batch({difference}){_DDOF}{end}"
         if self.scale is Scale.STD:
             return f"({difference}) / ({deviation} + {self.epsilon:g}){_DDOF}{end}"
-        return difference + end
+        return (f"({difference}) / {mean}" if self.scale is Scale.MEAN else difference) + end
 
-    def advantages(
-        self,
-        *,
-        rewards: Floats,
-        groups: Ints,
-        lengths: Ints,
-        valid: Bools,
-        columns: Mapping[str, Floats],
-        turns: Turns | None = None,
-    ) -> Floats:
+    def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
         """Return the advantage [N] of each sampled token."""
-        if self.credit is Credit.TURNS and turns is not None:
-            return self._of_turns(turns, rewards=rewards, groups=groups, valid=valid)
-        _, index = np.unique(groups, return_inverse=True)
-        known = np.where(valid, rewards, 0.0).astype(np.float64)
+        if self.credit is Credit.TURNS and scored.turns is not None:
+            scored = scored.by_turns(scored.turns)
+        valid, known = scored.valid, scored.known
+        _, index = np.unique(scored.groups, return_inverse=True)
         count = np.bincount(index, weights=valid.astype(np.float64), minlength=1)
         mean = np.bincount(index, weights=known, minlength=1) / np.maximum(count, 1.0)
         difference = np.where(valid, known - mean[index], 0.0)
@@ -216,23 +129,10 @@ class GroupRelative:
             difference = difference * (count / np.maximum(count - 1.0, 1.0))[index]
         if self.scale is Scale.STD:
             difference = difference / (deviation[index] + self.epsilon)
-        spread = np.repeat(difference, lengths)
-        return whitened(spread, np.repeat(valid, lengths), self.epsilon) if self.scale is Scale.BATCH else spread
-
-    def _of_turns(self, turns: Turns, *, rewards: Floats, groups: Ints, valid: Bools) -> Floats:
-        """Return the advantages [N] with credit by turns: a turn is compared with the same turn of the group's other
-        rollouts.
-        """
-        known = np.where(valid, rewards, 0.0).astype(np.float64)
-        pairs = np.stack([np.repeat(groups, turns.counts), turns.places])
-        _, same_turn = np.unique(pairs, axis=1, return_inverse=True)
-        return replace(self, credit=Credit.EPISODE).advantages(
-            rewards=turns.rewards_to_go(known),
-            groups=same_turn.reshape(-1),
-            lengths=turns.lengths,
-            valid=np.repeat(valid, turns.counts),
-            columns={},
-        )
+        elif self.scale is Scale.MEAN:
+            difference = np.divide(difference, mean[index], out=np.zeros_like(difference), where=mean[index] > 0)
+        spread = np.repeat(difference, scored.lengths)
+        return whitened(spread, scored.judged, self.epsilon) if self.scale is Scale.BATCH else spread
 
 
 class Metric(StrEnum):
@@ -257,6 +157,7 @@ class GroupFiltered:
     keep: int = 8
     metric: Metric = Metric.SHORTEST
     epsilon: float = 1e-6
+    credit: Credit = Credit.EPISODE
 
     @property
     def needs(self) -> frozenset[str]:
@@ -266,28 +167,78 @@ class GroupFiltered:
     @property
     def formula(self) -> str:
         """Formula of A_{i,t} as text."""
-        return f"1[i ∈ S]·(R_i − mean_S R) / (std_S R + {self.epsilon:g}),  S = the {self.keep} by {self.metric}{_DDOF}"
+        by_turns, end = self.credit is Credit.TURNS, f",  S = the {self.keep} by {self.metric}{_DDOF}"
+        earned, others, group = ("G_{i,k}", "G", "{S,k}") if by_turns else ("R_i", "R", "S")
+        difference = f"{earned} − mean_{group} {others}"
+        return f"1[i ∈ S]·({difference}) / (std_{group} {others} + {self.epsilon:g}){end}{_TO_GO if by_turns else ''}"
 
-    def advantages(
-        self,
-        *,
-        rewards: Floats,
-        groups: Ints,
-        lengths: Ints,
-        valid: Bools,
-        columns: Mapping[str, Floats],
-        turns: Turns | None = None,
-    ) -> Floats:
+    def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
         """Return the advantage [N] of each sampled token."""
-        known = np.where(valid, rewards, 0.0)
-        preference = -lengths if self.metric is Metric.SHORTEST else known / np.maximum(lengths, 1)
-        kept = np.zeros(valid.shape, dtype=bool)
-        for group in np.unique(groups):
-            members = np.flatnonzero((groups == group) & valid)
+        lengths, shortest = scored.lengths, self.metric is Metric.SHORTEST
+        preference = -lengths if shortest else scored.known / np.maximum(lengths, 1)
+        kept = np.zeros(scored.valid.shape, dtype=bool)
+        for group in np.unique(scored.groups):
+            members = np.flatnonzero((scored.groups == group) & scored.valid)
             kept[members[np.argsort(-preference[members], kind="stable")[: self.keep]]] = True
-        return GroupRelative(epsilon=self.epsilon).advantages(
-            rewards=rewards, groups=groups, lengths=lengths, valid=kept, columns=columns
-        )
+        rule = GroupRelative(epsilon=self.epsilon, credit=self.credit)
+        return rule.advantages(replace(scored, valid=kept), columns)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Decoupled:
+    """GDPO (Liu et al. 2026, arXiv 2601.05242): each part of the reward is normalised alone, so none hides another.
+
+    A_i = Σ_n w_n·(r_{i,n} − mean_g r_n) / (std_g r_n + epsilon), then normalised over the judged rollouts of the batch.
+    w_n is the weight of the part in the reward; an answer without the part takes no share in its mean. A reward of a
+    single part is GRPO's advantage, normalised once more.
+    """
+
+    epsilon: float = 1e-6
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The empty set: no optional column is read."""
+        return frozenset()
+
+    @property
+    def formula(self) -> str:
+        """Formula of A_{i,t} as text."""
+        part = f"w_n·(r_{{i,n}} − mean_g r_n) / (std_g r_n + {self.epsilon:g})"
+        return f"normalise_batch(Σ_n {part}){_DDOF}"
+
+    def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
+        """Return the advantage [N] of each sampled token."""
+        known, valid = scored.known, scored.valid
+        parts = scored.parts or Parts(rewards=known[:, None], weights=np.ones((len(known), 1)))
+        one_token = replace(scored, lengths=np.ones(len(known), np.int64))
+        rule, total = GroupRelative(epsilon=self.epsilon), np.zeros(len(known))
+        for earned, weights in zip(parts.rewards.T, parts.weights.T, strict=True):
+            of_part = replace(one_token, rewards=earned, valid=valid & (weights != 0))
+            total += weights * rule.advantages(of_part, columns)
+        return np.repeat(whitened(total, valid, self.epsilon), scored.lengths)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """The same for every token, whatever it earned: 1 imitates; with 0 only the regularizer trains (distillation)."""
+
+    value: float = 1.0
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The empty set: no optional column is read."""
+        return frozenset()
+
+    @property
+    def formula(self) -> str:
+        """Formula of A_{i,t} as text."""
+        return f"{self.value:g}"
+
+    def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
+        """Return the value for each token [N] of judged rollouts, and 0 for the others."""
+        return np.where(scored.judged, self.value, 0.0)
 
 
 class Whitening(StrEnum):
@@ -303,14 +254,17 @@ class Whitening(StrEnum):
 class RewardToGo:
     """The plain return: Σ_{t' ≥ t} discount^{t'−t} r_{t'}, where r is R_i at the last token minus the KL cost.
 
-    With `kl` β > 0 each token costs β·(log π_old − log π_ref). This is the K1 penalty of Ziegler et al. 2019, and with
-    whitening it is REINFORCE++ (Hu 2025, Eq. 8). A truncated rollout is treated like a finished one.
+    With `credit` turns, r is the reward of each turn at the turn's last token, and the last turn's also has the part of
+    R_i that no turn was given. With `kl` β > 0 each token costs β·(log π_old − log π_ref). This is the K1 penalty of
+    Ziegler et al. 2019, and with whitening it is REINFORCE++ (Hu 2025, Eq. 8). A truncated rollout is treated like a
+    finished one.
     """
 
     discount: float = 1.0
     kl: float = 0.0
     whitening: Whitening = Whitening.NONE
     epsilon: float = 1e-8
+    credit: Credit = Credit.EPISODE
 
     @property
     def needs(self) -> frozenset[str]:
@@ -321,21 +275,12 @@ class RewardToGo:
     def formula(self) -> str:
         """Formula of A_{i,t} as text."""
         power = "" if self.discount == 1.0 else f"{self.discount:g}^(t'−t)·"
-        return _whitening(f"Σ_(t'≥t) {power}r_(t')", self.whitening) + _reward_formula(self.kl)
+        return _whitening(f"Σ_(t'≥t) {power}r_(t')", self.whitening) + _reward_formula(self.kl, self.credit)
 
-    def advantages(
-        self,
-        *,
-        rewards: Floats,
-        groups: Ints,
-        lengths: Ints,
-        valid: Bools,
-        columns: Mapping[str, Floats],
-        turns: Turns | None = None,
-    ) -> Floats:
+    def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
         """Return the advantage [N] of each sampled token."""
-        judged = np.repeat(valid, lengths)
-        returns = discounted(token_rewards(rewards, lengths, valid, self.kl, columns), lengths, self.discount) * judged
+        judged, earned = scored.judged, token_rewards(scored, self.kl, columns, self.credit)
+        returns = discounted(earned, scored.lengths, self.discount) * judged
         return whitened(returns, judged, self.epsilon) if self.whitening is Whitening.BATCH else returns
 
 
@@ -353,6 +298,7 @@ class GAE:
     kl: float = 0.0
     whitening: Whitening = Whitening.BATCH
     epsilon: float = 1e-8
+    credit: Credit = Credit.EPISODE
 
     @property
     def needs(self) -> frozenset[str]:
@@ -365,63 +311,47 @@ class GAE:
         total = f"Σ_l {self.discount * self.trace:g}^l·δ_(t+l)"
         factor = "" if self.discount == 1.0 else f"{self.discount:g}·"
         surprise = f",  δ_t = r_t + {factor}V_(t+1) − V_t"
-        return _whitening(total, self.whitening) + surprise + _reward_formula(self.kl)
+        return _whitening(total, self.whitening) + surprise + _reward_formula(self.kl, self.credit)
 
-    def advantages(
-        self,
-        *,
-        rewards: Floats,
-        groups: Ints,
-        lengths: Ints,
-        valid: Bools,
-        columns: Mapping[str, Floats],
-        turns: Turns | None = None,
-    ) -> Floats:
+    def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
         """Return the advantage [N] of each sampled token."""
-        judged = np.repeat(valid, lengths)
-        raw = self._raw(rewards, lengths, valid, columns)
-        return whitened(raw, judged, self.epsilon) if self.whitening is Whitening.BATCH else raw
+        raw = self._raw(scored, columns)
+        return whitened(raw, scored.judged, self.epsilon) if self.whitening is Whitening.BATCH else raw
 
-    def returns(
-        self,
-        *,
-        rewards: Floats,
-        groups: Ints,
-        lengths: Ints,
-        valid: Bools,
-        columns: Mapping[str, Floats],
-        turns: Turns | None = None,
-    ) -> Floats:
+    def returns(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
         """Return the critic's targets [N]: the advantage before whitening plus the value; 0 without a judgement.
 
-        This is the TD(λ) return. `groups` and `turns` are unused; they keep the signature equal to that of
-        `advantages`.
+        This is the TD(λ) return.
         """
         values = np.asarray(column_of(columns, "values"), np.float64)
-        return self._raw(rewards, lengths, valid, columns) + values * np.repeat(valid, lengths)
+        return self._raw(scored, columns) + values * scored.judged
 
-    def _raw(self, rewards: Floats, lengths: Ints, valid: Bools, columns: Mapping[str, Floats]) -> Floats:
+    def _raw(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
         values = np.asarray(column_of(columns, "values"), np.float64)
         following = np.append(values[1:], 0.0)[: values.size]
-        following[ends_of(lengths)] = 0.0
-        surprise = token_rewards(rewards, lengths, valid, self.kl, columns) + self.discount * following - values
-        return discounted(surprise, lengths, self.discount * self.trace) * np.repeat(valid, lengths)
+        following[ends_of(scored.lengths)] = 0.0
+        surprise = token_rewards(scored, self.kl, columns, self.credit) + self.discount * following - values
+        return discounted(surprise, scored.lengths, self.discount * self.trace) * scored.judged
 
 
 def credits_turns(adv: Advantage) -> bool:
     """Return True if the estimator reads the rewards of turns."""
-    return isinstance(adv, GroupRelative) and adv.credit is Credit.TURNS
+    return isinstance(adv, GroupRelative | GroupFiltered | RewardToGo | GAE) and adv.credit is Credit.TURNS
 
 
 _DDOF: Final = ",  std with ddof 0"
+
+_TO_GO: Final = ",  G_{i,k} = R_i − Σ_(k'<k) r_{i,k'}"
 
 _KL_COLUMNS: Final = frozenset({"old_logprobs", "ref_logprobs"})
 
 KINDS: Final[Mapping[str, type[Advantage]]] = {
     "group_relative": GroupRelative,
     "group_filtered": GroupFiltered,
+    "decoupled": Decoupled,
     "reward_to_go": RewardToGo,
     "gae": GAE,
+    "constant": Constant,
 }
 
 
@@ -430,10 +360,22 @@ def ends_of(lengths: Ints) -> Ints:
     return np.asarray(np.cumsum(lengths)[lengths > 0] - 1)
 
 
-def token_rewards(rewards: Floats, lengths: Ints, valid: Bools, kl: float, columns: Mapping[str, Floats]) -> Floats:
-    """Return r [N]: the reward at each judged rollout's last token, minus kl·(log π_old − log π_ref) at every token."""
-    earned = np.zeros(int(lengths.sum()))
-    earned[ends_of(lengths)] = np.where(valid, rewards, 0.0)[lengths > 0]
+def token_rewards(scored: Scored, kl: float, columns: Mapping[str, Floats], credit: Credit) -> Floats:
+    """Return r [N]: the reward at each judged rollout's last token, minus kl·(log π_old − log π_ref) at every token.
+
+    With credit by turns, the reward of a turn is at the turn's last token instead, or, if the model sampled none in it,
+    at the last token before; what was given to no turn is at the rollout's last token.
+    """
+    lengths, turns = scored.lengths, scored.turns
+    earned, known = np.zeros(scored.num_tokens), scored.known
+    if credit is Credit.TURNS and turns is not None:
+        owners = np.repeat(np.arange(len(lengths)), turns.counts)
+        given = turns.rewards * scored.valid[owners]
+        known = known - np.bincount(owners, weights=given, minlength=len(lengths))
+        ends, starts = np.cumsum(turns.lengths), np.cumsum(lengths) - lengths
+        seen = ends > starts[owners]
+        np.add.at(earned, ends[seen] - 1, given[seen])
+    earned[ends_of(lengths)] += known[lengths > 0]
     if not kl:
         return earned
     return np.asarray(earned - kl * (column_of(columns, "old_logprobs") - column_of(columns, "ref_logprobs")))
@@ -464,5 +406,6 @@ def _whitening(text: str, whitening: Whitening) -> str:
     return f"whiten_batch({text}){_DDOF}" if whitening is Whitening.BATCH else text
 
 
-def _reward_formula(kl: float) -> str:
-    return ",  r_t = 1[t = |o_i|]·R_i" + (f" − {kl:g}·log(π_old/π_ref)" if kl else "")
+def _reward_formula(kl: float, credit: Credit) -> str:
+    earned = "r_{i,k} where t ends turn k" if credit is Credit.TURNS else "1[t = |o_i|]·R_i"
+    return f",  r_t = {earned}" + (f" − {kl:g}·log(π_old/π_ref)" if kl else "")

@@ -16,6 +16,8 @@ from pipelinerl.objective.adv import (
     GAE,
     Advantage,
     Baseline,
+    Constant,
+    Decoupled,
     GroupFiltered,
     GroupRelative,
     RewardToGo,
@@ -23,9 +25,19 @@ from pipelinerl.objective.adv import (
     Whitening,
 )
 from pipelinerl.objective.agg import Aggregation, Batch, Group, Length, Sequences, Trajectory
-from pipelinerl.objective.grad1 import ClippedRatio, GeometricRatio, LogProb, PolicyTerm, SequenceRatio
+from pipelinerl.objective.grad1 import (
+    ClippedRatio,
+    DivergenceRatio,
+    GeometricRatio,
+    LogProb,
+    PolicyTerm,
+    QuadraticRatio,
+    SequenceRatio,
+    SoftGate,
+)
 from pipelinerl.objective.grad2 import Estimator, KLPenalty, LogBarrier, NoRegularizer, Regularizer
 from pipelinerl.objective.is_weight import (
+    GammaWeight,
     ImportanceWeight,
     Outside,
     SequenceWeight,
@@ -213,6 +225,102 @@ _TIS: Final[Mapping[str, Preset]] = {
     ),
 }
 
-PRESETS: Final[Mapping[str, Preset]] = {**_SCORE_FUNCTION, **_CLIPPED, **_TIS}
+#: Algorithms published from the end of 2025 on, and DRO. Where a text and its code differ, the note says so.
+_RECENT: Final[Mapping[str, Preset]] = {
+    "icepop": Preset(
+        _slots(
+            Trajectory(),
+            TokenRatio(low=0.5, high=5.0, numerator=Policy.OLD, outside=Outside.MASK),
+            GroupRelative(),
+            ClippedRatio(over=Policy.OLD),
+        ),
+        "IcePop: Ring-1T (Ling Team 2025, arXiv 2510.18855), §2.3.2, without its KL term",
+        "Needs recomputed log-probs. The text leaves [α, β] open; 0.5 and 5 are verl's. INTELLECT-3 (arXiv 2512.16144) "
+        "masks π_θ/μ instead: is_weight.numerator = 'current' with grad1 = 'logprob' and agg = 'batch'.",
+    ),
+    "deepseek_v32": Preset(
+        _slots(
+            Trajectory(),
+            Unweighted(),
+            _MEAN,
+            ClippedRatio(max_drift=0.5),
+            KLPenalty(beta=0.001, estimator=Estimator.K3_WEIGHTED),
+        ),
+        "DeepSeek-V3.2 (2025, arXiv 2512.02556), §3.1: unbiased KL estimate (Eq. 7), off-policy sequence mask",
+        "Needs the reference's log-probs. π_old is the inference engine's, as the text says of the mask. It gives "
+        "neither δ (grad1.max_drift) nor β; both are TRL's.",
+    ),
+    "dppo_tv": Preset(
+        _slots(Sequences(length=Length.MAX_TOKENS), Unweighted(), _MEAN, DivergenceRatio()),
+        "DPPO-Binary-TV (Qi et al. 2026, arXiv 2602.04879)",
+        "The thresholds and the denominator L_max are those of the authors' script. Their code writes the ratio as a "
+        "stopped weight of log π_θ, truncated at 10000; the gradient is the same.",
+    ),
+    "prime_rl": Preset(
+        _slots(
+            Batch(),
+            Unweighted(),
+            _MEAN,
+            DivergenceRatio(delta_low=0.2, delta_high=0.2),
+            KLPenalty(beta=0.002, estimator=Estimator.K2, to=Policy.BEHAVIOR),
+        ),
+        "prime-rl's default loss of August 2026 (trainer/rl/loss.py): DPPO-TV, and a KL penalty after Kimi-K2.5",
+        "kl_tau·log²(π_θ/μ) is K2 with beta = 2·kl_tau. prime-rl's page prints min(π_θ/μ, δ)·A; its code masks "
+        "instead, and this preset follows the code.",
+    ),
+    "sapo": Preset(
+        _slots(Trajectory(), Unweighted(), GroupRelative(), SoftGate()),
+        "Soft Adaptive Policy Optimization (Qwen 2025, arXiv 2511.20347)",
+        "grad1.positive and grad1.negative are τ_pos and τ_neg.",
+    ),
+    "cfpo": Preset(
+        _slots(Trajectory(), Unweighted(), GroupRelative(), QuadraticRatio()),
+        "Çağatan et al. 2026 (arXiv 2601.22801), Eq. 7 and 8, with β = 0",
+    ),
+    "luspo": Preset(
+        _slots(Sequences(), Unweighted(), GroupRelative(), SequenceRatio(epsilon_low=2e-3, epsilon_high=2.5e-3)),
+        "Liu et al. 2026 (arXiv 2602.05261): GSPO with each sequence times its length; clip range of §5.1",
+        "The weight 1/B of each of a sequence's |o_i| tokens is the factor |o_i|.",
+    ),
+    "vespo": Preset(
+        _slots(Batch(), GammaWeight(), GroupRelative(), LogProb()),
+        "Shen et al. 2026 (arXiv 2602.10693), §3.4, with the coefficients of the authors' code",
+        "The text's expectation is over sequences; the authors' scripts divide by the batch's tokens, as here.",
+    ),
+    "sao": Preset(
+        _slots(Batch(), TokenRatio(low=0.7, high=6.0, outside=Outside.MASK), GAE(), LogProb()),
+        "SAO's direct double-sided importance sampling (Hou et al. 2026, arXiv 2607.07508), §3.1",
+        "Needs a critic (values). The range is the paper's for reasoning; for code it is [0.2, 4]. The text prints no "
+        "stop-gradient on the ratio; it is taken as a weight. The schedule of critic updates is not part of this.",
+    ),
+    "maxrl": Preset(
+        _slots(Sequences(), TokenRatio(), GroupRelative(scale=Scale.MEAN), LogProb()),
+        "Maximum likelihood RL (Tajwar et al. 2026, arXiv 2602.02710): the mean over successes, less the mean of all",
+        "For rewards of 0 and 1. The paper is on-policy; is_weight corrects the rest. A group without success is "
+        "dropped, as by the estimator that the paper analyses; its code pushes such a group down by 1/G.",
+    ),
+    "gdpo": Preset(
+        _slots(Trajectory(), Unweighted(), Decoupled(), ClippedRatio()),
+        "Liu et al. 2026 (arXiv 2601.05242), on GRPO's surrogate",
+        "Reads the parts of a domain's rewards. The text normalises over the rollouts of a batch, as here; the "
+        "authors' verl code over its tokens.",
+    ),
+    "dro": Preset(
+        _slots(
+            Batch(), Unweighted(), _MEAN, LogProb(), KLPenalty(beta=0.05, estimator=Estimator.K2, to=Policy.BEHAVIOR)
+        ),
+        "Direct reward optimisation (Richemond et al. 2024, arXiv 2405.19107), as in Tinker and verl",
+        "The text squares the log-ratio of whole sequences to a reference and learns a value; the codes square that of "
+        "each token to the sampler, as here, with the group's mean as the value (Kimi K1.5). beta is Tinker's example.",
+    ),
+    "on_policy_distillation": Preset(
+        _slots(Batch(), TokenRatio(), Constant(value=0.0), LogProb(), KLPenalty(beta=1.0, estimator=Estimator.K2)),
+        "Thinking Machines 2025, On-Policy Distillation: reverse KL to a teacher on the student's own tokens",
+        "Needs the reference's log-probs: [reference] path is the teacher. Rewards are not read. The gradient of K2 is "
+        "that of sg[log π_ref − log π_θ]·log π_θ. prime-rl's code also drops tokens that became less likely by 0.2.",
+    ),
+}
+
+PRESETS: Final[Mapping[str, Preset]] = {**_SCORE_FUNCTION, **_CLIPPED, **_TIS, **_RECENT}
 
 DEFAULT: Final = "pipelinerl"

@@ -15,6 +15,7 @@ from pipelinerl.objective.adv import (
     GAE,
     Advantage,
     Baseline,
+    Constant,
     GroupFiltered,
     GroupRelative,
     RewardToGo,
@@ -22,9 +23,9 @@ from pipelinerl.objective.adv import (
     credits_turns,
 )
 from pipelinerl.objective.agg import Length, Sequences, Trajectory
-from pipelinerl.objective.grad1 import ClippedRatio, GeometricRatio, Level, SequenceRatio
-from pipelinerl.objective.grad2 import Estimator, KLPenalty
-from pipelinerl.objective.is_weight import SequenceWeight, TokenRatio, ToprWeight, Unweighted
+from pipelinerl.objective.grad1 import Level, OverPolicy, QuadraticRatio, SequenceRatio, SoftGate
+from pipelinerl.objective.grad2 import Estimator, KLPenalty, NoRegularizer
+from pipelinerl.objective.is_weight import Ratio, SequenceWeight, TokenRatio, Unweighted
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.tokens import Policy
 
@@ -33,9 +34,17 @@ def contradictions(objective: PolicyObjective) -> Iterator[str]:
     """Yield a sentence for each contradiction; it begins with the slot."""
     yield from _of_ratios(objective)
     yield from _of_numbers(objective)
-    grad1, adv = objective.grad1, objective.adv
+    grad1, grad2, adv = objective.grad1, objective.grad2, objective.adv
+    if isinstance(adv, Constant) and not adv.value and isinstance(grad2, NoRegularizer):
+        yield "adv.value must not be 0 beside grad2 none: nothing is left to train; take grad2 = 'kl'"
+    if isinstance(grad2, KLPenalty) and grad2.beta:
+        if grad2.to is Policy.CURRENT:
+            yield "grad2.to must not be current: the KL of a policy from itself is 0"
+        if grad2.estimator is Estimator.K3_WEIGHTED and grad2.over is Policy.CURRENT:
+            yield "grad2.over must not be current: the ratio of a policy to itself is 1; take estimator 'k3'"
     if grad1.level is Level.SEQUENCE:
-        if not isinstance(objective.agg, Trajectory):
+        by_length = isinstance(grad1, SequenceRatio) and isinstance(objective.agg, Sequences)  # LUSPO
+        if not (by_length or isinstance(objective.agg, Trajectory)):
             yield (
                 "agg must be trajectory beside a ratio of whole sequences (grad1): each token carries the value of its "
                 "sequence, so with another denominator a sequence would count once for every token it has"
@@ -57,7 +66,7 @@ def _of_ratios(objective: PolicyObjective) -> Iterator[str]:
     over = _over(objective)
     if over is Policy.CURRENT:
         yield "grad1.over must not be current: the ratio of a policy to itself is 1"
-    if not isinstance(weight, TokenRatio | SequenceWeight | ToprWeight):
+    if not isinstance(weight, Ratio):
         return
     if weight.numerator is weight.denominator:
         yield f"is_weight divides {weight.numerator} by itself; take kind 'one' for no weights"
@@ -83,6 +92,11 @@ def _of_numbers(objective: PolicyObjective) -> Iterator[str]:
         yield f"adv.discount must be at most 1, got {adv.discount}"
     if isinstance(adv, GAE) and adv.trace > 1.0:
         yield f"adv.trace must be at most 1, got {adv.trace}"
+    grad1 = objective.grad1
+    if isinstance(grad1, QuadraticRatio) and grad1.epsilon == 0:
+        yield "grad1.epsilon must be positive, got 0: it divides the penalty"
+    if isinstance(grad1, SoftGate) and not (grad1.positive and grad1.negative):
+        yield "grad1.positive and grad1.negative must be positive: they divide the gate"
     if isinstance(agg, Sequences) and not isinstance(agg.length, Length) and agg.length <= 0:
         yield f"agg.length must be positive, got {agg.length}"
 
@@ -129,9 +143,10 @@ def _without_effect_in_groups(adv: Advantage, key: str, size: int) -> Iterator[s
                 f"adv.baseline {adv.baseline} needs groups, and {key} is 1: every advantage would be 0; "
                 'raise it, or take adv = "reward_to_go" or adv.baseline = "none" with adv.scale = "none"'
             )
-        elif adv.scale is Scale.STD:
+        elif adv.scale in (Scale.STD, Scale.MEAN):
+            quotient = "the deviation of one reward is 0" if adv.scale is Scale.STD else "a reward over itself is 1"
             yield (
-                f"adv.scale std needs groups, and {key} is 1: the deviation of one reward is 0; raise it, "
+                f"adv.scale {adv.scale} needs groups, and {key} is 1: {quotient}; raise it, "
                 'or take adv.scale = "batch" or "none"'
             )
 
@@ -155,6 +170,8 @@ def doubts(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
             "steps: the later ones train a policy that has moved since as if it had not; take a clipped ratio as "
             "grad1, or leave out training.epochs and training.mini_batches"
         )
+    if isinstance(grad2, KLPenalty) and grad2.beta and grad2.to in setting.always_current:
+        yield f"grad2 penalises the KL to π_{grad2.to}, from which the step starts, and is always 0; take behavior"
     if isinstance(agg, Sequences) and agg.length not in (1.0, float(setting.max_tokens), Length.MAX_TOKENS):
         yield (
             f"agg.length is {agg.length:g}, and answers have at most sampling.max_tokens = {setting.max_tokens}: the "
@@ -172,4 +189,4 @@ def doubts(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
 def _over(objective: PolicyObjective) -> Policy | None:
     """Return the denominator policy of the ratio in grad1, or None without a ratio."""
     grad1 = objective.grad1
-    return grad1.over if isinstance(grad1, ClippedRatio | SequenceRatio | GeometricRatio) else None
+    return grad1.over if isinstance(grad1, OverPolicy) else None

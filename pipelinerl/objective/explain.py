@@ -6,6 +6,7 @@ Pure functions; the numbers come from the slots used in training, in float64.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
@@ -13,9 +14,9 @@ from typing import Final, NamedTuple, final
 import numpy as np
 
 from pipelinerl.errors import UserError
-from pipelinerl.objective.adv import TurnReward, Turns
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import to_table
+from pipelinerl.objective.reward import PartReward, Parts, Scored, TurnReward, Turns
 from pipelinerl.objective.tokens import Tokens
 
 FORMULA: Final = "J = Σ_{i,t} sg[agg · is_weight] · ( sg[adv] · grad1 + grad2 )"
@@ -70,6 +71,7 @@ class ScoredRollout:
         logprobs: the current policy's, [N].
         old_logprobs, ref_logprobs, values: [N], or None if unknown.
         turns: the turns of an episode; empty for a single turn.
+        parts: the terms of the reward; empty for a single term.
     """
 
     tokens: tuple[str, ...]
@@ -82,6 +84,34 @@ class ScoredRollout:
     ref_logprobs: tuple[float, ...] | None = None
     values: tuple[float, ...] | None = None
     turns: tuple[TurnReward, ...] = ()
+    parts: tuple[PartReward, ...] = ()
+
+
+def _example(group: int, reward: float, *tokens: tuple[str, float, float, float, float], right: float) -> ScoredRollout:
+    """Return a rollout; each token is (text, π_θ, μ, π_ref, value). The recomputed policy is that of the sampler."""
+    texts, current, sampler, reference, values = zip(*tokens, strict=True)
+    return ScoredRollout(
+        tokens=texts,
+        reward=reward,
+        group=group,
+        behavior_logprobs=tuple(map(math.log, sampler)),
+        logprobs=tuple(map(math.log, current)),
+        old_logprobs=tuple(map(math.log, sampler)),
+        ref_logprobs=tuple(map(math.log, reference)),
+        values=values,
+        parts=(PartReward("right", right), PartReward("format", reward - right)),
+    )
+
+
+EXAMPLE: Final = (
+    _example(0, 1.5, ("so", 0.5, 0.5, 0.4, 0.6), ("2", 0.9, 0.6, 0.5, 0.9), right=1.0),
+    _example(0, 0.5, ("well", 0.03, 0.01, 0.02, 0.5), (",", 0.8, 0.8, 0.8, 0.5), ("3", 0.1, 0.4, 0.3, 0.4), right=0.0),
+    _example(0, 0.0, ("5", 0.02, 0.2, 0.1, 0.2), right=0.0),
+    _example(1, 1.0, ("4", 0.7, 0.6, 0.6, 0.7), right=1.0),
+    _example(1, 1.0, ("it", 0.2, 0.3, 0.2, 0.6), ("is", 0.9, 0.9, 0.9, 0.7), ("4", 0.6, 0.1, 0.5, 0.8), right=1.0),
+    _example(1, 0.0, ("6", 0.3, 0.3, 0.2, 0.4), right=0.0),
+)
+"""Two groups of three short rollouts. Some tokens have become up to ten times more or less likely since sampling."""
 
 
 class TokenFactors(NamedTuple):
@@ -116,15 +146,16 @@ def factors(objective: PolicyObjective, rollouts: Sequence[ScoredRollout]) -> li
     lengths = np.array([len(one.tokens) for one in rollouts])
     groups, valid = np.array([one.group for one in rollouts]), np.array([one.judged for one in rollouts])
     recorded = {name: _joined(rollouts, name) for name in ("behavior_logprobs", "logprobs", *sorted(objective.passes))}
-    valid = valid & (lengths > 0)
-    advantages = objective.adv.advantages(
-        rewards=np.array([one.reward for one in rollouts]),
+    valid, rewards = valid & (lengths > 0), np.array([one.reward for one in rollouts], np.float64)
+    scored = Scored(
+        rewards=rewards,
         groups=groups,
         lengths=lengths,
         valid=valid,
-        columns={name: recorded[name] for name in objective.adv.needs},
         turns=Turns.of([one.turns or (TurnReward(len(one.tokens)),) for one in rollouts]),
+        parts=Parts.of([one.parts for one in rollouts], rewards),
     )
+    advantages = objective.adv.advantages(scored, {name: recorded[name] for name in objective.adv.needs})
     weights = objective.agg.token_weights(lengths=lengths, groups=groups, valid=valid)
     columns = recorded | {
         "loss_mask": np.repeat(valid, lengths),

@@ -97,11 +97,15 @@ class ClippedRatio:
     or if A < 0 and r < 1 − epsilon_low. The gradient is exactly that of PPO's min (Schulman et al. 2017, Eq. 7). `over`
     is the policy that the step starts from: `old` costs a forward pass, `behavior` uses the sampler's log-probs. An
     infinite epsilon disables clipping on its side.
+
+    With a finite `max_drift` M is also 0 for rollouts with A < 0 whose mean log(π_over/π_θ) exceeds it: DeepSeek-V3.2's
+    off-policy sequence mask (2025, §3.1).
     """
 
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
     over: Policy = Policy.BEHAVIOR
+    max_drift: float = math.inf
 
     @property
     def needs(self) -> frozenset[str]:
@@ -111,7 +115,10 @@ class ClippedRatio:
     @property
     def formula(self) -> str:
         """Formula of GradTerm1_{i,t} as text."""
-        return f"M_t·r_t,  r_t = π_θ/{SYMBOLS[self.over]},  {_mask('r_t', self.epsilon_low, self.epsilon_high)}"
+        mask = _mask("r_t", self.epsilon_low, self.epsilon_high)
+        if self.max_drift < math.inf:
+            mask += f",  or A < 0 and mean_t log({SYMBOLS[self.over]}/π_θ) > {self.max_drift:g}"
+        return f"M_t·r_t,  r_t = π_θ/{SYMBOLS[self.over]},  {mask}"
 
     @property
     def level(self) -> Level:
@@ -133,7 +140,152 @@ class ClippedRatio:
     def _masked(self, tokens: Tokens) -> tuple[Array, Array]:
         """Return log r and M."""
         difference = tokens.log_ratio(Policy.CURRENT, self.over)
-        return difference, _kept(tokens, difference, *_logs(self.epsilon_low, self.epsilon_high))
+        kept = _kept(tokens, difference, *_logs(self.epsilon_low, self.epsilon_high))
+        if self.max_drift < math.inf:
+            drift = -tokens.rollout_mean(stop_gradient(difference))
+            kept = tokens.xp.where((drift > self.max_drift) & (tokens.advantages < 0), 0.0, kept)
+        return difference, kept
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DivergenceRatio:
+    """DPPO-TV (Qi et al. 2026): M·r like PPO, but M bounds the change of the token's probability, not its ratio.
+
+    M is 0 where A > 0 and π_θ − π_over > delta_high, or A < 0 and π_over − π_θ > delta_low: the total variation of the
+    two-valued distribution "this token or another", in the direction of the advantage.
+    """
+
+    delta_low: float = 0.15
+    delta_high: float = 0.15
+    over: Policy = Policy.BEHAVIOR
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The column of `over`."""
+        return columns_of(self.over)
+
+    @property
+    def formula(self) -> str:
+        """Formula of GradTerm1_{i,t} as text."""
+        change = f"π_θ − {SYMBOLS[self.over]}"
+        mask = f"M = 0 where A > 0 and {change} > {self.delta_high:g} or A < 0 and {change} < −{self.delta_low:g}"
+        return f"M_t·r_t,  r_t = π_θ/{SYMBOLS[self.over]},  {mask}"
+
+    @property
+    def level(self) -> Level:
+        """Token: each token has its own ratio."""
+        return Level.TOKEN
+
+    def value(self, tokens: Tokens) -> Array:
+        """Return M·r, [T]."""
+        return _masked_exp(tokens, tokens.log_ratio(Policy.CURRENT, self.over), self._kept(tokens))
+
+    def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
+        """Return cotangent·M·r, since dr/d log π_θ = r."""
+        return cotangent * self.value(tokens)
+
+    def clipped(self, tokens: Tokens) -> Array:
+        """Return the mask [T] where M = 0."""
+        return self._kept(tokens) == 0.0
+
+    def _kept(self, tokens: Tokens) -> Array:
+        change = tokens.probability(Policy.CURRENT) - tokens.probability(self.over)
+        return _kept(tokens, change, -self.delta_low, self.delta_high)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class QuadraticRatio:
+    """CFPO (Çağatan et al. 2026, Eq. 7): r − sgn(A)·(r − 1)²/(2·epsilon), so that A times it has no clip.
+
+    Its slope in r is 1 − sgn(A)·(r − 1)/epsilon: 0 at PPO's bound in the advantage's direction, and a pull back beyond.
+    """
+
+    epsilon: float = 0.2
+    over: Policy = Policy.BEHAVIOR
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The column of `over`."""
+        return columns_of(self.over)
+
+    @property
+    def formula(self) -> str:
+        """Formula of GradTerm1_{i,t} as text."""
+        return f"r_t − sgn(A)·(r_t − 1)²/(2·{self.epsilon:g}),  r_t = π_θ/{SYMBOLS[self.over]}"
+
+    @property
+    def level(self) -> Level:
+        """Token: each token has its own ratio."""
+        return Level.TOKEN
+
+    def value(self, tokens: Tokens) -> Array:
+        """Return the term, [T]; written so that an overflowing ratio makes it infinite, not NaN."""
+        ratio, sign = self._ratio(tokens)
+        return ratio * (1.0 + sign * (1.0 - 0.5 * ratio) / self.epsilon) - 0.5 * sign / self.epsilon
+
+    def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
+        """Return cotangent·r·(1 − sgn(A)·(r − 1)/epsilon)."""
+        ratio, sign = self._ratio(tokens)
+        return cotangent * ratio * (1.0 - sign * (ratio - 1.0) / self.epsilon)
+
+    def clipped(self, tokens: Tokens) -> Array:
+        """Return False everywhere."""
+        return ~tokens.inside & tokens.inside
+
+    def _ratio(self, tokens: Tokens) -> tuple[Array, Array]:
+        return tokens.ratio(Policy.CURRENT, self.over), tokens.xp.sign(tokens.advantages)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SoftGate:
+    """SAPO (Gao et al. 2025): (4/τ)·σ(τ·(r − 1)), a ratio whose gradient fades on both sides instead of being cut.
+
+    τ is `positive` where A > 0 and `negative` elsewhere. At r = 1 the slope in r is 1, as without a gate.
+    """
+
+    positive: float = 1.0
+    negative: float = 1.05
+    over: Policy = Policy.BEHAVIOR
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The column of `over`."""
+        return columns_of(self.over)
+
+    @property
+    def formula(self) -> str:
+        """Formula of GradTerm1_{i,t} as text."""
+        gate = f"τ = {self.positive:g} where A > 0, else {self.negative:g}"
+        return f"(4/τ)·σ(τ·(r_t − 1)),  r_t = π_θ/{SYMBOLS[self.over]},  {gate}"
+
+    @property
+    def level(self) -> Level:
+        """Token: each token has its own ratio."""
+        return Level.TOKEN
+
+    def value(self, tokens: Tokens) -> Array:
+        """Return the gate, [T]."""
+        _, tau, gate = self._gate(tokens)
+        return 4.0 * gate / tau
+
+    def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
+        """Return cotangent·4·σ·(1 − σ)·r."""
+        ratio, _, gate = self._gate(tokens)
+        return cotangent * 4.0 * gate * (1.0 - gate) * ratio
+
+    def clipped(self, tokens: Tokens) -> Array:
+        """Return False everywhere."""
+        return ~tokens.inside & tokens.inside
+
+    def _gate(self, tokens: Tokens) -> tuple[Array, Array, Array]:
+        """Return r, τ and σ(τ·(r − 1)); log r is bounded, since the gate is flat long before."""
+        xp = tokens.xp
+        ratio = tokens.exp(xp.clip(tokens.log_ratio(Policy.CURRENT, self.over), None, _FLAT))
+        tau = xp.where(tokens.advantages > 0, self.positive, xp.full_like(ratio, self.negative))
+        return ratio, tau, 0.5 + 0.5 * xp.tanh(0.5 * tau * (ratio - 1.0))
 
 
 @final
@@ -236,10 +388,19 @@ class GeometricRatio:
 KINDS: Final[Mapping[str, type[PolicyTerm]]] = {
     "logprob": LogProb,
     "clipped_ratio": ClippedRatio,
+    "divergence_ratio": DivergenceRatio,
+    "quadratic_ratio": QuadraticRatio,
+    "soft_gate": SoftGate,
     "sequence_ratio": SequenceRatio,
     "geometric_ratio": GeometricRatio,
 }
 
+
+#: Kinds that contain the ratio of the current policy to `over`.
+OverPolicy = ClippedRatio | DivergenceRatio | QuadraticRatio | SoftGate | SequenceRatio | GeometricRatio
+
+#: A log-ratio beyond which SAPO's gate has no slope, for any temperature above 1e-6.
+_FLAT: Final = 20.0
 
 #: Bounds log-ratios so that their excess is finite; any finite clip range acts below this bound.
 _FAR: Final = 1e4

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Final, Protocol, final, runtime_checkable
 
 from pipelinerl.arrays import Array
-from pipelinerl.objective.tokens import Policy, Tokens, columns_of
+from pipelinerl.objective.tokens import SYMBOLS, Policy, Tokens, columns_of
 from trainer_contract.types import HeadMeasure
 
 
@@ -86,51 +86,67 @@ class Estimator(StrEnum):
     """d²/2."""
     K3 = "k3"
     """e^d − d − 1: unbiased and never negative. GRPO, Eq. 4, where r is π_ref/π_θ; RLAX prints π_θ/π_old."""
+    K3_WEIGHTED = "k3_weighted"
+    """(π_θ/π_over)·(e^d − d − 1), whose gradient is unbiased on tokens of π_over. DeepSeek-V3.2 (2025), Eq. 7."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class KLPenalty:
-    """−beta·KL(π_θ ‖ π_ref). With beta = 0 no reference log-probs are needed.
+    """−beta·KL(π_θ ‖ π_to), by default to the reference. With beta = 0 no reference log-probs are needed.
 
-    An optional column `kl_coefficients` [T] multiplies beta; see `kl_control.as_column`.
+    `over` is the denominator of `k3_weighted`, the policy that sampled. An optional column `kl_coefficients` [T]
+    multiplies beta; see `kl_control.as_column`.
     """
 
     beta: float = 0.04
     estimator: Estimator = Estimator.K3
+    to: Policy = Policy.REFERENCE
+    over: Policy = Policy.BEHAVIOR
 
     @property
     def needs(self) -> frozenset[str]:
-        """`ref_logprobs`, unless beta is 0."""
-        return columns_of(Policy.REFERENCE) if self.beta else frozenset()
+        """The columns of `to` and, for `k3_weighted`, of `over`; none if beta is 0."""
+        if not self.beta:
+            return frozenset()
+        return columns_of(self.to, *([self.over] if self.estimator is Estimator.K3_WEIGHTED else []))
 
     @property
     def formula(self) -> str:
         """Formula of GradTerm2_{i,t} as text."""
         text = {Estimator.K1: "(−d_t)", Estimator.K2: "d_t²/2", Estimator.K3: "(e^d_t − d_t − 1)"}
-        return f"−{self.beta:g}·{text[self.estimator]},  d_t = log(π_ref/π_θ)" if self.beta else "0"
+        text[Estimator.K3_WEIGHTED] = f"(π_θ/{SYMBOLS[self.over]})·{text[Estimator.K3]}"
+        return f"−{self.beta:g}·{text[self.estimator]},  d_t = log({SYMBOLS[self.to]}/π_θ)" if self.beta else "0"
 
     def value(self, tokens: Tokens) -> Array:
-        """Return −beta times K1, K2 or K3, [T]."""
+        """Return −beta times the estimate, [T]."""
         if not self.beta:
             return tokens.xp.zeros_like(tokens.current)
-        difference = tokens.log_ratio(Policy.REFERENCE, Policy.CURRENT)
+        difference = tokens.log_ratio(self.to, Policy.CURRENT)
         beta = self._coefficient(tokens)
         if self.estimator is Estimator.K1:
             return beta * difference
         if self.estimator is Estimator.K2:
             return -beta * 0.5 * difference * difference
-        return -beta * (tokens.expm1(difference) - difference)
+        estimate = tokens.expm1(difference) - difference
+        if self.estimator is Estimator.K3_WEIGHTED:
+            estimate = tokens.ratio(Policy.CURRENT, self.over) * estimate
+        return -beta * estimate
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return −beta (K1), beta·d (K2) or beta·(e^d − 1) (K3), times the cotangent; d falls as log π_θ rises."""
+        """Return −beta (K1), beta·d (K2), beta·(e^d − 1) (K3) or beta·(π_θ/π_over)·d (weighted), times the cotangent.
+
+        d falls as log π_θ rises.
+        """
         if not self.beta:
             return tokens.xp.zeros_like(cotangent)
         beta = self._coefficient(tokens)
         if self.estimator is Estimator.K1:
             return -beta * cotangent
-        difference = tokens.log_ratio(Policy.REFERENCE, Policy.CURRENT)
-        slope = difference if self.estimator is Estimator.K2 else tokens.expm1(difference)
+        difference = tokens.log_ratio(self.to, Policy.CURRENT)
+        slope = tokens.expm1(difference) if self.estimator is Estimator.K3 else difference
+        if self.estimator is Estimator.K3_WEIGHTED:
+            slope = slope * tokens.ratio(Policy.CURRENT, self.over)
         return beta * slope * cotangent
 
     def _coefficient(self, tokens: Tokens) -> Array | float:

@@ -181,12 +181,62 @@ class ToprWeight:
         return _sequence_ratio(tokens, self.mean, self.numerator, self.denominator)
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class GammaWeight:
+    """VESPO (Shen et al. 2026): W^power·e^(decay·(1 − W)) for the sequence's ratio W, which is 1 at W = 1.
+
+    It grows as W^power and vanishes on both sides, so no bound is needed. Power and decay differ by the advantage's
+    sign; the defaults are those of the authors' code (`core_algos.py`).
+    """
+
+    positive_power: float = 2.0
+    positive_decay: float = 3.0
+    negative_power: float = 3.0
+    negative_decay: float = 2.0
+    numerator: Policy = Policy.CURRENT
+    denominator: Policy = Policy.BEHAVIOR
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The columns of its two policies."""
+        return columns_of(self.numerator, self.denominator)
+
+    @property
+    def formula(self) -> str:
+        """Formula of the weight as text."""
+        up, down = f"W^{self.positive_power:g}·e^({self.positive_decay:g}·(1 − W))", f"W^{self.negative_power:g}"
+        below = f"{down}·e^({self.negative_decay:g}·(1 − W))"
+        return f"{up} where A ≥ 0, else {below},  W = {_of_sequence(self, Mean.PRODUCT)}"
+
+    def weight(self, tokens: Tokens) -> Array:
+        """Return the rollout's weight, [T]."""
+        xp, is_good = tokens.xp, tokens.advantages >= 0
+        log_ratio = tokens.rollout_total(tokens.log_ratio(self.numerator, self.denominator))
+        log_ratio = xp.clip(log_ratio, -_FAR, _FAR)
+        up = self.positive_power * log_ratio - self.positive_decay * xp.expm1(log_ratio)
+        down = self.negative_power * log_ratio - self.negative_decay * xp.expm1(log_ratio)
+        return xp.exp(xp.where(is_good, up, down))
+
+    def truncated(self, tokens: Tokens) -> Array:
+        """Return False everywhere."""
+        return ~tokens.inside & tokens.inside
+
+
 KINDS: Final[Mapping[str, type[ImportanceWeight]]] = {
     "one": Unweighted,
     "token_ratio": TokenRatio,
     "sequence_ratio": SequenceWeight,
     "topr": ToprWeight,
+    "gamma": GammaWeight,
 }
+
+#: Bounds a sequence's log-ratio, as in VESPO's code: the weight is 0 in any dtype long before.
+_FAR: Final = 20.0
+
+#: Kinds that divide one policy by another, and those of them that read whole rollouts.
+Ratio = TokenRatio | SequenceWeight | ToprWeight | GammaWeight
+SequenceRatioWeight = SequenceWeight | ToprWeight | GammaWeight
 
 
 def _sequence_ratio(tokens: Tokens, mean: Mean, numerator: Policy, denominator: Policy) -> Array:
@@ -204,11 +254,11 @@ def _beyond(ratio: Array, low: float, high: float) -> Array:
     return (ratio < low) | (ratio > high)
 
 
-def _fraction(kind: TokenRatio | SequenceWeight | ToprWeight) -> str:
+def _fraction(kind: Ratio) -> str:
     return f"({SYMBOLS[kind.numerator]}/{SYMBOLS[kind.denominator]})"
 
 
-def _of_sequence(kind: SequenceWeight | ToprWeight, mean: Mean) -> str:
+def _of_sequence(kind: SequenceRatioWeight, mean: Mean) -> str:
     product = f"Π_t {_fraction(kind)}(o_t)"
     return product if mean is Mean.PRODUCT else f"({product})^(1/|o_i|)"
 

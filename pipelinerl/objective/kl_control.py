@@ -16,6 +16,7 @@ from typing import Final, NamedTuple, final
 from pipelinerl.objective.adv import GAE, RewardToGo
 from pipelinerl.objective.grad2 import KLPenalty
 from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.tokens import Policy
 
 _MOST: Final = 0.2
 
@@ -44,8 +45,8 @@ class KLController:
 
 
 def kl_coefficient(objective: PolicyObjective) -> float | None:
-    """Return β of the objective's KL penalty, or else of the KL cost in its rewards; None if it has neither."""
-    if isinstance(objective.grad2, KLPenalty) and objective.grad2.beta:
+    """Return β of the penalty on the KL to the reference, or else of its cost in the rewards; None without either."""
+    if isinstance(objective.grad2, KLPenalty) and _is_controlled(objective.grad2):
         return objective.grad2.beta
     if isinstance(objective.adv, GAE | RewardToGo) and objective.adv.kl:
         return objective.adv.kl
@@ -58,7 +59,7 @@ def with_kl_coefficient(objective: PolicyObjective, beta: float) -> PolicyObject
     Raises:
         ValueError: the objective has no KL term.
     """
-    if isinstance(objective.grad2, KLPenalty) and objective.grad2.beta:
+    if isinstance(objective.grad2, KLPenalty) and _is_controlled(objective.grad2):
         return dataclasses.replace(objective, grad2=dataclasses.replace(objective.grad2, beta=beta))
     if isinstance(objective.adv, GAE | RewardToGo) and objective.adv.kl:
         return dataclasses.replace(objective, adv=dataclasses.replace(objective.adv, kl=beta))
@@ -84,5 +85,9 @@ def as_column(objective: PolicyObjective) -> KLCoefficientColumn:
     beta = kl_coefficient(objective)
     if beta is None:
         return KLCoefficientColumn(objective, None)
-    read = isinstance(objective.grad2, KLPenalty) and bool(objective.grad2.beta)
+    read = isinstance(objective.grad2, KLPenalty) and _is_controlled(objective.grad2)
     return KLCoefficientColumn(with_kl_coefficient(objective, 1.0), beta if read else None)
+
+
+def _is_controlled(penalty: KLPenalty) -> bool:
+    return bool(penalty.beta) and penalty.to is Policy.REFERENCE

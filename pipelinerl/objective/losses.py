@@ -22,6 +22,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.objective.explain import ScoredRollout
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.reward import Parts, Scored, TurnReward, Turns
 from pipelinerl.objective.tokens import COMPUTED_BY
 
 #: Columns that a caller may give in addition to the log-probs.
@@ -53,6 +54,8 @@ def policy_loss(
     mask: Any = None,
     judged: Any = None,
     max_tokens: int | None = None,
+    turns: Turns | None = None,
+    parts: Parts | None = None,
     **columns: Any,
 ) -> PolicyLoss:
     """Return loss and gradient of a batch of B rollouts, padded to T sampled tokens.
@@ -66,6 +69,7 @@ def policy_loss(
         mask: bool [B, T], tokens that the model sampled; by default all. Elsewhere columns may hold anything.
         judged: bool [B], False if a verifier reached no verdict; such rollouts are excluded. By default all True.
         max_tokens: L_max, for an `agg.length` that refers to it (`dr_grpo`).
+        turns, parts: of the rollouts, for `adv.credit = "turns"` and `adv = "decoupled"`.
         columns: [B, T] each: `behavior_logprobs`, `old_logprobs`, `ref_logprobs`, `values`, `vocab_mean_logprobs`,
             `vocab_entropies`; in the library of the log-probs, or in numpy.
 
@@ -81,15 +85,16 @@ def policy_loss(
     index = _per_rollout("groups", 0 if groups is None else groups, num_rollouts)
     lengths = inside.sum(axis=1)
     sampled = {name: _host(columns[name]).astype(np.float64)[inside] for name in chosen.adv.needs if name in columns}
-    flat = chosen.adv.advantages(
+    scored = Scored(
         rewards=_per_rollout("rewards", rewards, num_rollouts).astype(np.float64),
         groups=index,
         lengths=lengths,
         valid=valid,
-        columns=sampled,
+        turns=turns,
+        parts=parts,
     )
     advantages = np.zeros(inside.shape)
-    advantages[inside] = flat
+    advantages[inside] = chosen.adv.advantages(scored, sampled)
     weights = chosen.agg.token_weights(lengths=lengths, groups=index, valid=valid)[:, None] * inside
     alike = {name: _like(logprobs, column) for name, column in columns.items()}
     alike |= {"advantages": _like(logprobs, advantages), "weights": _like(logprobs, weights)}
@@ -132,6 +137,8 @@ def rollouts_loss(
         mask=np.array([np.arange(width) < len(one.tokens) for one in rollouts]).reshape(len(rollouts), width),
         judged=[one.judged for one in rollouts],
         max_tokens=max_tokens,
+        turns=Turns.of([one.turns or (TurnReward(len(one.tokens)),) for one in rollouts]),
+        parts=Parts.of([one.parts for one in rollouts], np.array([one.reward for one in rollouts], np.float64)),
         **columns,
     )
 

@@ -10,6 +10,7 @@ sharding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
@@ -17,9 +18,9 @@ from typing import final
 from pipelinerl.arrays import Array, stop_gradient
 from pipelinerl.objective.adv import Advantage
 from pipelinerl.objective.agg import Aggregation
-from pipelinerl.objective.grad1 import Level, PolicyTerm
+from pipelinerl.objective.grad1 import ClippedRatio, Level, PolicyTerm
 from pipelinerl.objective.grad2 import DistributionTerm, NoRegularizer, Regularizer
-from pipelinerl.objective.is_weight import ImportanceWeight, SequenceWeight, ToprWeight, Unweighted
+from pipelinerl.objective.is_weight import ImportanceWeight, SequenceRatioWeight, Unweighted
 from pipelinerl.objective.tokens import Tokens
 from trainer_contract.types import Columns, HeadMeasure
 
@@ -62,7 +63,8 @@ class PolicyObjective:
     @property
     def reads_whole_rollouts(self) -> bool:
         """True if a term is a function of a whole rollout, so that all its segments must share a micro-batch."""
-        return self.grad1.level is Level.SEQUENCE or isinstance(self.is_weight, SequenceWeight | ToprWeight)
+        drift = isinstance(self.grad1, ClippedRatio) and self.grad1.max_drift < math.inf
+        return drift or self.grad1.level is Level.SEQUENCE or isinstance(self.is_weight, SequenceRatioWeight)
 
     def evaluate(self, logprobs: Array, columns: Columns) -> Array:
         """Return loss = −J on this micro-batch, a scalar.

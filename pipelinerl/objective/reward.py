@@ -1,20 +1,163 @@
-"""Reward shaping: transforms a domain's verifier rewards before advantages are computed, as in ROLL's RLVR pipeline.
+"""Rewards of a step: the terms of which they are sums, by turns and by parts, and the shaping of a domain's rewards.
 
-The steps, each optional, in this order: the overlong penalty (DAPO), normalisation, clipping, scaling. All are
-functions of one step's rollouts of one domain.
+`RewardShaping` transforms verifier rewards before advantages are computed, as in ROLL's RLVR pipeline. Its steps, each
+optional, in this order: the overlong penalty (DAPO), normalisation, clipping, scaling. All are functions of one step's
+rollouts of one domain.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import final
+from typing import NamedTuple, Self, final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pipelinerl.objective.adv import Bools, Floats, Ints
+Ints = NDArray[np.integer]
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+
+
+class TurnReward(NamedTuple):
+    """One turn for credit assignment: the number of sampled tokens, the environment's reward, and the agent."""
+
+    num_tokens: int
+    reward: float = 0.0
+    agent: str = ""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """The turns of B rollouts, [M], concatenated by rollout and ordered by end time within each rollout.
+
+    Attributes:
+        counts: [B], turns of each rollout.
+        lengths: [M], tokens that the model sampled in each turn.
+        rewards: [M], the environment's reward of each turn.
+        places: [M]. Two turns of a group have equal places if each is the k-th turn of the same agent; such turns are
+            compared with each other.
+    """
+
+    counts: Ints
+    lengths: Ints
+    rewards: Floats
+    places: Ints
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Sequence[TurnReward]]) -> Self:
+        """Return the turns of these rollouts."""
+        places: dict[tuple[str, int], int] = {}
+        placed: list[int] = []
+        for turns in rollouts:
+            seen: Counter[str] = Counter()
+            for turn in turns:
+                placed.append(places.setdefault((turn.agent, seen[turn.agent]), len(places)))
+                seen[turn.agent] += 1
+        flat = [turn for turns in rollouts for turn in turns]
+        return cls(
+            counts=np.array([len(turns) for turns in rollouts], np.int64),
+            lengths=np.array([turn.num_tokens for turn in flat], np.int64),
+            rewards=np.array([turn.reward for turn in flat], np.float64),
+            places=np.array(placed, np.int64),
+        )
+
+    def rewards_to_go(self, rewards: Floats) -> Floats:
+        """Return G_{i,k} = R_i − Σ_{k' < k} r_{i,k'}, [M]: the rollout's reward from turn k on.
+
+        The last turn receives the part of the verdict's reward R_i that was not assigned to any turn.
+
+        Args:
+            rewards: R, [B].
+        """
+        before = np.cumsum(self.rewards) - self.rewards
+        starts = np.cumsum(self.counts) - self.counts
+        has_turns = self.counts > 0
+        offsets = np.zeros(self.counts.shape)
+        offsets[has_turns] = before[starts[has_turns]]
+        return np.asarray(np.repeat(rewards + offsets, self.counts) - before)
+
+
+class PartReward(NamedTuple):
+    """One term of a rollout's reward: its name, its value before the weight, and the weight."""
+
+    name: str
+    reward: float
+    weight: float = 1.0
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The terms of the rewards of B rollouts, [B, P]: `rewards`, and `weights`, their factors in the sum.
+
+    A rollout without a part has weight 0 there. A rollout without any parts has its reward as the only one.
+    """
+
+    rewards: Floats
+    weights: Floats
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Sequence[PartReward]], rewards: Floats) -> Self:
+        """Return the parts of these rollouts, whose sums are `rewards` [B]."""
+        named = [parts or (PartReward("", reward),) for parts, reward in zip(rollouts, rewards.tolist(), strict=True)]
+        names = sorted({name for parts in named for name, _, _ in parts})
+        table = np.zeros((2, len(named), len(names)))
+        for row, parts in enumerate(named):
+            for name, reward, weight in parts:
+                table[:, row, names.index(name)] = reward, weight
+        return cls(rewards=table[0], weights=table[1])
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """The rollouts of a step as advantages and weights see them, [B] each.
+
+    Attributes:
+        rewards: after shaping; any value where not `valid`.
+        groups: index of each rollout's group; any integers.
+        lengths: tokens that the model sampled.
+        valid: False if the verdict is not a judgement, or there is nothing to train on.
+        turns, parts: of the rollouts and their rewards; None if each is a single turn, and a single term.
+    """
+
+    rewards: Floats
+    groups: Ints
+    lengths: Ints
+    valid: Bools
+    turns: Turns | None = None
+    parts: Parts | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """N, the number of sampled tokens."""
+        return int(self.lengths.sum())
+
+    @property
+    def known(self) -> Floats:
+        """The rewards, 0 where not `valid`, [B]."""
+        return np.where(self.valid, self.rewards, 0.0).astype(np.float64)
+
+    @property
+    def judged(self) -> Bools:
+        """`valid` of each token's rollout, [N]."""
+        return np.repeat(self.valid, self.lengths)
+
+    def by_turns(self, turns: Turns) -> Scored:
+        """Return each turn as a rollout that earned the reward from there on, grouped with the same turn of others."""
+        pairs = np.stack([np.repeat(self.groups, turns.counts), turns.places])
+        _, same_turn = np.unique(pairs, axis=1, return_inverse=True)
+        return Scored(
+            rewards=turns.rewards_to_go(self.known),
+            groups=same_turn.reshape(-1),
+            lengths=turns.lengths,
+            valid=np.repeat(self.valid, turns.counts),
+        )
 
 
 class NormalizationScope(StrEnum):
@@ -41,6 +184,7 @@ class RewardShaping:
             and batch deviation form ROLL's reinforce++ baseline.
         low, high: bounds of the result.
         scale: factor, applied last.
+        part_weights: weights of the parts whose sum is the reward, by name, for `adv = "decoupled"`.
     """
 
     overlong_tokens: int = 0
@@ -51,12 +195,18 @@ class RewardShaping:
     low: float = -math.inf
     high: float = math.inf
     scale: float = 1.0
+    part_weights: tuple[tuple[str, float], ...] = ()
 
     @property
     def rescales(self) -> bool:
         """True if any step other than the overlong penalty is enabled."""
         plain = RewardShaping(overlong_tokens=self.overlong_tokens, overlong_margin=self.overlong_margin)
-        return self != replace(plain, epsilon=self.epsilon)
+        return self != replace(plain, epsilon=self.epsilon, part_weights=self.part_weights)
+
+    def parts(self, named: Sequence[tuple[str, float]]) -> tuple[PartReward, ...]:
+        """Return those of the named rewards that are parts of a domain's reward, with their weights."""
+        weights = dict(self.part_weights)
+        return tuple(PartReward(name, reward, weights[name]) for name, reward in named if name in weights)
 
     def contradictions(self) -> Iterator[str]:
         """Yield a sentence for each setting that makes no sense; it begins with the field."""

@@ -13,7 +13,7 @@ from enum import StrEnum
 from types import ModuleType
 from typing import Any, Final, final
 
-from pipelinerl.arrays import Array, namespace, segment_sum
+from pipelinerl.arrays import Array, namespace, segment_sum, stop_gradient
 from pipelinerl.errors import ColumnError
 from trainer_contract.types import Columns, HeadMeasure
 
@@ -148,6 +148,10 @@ class Tokens:
     def ratio(self, numerator: Policy, denominator: Policy) -> Array:
         """Return π_numerator / π_denominator, [T]; 1 outside the mask."""
         return self.exp(self.log_ratio(numerator, denominator))
+
+    def probability(self, policy: Policy) -> Array:
+        """Return π_policy(o_t), [T], without gradient; 1 outside the mask."""
+        return self.xp.exp(stop_gradient(self._of(policy)))
 
     def rollout_total(self, amounts: Array) -> Array:
         """Return Σ of `amounts` [T] over the token's own rollout, which no micro-batch splits, [T].

@@ -21,7 +21,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipelinerl.observability.restarts import restarts_line
 from pipelinerl.observability.samples.visible import one_line
 from pipelinerl.observability.status import (
     EngineStatus,
@@ -31,6 +30,7 @@ from pipelinerl.observability.status import (
     RunStatus,
     StatusPhase,
     format_duration,
+    restarts_line,
 )
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -256,6 +256,11 @@ def _domain(figures: Mapping[str, float]) -> list[tuple[str, str]]:
         ("all wrong", "all_wrong", ".0%"),
         ("unjudged", "unjudged", ".0%"),
         ("rollouts", "rollouts", ".0f"),
+        ("turns", "turns", ".1f"),
+        ("outside the model, s", "environment_s", ".2f"),
+        ("calls", "calls_parsed", ".0f"),
+        ("failed calls", "tool_errors", ".0f"),
+        ("malformed calls", "calls_malformed", ".0f"),
     )
     cells = [(label, format(figures[name], form)) for label, name, form in forms if name in figures]
     if "verifier_s" in figures:

@@ -1,4 +1,4 @@
-"""The report of a run: one self-contained HTML file, and the learning curve as a PNG.
+"""The report of a run: one self-contained HTML file, the learning curve as a PNG, and a summary for the terminal.
 
 Both are made from `events.jsonl` and `recipe.toml` in the run's directory, also while the run is live. The page loads
 no external resources, works in light and dark mode, on a phone and on paper, and escapes every value.
@@ -7,32 +7,37 @@ no external resources, works in light and dark mode, on a phone and on paper, an
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from string import Template
+from typing import Any, Final
 
-from pipelinerl.observability.charts import Chart, Line, Mark, compact, svg
-from pipelinerl.observability.domains import DOMAIN_HEAD, domain_charts, domain_rows
+from rich.table import Table
+from rich.text import Text
+
+from pipelinerl.observability.charts import Chart, Line, Mark, compact, draw, svg
 from pipelinerl.observability.evaluations import (
     GROUPS_HEAD,
     HEAD,
     accuracy_lines,
     evaluation_rows,
     group_rows,
+    note,
     pass_at_lines,
+    pass_at_words,
+    weights,
 )
 from pipelinerl.observability.events import Event, kind_of, read_events
-from pipelinerl.observability.picture import draw
-from pipelinerl.observability.redaction import without_secrets
+from pipelinerl.observability.logs import without_secrets
 from pipelinerl.observability.run_history import HELD_OUT, RunHistory, Series, tell
 from pipelinerl.observability.samples.page import samples_section
 from pipelinerl.observability.samples.reading import read_samples
 from pipelinerl.observability.samples.record import SampleGroup
+from pipelinerl.observability.samples.visible import one_line
 from pipelinerl.observability.status import format_duration
-from pipelinerl.observability.summary import outcome, summary_rows
 
 _PAGE = Path(__file__).with_name("report_page.html")
 
@@ -285,8 +290,10 @@ def _held_out(name: str) -> str:
 
 
 def _domains(history: RunHistory) -> str:
-    rows = domain_rows(history)
-    return _table(DOMAIN_HEAD, rows) if rows else "<p class=none>No step was taken.</p>"
+    rows, episodes = domain_rows(history), episode_rows(history)
+    if not rows:
+        return "<p class=none>No step was taken.</p>"
+    return _table(DOMAIN_HEAD, rows) + (_table(EPISODE_HEAD, episodes) if episodes else "")
 
 
 def _incidents(history: RunHistory) -> str:
@@ -308,3 +315,210 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     thead = f"<thead><tr>{top}</tr></thead>" if any(head) else ""
     return f"<div class=scroll><table>{thead}<tbody>{body}</tbody></table></div>"
+
+
+def summary_rows(history: RunHistory) -> list[tuple[str, str]]:
+    """Return (name, value) of each line; unmeasured values are omitted."""
+    rows = [("outcome", outcome(history))]
+    evaluation, first = history.last_evaluation, history.first_accuracy
+    if evaluation is not None and first is not None:
+        low, high = evaluation.get("low"), evaluation.get("high")
+        interval = f" (95 %: {low:.1%} to {high:.1%})" if low is not None and high is not None else ""
+        problems = f" on {evaluation['problems']:,} problems" if evaluation.get("problems") else ""
+        rows.append(("held-out accuracy", f"{first:.1%} → {evaluation['accuracy']:.1%}{interval}{problems}"))
+        details = (pass_at_words(evaluation), weights(evaluation), note(evaluation))
+        if shown := "; ".join(detail for detail in details if detail):
+            rows.append(("last evaluation", shown))
+    rows += [(name, f"{begun:.1%} → {ended:.1%}") for name, begun, ended in history.other_accuracies]
+    if history.first_reward is not None and history.last_reward is not None:
+        rows.append(("mean reward", f"{history.first_reward:.3f} → {history.last_reward:.3f}"))
+    if history.steps and history.duration_s > 0:
+        pace = f"{len(history.steps) / history.duration_s * 60:.1f} a minute"
+        rows.append(("steps", f"{len(history.steps):,} in {format_duration(history.duration_s)}, {pace}"))
+        rate = history.sampled_tokens / history.duration_s
+        rows.append(("tokens sampled", f"{history.sampled_tokens:,}, {rate:,.0f} a second"))
+    mean, most = history.median(history.steps, "staleness_mean"), history.max_of(history.steps, "staleness_max")
+    if mean is not None and most is not None:
+        rows.append(("staleness", f"{mean:.1f} versions typically, {most:.0f} at most"))
+    pause, longest = history.median(history.publications, "pause_s"), history.max_of(history.publications, "pause_s")
+    if pause is not None and longest is not None:
+        updates = f"{len(history.publications):,} weight updates"
+        rows.append(("update pause", f"{_short(pause)} typically, {_short(longest)} at most, {updates}"))
+    return rows
+
+
+def summary(history: RunHistory, *, run_dir: Path, report: Path | None = None) -> Table:
+    """Return the summary as a rich table, with the paths of the run and the report."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    for name, value in summary_rows(history):
+        grid.add_row(name, Text(value, style="bold" if name in ("held-out accuracy", "mean reward") else ""))
+    grid.add_row("run", str(run_dir))
+    if report is not None:
+        grid.add_row("report", str(report))
+    return grid
+
+
+def outcome(history: RunHistory) -> str:
+    """Return the reason why the run ended, or "not finished"."""
+    if history.finished is None:
+        return "not finished"
+    return str(history.finished.get("reason") or "finished")
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+#: The page defines this many colours; further domains appear in the table only.
+_COLOURS: Final = 3
+_CALLS: Final = ("calls_parsed", "tool_errors", "calls_malformed")
+#: Number of last steps that the table covers.
+_STEPS: Final = 10
+
+DOMAIN_HEAD: Final = (
+    "last steps",
+    "rollouts",
+    "reward",
+    "right",
+    "tokens",
+    "P95",
+    "truncated",
+    "unjudged",
+    "all right",
+    "all wrong",
+    "stale",
+    "verifier",
+)
+
+
+EPISODE_HEAD: Final = (
+    "last steps",
+    "turns",
+    "segments",
+    "seconds outside the model",
+    "calls",
+    "failed",
+    "malformed",
+)
+
+
+def episode_rows(history: RunHistory) -> list[tuple[str, ...]]:
+    """Return a row under `EPISODE_HEAD` per domain of episodes: means per episode, and sums of calls."""
+    rows = []
+    steps = history.steps[-_STEPS:]
+    for name in sorted({name for step in steps for name in _by(step, "by_domain")}):
+        figures = [_by(step, "by_domain")[name] for step in steps if name in _by(step, "by_domain")]
+        if (turns := mean_of(figures, "turns")) is None:
+            continue
+        segments, seconds = mean_of(figures, "segments"), mean_of(figures, "environment_s", weight="episodes")
+        calls = (sum(each.get(kind, 0) for each in figures) for kind in _CALLS)
+        means = ("–" if value is None else f"{value:.3g}" for value in (turns, segments, seconds))
+        rows.append((one_line(name), *means, *(f"{count:,.0f}" for count in calls)))
+    return rows
+
+
+def domain_rows(history: RunHistory) -> list[tuple[str, ...]]:
+    """Return a row per domain, then per tag, under `DOMAIN_HEAD`: means over the last steps, weighted by rollouts."""
+    steps = history.steps[-_STEPS:]
+    rows = []
+    for field in ("by_domain", "by_tag"):
+        names = sorted({name for step in steps for name in _by(step, field)})
+        rows += [_row(name, [_by(step, field)[name] for step in steps if name in _by(step, field)]) for name in names]
+    return rows
+
+
+def domain_charts(history: RunHistory) -> list[tuple[str, Chart]]:
+    """Return (title, chart) of the main figures, with a line for each of the first `_COLOURS` domains."""
+
+    def lines(figure: str) -> tuple[Line, ...]:
+        names = sorted({name for step in history.steps for name in _by(step, "by_domain")})[:_COLOURS]
+        return tuple(
+            Line(series=_course(history, name, figure), label=name, colour=colour)
+            for colour, name in enumerate(names, start=1)
+        )
+
+    steps = history.by_step
+    return [
+        (
+            "Entropy, nats per token",
+            Chart(
+                lines=(
+                    Line(series=steps("entropy"), label="of the sampled tokens"),
+                    Line(series=steps("exact_entropy"), label="exact", colour=2),
+                ),
+                x_label="step",
+            ),
+        ),
+        (
+            "Answer length, tokens",
+            Chart(
+                lines=(
+                    Line(series=steps("length_mean"), label="mean"),
+                    Line(series=steps("length_p95"), label="P95", colour=2),
+                ),
+                x_label="step",
+            ),
+        ),
+        (
+            "Reward by domain, smoothed",
+            Chart(
+                lines=tuple(replace(each, series=each.series.smoothed()) for each in lines("reward")), x_label="step"
+            ),
+        ),
+        ("Accuracy by domain", Chart(lines=lines("accuracy"), x_label="step", percent=True, y_max=1.0)),
+        ("Mean length by domain", Chart(lines=lines("length_mean"), x_label="step")),
+        ("Share truncated by domain", Chart(lines=lines("truncated"), x_label="step", percent=True)),
+        ("Share stale by domain", Chart(lines=lines("stale"), x_label="step", percent=True)),
+    ]
+
+
+def mean_of(figures: Sequence[Mapping[str, Any]], name: str, *, weight: str = "rollouts") -> float | None:
+    """Return the mean of a figure, weighted by `weight`; None if no step has the figure."""
+    pairs = [(float(each[name]), float(each.get(weight) or 0.0)) for each in figures if each.get(name) is not None]
+    total = sum(of for _, of in pairs)
+    return sum(value * of for value, of in pairs) / total if total else None
+
+
+def _row(name: str, figures: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    def share(figure: str) -> str:
+        value = mean_of(figures, figure)
+        return "–" if value is None else f"{value:.1%}"
+
+    def number(figure: str, form: str) -> str:
+        value = mean_of(figures, figure)
+        return "–" if value is None else format(value, form)
+
+    parts = sorted({key.removeprefix("reward.") for each in figures for key in each if key.startswith("reward.")})
+    reward = ", ".join(
+        [number("reward", ".3f"), *(f"{one_line(part)} {number(f'reward.{part}', '.3f')}" for part in parts)]
+    )
+    stale = sum(each.get("stale_groups", 0) for each in figures)
+    arrived = stale + sum(each.get("groups", 0) for each in figures)
+    seconds = mean_of(figures, "verifier_s", weight="verified")
+    errors = sum(each.get("verifier_errors", 0) for each in figures)
+    verifier = "–" if seconds is None else f"{seconds * 1e3:.3g} ms" + (f", {errors:.0f} errors" if errors else "")
+    rollouts = sum(each.get("rollouts", 0) for each in figures)
+    return (
+        one_line(name),
+        f"{rollouts:,.0f}",
+        reward,
+        share("accuracy"),
+        number("length_mean", ".1f"),
+        number("length_p95", ".1f"),
+        *(share(figure) for figure in ("truncated", "unjudged", "all_right", "all_wrong")),
+        f"{stale / arrived:.1%}" if arrived else "–",
+        verifier,
+    )
+
+
+def _course(history: RunHistory, domain: str, figure: str) -> Series:
+    points = [(float(step["step"]), _by(step, "by_domain").get(domain, {}).get(figure)) for step in history.steps]
+    known = [(x, float(y)) for x, y in points if isinstance(y, int | float)]
+    return Series(tuple(x for x, _ in known), tuple(y for _, y in known))
+
+
+def _by(step: Event, field: str) -> Mapping[str, Mapping[str, Any]]:
+    figures = step.get(field)
+    return figures if isinstance(figures, dict) else {}

@@ -1,13 +1,17 @@
 """`RunStatus`: the current state of a run, as returned by the controller's `GET /status`.
 
 It is sent as JSON. Unknown fields are ignored and missing ones take their default, so `pipelinerl status` can read runs
-of other versions.
+of other versions. `prometheus_text` writes figures for `/metrics`; the launcher writes deaths of processes to
+`restarts.json`.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 
@@ -291,3 +295,72 @@ def format_duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+#: The media type of the text.
+PROMETHEUS_TYPE: Final = "text/plain; version=0.0.4"
+
+#: Samples of one metric: values by their labels, each a tuple of (label, value).
+Labels = tuple[tuple[str, str], ...]
+Samples = Mapping[Labels, float]
+
+
+def prometheus_text(values: Mapping[str, float], *, prefix: str) -> str:
+    """Return numbers without labels in Prometheus' text exposition format, version 0.0.4."""
+    return labelled_text({name: {(): value} for name, value in values.items()}, prefix=prefix)
+
+
+def labelled_text(metrics: Mapping[str, Samples], *, prefix: str) -> str:
+    """Return labelled samples in the same format; metrics without samples are omitted.
+
+    A name that ends in `_total` is a counter, any other a gauge. Label values are escaped as the format requires.
+    """
+    lines = []
+    for name, samples in metrics.items():
+        full = f"{prefix}_{name}"
+        if samples:
+            lines.append(f"# TYPE {full} {'counter' if name.endswith('_total') else 'gauge'}")
+        lines += [f"{full}{_labels(labels)} {value:.17g}" for labels, value in samples.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _labels(labels: Labels) -> str:
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels) + "}" if labels else ""
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+FORGIVEN_EVERY_S: Final = 100.0
+_FILE: Final = "restarts.json"
+
+
+class _Written(msgspec.Struct, frozen=True):
+    at: float
+    processes: tuple[RestartStatus, ...]
+
+
+def write_restarts(run_dir: Path, processes: tuple[RestartStatus, ...]) -> None:
+    """Write the processes that have died, atomically. Raises OSError."""
+    draft = run_dir / f"{_FILE}.new"
+    draft.write_bytes(msgspec.json.encode(_Written(time.time(), processes)))
+    draft.replace(run_dir / _FILE)
+
+
+def read_restarts(run_dir: Path) -> tuple[RestartStatus, ...]:
+    """Return the deaths with forgiveness up to now; empty if there is no readable file."""
+    try:
+        written = msgspec.json.decode((run_dir / _FILE).read_bytes(), type=_Written)
+    except (OSError, msgspec.MsgspecError):
+        return ()
+    forgiven = max(0.0, time.time() - written.at) / FORGIVEN_EVERY_S
+    return tuple(
+        msgspec.structs.replace(one, unforgiven=max(0.0, one.unforgiven - forgiven)) for one in written.processes
+    )
+
+
+def restarts_line(processes: tuple[RestartStatus, ...]) -> str:
+    """Format deaths as `deaths: trainer 5 (1.2 of 3 unforgiven)`; empty if there are none."""
+    listed = (f"{one.name} {one.deaths} ({one.unforgiven:.1f} of {one.limit} unforgiven)" for one in processes)
+    return f"deaths: {', '.join(listed)}" if processes else ""

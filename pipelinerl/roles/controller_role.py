@@ -38,9 +38,9 @@ from pipelinerl.errors import CheckpointError, RecipeError, UserError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.objective.presets import no_signal_of
 from pipelinerl.observability.events import EventLog, read_events
-from pipelinerl.observability.restarts import read_restarts
 from pipelinerl.observability.samples.reading import FOLDER
 from pipelinerl.observability.samples.sample_log import SampleLog
+from pipelinerl.observability.status import read_restarts
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.wiring import (
     checkpoints_of,

@@ -28,9 +28,9 @@ from pipelinerl.engines.weights.announced_updates import AnnouncedUpdates
 from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError, UserError
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, freeze_gc
-from pipelinerl.system.addresses import LOOPBACK, address_towards
 from pipelinerl.system.http_client import async_session
 from pipelinerl.system.http_service import OPEN_PATH, listen, serve_until, url_of
+from pipelinerl.system.machine import LOOPBACK, address_towards
 from pipelinerl.weights.parameter_server.download import WeightPuller
 
 log = logging.getLogger("pipelinerl")

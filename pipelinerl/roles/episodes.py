@@ -8,13 +8,14 @@ from pipelinerl.actor.episodes import EpisodeDomain, Player
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.environments.command import Commands
-from pipelinerl.environments.host_pool import EpisodeHosts
-from pipelinerl.environments.tool_loop import ToolLoop
+from pipelinerl.environments.environment import VERIFIERS
+from pipelinerl.environments.host_pool import EpisodeHosts, check_taskset
+from pipelinerl.environments.tool_loop import OneRequest, Toolbox
 from pipelinerl.environments.user_code import load_play
 from pipelinerl.errors import RecipeError, ReferenceFailed
-from pipelinerl.verifiers.oubliette.python_tool import PythonTool
 from pipelinerl.verifiers.oubliette.runs import SandboxMissing
 from pipelinerl.verifiers.oubliette.sandbox import isolation_of
+from pipelinerl.verifiers.oubliette.verifier import PythonTool
 from pipelinerl.verifiers.verifier import GroupVerifier
 
 
@@ -28,6 +29,9 @@ def open_episodes(config: RunConfig, verifiers: Mapping[str, GroupVerifier]) -> 
             limits=domain.episode.limits,
             verifier=verifiers.get(domain.name),
             correct_at=domain.correct_at,
+            tools=Toolbox(PythonTool(domain.oubliette.rules, workers=domain.verifier_workers))
+            if domain.episode.tools
+            else None,
         )
         for domain in config.domains
         if domain.has_environment
@@ -49,14 +53,15 @@ def check_environment(domain: DomainSection) -> None:
     if domain.environment is None:
         return
     try:
-        load_play(domain.environment)
+        if domain.environment.startswith(VERIFIERS):
+            check_taskset(domain.environment, domain.environment_options)
+        else:
+            load_play(domain.environment, domain.environment_options)
     except ReferenceFailed as error:
         raise RecipeError(f"domains.{domain.name}.environment: {error}") from None
 
 
 def _player(domain: DomainSection) -> Player:
     if domain.environment is not None:
-        return EpisodeHosts(domain.environment)
-    if domain.episode.tools:
-        return ToolLoop(PythonTool(domain.oubliette.rules, workers=domain.verifier_workers))
-    return Commands(domain.command)
+        return EpisodeHosts(domain.environment, domain.environment_options)
+    return Commands(domain.command) if domain.command else OneRequest()

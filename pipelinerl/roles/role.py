@@ -28,7 +28,7 @@ from typing import Annotated, Any, Final, final, get_type_hints
 
 import typer
 
-from pipelinerl.observability.redaction import without_secrets
+from pipelinerl.observability.logs import without_secrets
 
 LOCAL_REDIS: Final = "redis://127.0.0.1:6379/0"
 _REDIS_OPTION: Final = "--redis-url"

@@ -22,13 +22,13 @@ from typing import Final
 
 from pipelinerl.config.recipe import RunConfig, to_table
 from pipelinerl.errors import UserError
-from pipelinerl.observability.redaction import table_without_secrets
-from pipelinerl.observability.trackers.feed import TrackerFeed
+from pipelinerl.observability.logs import table_without_secrets
 from pipelinerl.observability.trackers.tracker import (
     Bookmark,
     OpenTracker,
     TrackedRun,
     Tracker,
+    TrackerFeed,
     missing_package,
 )
 from pipelinerl.roles.process import Identity
@@ -107,12 +107,12 @@ def trackers_of(config: RunConfig, run_dir: Path) -> dict[str, OpenTracker]:
     tracked = TrackedRun(name=config.run.name, directory=run_dir, recipe=recipe)
 
     def wandb(bookmark: Bookmark | None) -> Tracker:
-        from pipelinerl.observability.trackers.wandb_run import WandbTracker
+        from pipelinerl.observability.trackers.backends import WandbTracker
 
         return WandbTracker(tracked, bookmark, wandb=import_module("wandb"), **dict(section.wandb or {}))
 
     def trackio(bookmark: Bookmark | None) -> Tracker:
-        from pipelinerl.observability.trackers.trackio_run import TrackioTracker
+        from pipelinerl.observability.trackers.backends import TrackioTracker
 
         return TrackioTracker(tracked, bookmark, trackio=import_module("trackio"), **dict(section.trackio or {}))
 
@@ -123,6 +123,6 @@ def trackers_of(config: RunConfig, run_dir: Path) -> dict[str, OpenTracker]:
 
 def open_tensorboard(directory: Path, bookmark: Bookmark | None) -> Tracker:
     """Open a tracker that writes event files to this directory."""
-    from pipelinerl.observability.trackers.tensorboard import TensorBoardTracker
+    from pipelinerl.observability.trackers.backends import TensorBoardTracker
 
     return TensorBoardTracker(directory, bookmark)

@@ -14,7 +14,7 @@ from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.enums import Overdue, RoutingReplay
 from pipelinerl.errors import RecipeError
 from pipelinerl.models.checkpoint import vocab_size
-from pipelinerl.models.routing import mixture_of
+from pipelinerl.models.model_shape import mixture_of
 from pipelinerl.models.tokenizer import decoder_of
 from pipelinerl.objective.presets import no_signal_of
 from pipelinerl.observability.samples.reading import FOLDER
@@ -170,7 +170,7 @@ def loop_settings(config: RunConfig) -> LoopSettings:
     return LoopSettings(
         micro_batch_tokens=config.trainer.token_budget,
         tokens_per_step=config.training.tokens_per_step,
-        shaping={domain.name: domain.reward.shaping for domain in config.domains if domain.reward is not None},
+        shaping={domain.name: how for domain in config.domains if (how := domain.shaping) is not None},
         truncated=config.training.truncated,
         kl=config.kl_control.controller if config.kl_control else None,
         no_signal=config.training.no_signal or no_signal_of(config.objective),

@@ -15,20 +15,16 @@ from urllib.parse import quote
 
 from pipelinerl import registry
 from pipelinerl.config.domains import DomainSection
-from pipelinerl.config.judging import JudgeSection
 from pipelinerl.config.recipe import RunConfig
-from pipelinerl.config.verification import DEFAULT_VERIFIER
+from pipelinerl.config.verification import DEFAULT_VERIFIER, JudgeSection
 from pipelinerl.engines.http.openai_client import OpenAIServer, models_at
 from pipelinerl.errors import AddressError, RecipeError
 from pipelinerl.system.references import is_reference
 from pipelinerl.verifiers.group_filter import GroupFilter
-from pipelinerl.verifiers.judge.judge import Judge, JudgeServer, JudgeSettings
-from pipelinerl.verifiers.judge.scores import ScoreFormat
-from pipelinerl.verifiers.judge.spending import Spending
-from pipelinerl.verifiers.service.served_domain import ServedDomain
+from pipelinerl.verifiers.judge import Judge, JudgeServer, JudgeSettings, ScoreFormat, Spending
+from pipelinerl.verifiers.service.wire import ServedDomain
 from pipelinerl.verifiers.user_code import AsyncReward, PooledReward, RewardFunction, Shielded
-from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier
-from pipelinerl.verifiers.weighted import WeightedPart, WeightedSum
+from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier, WeightedPart, WeightedSum
 
 #: Verifiers that enforce their deadlines themselves, in worker processes.
 _POOLED: Final = frozenset({"math_answer", "reasoning_gym"})
@@ -146,7 +142,7 @@ def user_code(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.curation.filter is not None:
         yield "curation.filter", config.curation.filter
     for domain in config.domains:
-        if domain.environment is not None:
+        if domain.environment is not None and not domain.is_hosted:
             yield f"domains.{domain.name}.environment", domain.environment
         if domain.source.partition(":")[0] not in registry.SOURCES:
             yield f"domains.{domain.name}.source", domain.source

@@ -28,8 +28,7 @@ from pipelinerl.roles.verification import JudgeBudget, served_domain
 from pipelinerl.system.http_service import listen, serve_until
 from pipelinerl.verifiers.oubliette.runs import SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.verifier import open_runner
-from pipelinerl.verifiers.service.server import VerifierService, create_app
-from pipelinerl.verifiers.service.verdict_cache import VerdictCache
+from pipelinerl.verifiers.service.server import VerdictCache, VerifierService, create_app
 from pipelinerl.verifiers.service.wire import VerifierLease
 
 log = logging.getLogger("pipelinerl")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipelinerl import registry
+from pipelinerl import registry, rng
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.evaluation import HeldOutSet
 from pipelinerl.config.recipe import RunConfig
@@ -20,8 +20,9 @@ from pipelinerl.data.problems import Split, open_source
 from pipelinerl.data.source import ProblemSource
 from pipelinerl.enums import OldLogprobs, RoutingReplay
 from pipelinerl.errors import ModelError, RecipeError
-from pipelinerl.models.routing import replayed_routing
-from pipelinerl.objective.adv import credits_turns
+from pipelinerl.models.model_shape import replayed_routing
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.objective.adv import Decoupled, credits_turns
 from pipelinerl.objective.contradictions import Setting, without_effect
 from pipelinerl.objective.kl_control import kl_coefficient
 from pipelinerl.objective.objective import PolicyObjective
@@ -32,6 +33,7 @@ from pipelinerl.system.references import is_reference
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, Retention
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
 from pipelinerl.training.rollouts.batch import MiniBatching
+from pipelinerl.training.rollouts.demonstrations import ImitationStream
 from pipelinerl.types import Quota
 from trainer_contract.types import RoutingShape
 
@@ -125,11 +127,21 @@ def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]
                 f"domains.{domain.name}.reward.mean group needs groups, and {config.key_of_group_size(domain)} is 1: "
                 'every reward would be 0; raise it, or use mean = "batch"'
             )
-        if domain.reward is not None and credits_turns(objective.adv) and domain.reward.shaping.rescales:
+        if domain.reward is None or not domain.reward.shaping.rescales:
+            continue
+        if credits_turns(objective.adv):
             yield (
                 f"domains.{domain.name}.reward: mean, std, low, high and scale change a rollout's reward and not the "
                 'rewards of its turns, which objective.adv.credit = "turns" reads; leave them out, or take "episode"'
             )
+        if isinstance(objective.adv, Decoupled) and domain.rewards:
+            yield (
+                f"domains.{domain.name}.reward: mean, std, low, high and scale change a rollout's reward and not its "
+                'parts, which objective.adv = "decoupled" reads; leave them out, or take "group_relative"'
+            )
+    known = {domain.name for domain in config.domains}
+    if config.imitation is not None and (unknown := sorted(set(config.imitation.domains) - known)):
+        yield f"imitation.domains: {unknown[0]!r} is no domain; expected any of {', '.join(sorted(known))}"
     if config.critic is not None and "values" not in passes:
         yield "critic: the objective reads no values; remove the section, or take an objective such as ppo"
     if config.reference is not None and "ref_logprobs" not in passes:
@@ -244,6 +256,30 @@ def problems_of(config: RunConfig, split: Split, *, seed: int) -> Mixture:
         for each in config.trained_domains
     ]
     return Mixture(domains, seed=seed, quota=Quota(0, config.groups_per_step))
+
+
+def demonstrations_of(config: RunConfig) -> ImitationStream | None:
+    """Return the right answers that train beside the rollouts; None unless the recipe asks for them.
+
+    Their order differs from that of the problems that are sampled.
+    """
+    section = config.imitation
+    if section is None:
+        return None
+    seed = rng.key(config.run.seed, "demonstrations") % 2**31
+    chosen = [each for each in config.domains if each.name in section.domains] or config.trained_domains
+    domains = [
+        Domain(name=each.name, weight=each.weight or 1.0, source=_source_of(each, Split.TRAIN, seed=seed))
+        for each in chosen
+    ]
+    return ImitationStream(
+        problem=Mixture(domains, seed=seed, quota=Quota(0, section.demonstrations)).problem,
+        tokenizer=ChatTokenizer.load(config.model.resolved),
+        count=section.demonstrations,
+        weight=section.weight,
+        most_tokens=config.engine.context_length,
+        token_budget=config.trainer.token_budget,
+    )
 
 
 def held_out_problems(config: RunConfig, *sets: HeldOutSet) -> dict[str, Mixture]:

@@ -16,7 +16,9 @@ from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.roles.dtypes import sent_in
+from pipelinerl.roles.wiring import demonstrations_of
 from pipelinerl.training.publish.weight_history import WeightHistory
+from pipelinerl.training.rollouts.demonstrations import ImitationStream
 from pipelinerl.training.step.forward_passes import EntropyMeter, ForwardPasses
 from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.training.step.train_step import TrainStep
@@ -40,6 +42,7 @@ class Workers:
     old_logprobs: OldLogprobs
     history: WeightHistory | None
     entropy: EntropyMeter
+    demonstrations: ImitationStream | None = None
 
     def step(self) -> TrainStep:
         """Return the training step that uses these workers."""
@@ -50,13 +53,22 @@ class Workers:
             old_logprobs=self.old_logprobs,
             history=self.history,
         )
-        return TrainStep(passes=passes, critic=self.critic, entropy=self.entropy)
+        return TrainStep(passes=passes, critic=self.critic, entropy=self.entropy, demonstrations=self.demonstrations)
 
     def close(self) -> None:
         """Close every worker, which frees its memory."""
         for worker in (self.policy, self.critic.worker if self.critic else None, self.reference):
             if worker is not None:
                 worker.close()
+
+
+def opened_policy(config: RunConfig) -> Trainer:
+    """Start the policy's worker alone, from the recipe's model; its weights are gathered in the model's own dtype.
+
+    Raises:
+        ModelError: the model or the device is not available.
+    """
+    return _worker(config, "trainer", replace(spec_of(config, restore_from=None), gather_dtype=None))
 
 
 def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path | None, version: int = 0) -> Workers:
@@ -101,6 +113,7 @@ def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path |
         config.training.old_logprobs,
         _history(config, policy, checkpoint, version),
         _entropy_meter(config),
+        demonstrations_of(config),
     )
 
 

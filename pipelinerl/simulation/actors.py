@@ -1,8 +1,8 @@
-"""`SimulatedActors`: actors claim prompt orders, send requests, have answers judged, and deliver groups.
+"""`SimulatedActors` and `SimulatedTrainer`: the simulation's actors and trainer, and the `Agenda` of its events.
 
-Each actor does one thing at a time, since it is one event loop. An actor holds at most `groups_in_flight` orders;
-further orders wait in the stream. A request goes to the engine with the fewest outstanding answers, counted over all
-actors, as in `engines/http/pool.py`.
+Actors claim prompt orders, send requests, have answers judged, and deliver groups. Each does one thing at a time, since
+it is one event loop. An actor holds at most `groups_in_flight` orders; further orders wait in the stream. A request
+goes to the engine with the fewest outstanding answers, counted over all actors, as in `engines/http/pool.py`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,79 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
-from pipelinerl.simulation.agenda import Agenda
-from pipelinerl.simulation.group import SimulatedGroup
+from pipelinerl.simulation.engine import SimulatedGroup
 from pipelinerl.simulation.hardware import ControlTimes
+
+
+@final
+@dataclass(slots=True)
+class Agenda:
+    """The event queue; `now` is the simulated time in seconds.
+
+    Simultaneous events happen in the order in which they were added.
+    """
+
+    now: float = 0.0
+    _events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
+    _serial: int = 0
+
+    def at(self, time: float, what: Callable[..., None], *arguments: Any) -> None:
+        """Schedule the call `what(*arguments)` at `time`, or now if `time` has passed."""
+        self._serial += 1
+        heapq.heappush(self._events, (time if time > self.now else self.now, self._serial, what, arguments))
+
+    def after(self, seconds: float, what: Callable[..., None], *arguments: Any) -> None:
+        """Schedule the call `what(*arguments)` in `seconds`."""
+        self.at(self.now + seconds, what, *arguments)
+
+    def step(self) -> bool:
+        """Process the next event; return False if there is none."""
+        if not self._events:
+            return False
+        self.now, _, what, arguments = heapq.heappop(self._events)
+        what(*arguments)
+        return True
+
+
+@final
+@dataclass(slots=True)
+class SimulatedTrainer:
+    """The trainer's computation: takes `_left_s` more seconds, times `_slowness`, and then calls `done`."""
+
+    agenda: Agenda
+    done: Callable[[], None]
+    is_computing: bool = False
+    _left_s: float = 0.0
+    _since: float = 0.0
+    _slowness: float = 1.0
+    _stamp: int = 0
+
+    def begin(self, seconds: float) -> None:
+        """Begin a computation that takes `seconds` if nothing slows it down."""
+        self.is_computing, self._left_s = True, seconds
+        self._plan()
+
+    def slow(self, factor: float) -> None:
+        """Let the computation take `factor` times as long from now on."""
+        if factor == self._slowness:
+            return
+        if self.is_computing:
+            self._left_s -= (self.agenda.now - self._since) / self._slowness
+        self._slowness = factor
+        if self.is_computing:
+            self._plan()
+
+    def _plan(self) -> None:
+        self._stamp += 1
+        self._since = self.agenda.now
+        self.agenda.after(self._left_s * self._slowness, self._ended, self._stamp)
+
+    def _ended(self, stamp: int) -> None:
+        if stamp == self._stamp:
+            self.is_computing = False
+            self.done()
 
 
 @final

@@ -19,7 +19,7 @@ import numpy as np
 from pipelinerl import rng
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.simulation.hardware import EngineTimes, Hardware, Prices, TrainerTimes, UpdateTimes
-from pipelinerl.simulation.lengths import LengthLaw
+from pipelinerl.simulation.setting import LengthLaw
 
 #: Share of the peak bandwidth that transfers reach. It follows from PipelineRL's appendix A.4 (arXiv:2509.19128), where
 #: 44 H100s with 192 rows each generate 16.9 tokens per flash: 0.384 of peak FLOPS, or the weights read at 0.59 of the

@@ -1,12 +1,17 @@
-"""`SimulatedSetting`: the settings of a recipe that determine a run's schedule, under the recipe's names."""
+"""`SimulatedSetting`: the settings of a recipe that determine a run's schedule; and distributions of answer lengths."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import Final, Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from inference_contract.weights import OnUpdate
-from pipelinerl.simulation.lengths import LengthLaw
+from pipelinerl import rng
 from pipelinerl.staleness import StalenessBounds
 
 
@@ -47,3 +52,108 @@ class SimulatedSetting:
     def optimizer_steps(self) -> int:
         """The number of optimizer steps in one step of the run."""
         return self.epochs * self.mini_batches
+
+
+_DRAWN_AT_ONCE: Final = 4096
+
+
+class LengthLaw(Protocol):
+    """A distribution of tokens per answer, at least 1."""
+
+    @property
+    def mean(self) -> float:
+        """The mean, in tokens."""
+        ...
+
+    def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
+        """Draw lengths [count]."""
+        ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FixedLengths:
+    """Every answer has `tokens`."""
+
+    tokens: int
+
+    @property
+    def mean(self) -> float:
+        """The mean, in tokens."""
+        return float(self.tokens)
+
+    def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
+        """Return equal lengths [count]."""
+        return np.full(count, self.tokens, np.int64)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HeavyTailedLengths:
+    """Log-normal lengths, truncated at `most`; half of them are longer than `median`, and σ is that of the
+    logarithm.
+    """
+
+    median: float
+    sigma: float
+    most: int
+
+    @property
+    def mean(self) -> float:
+        """The mean of the truncated distribution, from 10,001 quantiles."""
+        levels = (np.arange(10_001) + 0.5) / 10_001
+        return float(self._at(_standard_normal(levels)).mean())
+
+    def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
+        """Draw lengths [count], rounded up."""
+        return self._at(generator.standard_normal(count))
+
+    def _at(self, deviates: NDArray[np.float64]) -> NDArray[np.int64]:
+        with np.errstate(over="ignore"):  # infinite values are clipped below
+            exact = np.ceil(self.median * np.exp(self.sigma * deviates))
+        return np.clip(exact, 1, self.most).astype(np.int64)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ObservedLengths:
+    """Answer lengths of a run, resampled with replacement."""
+
+    tokens: tuple[int, ...]
+
+    @property
+    def mean(self) -> float:
+        """The mean of the observed lengths."""
+        return float(np.mean(self.tokens))
+
+    def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
+        """Draw lengths [count]."""
+        return generator.choice(np.array(self.tokens, np.int64), count)
+
+
+def drawing(law: LengthLaw, seed: int) -> Callable[[int], list[int]]:
+    """Return a function that draws the next `count` lengths; all its results are a function of `seed`."""
+    generator = rng.generator(seed, "simulation", "lengths")
+    stock: list[int] = []
+
+    def take(count: int) -> list[int]:
+        while len(stock) < count:
+            stock.extend(law.draw(generator, _DRAWN_AT_ONCE).tolist())
+        taken = stock[-count:]
+        del stock[-count:]
+        return taken
+
+    return take
+
+
+def _standard_normal(levels: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the quantiles of the standard normal distribution at `levels`.
+
+    They are computed by bisection of the error function: exact to 1e-9 and without another library.
+    """
+    low, high = np.full_like(levels, -8.0), np.full_like(levels, 8.0)
+    for _ in range(40):
+        middle = (low + high) / 2
+        below = 0.5 * (1 + np.array([math.erf(x / math.sqrt(2)) for x in middle])) < levels
+        low, high = np.where(below, middle, low), np.where(below, high, middle)
+    return (low + high) / 2

@@ -3,7 +3,7 @@
     controller   issues orders within j and k         `StalenessBounds`, `FilteredShare`: the real decisions
     actors       request, judge, deliver              `actors.py`
     engines      decode, commit                       `engine.py`
-    trainer      takes the oldest fresh groups        `group.py`, `agenda.py`
+    trainer      takes the oldest fresh groups        `engine.py`, `actors.py`
     publication  overlaps with the next step          like `training/publish/publishing.py`
 
 A step ends only after the publication that is under way. Then the step is reported, the controller issues orders and
@@ -21,14 +21,11 @@ from typing import Final, NamedTuple, final
 from pipelinerl import rng
 from pipelinerl.actor.freshness import can_be_fresh
 from pipelinerl.controller.state.issued_ledger import FilteredShare
-from pipelinerl.simulation.actors import SimulatedActors
-from pipelinerl.simulation.agenda import Agenda, SimulatedTrainer
-from pipelinerl.simulation.engine import SimulatedEngine
-from pipelinerl.simulation.group import SimulatedGroup, WaitingGroups
+from pipelinerl.simulation.actors import Agenda, SimulatedActors, SimulatedTrainer
+from pipelinerl.simulation.engine import SimulatedEngine, SimulatedGroup, WaitingGroups
 from pipelinerl.simulation.hardware import Hardware
-from pipelinerl.simulation.lengths import drawing
 from pipelinerl.simulation.prediction import FILLS, Account, Prediction, SimulatedStep, cost, staleness_of
-from pipelinerl.simulation.setting import SimulatedSetting
+from pipelinerl.simulation.setting import SimulatedSetting, drawing
 
 #: Interval in seconds at which actors poll the current version (`REFRESH_S` of the actor's role).
 HEARS_S: Final = 0.5

@@ -38,7 +38,7 @@ from redis.retry import Retry
 from pipelinerl.errors import AddressError, DeadlineError, UserError
 from pipelinerl.system import tied_process
 from pipelinerl.system.files import write_private
-from pipelinerl.system.ports import free_ports
+from pipelinerl.system.machine import free_ports
 
 _LOOPBACK: Final = "127.0.0.1"
 _PORT_ATTEMPTS: Final = 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipelinerl.errors import AddressError
-from pipelinerl.observability.redaction import without_secrets
+from pipelinerl.observability.logs import without_secrets
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.redis_stream import RedisStream
 from pipelinerl.streams.stream import Stream

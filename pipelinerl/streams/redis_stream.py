@@ -41,7 +41,7 @@ from redis.exceptions import (
 )
 
 from pipelinerl.errors import AddressError, PipelineError
-from pipelinerl.observability.redaction import without_secrets
+from pipelinerl.observability.logs import without_secrets
 from pipelinerl.streams.stream import START, Entry, Fence, parse_id
 
 log = logging.getLogger("pipelinerl")

@@ -7,6 +7,7 @@
 - Errors have OpenAI's format, `{"error": {"message", "type", "param", "code"}}`, and do not repeat the body.
 - An error in the application's startup is raised by `serve_until`.
 - On a signal, the server ends after running requests were answered or cancelled.
+- `HeartbeatRoute` responds at once, and sends heartbeats while its work runs.
 
 Limits of a connection are in `connection`.
 """
@@ -18,18 +19,19 @@ import errno
 import hmac
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from enum import Enum
 from ipaddress import ip_address
 from typing import Any, Final, cast, final
 from urllib.parse import urlsplit
 
+import msgspec
 import uvicorn
 import uvloop
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.server import ServerState
@@ -374,3 +376,65 @@ def _resolved(host: str, port: int) -> tuple[Any, Any, Any, Any, Any]:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
         raise AddressError(f"{host!r} is not an address that can be listened on: {error.strerror}") from error
+
+
+#: Interval of heartbeats: until a working service answers, it sends a space each time.
+HEARTBEAT_S: Final = 1.0
+
+
+class RequestRefused(Exception):
+    """The request is not accepted here; holds the response's status and code, and the reason."""
+
+    def __init__(self, status: int, code: str, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+        self.code = code
+
+
+@final
+class HeartbeatRoute:
+    """A POST route for one type of request. As an ASGI application (an instance), it notices when clients
+    disconnect.
+    """
+
+    #: Work that has been started; awaiting it returns the answer.
+    Work = Coroutine[Any, Any, msgspec.Struct]
+
+    def __init__(self, request: Any, begin: Callable[[Any], Work]) -> None:
+        """Create the route; `begin` takes the decoded `request`, or raises `RequestRefused`."""
+        self._type = request
+        self._begin = begin
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        try:
+            work = self._begin(msgspec.json.decode(await Request(scope, receive).body(), type=self._type))
+        except ClientDisconnect:
+            return
+        except msgspec.ValidationError as error:  # names the expected type and path, never the content
+            await refusal(422, str(error), code="invalid_request_error")(scope, receive, send)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # msgspec passes on the last two unchanged
+            await refusal(400, "the body must be JSON", code="invalid_json")(scope, receive, send)
+        except RequestRefused as refused:
+            await refusal(refused.status, str(refused), code=refused.code)(scope, receive, send)
+        else:
+            await self._answered(work, receive, send)
+
+    async def _answered(self, work: Work, receive: Receive, send: Send) -> None:
+        working = asyncio.ensure_future(work)
+        leaving = asyncio.ensure_future(receive())
+        try:
+            headers = [(b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            while not working.done():
+                await asyncio.wait({working, leaving}, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
+                if leaving.done():
+                    return
+                if not working.done():
+                    await send({"type": "http.response.body", "body": b" ", "more_body": True})
+            body = msgspec.json.encode(working.result())
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+        finally:
+            for task in (working, leaving):
+                task.cancel()
+            await asyncio.gather(working, leaving, return_exceptions=True)

@@ -23,8 +23,7 @@ import msgspec
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.system.references import last_line, load_reference
 from pipelinerl.types import Outcome, Problem, Verdict
-from pipelinerl.verifiers.signatures import accepted_names, lacking, parameters_of
-from pipelinerl.verifiers.user_code import limit_memory
+from pipelinerl.verifiers.user_code import accepted_names, lacking, limit_memory, parameters_of
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, correct, failed, timed_out, wrong
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 

@@ -18,10 +18,8 @@ from typing import Any, Final, final
 import msgspec
 
 from pipelinerl.errors import RecipeError
-from pipelinerl.instructions import languages
-from pipelinerl.instructions.catalogue import Asked, instructions_of
-from pipelinerl.instructions.scoring import Matching, Score, followed
-from pipelinerl.instructions.wording import ResponseLanguage
+from pipelinerl.instructions.catalogue import Asked, Matching, Score, followed, instructions_of
+from pipelinerl.instructions.wording import ResponseLanguage, is_slow_language, preload_languages
 from pipelinerl.types import Problem, RewardPart, Verdict
 from pipelinerl.verifiers.verifier import failed, graded, shown, timed_out
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
@@ -59,7 +57,7 @@ class InstructionFollowing:
             instructions = instructions_of_problem(problem)
         except RecipeError as error:
             return failed(str(error))
-        slow = any(isinstance(each, ResponseLanguage) and languages.is_slow(each.language) for _, each in instructions)
+        slow = any(isinstance(each, ResponseLanguage) and is_slow_language(each.language) for _, each in instructions)
         cost = len(completion_text) * len(instructions) * (_LOOSE_COST if self._matching is Matching.LOOSE else 1)
         if not slow and cost <= _QUICK_CHARS:
             return self._verdict(instructions, followed(instructions, completion_text, self._matching))
@@ -99,7 +97,7 @@ def open_checks(_: str) -> Callable[[Any], list[bool]]:
 
     It maps `[metadata, ground truth, answer, matching]` to a list with a result for each instruction.
     """
-    languages.preload()
+    preload_languages()
 
     def answering(question: Any) -> list[bool]:
         metadata, ground_truth, answer, matching = question

@@ -26,7 +26,7 @@ import math
 import re
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from numbers import Real
@@ -38,7 +38,6 @@ import msgspec
 from pipelinerl.errors import RecipeError
 from pipelinerl.system.references import last_line, load_reference
 from pipelinerl.types import Outcome, Problem, Verdict
-from pipelinerl.verifiers.signatures import accepted_names, lacking, parameters_of
 from pipelinerl.verifiers.verifier import (
     Judgement,
     SampledAnswer,
@@ -51,6 +50,38 @@ from pipelinerl.verifiers.verifier import (
     wrong,
 )
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
+
+
+def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the function's parameters.
+
+    Raises:
+        RecipeError: they cannot be inspected.
+    """
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"the parameters of {function!r} cannot be inspected: {error}") from None
+
+
+def lacking(parameters: Iterable[inspect.Parameter], known: Iterable[str]) -> list[str]:
+    """Return required parameters that cannot be passed by name, or are not in `known`."""
+    names = frozenset(known)
+    return [
+        each.name
+        for each in parameters
+        if each.default is each.empty
+        and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+        and (each.name not in names or each.kind is each.POSITIONAL_ONLY)
+    ]
+
+
+def accepted_names(parameters: Sequence[inspect.Parameter], known: Iterable[str]) -> tuple[str, ...]:
+    """Return the names in `known` that the function takes; all of `known` if it takes arbitrary keywords."""
+    everything = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    names = {each.name for each in parameters if each.kind is not each.POSITIONAL_ONLY}
+    return tuple(name for name in known if everything or name in names)
+
 
 #: Largest accepted reward: a larger number is surely a mistake, and would dominate its batch.
 MOST_REWARD: Final = 1e6

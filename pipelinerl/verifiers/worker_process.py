@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import UserError
-from pipelinerl.system.garbage import collect_as_usual, collect_rarely
+from pipelinerl.system.process import collect_as_usual, collect_rarely
 from pipelinerl.system.references import load_reference
 
 _PR_SET_PDEATHSIG = 1

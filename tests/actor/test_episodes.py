@@ -14,7 +14,7 @@ from inference_contract.schemas import ChatMessage
 from pipelinerl.actor.episodes import EpisodeDomain, Episodes
 from pipelinerl.actor.group_maker import MadeRollout, Unwatched
 from pipelinerl.environments.command import Commands
-from pipelinerl.environments.environment import EpisodeLimits
+from pipelinerl.environments.environment import EpisodeLimits, Task
 from pipelinerl.environments.gateway import Gateway
 from pipelinerl.environments.host_pool import EpisodeHosts
 from pipelinerl.errors import DeadlineError, PipelineError
@@ -95,6 +95,17 @@ class Game:
     async def step(self, answer):
         self.turns += 1
         return {"role": "user", "content": "go on"}, 0.5, self.turns == 2
+
+class Texts:
+    def reset(self, task, seed):
+        self.turns = 0
+        return "begin"
+    def step(self, answer):
+        self.turns += 1
+        return "again", 1, self.turns == 2
+
+async def asks_a_text(task, client):
+    await client.chat("hello")
 """
 #: The second answer is correct.
 SECOND = "b"
@@ -247,3 +258,21 @@ async def test_last_answer_of_a_command_is_judged(tmp_path: Path) -> None:
     async with asyncio.timeout(PATIENCE_S), gateway.serve():
         (made,) = await Episodes(gateway, sampler, domains, attempts=1).make(order(), Unwatched())
     assert made.rollout.verdict.outcome is Outcome.CORRECT
+
+
+async def test_failed_command_is_masked_with_the_last_line_of_its_errors(tmp_path: Path) -> None:
+    commands = Commands([sys.executable, "-c", "print('out'); raise SystemExit('no model named {task}')"])
+    task = Task(problem_id="p", domain="talk", messages=({"role": "user", "content": "x"},), ground_truth="")
+    ended = await commands.play(task, base_url="http://nowhere", api_key="k", timeout_s=PATIENCE_S)
+    assert ended.how == "raised" and ended.reason.endswith("ended with status 1: no model named x")
+
+
+async def test_environment_may_write_messages_as_text_and_wrong_ones_are_named(tmp_path: Path) -> None:
+    async with episodes(tmp_path, "Texts", TalkingSampler(lambda messages: messages[-1].content[:1])) as maker:
+        (made,) = await maker.make(order(), Unwatched())
+    assert "begin" in tokenizer().decode(made.rollout.turns[0].context_token_ids.tolist())
+    assert "again" in tokenizer().decode(made.rollout.turns[1].context_token_ids.tolist())
+    assert made.rollout.verdict.reward == 2.0
+    async with episodes(tmp_path, "asks_a_text", TalkingSampler()) as maker:
+        played = await maker.play(order(), 0, Unwatched())
+    assert "TypeError: messages must be a list of messages" in played.judgement.verdict.reason

@@ -87,3 +87,29 @@ def test_recorded_runs_are_not_repeated(monkeypatch: pytest.MonkeyPatch, tmp_pat
     measured("b", [Job("a", 0, "tiny", ("x=2",))], lambda job, run: {"value": job.seed}, quick=False)
     assert trained == ["a0('x=1',)", "a1('x=1',)", "a0('x=2',)"]
     assert [row["value"] for row in rows] == [0, 1]
+
+
+def test_disturbed_run_is_repeated_once_and_the_quieter_one_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, trained = tmp_path / "b.json", list[str]()
+    others = iter((0.9, 0.5, 0.0))
+
+    class Meter:
+        def figures(self) -> dict[str, float]:
+            return {"load": 1.0, "others": next(others)}
+
+    def train(job: Job, *, judged: bool) -> FinishedRun:
+        trained.append(f"{job.arm}{job.seed}")
+        return finished([])
+
+    monkeypatch.setattr(arms, "RESULTS", tmp_path)
+    monkeypatch.setattr(arms, "write_record", lambda name, payload, *, quick: path.write_text(json.dumps(payload)))
+    monkeypatch.setattr(arms, "train", train)
+    monkeypatch.setattr(arms, "_OtherWork", Meter)
+    jobs = [Job("a", 0, "tiny", ()), Job("b", 0, "tiny", ())]
+    measured("b", jobs[:1], lambda job, run: {}, quick=False)
+    for _ in range(2):
+        rows = measured("b", jobs, lambda job, run: {}, quick=False)
+    assert trained == ["a0", "a0", "b0"], "the second run of a was disturbed, too, and is accepted"
+    assert [row["others"] for row in rows] == [0.5, 0.0]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks import schedules as benchmark
 from benchmarks.arms import FinishedRun, Job
-from benchmarks.schedules import RECIPE, Cell, Schedule, cells, faster, figures, schedules
+from benchmarks.schedules import RECIPE, Cell, Schedule, cells, chosen, figures, ratios, schedules
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.observability.run_history import tell
 from pipelinerl.roles.wiring import held_out_problems, mini_batching_of, objective_of
@@ -21,14 +22,15 @@ def config_of(schedule: Schedule, cell: Cell) -> RunConfig:
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_arms_have_equal_rollouts_and_optimizer_steps(cell: Cell) -> None:
     for config in (config_of(schedule, cell) for schedule in schedules()):
-        assert config.run.steps * config.training.rollouts_per_step == cell.rollouts * cell.optimizer_steps
+        rollouts = load(RECIPE).training.rollouts_per_step
+        assert config.run.steps * config.training.rollouts_per_step == rollouts * cell.optimizer_steps
         assert config.optimizer_steps == cell.optimizer_steps
-        assert config.training.rollouts_per_step == cell.rollouts * mini_batching_of(config).mini_batches
+        assert config.training.rollouts_per_step == rollouts * mini_batching_of(config).mini_batches
 
 
 def test_arms_differ_in_their_schedule_alone() -> None:
     plain = load(RECIPE, list(CELLS[0].changes))
-    theirs = ("staleness", "training", "run", "evaluation", "checkpoint", "actor", "launch")
+    theirs = ("staleness", "training", "run", "evaluation", "checkpoint")
     for schedule in schedules():
         config = config_of(schedule, CELLS[0])
         engine = config.engine.model_copy(update={"on_update": plain.engine.on_update})
@@ -42,7 +44,7 @@ def test_grid_has_both_laws_of_length() -> None:
     assert len({schedule.name for schedule in schedules()}) == 8
 
 
-@pytest.mark.parametrize("cell", CELLS[::2], ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_held_out_split_has_enough_problems(cell: Cell) -> None:
     config = config_of(schedules()[0], cell)
     wanted = config.evaluation_sets[0]
@@ -57,12 +59,28 @@ def test_seconds_to_a_reward_are_those_of_the_curve() -> None:
     assert row["lag"] == pytest.approx((2.0 - 1) * 2 + 1.5)
 
 
-def test_ratio_to_conventional_is_paired_by_seed() -> None:
-    first = schedules()[0].name
-    times = {first: (10.0, 20.0), "drain": (5.0, 10.0)}
+def test_ratio_is_to_the_best_conventional_arm_and_paired_by_seed() -> None:
+    times = {"conventional G = 1": (10.0, 30.0), "conventional G = 4": (12.0, 20.0), "drain": (6.0, 5.0)}
     rows = [
-        {"cell": "c", "arm": arm, "seed": seed, "seconds": seconds}
+        {"cell": "c", "arm": arm, "seed": seed, "seconds_to_0.6": seconds, "seconds_to_0.7": None}
         for arm, both in times.items()
         for seed, seconds in enumerate(both)
     ]
-    assert faster(rows)["seconds_over_conventional"]["c"]["drain"]["median"] == 0.5
+    found = ratios(rows)["seconds_over_best_conventional"]
+    assert found.keys() == {"c, reward 0.6"}, "no arm has reached 0.7"
+    assert found["c, reward 0.6"]["best conventional"] == "conventional G = 4"
+    assert found["c, reward 0.6"]["drain"]["median"] == pytest.approx((0.5 + 0.25) / 2)
+
+
+def test_trials_choose_cores_by_seconds_and_then_the_rate_by_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(name: str, jobs: list[Job], *_: object, **__: object) -> list[dict[str, float]]:
+        fast, good = "engine.count=2", "learning_rate=0.001"
+        assert all(job.seed not in (0, 1, 2) for job in jobs)
+        return [{"seconds": float(fast not in job.changes), "reward": float(good in job.changes[-1])} for job in jobs]
+
+    monkeypatch.setattr(benchmark, "PARALLEL", ("launch.threads=1", "engine.count=2"))
+    monkeypatch.setattr(benchmark, "measured", measure)
+    synchronous, *_, in_flight = schedules()
+    keys = chosen("schedules_tiny", CELLS[:1], [synchronous, in_flight])
+    assert keys[CELLS[0], synchronous] == ("engine.count=2", "optimizer.learning_rate=0.001")
+    assert keys[CELLS[0], in_flight] == ("optimizer.learning_rate=0.001",)

@@ -11,8 +11,8 @@ from benchmarks.simulator import ARMS, changes_of, fleet
 from pipelinerl.commands.simulation.from_recipe import setting_of
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.simulation.hardware import Hardware
-from pipelinerl.simulation.lengths import HeavyTailedLengths
 from pipelinerl.simulation.prediction import Prediction
+from pipelinerl.simulation.setting import HeavyTailedLengths
 from pipelinerl.simulation.simulator import simulate
 
 

@@ -83,6 +83,39 @@ def test_stored_record_of_a_group_is_explained(tmp_path: Path) -> None:
     assert len(said.split("multiplier")[1].strip().splitlines()) == sum(r.num_sampled_tokens for r in group(0).rollouts)
 
 
+def test_two_algorithms_are_compared_on_the_built_in_example() -> None:
+    said = explain("--compare", "grpo", "prime_rl")
+    assert said.startswith("grpo: DeepSeekMath") and "\nprime_rl: prime-rl" in said
+    assert "\nagg " in said and "\ngrad1 " in said and "equal: is_weight\n" in said
+    rows = [line.split() for line in said.split("gradient\n")[1].splitlines() if line.split()[0] in ("0", "1")]
+    assert len(rows) == 11
+    # π rises from 0.01 to 0.03: three times, which grpo clips if A > 0, and by 0.02, which prime-rl never does.
+    well = next(row for row in rows if row[4] == "'well'")
+    assert well[5] == "3" and well[12:15] == ["1", "|", "1"] and float(well[6]) < 0
+    late = next(row for row in rows if row[5] == "6")
+    assert late[12:15] == ["0", "|", "0"] and late[15] == "+0.0000" and float(late[17]) < 0, "the penalty is left"
+    assert "of 11 tokens grpo trains" in said and "cosine of the two gradients: 0." in said
+
+
+def test_algorithm_equals_itself_and_recipes_can_be_compared(stored: Callable[[Any], str]) -> None:
+    file = stored({"rollouts": [ROLLOUT, OTHER]})
+    assert "of 3 tokens grpo trains 2, grpo trains 2; cosine of the two gradients: 1.000" in explain(
+        "--compare", "grpo", "grpo", "--rollout", file
+    )
+    assert explain("--compare", "tiny", "gdpo", "--rollout", file).startswith("tiny: PipelineRL's post")
+    refused = CliRunner().invoke(app, ["explain", "grpo", "--compare", "grpo", "dapo"])
+    assert refused.exit_code == 2 and "leave out the argument" in refused.output
+
+
+def test_parts_of_rewards_are_read_from_json(stored: Callable[[Any], str]) -> None:
+    parts = [["right", 1, 1], ["short", 0.5, -1]]
+    file = stored({"rollouts": [ROLLOUT | {"parts": parts}, OTHER | {"parts": [["right", 0, 1], ["short", 0.5, -1]]}]})
+    lines = explain("gdpo", "--rollout", file).splitlines()[-3:]
+    assert [line.split()[6] for line in lines] == ["1", "1", "-1"]
+    with pytest.raises(UserError, match=r"rollouts\.0\.parts must be a list of \[name, reward, weight\]"):
+        explain("gdpo", "--rollout", stored({"rollouts": [ROLLOUT | {"parts": [1]}]}))
+
+
 @pytest.fixture(scope="module")
 def ended_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run of one step on the orders 4 and 7; order 7 also has a copy of an abandoned epoch."""

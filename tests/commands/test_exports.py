@@ -16,7 +16,7 @@ import pytest
 
 from pipelinerl.commands.exports import trace_run
 from pipelinerl.errors import UserError
-from pipelinerl.observability.timeline import chrome_trace, groups
+from pipelinerl.observability.timeline import chrome_trace, spans
 from tests.observability.timeline.events_of_a_run import publish, run, step
 
 
@@ -44,7 +44,7 @@ def test_name_without_gz_gives_plain_json(tmp_path: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "_ORDERS", 64)  # the real limit exceeds this short run
+    monkeypatch.setattr(spans, "_ORDERS", 64)  # the real limit exceeds this short run
     monkeypatch.setattr(chrome_trace, "_STEPS", 64)
 
     def peak(steps: int) -> int:

@@ -7,13 +7,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from pipelinerl.commands.warmstart import WarmStartOptions, make
+from pipelinerl.commands.warmstart import FineTuneOptions, WarmStartOptions, fine_tune, make
 from pipelinerl.config.recipe import RunConfig, load, parse, to_table
 from pipelinerl.enums import Skill
 from pipelinerl.errors import UserError
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.objective.losses import policy_loss
+from pipelinerl.training.rollouts.demonstrations import IMITATION
 
 
 def options(**changes: object) -> WarmStartOptions:
@@ -25,6 +28,40 @@ def test_existing_output_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"{tmp_path} exists; name a new directory"):
         make(load("tiny"), options(), output=tmp_path, say=print)
     assert (tmp_path / "precious").read_text() == "x"
+
+
+@pytest.mark.parametrize("trainer", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_fine_tuning_lowers_the_loss_of_demonstrations(trainer: str, tmp_path: Path) -> None:
+    config = load("tiny", [f"trainer.type={trainer}", "optimizer.learning_rate=2e-4", "optimizer.warmup_steps=0"])
+    said: list[str] = []
+    fine_tune(
+        config, FineTuneOptions(steps=8, demonstrations=16, validation=16), output=tmp_path / "new", say=said.append
+    )
+    before, after = map(float, re.findall(r"validation loss ([\d.]+) before, ([\d.]+) after 8 steps", said[-1])[0])
+    assert after < 0.9 * before and said[0].startswith(f"validation loss {before:.4f} nats")
+    if trainer == "jax":
+        return
+    again = load("tiny", [f"model.path={tmp_path / 'new'}"])
+    fine_tune(again, FineTuneOptions(steps=1, validation=16), output=tmp_path / "newer", say=said.append)
+    assert f"{after:.4f} before" in said[-1], "the saved model is the trained one"
+    names = {file.name for file in config.model.resolved.iterdir()}
+    assert {file.name for file in (tmp_path / "new").iterdir()} == names
+
+
+def test_imitation_is_the_mean_cross_entropy_of_all_tokens() -> None:
+    logprobs, mask = np.log([[0.5, 0.25, 0.1], [0.2, 0.9, 0.9]]), np.array([[True, True, True], [True, False, False]])
+    result = policy_loss(IMITATION, logprobs, rewards=[1.0, 1.0], groups=[0, 1], mask=mask)
+    assert result.loss == pytest.approx(-logprobs[mask].mean())
+    np.testing.assert_allclose(result.gradient, np.where(mask, -0.25, 0.0))
+
+
+def test_fine_tuning_refuses_what_it_cannot_do(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="exists; name a new directory"):
+        fine_tune(load("tiny"), FineTuneOptions(steps=1), output=tmp_path, say=print)
+    short = load("tiny").model_copy(update={"engine": load("tiny").engine.model_copy(update={"context_length": 1})})
+    with pytest.raises(UserError, match=r"no demonstration has at most .*context_length = 1 tokens"):
+        fine_tune(short, FineTuneOptions(steps=1), output=tmp_path / "new", say=print)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_impossible_shape_is_refused(tmp_path: Path) -> None:

@@ -1,11 +1,90 @@
-"""Tests of the recipe's choice of who judges answers: actors or services."""
+"""Tests of verifier settings in a recipe, and of their validation."""
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from pipelinerl.config.recipe import load
+import pytest
+from pydantic import ValidationError
+
+from pipelinerl.config.domains import DomainSection
+from pipelinerl.config.recipe import load, parse, to_table
+from pipelinerl.config.verification import JudgeSection, OublietteSection
 from pipelinerl.errors import RecipeError
+from pipelinerl.roles.verification import open_verifier
+from pipelinerl.verifiers.oubliette.checkers import CodeRules
+
+URL = "http://127.0.0.1:9000"
+
+
+def refused(**domain: Any) -> str:
+    table = to_table(load("tiny"))
+    with pytest.raises(RecipeError) as found:
+        config = parse(table | {"domains": [{"name": "d", "source": "addition", **domain}]})
+        open_verifier(config.domains[0])
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("judge", "sentence"),
+    [
+        ({}, "url: must be given"),
+        ({"url": "127.0.0.1:9000"}, "url: String should match pattern"),
+        ({"url": "http://user:pass@host"}, "url: String should match pattern"),
+        ({"url": URL, "low": 5, "high": 5}, "judge.low must be below judge.high, got 5 and 5"),
+        ({"url": URL, "votes": 3}, "judge.temperature must be above 0"),
+        ({"url": URL, "pattern": "("}, "pattern: must be a regular expression"),
+        ({"url": URL, "pattern": r"\d+"}, "pattern: must have one group, the score, got 0 groups"),
+        (
+            {"url": URL, "rubric": "Is it good?"},
+            "rubric: must be quality or reference, or a template that holds {{ answer",
+        ),
+        ({"url": URL, "rubric": "{% if answer %}"}, "rubric is not a valid Jinja template"),
+        ({"url": URL, "key_variable": "no such key"}, "key_variable: String should match pattern"),
+        ({"url": URL, "key": "sk-1"}, "key: unknown key"),
+        (
+            {"url": URL, "key_variable": "NO_SUCH_KEY"},
+            "domains.d.judge.key_variable names $NO_SUCH_KEY, which is not set",
+        ),
+    ],
+)
+def test_error_names_the_invalid_judge_setting(judge: dict[str, Any], sentence: str) -> None:
+    assert sentence in refused(verifier="judge", judge=judge)
+
+
+def test_judge_verifier_and_judge_table_require_each_other() -> None:
+    assert "domains.d.judge must name a server" in refused(verifier="judge")
+    assert "judge configures the verifier judge, which this domain does not use" in refused(judge={"url": URL})
+    assert "domains.d.judge must name a server" in refused(rewards=[{"function": "judge"}])
+
+
+@pytest.mark.parametrize("url", [f"{URL}", f"{URL}/", f"{URL}/v1", f"{URL}/v1/"])
+def test_judge_url_may_end_in_v1(url: str) -> None:
+    assert JudgeSection(url=url).url == URL
+
+
+def test_judge_key_appears_in_no_repr_and_no_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", "secret-7")
+    section = JudgeSection(url=URL, key_variable="A_KEY")
+    domain = DomainSection(name="d", source="addition", verifier="judge", judge=section)
+    config = load("tiny").model_copy(update={"domains": (domain,)})
+    key = section.key
+    assert key is not None and key.get_secret_value() == "secret-7"
+    assert "secret-7" not in repr((section, key, to_table(config)))
+    assert to_table(config)["domains"][0]["judge"]["key_variable"] == "A_KEY"
+
+
+def test_default_oubliette_section_equals_the_verifiers_default_rules() -> None:
+    assert OublietteSection().rules == CodeRules()
+
+
+def test_oubliette_languages_must_be_known() -> None:
+    assert OublietteSection(language="cpp").rules.languages == ("cpp",)
+    assert OublietteSection(language="cpp", languages=("python", "cpp")).rules.languages == ("python", "cpp")
+    with pytest.raises(ValidationError, match=r"language must be one of python, .* got 'cobol'"):
+        OublietteSection(language="cobol")
+    with pytest.raises(ValidationError, match=r"languages must hold language \(python\), got cpp"):
+        OublietteSection(languages=("cpp",))
 
 
 @pytest.mark.parametrize(

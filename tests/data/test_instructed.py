@@ -7,8 +7,7 @@ import pytest
 from pipelinerl.data.instructed import TOPICS
 from pipelinerl.data.problems import Split, open_source
 from pipelinerl.errors import RecipeError
-from pipelinerl.instructions.catalogue import CATALOGUE, instructions_of
-from pipelinerl.instructions.scoring import followed
+from pipelinerl.instructions.catalogue import CATALOGUE, followed, instructions_of
 from pipelinerl.types import Problem
 
 

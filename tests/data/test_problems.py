@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from pipelinerl.data.drafts import split_of
 from pipelinerl.data.mixture import Domain, Mixture
 from pipelinerl.data.problems import Split, open_source
+from pipelinerl.data.source import split_of
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Message, Problem
 
@@ -171,3 +171,20 @@ def test_mixture_keeps_domain_shares_and_depends_on_seed_and_index():
 def test_domain_weights_must_be_positive_and_finite(weights):
     with pytest.raises(RecipeError, match="positive finite weights"):
         mixture(0, *weights)
+
+
+def test_numbered_tasks_are_split_shuffled_per_epoch_and_named_by_their_number():
+    of_split = {split: source("numbered", split, count=200) for split in (Split.TRAIN, Split.HELD_OUT)}
+    epoch = [of_split[Split.TRAIN].problem(i) for i in range(400)]
+    numbers = [problem.metadata["index"] for problem in epoch]
+    distinct = len(set(numbers))
+    assert sorted(numbers[:distinct]) == sorted(numbers[distinct : 2 * distinct]) and 130 < distinct < 190
+    assert numbers[:distinct] != numbers[distinct : 2 * distinct]
+    assert of_split[Split.HELD_OUT].problem(0).metadata["index"] not in numbers
+    assert epoch[0].problem_id == f"d:{numbers[0]}" and epoch[0].messages[0].content == f"Task {numbers[0]}"
+    with pytest.raises(RecipeError, match=r"held_out split holds \d+ tasks; .* raise parameters.count"):
+        of_split[Split.HELD_OUT].problem(100)
+    with pytest.raises(RecipeError, match="held_out split has none of 1 tasks"):
+        source("numbered", Split.HELD_OUT, count=1)
+    with pytest.raises(RecipeError, match="missing required field `count`"):
+        source("numbered")

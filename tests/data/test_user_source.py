@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.data.drafts import Split
-from pipelinerl.data.prompts import Prompts
-from pipelinerl.data.source import ProblemSource, SourceRequest
-from pipelinerl.data.templates import Template
-from pipelinerl.data.user_source import open_users
+from pipelinerl.data.problems import open_users
+from pipelinerl.data.prompts import Prompts, Template
+from pipelinerl.data.source import ProblemSource, SourceRequest, Split
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Message, Problem
 

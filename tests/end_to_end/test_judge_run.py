@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pipelinerl.system.ports import free_ports
+from pipelinerl.system.machine import free_ports
 from tests.fakes.live_run import CLI, launched, light_run
 from tests.patience import PATIENCE_S
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from pipelinerl.commands.replay import show
 from pipelinerl.config.recipe import load
 from pipelinerl.observability.events import read_events
-from pipelinerl.system.ports import free_ports, is_free
+from pipelinerl.system.machine import free_ports, is_free
 from tests.fakes.live_fleet import swap_to_and_fro
 from tests.fakes.live_run import CLI, LiveRun, endless_run, launched, new_run, resumed, told
 from tests.fakes.undisturbed import LOCKSTEP, STEPS, Kind, undisturbed as undisturbed_run

@@ -17,7 +17,7 @@ from pipelinerl.commands.remote import controller_of
 from pipelinerl.errors import UserError
 from pipelinerl.observability.status import RunStatus
 from pipelinerl.system import tied_process
-from pipelinerl.system.ports import free_ports
+from pipelinerl.system.machine import free_ports
 from tests.fakes.bigram_recipe import bigram_recipe
 from tests.fakes.live_run import CLI
 from tests.patience import PATIENCE_S

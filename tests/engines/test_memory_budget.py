@@ -36,37 +36,32 @@ def budget(tmp_path: Path) -> EngineBudget:
     return budget_of(shape, dtype=bf16, wire=bf16, slots=40, context=8192, received=2 * shape.count)
 
 
-def test_cache_that_leaves_no_room_for_the_second_copy_is_rejected(budget: EngineBudget) -> None:
+def test_cache_takes_what_the_second_copy_and_the_workspaces_leave(budget: EngineBudget) -> None:
     assert budget.cache == 40 * GIB and budget.staging > 14 * GIB
-    budget.check(GPU, context_length=8192)
+    assert budget.cache_within(GPU, context_length=8192) == budget.cache
     crowded = replace(GPU, free=50 * GIB)
-    assert budget.cache < crowded.free, "the cache alone fits; the first update would not"
-    with pytest.raises(
-        ModelError, match=r"second copy of the weights 15,3.. MiB.*; set engine\.slots to (\d+) or less"
-    ):
-        budget.check(crowded, context_length=8192)
+    assert budget.cache_within(crowded, context_length=8192) == 50 * GIB - (budget.total - budget.cache)
+    with pytest.raises(ModelError, match=r"second copy of the weights 15,3.. MiB.*; no number of slots fits"):
+        budget.cache_within(replace(GPU, free=17 * GIB), context_length=8192)
 
 
 def test_advised_number_of_slots_fits_and_one_more_does_not(budget: EngineBudget) -> None:
-    left = 50 * GIB
-    most, each = budget.most_slots(left), budget.cache_and_rows // budget.slots
-    fixed = budget.total - budget.cache_and_rows
+    left = budget.least - budget.logits // 2
+    most, each = budget.most_slots(left), budget.logits // budget.slots
+    fixed = budget.least - budget.logits
     assert fixed + most * each <= left < fixed + (most + 1) * each
+    with pytest.raises(ModelError, match=f"set engine.slots to {most} or less"):
+        budget.cache_within(replace(GPU, free=left), context_length=8192)
 
 
 def test_share_bounds_what_this_process_may_still_take(budget: EngineBudget) -> None:
-    half = replace(GPU, share=0.5)
-    assert half.left == 25 * GIB
+    half = replace(GPU, share=0.375)
+    assert half.left == 15 * GIB
     with pytest.raises(
-        ModelError, match=r"25,600 MiB are left of the device's 81,920 MiB; .*raise engine\.memory_share"
+        ModelError, match=r"15,360 MiB are left of the device's 81,920 MiB; .*raise engine\.memory_share"
     ):
-        budget.check(half, context_length=8192)
+        budget.cache_within(half, context_length=8192)
     assert replace(GPU, share=1.0, free=GIB).left == GIB, "another process has taken the rest"
-
-
-def test_no_slot_fits_where_the_second_copy_does_not(budget: EngineBudget) -> None:
-    with pytest.raises(ModelError, match="no number of slots fits, or use a larger device"):
-        budget.check(replace(GPU, free=8 * GIB), context_length=8192)
 
 
 def test_update_in_another_dtype_needs_a_buffer_of_its_own(tmp_path: Path, budget: EngineBudget) -> None:
@@ -83,4 +78,4 @@ def test_update_in_another_dtype_needs_a_buffer_of_its_own(tmp_path: Path, budge
     assert sent.conversion == 4 * shape.count and budget.conversion == 0
     assert sent.staging == budget.staging + shape.count
     with pytest.raises(ModelError, match=r"set weights\.dtype to the engine's"):
-        sent.check(GPU, context_length=8192)
+        sent.cache_within(replace(GPU, free=40 * GIB), context_length=8192)

@@ -1,10 +1,10 @@
-"""Episodes with a built-in tool, without user code: a scripted model, real tokens and the real gateway."""
+"""Episodes with a tool of the recipe, with and without user code: a scripted model, real tokens, the real gateway."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import final
 
 import pytest
@@ -13,25 +13,31 @@ from pipelinerl.actor.episodes import EpisodeDomain, Episodes
 from pipelinerl.actor.group_maker import GroupProgress, MadeRollout, Unwatched
 from pipelinerl.actor.verifier_tally import VerifierTally
 from pipelinerl.commands.findings.episode_trial import ScriptedAnswers
-from pipelinerl.environments.environment import EpisodeLimits
+from pipelinerl.environments.client import ChatRefused, EpisodeClient
+from pipelinerl.environments.environment import EpisodeLimits, Task
+from pipelinerl.environments.episode import ToolCalls
 from pipelinerl.environments.gateway import Gateway
-from pipelinerl.environments.tool_loop import ToolLoop
+from pipelinerl.environments.host_pool import EpisodeEnd
+from pipelinerl.environments.tool_loop import OneRequest, Toolbox
 from pipelinerl.errors import PipelineError
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.system.http_client import hot_session
 from pipelinerl.types import Outcome, Problem, Verdict
 from pipelinerl.verifiers.verifier import PerAnswerVerifier, correct, wrong
 from tests.fakes.talking_sampler import order
 from tests.fakes.tool_model import tool_tokenizer
 from tests.patience import PATIENCE_S
 
+HELLO = {"role": "user", "content": "hello"}
+
 
 class Shout:
     name, description, argument = "shout", "Return the text in capitals.", "text"
 
-    async def call(self, text: str) -> str:
+    async def call(self, text: str) -> tuple[str, bool]:
         if text == "lost":
             raise PipelineError("the sandbox is lost")
-        return text.upper()
+        return text.upper(), text == "bad"
 
     async def start(self) -> None: ...
 
@@ -41,6 +47,27 @@ class Shout:
 class IsAB:
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
         return correct("AB") if completion_text == "AB" else wrong("it is not AB")
+
+
+#: User code of an episode, here in the test's own process.
+Agent = Callable[[EpisodeClient], Awaitable[None]]
+
+
+@final
+class Played:
+    """Player that runs an agent in this process."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+
+    async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
+        async with hot_session(token=None, keep_alive_s=1) as session:
+            await self.agent(EpisodeClient(session, base_url=base_url, api_key=api_key))
+        return EpisodeEnd(how="returned")
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 def call(name: str = "shout", **arguments: object) -> str:
@@ -53,11 +80,20 @@ def tokenizer() -> ChatTokenizer:
 
 
 async def played(
-    answers: Sequence[str], *, max_turns: int = 4, episodes: int = 1, progress: GroupProgress | None = None
+    answers: Sequence[str],
+    *,
+    max_turns: int = 4,
+    episodes: int = 1,
+    progress: GroupProgress | None = None,
+    agent: Agent | None = None,
 ) -> MadeRollout:
-    loop, gateway = ToolLoop(Shout()), Gateway()
+    gateway = Gateway()
     domain = EpisodeDomain(
-        player=loop, limits=EpisodeLimits(max_turns=max_turns), verifier=PerAnswerVerifier(IsAB()), correct_at=1.0
+        player=OneRequest() if agent is None else Played(agent),
+        limits=EpisodeLimits(max_turns=max_turns),
+        verifier=PerAnswerVerifier(IsAB()),
+        correct_at=1.0,
+        tools=Toolbox(Shout()),
     )
     maker = Episodes(gateway, ScriptedAnswers(tokenizer(), answers), {"talk": domain}, attempts=1)
     async with asyncio.timeout(PATIENCE_S), gateway.serve():
@@ -99,6 +135,58 @@ async def test_tool_calls_end_at_max_turns_and_a_lost_sandbox_masks_the_rollout(
     assert made.rollout.verdict.outcome is Outcome.VERIFIER_ERROR and "is lost" in made.rollout.verdict.reason
 
 
+async def test_agent_sees_only_the_answer_after_the_tool_and_its_conversation_is_one_segment() -> None:
+    seen = []
+
+    async def agent(client: EpisodeClient) -> None:
+        first = await client.chat([HELLO])
+        second = await client.chat([HELLO, first, {"role": "user", "content": "more"}])
+        seen.extend([first.message, second.message])
+
+    made = await played([call(text="ab"), "so", call(text="cd"), "AB"], agent=agent)
+    assert [message["content"] for message in seen] == ["so", "AB"] and "tool_calls" not in seen[0]
+    assert [turn.begins for turn in made.rollout.turns] == ["first", "", "", ""]
+    shown = tokenizer().decode(made.rollout.turns[2].context_token_ids.tolist())
+    assert "more" in shown and "hello" not in shown
+    assert made.rollout.verdict.outcome is Outcome.CORRECT
+
+
+async def test_agents_own_tool_is_called_by_the_agent_and_both_results_are_read() -> None:
+    own = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
+
+    async def agent(client: EpisodeClient) -> None:
+        first = await client.chat([HELLO], tools=[own])
+        (asked,) = first.tool_calls
+        assert asked["function"]["name"] == "add"
+        result = {"role": "tool", "tool_call_id": asked["id"], "content": "five"}
+        await client.chat([HELLO, first, result], tools=[own])
+
+    made = await played([call(text="ab") + call("add"), "AB"], agent=agent)
+    second = made.rollout.turns[1]
+    shown = tokenizer().decode(second.context_token_ids.tolist())
+    assert shown.index("\nAB\n") < shown.index("five") and second.begins == ""
+
+
+async def test_repeated_request_abandons_the_turns_around_its_tool_calls() -> None:
+    async def agent(client: EpisodeClient) -> None:
+        await client.chat([HELLO])
+        await client.chat([HELLO])
+
+    made = await played([call(text="ab"), "unread", call(text="cd"), "AB"], agent=agent)
+    assert len(made.rollout.turns) == 2 and made.rollout.turns[0].begins == "first"
+
+
+async def test_agents_tool_of_the_same_name_is_refused() -> None:
+    own = {"type": "function", "function": {"name": "shout", "description": "", "parameters": {"type": "object"}}}
+
+    async def agent(client: EpisodeClient) -> None:
+        with pytest.raises(ChatRefused, match="'shout' is a tool of the recipe"):
+            await client.chat([HELLO], tools=[own])
+        await client.chat([HELLO])
+
+    assert len((await played(["AB"], agent=agent)).rollout.turns) == 1
+
+
 @final
 class Calls:
     """Counts tool calls as an actor does."""
@@ -108,16 +196,17 @@ class Calls:
         self.begun, self.handed_over, self.resampled = quiet.begun, quiet.handed_over, quiet.resampled
         self.sampled, self.judged = quiet.sampled, quiet.judged
 
-    def called(self, *, parsed: int, malformed: int) -> None:
-        self.tally.note_calls("talk", parsed=parsed, malformed=malformed)
+    def played(self, calls: ToolCalls, environment_s: float) -> None:
+        self.tally.note_episode("talk", calls, environment_s)
 
 
 async def test_tool_calls_are_counted_as_parsed_or_malformed() -> None:
     calls = Calls()
     broken = call(text="ab").replace("}}", "}")
-    await played([call(text="ab") * 2, broken, "AB"], episodes=2, progress=calls)
+    await played([call(text="ab") + call(text="bad"), broken, "AB"], episodes=2, progress=calls)
     figures = calls.tally.by_domain["talk"]
     assert (figures.tool_episodes, figures.calls_parsed, figures.calls_malformed) == (2, 2, 1)
+    assert (figures.episodes, figures.tool_errors) == (2, 1) and 0 <= figures.environment_s < PATIENCE_S
 
 
 async def test_actor_warns_once_if_the_first_episodes_call_no_tool(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -85,6 +86,27 @@ def test_example_agent_of_another_framework_trains(name: str, package: str, tmp_
         assert run.end(300) == 0, run.story()
         figures = run.events("step")[-1]["by_domain"]["backward"]
     assert (figures["turns"], figures["segments"], figures["unjudged"]) == (2, 1, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["openenv", "verifiers_taskset"])
+def test_example_with_packages_of_its_own_trains(name: str, tmp_path: Path) -> None:
+    variable = {"openenv": "OPENENV_PYTHON", "verifiers_taskset": "VERIFIERS_PYTHON"}[name]
+    if (python := os.environ.get(variable)) is None:
+        pytest.skip(f"left out: {variable} must name a Python that has the package; docs/start/environments.md")
+    folder = EXAMPLES / "agents" / name
+    quick = [f"run.directory={tmp_path}", "run.steps=2", "training.rollouts_per_step=16", "evaluation.problems=0"]
+    quick += [f"domains.backward.environment_options.python={python}"] if name == "verifiers_taskset" else []
+    server = subprocess.Popen([python, "server.py"], cwd=folder) if name == "openenv" else None
+    try:
+        with launched([str(folder / f"{name}.toml"), *quick], tmp_path / name) as run:
+            assert run.end(300) == 0, run.story()
+            figures = run.events("step")[-1]["by_domain"]["backward"]
+    finally:
+        if server is not None:
+            server.terminate()
+            server.wait(PATIENCE_S)
+    assert figures["turns"] == {"openenv": 2, "verifiers_taskset": 1}[name] and figures["unjudged"] == 0
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from inference_contract.weights import WeightLayout
 from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState
-from pipelinerl.engines.batching.sample_loop import RouteLog
+from pipelinerl.engines.batching.sample_loop import CacheRoom, RouteLog
 from pipelinerl.engines.batching.sequence import TopTokens
 from tests.patience import PATIENCE_S
 
@@ -68,6 +68,20 @@ class GatedRunner:
     @property
     def top_logprobs(self) -> Mapping[int, TopTokens]:
         return self._runner.top_logprobs
+
+    @property
+    def room(self) -> CacheRoom | None:
+        return self._runner.room
+
+    def reserve(self, num_rows: int) -> bool:
+        return self._runner.reserve(num_rows)
+
+    def release(self, rows: Sequence[int]) -> None:
+        self._runner.release(rows)
+
+    def clear(self, rows: Sequence[int]) -> None:
+        self.log.append(f"clear rows {list(rows)}")
+        self._runner.clear(rows)
 
     def prefill(self, prefills: Sequence[Prefill]) -> None:
         self.log += [f"prefill {len(each.token_ids)} tokens to rows {list(each.rows)}" for each in prefills]

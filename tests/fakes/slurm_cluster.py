@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.system import tied_process
-from pipelinerl.system.ports import free_ports
+from pipelinerl.system.machine import free_ports
 from tests.patience import PATIENCE_S
 
 _CONF = """

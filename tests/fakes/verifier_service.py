@@ -13,10 +13,8 @@ from typing import Any
 from pipelinerl.system.http_service import listen, serve
 from pipelinerl.types import Message, Problem
 from pipelinerl.verifiers.oubliette.verifier import Oubliette
-from pipelinerl.verifiers.service.served_domain import ServedDomain
-from pipelinerl.verifiers.service.server import VerifierService, create_app
-from pipelinerl.verifiers.service.verdict_cache import VerdictCache
-from pipelinerl.verifiers.service.wire import VerifierLease
+from pipelinerl.verifiers.service.server import VerdictCache, VerifierService, create_app
+from pipelinerl.verifiers.service.wire import ServedDomain, VerifierLease
 from pipelinerl.verifiers.user_code import PooledReward, RewardFunction
 from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier
 from tests.patience import PATIENCE_S

@@ -68,6 +68,17 @@ class VersionRunner:
         self._current = np.zeros(LAYOUT.num_bytes, np.uint8)
         self._staged = np.zeros(LAYOUT.num_bytes, np.uint8)
 
+    room = None
+
+    def reserve(self, num_rows: int) -> bool:
+        return True
+
+    def release(self, rows: Sequence[int]) -> None:
+        pass
+
+    def clear(self, rows: Sequence[int]) -> None:
+        pass
+
     def prefill(self, prefills: Sequence[Prefill]) -> None:
         pass
 

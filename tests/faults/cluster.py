@@ -25,7 +25,7 @@ from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.observability.events import Event, read_events
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
-from pipelinerl.system.ports import free_ports, is_free
+from pipelinerl.system.machine import free_ports, is_free
 from tests.faults.role_process import TOKEN, VERIFIER, Fuse, GroupEndpoint, play_role
 from tests.patience import PATIENCE_S
 

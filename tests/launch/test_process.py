@@ -12,8 +12,7 @@ import pytest
 from launch.plan import ProcessSpec
 from launch.process import Process, RestartBudget
 from pipelinerl.observability.progress import line
-from pipelinerl.observability.restarts import FORGIVEN_EVERY_S, read_restarts, write_restarts
-from pipelinerl.observability.status import RestartStatus, RunStatus
+from pipelinerl.observability.status import FORGIVEN_EVERY_S, RestartStatus, RunStatus, read_restarts, write_restarts
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 
 

@@ -23,7 +23,7 @@ from launch.supervisor import EngineProcesses, RunOutcome, RunResult, Supervisor
 from pipelinerl.config.recipe import parse
 from pipelinerl.observability.status import FleetStatus, RequestedEngine, RunStatus
 from pipelinerl.roles.role import OnExit
-from pipelinerl.system.ports import free_ports, is_free
+from pipelinerl.system.machine import free_ports, is_free
 from tests.patience import PATIENCE_S, SOON_S
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -25,6 +25,8 @@ class Sequence:
     old: list[float]
     ref: list[float]
     values: list[float]
+    parts: list[tuple[float, float]]
+    """Terms of the reward, each (reward, weight)."""
     everything: Tensor
     """Current log-probs of the whole vocabulary at each token, [N, V]; variables independent of theta."""
 
@@ -172,8 +174,8 @@ def topr(groups: Groups) -> Tensor:
     return per_rollout(groups, term)
 
 
-def ppo(groups: Groups) -> Tensor:
-    """PPO's clipped surrogate with whitened GAE(γ = 1, λ = 0.95)."""
+def whitened_gae(groups: Groups) -> dict[int, list[float]]:
+    """Return GAE(γ = 1, λ = 0.95) of each rollout's tokens, whitened over all tokens, by the rollout's id."""
     raw: dict[int, list[float]] = {}
     for one in everyone(groups):
         advantage, mine, following = 0.0, [], 0.0
@@ -185,10 +187,16 @@ def ppo(groups: Groups) -> Tensor:
         raw[id(one)] = mine[::-1]
     flat = [a for mine in raw.values() for a in mine]
     centre, scale = mean(flat), std(flat) + 1e-8
+    return {name: [(a - centre) / scale for a in mine] for name, mine in raw.items()}
+
+
+def ppo(groups: Groups) -> Tensor:
+    """PPO's clipped surrogate with whitened GAE(γ = 1, λ = 0.95)."""
+    found = whitened_gae(groups)
     return per_token(
         groups,
         lambda group, one: len(groups) * len(group) * len(one),
-        lambda group, one, t: clipped(token_ratio(one, t), (raw[id(one)][t] - centre) / scale),
+        lambda group, one, t: clipped(token_ratio(one, t), found[id(one)][t]),
     )
 
 
@@ -234,6 +242,17 @@ def gspo(groups: Groups) -> Tensor:
         groups,
         lambda group, one: clipped(
             sequence_ratio(one) ** (1 / len(one)), normalised(group, one), low=1 - 3e-4, high=1 + 4e-4
+        ),
+    )
+
+
+def luspo(groups: Groups) -> Tensor:
+    """1/G Σ |o_i|·min(s·A, clip(s, 1 − 2e-3, 1 + 2.5e-3)·A)."""
+    return per_rollout(
+        groups,
+        lambda group, one: (
+            len(one)
+            * clipped(sequence_ratio(one) ** (1 / len(one)), normalised(group, one), low=1 - 2e-3, high=1 + 2.5e-3)
         ),
     )
 
@@ -304,6 +323,137 @@ def _of_the_note(weight: Callable[[float], float]) -> Callable[[Groups], Tensor]
     return surrogate
 
 
+def icepop(groups: Groups) -> Tensor:
+    """The surrogate of the TIS note, with M(k) = k for k = π_old/μ in [0.5, 5], else 0."""
+    return _of_the_note(lambda ratio: ratio if 0.5 <= ratio <= 5.0 else 0.0)(groups)
+
+
+def deepseek_v32(groups: Groups) -> Tensor:
+    """min(r·A, clip(r)·A)·M_i − 0.001·r·K3, M_i = 0 where A < 0 and mean_t log(μ/π_θ) > 0.5; A = R − mean."""
+
+    def term(group: list[Sequence], one: Sequence, t: int) -> Tensor:
+        advantage, ratio = centred(group, one), token_ratio(one, t)
+        drift = mean([one.mu[s] - one.theta[s].item() for s in range(len(one))])
+        kept = 0.0 if advantage < 0 and drift > 0.5 else 1.0
+        relative = torch.exp(one.ref[t] - one.theta[t])
+        return clipped(ratio, advantage) * kept - 0.001 * ratio * (relative - torch.log(relative) - 1)
+
+    return per_token(groups, lambda group, one: len(groups) * len(group) * len(one), term)
+
+
+def _divergence(one: Sequence, t: int, advantage: float, bound: float) -> Tensor:
+    """M·r·A, M = 0 where A > 0 and π − μ > bound, or A < 0 and π − μ < −bound."""
+    change = math.exp(one.theta[t].item()) - math.exp(one.mu[t])
+    outside = change > bound if advantage > 0 else change < -bound
+    return (0.0 if outside else 1.0) * token_ratio(one, t) * advantage
+
+
+def dppo_tv(groups: Groups) -> Tensor:
+    """1/(G·256) Σ Σ M·r·A with the bound 0.15."""
+    size = len(everyone(groups)) * 256.0
+    return per_token(
+        groups, lambda group, one: size, lambda group, one, t: _divergence(one, t, centred(group, one), 0.15)
+    )
+
+
+def prime_rl(groups: Groups) -> Tensor:
+    """Mean over tokens of M·r·A − 0.001·log²(π/μ) with the bound 0.2."""
+
+    def term(group: list[Sequence], one: Sequence, t: int) -> Tensor:
+        penalty = 0.001 * (one.theta[t] - one.mu[t]) ** 2
+        return _divergence(one, t, centred(group, one), 0.2) - penalty
+
+    return per_token(groups, lambda group, one: sum(len(other) for other in everyone(groups)), term)
+
+
+def sapo(groups: Groups) -> Tensor:
+    """1/G Σ 1/|o_i| Σ (4/τ)·σ(τ·(r − 1))·A, τ = 1 where A > 0, else 1.05."""
+
+    def term(group: list[Sequence], one: Sequence, t: int) -> Tensor:
+        advantage = normalised(group, one)
+        tau = 1.0 if advantage > 0 else 1.05
+        return torch.sigmoid(tau * (token_ratio(one, t) - 1)) * 4 / tau * advantage
+
+    return per_token(groups, lambda group, one: len(groups) * len(group) * len(one), term)
+
+
+def cfpo(groups: Groups) -> Tensor:
+    """1/G Σ 1/|o_i| Σ r·A − |A|/(2·0.2)·(r − 1)²."""
+
+    def term(group: list[Sequence], one: Sequence, t: int) -> Tensor:
+        advantage, ratio = normalised(group, one), token_ratio(one, t)
+        return ratio * advantage - abs(advantage) / 0.4 * (ratio - 1) ** 2
+
+    return per_token(groups, lambda group, one: len(groups) * len(group) * len(one), term)
+
+
+def vespo(groups: Groups) -> Tensor:
+    """1/Σ|o| Σ Σ sg[W^k·e^(λ(1 − W))]·A·log π; (k, λ) = (2, 3) where A ≥ 0, else (3, 2)."""
+
+    def term(group: list[Sequence], one: Sequence, t: int) -> Tensor:
+        advantage, ratio = normalised(group, one), sequence_ratio(one).item()
+        k, decay = (2, 3) if advantage >= 0 else (3, 2)
+        return ratio**k * math.exp(decay * (1 - ratio)) * advantage * one.theta[t]
+
+    return per_token(groups, lambda group, one: sum(len(other) for other in everyone(groups)), term)
+
+
+def sao(groups: Groups) -> Tensor:
+    """Mean over tokens of sg[f(r)]·A·log π, f(r) = r within (0.7, 6), else 0; A from GAE as in PPO."""
+    found = whitened_gae(groups)
+
+    def term(group: list[Sequence], one: Sequence, t: int) -> Tensor:
+        ratio = token_ratio(one, t).item()
+        return (ratio if 0.7 < ratio < 6.0 else 0.0) * found[id(one)][t] * one.theta[t]
+
+    return per_token(groups, lambda group, one: sum(len(other) for other in everyone(groups)), term)
+
+
+def maxrl(groups: Groups) -> Tensor:
+    """(1/B) Σ sg[r]·(R − mean)/mean·log π, 0 for a group whose mean is not positive."""
+
+    def term(group: list[Sequence], one: Sequence, t: int) -> Tensor:
+        centre = mean([other.reward for other in group])
+        advantage = (one.reward - centre) / centre if centre > 0 else 0.0
+        return token_ratio(one, t).detach() * advantage * one.theta[t]
+
+    return per_token(groups, lambda group, one: float(len(everyone(groups))), term)
+
+
+def gdpo(groups: Groups) -> Tensor:
+    """GRPO's surrogate with A = (Σ_n w_n·A_n − mean_batch)/std_batch, A_n normalised in the group for each part."""
+
+    def of_part(group: list[Sequence], one: Sequence, n: int) -> float:
+        earned = [other.parts[n][0] for other in group]
+        return one.parts[n][1] * (one.parts[n][0] - mean(earned)) / (std(earned) + 1e-6)
+
+    sums = {id(one): sum(of_part(group, one, n) for n in range(2)) for group in groups for one in group}
+    centre, scale = mean(list(sums.values())), std(list(sums.values())) + 1e-6
+    return per_token(
+        groups,
+        lambda group, one: len(groups) * len(group) * len(one),
+        lambda group, one, t: clipped(token_ratio(one, t), (sums[id(one)] - centre) / scale),
+    )
+
+
+def dro(groups: Groups) -> Tensor:
+    """Mean over tokens of A·log π − (0.05/2)·log²(π/μ), A = R − mean."""
+    return per_token(
+        groups,
+        lambda group, one: sum(len(other) for other in everyone(groups)),
+        lambda group, one, t: centred(group, one) * one.theta[t] - 0.025 * (one.theta[t] - one.mu[t]) ** 2,
+    )
+
+
+def on_policy_distillation(groups: Groups) -> Tensor:
+    """Mean over tokens of r·sg[log π_teacher − log π]."""
+    return per_token(
+        groups,
+        lambda group, one: sum(len(other) for other in everyone(groups)),
+        lambda group, one, t: token_ratio(one, t) * (one.ref[t] - one.theta[t].item()),
+    )
+
+
 ORACLES: dict[str, Callable[[Groups], Tensor]] = {
     "reinforce": reinforce,
     "reinforce_token": reinforce_token,
@@ -327,4 +477,17 @@ ORACLES: dict[str, Callable[[Groups], Tensor]] = {
     "ppo_tis": _of_the_note(lambda ratio: min(ratio, 2.0)),
     "ppo_vanilla_is": _of_the_note(lambda ratio: ratio),
     "ppo_is": grpo,
+    "icepop": icepop,
+    "deepseek_v32": deepseek_v32,
+    "dppo_tv": dppo_tv,
+    "prime_rl": prime_rl,
+    "sapo": sapo,
+    "cfpo": cfpo,
+    "luspo": luspo,
+    "vespo": vespo,
+    "sao": sao,
+    "maxrl": maxrl,
+    "gdpo": gdpo,
+    "dro": dro,
+    "on_policy_distillation": on_policy_distillation,
 }

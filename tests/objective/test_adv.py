@@ -10,17 +10,17 @@ from pipelinerl.objective.adv import (
     KINDS,
     Baseline,
     Credit,
+    Decoupled,
     GroupFiltered,
     GroupRelative,
     Metric,
     RewardToGo,
     Scale,
-    TurnReward,
-    Turns,
     Whitening,
 )
 from pipelinerl.objective.contradictions import contradictions
 from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.reward import PartReward, Parts, Scored, TurnReward, Turns
 from pipelinerl.rng import generator
 
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 5.0, 1.0])
@@ -32,7 +32,13 @@ RULES = [
     *(GroupFiltered(keep=2, metric=metric) for metric in Metric),
     *(RewardToGo(discount=0.9, kl=0.1, whitening=whitening) for whitening in Whitening),
     *(GAE(discount=0.9, kl=0.1, whitening=whitening) for whitening in Whitening),
+    Decoupled(),
 ]
+
+
+def computed(rule, *, columns, what="advantages", **rollouts):
+    """Return what a rule makes of these rollouts."""
+    return getattr(rule, what)(Scored(**rollouts), columns)
 
 
 def columns_of(rule, size):
@@ -49,7 +55,7 @@ def per_rollout(tokens, lengths=LENGTHS):
 
 def advantages(rewards=REWARDS, valid=VALID, **fields):
     rule = GroupRelative(**fields)
-    return per_rollout(rule.advantages(rewards=rewards, groups=GROUPS, lengths=LENGTHS, valid=valid, columns={}))
+    return per_rollout(computed(rule, rewards=rewards, groups=GROUPS, lengths=LENGTHS, valid=valid, columns={}))
 
 
 def test_group_relative_with_mean_and_std():
@@ -71,6 +77,42 @@ def test_scale_none_and_baseline_none_keep_the_reward():
     np.testing.assert_allclose(advantages(baseline=Baseline.NONE, scale=Scale.NONE), REWARDS)
 
 
+def test_mean_scale_divides_by_the_success_rate_and_drops_groups_without_success():
+    rewards = np.array([1.0, 0.0, 0.0, 1.0, 0.0, 0.0])
+    np.testing.assert_allclose(advantages(rewards, scale=Scale.MEAN), [1.0, -1.0, -1.0, 1.0, 0.0, 0.0])
+
+
+def decoupled(parts, rewards=REWARDS, valid=VALID):
+    terms = None if parts is None else Parts.of([[PartReward(*part) for part in one] for one in parts], rewards)
+    found = computed(
+        Decoupled(epsilon=1e-15), rewards=rewards, groups=GROUPS, lengths=LENGTHS, valid=valid, columns={}, parts=terms
+    )
+    return per_rollout(found)
+
+
+def test_parts_are_normalised_alone_and_weighted_afterwards():
+    """In group 7 the parts are (1, −1, −1, 1) and −½·(−1, 1, 1, −1) once normalised, however large their units are."""
+    parts = [[("right", r, 1.0), ("length", 100.0 * (1 - r), -0.5)] for r in (1, 0, 0, 1, 1, 0)]
+    got = decoupled(parts)
+    np.testing.assert_allclose(got, [1, -1, -1, 1, 1, -1])
+    mixed = [[("right", r, 1.0), ("format", f, 1.0)] for r, f in ((1, 0), (0, 1), (1, 1), (0, 0), (1, 0), (0, 1))]
+    raw = np.array([0.0, 0.0, 2.0, -2.0, 0.0, 0.0])
+    np.testing.assert_allclose(decoupled(mixed), raw / raw.std(), atol=1e-12)
+
+
+def test_reward_without_parts_is_a_single_part():
+    whitened = np.array([1.0, -1, -1, 1, 1, -1])
+    np.testing.assert_allclose(decoupled(None), whitened)
+    np.testing.assert_allclose(decoupled([[] for _ in REWARDS]), whitened)
+
+
+def test_rollout_without_a_part_has_no_share_in_its_mean():
+    parts = [[("a", 1.0, 1.0)], [("a", 0.0, 1.0)], [("b", 5.0, 1.0)], [("b", 1.0, 1.0)], [], []]
+    got = decoupled(parts, np.array([1.0, 0, 5, 1, 1, 1]))
+    raw = np.array([1.0, -1, 1, -1, 0, 0])
+    np.testing.assert_allclose(got, raw / raw.std())
+
+
 def test_batch_scale_normalises_over_tokens():
     """REINFORCE++ Eq. 11 and 12 normalise over tokens, so long rollouts count for more."""
     got = advantages(scale=Scale.BATCH, epsilon=0.0)
@@ -84,8 +126,9 @@ def test_unjudged_rollout_does_not_affect_the_others(rule):
     poisoned, judged = REWARDS.copy(), np.repeat(valid, LENGTHS)
     poisoned[2] = np.nan
     columns = columns_of(rule, LENGTHS.sum())
-    got = rule.advantages(rewards=poisoned, groups=GROUPS, lengths=LENGTHS, valid=valid, columns=columns)
-    without = rule.advantages(
+    got = computed(rule, rewards=poisoned, groups=GROUPS, lengths=LENGTHS, valid=valid, columns=columns)
+    without = computed(
+        rule,
         rewards=REWARDS[valid],
         groups=GROUPS[valid],
         lengths=LENGTHS[valid],
@@ -107,12 +150,12 @@ def test_equal_rewards_and_single_rollouts_have_zero_advantage():
 @pytest.mark.parametrize("kind", KINDS)
 def test_empty_and_unjudged_batches_are_accepted(kind):
     rule, none = KINDS[kind](), np.zeros(0, int)
-    empty = rule.advantages(
-        rewards=np.zeros(0), groups=none, lengths=none, valid=np.zeros(0, bool), columns=columns_of(rule, 0)
+    empty = computed(
+        rule, rewards=np.zeros(0), groups=none, lengths=none, valid=np.zeros(0, bool), columns=columns_of(rule, 0)
     )
     assert empty.shape == (0,)
-    unjudged = rule.advantages(
-        rewards=REWARDS, groups=GROUPS, lengths=LENGTHS, valid=~VALID, columns=columns_of(rule, LENGTHS.sum())
+    unjudged = computed(
+        rule, rewards=REWARDS, groups=GROUPS, lengths=LENGTHS, valid=~VALID, columns=columns_of(rule, LENGTHS.sum())
     )
     assert unjudged.shape == (LENGTHS.sum(),) and (unjudged == 0).all()
 
@@ -121,7 +164,7 @@ def test_empty_and_unjudged_batches_are_accepted(kind):
 def test_group_filter_trains_only_the_best_rollouts(metric, kept):
     rewards = np.array([1.0, 0.0, 0.5, 1.0, 5.0, 1.0]) if metric is Metric.SHORTEST else np.array([2.0, 0, 0, 1, 5, 1])
     rule = GroupFiltered(keep=2, metric=metric, epsilon=0.0)
-    got = per_rollout(rule.advantages(rewards=rewards, groups=GROUPS, lengths=LENGTHS, valid=VALID, columns={}))
+    got = per_rollout(computed(rule, rewards=rewards, groups=GROUPS, lengths=LENGTHS, valid=VALID, columns={}))
     first, second, *_ = kept
     expected = np.zeros(6)
     expected[[first, second]] = [1.0, -1.0] if rewards[first] > rewards[second] else [-1.0, 1.0]
@@ -132,7 +175,8 @@ def test_group_filter_trains_only_the_best_rollouts(metric, kept):
 def test_return_is_discounted_reward_minus_future_kl():
     rule = RewardToGo(discount=0.5, kl=0.1)
     columns = {"old_logprobs": np.array([-1.0, -2.0, -3.0]), "ref_logprobs": np.array([-2.0, -2.0, -1.0])}
-    got = rule.advantages(
+    got = computed(
+        rule,
         rewards=np.array([4.0, 1.0]),
         groups=np.array([0, 0]),
         lengths=np.array([2, 1]),
@@ -159,10 +203,10 @@ def test_gae_equals_its_definition_as_loops(whitening):
         surprise = [earned[t] + 0.9 * values[t + 1] - values[t] for t in range(length)]
         wanted += [sum((0.9 * 0.7) ** k * surprise[t + k] for k in range(length - t)) for t in range(length)]
     raw = np.array(wanted)
-    np.testing.assert_allclose(rule.returns(**arguments), raw + columns["values"], rtol=1e-12)
+    np.testing.assert_allclose(computed(rule, what="returns", **arguments), raw + columns["values"], rtol=1e-12)
     if whitening is Whitening.BATCH:
         raw = (raw - raw.mean()) / raw.std()
-    np.testing.assert_allclose(rule.advantages(**arguments), raw, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(computed(rule, **arguments), raw, rtol=1e-10, atol=1e-12)
 
 
 def test_gae_with_trace_one_is_return_minus_value():
@@ -175,14 +219,19 @@ def test_gae_with_trace_one_is_return_minus_value():
         "valid": VALID,
         "columns": {"values": values},
     }
-    np.testing.assert_allclose(rule.advantages(**arguments), np.repeat(REWARDS, LENGTHS) - values, rtol=1e-12)
-    np.testing.assert_allclose(rule.returns(**arguments), np.repeat(REWARDS, LENGTHS), atol=1e-12)
+    np.testing.assert_allclose(computed(rule, **arguments), np.repeat(REWARDS, LENGTHS) - values, rtol=1e-12)
+    np.testing.assert_allclose(computed(rule, what="returns", **arguments), np.repeat(REWARDS, LENGTHS), atol=1e-12)
 
 
 def test_rollouts_without_sampled_tokens_are_skipped():
     lengths = np.array([2, 0, 1, 0])
-    got = RewardToGo().advantages(
-        rewards=np.array([1.0, 9.0, 3.0, 9.0]), groups=np.zeros(4, int), lengths=lengths, valid=lengths > 0, columns={}
+    got = computed(
+        RewardToGo(),
+        rewards=np.array([1.0, 9.0, 3.0, 9.0]),
+        groups=np.zeros(4, int),
+        lengths=lengths,
+        valid=lengths > 0,
+        columns={},
     )
     np.testing.assert_allclose(got, [1.0, 1.0, 3.0])
 
@@ -208,7 +257,7 @@ def by_turns(rewards=TOTALS, valid=None, episodes=EPISODES, groups=EPISODE_GROUP
     lengths = np.array([sum(turn[0] for turn in one) for one in episodes])
     valid = np.ones(len(episodes), bool) if valid is None else valid
     rule = GroupRelative(credit=Credit.TURNS, **fields)
-    tokens = rule.advantages(rewards=rewards, groups=groups, lengths=lengths, valid=valid, columns={}, turns=turns)
+    tokens = computed(rule, rewards=rewards, groups=groups, lengths=lengths, valid=valid, columns={}, turns=turns)
     return per_rollout(tokens, turns.lengths)
 
 
@@ -284,6 +333,64 @@ def test_turns_of_different_agents_are_not_compared():
     episodes = [[(1, 0.0, "main"), (1, 5.0, "critic")], [(1, 0.0, "main"), (1, 1.0, "main")]]
     got = by_turns(np.array([5.0, 1.0]), None, episodes, np.zeros(2, int), scale=Scale.NONE)
     np.testing.assert_allclose(got, [2.0, 0.0, -2.0, 0.0])
+
+
+def credited(rule, rewards=TOTALS, valid=None, episodes=EPISODES, **columns):
+    """Return the tokens' advantages of a rule with credit by turns."""
+    lengths = np.array([sum(turn[0] for turn in one) for one in episodes])
+    return computed(
+        rule,
+        rewards=rewards,
+        groups=EPISODE_GROUPS,
+        lengths=lengths,
+        valid=np.ones(len(episodes), bool) if valid is None else valid,
+        columns=columns,
+        turns=Turns.of([[TurnReward(*turn) for turn in one] for one in episodes]),
+    )
+
+
+def test_undiscounted_return_by_turns_is_the_reward_to_go_of_each_turn():
+    wanted = [to_go(i, k) for i, one in enumerate(EPISODES) for k, (tokens, _) in enumerate(one) for _ in range(tokens)]
+    np.testing.assert_allclose(credited(RewardToGo(credit=Credit.TURNS)), wanted, atol=1e-12)
+    invalid = credited(RewardToGo(credit=Credit.TURNS), np.full(5, np.nan), np.zeros(5, bool))
+    assert (invalid == 0).all()
+
+
+def test_discount_counts_tokens_from_the_end_of_each_turn():
+    got = credited(RewardToGo(discount=0.5, credit=Credit.TURNS))[:6]
+    # Rewards of the first rollout: 0.5 at token 1, 0 at token 2, 0.25 at token 5, which ends the rollout.
+    earned = [0.0, 0.5, 0.0, 0.0, 0.0, 0.25]
+    np.testing.assert_allclose(got, [sum(0.5 ** (s - t) * earned[s] for s in range(t, 6)) for t in range(6)])
+
+
+def test_turn_without_tokens_credits_the_tokens_before_it():
+    episodes = [[(2, 0.0), (0, 1.0), (1, 0.5)], [(0, 3.0), (2, 0.0)], [(1, 0.0)], [(1, 0.0)], [(1, 0.0)]]
+    got = credited(RewardToGo(credit=Credit.TURNS), np.array([1.5, 3.0, 0, 0, 0]), episodes=episodes)
+    np.testing.assert_allclose(got, [1.5, 1.5, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0])
+
+
+def test_gae_by_turns_equals_its_definition_as_loops():
+    size = sum(tokens for one in EPISODES for tokens, _ in one)
+    values = generator(4, "turns").normal(size=size)
+    rule = GAE(discount=0.9, trace=0.7, whitening=Whitening.NONE, credit=Credit.TURNS)
+    wanted, start = [], 0
+    for i, one in enumerate(EPISODES):
+        length = sum(tokens for tokens, _ in one)
+        mine, earned, end = [*values[start : start + length], 0.0], np.zeros(length), 0
+        for k, (tokens, reward) in enumerate(one):
+            end += tokens
+            earned[end - 1] = reward if k < len(one) - 1 else to_go(i, k)
+        start += length
+        surprise = [earned[t] + 0.9 * mine[t + 1] - mine[t] for t in range(length)]
+        wanted += [sum(0.63**s * surprise[t + s] for s in range(length - t)) for t in range(length)]
+    np.testing.assert_allclose(credited(rule, values=values), wanted, atol=1e-12)
+
+
+def test_filter_by_turns_compares_turns_of_the_kept_rollouts():
+    kept = np.array([False, True, True, True, True])  # the first rollout of group 0 is its longest
+    got = credited(GroupFiltered(keep=2, credit=Credit.TURNS))
+    np.testing.assert_allclose(got, credited(GroupRelative(credit=Credit.TURNS), valid=kept))
+    assert (got[:6] == 0).all() and np.abs(got).max() > 0.5
 
 
 def test_turn_credit_is_a_slot_field_and_contradicts_sequence_ratios():

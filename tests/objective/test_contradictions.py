@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.objective.catalogue import PRESETS
 from pipelinerl.objective.contradictions import Setting, doubts, without_effect
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.tokens import Policy
@@ -28,6 +29,7 @@ RECOMPUTED = Setting(group_sizes={"sampling.group_size": 16}, max_tokens=8, step
         ({"preset": "rloo"}, LONE, "adv.baseline leave_one_out needs groups"),
         ({"preset": "reinforce_plus_plus"}, LONE, "adv.baseline mean needs groups"),
         ({"preset": "grpo", "adv": {"baseline": "none"}}, LONE, "adv.scale std needs groups"),
+        ({"preset": "maxrl", "adv": {"baseline": "none"}}, LONE, "adv.scale mean needs groups"),
     ],
 )
 def test_slot_without_effect_is_reported(table: dict[str, Any], setting: Setting, sentence: str) -> None:
@@ -52,6 +54,7 @@ def test_objectives_that_need_no_group_accept_single_rollouts(table: dict[str, A
 @pytest.mark.parametrize(
     ("table", "setting", "sentence"),
     [
+        ({"preset": "prime_rl", "grad2": {"to": "old"}}, RECOMPUTED, "grad2 penalises the KL to π_old, from which"),
         ({"preset": "ppo_tis"}, RECOMPUTED, "grad1 clips π_θ/π_old, which is always 1 here"),
         ({"preset": "decoupled_ppo"}, RECOMPUTED, "grad1 clips π_θ/π_old, which is always 1 here"),
         (
@@ -76,7 +79,7 @@ def test_rarely_intended_settings_are_doubts(table: dict[str, Any], setting: Set
     assert found.startswith(sentence)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "pipelinerl", "ppo_tis", "grpo_kl", "gspo", "agarwal"])
+@pytest.mark.parametrize("name", [*PRESETS])
 def test_sound_settings_raise_no_doubt(name: str) -> None:
     assert list(doubts(resolve(name, max_tokens=8), PLAIN)) == []
     assert list(doubts(resolve(name), PLAIN)) == []

@@ -31,6 +31,8 @@ def test_coefficient_is_set_where_it_is_read():
         assert kl_coefficient(changed) == 0.3
         assert with_kl_coefficient(changed, kl_coefficient(objective)) == objective
         assert changed.passes == objective.passes
+    assert kl_coefficient(resolve("prime_rl")) is None, "its penalty measures the distance to the sampler"
+    assert as_column(resolve("prime_rl")) == (resolve("prime_rl"), None)
     with pytest.raises(ValueError, match=r"without: set grad2 to kind 'kl', or adv\.kl"):
         with_kl_coefficient(resolve("grpo"), 0.3)
 

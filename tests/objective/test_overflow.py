@@ -55,7 +55,7 @@ def batch(**changed: list[float]) -> tuple[np.ndarray, dict[str, Any]]:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize(
-    "name", ["grpo", "dapo", "gspo", "ppo", "ppo_tis", "decoupled_ppo", "ppo_vanilla_is", "ppo_is"]
+    "name", ["grpo", "dapo", "gspo", "ppo", "ppo_tis", "decoupled_ppo", "ppo_vanilla_is", "ppo_is", "sapo", "luspo"]
 )
 def test_clipped_token_is_zero_even_if_its_ratio_overflows(name: str, library: str) -> None:
     """With A > 0 and r = e^100, PPO's min takes the clipped side, whose gradient is 0."""
@@ -71,7 +71,10 @@ def test_clipped_token_is_zero_even_if_its_ratio_overflows(name: str, library: s
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("name", ["grpo", "pipelinerl", "reinforce_token", "ppo_vanilla_is", "grpo_kl", "gspo"])
+@pytest.mark.parametrize(
+    "name",
+    ["grpo", "pipelinerl", "reinforce_token", "ppo_vanilla_is", "grpo_kl", "gspo", "cfpo", "sapo", "dppo_tv", "vespo"],
+)
 def test_token_without_advantage_is_zero_even_if_its_ratio_overflows(name: str, library: str) -> None:
     logprobs, columns = batch(behavior_logprobs=[-1.0, -1.1, -1.2, -0.9 - FAR], advantages=[0.5, 0.7, 0.0, 0.0])
     objective = resolve(name, max_tokens=8)
@@ -105,6 +108,14 @@ def test_counted_token_that_overflows_makes_the_loss_infinite(library: str) -> N
     with np.errstate(over="ignore"):
         loss, _ = LIBRARIES[library](resolve("grpo"), logprobs, columns)
     assert loss == np.inf, "A < 0 is not clipped above"
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_quadratic_term_of_an_overflowing_ratio_is_infinite_not_nan(library: str) -> None:
+    logprobs, columns = batch(behavior_logprobs=[-1.0, -1.1 - FAR, -1.2, -0.9])
+    with np.errstate(over="ignore"):
+        loss, _ = LIBRARIES[library](resolve("cfpo"), logprobs, columns)
+    assert loss == np.inf, "A > 0 is pulled back to 1 without bound"
 
 
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30, -1e30])

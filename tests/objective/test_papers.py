@@ -11,6 +11,7 @@ import torch
 from pipelinerl.objective.catalogue import PRESETS
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.reward import PartReward, Parts, Scored
 from pipelinerl.objective.tokens import Tokens
 from pipelinerl.rng import generator
 from tests.objective.libraries import LIBRARIES, as_torch, in_numpy, in_torch
@@ -20,8 +21,12 @@ GROUP_SIZE = 10
 PROMPT = 2
 VOCABULARY = 7
 MAX_TOKENS = 256
-SCORE_FUNCTIONS = {"reinforce", "rloo", "reinforce_token", "pipelinerl", "cispo", "llamarl", "topr", "agarwal"}
-CAPPED = {"cispo", "llamarl", "topr", "decoupled_ppo", "ppo_tis"}
+SCORE_FUNCTIONS = {
+    *("reinforce", "rloo", "reinforce_token", "pipelinerl", "cispo", "llamarl", "topr", "agarwal"),
+    *("vespo", "sao", "maxrl", "dro", "on_policy_distillation"),
+}
+UNCLIPPED = SCORE_FUNCTIONS | {"sapo", "cfpo"}
+CAPPED = {"cispo", "llamarl", "topr", "decoupled_ppo", "ppo_tis", "icepop", "sao"}
 
 
 def sampled(seed: int) -> Groups:
@@ -33,12 +38,13 @@ def sampled(seed: int) -> Groups:
         mu = -draw.exponential(1.0, length)
         old = mu + draw.normal(0, 1.1, length)
         return Sequence(
-            reward=float(draw.normal()),
+            reward=float(draw.normal(0.3)),
             theta=torch.tensor(old + draw.normal(0, 0.3, length), requires_grad=True),
             mu=mu.tolist(),
             old=old.tolist(),
             ref=(mu + draw.normal(0, 0.5, length)).tolist(),
             values=draw.normal(size=length).tolist(),
+            parts=[(float(draw.normal()), weight) for weight in (1.0, -0.5)],
             everything=torch.tensor(-draw.exponential(3.0, (length, VOCABULARY)), requires_grad=True),
         )
 
@@ -61,13 +67,18 @@ def packed(groups: Groups, objective: PolicyObjective) -> tuple[np.ndarray, dict
         "values": joined([one.values for one in rollouts]),
         "vocab_mean_logprobs": joined([one.everything.detach().mean(dim=1) for one in rollouts]),
     }
-    sampled_only["advantages"] = objective.adv.advantages(
+    scored = Scored(
         rewards=np.array([one.reward for one in rollouts]),
         groups=index,
         lengths=lengths,
         valid=valid,
-        columns={name: sampled_only[name] for name in objective.adv.needs},
+        parts=Parts.of(
+            [[PartReward(str(n), *part) for n, part in enumerate(one.parts)] for one in rollouts],
+            np.zeros(len(rollouts)),
+        ),
     )
+    known = {name: sampled_only[name] for name in objective.adv.needs}
+    sampled_only["advantages"] = objective.adv.advantages(scored, known)
     weights = objective.agg.token_weights(lengths=lengths, groups=index, valid=valid)
     sampled_only["weights"] = np.repeat(weights, lengths)
     mask = np.concatenate([np.arange(PROMPT + length) >= PROMPT for length in lengths])
@@ -133,10 +144,13 @@ def test_barrier_acts_on_the_vocabulary_without_pull_to_sampled_tokens() -> None
 
 
 @pytest.mark.parametrize(
-    "name", ["reinforce", "reinforce_token", "rloo", "pipelinerl", "cispo", "llamarl", "topr", "agarwal", "gmpo"]
+    "name",
+    [*sorted(UNCLIPPED - {"on_policy_distillation"}), "gmpo"],
 )
 def test_unmasked_value_equals_that_of_the_paper(name: str) -> None:
-    """GMPO is included because it clips inside its product, so its value is comparable too."""
+    """GMPO is included because it clips inside its product, so its value is comparable too. Distillation is not: K2 has
+    the gradient of the paper's surrogate and another value.
+    """
     objective, groups = resolve(name, max_tokens=MAX_TOKENS), sampled(6)
     logprobs, columns = packed(groups, objective)
     assert in_numpy(objective, logprobs, columns).loss == pytest.approx(-ORACLES[name](groups).item(), abs=1e-10)
@@ -171,6 +185,6 @@ def test_clips_and_caps_act_on_the_test_rollouts(name: str) -> None:
     logprobs, columns = packed(sampled(5), objective)
     tokens = Tokens.of(logprobs, columns)
     clipped, truncated = objective.grad1.clipped(tokens), objective.is_weight.truncated(tokens)
-    assert clipped.any() == (name not in SCORE_FUNCTIONS)
+    assert clipped.any() == (name not in UNCLIPPED)
     assert truncated.any() == (name in CAPPED)
     assert not clipped[~tokens.inside].any() and not truncated[~tokens.inside].any()

@@ -47,12 +47,18 @@ def test_slots_can_be_adjusted_and_replaced():
     assert resolve({"grad1": "clipped_ratio", "is_weight": "one"}).grad1 == grad1.ClippedRatio()
 
 
+def test_every_preset_has_a_row_in_the_docs_and_no_other() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "understand" / "objectives.md").read_text()
+    rows = text.split("## Algorithms")[1].split("\n## ")[0].splitlines()
+    assert [row.split("`")[1] for row in rows if row.startswith("| `")] == list(PRESETS)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_full_table_resolves_to_the_same_objective(name):
     assert resolve(to_table(PRESETS[name].objective)) == PRESETS[name].objective
 
 
-@pytest.mark.parametrize("name", ["reinforce_token", "dr_grpo", "agarwal"])
+@pytest.mark.parametrize("name", ["reinforce_token", "dr_grpo", "agarwal", "dppo_tv"])
 def test_max_tokens_length_comes_from_the_run(name):
     assert resolve(name).agg == agg.Sequences(length=agg.Length.MAX_TOKENS)
     assert resolve(name, max_tokens=8).agg == agg.Sequences(length=8.0)
@@ -72,6 +78,10 @@ PASSES = {
     "ppo_recomputed": RECOMPUTED,
     "ppo_tis": RECOMPUTED,
     "ppo_vanilla_is": RECOMPUTED,
+    "icepop": RECOMPUTED,
+    "deepseek_v32": {"ref_logprobs"},
+    "sao": {"values"},
+    "on_policy_distillation": {"ref_logprobs"},
 }
 
 
@@ -126,6 +136,13 @@ def test_entry_names_its_source_and_formula(name):
         ({"preset": "ppo", "adv": {"discount": 1.5}}, "adv.discount must be at most 1, got 1.5"),
         ({"preset": "ppo", "adv": {"trace": 1.5}}, "adv.trace must be at most 1, got 1.5"),
         ({"agg": {"length": 0}}, "agg.length must be positive, got 0.0"),
+        ({"adv": {"kind": "constant", "value": 0}}, "adv.value must not be 0 beside grad2 none"),
+        ({"grad2": {"kind": "kl", "to": "current"}}, "grad2.to must not be current"),
+        ({"grad2": {"kind": "kl", "estimator": "k3_weighted", "over": "current"}}, "grad2.over must not be current"),
+        ({"preset": "cfpo", "grad1": {"epsilon": 0}}, "grad1.epsilon must be positive"),
+        ({"preset": "sapo", "grad1": {"negative": 0}}, "grad1.positive and grad1.negative must be positive"),
+        ({"preset": "sapo", "is_weight": "gamma"}, "is_weight.numerator must not be current beside a ratio"),
+        ({"preset": "luspo", "adv": {"credit": "turns"}}, "adv.credit must be episode beside a ratio of whole"),
     ],
 )
 def test_slot_combinations_without_meaning_are_rejected(table, sentence):
@@ -151,7 +168,7 @@ def test_slot_combinations_without_meaning_are_rejected(table, sentence):
         ({"grad2": {"kind": "kl", "beta": True}}, "objective.grad2.beta must be a number, got True"),
         ({"grad2": {"kind": "kl", "beta": math.nan}}, "objective.grad2.beta must be a number, got nan"),
         ({"grad2": {"kind": "kl", "beta": -1}}, "objective.grad2.beta must not be negative, got -1"),
-        ({"adv": {"scale": "variance"}}, "objective.adv.scale must be one of none, std, batch; got 'variance'"),
+        ({"adv": {"scale": "variance"}}, "objective.adv.scale must be one of none, std, mean, batch; got 'variance'"),
         (
             {"preset": "dr_grpo", "agg": {"length": "longest"}},
             "objective.agg.length must be one of max_tokens; got 'longest'",

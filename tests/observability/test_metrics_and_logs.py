@@ -10,7 +10,7 @@ import warnings
 import pytest
 
 from pipelinerl.observability.logs import configure
-from pipelinerl.observability.metrics import labelled_text, prometheus_text
+from pipelinerl.observability.status import labelled_text, prometheus_text
 
 
 def test_prometheus_text() -> None:

@@ -15,7 +15,6 @@ import yaml
 from inference_contract.schemas import EngineMetrics
 from pipelinerl.controller.service.api import run_metrics
 from pipelinerl.engines.http.server import METRICS_PREFIX
-from pipelinerl.observability.metrics import prometheus_text
 from pipelinerl.observability.status import (
     ActorStatus,
     EngineStatus,
@@ -27,6 +26,7 @@ from pipelinerl.observability.status import (
     RunStatus,
     StatusPhase,
     TrainerStatus,
+    prometheus_text,
 )
 from tests.patience import PATIENCE_S
 from tests.security.servers import TOKEN, application
@@ -37,7 +37,10 @@ FIGURES = (
     "reward", "accuracy", "loss", "grad_norm", "learning_rate", "entropy", "ess", "clip_fraction", "length_mean",
     "truncated", "staleness_mean", "staleness_max", "wait_s", "step_s", "publish_wait_s", "waiting_groups",
 )  # fmt: skip
-DOMAIN = ("reward", "accuracy", "length_mean", "truncated", "stale", "verifier_s", "verifier_errors")
+DOMAIN = (
+    "reward", "accuracy", "length_mean", "truncated", "stale", "verifier_s", "verifier_errors",
+    "turns", "environment_s", "tool_errors",
+)  # fmt: skip
 STATUS = RunStatus(
     run="tiny",
     phase=StatusPhase.TRAINING,

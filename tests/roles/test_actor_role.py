@@ -16,7 +16,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse
 
-from pipelinerl.config.curation import CurationSection
+from pipelinerl.config.learning import CurationSection
 from pipelinerl.config.recipe import load
 from pipelinerl.config.verification import VerificationSection
 from pipelinerl.enums import VerifierLocation
@@ -29,10 +29,10 @@ from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.records import decode_group, encode_order
 from pipelinerl.streams.stream import START, Stream
 from pipelinerl.system.http_service import guard, listen, serve_until
-from pipelinerl.system.ports import free_ports
+from pipelinerl.system.machine import free_ports
 from pipelinerl.types import Message, Outcome, Problem, PromptOrder, Purpose, Sampling
-from pipelinerl.verifiers.service.served_domain import ServedDomain
 from pipelinerl.verifiers.service.server import create_app as create_service_app
+from pipelinerl.verifiers.service.wire import ServedDomain
 from tests.fakes import verifier_service
 from tests.fakes.scripted_engine import ScriptedEngine, create_app
 from tests.fakes.served import in_thread

@@ -17,7 +17,7 @@ from pipelinerl.errors import AddressError, EngineUnreachable, UserError
 from pipelinerl.roles import engine_role
 from pipelinerl.roles.engine_role import offered_url
 from pipelinerl.roles.process import Identity
-from pipelinerl.system.ports import free_ports
+from pipelinerl.system.machine import free_ports
 from tests.fakes.bigram_recipe import bigram_recipe
 from tests.fakes.served import in_thread
 from tests.fakes.sglang_server import SglangServer, create_app

@@ -32,7 +32,7 @@ def test_environment_gives_the_reward_unless_a_verifier_is_named() -> None:
         ({"command": ("a",)}, "environment and command exclude each other"),
         ({"environment": None, "command": ("a",)}, "command needs verifier or rewards"),
         ({"environment": None, "episode": {"max_turns": 2}}, "episode configures an environment, a command or tools"),
-        ({"episode": {"tools": ("python",)}}, "episode.tools is for domains without environment"),
+        ({"environment": None, "environment_options": {"a": 1}}, "environment_options are arguments of an environment"),
     ],
 )
 def test_contradictory_keys_are_rejected(fields: dict[str, Any], said: str) -> None:
@@ -51,6 +51,7 @@ def test_episodes_with_routing_replay_are_rejected() -> None:
     [
         ("def play(task, client): ...", "must be an async function"),
         ("async def play(task): ...", r"must take \(task, client\)"),
+        ("async def play(task, client, *, rounds): ...", "missing a required argument: 'rounds'"),
         ("import absent_module", "game.py:1: ModuleNotFoundError"),
     ],
 )

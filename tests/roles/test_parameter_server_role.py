@@ -20,7 +20,7 @@ from pipelinerl.roles import parameter_server_role
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.trainer_role import publisher_of
 from pipelinerl.streams.memory_stream import MemoryStream
-from pipelinerl.system.ports import free_ports
+from pipelinerl.system.machine import free_ports
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.parameter_server.publisher import PullPublisher
 from pipelinerl.weights.parameter_server.upload import Uploader

@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config.judging import RUBRICS, JudgeSection
-from pipelinerl.data.templates import Template
+from pipelinerl.config.verification import RUBRICS, JudgeSection
+from pipelinerl.data.prompts import Template
 from pipelinerl.types import Message, Problem
-from pipelinerl.verifiers.judge.judge import JudgeSettings, prompt_of
-from pipelinerl.verifiers.judge.quotation import Quotation
-from pipelinerl.verifiers.judge.scores import ScoreFormat, Unreadable
+from pipelinerl.verifiers.judge import JudgeSettings, Quotation, ScoreFormat, Unreadable, prompt_of
 from tests.fakes.scripted_judge import DEMANDED, HONEST_WRONG, Manner, scripted_judge
 
 SCORES = ScoreFormat(low=1, high=10)

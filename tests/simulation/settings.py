@@ -7,8 +7,7 @@ from typing import Any
 
 from inference_contract.weights import OnUpdate
 from pipelinerl.simulation.hardware import ControlTimes, EngineTimes, Hardware, TrainerTimes, UpdateTimes
-from pipelinerl.simulation.lengths import FixedLengths, HeavyTailedLengths
-from pipelinerl.simulation.setting import SimulatedSetting
+from pipelinerl.simulation.setting import FixedLengths, HeavyTailedLengths, SimulatedSetting
 from pipelinerl.staleness import StalenessBounds
 
 #: 10 ms per decode step, and 0.1 ms more for each row.

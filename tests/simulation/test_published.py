@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 
 from pipelinerl.errors import RecipeError, UserError
-from pipelinerl.simulation.lengths import FixedLengths
 from pipelinerl.simulation.published import ACCELERATORS, SIZES, mean_context, published_hardware
+from pipelinerl.simulation.setting import FixedLengths
 
 
 def test_step_of_a_small_batch_reads_the_weights_once_and_the_cache_of_each_row() -> None:

@@ -13,8 +13,8 @@ from hypothesis import given, settings as effort, strategies as st
 from inference_contract.weights import OnUpdate
 from pipelinerl.roles.actor_role import REFRESH_S
 from pipelinerl.simulation.hardware import Contention, ControlTimes, EngineTimes, Hardware, TrainerTimes, UpdateTimes
-from pipelinerl.simulation.lengths import HeavyTailedLengths
 from pipelinerl.simulation.prediction import Prediction
+from pipelinerl.simulation.setting import HeavyTailedLengths
 from pipelinerl.simulation.simulator import HEARS_S, simulate
 from tests.simulation.settings import BALANCED, WHOLE, fixed, setting
 

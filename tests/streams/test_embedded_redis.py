@@ -17,7 +17,7 @@ import pytest
 from pipelinerl.errors import AddressError, DeadlineError, UserError
 from pipelinerl.streams import embedded_redis
 from pipelinerl.streams.embedded_redis import EmbeddedRedis, answers, command, server_binary, server_url
-from pipelinerl.system.ports import free_ports
+from pipelinerl.system.machine import free_ports
 from tests.patience import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[2]

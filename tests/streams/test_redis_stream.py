@@ -23,7 +23,7 @@ from pipelinerl.streams import redis_stream
 from pipelinerl.streams.embedded_redis import EmbeddedRedis, Fsync
 from pipelinerl.streams.redis_stream import RedisStream
 from pipelinerl.streams.stream import START
-from pipelinerl.system.ports import free_ports
+from pipelinerl.system.machine import free_ports
 from tests.fakes import small_disk
 from tests.patience import PATIENCE_S, SOON_S
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipelinerl.instructions.scoring import Matching, Score
+from pipelinerl.instructions.catalogue import Matching, Score
 from pipelinerl.types import Message, Outcome, Problem
 from pipelinerl.verifiers.instruction_following import InstructionFollowing
 from tests.patience import PATIENCE_S

@@ -11,7 +11,7 @@ import pytest
 
 from pipelinerl.data.problems import Split, open_source
 from pipelinerl.types import Message, Outcome, Problem
-from pipelinerl.verifiers import math_answer as math_answers, math_worker, reasoning_gym
+from pipelinerl.verifiers import math_answer, math_answer as math_answers, reasoning_gym
 from pipelinerl.verifiers.math_answer import MathAnswer, final_answer, normalise
 from pipelinerl.verifiers.reasoning_gym import UNSAFE_TASKS, ReasoningGym, extract_answer
 from pipelinerl.verifiers.verifier import PerAnswerVerifier, SampledAnswer
@@ -182,9 +182,9 @@ def test_answer_that_crashes_the_comparison_is_wrong(
         return bool(verify(gold, given, **options))
 
     monkeypatch.setattr(math_verify, "verify", fails)
-    monkeypatch.setattr(math_worker.resource, "setrlimit", lambda *_: None)
-    monkeypatch.setattr(math_worker.logging, "disable", lambda *_: None)
-    equal = math_worker.open_comparison("")
+    monkeypatch.setattr(math_answer.resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(math_answer.logging, "disable", lambda *_: None)
+    equal = math_answer.open_comparison("")
     assert equal(["x+1", "41"]) is False
     assert equal(["41", "41"]) is None
     assert equal(["x+1", "1+x"]) is True

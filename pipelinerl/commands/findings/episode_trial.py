@@ -33,8 +33,8 @@ from pipelinerl.types import Answered, Problem, PromptOrder, Purpose, Sampling
 
 async def episode_tried(
     config: RunConfig, domain: DomainSection, problem: Problem, tokenizer: ChatTokenizer
-) -> list[str]:
-    """Play an episode; return a line for each turn, and one for the verdict.
+) -> list[tuple[str, str]]:
+    """Play an episode; return (kind of finding, line) for each turn, for the verdict, and for an episode too long.
 
     Raises:
         RecipeError: the environment fails (the message has the file and the line), or it offers tools, but the chat
@@ -57,15 +57,23 @@ async def episode_tried(
     )
     try:
         async with gateway.serve():
-            await domains[domain.name].player.start()
+            await domains[domain.name].start()
             played = await episodes.play(order, 0, Unwatched())
     finally:
         for each in domains.values():
             await each.close()
     verdict = played.judgement.verdict
     if not verdict.outcome.is_judgement:
-        raise RecipeError(f"domains.{domain.name}: a trial episode ended with {verdict.outcome}: {verdict.reason}")
-    return [*_turns(played, tokenizer), _verdict(played, answerer.seconds)]
+        raise RecipeError(f"domains.{domain.name}: a trial episode failed: {verdict.reason}")
+    if played.episode.last is None:
+        raise RecipeError(
+            f"domains.{domain.name}: a trial episode never asked the model for an answer; call client.chat"
+        )
+    lines = [
+        ("episode", f"domains.{domain.name}: {line}")
+        for line in (*_turns(played, tokenizer), _verdict(played, answerer.seconds))
+    ]
+    return [*lines, *(("warning", line) for line in _too_long(config, domain, played))]
 
 
 def _first_call(domain: DomainSection, tokenizer: ChatTokenizer) -> str:
@@ -85,6 +93,20 @@ def _turns(played: PlayedEpisode, tokenizer: ChatTokenizer) -> Iterator[str]:
         yield (
             f"turn {number}{begins}: {len(context)} tokens of context, {len(sampled)} that train: "
             f"{tokenizer.decode(context.tolist())!r} ▸ {tokenizer.decode(sampled.tolist())!r}"
+        )
+
+
+def _too_long(config: RunConfig, domain: DomainSection, played: PlayedEpisode) -> Iterator[str]:
+    """Yield a warning if `max_turns` turns with full answers and contexts like these do not fit into the context."""
+    turns, most = [each.turn for each in played.episode.turns], domain.episode.max_turns
+    answer = domain.episode.turn_tokens or domain.max_tokens or config.sampling.max_tokens
+    later = [len(turn.context_token_ids) for turn in turns[1:]]
+    longest = len(turns[0].context_token_ids) + most * answer + (most - 1) * max(later, default=0)
+    if later and longest > config.engine.context_length:
+        yield (
+            f"domains.{domain.name}: an episode of {most} such turns with answers of {answer} tokens may reach "
+            f"{longest:,} tokens and ends at {config.engine.context_length:,}; raise engine.context_length, or lower "
+            "episode.max_turns or episode.turn_tokens"
         )
 
 

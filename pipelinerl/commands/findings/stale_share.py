@@ -9,7 +9,7 @@ from pipelinerl.commands.simulation.from_recipe import setting_of
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import RecipeError
 from pipelinerl.simulation.hardware import EngineTimes, Hardware, TrainerTimes
-from pipelinerl.simulation.lengths import HeavyTailedLengths
+from pipelinerl.simulation.setting import HeavyTailedLengths
 from pipelinerl.simulation.simulator import simulate
 
 #: Number of rollouts to simulate, which takes a second or two.

@@ -16,8 +16,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.roles.verification import names_of, open_verifier
 from pipelinerl.types import Outcome, Problem
 from pipelinerl.verifiers.group_filter import GroupFilter
-from pipelinerl.verifiers.signatures import parameters_of
-from pipelinerl.verifiers.user_code import RewardFunction
+from pipelinerl.verifiers.user_code import RewardFunction, parameters_of
 from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, correct, wrong
 
 #: A registered verifier is refused if it rejects the reference answers of this many problems.

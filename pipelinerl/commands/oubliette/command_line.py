@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from pipelinerl.errors import UserError
-from pipelinerl.verifiers.oubliette.rules import CodeRules
+from pipelinerl.verifiers.oubliette.checkers import CodeRules
 from pipelinerl.verifiers.oubliette.runs import Limits, SandboxLost, SandboxMissing, Tier
 
 oubliette_app = typer.Typer(
@@ -33,6 +33,7 @@ def probe_(
 ) -> None:
     """Test the sandbox with every known attack from inside; exit status 1 if one succeeds."""
     from pipelinerl.verifiers.oubliette import control_groups, probe, toolchains
+    from pipelinerl.verifiers.oubliette.attacks import ATTACKS
     from pipelinerl.verifiers.oubliette.sandbox import isolation_of
 
     for each in Tier:
@@ -41,7 +42,7 @@ def probe_(
     description = f"none: {groups}" if isinstance(groups, str) else f"version {groups.version}, one for each slot"
     typer.echo(f"{'groups':<10} {description}")
     typer.echo(f"{'languages':<10} {', '.join(toolchains.installed())}")
-    findings = probe.attacked(lambda number: isolation_of(tier, number), probe.ATTACKS)
+    findings = probe.attacked(lambda number: isolation_of(tier, number), ATTACKS)
     for finding in findings:
         if all_ or finding.defence is not probe.Defence.HELD:
             typer.echo(f"{finding.defence.value:<10} {finding.name}: {finding.detail}")

@@ -16,17 +16,15 @@ from typing import Any, Final, Protocol, final
 
 import orjson
 
-from pipelinerl.data.files.arrow_rows import ArrowRows
 from pipelinerl.data.files.layouts import SUFFIXES
-from pipelinerl.data.files.rows import DataRows, JsonRows, Row, suffix_of
+from pipelinerl.data.files.rows import ArrowRows, DataRows, JsonRows, Row, suffix_of
 from pipelinerl.errors import UserError
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.oubliette import probe
-from pipelinerl.verifiers.oubliette.checkers import CheckerFailed, CustomChecker
+from pipelinerl.verifiers.oubliette.checkers import CheckerFailed, CodeRules, CustomChecker
 from pipelinerl.verifiers.oubliette.code_problem import PROGRAM, TEST_FIELDS, CodeProblem, TestsMalformed
 from pipelinerl.verifiers.oubliette.remote.client import RemoteRunner
 from pipelinerl.verifiers.oubliette.repository import LINK, Content, Link, PersistentRepository
-from pipelinerl.verifiers.oubliette.rules import CodeRules
 from pipelinerl.verifiers.oubliette.runner import LocalRunner
 from pipelinerl.verifiers.oubliette.toolchains import ToolchainMissing
 from pipelinerl.verifiers.oubliette.verifier import open_runner

@@ -17,8 +17,7 @@ from pipelinerl.observability.run_history import tell
 from pipelinerl.observability.samples.reading import read_samples
 from pipelinerl.observability.samples.record import SampleKind
 from pipelinerl.simulation.calibration import ObservedRun
-from pipelinerl.simulation.lengths import LengthLaw, ObservedLengths
-from pipelinerl.simulation.setting import SimulatedSetting
+from pipelinerl.simulation.setting import LengthLaw, ObservedLengths, SimulatedSetting
 
 #: Maximum number of a run's answers from which the distribution of lengths is taken.
 _MOST_LENGTHS: Final = 20_000

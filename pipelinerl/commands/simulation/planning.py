@@ -16,7 +16,7 @@ from pipelinerl.commands.simulation.from_recipe import observed, setting_of
 from pipelinerl.config.recipe import load
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.observability.events import Event
-from pipelinerl.simulation.calibration import ObservedRun, calibrate
+from pipelinerl.simulation.calibration import TRUSTED, ObservedRun, calibrate, measure, simulated_like
 from pipelinerl.simulation.hardware import (
     Contention,
     ControlTimes,
@@ -26,8 +26,7 @@ from pipelinerl.simulation.hardware import (
     TrainerTimes,
     UpdateTimes,
 )
-from pipelinerl.simulation.lengths import FixedLengths, HeavyTailedLengths, LengthLaw
-from pipelinerl.simulation.measured import TRUSTED, measure, simulated_like
+from pipelinerl.simulation.prediction import Trial
 from pipelinerl.simulation.published import (
     ACCELERATORS,
     BANDWIDTH_SHARE,
@@ -35,8 +34,8 @@ from pipelinerl.simulation.published import (
     mean_context,
     published_hardware,
 )
+from pipelinerl.simulation.setting import FixedLengths, HeavyTailedLengths, LengthLaw
 from pipelinerl.simulation.simulator import simulate
-from pipelinerl.simulation.sweep import Trial
 
 #: Default number of steps of a simulated run.
 STEPS: Final = 100

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from pipelinerl.observability.charts import Chart, Line, Mark, svg
 from pipelinerl.observability.run_history import Series
-from pipelinerl.simulation.prediction import Prediction
-from pipelinerl.simulation.sweep import Trial
+from pipelinerl.simulation.prediction import Prediction, Trial
 
 #: Heading, attribute and format of each column.
 _COLUMNS: Final = (

@@ -29,8 +29,8 @@ def watch(
     from pipelinerl.commands.watch.access import PageLinks, SharedLink, lasting_link, new_token
     from pipelinerl.commands.watch.server import create_page
     from pipelinerl.commands.watch.watched_run import watched_runs
-    from pipelinerl.system.addresses import outward_address
     from pipelinerl.system.http_service import serve, url_of
+    from pipelinerl.system.machine import outward_address
 
     watched = watched_runs(runs)
     shared = lasting_link(runs[0]) if share else SharedLink("")

@@ -205,7 +205,8 @@ def _shared_start(texts: Sequence[str]) -> str:
 def _answer(number: int, each: AnswerRecord) -> dict[str, Any]:
     """Return an answer as JSON values, without its tokens."""
     fields = {name: getattr(each, name) for name in each.__struct_fields__ if name != "tokens"}
-    return {"sample": number, **fields, "has_tokens": each.tokens is not None}
+    turns = [msgspec.structs.asdict(turn) for turn in each.turns]
+    return {"sample": number, **fields, "turns": turns, "has_tokens": each.tokens is not None}
 
 
 def _columns(group: SampleGroup, number: int, answer: AnswerTokens) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from pipelinerl.commands.watch.feed import Feed, step_figures
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import Event
+from pipelinerl.observability.logs import without_secrets
 from pipelinerl.observability.page.event_tail import EventTail
 from pipelinerl.observability.page.run_view import RunView, whole
 from pipelinerl.observability.page.sample_index import SampleIndex
-from pipelinerl.observability.redaction import without_secrets
 from pipelinerl.observability.samples.reading import FOLDER
 
 log = logging.getLogger("pipelinerl")

@@ -2,7 +2,8 @@
 
 Two kinds of figures are added to the trainer's figures of a domain: the groups that actors gave up as stale, and the
 work of the domain's verifier since the previous step. The latter are `verified` answers, `verifier_s` per answer, and
-`verifier_errors`, which include timeouts; for episodes with tools also `calls_parsed` and `calls_malformed`.
+`verifier_errors`, which include timeouts. Episodes add `episodes` and `environment_s`, the seconds of each outside the
+model; those with tools also `calls_parsed`, `calls_malformed` and `tool_errors`.
 """
 
 from __future__ import annotations
@@ -107,6 +108,9 @@ def _verified(state: RunState) -> dict[str, VerifierFigures]:
                 tool_episodes=so_far.tool_episodes + each.tool_episodes,
                 calls_parsed=so_far.calls_parsed + each.calls_parsed,
                 calls_malformed=so_far.calls_malformed + each.calls_malformed,
+                episodes=so_far.episodes + each.episodes,
+                environment_s=so_far.environment_s + each.environment_s,
+                tool_errors=so_far.tool_errors + each.tool_errors,
             )
     return sums
 
@@ -121,6 +125,10 @@ def _since(now: VerifierFigures, before: VerifierFigures) -> dict[str, float]:
     if now.tool_episodes:
         figures["calls_parsed"] = float(max(0, now.calls_parsed - before.calls_parsed))
         figures["calls_malformed"] = float(max(0, now.calls_malformed - before.calls_malformed))
+        figures["tool_errors"] = float(max(0, now.tool_errors - before.tool_errors))
+    if (episodes := now.episodes - before.episodes) > 0:
+        figures["episodes"] = float(episodes)
+        figures["environment_s"] = (now.environment_s - before.environment_s) / episodes
     return figures | ({"verifier_s": (now.seconds - before.seconds) / verified} if verified > 0 else {})
 
 

@@ -48,8 +48,7 @@ from pipelinerl.controller.state.inputs import (
     SuspendAsked,
 )
 from pipelinerl.errors import PipelineError, RecipeError
-from pipelinerl.observability.metrics import PROMETHEUS_TYPE, Labels, Samples, labelled_text
-from pipelinerl.observability.status import RunStatus, StatusPhase
+from pipelinerl.observability.status import PROMETHEUS_TYPE, Labels, RunStatus, Samples, StatusPhase, labelled_text
 from pipelinerl.system.http_service import guard, refusal, refuse_in_one_shape
 from pipelinerl.verifiers.service.wire import VerifierLease
 
@@ -275,7 +274,10 @@ _TRAINER: Final = (
     "reward", "accuracy", "loss", "grad_norm", "learning_rate", "entropy", "ess", "clip_fraction", "length_mean",
     "truncated", "staleness_mean", "staleness_max", "wait_s", "step_s", "publish_wait_s", "waiting_groups",
 )  # fmt: skip
-_DOMAIN: Final = ("reward", "accuracy", "length_mean", "truncated", "stale", "verifier_s", "verifier_errors")
+_DOMAIN: Final = (
+    "reward", "accuracy", "length_mean", "truncated", "stale", "verifier_s", "verifier_errors",
+    "turns", "environment_s", "tool_errors",
+)  # fmt: skip
 
 
 def run_metrics(status: RunStatus, last_step: Mapping[str, float]) -> str:

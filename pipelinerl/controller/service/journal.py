@@ -29,7 +29,7 @@ from pipelinerl.controller.state.inputs import AnyInput, ReportReceived
 from pipelinerl.controller.state.run_state import RunState
 from pipelinerl.errors import FencedError, RecipeError, UserError
 from pipelinerl.messages import LAYOUT, EvaluationDone, ShownAnswer, layout_refusal
-from pipelinerl.observability.redaction import without_secrets
+from pipelinerl.observability.logs import without_secrets
 from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, SampleKind
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.streams.stream import START, Stream, fresh_number, parse_id

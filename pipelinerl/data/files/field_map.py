@@ -12,10 +12,9 @@ from typing import Any, Final, Self
 
 import orjson
 
-from pipelinerl.data.drafts import Draft, text_of, to_problem
 from pipelinerl.data.files.rows import Row
-from pipelinerl.data.prompts import apply_template, has_no_question, question
-from pipelinerl.data.templates import Template
+from pipelinerl.data.prompts import Template, apply_template, has_no_question, question
+from pipelinerl.data.source import Draft, text_of, to_problem
 from pipelinerl.errors import MissingFieldError, RecipeError
 from pipelinerl.types import Message, Problem
 

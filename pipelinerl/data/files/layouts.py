@@ -19,8 +19,8 @@ from typing import Any, Final
 
 import orjson
 
-from pipelinerl.data.drafts import Split
 from pipelinerl.data.files.rows import suffix_of
+from pipelinerl.data.source import Split
 from pipelinerl.errors import RecipeError
 from pipelinerl.system.files import from_home
 

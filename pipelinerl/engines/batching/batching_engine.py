@@ -57,7 +57,7 @@ from pipelinerl.engines.batching.sample_loop import Delivery, LoopBuilder, Sampl
 from pipelinerl.engines.batching.scheduler import Capacity, Scheduler
 from pipelinerl.engines.batching.sequence import Detokenizer, Request, TextWindow
 from pipelinerl.engines.options import EngineOptions
-from pipelinerl.engines.weights.group_endpoint import IN_PROCESS, EndpointFactory
+from pipelinerl.engines.weights.group_member import IN_PROCESS, EndpointFactory
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from pipelinerl.errors import PipelineError, TemplateNameError, UnshownFieldError
 from pipelinerl.weights.layout import converted_by
@@ -418,6 +418,7 @@ class BatchingEngine:
     def metrics(self) -> EngineMetrics:
         """Return load and totals without waiting."""
         model, totals, updates = self._started(), self._loop.totals, self._receiver.totals
+        room = model.room
         epoch, version = self._loop.serving
         return EngineMetrics(
             running_sequences=self._loop.num_running,
@@ -436,6 +437,9 @@ class BatchingEngine:
             last_update_receive_s=updates.last_receive_s,
             weight_bytes=model.layout.num_bytes,
             cache_bytes=model.cache_bytes,
+            cache_used_share=0.0 if room is None else 1 - room.free / room.blocks,
+            reused_prompt_tokens_total=0 if room is None else room.reused_tokens,
+            preemptions_total=totals.preemptions,
             model_version=version,
             epoch=epoch,
         )

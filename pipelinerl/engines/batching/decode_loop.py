@@ -13,7 +13,8 @@ thread, and the lock is never held while the model runs. Results leave in one ba
 request and every commit is answered, however the thread ends.
 
 A request for which the model has no finite distribution is rejected alone: its token is never delivered, and none of
-its values stay in the cache.
+its values stay in the cache. If a paged cache has no block for a row's next token, the sequence with the fewest tokens
+is preempted. It keeps its tokens; as soon as there is room, the serving weights compute its cache again.
 """
 
 from __future__ import annotations
@@ -85,7 +86,6 @@ class DecodeLoop:
         self._commit: _Commit | None = None
         self._streams = 0
         self._routing_requests = 0  # requests that return their routing
-        self._cache_is_finite = True  # True while the cache of every row is known to be finite
         self._stopping = False
         self._scheduler: Scheduler
         self._runner: ModelRunner
@@ -209,7 +209,7 @@ class DecodeLoop:
             for request in cancelled:
                 rows += self._withdrawn(request)
             moves = self._scheduler.retire(rows)
-        self._move(moves)
+        self._free(rows, moves)
 
     def _withdrawn(self, request: Request) -> list[int]:
         """Count a request's unfinished samples as aborted; return its rows, which the caller must retire. The caller
@@ -223,11 +223,10 @@ class DecodeLoop:
         return self._scheduler.withdraw(request)
 
     def _admit(self) -> None:
-        if self._commit is not None:
-            return  # the commit waits for the rows to drain
         routes = self._runner.route_log
         with self._changed:
-            admissions = self._scheduler.admit()
+            # A commit that waits for the rows to drain lets only begun sequences run.
+            admissions = self._scheduler.admit(self._runner.room, new=self._commit is None)
             if routes is not None:
                 routes.is_on = self._routing_requests > 0
         if not admissions:
@@ -241,10 +240,10 @@ class DecodeLoop:
         for each in admissions:
             context = each.sequences[0].context
             if each.sibling is None:
-                self.totals.prompt_tokens += len(context)
+                self.totals.prompt_tokens += len(context) - len(each.sequences[0].token_ids)
             elif len(context) > 1:
                 self._runner.copy_cache(each.sibling, each.rows, len(context) - 1)
-            if each.sequences[0] is each.request.sequences[0]:
+            if each.sequences[0] is each.request.sequences[0] and not each.sequences[0].token_ids:
                 each.request.epoch = epoch
             for sequence in each.sequences:
                 sequence.mark_version(version)
@@ -252,6 +251,8 @@ class DecodeLoop:
 
     def _step(self) -> None:
         running = self._scheduler.running
+        while not self._runner.reserve(len(running)):
+            self._preempt(min(range(len(running)), key=lambda row: len(running[row].context)))
         token_ids, logprobs = self._runner.decode(len(running))
         self.totals.decode_steps += 1
         self.totals.occupied_slot_steps += len(running)
@@ -285,56 +286,53 @@ class DecodeLoop:
         running = self._scheduler.running
         nonfinite_rows = [row for row, logprob in enumerate(logprobs) if not math.isfinite(logprob)]
         refusals = {running[row].request.request_id: refused(running[row], self.serving) for row in nonfinite_rows}
-        self._overwrite_nonfinite_cache(nonfinite_rows)
+        self._runner.clear(nonfinite_rows)
         with self._changed:
             rows = [row for each in refusals.values() for row in self._withdrawn(each.request)]
             moves = self._scheduler.retire(rows)
-        self._move(moves)
+        self._free(rows, moves)
         for source, target in zip(moves.sources, moves.targets, strict=True):
             token_ids[target], logprobs[target] = token_ids[source], logprobs[source]
         del token_ids[len(running) :], logprobs[len(running) :]
         self._report(list(refusals.values()))
 
-    def _overwrite_nonfinite_cache(self, rows: list[int]) -> None:
-        """Overwrite the whole cache of `rows` with finite numbers, because even masked NaNs spoil attention: 0 · NaN is
-        NaN.
-
-        The numbers are copied from a row whose cache is finite. Without such a row, `rows` and all free rows get the
-        cache of a dummy prompt. That cache may not be finite either, so the overwrite is repeated after the next
-        rejection and with the next weights.
-        """
-        length, slots = self._runner.context_length, self._runner.slots
-        others = (row for row in reversed(range(slots)) if row not in rows)  # the last rows are used least
-        clean = next(others, None) if self._cache_is_finite else None
-        if clean is not None:
-            self._runner.copy_cache(clean, rows, length)
-            return
-        self._cache_is_finite = False
-        idle = range(len(self._scheduler.running), slots)
-        self._runner.prefill([Prefill([0] * length, [*rows, *idle])])
-
     def _finish(self, rows: list[int]) -> list[Request]:
         """Count the samples in `rows` as finished and free the rows; return the requests whose last sample has now
         ended.
         """
+        finished = self._ended([self._scheduler.running[row] for row in rows])
+        with self._changed:
+            moves = self._scheduler.retire(rows)
+        self._free(rows, moves)
+        return finished
+
+    def _ended(self, sequences: Iterable[Sequence]) -> list[Request]:
+        """Count samples as finished; return the requests whose last sample has now ended."""
         finished = []
         with self._changed:
-            for row in rows:
-                request = self._scheduler.running[row].request
+            for sequence in sequences:
+                request = sequence.request
                 request.unfinished -= 1
                 if request.unfinished == 0:
                     finished.append(request)
                     self._count(request, -1)
-            moves = self._scheduler.retire(rows)
-        self._move(moves)
         return finished
+
+    def _preempt(self, row: int) -> None:
+        """Make the sequence in `row` wait for room in the cache."""
+        self.totals.preemptions += 1
+        with self._changed:
+            moves = self._scheduler.preempt(row)
+        self._free([row], moves)
 
     def _report(self, step: list[Delivery]) -> None:
         """Deliver one step's results in a single call."""
         if step:
             self._deliver(step)
 
-    def _move(self, moves: Moves) -> None:
+    def _free(self, rows: Iterable[int], moves: Moves) -> None:
+        """Free the cache of `rows`, which have ended, and fill the holes."""
+        self._runner.release(list(rows))
         if moves.sources:
             self._runner.move(moves.sources, moves.targets)
 
@@ -342,7 +340,7 @@ class DecodeLoop:
 
     def _commit_if_due(self) -> None:
         commit, running = self._commit, self._scheduler.running
-        if commit is None or (commit.on_update is OnUpdate.DRAIN and running):
+        if commit is None or (commit.on_update is OnUpdate.DRAIN and (running or self._scheduler.any_preempted)):
             return
         start = time.perf_counter()
         if commit.on_update is OnUpdate.ABORT:
@@ -353,8 +351,6 @@ class DecodeLoop:
         for sequence in running:
             sequence.mark_version(commit.version)
             sequence.prompt_cache_is_current = recomputes
-        if not self._cache_is_finite and not running:
-            self._overwrite_nonfinite_cache([])  # the previous weights may have caused the non-finite cache
         if recomputes and running:
             self._runner.prefill(_held(running))
         with self._changed:
@@ -362,12 +358,15 @@ class DecodeLoop:
         commit.pause_s.set_result(time.perf_counter() - start)
 
     def _abort_running(self) -> None:
+        with self._changed:
+            waiting = self._scheduler.drop_preempted()
         running = list(self._scheduler.running)
-        for sequence in running:
+        for sequence in (*running, *waiting):
             sequence.finish_reason = FinishReason.ABORT
-        self.totals.aborted_sequences += len(running)
-        streamed = [aborted(sequence) for sequence in running if sequence.request.streams]
-        self._report(deliveries(streamed, self._finish(list(range(len(running))))))
+        self.totals.aborted_sequences += len(running) + len(waiting)
+        streamed = [aborted(sequence) for sequence in (*running, *waiting) if sequence.request.streams]
+        finished = [*self._ended(waiting), *self._finish(list(range(len(running))))]
+        self._report(deliveries(streamed, finished))
 
     def _end(self) -> None:
         with self._changed:
@@ -418,9 +417,9 @@ def _row_states(admission: Admission) -> Iterable[RowState]:
             temperature=request.temperature,
             top_p=request.top_p,
             top_k=request.top_k,
-            num_sampled=len(sequence.prefix),
+            num_sampled=len(sequence.prefix) + len(sequence.token_ids),
             min_p=request.min_p,
             num_top=request.num_top,
             change=request.change,
-            sampled=sequence.prefix,
+            sampled=sequence.prefix + sequence.token_ids,
         )

@@ -73,6 +73,20 @@ class ModelRunner(ServedModel, Protocol):
         """The likeliest tokens of the last step, by row; only rows that report likeliest tokens have an entry."""
         ...
 
+    def reserve(self, num_rows: int) -> bool:
+        """Make room for the next token of rows 0..num_rows-1; return False if a row must be preempted first."""
+        ...
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Free the cache of `rows`, which have ended; called before `move`."""
+        ...
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Overwrite the cache of `rows` with finite numbers, because even masked NaNs spoil attention: 0 · NaN is
+        NaN.
+        """
+        ...
+
     def prefill(self, prefills: Sequence[Prefill]) -> None:
         """Fill the cache of the named rows. The tokens that these rows feed next stay the same."""
         ...

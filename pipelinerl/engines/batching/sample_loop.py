@@ -67,6 +67,8 @@ class LoopTotals:
     aborted_sequences: int = 0
     decode_steps: int = 0
     occupied_slot_steps: int = 0
+    preemptions: int = 0
+    """Running samples that had to wait because the cache had no room for the next token."""
     busy_s: float = 0.0
     """Seconds that the loop spent on work: prompts, decode steps and commits."""
 
@@ -85,6 +87,22 @@ class RouteLog(Protocol):
     def prefilled(self) -> list[Experts]:
         """The experts of each prompt in the last prefill; one array [tokens, layers, top_k] per prompt."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRoom:
+    """The blocks of a paged cache.
+
+    Attributes:
+        blocks: the number of all blocks, of `size` tokens each.
+        free: those that rows may still take, blocks kept for later prompts included.
+        reused_tokens: tokens of prompts whose keys and values were found in the cache, since the start.
+    """
+
+    blocks: int
+    free: int
+    size: int
+    reused_tokens: int
 
 
 class ServedModel(Protocol):
@@ -113,6 +131,11 @@ class ServedModel(Protocol):
     @property
     def cache_bytes(self) -> int:
         """The size of the cache of keys and values."""
+        ...
+
+    @property
+    def room(self) -> CacheRoom | None:
+        """The room of a paged cache; None if every row has room for the whole context."""
         ...
 
     @property

@@ -8,6 +8,9 @@ request, its sibling, if the serving weights computed that cache. Samples that a
 prefixes, and are admitted one by one.
 
 When rows end, the last rows move into the holes, so the batch stays dense; each move has a distinct source and target.
+
+If the model's cache is paged (`CacheRoom`), sequences are admitted while their blocks fit. A running sequence may be
+preempted when the blocks run out; it keeps its tokens, and is admitted again before any request that waits.
 """
 
 from __future__ import annotations
@@ -16,10 +19,14 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 from inference_contract.errors import InvalidRequest, Overloaded
+from pipelinerl.engines.batching.sample_loop import CacheRoom
 from pipelinerl.engines.batching.sequence import Request, Sequence
+
+#: Of this many sequences that run, one may need a further block before the next admission.
+_SPARE: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,12 @@ class Scheduler:
         self._capacity = capacity
         self._prefill_tokens = prefill_tokens
         self._waiting: deque[Request] = deque()
+        self._preempted: deque[Sequence] = deque()
+
+    @property
+    def any_preempted(self) -> bool:
+        """True if a preempted sequence waits to run again."""
+        return bool(self._preempted)
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -101,21 +114,49 @@ class Scheduler:
         self._waiting.insert(bisect_right(self._waiting, request.priority, key=_priority), request)
         self.num_waiting += samples
 
-    def admit(self) -> list[Admission]:
-        """Give free rows to waiting requests: lowest `priority` first, then the longest waiting."""
+    def admit(self, room: CacheRoom | None = None, *, new: bool = True) -> list[Admission]:
+        """Give free rows to preempted sequences, then, if `new`, to waiting requests: lowest `priority` first, then the
+        longest waiting.
+
+        `room` bounds the blocks that they take; the first sequence of an idle engine always fits.
+        """
         admissions: list[Admission] = []
-        budget = self._prefill_tokens
-        while self._waiting and len(self.running) < self._capacity.running:
+        budget, blocks = self._prefill_tokens, _Blocks(room, running=len(self.running))
+        while self._preempted and len(self.running) < self._capacity.running:
+            if not blocks.take(len(self._preempted[0].context), 1):
+                return admissions
+            sequence = self._preempted.popleft()
+            budget -= len(sequence.context)
+            self.num_waiting -= 1
+            self.running.append(sequence)
+            admissions.append(Admission(sequence.request, [sequence], [len(self.running) - 1], None))
+        while new and self._waiting and len(self.running) < self._capacity.running:
             request = self._waiting[0]
             sibling = self._sibling(request) if request.started else None
-            cost = len(request.sequences[request.started].context) if sibling is None else 0
-            if admissions and cost > budget:
+            tokens = len(request.sequences[request.started].context)
+            cost = tokens if sibling is None else 0
+            wanted = min(self._capacity.running - len(self.running), len(request.sequences) - request.started)
+            count = blocks.take(tokens, wanted if request.shares_prompt else 1)
+            if count == 0 or (admissions and cost > budget):
                 break
             budget -= cost
-            admissions.append(self._start(request, sibling))
+            admissions.append(self._start(request, sibling, count))
             if request.started == len(request.sequences):
                 self._waiting.popleft()
         return admissions
+
+    def preempt(self, row: int) -> Moves:
+        """Make the sequence in `row` wait for room in the cache; return the moves that fill the hole."""
+        self._preempted.append(self.running[row])
+        self.num_waiting += 1
+        return self.retire([row])
+
+    def drop_preempted(self) -> list[Sequence]:
+        """Remove and return the preempted sequences."""
+        dropped = list(self._preempted)
+        self._preempted.clear()
+        self.num_waiting -= len(dropped)
+        return dropped
 
     def retire(self, rows: Collection[int]) -> Moves:
         """Remove `rows` and fill the holes with the last rows."""
@@ -135,13 +176,17 @@ class Scheduler:
         if request.started < len(request.sequences) and request in self._waiting:
             self._waiting.remove(request)
             self.num_waiting -= len(request.sequences) - request.started
+        kept = [sequence for sequence in self._preempted if sequence.request is not request]
+        self.num_waiting -= len(self._preempted) - len(kept)
+        self._preempted = deque(kept)
         return [row for row, sequence in enumerate(self.running) if sequence.request is request]
 
     def withdraw_all(self) -> list[Request]:
         """Drop everything; return every request that had not ended."""
         requests = {id(request): request for request in self._waiting}
-        requests.update({id(sequence.request): sequence.request for sequence in self.running})
+        requests.update({id(sequence.request): sequence.request for sequence in (*self.running, *self._preempted)})
         self._waiting.clear()
+        self._preempted.clear()
         self.running.clear()
         self.num_waiting = 0
         return list(requests.values())
@@ -154,15 +199,38 @@ class Scheduler:
             (row for row, sequence in rows if sequence.request is request and sequence.prompt_cache_is_current), None
         )
 
-    def _start(self, request: Request, sibling: int | None) -> Admission:
+    def _start(self, request: Request, sibling: int | None, count: int) -> Admission:
         first_row = len(self.running)
-        left = len(request.sequences) - request.started
-        count = min(self._capacity.running - first_row, left) if request.shares_prompt else 1
         sequences = request.sequences[request.started : request.started + count]
         request.started += count
         self.num_waiting -= count
         self.running.extend(sequences)
         return Admission(request, sequences, list(range(first_row, first_row + count)), sibling)
+
+
+@final
+class _Blocks:
+    """The blocks that one call of `admit` may still give out.
+
+    A part of them is left to the sequences that run, so that they are not preempted at once.
+    """
+
+    def __init__(self, room: CacheRoom | None, *, running: int) -> None:
+        self._room, self._running = room, running
+        self._free = 0 if room is None else room.free
+
+    def take(self, tokens: int, count: int) -> int:
+        """Return how many of `count` sequences, which share `tokens` tokens, fit; count their blocks as given out."""
+        if self._room is None:
+            return count
+        shared = (tokens - 1) // self._room.size
+        for several in range(count, 0, -1):
+            spare = (self._running + several) // _SPARE if self._running else 0
+            if shared + several + spare <= self._free:
+                self._free -= shared + several
+                self._running += several
+                return several
+        return 0
 
 
 def _priority(request: Request) -> int:

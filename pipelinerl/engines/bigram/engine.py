@@ -21,7 +21,7 @@ from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.logit_changes import LogitChanges
 from pipelinerl.engines.batching.model_runner import Prefill, RowState, top_tokens
 from pipelinerl.engines.batching.sequence import TopTokens
-from pipelinerl.engines.external.worker.own_process import endpoints_of
+from pipelinerl.engines.external.worker.worker_endpoint import endpoints_of
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import ModelError
 from pipelinerl.models.bigram import PARAMETER, BigramModel
@@ -75,6 +75,18 @@ class BigramRunner:
         self._num_sampled = np.zeros(rows, dtype=np.int64)
         self._changes = LogitChanges()
         self.top_logprobs: dict[int, TopTokens] = {}
+
+    room = None
+
+    def reserve(self, num_rows: int) -> bool:
+        """Return True: every row has room for the whole context."""
+        return True
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Do nothing: there is no cache."""
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Do nothing: there is no cache."""
 
     def prefill(self, prefills: Sequence[Prefill]) -> None:
         """Do nothing: there is no cache."""

@@ -67,6 +67,11 @@ class CoreModel:
         return self.options.context_length
 
     @property
+    def room(self) -> None:
+        """Always None: a core manages its cache itself."""
+        return None
+
+    @property
     def route_log(self) -> None:
         """Always None: cores do not report the choices of routers."""
         return None

@@ -30,7 +30,7 @@ from inference_contract.engine import Engine
 from inference_contract.errors import ContractError, EngineStopped, InvalidRequest
 from inference_contract.schemas import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest, ModelList
 from inference_contract.weights import InitProcessGroupRequest, WeightUpdateRequest
-from pipelinerl.observability.metrics import PROMETHEUS_TYPE, prometheus_text
+from pipelinerl.observability.status import PROMETHEUS_TYPE, prometheus_text
 from pipelinerl.system.http_service import guard, refuse_in_one_shape, refused_body
 
 Body = TypeVar("Body", bound=BaseModel)

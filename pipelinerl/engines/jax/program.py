@@ -14,18 +14,51 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 from jax.sharding import Sharding
 
-from pipelinerl.engines.jax.attention import PromptAttention
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.models.decoder_config import DecoderConfig
-from pipelinerl.models.jax.decoder import grouped_attention, hidden_states, output_embedding
+from pipelinerl.models.jax_decoder import grouped_attention, hidden_states, output_embedding
+
+#: The kernel's block size. Prompts whose padded length is not a multiple of it use plain products.
+_BLOCK: Final = 128
+
+
+class PromptAttention(StrEnum):
+    """Implementations of attention within prompts."""
+
+    PLAIN = "plain"
+    FLASH = "flash"
+
+    @classmethod
+    def on(cls, platform: str, *, devices: int) -> PromptAttention:
+        """Return the implementation for `devices` devices of a platform. Several devices need plain products: XLA
+        cannot split the kernel.
+        """
+        return cls.FLASH if platform == "tpu" and devices == 1 else cls.PLAIN
+
+    def causal(self, query: Array, key: Array, value: Array) -> Array:
+        """Return causal attention [P, T, H, d] of queries [P, T, H, d] over keys and values [P, T, K, d]."""
+        length, heads = query.shape[1:3]
+        if self is PromptAttention.PLAIN or length % _BLOCK:
+            order = jnp.arange(length)
+            return grouped_attention(query, key, value, (order[:, None] >= order)[None])
+        # The kernel does not support grouped-query attention, so keys and values are repeated for the queries that
+        # share them.
+        query, key, value = (
+            jnp.repeat(jnp.moveaxis(array, 1, 2), heads // array.shape[2], axis=1) for array in (query, key, value)
+        )
+        attended = flash_attention(query, key, value, causal=True, sm_scale=query.shape[-1] ** -0.5)
+        return jnp.moveaxis(attended, 1, 2)
+
 
 Weights = Mapping[str, Array]
 
@@ -89,6 +122,17 @@ def copy(cache: Cache, sources: Array, targets: Array, count: Array, *, length: 
 
     def one(i: Array, cache: Cache) -> Cache:
         return Cache(*(_put(entries, _row(entries, sources[i], length), targets[i]) for entries in cache))
+
+    return lax.fori_loop(0, count, one, cache)
+
+
+@partial(jax.jit, donate_argnums=0)
+def clear(cache: Cache, rows: Array, count: Array) -> Cache:
+    """Set row `rows[i]` to zero, for i below `count`; `rows` are i32 [S]."""
+
+    def one(i: Array, cache: Cache) -> Cache:
+        length = cache.keys.shape[2]
+        return Cache(*(_put(entries, jnp.zeros_like(_row(entries, rows[i], length)), rows[i]) for entries in cache))
 
     return lax.fori_loop(0, count, one, cache)
 

@@ -1,4 +1,4 @@
-"""Attention over `RowCache`, registered with transformers, so that any model's own modules run on it unchanged.
+"""Attention over `PageCache`, registered with transformers, so that any model's own modules run on it unchanged.
 
 transformers builds no mask for an unknown implementation, which suits this one: masks are made once per step from the
 cache's plan. Supported are scaling, sliding windows and soft caps. An architecture that needs more is rejected.
@@ -6,14 +6,16 @@ cache's plan. Supported are scaling, sliding windows and soft caps. An architect
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import varlen as torch_varlen
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from pipelinerl.engines.torch.row_cache import DecodePlan, PrefillPlan
+from pipelinerl.engines.torch.page_cache import CacheReading, DecodePlan, PrefillPlan, in_order
 from pipelinerl.errors import ModelError
 
 NAME: Final = "pipelinerl_rows"
@@ -56,41 +58,65 @@ def attend(
 
 def attend_decode(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
     plan: DecodePlan,
     window: int | None,
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attend with one query per fed row [K, Hq, 1, D] over the rows' cache [B, H, L, D] → [K, 1, Hq, D]."""
+    """Attend with one query per fed row [K, Hq, 1, D] over blocks [N, H, size, D] → [K, 1, Hq, D]."""
+    rows, q_heads, _, head_dim = query.shape
+    if plan.reading is CacheReading.KERNEL and softcap is None:
+        out = _attend_blocks(query[:, :, 0], keys, values, plan, window, scale)
+        return out.view(rows, 1, q_heads, head_dim)
     mask = plan.mask(window, query.dtype)
-    if plan.gathers_fed:
-        key, value, mask = (plan.to_fed(tensor) for tensor in (key, value, mask))
-    else:
-        query = plan.to_rows(query)
-    batch, q_heads, _, head_dim = query.shape
-    heads, common = key.shape[1], plan.common_length
     # The queries that share a key head form the rows of one product.
-    grouped = query.reshape(batch, heads, q_heads // heads, head_dim)
-    out = _attend_rows(grouped, key[:, :, :common], value[:, :, :common], mask[..., :common], scale, softcap)
-    if plan.long_rows is not None:
-        rows = plan.long_rows
-        few = [tensor.index_select(0, rows) for tensor in (grouped, key, value, mask)]
-        out.index_copy_(0, rows, _attend_rows(few[0], few[1], few[2], few[3], scale, softcap))
-    out = out if plan.gathers_fed else plan.to_fed(out)
-    return out.reshape(-1, 1, q_heads, value.shape[-1])
+    grouped = query.reshape(rows, keys.shape[1], -1, head_dim)
+    if plan.sections is not None:
+        out = plan.sections.attend(grouped, keys, values, mask, scale, softcap)
+        return out.view(rows, 1, q_heads, head_dim)
+    key, value = in_order(keys, plan.table), in_order(values, plan.table)
+    if softcap is None:  # sums in fp32 for every dtype
+        out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
+    else:
+        scores = _capped(torch.matmul(grouped * scale, key.transpose(2, 3)).float(), softcap).add_(mask)
+        out = torch.matmul(scores.softmax(dim=-1).to(value.dtype), value)
+    return out.reshape(rows, 1, q_heads, head_dim)
 
 
-def _attend_rows(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None
+def _attend_blocks(
+    query: Tensor, keys: Tensor, values: Tensor, plan: DecodePlan, window: int | None, scale: float
 ) -> Tensor:
-    """Attend with queries [B, H, G, D] over keys, values [B, H, L, D], additive mask [B, 1, 1, L] → [B, H, G, D]."""
-    if query.dtype != torch.float32 and softcap is None:  # sums in fp32 for every dtype
-        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-    # With one query per row, two plain products are faster than the fused kernel on a CPU.
-    scores = _capped(torch.matmul(query * scale, key.transpose(2, 3)).float(), softcap).add_(mask)
-    return torch.matmul(scores.softmax(dim=-1).to(value.dtype), value)
+    """Attend with queries [K, Hq, D] by torch's kernel, which reads blocks [N, H, size, D] by their table."""
+    used, starts, table = plan.for_kernel
+    out = torch_varlen.varlen_attn(
+        query,
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        starts,
+        None,
+        1,
+        plan.length,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != keys.shape[1],
+        seqused_k=used,
+        block_table=table,
+    )
+    assert isinstance(out, Tensor), "without return_aux the kernel returns one tensor"
+    return out
+
+
+def reading_for(device: torch.device, dtype: torch.dtype) -> CacheReading:
+    """Return how a decode step reads the blocks on `device` in `dtype`.
+
+    The kernel needs `block_table`, which torch has from 2.12 on. It has not been run on a GPU here.
+    """
+    if device.type == "cpu":
+        return CacheReading.IN_PLACE if dtype is torch.float32 else CacheReading.GATHERED
+    can = "block_table" in inspect.signature(getattr(torch_varlen, "varlen_attn", reading_for)).parameters
+    return CacheReading.KERNEL if can and dtype in (torch.bfloat16, torch.float16) else CacheReading.GATHERED
 
 
 def attend_prefill(

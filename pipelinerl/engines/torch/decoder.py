@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from pipelinerl.engines.torch.attention import attend_decode, attend_prefill
+from pipelinerl.engines.torch.page_cache import DecodePlan, PageCache, PrefillPlan
 from pipelinerl.engines.torch.quantized import QuantizedLinear
-from pipelinerl.engines.torch.row_cache import DecodePlan, PrefillPlan, RowCache
-from pipelinerl.numerics.torch_head import Fp32Head
+from pipelinerl.numerics.torch_logprobs import Fp32Head
 
 _FAMILY: Final = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 #: Rotary embeddings that depend on the position alone, so that a table can hold them.
@@ -89,17 +89,17 @@ class LlamaForward:
         rope = getattr(model.config, "rope_parameters", None) or {}
         return rope.get("rope_type", "default") in _STATIC_ROPE
 
-    def fill(self, token_ids: Tensor, positions: Tensor, cache: RowCache, plan: PrefillPlan) -> None:
+    def fill(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: PrefillPlan) -> None:
         """Store keys and values of prompts [P, T] as planned."""
         self._hidden(token_ids, positions, cache, plan)
 
-    def logits(self, token_ids: Tensor, positions: Tensor, cache: RowCache, plan: DecodePlan) -> Tensor:
+    def logits(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: DecodePlan) -> Tensor:
         """Return logits [K, V] after one token for each fed row [K, 1]."""
         x = self._hidden(token_ids, positions, cache, plan)
         hidden = rms_norm(x, (x.shape[1],), self._norm.float(), self._eps)
         return self._head(hidden if isinstance(self._head, Fp32Head) else hidden.to(self._norm.dtype))
 
-    def _hidden(self, token_ids: Tensor, positions: Tensor, cache: RowCache, plan: PrefillPlan | DecodePlan) -> Tensor:
+    def _hidden(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: PrefillPlan | DecodePlan) -> Tensor:
         batch, length = token_ids.shape
         flat = positions.reshape(-1)
         cos, sin = self._cos[flat][:, None], self._sin[flat][:, None]  # [B · T, 1, D]

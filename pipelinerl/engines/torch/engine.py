@@ -8,16 +8,17 @@ import torch
 
 from inference_contract.engine import Engine
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.external.worker.own_process import endpoints_of
+from pipelinerl.engines.external.worker.worker_endpoint import endpoints_of
 from pipelinerl.engines.memory_budget import DeviceMemory, EngineBudget, budget_of
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.forward import ForwardKind, load_for_decoding
-from pipelinerl.engines.torch.row_cache import CacheShape
-from pipelinerl.engines.torch.runner import TorchRunner
+from pipelinerl.engines.torch.quantized import QuantizedWeights
+from pipelinerl.engines.torch.runner import TorchRunner, served_weights
+from pipelinerl.engines.torch.weights import TorchWeights
 from pipelinerl.errors import ModelError
 from pipelinerl.models.model_shape import read_shape
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.numerics import torch_head
+from pipelinerl.numerics import torch_logprobs
 from trainer_contract.types import Device, HeadPrecision
 
 
@@ -42,12 +43,12 @@ def load_runner(
 
     Args:
         forward: the module-free forward where the model fits it, or always transformers' modules.
-        cache_bytes: most memory for keys and values; None sets no bound. On a GPU, everything that the engine will ever
-            take must fit besides, the second copy of the weights included.
+        cache_bytes: most memory for keys and values. None: on a CPU there is no bound; a GPU's cache takes what is left
+            beside everything that the engine will ever take, the second copy of the weights included.
 
     Raises:
-        ModelError: there is no usable model or device, the model's context is too short, the cache exceeds its
-            budget, or the weights do not support the requested format.
+        ModelError: there is no usable model or device, the model's context is too short, not even one sequence of the
+            whole context fits, or the weights do not support the requested format.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -59,12 +60,13 @@ def load_runner(
     config: Any = model.config
     text = config.get_text_config()
     options.check_context(getattr(text, "max_position_embeddings", None))
-    options.check_cache(CacheShape.of(text, options).num_bytes(dtype), allowed=cache_bytes)
     if options.head_precision is HeadPrecision.FP32:
-        torch_head.to_fp32(model, served=dtype)
-    runner = TorchRunner(model, options, forward=forward)
-    if device.type == "cuda":
-        _budget(runner, options).check(_memory_of(device, share), context_length=options.context_length)
+        torch_logprobs.to_fp32(model, served=dtype)
+    weights = served_weights(model, options.weights)
+    if device.type == "cuda" and cache_bytes is None:
+        memory = _memory_of(device, share)
+        cache_bytes = _budget(weights, options).cache_within(memory, context_length=options.context_length)
+    runner = TorchRunner(model, options, weights=weights, forward=forward, cache_bytes=cache_bytes)
     runner.warm_up()
     return runner
 
@@ -77,15 +79,15 @@ def _device(device: Device) -> torch.device:
     return torch.device(device.value)
 
 
-def _budget(runner: TorchRunner, options: EngineOptions) -> EngineBudget:
+def _budget(weights: TorchWeights | QuantizedWeights, options: EngineOptions) -> EngineBudget:
     return budget_of(
         read_shape(options.model_path),
         dtype=options.dtype,
         wire=options.wire_dtype or options.dtype,
         slots=options.slots,
         context=options.context_length,
-        received=runner.layout.num_bytes,
-        spare=runner.spare_bytes,
+        received=weights.layout.num_bytes,
+        spare=weights.spare_bytes,
     )
 
 

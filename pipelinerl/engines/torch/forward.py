@@ -1,4 +1,4 @@
-"""The model's forward pass over `RowCache`: loading, and the choice between two forwards with the same results.
+"""The model's forward pass over `PageCache`: loading, and the choice between two forwards with the same results.
 
 `ModuleForward` runs transformers' own modules and serves any architecture; `LlamaForward` (in `decoder`) is a faster,
 module-free forward for the most common family.
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipelinerl.engines.torch import attention as torch_attention
 from pipelinerl.engines.torch.decoder import LlamaForward
-from pipelinerl.engines.torch.row_cache import DecodePlan, PrefillPlan, RowCache
+from pipelinerl.engines.torch.page_cache import DecodePlan, PageCache, PrefillPlan
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import load_model
 from trainer_contract.types import WeightDType
@@ -24,11 +24,11 @@ from trainer_contract.types import WeightDType
 class Forward(Protocol):
     """Model interface of a runner."""
 
-    def fill(self, token_ids: Tensor, positions: Tensor, cache: RowCache, plan: PrefillPlan) -> None:
+    def fill(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: PrefillPlan) -> None:
         """Store keys and values of prompts [P, T] as planned."""
         ...
 
-    def logits(self, token_ids: Tensor, positions: Tensor, cache: RowCache, plan: DecodePlan) -> Tensor:
+    def logits(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: DecodePlan) -> Tensor:
         """Return logits [K, V] after one token for each fed row [K, 1]."""
         ...
 
@@ -55,11 +55,11 @@ class ModuleForward:
         self._model = model
         self._backbone: nn.Module = getattr(model, str(model.base_model_prefix), model)
 
-    def fill(self, token_ids: Tensor, positions: Tensor, cache: RowCache, plan: PrefillPlan) -> None:
+    def fill(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: PrefillPlan) -> None:
         """Store keys and values of prompts [P, T] as planned."""
         self._backbone(input_ids=token_ids, position_ids=positions, past_key_values=cache, use_cache=True, plan=plan)
 
-    def logits(self, token_ids: Tensor, positions: Tensor, cache: RowCache, plan: DecodePlan) -> Tensor:
+    def logits(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: DecodePlan) -> Tensor:
         """Return logits [K, V] after one token for each fed row [K, 1]."""
         output: Any = self._model(
             input_ids=token_ids, position_ids=positions, past_key_values=cache, use_cache=True, plan=plan

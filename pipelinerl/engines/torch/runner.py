@@ -17,12 +17,15 @@ from torch import Tensor, nn
 
 from inference_contract.weights import WeightLayout
 from pipelinerl.engines.batching.model_runner import Prefill, RowState, RowTable
+from pipelinerl.engines.batching.sample_loop import CacheRoom
 from pipelinerl.engines.batching.sequence import TopTokens
 from pipelinerl.engines.memory_budget import PREFILL_TOKENS
 from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.torch.attention import reading_for
+from pipelinerl.engines.torch.blocks import BlockTable, tokens_of
 from pipelinerl.engines.torch.forward import ForwardKind, forward_of
+from pipelinerl.engines.torch.page_cache import AlikeRows, CacheShape, PageCache
 from pipelinerl.engines.torch.quantized import QuantizedWeights
-from pipelinerl.engines.torch.row_cache import AlikeRows, CacheShape, RowBeginnings, RowCache
 from pipelinerl.engines.torch.sampling import add_to_logits, sample
 from pipelinerl.engines.torch.weights import TorchWeights
 from pipelinerl.enums import WeightFormat
@@ -39,7 +42,12 @@ class TorchRunner:
     Args:
         model: from `load_for_decoding`; its parameters belong to the runner from now on.
         options: the number of rows, their length, and the storage format of linear layers.
+        weights: of the model, from `served_weights`; None: made here.
+        cache_bytes: most memory for keys and values; None: what all rows of the whole context take.
         prefill_tokens: most padded tokens of one prefill forward; a longer prompt runs alone.
+
+    Raises:
+        ModelError: the cache does not hold one row of the whole context.
     """
 
     def __init__(
@@ -47,6 +55,8 @@ class TorchRunner:
         model: nn.Module,
         options: EngineOptions,
         *,
+        weights: TorchWeights | QuantizedWeights | None = None,
+        cache_bytes: int | None = None,
         prefill_tokens: int = PREFILL_TOKENS,
         forward: ForwardKind = ForwardKind.AUTO,
     ) -> None:
@@ -57,18 +67,30 @@ class TorchRunner:
         self.vocab_size = int(text.vocab_size)
         parameter = next(model.parameters())
         self._device = parameter.device
-        native = options.weights is WeightFormat.NATIVE
-        self._weights = TorchWeights(model) if native else QuantizedWeights(model, options.weights)
+        self._weights = weights or served_weights(model, options.weights)
         self._forward = forward_of(model, forward, context_length=options.context_length)
         routing = torch_routers.shape_of(model)
         self.route_log = None if routing is None else torch_routers.TorchRouteLog(model, routing)
-        shape = CacheShape.of(text, options)
-        self._cache = RowCache(shape, dtype=parameter.dtype, device=self._device)
-        self._cache_bytes = shape.num_bytes(parameter.dtype)
+        shape = CacheShape.of(text, self._device)
+        self._block_bytes = shape.block_bytes(parameter.dtype)
+        self._table = BlockTable(
+            rows=options.slots,
+            context=options.context_length,
+            blocks=options.cache_blocks(shape.size, self._block_bytes, allowed=cache_bytes),
+            size=shape.size,
+            keeps_few=self._device.type == "cpu",
+        )
+        self._cache = PageCache(
+            shape,
+            self._table,
+            dtype=parameter.dtype,
+            device=self._device,
+            reading=reading_for(self._device, parameter.dtype),
+        )
         self._prefill_tokens = prefill_tokens
         self._rows = RowTable(options.slots)
         self.top_logprobs = _NO_TOP
-        self._beginnings = RowBeginnings(options.slots)
+        self._all_rows = np.arange(options.slots)
         # Only on CPU: a GPU takes as long to read its weights for one row as for all, so computing fewer rows saves
         # nothing.
         self._alike = AlikeRows(options.slots) if self._device.type == "cpu" else None
@@ -79,14 +101,15 @@ class TorchRunner:
         return self._weights.layout
 
     @property
-    def spare_bytes(self) -> int:
-        """The size of the quantised weights that will not serve, from the first update on; 0 if none are quantised."""
-        return self._weights.spare_bytes
+    def cache_bytes(self) -> int:
+        """The most memory that keys and values take."""
+        return self._table.num_blocks * self._block_bytes
 
     @property
-    def cache_bytes(self) -> int:
-        """The size of the cache of all rows at their full length."""
-        return self._cache_bytes
+    def room(self) -> CacheRoom:
+        """The blocks of the cache."""
+        table = self._table
+        return CacheRoom(blocks=table.num_blocks, free=table.free, size=table.size, reused_tokens=table.reused_tokens)
 
     # --- rows ----------------------------------------------------------------------------------------------------
 
@@ -95,44 +118,73 @@ class TorchRunner:
         self._rows.place(states)
         self._begin([state.row for state in states if state.position == 0])  # rows without a prefill
 
-    @torch.inference_mode()
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Move whole rows; no row is both a source and a target."""
-        length = self._rows.move(sources, targets)
-        self._cache.copy(sources, targets, length)
-        self._beginnings.copy(sources, targets, length)
+        """Move whole rows; no row is both a source and a target. Their blocks stay where they are."""
+        self._rows.move(sources, targets)
+        for source, target in zip(sources, targets, strict=True):
+            self._table.release(target, 0)
+            self._table.move(source, target)
         if self._alike is not None:
             self._alike.move(sources, targets)
 
+    def reserve(self, num_rows: int) -> bool:
+        """Give rows 0..num_rows-1 a block for their next token; return False if the blocks run out."""
+        return self._table.grow(self._rows.positions[:num_rows])
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Free the blocks of `rows`; full ones are kept for later prompts as long as there is room."""
+        for row in rows:
+            self._table.release(row, int(self._rows.positions[row]))
+
+    @torch.inference_mode()
+    def clear(self, rows: Sequence[int]) -> None:
+        """Set the blocks of `rows` to zero, and strike them from the files."""
+        for row in rows:
+            self._cache.clear(self._table.spoil(row))
+
     @torch.inference_mode()
     def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
-        """Copy the first `num_tokens` of the cache of row `source` to each of `rows`."""
-        sources = [source] * len(rows)
-        self._cache.copy(sources, rows, num_tokens)
-        self._beginnings.copy(sources, rows, num_tokens)
+        """Give `rows` the first `num_tokens` of the cache of row `source`; only the last block is copied."""
+        self.release([row for row in rows if self._table.counts[row]])
+        self._cache.copy(self._table.fork(source, rows, num_tokens))
+        self._rows.positions[list(rows)] = num_tokens
         self._begin(rows)
 
     # --- forward -------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def prefill(self, prefills: Sequence[Prefill]) -> None:
-        """Fill the cache of the named rows, batching prompts of similar length after their cached beginnings."""
-        if self.route_log is not None and self.route_log.is_on:  # needs every token: no cache reuse
-            self._prefill_told(prefills, self.route_log)
+        """Fill the cache of the named rows, batching prompts of similar length after their cached beginnings.
+
+        A prompt whose beginning another prompt computes waits for it and reuses it.
+        """
+        self.release([row for prefill in prefills for row in prefill.rows if self._table.counts[row]])
+        log = self.route_log if self.route_log is not None and self.route_log.is_on else None
+        if log is not None:  # needs every token: no cache reuse
+            self._prefill_told(prefills, log)
             return
-        waiting = list(prefills)
+        waiting = [(prefill, tokens_of(prefill.token_ids)) for prefill in prefills]
         while waiting:
-            after = self._beginnings.next_of(waiting)
-            if after.start:
-                sources = [
-                    source for source, each in zip(after.sources, after.prefills, strict=True) for _ in each.rows
-                ]
-                self._cache.copy(sources, [row for each in after.prefills for row in each.rows], after.start)
-            for batch in _batches(after.prefills, self._prefill_tokens, after.start):
-                self._fill(batch, after.start)
+            by_start: dict[int, list[Prefill]] = {}
+            later, being_computed = [], set[int]()
+            for prefill, tokens in waiting:
+                if not being_computed.isdisjoint(self._table.find(tokens)):
+                    later.append((prefill, tokens))
+                    continue
+                start = self._begin_prompt(prefill, tokens)
+                first, size = prefill.rows[0], self._table.size
+                being_computed.update(self._table.table[first, start // size : len(tokens) // size].tolist())
+                if start < len(tokens):
+                    by_start.setdefault(start, []).append(prefill)
+            for start, batch in by_start.items():
+                for part in _batches(batch, self._prefill_tokens, start):
+                    self._fill(part, start)
+            waiting = later
 
     def _prefill_told(self, prefills: Sequence[Prefill], log: torch_routers.TorchRouteLog) -> None:
         """Prefill without reusing the cache, and record the routing of each prompt in `log`."""
+        for prefill in prefills:
+            self._begin_prompt(prefill, tokens_of(prefill.token_ids), reuses=False)
         routed: dict[int, Experts] = {}
         for batch in _batches(prefills, self._prefill_tokens):
             length = self._fill(batch)
@@ -140,18 +192,23 @@ class TorchRunner:
             routed |= {id(each): of[: len(each.token_ids)] for each, of in zip(batch, of_prompts, strict=True)}
         log.prefilled = [routed[id(each)] for each in prefills]
 
+    def _begin_prompt(self, prefill: Prefill, tokens: NDArray[np.int32], *, reuses: bool = True) -> int:
+        """Give a prompt's rows their blocks; return the number of tokens that need no computation."""
+        self._rows.positions[list(prefill.rows)] = len(tokens)
+        self._begin(prefill.rows)
+        return self._table.begin(prefill.rows, tokens, reuses=reuses)
+
     def _fill(self, batch: Sequence[Prefill], start: int = 0) -> int:
         """Compute the prompts together from position `start`; return the number of tokens of each, with padding."""
-        length = max(len(prefill.token_ids) for prefill in batch) - start
-        token_ids = np.zeros((len(batch), length), dtype=np.int64)
+        lengths = [len(prefill.token_ids) for prefill in batch]
+        longest = max(lengths) - start
+        token_ids = np.zeros((len(batch), longest), dtype=np.int64)
         for index, prefill in enumerate(batch):
-            token_ids[index, : len(prefill.token_ids) - start] = prefill.token_ids[start:]
-            self._beginnings.note(prefill.rows, prefill.token_ids)
-            self._begin(prefill.rows)
-        positions = torch.arange(start, start + length, device=self._device)[None, :].expand(len(batch), -1)
-        plan = self._cache.plan_prefill([prefill.rows for prefill in batch], start, length)
+            token_ids[index, : lengths[index] - start] = prefill.token_ids[start:]
+        positions = torch.arange(start, start + longest, device=self._device)[None, :].expand(len(batch), -1)
+        plan = self._cache.plan_prefill([prefill.rows for prefill in batch], lengths, start, longest)
         self._forward.fill(self._on_device(token_ids), positions, self._cache, plan)
-        return length
+        return longest
 
     def warm_up(self) -> None:
         """Run each kind of forward once, so that an unsupported model fails at load time and not in service.
@@ -168,10 +225,13 @@ class TorchRunner:
         """Run one step of rows 0..num_rows-1."""
         rows, used = self._rows, slice(0, num_rows)
         feeds, positions = rows.feeds[used], rows.positions[used]
+        if not self.reserve(num_rows):
+            raise RuntimeError("the cache has no room for the next token; preempt a row before the step")
+        self._table.tokens[self._all_rows[used], positions] = feeds
         alike = None if self._alike is None else self._alike.step(feeds, positions)
         plan = self._cache.plan_decode(positions, alike)
         fed = self._on_device((feeds if alike is None else feeds[alike.first])[:, None])
-        logits = plan.to_rows(self._forward.logits(fed, plan.fed_positions, self._cache, plan))
+        logits = plan.to_rows(self._forward.logits(fed, plan.positions, self._cache, plan))
         if rows.any_change:
             logits = add_to_logits(logits, rows.changes)
         token_ids, logprobs, top_ids, top_logprobs = sample(
@@ -212,9 +272,14 @@ class TorchRunner:
         self._weights.finish_staging()
 
     def swap(self) -> None:
-        """Make the staged weights current."""
+        """Make the staged weights current; nothing that older ones computed is reused from now on."""
         self._weights.swap()
-        self._beginnings.forget()
+        self._table.forget()
+
+
+def served_weights(model: nn.Module, form: WeightFormat) -> TorchWeights | QuantizedWeights:
+    """Return the weights of a model in the format in which they are served."""
+    return TorchWeights(model) if form is WeightFormat.NATIVE else QuantizedWeights(model, form)
 
 
 def _batches(prefills: Sequence[Prefill], limit: int, start: int = 0) -> Iterator[list[Prefill]]:

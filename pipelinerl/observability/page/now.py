@@ -19,8 +19,17 @@ from pipelinerl.observability.page.run_view import RunView, sentence
 
 _Z: Final = 1.959964
 #: Figures of a domain that are averaged over its rollouts.
-_MEANS: Final = ("length_mean", "length_p95", "truncated", "all_right", "all_wrong", "unjudged")
-_SUMS: Final = ("stale_groups", "verifier_errors", "resting", "passed_over")
+_MEANS: Final = ("length_mean", "length_p95", "truncated", "all_right", "all_wrong", "unjudged", "turns", "segments")
+_SUMS: Final = (
+    "stale_groups",
+    "verifier_errors",
+    "resting",
+    "passed_over",
+    "episodes",
+    "calls_parsed",
+    "calls_malformed",
+    "tool_errors",
+)
 _CAUSES: Final = ("numerics", "cache", "staleness")
 _OF_CAUSE: Final = ("share", "mean", "p95", "max", "k3", "ess")
 _AGE: Final = "age_"
@@ -93,6 +102,7 @@ def _group(name: str, figures: Sequence[Figures]) -> dict[str, Any]:
         "accuracy": estimate(figures, "accuracy", share=True),
         "stale": stale / arrived if arrived else None,
         "verifier_s": _mean(figures, "verifier_s", weight="verified"),
+        "environment_s": _mean(figures, "environment_s", weight="episodes"),
         **row,
     }
 

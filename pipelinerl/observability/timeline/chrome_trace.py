@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from typing import IO, Any, Final, final
 
 from pipelinerl.observability.events import Event
-from pipelinerl.observability.timeline.groups import TracedGroup
 from pipelinerl.observability.timeline.spans import (
     CHECKPOINT,
     EVALUATION,
@@ -33,6 +32,7 @@ from pipelinerl.observability.timeline.spans import (
     RunMark,
     Span,
     SpanReader,
+    TracedGroup,
 )
 
 #: Rows for overlapping groups; a group that finds no free row is left out and counted.

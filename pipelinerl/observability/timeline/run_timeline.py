@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.observability.events import Event
-from pipelinerl.observability.timeline.groups import TracedGroup
 from pipelinerl.observability.timeline.spans import (
     CHECKPOINT,
     ENGINE,
@@ -31,6 +30,7 @@ from pipelinerl.observability.timeline.spans import (
     RunMark,
     Span,
     SpanReader,
+    TracedGroup,
 )
 
 #: Limits on marks kept, and on marks and groups drawn in one window.

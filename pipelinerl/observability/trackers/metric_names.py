@@ -21,6 +21,7 @@ STEP_METRICS: Final[Mapping[str, str]] = {
     "accuracy": "accuracy",
     "loss": "loss/policy",
     "value_loss": "loss/value",
+    "imitation_loss": "loss/imitation",
     "kl_reference": "loss/kl_reference",
     "kl_coefficient": "loss/kl_coefficient",
     "grad_norm": "optimizer/grad_norm",

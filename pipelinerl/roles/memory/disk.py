@@ -20,7 +20,7 @@ from pipelinerl.models.model_shape import BYTES
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.memory.prediction import MemoryPrediction, fits, gib, predict
 from pipelinerl.roles.wiring import objective_of
-from pipelinerl.system.accelerators import has_accelerator
+from pipelinerl.system.machine import has_accelerator
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType
 from trainer_contract.errors import SpecError
 from trainer_contract.types import Device, WeightDType

@@ -77,6 +77,12 @@ class EngineMemory:
         return sum(self.parts.values())
 
     @property
+    def least(self) -> int:
+        """Bytes on each device with keys and values of one sequence; the cache takes what is left."""
+        cache = self.parts["keys and values"]
+        return self.total - cache + -(-cache // self.slots)
+
+    @property
     def host(self) -> int:
         """Bytes on the host, in memory that all of the engine's processes share."""
         if not self.staged_on_host:
@@ -96,6 +102,11 @@ class Footprint(Protocol):
     @property
     def total(self) -> int:
         """Bytes at the peak."""
+        ...
+
+    @property
+    def least(self) -> int:
+        """Bytes without which the process does not start."""
         ...
 
     @property
@@ -196,7 +207,10 @@ def lines(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> Iterato
         parts = ", ".join(f"{name} {gib(size)}" for name, size in its.parts.items())
         on_host = f"; {gib(its.host)} on the host" if its.host else ""
         yield f"{kind}: {gib(its.total)}" + (f" of {gib(limit)}" if limit else "") + f" at the peak ({parts}){on_host}"
-        if limit is not None and its.total > limit:
+        if limit is not None and its.least <= limit < its.total:
+            left = its.parts["keys and values"] - (its.total - limit)
+            yield f"{kind}: keys and values take what is left of {gib(limit)}, {gib(left)}"
+        elif limit is not None and its.total > limit:
             yield f"{kind}: more than the {gib(limit)} that it has; {_advice(its, limit)}"
     whole, limit = _of_all(prediction), limits.get("all")
     if limit is not None and whole > limit:
@@ -206,7 +220,7 @@ def lines(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> Iterato
 
 def fits(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> bool:
     """Return True if every process is within its own limit, and the sum of all processes within the limit `all`."""
-    each = [its.total <= limits.get(kind, its.total) for kind, its in prediction.by_process.items()]
+    each = [its.least <= limits.get(kind, its.least) for kind, its in prediction.by_process.items()]
     return all(each) and _of_all(prediction) <= limits.get("all", math.inf)
 
 
@@ -248,6 +262,10 @@ class _Together:
     @property
     def total(self) -> int:
         return _of_all(self.prediction)
+
+    @property
+    def least(self) -> int:
+        return self.total
 
     @property
     def host(self) -> int:

@@ -83,6 +83,11 @@ class TrainerMemory:
         return sum(self.parts.values())
 
     @property
+    def least(self) -> int:
+        """Bytes without which the trainer does not start."""
+        return self.total
+
+    @property
     def host(self) -> int:
         """Bytes of this process's optimizer state on the host."""
         if not self._is_on_host:

@@ -23,7 +23,7 @@ from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds, flash_at
 from jax.sharding import Mesh, PartitionSpec as P
 from numpy.typing import NDArray
 
-from pipelinerl.models.jax.decoder import Attend, grouped_attention
+from pipelinerl.models.jax_decoder import Attend, grouped_attention
 from pipelinerl.trainers.jax import mesh as jax_mesh
 
 #: Number of queries whose scores are in memory at once. Longer rows are processed in blocks of this many queries; each

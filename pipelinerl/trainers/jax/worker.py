@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from pipelinerl.errors import ModelError
 from pipelinerl.models.decoder_config import DecoderConfig
-from pipelinerl.models.jax import memory as jax_memory
-from pipelinerl.models.jax.checkpoint import export_order, export_weight, load_weights, place_weights
+from pipelinerl.models.jax_decoder import bound_memory, export_order, export_weight, load_weights, place_weights
 from pipelinerl.trainers.jax import mesh as jax_mesh, program as jax_program, state as jax_state
 from pipelinerl.trainers.jax.attention import PADDING, PackedAttention, Rows
 from pipelinerl.trainers.jax.options import JaxOptions
@@ -208,7 +207,7 @@ def _forward(program: TrainerProgram, weights: Weights, batch: MicroBatch) -> Fl
 
 def _devices(spec: TrainerSpec) -> list[Any]:
     """Return the devices of all processes."""
-    jax_memory.bound(spec.memory_share)
+    bound_memory(spec.memory_share)
     try:
         return list(jax.devices(_PLATFORMS[spec.device]))
     except RuntimeError as error:

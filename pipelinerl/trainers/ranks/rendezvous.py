@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from pipelinerl.system.ports import family_of, free_ports
+from pipelinerl.system.machine import family_of, free_ports
 from pipelinerl.trainers.option_table import table, whole
 from pipelinerl.trainers.ranks.commands import Channel, Hello, Refused, Welcome, decode, encode
 from trainer_contract.errors import RankError, SpecError

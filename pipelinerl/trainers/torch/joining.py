@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.distributed
 
-from pipelinerl.system.ports import family_of
+from pipelinerl.system.machine import family_of
 from pipelinerl.trainers.ranks.rendezvous import Distributed
 from pipelinerl.trainers.ranks.shared_block import Place, is_here, shared_block
 from trainer_contract.errors import SpecError, StateError

@@ -150,7 +150,7 @@ class CheckpointStore:
         in_place = not temporary.exists() and _is_of(final_path, state)  # an earlier attempt failed after the rename
         if not in_place:
             with self._fence.blamed(state.epoch):
-                self._copy_model_files(temporary)
+                copy_model_files(self._model_directory, temporary)
                 (temporary / MANIFEST).write_text(Manifest(state, _digests(temporary)).text)
                 _sync_tree(temporary)
         with self._fence.held(state.epoch):
@@ -240,11 +240,13 @@ class CheckpointStore:
             with _as_far_as_it_goes(path):
                 shutil.rmtree(path.rename(removed))
 
-    def _copy_model_files(self, target: Path) -> None:
-        for source in sorted(self._model_directory.iterdir()):
-            weights = source.suffix in {".safetensors", ".bin", ".pt", ".pth"} or source.name.endswith(".index.json")
-            if source.is_file() and not weights and source.name != MANIFEST:
-                shutil.copyfile(source, target / source.name)
+
+def copy_model_files(model: Path, target: Path) -> None:
+    """Copy the files of a model directory other than its weights. Raises OSError."""
+    for source in sorted(model.iterdir()):
+        weights = source.suffix in {".safetensors", ".bin", ".pt", ".pth"} or source.name.endswith(".index.json")
+        if source.is_file() and not weights and source.name != MANIFEST:
+            shutil.copyfile(source, target / source.name)
 
 
 def load(path: Path) -> TrainingState:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, final
 
 from pipelinerl.errors import CheckpointError, FencedError
-from pipelinerl.observability.redaction import without_secrets
+from pipelinerl.observability.logs import without_secrets
 from pipelinerl.system.storage import Storage
 from pipelinerl.training.checkpoints.checkpoint import Retention
 from pipelinerl.training.checkpoints.manifest import (

@@ -176,6 +176,12 @@ def has_turn_signal(group: RolloutGroup) -> bool:
     return has_signal(group) or len({tuple(turn.reward for turn in rollout.turns) for rollout in judged}) > 1
 
 
+def has_part_signal(group: RolloutGroup) -> bool:
+    """Return whether judged rollouts differ in a part of their rewards, the signal for parts normalised alone."""
+    judged = [rollout for rollout in group.rollouts if rollout.verdict.outcome.is_judgement]
+    return has_signal(group) or len({rollout.verdict.parts for rollout in judged}) > 1
+
+
 def is_judged(group: RolloutGroup) -> bool:
     """Return whether any rollout has a valid verdict and tokens to train on."""
     return any(_trains(rollout) for rollout in group.rollouts)

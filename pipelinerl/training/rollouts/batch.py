@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, final, runtime_checkable
+from typing import NamedTuple, Protocol, final, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from inference_contract.schemas import FinishReason
 from pipelinerl import rng
 from pipelinerl.enums import Truncated
-from pipelinerl.objective.adv import Advantage, TurnReward, Turns, credits_turns
+from pipelinerl.objective.adv import Advantage, Decoupled, credits_turns
 from pipelinerl.objective.agg import Aggregation
 from pipelinerl.objective.objective import PolicyObjective
-from pipelinerl.objective.reward import RewardShaping
-from pipelinerl.training.rollouts.admission import has_signal, has_turn_signal, is_judged
+from pipelinerl.objective.reward import Parts, RewardShaping, Scored, TurnReward, Turns
+from pipelinerl.training.rollouts.admission import has_part_signal, has_signal, has_turn_signal, is_judged
 from pipelinerl.training.rollouts.packing import (
     Packed,
     SegmentTable,
@@ -53,37 +53,9 @@ Bins = Callable[[Sequence[int], Sequence[int], Sequence[int]], list[list[int]]]
 class TeachesCritic(Protocol):
     """An advantage estimator that defines the targets of the critic: `GAE`."""
 
-    def returns(self, **columns: Any) -> Floats:
+    def returns(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
         """Return the targets [N]; called like `Advantage.advantages`."""
         ...
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    """The rollouts of a step as advantages and weights see them, [B] each.
-
-    Attributes:
-        rewards: after shaping. groups: index of each rollout's group within the step. lengths: sampled tokens.
-        valid: judged, and with tokens to train on.
-        turns: of the rollouts; None if no estimator reads them.
-    """
-
-    rewards: Floats
-    groups: NDArray[np.intp]
-    lengths: NDArray[np.intp]
-    valid: NDArray[np.bool_]
-    turns: Turns | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """N, the number of sampled tokens."""
-        return int(self.lengths.sum())
-
-    def arguments(self, columns: Mapping[str, Floats]) -> dict[str, Any]:
-        """Return the arguments of `Advantage.advantages` and `GAE.returns`."""
-        rollouts = {"rewards": self.rewards, "groups": self.groups, "lengths": self.lengths, "valid": self.valid}
-        return {**rollouts, "columns": columns, "turns": self.turns}
 
 
 @final
@@ -187,10 +159,9 @@ class TrainBatch:
         Unjudged rollouts are not packed; the columns of their tokens are 0 and are never read.
         """
         columns = {name: self._gathered(completed, name) for name in adv.needs}
-        arguments = self.scored.arguments(columns)
-        computed = {"advantages": adv.advantages(**arguments)}
+        computed = {"advantages": adv.advantages(self.scored, columns)}
         if isinstance(adv, TeachesCritic):
-            computed["returns"] = adv.returns(**arguments)
+            computed["returns"] = adv.returns(self.scored, columns)
         return [
             with_columns(batch, {name: _scattered(column, batch, rows) for name, column in computed.items()})
             for batch, rows in zip(completed, self._rows(), strict=True)
@@ -234,6 +205,8 @@ def teacher(
 
 def signal_of(objective: PolicyObjective) -> Callable[[RolloutGroup], bool]:
     """Return the function that tells whether the rewards of a group differ, as the objective reads them."""
+    if isinstance(objective.adv, Decoupled):
+        return has_part_signal
     return has_turn_signal if credits_turns(objective.adv) else has_signal
 
 
@@ -249,7 +222,7 @@ def learns_from_equals(objective: PolicyObjective, shaping: Mapping[str, RewardS
     equals = Scored(
         rewards=np.array([1.0, 1.0, 0.0, 0.0]), groups=np.array([0, 0, 1, 1]), lengths=ones, valid=ones.astype(bool)
     )
-    return bool(objective.adv.advantages(**equals.arguments({})).any())
+    return bool(objective.adv.advantages(equals, {}).any())
 
 
 def is_masked(rollout: Rollout, truncated: Truncated) -> bool:
@@ -344,9 +317,16 @@ def build(
     learns = valid & ~np.array([is_masked(rollout, truncated) for rollout in rollouts])
     late = bool(objective.adv.needs)
     turns = _turns(rollouts) if credits_turns(objective.adv) else None
-    scored = Scored(rewards=rewards, groups=index, lengths=lengths, valid=learns if late else valid, turns=turns)
+    scored = Scored(
+        rewards=rewards,
+        groups=index,
+        lengths=lengths,
+        valid=learns if late else valid,
+        turns=turns,
+        parts=_parts(groups, shaping, rewards) if isinstance(objective.adv, Decoupled) else None,
+    )
     with np.errstate(invalid="ignore", over="ignore"):  # `finite_check` reports rewards that are not finite
-        advantages = np.zeros(scored.num_tokens) if late else objective.adv.advantages(**scored.arguments({}))
+        advantages = np.zeros(scored.num_tokens) if late else objective.adv.advantages(scored, {})
     parts = np.split(advantages, np.cumsum(lengths)[:-1])
     taught = np.array([late or not objective.zero_advantage_is_idle or part.any() for part in parts])
     partition = BatchPartition(
@@ -379,6 +359,11 @@ def _turns(rollouts: Sequence[Rollout]) -> Turns:
     return Turns.of(
         [[TurnReward(len(turn.token_ids), turn.reward, turn.agent) for turn in one.turns] for one in rollouts]
     )
+
+
+def _parts(groups: Sequence[RolloutGroup], shaping: Mapping[str, RewardShaping], rewards: Floats) -> Parts:
+    ways = [(rollout, shaping.get(group.domain, RewardShaping())) for group in groups for rollout in group.rollouts]
+    return Parts.of([how.parts(rollout.verdict.parts) for rollout, how in ways], rewards)
 
 
 def _computed(teaches: NDArray[np.bool_], some: NDArray[np.bool_]) -> list[int]:

@@ -22,6 +22,7 @@ import numpy as np
 from pipelinerl.objective.kl_control import as_column
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.training.rollouts.batch import MiniBatch, TrainBatch
+from pipelinerl.training.rollouts.demonstrations import IMITATION, ImitationStream
 from pipelinerl.training.rollouts.packing import with_columns
 from pipelinerl.training.step import finite_check
 from pipelinerl.training.step.finite_check import NonFiniteStep
@@ -75,6 +76,7 @@ class TrainStep:
     passes: ForwardPasses
     critic: Critic | None = None
     entropy: EntropyMeter = field(default_factory=EntropyMeter)
+    demonstrations: ImitationStream | None = None
 
     @property
     def _policy(self) -> Trainer:
@@ -153,8 +155,22 @@ class TrainStep:
         """Run backward of policy and critic."""
         with self._clean_on_failure():
             losses = self._policy_backward(mini_batch.batch, objective)
+            imitation = self._imitate(mini_batch)
             value_losses = self._critic_backward(mini_batch.batch)
-        return Gradient(mini_batch=mini_batch, losses=losses, value_losses=value_losses)
+        return Gradient(mini_batch=mini_batch, losses=losses, value_losses=value_losses, imitation=imitation)
+
+    def _imitate(self, mini_batch: MiniBatch) -> float | None:
+        """Add the gradient of the demonstrations of this optimizer step; return their mean cross-entropy."""
+        given, batch = self.demonstrations, mini_batch.batch
+        if given is None or self._stands_still(batch):
+            return None
+        number = batch.optimizer_steps.start + mini_batch.epoch * batch.partition.mini_batching.mini_batches
+        micro_batches = given.micro_batches(number + mini_batch.number, width=self.width)
+        if not micro_batches:
+            return None
+        with finite_check.naming("loss of demonstrations", batch.orders):
+            losses = self._policy.backward(micro_batches, IMITATION)
+        return sum(loss.loss for loss in losses) / given.weight
 
     def _update(self, gradient: Gradient, objective: PolicyObjective, *, number: int, rate: float) -> Update:
         """Make both optimizer steps, the critic's first; the policy's is number `number` of the batch, from 0."""

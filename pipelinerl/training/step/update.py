@@ -53,11 +53,15 @@ class BatchEnd(StrEnum):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradient:
-    """The losses of the backward passes over a mini-batch. There are none while the policy stands still."""
+    """The losses of the backward passes over a mini-batch. There are none while the policy stands still.
+
+    `imitation` is the mean cross-entropy of the demonstrations beside it, in nats per token.
+    """
 
     mini_batch: MiniBatch
     losses: list[LossStats]
     value_losses: list[LossStats]
+    imitation: float | None = None
 
     @property
     def batch(self) -> TrainBatch:
@@ -118,6 +122,7 @@ def figures_of(updates: Sequence[Update], objective: PolicyObjective, *, held_ve
         **found,
         **_of_critic(updates),
         **_of_sending(updates),
+        **_of_imitation(updates),
         "loss": fmean(_loss(update.gradient.losses) for update in updates),
         "grad_norm": fmean(update.policy.grad_norm for update in updates),
         "learning_rate": updates[-1].policy.learning_rate,
@@ -128,6 +133,11 @@ def figures_of(updates: Sequence[Update], objective: PolicyObjective, *, held_ve
 def _of_sending(updates: Sequence[Update]) -> dict[str, float]:
     shares = [update.policy.sent_share for update in updates if update.policy.sent_share is not None]
     return {"sent_share": fmean(shares)} if shares else {}
+
+
+def _of_imitation(updates: Sequence[Update]) -> dict[str, float]:
+    losses = [update.gradient.imitation for update in updates if update.gradient.imitation is not None]
+    return {"imitation_loss": fmean(losses)} if losses else {}
 
 
 def _of_critic(updates: Sequence[Update]) -> dict[str, float]:

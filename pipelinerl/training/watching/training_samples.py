@@ -17,7 +17,7 @@ from typing import Final, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.observability.redaction import without_secrets
+from pipelinerl.observability.logs import without_secrets
 from pipelinerl.observability.samples.record import (
     AnswerRecord,
     AnswerTokens,

@@ -22,13 +22,10 @@ from pathlib import Path
 from typing import Final
 
 from pipelinerl.verifiers.oubliette import toolchains
-from pipelinerl.verifiers.oubliette.attacks import files, kernel, memory, processes
-from pipelinerl.verifiers.oubliette.attacks.attack import PRELUDE, QUICK, Attack
+from pipelinerl.verifiers.oubliette.attacks import ATTACKS, PRELUDE, QUICK, Attack
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox, default_slots, isolation_of
 from pipelinerl.verifiers.oubliette.slot import Isolation
-
-ATTACKS: Final = (*processes.ATTACKS, *memory.ATTACKS, *files.ATTACKS, *kernel.ATTACKS)
 
 #: Number of attempts at an attack whose run received no processor, since such a run proves nothing.
 _TRIES: Final = 5
@@ -237,12 +234,12 @@ _SWITCHES: Final = (
     (
         "/proc/sys/kernel/unprivileged_userns_clone",
         "0",
-        "only root may make user namespaces (sysctl kernel.unprivileged_userns_clone)",
+        "only root may make user namespaces (sysctl attacks.unprivileged_userns_clone)",
     ),
     (
         "/proc/sys/kernel/apparmor_restrict_unprivileged_userns",
         "1",
-        "AppArmor lets no ordinary program make user namespaces (sysctl kernel.apparmor_restrict_unprivileged_userns)",
+        "AppArmor lets no ordinary program make user namespaces (sysctl attacks.apparmor_restrict_unprivileged_userns)",
     ),
 )
 

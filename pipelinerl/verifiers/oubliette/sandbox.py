@@ -16,9 +16,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, final
 
-from pipelinerl.verifiers.oubliette import bubblewrap, control_groups, syscall_filter, toolchains
-from pipelinerl.verifiers.oubliette.gvisor import bundle
-from pipelinerl.verifiers.oubliette.gvisor.gvisor_slot import GvisorSlot
+from pipelinerl.verifiers.oubliette import bubblewrap, control_groups, gvisor, syscall_filter, toolchains
+from pipelinerl.verifiers.oubliette.gvisor import GvisorSlot
 from pipelinerl.verifiers.oubliette.runs import ProgramResult, Run, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.slot import Isolation, Slot
 
@@ -74,7 +73,7 @@ def isolation_of(tier: Tier, number: int) -> Isolation:
 
 def _strong() -> Isolation:
     """Return gVisor's isolation; its slot builds the command itself."""
-    if bundle.executable() is None:
+    if gvisor.executable() is None:
         raise SandboxMissing(
             f"the {Tier.STRONG} sandbox needs gVisor's runsc, which is not installed; on Debian: apt install runsc"
         )

@@ -30,10 +30,9 @@ from typing import TYPE_CHECKING, Final, final
 
 import msgspec
 
-from pipelinerl.system.http_client import hot_session
+from pipelinerl.system.http_client import KEEP_ALIVE_S, ServiceFailed, ServicePatience, error_of, hot_session, post
 from pipelinerl.types import Problem, Verdict
 from pipelinerl.verifiers.service import wire
-from pipelinerl.verifiers.service.calls import KEEP_ALIVE_S, ServiceFailed, ServicePatience, error_of, post
 from pipelinerl.verifiers.service.wire import VerifierLease, VerifyAnswer, VerifyRequest
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, failed
 

@@ -1,4 +1,4 @@
-"""Routes and messages of a verifier service, shared by client and service.
+"""Routes and messages of a verifier service, shared by client and service, and `ServedDomain`.
 
     GET  /health     liveness, without a token
     GET  /status     → `ServiceStatus`: domains, load, the cache
@@ -13,13 +13,14 @@ accept the request: after 404, 409 and 5xx it may, after 400, 413 and 422 it wou
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
 from pipelinerl.types import Problem, Verdict
-from pipelinerl.verifiers.verifier import Judgement, SampledAnswer
+from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer
 
 #: Version of this protocol; it increases with each change that the other end must know about.
 PROTOCOL: Final = 1
@@ -106,3 +107,19 @@ class VerifierLease(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     incarnation: str
     domains: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedDomain:
+    """A domain that this service judges.
+
+    Attributes:
+        rules: digest of the part of the recipe that defines judging, so that no client gets another recipe's verdicts.
+        kept: whether equal answers have equal verdicts, so that verdicts can be cached.
+        tier: tier of the domain's sandbox, if it has one.
+    """
+
+    verifier: GroupVerifier
+    rules: str
+    kept: bool
+    tier: str = ""

@@ -25,8 +25,7 @@ import torch.distributed
 
 from inference_contract.weights import Backend, Connections
 from pipelinerl.errors import AddressError, DeadlineError, UpdateError
-from pipelinerl.system.addresses import address_towards, without_name_servers
-from pipelinerl.system.ports import family_of
+from pipelinerl.system.machine import address_towards, family_of, without_name_servers
 from pipelinerl.weights.broadcast import torch_nccl
 
 #: A blocking wait on the store cannot be interrupted, and torch prints two warnings each time one times out. The code

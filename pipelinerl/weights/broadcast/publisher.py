@@ -50,8 +50,8 @@ from inference_contract.weights import (
     WeightUpdateResponse,
 )
 from pipelinerl.errors import DeadlineError, PipelineError, ReachedNoEngine, UpdateError
-from pipelinerl.system.addresses import address_facing
 from pipelinerl.system.background import in_background, in_background_soon, settled
+from pipelinerl.system.machine import address_facing
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 from pipelinerl.weights.broadcast.sender import WeightSender
 from pipelinerl.weights.engine_control import EngineControl, Preparation, each, each_until_failure, lasting

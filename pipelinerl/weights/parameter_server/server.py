@@ -50,7 +50,7 @@ from starlette.types import Message, Receive, Scope, Send
 from inference_contract import routes
 from inference_contract.errors import ContractError, DeadlineExceeded, DigestMismatch, InvalidRequest
 from pipelinerl.errors import CheckpointError, PipelineError
-from pipelinerl.observability.metrics import PROMETHEUS_TYPE, prometheus_text
+from pipelinerl.observability.status import PROMETHEUS_TYPE, prometheus_text
 from pipelinerl.system.background import in_background
 from pipelinerl.system.http_service import BodyRule, guard, refuse_in_one_shape
 from pipelinerl.weights.layout import WeightDigest

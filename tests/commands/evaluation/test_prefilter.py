@@ -12,8 +12,8 @@ from rich.console import Console
 from pipelinerl.commands.evaluation.prefilter import ANSWERS, Band, PrefilterReport, band_of, prefilter
 from pipelinerl.commands.evaluation.respondents import target_of
 from pipelinerl.config.recipe import RunConfig, load
-from pipelinerl.data.drafts import Split
 from pipelinerl.data.problems import open_source
+from pipelinerl.data.source import Split
 from pipelinerl.errors import UserError
 from tests.fakes.openai_server import OpenAIFake
 from tests.fakes.served import in_thread

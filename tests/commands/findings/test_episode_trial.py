@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from pipelinerl.commands.findings.episode_trial import episode_tried
@@ -14,28 +17,56 @@ from pipelinerl.verifiers.oubliette.runs import SandboxMissing, Tier
 from tests.fakes.talking_sampler import tokenizer as without_tools
 from tests.fakes.tool_model import tool_tokenizer
 
-RECIPE = {
+RECIPE: dict[str, Any] = {
     "model": {"path": "m"},
     "domains": [{"name": "sums", "source": "addition", "episode": {"tools": ["python"], "max_turns": 3}}],
 }
 PROBLEM = Problem(problem_id="p", domain="sums", messages=(Message("user", "6 * 7?"),), ground_truth="42")
 
 
-async def lines(tokenizer: ChatTokenizer) -> list[str]:
-    config = parse(RECIPE)
+CODE = """
+async def once(task, client):
+    answer = await client.chat(task.messages)
+    return float(answer.content == "42")
+
+async def nothing(task, client):
+    return 1.0
+"""
+
+
+async def lines(tokenizer: ChatTokenizer, **domain: object) -> list[tuple[str, str]]:
+    config = parse({**RECIPE, "domains": [RECIPE["domains"][0] | domain]})
     return await episode_tried(config, config.domains[0], PROBLEM, tokenizer)
 
 
-async def test_check_shows_a_call_its_result_and_the_verdict() -> None:
+def with_tools() -> ChatTokenizer:
     try:
         probe.opened(Tier.DEFAULT).close()
     except SandboxMissing as error:
         pytest.skip(f"left out: {error}")
     made = tool_tokenizer()
-    call, result, verdict = await lines(ChatTokenizer(made, {made.convert_tokens_to_ids("<|end|>")}))
+    return ChatTokenizer(made, {made.convert_tokens_to_ids("<|end|>")})
+
+
+async def test_check_shows_a_call_its_result_and_the_verdict() -> None:
+    (_, call), (_, result), (_, verdict), (kind, warning) = await lines(with_tools(), max_tokens=256)
+    assert kind == "warning" and "an episode of 3 such turns with answers of 256 tokens may reach" in warning
     assert '▸ \'<tool_call>\\n{"name": "python"' in call
     assert "<tool_response>\\n42\\n</tool_response>" in result and "new segment" not in result
-    assert verdict.startswith("correct, reward 1;")
+    assert verdict.startswith("domains.sums: correct, reward 1;")
+
+
+async def test_user_code_sees_the_answer_after_the_recipes_tool(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(CODE)
+    played = await lines(with_tools(), environment=f"{tmp_path}/agent.py:once")
+    assert "<tool_response>\\n42\\n</tool_response>" in played[1][1]
+    assert played[2][1].startswith("domains.sums: correct, reward 1;")
+
+
+async def test_environment_that_asks_for_no_answer_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(CODE)
+    with pytest.raises(RecipeError, match="never asked the model"):
+        await lines(without_tools(), environment=f"{tmp_path}/agent.py:nothing", episode={})
 
 
 async def test_chat_template_without_calls_is_rejected() -> None:

@@ -16,7 +16,7 @@ from pipelinerl.config.recipe import load, save
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.observability.events import Event
 from pipelinerl.simulation.hardware import EngineTimes
-from pipelinerl.simulation.lengths import FixedLengths
+from pipelinerl.simulation.setting import FixedLengths
 from pipelinerl.staleness import StalenessBounds
 from tests.simulation.recorded import run_events
 

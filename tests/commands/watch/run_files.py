@@ -16,7 +16,7 @@ from pipelinerl.commands.watch.server import create_page
 from pipelinerl.commands.watch.watched_run import WatchedRun, watched_runs
 from pipelinerl.config import recipe as recipes
 from pipelinerl.observability.events import EventLog
-from pipelinerl.observability.samples.record import AnswerTokens, SampleGroup, SampleKind, TokenTexts
+from pipelinerl.observability.samples.record import AnswerTokens, SampleGroup, SampleKind, TokenTexts, TurnRecord
 from pipelinerl.observability.samples.sample_log import SampleLog
 from tests.fakes.served import in_thread
 from tests.observability.samples.groups import answer, group
@@ -49,9 +49,11 @@ def write(log: EventLog, event: dict[str, Any]) -> None:
 
 
 def by_domain(event: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Return figures of two domains of different skill."""
+    """Return figures of two domains of different skill; the rollouts of the first are episodes with tools."""
     figures = {"rollouts": 128.0, "groups": 16.0, "length_mean": 6.0, "stale_groups": 1.0, "truncated": 0.0}
     easy = {"reward": event["reward"], "accuracy": event["reward"]}
+    calls = {"calls_parsed": 40.0, "tool_errors": 3.0, "calls_malformed": 1.0}
+    easy |= {"turns": 2.5, "segments": 1.5, "episodes": 64.0, "environment_s": 0.25, **calls}
     return {"short_words": figures | easy, "long_words": figures | {"reward": 0.0, "accuracy": 0.0}}
 
 
@@ -69,6 +71,17 @@ def sampled(step: int, **fields: Any) -> SampleGroup:
     wrong = answer("wrong", reward=0.0 if step % 2 else 1.0, advantage=-1.0, length=2, staleness=step % 3)
     given = {"prompt_tokens": TokenTexts(ids=(1, 2), texts=("<bos>", "say")), "tags": ("easy",) if step % 2 else ()}
     return group(step, right, wrong, **given | fields)
+
+
+def of_episode(step: int) -> SampleGroup:
+    """Return a group with one episode: two turns of the main agent, a fork of the first, and a sub-agent."""
+    turns = (
+        TurnRecord(text="let me look", agent="main", length=4, begins="first"),
+        TurnRecord(text="it is b", agent="main", length=3, context="the tool says b", reward=1.0, continues=1),
+        TurnRecord(text="or c", agent="main", length=2, context="try again", segment=2, begins="forked", continues=1),
+        TurnRecord(text="a plan", agent="planner", length=2, context="plan it", segment=3, begins="first"),
+    )
+    return group(step, answer("let me look", turns=turns), group_id=f"episode-{step}")
 
 
 def keep(run_dir: Path, groups: list[SampleGroup], *, name: str = "training") -> None:

@@ -102,12 +102,13 @@ def test_step_event_includes_stage_timings_of_at_most_four_groups_once(state: Ru
 
 
 def test_tool_calls_are_only_figures_of_domains_that_offer_tools(state: RunState) -> None:
-    alive(state, "one", judged=10, tool_episodes=4, calls_parsed=6, calls_malformed=1)
+    alive(state, "one", judged=10, tool_episodes=4, calls_parsed=6, calls_malformed=1, episodes=4, environment_s=2.0)
     (step,) = taken(state, 1, by_domain={"a": {}})
-    assert step["by_domain"]["a"].items() >= {"calls_parsed": 6, "calls_malformed": 1}.items()
-    alive(state, "one", judged=12, tool_episodes=5, calls_parsed=8, calls_malformed=1)
+    assert step["by_domain"]["a"].items() >= {"calls_parsed": 6, "calls_malformed": 1, "tool_errors": 0}.items()
+    assert step["by_domain"]["a"].items() >= {"episodes": 4, "environment_s": 0.5}.items()
+    alive(state, "one", judged=12, tool_episodes=5, calls_parsed=8, calls_malformed=1, tool_errors=3, episodes=5)
     (step,) = taken(state, 2, by_domain={"a": {}})
-    assert step["by_domain"]["a"].items() >= {"calls_parsed": 2, "calls_malformed": 0}.items()
+    assert step["by_domain"]["a"].items() >= {"calls_parsed": 2, "calls_malformed": 0, "tool_errors": 3}.items()
 
 
 FIRST = [1.0] * FIRST_STEPS

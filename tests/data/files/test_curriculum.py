@@ -12,10 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelinerl.data.drafts import Split
-from pipelinerl.data.files.curriculum import Curriculum, ProblemOrder
-from pipelinerl.data.files.source import RowSource
+from pipelinerl.data.files.source import Curriculum, ProblemOrder, RowSource
 from pipelinerl.data.problems import open_source
+from pipelinerl.data.source import Split
 from pipelinerl.errors import RecipeError
 
 ROWS = [

@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelinerl.data.drafts import Split, digest_of
 from pipelinerl.data.files.field_map import FieldMap
 from pipelinerl.data.files.rows import RowSequence
 from pipelinerl.data.files.source import RowSource, index_of
 from pipelinerl.data.problems import open_source
+from pipelinerl.data.source import Split, digest_of
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Message, Problem
 

@@ -6,7 +6,8 @@ import pytest
 
 from inference_contract.errors import InvalidRequest, Overloaded
 from pipelinerl import rng
-from pipelinerl.engines.batching.scheduler import Capacity, Scheduler
+from pipelinerl.engines.batching.sample_loop import CacheRoom
+from pipelinerl.engines.batching.scheduler import Capacity, Moves, Scheduler
 from pipelinerl.engines.batching.sequence import Request
 
 
@@ -153,3 +154,48 @@ def test_rows_stay_dense_and_moves_are_disjoint(seed: int) -> None:
         rows.update(zip(moves.targets, taken, strict=True))
         rows = {row: rows[row] for row in range(count - len(ended))}
         assert list(rows.values()) == scheduler.running
+
+
+def _room(free: int, blocks: int = 100) -> CacheRoom:
+    return CacheRoom(blocks=blocks, free=free, size=4, reused_tokens=0)
+
+
+def test_paged_cache_admits_as_many_samples_as_its_free_blocks_hold() -> None:
+    """Nine tokens fill two blocks that the samples share, and each needs a third of its own."""
+    scheduler = _scheduler(slots=8)
+    scheduler.submit(_request("a", samples=4, prompt=9))
+    assert scheduler.admit(_room(2)) == []
+    assert [each.rows for each in scheduler.admit(_room(5))] == [[0, 1, 2]]
+    assert scheduler.num_waiting == 1
+
+
+def test_preempted_sequence_is_admitted_before_waiting_requests() -> None:
+    scheduler = _scheduler(slots=4)
+    scheduler.submit(_request("a", samples=2))
+    scheduler.admit(_room(9))
+    scheduler.submit(_request("b", priority=-1))
+    preempted = scheduler.running[0]
+    assert scheduler.preempt(0) == Moves([1], [0]) and scheduler.any_preempted and scheduler.num_waiting == 2
+    assert scheduler.admit(_room(0)) == [], "without room, nothing else is admitted either"
+    admitted = scheduler.admit(_room(9))
+    assert [each.sequences[0] for each in admitted] == [preempted, scheduler.running[2]]
+    assert not scheduler.any_preempted and scheduler.num_waiting == 0
+
+
+def test_only_preempted_sequences_are_admitted_while_a_commit_drains_the_rows() -> None:
+    scheduler = _scheduler(slots=4)
+    scheduler.submit(_request("a"))
+    scheduler.admit(_room(9))
+    scheduler.submit(_request("b"))
+    scheduler.preempt(0)
+    assert [each.request.request_id for each in scheduler.admit(_room(9), new=False)] == ["a"]
+
+
+def test_withdrawn_request_leaves_no_preempted_sequence() -> None:
+    scheduler = _scheduler(slots=4)
+    request = _request("a", samples=2)
+    scheduler.submit(request)
+    scheduler.admit(_room(9))
+    scheduler.preempt(1)
+    assert scheduler.withdraw(request) == [0]
+    assert (scheduler.any_preempted, scheduler.num_waiting) == (False, 0)

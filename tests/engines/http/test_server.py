@@ -20,7 +20,7 @@ from inference_contract.schemas import ChatCompletionRequest, EngineMetrics
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.server import METRICS_PREFIX, create_app
 from pipelinerl.errors import AddressError
-from pipelinerl.observability.metrics import prometheus_text
+from pipelinerl.observability.status import prometheus_text
 from pipelinerl.system import http_service
 from pipelinerl.system.http_service import listen, serve
 from tests.fakes.scripted_engine import MODEL, ScriptedEngine, application

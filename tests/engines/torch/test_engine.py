@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from inference_contract.errors import NotFinite
-from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, EngineMetrics
 from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.options import EngineOptions
@@ -131,12 +131,52 @@ async def test_engine_recovers_from_non_finite_weights_with_the_next_update(
     await engine.close()
 
 
-def test_cache_beyond_its_budget_is_rejected_with_its_size(options: EngineOptions) -> None:
-    needed = load_runner(options).cache_bytes
-    assert needed == 2 * 2 * 8 * 2 * CONTEXT * 8 * 4
-    load_runner(options, cache_bytes=needed)
-    with pytest.raises(ModelError, match=f"8 slots of {CONTEXT} tokens need {needed} bytes"):
-        load_runner(options, cache_bytes=needed - 1)
+def test_cache_holds_at_least_one_sequence_and_at_most_its_budget(options: EngineOptions) -> None:
+    whole = load_runner(options).cache_bytes
+    assert whole == 2 * 2 * 8 * 2 * CONTEXT * 8 * 4
+    one = whole // options.slots
+    assert load_runner(options, cache_bytes=whole // 2 + 1).cache_bytes == whole // 2
+    assert load_runner(options, cache_bytes=one).cache_bytes == one
+    with pytest.raises(ModelError, match=f"a sequence of {CONTEXT} tokens needs {one} bytes of cache"):
+        load_runner(options, cache_bytes=one - 1)
+
+
+@pytest.mark.parametrize("on_update", OnUpdate)
+async def test_small_cache_samples_the_same_tokens(
+    options: EngineOptions, endless: ChatTokenizer, model_path: Path, on_update: OnUpdate
+) -> None:
+    """Eight rows share room for two whole contexts: samples are preempted and continue, also across an update to equal
+    weights.
+    """
+    same = _bytes(AutoModelForCausalLM.from_pretrained(model_path))
+    requests = [
+        ChatCompletionRequest(
+            prompt_token_ids=[1 + place] * 20, max_tokens=length, n=2, seed=place, return_token_ids=True
+        )
+        for place, length in enumerate((100, 90, 80, 8, 70, 8))
+    ]
+
+    async def answers(cache_bytes: int | None) -> tuple[list[Choice], EngineMetrics]:
+        engine = BatchingEngine(options, load=lambda: load_runner(options, cache_bytes=cache_bytes), tokenizer=endless)
+        await engine.start()
+        asked = [asyncio.create_task(engine.complete(request)) for request in requests]
+        while engine.metrics().generated_tokens_total < 150:
+            await asyncio.sleep(0.001)
+        engine.staging()[:] = same
+        await engine.commit(version=1, epoch=1, digest="d", on_update=on_update)
+        done = await asyncio.gather(*asked)
+        metrics = engine.metrics()
+        await engine.close()
+        return [choice for answer in done for choice in answer.choices], metrics
+
+    (whole, _), (few, metrics) = await answers(None), await answers(load_runner(options).cache_bytes // 4)
+    assert metrics.preemptions_total > 0 and metrics.cache_used_share == 0.0
+    for one, other in zip(whole, few, strict=True):
+        tokens, others = one.token_ids or [], other.token_ids or []
+        shared = min(len(tokens), len(others)) if on_update is OnUpdate.ABORT else None
+        assert tokens[:shared] == others[:shared]
+        assert (one.token_logprobs or [])[:shared] == pytest.approx((other.token_logprobs or [])[:shared], abs=1e-5)
+        assert sum(count for _, count in other.version_spans or []) == len(others)
 
 
 def test_gpu_memory_share_has_no_effect_on_cpu(options: EngineOptions) -> None:

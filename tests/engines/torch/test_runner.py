@@ -20,7 +20,7 @@ from pipelinerl import rng
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.torch.decoder import LlamaForward
 from pipelinerl.engines.torch.forward import ForwardKind, ModuleForward, forward_of, load_for_decoding
-from pipelinerl.engines.torch.row_cache import DecodePlan
+from pipelinerl.engines.torch.page_cache import CacheReading
 from pipelinerl.engines.torch.runner import TorchRunner
 from pipelinerl.errors import ModelError
 from tests.fakes.engine_options import engine_options
@@ -315,16 +315,46 @@ def test_rows_join_leave_and_move(directories: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2_softcap"])
 def test_few_long_rows_among_many_short_ones(directories: dict[str, Path], name: str) -> None:
-    """Long rows are attended to separately; the test checks that the plan still splits them."""
     path = directories[name]
     runner = _runner(path)
     rows = [Row(_prompt(i, 88 if i == 2 else 3), noise_key=i) for i in range(8)]
     _start(runner, rows)
     _decode(runner, rows, 6)
-    plan = runner._cache.plan
-    assert isinstance(plan, DecodePlan) and plan.long_rows is not None
-    assert (plan.common_length, plan.length, plan.long_rows.tolist()) == (32, 96, [2])
     _agree(path, rows)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2_softcap"])
+def test_next_turn_computes_only_its_new_tokens(directories: dict[str, Path], name: str) -> None:
+    """Each turn continues the conversation; what it computes does not grow with it."""
+    path = directories[name]
+    runner, conversation, computed = _runner(path), _prompt(0, 20), []
+    for turn in range(4):
+        row = Row(conversation, noise_key=turn)
+        computed += _computed(runner, [Prefill(row.prompt[:-1], [0])])
+        runner.place([row.state(0)])
+        _decode(runner, [row], 8)
+        _agree(path, [row])
+        runner.release([0])
+        conversation = [*row.prompt, *row.token_ids, *_prompt(100 + turn, 4)]
+    assert [tokens for _, tokens in computed] == [19, 31, 11, 23], "less than a block of 32 is computed again"
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2_softcap"])
+def test_rows_agree_however_they_are_read(directories: dict[str, Path], name: str) -> None:
+    """In place, or gathered by the table: rows that share blocks, rows of one block, and blocks that were spread."""
+    for reading in (CacheReading.IN_PLACE, CacheReading.GATHERED):
+        runner = _runner(directories[name])
+        runner._cache.reading = reading
+        short = [Row(_prompt(i, 5), noise_key=i) for i in range(6)]
+        _start(runner, short)
+        _decode(runner, short, 4)
+        runner.release(range(6))
+        common = _prompt(9, 40)
+        rows = [Row(common, noise_key=i) for i in range(3)] + [Row(_prompt(i, 3 + 20 * i), noise_key=i) for i in (1, 2)]
+        runner.prefill([Prefill(common[:-1], range(3)), *(Prefill(rows[i].prompt[:-1], [i]) for i in (3, 4))])
+        runner.place([row.state(index) for index, row in enumerate(rows)])
+        _decode(runner, rows, 12)
+        _agree(directories[name], [*short, *rows])
 
 
 def test_late_sibling_takes_prompt_from_a_running_row(directories: dict[str, Path]) -> None:

@@ -20,7 +20,7 @@ from pipelinerl.commands.remote import controller_of
 from pipelinerl.controller.routes import ENGINES, EngineTaken
 from pipelinerl.errors import RecipeError
 from pipelinerl.rng import generator
-from pipelinerl.system.ports import free_ports
+from pipelinerl.system.machine import free_ports
 from tests.fakes.live_fleet import engines, fleet, until_serving
 from tests.fakes.live_run import LiveRun, endless_run, launched, told
 from tests.faults.scenarios.scenario import Verdict

@@ -19,8 +19,8 @@ from typing import Any, Final
 
 import psutil
 
+from pipelinerl.system.http_client import ServicePatience
 from pipelinerl.types import Outcome
-from pipelinerl.verifiers.service.calls import ServicePatience
 from pipelinerl.verifiers.service.client import VerifierServices
 from pipelinerl.verifiers.verifier import SampledAnswer
 from tests.fakes.verifier_service import RULES, TOKEN, lease, problem

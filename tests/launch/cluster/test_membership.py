@@ -34,8 +34,7 @@ from launch.run_directory import create
 from launch.supervisor import RunOutcome, RunResult, Supervisor
 from pipelinerl.config.recipe import parse
 from pipelinerl.errors import UserError
-from pipelinerl.observability.restarts import read_restarts
-from pipelinerl.observability.status import RestartStatus
+from pipelinerl.observability.status import RestartStatus, read_restarts
 from pipelinerl.roles.role import OnExit
 from tests.patience import PATIENCE_S, SOON_S
 

@@ -5,6 +5,7 @@ No test sleeps for a fixed time: each step waits for the effect of the one befor
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import pytest
 
 from benchmarks.open_pages import now_question, run_question
 from pipelinerl.observability.events import EventLog
-from tests.commands.watch.run_files import ServedPage, loaded, served_page, write, written_run
+from tests.commands.watch.run_files import ServedPage, keep, loaded, of_episode, served_page, write, written_run
 from tests.fakes.live_run import endless_run, launched
 from tests.observability.page.browser import MISSING, a_browser, opened
 from tests.observability.page.hostile_run import HOSTILE, hostile_run, long_silent
@@ -199,6 +200,34 @@ def test_samples_can_be_filtered_and_sorted_and_links_are_permanent(browser: Bro
         go(page, server.url, f"tokens/{without}/0")
         expect(page.get_by_role("button", name="entropy")).to_be_disabled()
         expect(page.locator("main")).to_contain_text("Entropy was not measured here")
+
+
+def test_episode_is_a_tree_of_turns_and_environments_have_figures(browser: Browser, tmp_path: Path) -> None:
+    from playwright.sync_api import expect
+
+    run = written_run(tmp_path / "run", steps=3)
+    keep(run, [of_episode(3)], name="episodes")
+    with served_page(run) as served:
+        loaded(served)
+        samples = served.get("/api/samples", kind="any")["samples"]
+        (episode,) = [each["group"] for each in samples if "let me look" in each["text"]]
+        with opened(browser, served.url) as page:
+            go(page, served.url, "now")
+            figures = page.get_by_role("region", name="Environments").locator("tbody tr")
+            expect(figures).to_have_count(1)
+            assert figures.locator("td").all_inner_texts() == ["short_words", "2.5", "1.5", "250 ms", "120", "9", "3"]
+            page.goto(f"{served.url}/#/group/{episode}")
+            turns = page.get_by_role("region", name="Turns of answer 0")
+            expect(turns.locator("ul.turns ul.turns section")).to_have_count(1)
+            expect(turns.locator("ul.turns ul.turns")).to_contain_text("segment 2: continues turn 1 (forked)")
+            expect(turns).to_contain_text("turn 4, planner, 2 tokens")
+            if folder := os.environ.get("PAGE_PICTURES"):
+                for scheme in ("light", "dark"):
+                    page.emulate_media(color_scheme=scheme)
+                    page.screenshot(path=f"{folder}/episode-{scheme}.png", full_page=True)
+                page.goto(f"{served.url}/#/now")
+                figures.first.scroll_into_view_if_needed()
+                page.screenshot(path=f"{folder}/now.png", full_page=True)
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 360), ("dark", 3840)])

@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 
 from pipelinerl.observability.events import Event
-from pipelinerl.observability.timeline.groups import TracedGroup
-from pipelinerl.observability.timeline.spans import RunMark, Span, SpanReader
+from pipelinerl.observability.timeline.spans import RunMark, Span, SpanReader, TracedGroup
 from tests.observability.synthetic import events as synthetic
 from tests.observability.timeline.events_of_a_run import A, B, event, publish, run, stages, step
 

@@ -12,7 +12,7 @@ from pipelinerl.roles.memory import disk
 from pipelinerl.roles.memory.disk import settled
 from pipelinerl.roles.memory.prediction import fits, lines, predict
 from pipelinerl.roles.wiring import objective_of
-from pipelinerl.system.accelerators import has_accelerator
+from pipelinerl.system.machine import has_accelerator
 from tests.roles.test_dtypes import directory
 
 GIB = 2**30
@@ -94,7 +94,7 @@ def test_files_of_a_resumed_run_are_subtracted_from_its_disk_need(
     disk.refuse_full_disk(config, predicted, place)
 
 
-def test_default_groups_in_flight_fill_all_engine_slots_twice() -> None:
+def test_default_groups_in_flight_fill_all_engine_slots_four_times() -> None:
     sizes = ("engine.slots=64", "engine.count=3", "actor.count=2", "sampling.group_size=8")
-    assert load("tiny", sizes).groups_in_flight == 2 * 3 * 64 // (8 * 2)
+    assert load("tiny", sizes).groups_in_flight == 4 * 3 * 64 // (8 * 2)
     assert load("tiny", [*sizes, "actor.groups_in_flight=5"]).groups_in_flight == 5

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.objective.presets import resolve
-from pipelinerl.system.ports import free_ports
+from pipelinerl.system.machine import free_ports
 from pipelinerl.trainers.jax.mesh import join
 from pipelinerl.trainers.ranks.commands import (
     Channel,

@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipelinerl.system.ports import free_ports
+from pipelinerl.system.machine import free_ports
 from pipelinerl.trainers.torch.mesh import ProcessMesh, device_index
 from pipelinerl.trainers.torch.options import TorchOptions
 from pipelinerl.trainers.torch.shard_files import VALUE, ShardFiles, key_of

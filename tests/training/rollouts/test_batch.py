@@ -16,11 +16,11 @@ from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.adv import GroupRelative
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import PRESETS, resolve
-from pipelinerl.objective.reward import RewardShaping
+from pipelinerl.objective.reward import RewardShaping, Scored
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.rollouts.batch import build, teacher
 from pipelinerl.training.rollouts.packing import WeightedRollout, pack
-from pipelinerl.types import Outcome, Rollout, RolloutGroup
+from pipelinerl.types import Outcome, RewardPart, Rollout, RolloutGroup
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.types import MicroBatch, OptimizerSpec, TrainerSpec
 
@@ -92,7 +92,7 @@ def test_leaving_out_idle_rollouts_changes_nothing(name: str, model: Path) -> No
     rewards = np.array([r.verdict.reward for r in rollouts])
     lengths = np.array([r.num_sampled_tokens for r in rollouts])
     valid = np.array([r.verdict.outcome.is_judgement for r in rollouts])
-    advantages = objective.adv.advantages(rewards=rewards, groups=index, lengths=lengths, valid=valid, columns={})
+    advantages = objective.adv.advantages(Scored(rewards=rewards, groups=index, lengths=lengths, valid=valid), {})
     weights = objective.agg.token_weights(lengths=lengths, groups=index, valid=valid)
     packed_whole = pack(
         [
@@ -175,6 +175,32 @@ def test_each_domain_shapes_its_own_rewards() -> None:
     halved = {"b": RewardShaping(scale=0.5)}
     batch = build(groups, objective=resolve("grpo"), token_budget=1000, producing=1, shaping=halved)
     assert batch.scored.rewards.tolist() == [0.0, 1.0, 0.0, 0.5]
+
+
+def with_parts(index: int, *parts: tuple[float, float]) -> RolloutGroup:
+    """Return a group whose verdicts have the parts right and short, and their sum 2·right − short as the reward."""
+    made = ragged(index, [2 * right - short for right, short in parts])
+    rollouts = [
+        replace(one, verdict=replace(one.verdict, parts=(RewardPart("right", right), RewardPart("short", short))))
+        for one, (right, short) in zip(made.rollouts, parts, strict=True)
+    ]
+    return replace(made, rollouts=tuple(rollouts))
+
+
+def test_parts_of_rewards_reach_the_advantages_with_the_weights_of_the_domain() -> None:
+    group_of_equals = with_parts(0, (1.0, 1.0), (0.0, -1.0))
+    shaping = {"test": RewardShaping(part_weights=(("right", 2.0), ("short", -1.0)))}
+    batch = build([group_of_equals], objective=resolve("gdpo"), token_budget=1000, producing=1, shaping=shaping)
+    assert group_of_equals.rollouts[0].verdict.reward == group_of_equals.rollouts[1].verdict.reward == 1.0
+    scored = batch.scored.parts
+    assert scored is not None and scored.weights.tolist() == [[2.0, -1.0], [2.0, -1.0]]
+    advantages = resolve("gdpo").adv.advantages(batch.scored, {})
+    assert advantages[0] == pytest.approx(1.0, abs=1e-5) and advantages[-1] == pytest.approx(-1.0, abs=1e-5)
+    assert teacher(resolve("gdpo"), shaping, Truncated.TRAIN)(group_of_equals), "the parts differ"
+    assert not teacher(resolve("grpo"), shaping, Truncated.TRAIN)(group_of_equals)
+    assert not teacher(resolve("gdpo"), shaping, Truncated.TRAIN)(with_parts(1, (1.0, 1.0), (1.0, 1.0)))
+    plain = build([group_of_equals], objective=resolve("gdpo"), token_budget=1000, producing=1)
+    assert not plain.packed[0].micro_batch.advantages.any(), "without weights the reward is one part"
 
 
 def test_batch_without_signal_keeps_one_rollout() -> None:

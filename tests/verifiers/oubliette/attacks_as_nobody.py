@@ -7,6 +7,7 @@ import os
 import sys
 
 from pipelinerl.verifiers.oubliette import probe
+from pipelinerl.verifiers.oubliette.attacks import ATTACKS
 from pipelinerl.verifiers.oubliette.runs import SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.sandbox import isolation_of
 
@@ -19,8 +20,8 @@ def main() -> None:
     os.setuid(NOBODY)
     try:
         probe.opened(Tier.DEFAULT, at_once=1).close()
-        found = probe.attacked(lambda number: isolation_of(Tier.DEFAULT, number), probe.ATTACKS)
-        quick = [attack for attack in probe.ATTACKS if not attack.ends and attack.language == "python"]
+        found = probe.attacked(lambda number: isolation_of(Tier.DEFAULT, number), ATTACKS)
+        quick = [attack for attack in ATTACKS if not attack.ends and attack.language == "python"]
         weak = probe.attacked(lambda number: isolation_of(Tier.WEAK, number), quick)
     except (SandboxMissing, SandboxLost) as error:
         print(json.dumps({"missing": str(error)}))

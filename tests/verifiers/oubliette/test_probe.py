@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.verifiers.oubliette import bubblewrap, probe
-from pipelinerl.verifiers.oubliette.probe import ATTACKS, Defence
+from pipelinerl.verifiers.oubliette.attacks import ATTACKS
+from pipelinerl.verifiers.oubliette.probe import Defence
 from pipelinerl.verifiers.oubliette.runs import SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox, isolation_of
 from pipelinerl.verifiers.oubliette.slot import Isolation

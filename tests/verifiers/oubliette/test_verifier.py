@@ -9,16 +9,16 @@ from typing import Any, final
 import pytest
 
 from pipelinerl.config.domains import DomainSection
-from pipelinerl.config.judging import OublietteSection
+from pipelinerl.config.verification import OublietteSection
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Message, Outcome, Problem, Verdict
 from pipelinerl.verifiers.oubliette import verifier as verifiers
+from pipelinerl.verifiers.oubliette.checkers import CodeRules, Scoring
 from pipelinerl.verifiers.oubliette.repository import Content, ContentMissing, Link
-from pipelinerl.verifiers.oubliette.rules import CodeRules, Scoring
 from pipelinerl.verifiers.oubliette.runner import Check, Executed, Program
-from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, SandboxLost, Tier
+from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox
-from pipelinerl.verifiers.oubliette.verifier import Oubliette
+from pipelinerl.verifiers.oubliette.verifier import Oubliette, PythonTool
 from pipelinerl.verifiers.verifier import SampledAnswer
 from tests.patience import PATIENCE_S
 
@@ -303,3 +303,30 @@ async def test_concurrent_callers_share_a_failed_attempt_to_open_the_runner(monk
     assert len(tries) == 2, "and who comes later tries anew"
     await verifier.close()
     assert (await judged(verifier, RIGHT)).reason == "the verifier is closed"
+
+
+@pytest.fixture
+async def tool(sandbox: Sandbox) -> AsyncIterator[PythonTool]:
+    made = PythonTool(CodeRules(time_limit_s=1.0), workers=1)
+    yield made
+    await made.close()
+
+
+async def test_tool_calls_share_no_state(tool: PythonTool) -> None:
+    assert await tool.call("x = 6\nopen('kept', 'w').write('x')\nprint(x * 7)") == ("42", False)
+    shown, has_failed = await tool.call("print(x)")
+    assert "NameError: name 'x' is not defined" in shown and has_failed
+    assert "No such file" in (await tool.call("open('kept')"))[0]
+    assert await tool.call("pass") == ("(the program printed nothing)", False)
+    shown, _ = await tool.call("print('a' * 9000)")
+    assert len(shown) < 4100 and "[5000 characters left out]" in shown
+
+
+async def test_limits_of_the_domain_apply_to_tool_calls(tool: PythonTool) -> None:
+    assert "processor time" in (await tool.call("while True: pass"))[0]
+
+
+async def test_missing_sandbox_is_an_error_at_start_that_names_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SandboxMissing, match=r"python tool needs a sandbox: .*bubblewrap, which is not installed"):
+        await PythonTool(CodeRules()).start()

@@ -14,14 +14,13 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import RedirectResponse, Response, StreamingResponse
 
+from pipelinerl.system.http_client import ServicePatience
 from pipelinerl.system.http_service import guard
 from pipelinerl.types import Outcome, Problem, Verdict
 from pipelinerl.verifiers.service import wire
-from pipelinerl.verifiers.service.calls import ServicePatience
 from pipelinerl.verifiers.service.client import RemoteVerifier, VerifierServices
-from pipelinerl.verifiers.service.served_domain import ServedDomain
 from pipelinerl.verifiers.service.server import create_app
-from pipelinerl.verifiers.service.wire import VerifyRequest
+from pipelinerl.verifiers.service.wire import ServedDomain, VerifyRequest
 from pipelinerl.verifiers.verifier import PerAnswerVerifier, SampledAnswer, correct, wrong
 from tests.fakes.served import in_thread
 from tests.fakes.verifier_service import RULES, TOKEN, lease, problem, service

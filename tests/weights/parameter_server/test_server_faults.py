@@ -20,7 +20,7 @@ import pytest
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import DeadlineError, UpdateError
-from pipelinerl.system.ports import free_ports
+from pipelinerl.system.machine import free_ports
 from pipelinerl.weights.parameter_server import server as parameter_server, upload as push
 from pipelinerl.weights.parameter_server.connection import VersionRecord
 from pipelinerl.weights.parameter_server.download import WeightPuller

@@ -27,12 +27,40 @@ export function Group({ run, rest }) {
       key=${answer.sample} answer=${answer} group=${group} keep=${keep} />`)}</div></div>`;
 }
 
+// The turns of an episode as a tree: a segment stands below the turn that it continues.
+function Turns({ answer }) {
+  const turns = answer.turns.map((turn, at) => ({ ...turn, number: at + 1 }));
+  const segments = [...new Set(turns.map((turn) => turn.segment))].map((segment) =>
+    turns.filter((turn) => turn.segment === segment),
+  );
+  const startsIn = (segment, parent) =>
+    parent === null ? !segment[0].continues : parent.some((turn) => turn.number === segment[0].continues);
+  const branch = (segment) => html`<li key=${segment[0].segment}>
+    ${segments.length > 1 && html`<p class="soft">segment ${segment[0].segment}: ${segment[0].continues ? `continues turn ${segment[0].continues}` : "begins a conversation"}${segment[0].begins && ` (${words(segment[0].begins)})`}</p>`}
+    ${segment.map(
+      (turn) => html`<section key=${turn.number} aria-label=${`Turn ${turn.number} of answer ${answer.sample}`}>
+      <p class="soft">turn ${turn.number}${turn.agent && turn.agent !== "main" && `, ${turn.agent}`}, ${number(turn.length)} tokens${turn.reward !== 0 && `, reward ${signed(turn.reward)}`}</p>
+      ${turn.context && html`<div class="text clip context">${turn.context}</div>`}
+      <div class="text clip">${turn.text || "(empty)"}</div></section>`,
+    )}
+    ${tree(segment)}</li>`;
+  const tree = (parent) => {
+    const below = segments.filter((segment) => segment !== parent && startsIn(segment, parent));
+    return below.length > 0 && html`<ul class="turns">${below.map(branch)}</ul>`;
+  };
+  return html`<div role="region" tabindex="0" aria-label=${`Turns of answer ${answer.sample}`}>${tree(null)}</div>`;
+}
+
 function Answer({ answer, group, keep }) {
   const good = answer.outcome === "correct";
   return html`<article class="card" aria-label=${`Answer ${answer.sample}`}>
     <h3><span class=${`pill ${good ? "good" : "plain"}`}>${answer.outcome}</span> reward ${number(answer.reward)}${answer.advantage !== null && `, advantage ${signed(answer.advantage)}`}</h3>
-    <div class="text clip" tabindex="0" role="region"
-      aria-label=${`Text of answer ${answer.sample}`}>${answer.text || "(empty)"}</div>
+    ${
+      answer.turns.length > 0
+        ? html`<${Turns} answer=${answer} />`
+        : html`<div class="text clip" tabindex="0" role="region"
+      aria-label=${`Text of answer ${answer.sample}`}>${answer.text || "(empty)"}</div>`
+    }
     <dl class="facts-list"><dt>tokens</dt><dd>${number(answer.length)}, ended by ${answer.finish_reason || "–"}</dd>
       <dt>versions</dt><dd>${answer.spans.map(([version, count]) => `v${version} × ${count}`).join(", ") || "–"}</dd>
       <dt>staleness</dt><dd>${number(answer.staleness)}${answer.trained ? "" : ", had no gradient"}</dd>

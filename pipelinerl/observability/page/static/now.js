@@ -50,6 +50,7 @@ export function Now({ run, facts, query, refresh }) {
     <${Shares} state=${state} />
     <${Charts} run=${run} facts=${facts} coarse=${state.steps} smooth=${Number(query.smooth) || 0} ...${shown} />
     <${Domains} state=${state} wide=${wide} />
+    <${Environments} state=${state} wide=${wide} />
     <${Incidents} incidents=${state.incidents ?? []} />
   </div>`;
 }
@@ -290,6 +291,33 @@ function ZoomButtons({ shared, all }) {
     <button type="button" aria-label="Zoom in" onClick=${() => press(0.5)}>+</button>
     <button type="button" aria-label="Zoom out" onClick=${() => press(2)}>−</button>
     <button type="button" onClick=${() => shared.set(null)}>all steps</button></span>`;
+}
+
+// Figures of the domains whose rollouts are episodes; nothing if there are none.
+function Environments({ state, wide }) {
+  const rows = (state.domains ?? []).filter((each) => Number.isFinite(each.turns));
+  const figures = [
+    ["turns", (row) => number(row.turns)],
+    ["segments", (row) => number(row.segments)],
+    ["seconds outside the model", (row) => duration(row.environment_s)],
+    ["calls", (row) => number(row.calls_parsed)],
+    ["failed calls", (row) => number(row.tool_errors)],
+    ["malformed calls", (row) => number(row.calls_malformed)],
+  ];
+  return (
+    rows.length > 0 &&
+    html`<section class="card"><h2>Environments</h2>
+      <p class="soft">Per episode, and calls in all, of the last ${wide} steps.</p>
+      <div class="scroll" tabindex="0" role="region" aria-label="Environments"><table><thead><tr>
+        <th scope="col">domain</th>${figures.map(
+          ([name]) => html`<th class="number" scope="col" key=${name}>${name}</th>`,
+        )}</tr></thead>
+      <tbody>${rows.map(
+        (row) => html`<tr key=${row.name}><td>${row.name}</td>${figures.map(
+          ([name, shown]) => html`<td class="number" key=${name}>${shown(row)}</td>`,
+        )}</tr>`,
+      )}</tbody></table></div></section>`
+  );
 }
 
 function Domains({ state, wide }) {

@@ -22,14 +22,22 @@ from typing import TYPE_CHECKING, Final, Self, final
 import msgspec
 
 from pipelinerl.errors import UserError
-from pipelinerl.system.http_client import call_timeout, hot_session
+from pipelinerl.system.http_client import (
+    KEEP_ALIVE_S,
+    ServiceFailed,
+    ServicePatience,
+    at_most,
+    call_timeout,
+    error_of,
+    hot_session,
+    post,
+)
 from pipelinerl.verifiers.oubliette.checkers import CheckerFailed, CustomChecker
 from pipelinerl.verifiers.oubliette.remote import wire
 from pipelinerl.verifiers.oubliette.repository import Content, ContentMissing, Link
 from pipelinerl.verifiers.oubliette.runner import Check, Executed, Program
 from pipelinerl.verifiers.oubliette.runs import Limits, ProgramResult, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.toolchains import ToolchainMissing
-from pipelinerl.verifiers.service.calls import KEEP_ALIVE_S, ServiceFailed, ServicePatience, at_most, error_of, post
 
 if TYPE_CHECKING:
     import aiohttp

@@ -26,7 +26,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.routing import Route
 
-from pipelinerl.system.http_service import BodyRule, guard, refusal, refuse_in_one_shape
+from pipelinerl.system.http_service import BodyRule, HeartbeatRoute, RequestRefused, guard, refusal, refuse_in_one_shape
 from pipelinerl.verifiers.oubliette import toolchains
 from pipelinerl.verifiers.oubliette.checkers import CheckerFailed, CustomChecker
 from pipelinerl.verifiers.oubliette.remote import wire
@@ -40,7 +40,6 @@ from pipelinerl.verifiers.oubliette.repository import (
 from pipelinerl.verifiers.oubliette.runner import Check, LocalRunner, Program
 from pipelinerl.verifiers.oubliette.runs import Limits, ProgramResult, SandboxLost, Tier
 from pipelinerl.verifiers.oubliette.toolchains import ToolchainMissing
-from pipelinerl.verifiers.service.heartbeat_route import HeartbeatRoute, RequestRefused
 
 #: Maximum number of work items that a service holds.
 MOST_WAITING: Final = 65_536

@@ -15,19 +15,18 @@ import msgspec
 import pytest
 from fastapi import FastAPI, Response
 
+from pipelinerl.system.http_client import ServicePatience
 from pipelinerl.types import Message, Outcome, Problem, Verdict
 from pipelinerl.verifiers.oubliette import toolchains
-from pipelinerl.verifiers.oubliette.checkers import CheckerFailed, CustomChecker, Protocol
+from pipelinerl.verifiers.oubliette.checkers import CheckerFailed, CodeRules, CustomChecker, Protocol
 from pipelinerl.verifiers.oubliette.remote import wire
 from pipelinerl.verifiers.oubliette.remote.client import RemoteRunner
 from pipelinerl.verifiers.oubliette.remote.service import OublietteService, create_app
 from pipelinerl.verifiers.oubliette.repository import ContentMissing, Link, PersistentRepository, TransientRepository
-from pipelinerl.verifiers.oubliette.rules import CodeRules
 from pipelinerl.verifiers.oubliette.runner import Executed, LocalRunner, Program
 from pipelinerl.verifiers.oubliette.runs import Limits, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox, isolation_of
 from pipelinerl.verifiers.oubliette.verifier import Oubliette
-from pipelinerl.verifiers.service.calls import ServicePatience
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S, SOON_S
 

@@ -1,0 +1,46 @@
+"""A taskset of the library verifiers: spell a word backward. Its rubric scores the share of right letters."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import verifiers.v1 as vf
+
+
+class Word(vf.TaskData):
+    """One row."""
+
+    word: str
+
+
+class Spelling(vf.Task[Word]):
+    """One answer, and its score."""
+
+    @vf.stop
+    async def one_answer(self, trace: vf.Trace) -> bool:
+        return trace.num_turns >= 1
+
+    @vf.reward
+    async def letters(self, trace: vf.Trace) -> float:
+        answer = trace.last_reply or ""
+        pairs = zip(answer, reversed(self.data.word), strict=False)
+        return sum(a == b for a, b in pairs) / max(len(answer), len(self.data.word))
+
+
+class BackwardConfig(vf.TasksetConfig):
+    """Settings, from `taskset` of the recipe's environment_options."""
+
+    letters: str = "abdegnoprst"
+
+
+class Backward(vf.Taskset[Spelling, BackwardConfig]):
+    """All words of three of the letters."""
+
+    def load(self):
+        for number, letters in enumerate(product(self.config.letters, repeat=3)):
+            word = "".join(letters)
+            prompt = f"Spell this word backward (example: sun -> nus): {word}"
+            yield Spelling(Word(idx=number, prompt=prompt, word=word), self.config.task)
+
+
+__all__ = ["Backward"]

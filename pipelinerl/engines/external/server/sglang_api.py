@@ -1,0 +1,231 @@
+"""`SglangServerApi`: a stock SGLang server, through its native `/generate` and its weight-update routes.
+
+    python -m sglang.launch_server --model-path MODEL --enable-deterministic-inference
+
+Weights are sent the way SGLang's users send them: this process is rank 0 of a group that the server's ranks join, and
+broadcasts the staged parameters one after another. The group uses gloo, whatever device the server runs on: torch's
+broadcast accepts tensors on either side, so this process needs no GPU.
+
+This client is written from SGLang's published request types and tested against a fake server made from the same types.
+It has not been run against a real server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, final
+from urllib.parse import urlsplit
+
+from inference_contract.errors import InvalidRequest
+from inference_contract.weights import OnUpdate, WeightLayout
+from pipelinerl.engines.batching.sequence import Request, Sequence
+from pipelinerl.engines.external.engine_core import refuse_beyond, sample_id
+from pipelinerl.engines.external.server.server_core import Chunk, LabelSpan, ServerHttp, ServerModel
+from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
+from pipelinerl.errors import EngineUnreachable, ModelError
+from pipelinerl.system.background import in_background
+from pipelinerl.system.machine import address_towards
+
+_PAUSES: Final = {
+    OnUpdate.CONTINUE: "in_place",
+    OnUpdate.RECOMPUTE_KV: "retract",
+    OnUpdate.ABORT: "abort",
+    OnUpdate.DRAIN: "in_place",  # no sample is running at this point
+}
+_LONG_S: Final = 600.0
+_JOIN_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _ServerGroup:
+    """A group that the server's ranks have joined, and its `Collective`, in which this process is rank 0."""
+
+    name: str
+    collective: Any
+
+
+@final
+class SglangServerApi:
+    """Client of a stock SGLang server; satisfies `ServerApi`."""
+
+    generate = "/generate"
+
+    def __init__(self, http: ServerHttp, layout: WeightLayout, staged: SharedBytes) -> None:
+        self._http = http
+        self._layout = layout
+        self._staged = staged.tensor
+        self._ranks = 0
+        self._group: _ServerGroup | None = None
+        self._retracted = False
+
+    async def open(self, label: str) -> ServerModel:
+        """Check that the server can be used, form the group, and name its weights.
+
+        Raises:
+            ModelError: the server was started with wrong flags; the message names the right ones.
+            EngineUnreachable: the server does not respond.
+        """
+        info = await self._http.get("/server_info")
+        if info["dp_size"] != 1 or info["pp_size"] != 1:
+            raise ModelError(
+                f"the SGLang server at {self._http.url} must have dp_size and pp_size 1, got {info['dp_size']} and "
+                f"{info['pp_size']}; start one server for each replica"
+            )
+        if not info["enable_deterministic_inference"]:
+            raise ModelError(
+                f"the SGLang server at {self._http.url} ignores the seeds of requests; start it with "
+                "--enable-deterministic-inference"
+            )
+        self._ranks = int(info["tp_size"])
+        await self.resume()  # ends a pause that an earlier client left
+        await self._form_group()
+        await self._succeeds("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        models = await self._http.get("/v1/models")
+        return ServerModel(dtype=str(info["dtype"]), context_length=int(models["data"][0]["max_model_len"]))
+
+    async def close(self) -> None:
+        """Leave the group, and end a pause of the server."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.collective.close()
+            await self._http.post("/destroy_weights_update_group", {"group_name": group.name})
+        await self.resume()
+
+    # --- samples -------------------------------------------------------------------------------------------------
+
+    def check(self, request: Request) -> None:
+        """Raise `InvalidRequest` if top-k or top-p apply: SGLang reports log-probs from before both."""
+        refuse_beyond(request, frozenset(), "this engine's server")
+        if request.temperature > 0 and (request.top_k or request.top_p < 1):
+            raise InvalidRequest(
+                "this engine's server reports log-probs of the distribution before top-k and top-p; set top_k=0 and "
+                "top_p=1",
+                param="top_k" if request.top_k else "top_p",
+            )
+
+    def order(self, sequence: Sequence, *, salt: str) -> Mapping[str, Any]:
+        """Return the `GenerateReqInput` of one sample; only this engine's token limit and `stop_ids` end the sample."""
+        request = sequence.request
+        return {
+            "rid": sample_id(sequence),
+            "input_ids": sequence.context,
+            "stream": True,
+            "return_logprob": True,
+            "cache_salt": salt,
+            "sampling_params": {
+                "temperature": request.temperature,
+                "max_new_tokens": sequence.token_limit,
+                "stop_token_ids": sorted(request.stop_ids),
+                "ignore_eos": not request.stop_ids,  # without stop ids, SGLang must ignore all end tokens
+                # SGLang hashes the seed with a token's position in the whole sequence, so the noise of later tokens is
+                # the same with and without a prefix.
+                "sampling_seed": sequence.noise_key % 2**31,
+                "skip_special_tokens": False,
+            },
+        }
+
+    def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:
+        """Return the new tokens of one event: its last ones, whether the event lists all tokens or only new ones."""
+        if "error" in event:
+            raise EngineUnreachable(f"the SGLang server at {self._http.url} aborted a sample: {event['error']}")
+        meta = event["meta_info"]
+        new = int(meta["completion_tokens"]) - known
+        logprobs = meta.get("output_token_logprobs") or []
+        if new and len(logprobs) < new:
+            raise EngineUnreachable(f"expected {new} log-probs with as many new tokens, got {len(logprobs)}")
+        fresh = logprobs[len(logprobs) - new :]
+        return Chunk(
+            [token_id for _, token_id, *_ in fresh],
+            [logprob for logprob, *_ in fresh],
+            ended=meta["finish_reason"] is not None,
+            spans=[
+                LabelSpan(span["version"], span["start"], span["end"])
+                for span in meta.get("weight_versions") or ()
+                if span["end"] > span["start"]
+            ],
+        )
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
+    async def pause(self, on_update: OnUpdate) -> None:
+        """Call `/pause_generation`."""
+        mode = _PAUSES[on_update]
+        await self._http.post("/pause_generation", {"mode": mode}, timeout_s=_LONG_S)
+        self._retracted = mode == "retract"
+
+    async def resume(self) -> None:
+        """Call `/continue_generation`."""
+        await self._http.post("/continue_generation", {"torch_empty_cache": False})
+
+    async def load_staged(self, label: str) -> None:
+        """Broadcast the parameters, in the order announced to the server."""
+        if self._group is None:
+            await self._form_group()  # the broadcast of an earlier load failed
+        group = self._group
+        assert group is not None
+        specs = self._layout.parameters
+        update = {
+            "names": [spec.name for spec in specs],
+            "dtypes": [spec.dtype.value for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
+            "group_name": group.name,
+            "flush_cache": False,
+            "weight_version": label,
+        }
+        self._group = None  # a group whose broadcast fails is unusable
+        sending = in_background("send-weights", lambda: self._send(group.collective))
+        try:
+            await self._succeeds("/update_weights_from_distributed", update)
+            await asyncio.wrap_future(sending)
+            self._group = group
+        finally:
+            if self._group is None:
+                group.collective.close()
+
+    def _send(self, collective: Any) -> None:
+        from pipelinerl.engines.torch.weights import parameters_in
+
+        deadline = time.monotonic() + _LONG_S
+        for _, values in parameters_in(self._staged, self._layout):
+            collective.broadcast(values, deadline=deadline)
+
+    async def forget_cache(self) -> None:
+        """Call `/flush_cache`, which SGLang honours only after a pause that removed the samples from the batch."""
+        if not self._retracted:
+            raise EngineUnreachable("SGLang flushes its cache only after a pause of mode retract")
+        await self._http.post("/flush_cache")
+
+    async def _form_group(self) -> None:
+        """Form a group under a name that was never used, because SGLang keeps old groups until they are destroyed."""
+        from pipelinerl.engines.external.worker.torch_endpoint import lead_group
+        from pipelinerl.weights.broadcast.collective import Rendezvous
+
+        name = f"pipelinerl-{os.getpid()}-{time.time_ns()}"
+        server = urlsplit(self._http.url)
+        meeting = Rendezvous(address_towards(server.hostname or "", server.port or 80))
+        size = 1 + self._ranks
+        join = {
+            "master_address": meeting.host,
+            "master_port": meeting.port,
+            "rank_offset": 1,
+            "world_size": size,
+            "group_name": name,
+            "backend": "gloo",
+        }
+        forming = in_background(
+            "form-group", lambda: lead_group(meeting, name=name, world_size=size, timeout_s=_JOIN_S)
+        )
+        try:
+            await self._succeeds("/init_weights_update_group", join)
+            self._group = _ServerGroup(name, await asyncio.wrap_future(forming))
+        finally:
+            meeting.close()
+
+    async def _succeeds(self, path: str, body: Mapping[str, Any]) -> None:
+        answer = await self._http.post(path, body, timeout_s=_LONG_S)
+        if not answer.get("success"):
+            raise EngineUnreachable(f"POST {self._http.url}{path} must succeed, got: {answer.get('message')}")

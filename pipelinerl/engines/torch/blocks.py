@@ -1,0 +1,298 @@
+"""`BlockTable`: which blocks of the cache hold each row's keys and values, and which blocks later prompts may reuse.
+
+A block holds the keys and values of a fixed number of tokens. A row's table lists its blocks in order; the last one is
+its own, and full blocks may be shared by several rows. Full blocks are filed by content: each entry is keyed by the
+entry before it and by its own tokens, so a lookup compares tokens and never trusts a hash. Prompt tokens and sampled
+tokens are filed alike: the next turn of an episode finds the whole conversation up to its last full block.
+
+Only blocks computed wholly with the serving weights are filed. `forget`, called at a swap, empties the files: a row in
+flight keeps its blocks, but whatever it computes from then on follows keys and values of older weights, so none of its
+blocks is filed again. A turn that begins after an update therefore recomputes its conversation, as a new prompt does.
+
+A filed block without a row is kept until its room is needed; the least recently used one goes first, and the end of a
+beginning before its start. This module holds numbers alone; `PageCache` owns the tensors.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: Key of an entry: the number of the entry before it (0 for none), and its tokens i32 as bytes.
+_Key = tuple[int, bytes]
+
+#: Blocks in use may be spread over this many times their number before they are moved together.
+_MOST_SPREAD: Final = 4 / 3
+#: Fewer blocks than this are never moved together.
+_FEW: Final = 32
+
+
+class Copies(NamedTuple):
+    """Blocks `sources` are to be copied to blocks `targets`, pairwise; all are read before any is written."""
+
+    sources: list[int]
+    targets: list[int]
+
+
+@dataclass(slots=True)
+class _Row:
+    """`filed`: the numbers of the entries of the row's first full blocks; None if older weights computed the row."""
+
+    blocks: list[int]
+    filed: list[int] | None
+
+
+@final
+class BlockTable:
+    """The blocks of `rows` rows of at most `context` tokens.
+
+    Args:
+        blocks: the number of blocks; at least one row of the whole context must fit.
+        size: tokens of a block.
+        keeps_few: keep at most as many unused blocks as were ever in use at once, so that the memory of a cache that
+            grows on demand stays near what the rows need.
+    """
+
+    def __init__(self, *, rows: int, context: int, blocks: int, size: int, keeps_few: bool) -> None:
+        self.size, self.num_blocks = size, blocks
+        per_row = -(-context // size)
+        assert blocks >= per_row, "one row of the whole context must fit"
+        self.table: NDArray[np.int64] = np.zeros((rows, per_row), dtype=np.int64)
+        self.counts: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
+        self.tokens: NDArray[np.int32] = np.zeros((rows, context), dtype=np.int32)
+        self.changes = 0
+        """Grows whenever a table changes."""
+        self.in_use = 0
+        """The number of blocks that belong to rows."""
+        self.reused_tokens = 0
+        """Tokens of prompts whose keys and values were found, summed over all prompts."""
+        self._keeps_few, self._most_in_use = keeps_few, 0
+        self._rows = [_Row([], []) for _ in range(rows)]
+        self._uses: NDArray[np.int32] = np.zeros(blocks, dtype=np.int32)
+        self._free = list(range(blocks))
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        self._entries: dict[_Key, tuple[int, int]] = {}  # key: the entry's number and its block
+        self._keys: dict[int, _Key] = {}  # of filed blocks
+        self._number = 0
+
+    @property
+    def free(self) -> int:
+        """The number of blocks that rows may still take, those kept for later prompts included."""
+        return len(self._free) + len(self._kept)
+
+    # --- rows ----------------------------------------------------------------------------------------------------
+
+    def find(self, tokens: NDArray[np.int32]) -> list[int]:
+        """Return the blocks of the longest filed beginning of `tokens` [T]."""
+        return [self._entries[key][1] for key in self._found(tokens)]
+
+    def begin(self, rows: Sequence[int], tokens: NDArray[np.int32], *, reuses: bool = True) -> int:
+        """Give empty `rows` blocks for `tokens` [T]; return the number of tokens whose blocks are already computed.
+
+        The full blocks are shared by the rows and filed at once: the caller computes them before anybody reads them.
+        """
+        keys = self._found(tokens) if reuses else []
+        filed = [self._entries[key][0] for key in keys]
+        blocks = [self._entries[key][1] for key in keys]
+        for block in blocks:
+            self._hold(block)
+        full = len(tokens) // self.size
+        shared = blocks + [self._take() for _ in range(full - len(blocks))]
+        for row in rows:
+            own = self._rows[row]
+            own.filed = list(filed)
+            self.tokens[row, : len(tokens)] = tokens
+            for block in shared if row != rows[0] else ():
+                self._hold(block)
+            tail = [self._take()] if len(tokens) % self.size else []
+            self._set(row, shared + tail)
+            self._file(row, full)
+        start = len(keys) * self.size
+        self.reused_tokens += start
+        return start
+
+    def fork(self, source: int, rows: Sequence[int], num_tokens: int) -> Copies:
+        """Give empty `rows` the first `num_tokens` tokens of row `source`; return the copies of its last block."""
+        full, own = num_tokens // self.size, self._rows[source]
+        tails: list[int] = []
+        for row in rows:
+            for block in own.blocks[:full]:
+                self._hold(block)
+            tail = [self._take()] if num_tokens % self.size else []
+            tails += tail
+            self.tokens[row, :num_tokens] = self.tokens[source, :num_tokens]
+            self._rows[row].filed = None if own.filed is None else own.filed[:full]
+            self._set(row, own.blocks[:full] + tail)
+        return Copies([own.blocks[full]] * len(tails) if tails else [], tails)
+
+    def grow(self, positions: NDArray[np.int64]) -> bool:
+        """Give each of rows 0..B-1 a block for its next token, at `positions` [B]; return False if they run out."""
+        for row in (positions >= self.counts[: len(positions)] * self.size).nonzero()[0].tolist():
+            if not self.free:
+                return False
+            own = self._rows[row]
+            self._file(row, len(own.blocks))
+            self._set(row, [*own.blocks, self._take()])
+        return True
+
+    def release(self, row: int, num_tokens: int) -> None:
+        """Take a row's blocks back, of which the first `num_tokens` tokens are computed; filed blocks are kept."""
+        own = self._rows[row]
+        self._file(row, min(num_tokens // self.size, len(own.blocks)))
+        for block in reversed(own.blocks):  # the end of a beginning is evicted before its start
+            self._let_go(block)
+        own.filed = []
+        self._set(row, [])
+        while self._keeps_few and len(self._kept) > self._most_in_use:
+            self._free_up(self._evict())
+
+    def move(self, source: int, target: int) -> None:
+        """Make row `source` the empty row `target`."""
+        self._rows[target], self._rows[source] = self._rows[source], self._rows[target]
+        self.tokens[target] = self.tokens[source]
+        for row in (source, target):
+            self._set(row, self._rows[row].blocks)
+
+    def forget(self) -> None:
+        """Empty the files, because other weights serve; rows keep their blocks, which are never filed again."""
+        self._entries.clear()
+        self._keys.clear()
+        for block in self._kept:
+            self._free_up(block)
+        self._kept.clear()
+        for row in self._rows:
+            row.filed = None if row.blocks else []
+
+    def spoil(self, row: int) -> list[int]:
+        """Strike a row's blocks from the files, because they may hold numbers that are not finite; return them."""
+        own = self._rows[row]
+        own.filed = None
+        for block in own.blocks:
+            key = self._keys.pop(block, None)
+            if key is not None:
+                del self._entries[key]
+        return own.blocks
+
+    # --- order ---------------------------------------------------------------------------------------------------
+
+    def gather(self) -> Copies | None:
+        """Number the blocks in use from 0 on if they are spread too far; return the copies that this needs.
+
+        CacheReading all blocks up to the last one in use is then nearly as cheap as reading those in use.
+        """
+        used = self._uses > 0
+        last, count = int(used.nonzero()[0][-1]) + 1 if self.in_use else 0, self.in_use
+        if last < max(_FEW, _MOST_SPREAD * count):
+            return None
+        limit = min(count + max(_FEW // 4, count // 4), self.num_blocks)  # leaves room for the blocks to come
+        kept = np.zeros(self.num_blocks, dtype=bool)
+        kept[list(self._kept)] = True
+        in_the_way = kept[:limit].nonzero()[0]
+        beyond = (~used & ~kept)[limit:].nonzero()[0][: len(in_the_way)] + limit
+        for block in in_the_way[len(beyond) :].tolist():
+            del self._kept[block]
+            self._strike(block)
+        in_the_way = in_the_way[: len(beyond)]
+        high = used[count:].nonzero()[0] + count
+        low = (~used[:count]).nonzero()[0]
+        sources, targets = np.concatenate((high, in_the_way)), np.concatenate((low, beyond))
+        self._renumber(sources, targets)
+        return Copies(sources.tolist(), targets.tolist())
+
+    def _renumber(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        new = np.arange(self.num_blocks)
+        new[sources] = targets
+        uses = np.zeros_like(self._uses)
+        held = self._uses.nonzero()[0]
+        uses[new[held]] = self._uses[held]
+        self._uses = uses
+        self._kept = OrderedDict((int(new[block]), None) for block in self._kept)
+        self._keys = {int(new[block]): key for block, key in self._keys.items()}
+        self._entries = {key: (self._entries[key][0], block) for block, key in self._keys.items()}
+        for row, own in enumerate(self._rows):
+            self._set(row, new[own.blocks].tolist() if own.blocks else own.blocks)
+        taken = self._uses > 0
+        taken[list(self._kept)] = True
+        self._free = (~taken).nonzero()[0].tolist()  # ascending, so it is a heap
+
+    # --- blocks --------------------------------------------------------------------------------------------------
+
+    def _set(self, row: int, blocks: list[int]) -> None:
+        self._rows[row].blocks = blocks
+        self.table[row, : len(blocks)] = blocks
+        self.counts[row] = len(blocks)
+        self.changes += 1
+
+    def _found(self, tokens: NDArray[np.int32]) -> list[_Key]:
+        keys: list[_Key] = []
+        before = 0
+        for start in range(0, len(tokens) // self.size * self.size, self.size):
+            key = (before, tokens[start : start + self.size].tobytes())
+            if key not in self._entries:
+                break
+            keys.append(key)
+            before = self._entries[key][0]
+        return keys
+
+    def _file(self, row: int, full: int) -> None:
+        """File the first `full` blocks of a row, unless older weights computed some of it."""
+        own = self._rows[row]
+        if own.filed is None:
+            return
+        for index in range(len(own.filed), full):
+            block = own.blocks[index]
+            tokens = self.tokens[row, index * self.size : (index + 1) * self.size]
+            key = (own.filed[-1] if own.filed else 0, tokens.tobytes())
+            if key not in self._entries:
+                self._number += 1
+                self._entries[key] = (self._number, block)
+                self._keys[block] = key
+            own.filed.append(self._entries[key][0])
+
+    def _take(self) -> int:
+        block = heapq.heappop(self._free) if self._free else self._evict()
+        self._uses[block] = 1
+        self._count(1)
+        return block
+
+    def _hold(self, block: int) -> None:
+        if not self._uses[block]:
+            del self._kept[block]
+            self._count(1)
+        self._uses[block] += 1
+
+    def _let_go(self, block: int) -> None:
+        self._uses[block] -= 1
+        if self._uses[block]:
+            return
+        self._count(-1)
+        if block in self._keys:
+            self._kept[block] = None
+        else:
+            self._free_up(block)
+
+    def _evict(self) -> int:
+        block, _ = self._kept.popitem(last=False)
+        del self._entries[self._keys.pop(block)]
+        return block
+
+    def _strike(self, block: int) -> None:
+        del self._entries[self._keys.pop(block)]
+
+    def _free_up(self, block: int) -> None:
+        heapq.heappush(self._free, block)
+
+    def _count(self, change: int) -> None:
+        self.in_use += change
+        self._most_in_use = max(self._most_in_use, self.in_use)
+
+
+def tokens_of(token_ids: Sequence[Any]) -> NDArray[np.int32]:
+    """Return token ids as the table holds them."""
+    return np.asarray(token_ids, dtype=np.int32)

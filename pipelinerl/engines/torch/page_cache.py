@@ -1,0 +1,373 @@
+"""`PageCache`: keys and values in blocks, behind the two methods that transformers' models call.
+
+A model calls `update` per layer and gets back the keys and values to attend to; `attention` then attends. A plan, set
+before each forward, says how the forward uses the cache:
+
+    PrefillPlan   prompts [P, T], padded on the right, which follow the same number of cached tokens; their keys and
+                  values go to the blocks of their rows; attention is causal
+    DecodePlan    rows 0..B-1, one token each, at their own positions; attention sees a row's first position+1 entries;
+                  of duplicate rows the model computes one, and the result is stored for all of them
+
+`BlockTable` says which blocks belong to which row. How a decode step reads them depends on device and dtype:
+
+    KERNEL     `varlen_attn` reads the blocks by their table: CUDA in half precision
+    IN_PLACE   all blocks in use are read where they lie, each with the queries of its rows, and only scores are put
+               in the order of the rows: fp32 on a CPU, where a copy of the keys would cost more than the products
+    GATHERED   keys and values are first copied into the order of the rows: everything else
+
+`AlikeRows` records which rows hold the same tokens, so that a decode step computes their next token once. The answers
+of a group often begin alike, especially under a confident policy. Only the linear layers, most of a step on a CPU, see
+fewer tokens. The trainer does the same to a micro-batch (`trainers.torch.packed.shared_beginnings`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipelinerl.engines.torch.block_sections import BlockSections
+from pipelinerl.engines.torch.blocks import BlockTable, Copies
+
+#: Tokens of a block on a CPU. Shorter blocks cost more products, longer ones waste more of their last block.
+CPU_BLOCK: Final = 32
+#: Tokens of a block on a GPU: the kernel's blocks are multiples of this.
+GPU_BLOCK: Final = 256
+
+#: The largest fraction of decoding rows left after deduplication at which its copies are worthwhile.
+_MOST_LEFT: Final = 7 / 8
+#: The number of distinguishable new beginnings, far more than begin between two steps.
+_BEGINNINGS: Final = 2**20
+
+
+class CacheReading(StrEnum):
+    """How a decode step reads the blocks."""
+
+    KERNEL = "kernel"
+    IN_PLACE = "in_place"
+    GATHERED = "gathered"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """Plan that stores token `sources` i64 [N] of the prompts [P · T] in `entries` i64 [N · H].
+
+    Entries count a layer's cache viewed as [blocks · H · size, D]. The prompts follow `start` tokens, which lie in the
+    blocks `before` i64 [P, start / size].
+    """
+
+    sources: Tensor
+    entries: Tensor
+    start: int
+    before: Tensor
+
+
+@final
+@dataclass(frozen=True)
+class DecodePlan:
+    """One token for each of B rows; the model is fed the K rows `first` i64 [K], and `of_row` i64 [B] maps each row to
+    one of these; both None: all B are fed.
+
+    Attributes:
+        positions: i64 [K, 1] of the fed rows.
+        entries: i64 [B · H], the entries that this step writes, as in `PrefillPlan`.
+        table: i64 [K, L / size], the blocks of the fed rows, filled up with a row's first block.
+        length: L, a multiple of the blocks' size; no row attends beyond it.
+        sections: set if `reading` is `IN_PLACE`.
+    """
+
+    positions: Tensor
+    entries: Tensor
+    table: Tensor
+    length: int
+    reading: CacheReading
+    sections: BlockSections | None = None
+    first: Tensor | None = None
+    of_row: Tensor | None = None
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def to_rows(self, fed: Tensor) -> Tensor:
+        """Expand fed rows [K, …] to all rows [B, …]."""
+        return fed if self.of_row is None else fed.index_select(0, self.of_row)
+
+    @cached_property
+    def for_kernel(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The kernel's lengths i32 [K], boundaries of queries i32 [K + 1], and table i32 [K, n]."""
+        used = (self.positions[:, 0] + 1).to(torch.int32)
+        starts = torch.arange(len(used) + 1, dtype=torch.int32, device=used.device)
+        return used, starts, self.table.to(torch.int32)
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Return an additive mask [K, 1, 1, length]: -inf after a row's position and before its window."""
+        known = self._masks.get(window)
+        if known is None:
+            seen = torch.arange(self.length, device=self.positions.device)
+            hidden = seen > self.positions
+            if window is not None:
+                hidden |= seen <= self.positions - window
+            known = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            known = known.masked_fill_(hidden, -torch.inf)[:, None, None, :]
+            self._masks[window] = known
+        return known
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """Sizes of the cache of a model: `heads` are those of keys and values, `size` is that of a block in tokens."""
+
+    layers: int
+    heads: int
+    query_heads: int
+    head_dim: int
+    size: int
+
+    @classmethod
+    def of(cls, config: Any, device: torch.device) -> CacheShape:
+        """Return the cache shape of a model with the text configuration `config`."""
+        return cls(
+            layers=config.num_hidden_layers,
+            heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            query_heads=config.num_attention_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            size=GPU_BLOCK if device.type == "cuda" else CPU_BLOCK,
+        )
+
+    def block_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a block: keys and values of all layers."""
+        return 2 * self.layers * self.heads * self.size * self.head_dim * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """The part of `DecodePlan` that does not depend on positions, for a state of the table and of duplicate rows."""
+
+    changes: int
+    key: tuple[int, bytes]
+    table: Tensor
+    sections: BlockSections | None
+    first: Tensor | None
+    of_row: Tensor | None
+
+
+@final
+class PageCache:
+    """Keys and values [blocks, heads, size, head_dim] of each layer.
+
+    On a CPU the number of blocks in memory doubles as they are needed; on a GPU all are allocated at once.
+    """
+
+    #: Read by transformers; False because shapes change from step to step.
+    is_compileable = False
+
+    def __init__(
+        self, shape: CacheShape, table: BlockTable, *, dtype: torch.dtype, device: torch.device, reading: CacheReading
+    ) -> None:
+        self.table = table
+        self.reading = reading
+        self._shape, self._device = shape, device
+        self._present = table.num_blocks if device.type == "cuda" else min(64, table.num_blocks)
+        sizes = (self._present, shape.heads, shape.size, shape.head_dim)
+        self._keys = [torch.zeros(sizes, dtype=dtype, device=device) for _ in range(shape.layers)]
+        self._values = [torch.zeros(sizes, dtype=dtype, device=device) for _ in range(shape.layers)]
+        self._heads = np.arange(shape.heads)
+        self._rows = np.arange(len(table.counts))
+        self._layout: _Layout | None = None
+        self.plan: PrefillPlan | DecodePlan
+
+    def plan_prefill(
+        self, rows: Sequence[Sequence[int]], lengths: Sequence[int], start: int, longest: int
+    ) -> PrefillPlan:
+        """Plan a forward of prompts of `lengths` tokens from position `start` on, padded to `longest` tokens.
+
+        Each prompt is stored in the blocks of its `rows`.
+        """
+        size, table = self._shape.size, self.table
+        sources, blocks, offsets = [], [], []
+        for prompt, (own, length) in enumerate(zip(rows, lengths, strict=True)):
+            places = np.arange(start, length)
+            for row in own:
+                mine = places if row == own[0] else places[places >= length // size * size]  # full blocks are shared
+                sources.append(prompt * longest + mine - start)
+                blocks.append(table.table[row, mine // size])
+                offsets.append(mine % size)
+        firsts = [own[0] for own in rows]
+        self._reserve(int(table.table[[row for own in rows for row in own]].max()) + 1)
+        self.plan = PrefillPlan(
+            sources=self._to(np.concatenate(sources)),
+            entries=self._entries(np.concatenate(blocks), np.concatenate(offsets)),
+            start=start,
+            before=self._to(table.table[firsts, : start // size]),
+        )
+        return self.plan
+
+    def plan_decode(self, positions: NDArray[np.int64], alike: DuplicateRows | None = None) -> DecodePlan:
+        """Plan a forward of rows 0..B-1 at `positions` [B], which computes each set of `alike` rows once."""
+        size, table, batch = self._shape.size, self.table, len(positions)
+        layout = self._layout_of(batch, alike)
+        entries = self._entries(table.table[self._rows[:batch], positions // size], positions % size)
+        fed = positions if alike is None else positions[alike.first]
+        self.plan = DecodePlan(
+            positions=self._to(fed)[:, None],
+            entries=entries,
+            table=layout.table,
+            length=layout.table.shape[1] * size,
+            reading=self.reading,
+            sections=layout.sections,
+            first=layout.first,
+            of_row=layout.of_row,
+        )
+        return self.plan
+
+    def _layout_of(self, batch: int, alike: DuplicateRows | None) -> _Layout:
+        """Return the tensors that stay the same while rows 0..batch-1 keep their blocks and their duplicates."""
+        table, known = self.table, self._layout
+        key = (batch, b"" if alike is None else alike.of_row.tobytes())
+        if known is not None and known.changes == table.changes and known.key == key:
+            return known
+        if self.reading is CacheReading.IN_PLACE and (copies := table.gather()) is not None:
+            self.copy(copies)
+        fed = slice(0, batch) if alike is None else alike.first
+        counts = table.counts[fed]
+        width = int(counts.max())
+        own = table.table[fed, :width]
+        own = np.where(np.arange(width) < counts[:, None], own, own[:, :1])
+        self._reserve(int(own.max()) + 1)
+        sections, shape = None, self._shape
+        if self.reading is CacheReading.IN_PLACE:
+            sections = BlockSections.of(own, counts, heads=shape.heads, group=shape.query_heads // shape.heads)
+        self._layout = _Layout(
+            changes=table.changes,
+            key=key,
+            table=self._to(own),
+            sections=sections,
+            first=None if alike is None else self._to(alike.first),
+            of_row=None if alike is None else self._to(alike.of_row),
+        )
+        return self._layout
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Store a layer's new keys and values [.., H, T, D] as planned; return those to attend to.
+
+        These are the prompts' own [P, H, start + T, D] for a prefill, and all blocks [N, H, size, D] for a decode step.
+        """
+        keys, values, plan = self._keys[layer_idx], self._values[layer_idx], self.plan
+        head_dim = self._shape.head_dim
+        if isinstance(plan, DecodePlan):
+            keys.view(-1, head_dim).index_copy_(0, plan.entries, plan.to_rows(key_states).reshape(-1, head_dim))
+            values.view(-1, head_dim).index_copy_(0, plan.entries, plan.to_rows(value_states).reshape(-1, head_dim))
+            return keys, values
+        for blocks, new in ((keys, key_states), (values, value_states)):
+            tokens = new.transpose(1, 2).reshape(-1, self._shape.heads, head_dim)
+            blocks.view(-1, head_dim).index_copy_(
+                0, plan.entries, tokens.index_select(0, plan.sources).view(-1, head_dim)
+            )
+        if plan.start == 0:
+            return key_states, value_states
+        return (
+            torch.cat((in_order(keys, plan.before), key_states), dim=2),
+            torch.cat((in_order(values, plan.before), value_states), dim=2),
+        )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0; transformers only uses it for default positions, and positions are always given here."""
+        return 0
+
+    def copy(self, copies: Copies) -> None:
+        """Copy whole blocks."""
+        if not copies.sources:
+            return
+        self._reserve(max(*copies.targets, *copies.sources) + 1)
+        sources, targets = (self._to(np.asarray(blocks, dtype=np.int64)) for blocks in copies)
+        for tensor in (*self._keys, *self._values):
+            tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Set blocks to zero."""
+        present = torch.tensor([block for block in blocks if block < self._present], device=self._device)
+        for tensor in (*self._keys, *self._values) if len(present) else ():
+            tensor.index_fill_(0, present, 0.0)
+
+    def _entries(self, blocks: NDArray[np.int64], offsets: NDArray[np.int64]) -> Tensor:
+        """Return the entries [N · H] of tokens [N] at `offsets` of `blocks`."""
+        entries = (blocks[:, None] * self._shape.heads + self._heads) * self._shape.size + offsets[:, None]
+        return self._to(entries.reshape(-1))
+
+    def _to(self, values: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+
+    def _reserve(self, blocks: int) -> None:
+        if blocks <= self._present:
+            return
+        old = self._present
+        self._present = min(max(2 * old, blocks), self.table.num_blocks)
+        for tensors in (self._keys, self._values):
+            for layer, tensor in enumerate(tensors):
+                grown = tensor.new_zeros((self._present, *tensor.shape[1:]))
+                grown[:old] = tensor
+                tensors[layer] = grown  # layer by layer: the old tensor is freed before the next grows
+
+
+def in_order(blocks: Tensor, table: Tensor) -> Tensor:
+    """Copy blocks [N, H, size, D] into the order of a table i64 [P, n] → [P, H, n · size, D]."""
+    prompts, count = table.shape
+    _, heads, size, head_dim = blocks.shape
+    rows = blocks.index_select(0, table.view(-1)).view(prompts, count, heads, size, head_dim)
+    return rows.transpose(1, 2).reshape(prompts, heads, count * size, head_dim)
+
+
+class DuplicateRows(NamedTuple):
+    """Map of B rows to K distinct ones.
+
+    Attributes:
+        first: i64 [K], the first row of each set of equal rows.
+        of_row: i64 [B], for each row the index of its set in `first`.
+    """
+
+    first: NDArray[np.int64]
+    of_row: NDArray[np.int64]
+
+
+@final
+class AlikeRows:
+    """Tracker of rows that hold the same tokens.
+
+    Rows with the same tokens have the same lineage, a number: after a step, the first row with these tokens; before the
+    first step, a number beyond all rows.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._lineage: NDArray[np.int64] = np.arange(rows)
+        self._begun = 0
+
+    def begin(self, rows: Sequence[int]) -> None:
+        """Mark these rows as equal to one another, and different from all others."""
+        self._lineage[list(rows)] = len(self._lineage) + self._begun
+        self._begun = (self._begun + 1) % _BEGINNINGS
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Move rows `sources` to rows `targets`, pairwise."""
+        self._lineage[list(targets)] = self._lineage[list(sources)]
+
+    def step(self, feeds: NDArray[Any], positions: NDArray[Any]) -> DuplicateRows | None:
+        """Record that rows 0..B-1 are fed `feeds` [B] at `positions` [B]; return the duplicates, or None if too few."""
+        count = len(feeds)
+        order = np.lexsort((positions, feeds, self._lineage[:count]))
+        columns = np.stack((self._lineage[:count], feeds, positions))[:, order]
+        differs = np.append(True, (columns[:, 1:] != columns[:, :-1]).any(axis=0))
+        classes = np.empty(count, dtype=np.int64)
+        classes[order] = np.cumsum(differs) - 1
+        first = np.full(int(differs.sum()), count, dtype=np.int64)
+        np.minimum.at(first, classes, np.arange(count))
+        self._lineage[:count] = first[classes]
+        return DuplicateRows(first, classes) if len(first) <= _MOST_LEFT * count else None

@@ -1,0 +1,370 @@
+"""Episodes against an OpenEnv server, over its WebSocket; OpenEnv's own package is not needed.
+
+    {"type": "reset", "data": {"seed": 7}}       ─▶  {"type": "observation", "data": {"observation", "reward", "done"}}
+    {"type": "step", "data": {"word": "crane"}}  ─▶  the same, or {"type": "error", "data": {"code", "message"}}
+    {"type": "close"}
+
+A connection is a session, and a session plays one episode. Each answer of the model is one action. `GET /schema`
+describes actions: if an action has one field, or requires one, the answer's text is that field's value. The actions of
+an MCP server are tool calls. Any other action is a JSON object that the model writes.
+
+| waits for | unblocked by | or, at the latest |
+|---|---|---|
+| a session | the server has one free | the episode's deadline; `_RESTART_S` if it cannot be reached |
+| an observation | the server | the episode's deadline |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from pipelinerl import rng
+from pipelinerl.environments.client import ChatAnswer, EpisodeClient
+from pipelinerl.environments.environment import OPENENV, Task
+from pipelinerl.errors import AddressError, ReferenceFailed, UserError
+from pipelinerl.system.http_client import call_timeout, hot_session
+
+if TYPE_CHECKING:
+    import aiohttp
+
+_KEEP_ALIVE_S: Final = 15.0
+_SCHEMA_S: Final = 30.0
+#: Maximum size of an observation in bytes, as in OpenEnv's own client.
+_LARGEST: Final = 100 * 2**20
+#: Seconds until the next attempt if the server has no session.
+_RETRY_S: Final = 0.25
+#: A server that has answered before may be gone for this long, as when it restarts.
+_RESTART_S: Final = 60.0
+#: Seeds stay below this, since numpy's older generators accept no larger ones.
+_SEEDS: Final = 2**31
+_MCP_FIELDS: Final = frozenset({"tool_name", "arguments"})
+_FULL: Final = "CAPACITY_REACHED"
+_INVALID: Final = "VALIDATION_ERROR"
+
+
+class OpenEnvOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The recipe's `environment_options`."""
+
+    action: str | None = None
+    """The action's field that takes the answer's text; by default the only one, or the only required one."""
+    observation: str | None = None
+    """The observation's field that the model reads; by default all fields that are not empty."""
+    opening: str = "{observation}"
+    """The first user message: `{observation}` of the reset, `{prompt}` of the task."""
+    reset: dict[str, Any] = {}
+    """Further arguments of the server's `reset`."""
+
+
+class ServerRefused(UserError):
+    """The server answered a message with an error."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Observed(msgspec.Struct, frozen=True):
+    """The server's reaction to a reset or a step."""
+
+    observation: Any
+    reward: float | None = None
+    done: bool = False
+
+
+@final
+class OpenEnv:
+    """Plays the episodes of one server.
+
+    Args:
+        url: the server's base URL; `http` and `https` stand for `ws` and `wss`.
+
+    Raises:
+        ReferenceFailed: the URL or an option is invalid.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self._url = url.rstrip("/").replace("ws", "http", 1) if url.startswith("ws") else url.rstrip("/")
+        parts = urlsplit(self._url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ReferenceFailed(f"expected {OPENENV}http://host:port, the base URL of an OpenEnv server, got {url!r}")
+        try:
+            self._options = msgspec.convert(dict(options), OpenEnvOptions)
+        except msgspec.ValidationError as error:
+            raise ReferenceFailed(f"environment_options: {error}") from None
+        self._actions: Actions | None = None
+
+    async def play(self, task: Task, client: EpisodeClient) -> float:
+        """Play one episode; the rewards of its steps are those of the turns.
+
+        Raises:
+            AddressError: the server cannot be reached, is no OpenEnv server, or leaves in the middle of the episode.
+            ServerRefused: the environment failed.
+        """
+        async with hot_session(token=None, keep_alive_s=_KEEP_ALIVE_S) as http:
+            if self._actions is None:
+                self._actions = await self._described(http)
+            actions = self._actions
+            data = {"seed": rng.key(0, "openenv", task.problem_id) % _SEEDS, **self._options.reset, **task.metadata}
+            session, observed = await self._begun(http, data)
+            offered = {"tools": await session.tools()} if actions.are_calls else {}
+            messages = self._opening(task, observed, actions)
+            while not observed.done:
+                answer = await client.chat(messages, **offered)
+                replies, observed = await self._reply(session, answer, actions, observed)
+                if observed.reward:
+                    await client.reward(observed.reward)
+                if not replies:
+                    break
+                messages += [answer, *replies]
+            await session.close()
+        return 0.0
+
+    async def _reply(
+        self, session: OpenEnvSession, answer: ChatAnswer, actions: Actions, last: Observed
+    ) -> tuple[list[dict[str, Any]], Observed]:
+        """Take the actions of an answer. Return the messages that follow it, none after an answer without an action."""
+        nothing = Observed(last.observation, None, last.done)
+        if actions.are_calls:
+            return await self._called(session, answer, nothing)
+        try:
+            observed = await session.step(actions.of(answer.content))
+        except ValueError as error:
+            return [_user(f"error: {error}")], nothing
+        except ServerRefused as error:
+            if error.code != _INVALID:
+                raise
+            return [_user(f"error: {error}")], nothing
+        return [_user(self._text(observed.observation))], observed
+
+    async def _called(
+        self, session: OpenEnvSession, answer: ChatAnswer, nothing: Observed
+    ) -> tuple[list[dict[str, Any]], Observed]:
+        replies, rewards, observed = [], 0.0, nothing
+        for call in answer.tool_calls:
+            function = call["function"]
+            try:
+                arguments = json.loads(function["arguments"] or "{}")
+                observed = await session.step(
+                    {"type": "call_tool", "tool_name": function["name"], "arguments": arguments}
+                )
+                content = _result_of(observed.observation) or self._text(observed.observation)
+                rewards += observed.reward or 0.0
+            except (ValueError, ServerRefused) as error:
+                if isinstance(error, ServerRefused) and error.code != _INVALID:
+                    raise
+                content = f"error: {error}"
+            replies.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+            if observed.done:
+                break
+        return replies, Observed(observed.observation, rewards or None, observed.done)
+
+    def _opening(self, task: Task, observed: Observed, actions: Actions) -> list[Any]:
+        """Return the messages before the first answer: the task's, with the opening in place of the last."""
+        *before, last = task.messages
+        text = self._options.opening.replace("{prompt}", last["content"])
+        text = text.replace("{observation}", self._text(observed.observation))
+        return [*before, _user("\n\n".join(part for part in (text, actions.explained) if part))]
+
+    def _text(self, observation: Any) -> str:
+        """Return what the model reads of an observation."""
+        if not isinstance(observation, Mapping):
+            return _plain(observation)
+        if (field := self._options.observation) is not None:
+            if field not in observation:
+                names = ", ".join(sorted(observation))
+                raise UserError(
+                    f"environment_options.observation: the server's observation has no {field!r}; it has {names}"
+                )
+            return _plain(observation[field])
+        shown = {name: value for name, value in observation.items() if value not in (None, "", [], {})}
+        return _plain(next(iter(shown.values()))) if len(shown) == 1 else _plain(shown)
+
+    async def _described(self, http: aiohttp.ClientSession) -> Actions:
+        """Return the form of the server's actions."""
+        import aiohttp
+
+        try:
+            async with http.get(f"{self._url}/schema", timeout=call_timeout(_SCHEMA_S)) as response:
+                if response.status != 200:
+                    raise self._no_server(f"GET /schema answered {response.status}")
+                schema = (await response.json(content_type=None))["action"]
+                return Actions(schema, self._options.action)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise self._unreachable(error) from None
+        except (ValueError, TypeError, KeyError):
+            raise self._no_server("GET /schema did not describe actions") from None
+
+    async def _begun(self, http: aiohttp.ClientSession, data: Mapping[str, Any]) -> tuple[OpenEnvSession, Observed]:
+        """Open a session and reset it; wait while all sessions are taken, and for a while if the server has gone."""
+        until = time.monotonic() + _RESTART_S
+        while True:
+            try:
+                session = await self._connected(http)
+                return session, await session.exchange("reset", data)
+            except AddressError:
+                if time.monotonic() > until:
+                    raise
+            except ServerRefused as error:
+                if error.code != _FULL:
+                    raise
+            await asyncio.sleep(_RETRY_S)
+
+    async def _connected(self, http: aiohttp.ClientSession) -> OpenEnvSession:
+        import aiohttp
+
+        try:
+            return OpenEnvSession(await http.ws_connect(f"{self._url}/ws", max_msg_size=_LARGEST), self._url)
+        except aiohttp.WSServerHandshakeError as error:
+            raise self._no_server(f"a WebSocket at /ws was answered by {error.status}") from None
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise self._unreachable(error) from None
+
+    def _unreachable(self, error: Exception) -> AddressError:
+        system = getattr(error, "os_error", None)  # aiohttp's own text repeats the address
+        reason = os.strerror(system.errno) if system and system.errno else str(error) or type(error).__name__
+        return AddressError(f"the OpenEnv server at {self._url} cannot be reached: {reason}; start it, or fix the URL")
+
+    def _no_server(self, reason: str) -> AddressError:
+        return AddressError(
+            f"{self._url} is no OpenEnv server: {reason}; give its base URL, without a path such as /ws"
+        )
+
+
+@final
+class OpenEnvSession:
+    """One connection to a server."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, url: str) -> None:
+        self._socket = socket
+        self._url = url
+
+    async def step(self, action: Mapping[str, Any]) -> Observed:
+        """Take an action."""
+        return await self.exchange("step", action)
+
+    async def tools(self) -> list[dict[str, Any]]:
+        """Return the tools of an MCP server in OpenAI's form."""
+        observed = await self.step({"type": "list_tools"})
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool["name"],
+                    "description": tool.get("description") or "",
+                    "parameters": tool.get("input_schema") or tool.get("inputSchema") or {"type": "object"},
+                },
+            }
+            for tool in observed.observation.get("tools", ())
+        ]
+
+    async def exchange(self, kind: str, data: Mapping[str, Any]) -> Observed:
+        """Send a message and return the observation that answers it.
+
+        Raises:
+            ServerRefused: the server answered with an error.
+            AddressError: the connection was closed.
+        """
+        import aiohttp
+
+        try:
+            await self._socket.send_json({"type": kind, "data": dict(data)})
+            message = await self._socket.receive()
+        except ConnectionError:
+            message = None
+        if message is None or message.type is not aiohttp.WSMsgType.TEXT:
+            raise AddressError(
+                f"the OpenEnv server at {self._url} closed its connection in the middle of an episode; its log says why"
+            )
+        answer = json.loads(message.data)
+        if answer.get("type") == "error":
+            error = answer.get("data") or {}
+            raise ServerRefused(_sentence(kind, error), str(error.get("code", "")))
+        return msgspec.convert(answer["data"], Observed)
+
+    async def close(self) -> None:
+        """End the session."""
+        await self._socket.send_json({"type": "close"})
+
+
+@final
+class Actions:
+    """The form of a server's actions, from their JSON schema.
+
+    Raises:
+        ReferenceFailed: the action has no field `chosen`.
+    """
+
+    def __init__(self, schema: Mapping[str, Any], chosen: str | None) -> None:
+        fields = {name: value for name, value in schema.get("properties", {}).items() if name != "metadata"}
+        required = [name for name in schema.get("required", ()) if name in fields]
+        if chosen is not None and chosen not in fields:
+            names = ", ".join(fields) or "none"
+            raise ReferenceFailed(
+                f"environment_options.action: the server's actions have no {chosen!r}; fields: {names}"
+            )
+        single = next((names[0] for names in (list(fields), required) if len(names) == 1), None)
+        self.are_calls = chosen is None and fields.keys() >= _MCP_FIELDS
+        self._field = chosen or single
+        self._is_text = self._field is not None and _takes_text(fields[self._field])
+        self._fields = fields
+
+    @property
+    def explained(self) -> str:
+        """A sentence for the model about the form of its answers; empty if they are plain text or calls."""
+        if self.are_calls or self._field is not None:
+            return ""
+        return f"Answer with one JSON object with these fields: {json.dumps(self._fields, separators=(',', ':'))}"
+
+    def of(self, text: str) -> dict[str, Any]:
+        """Return the action that an answer writes. Raises ValueError if the answer writes none."""
+        if self._field is not None:
+            return {self._field: text if self._is_text else _json_of(text, f"a value of {self._field}")}
+        action = _json_of(text[text.find("{") : text.rfind("}") + 1], "one JSON object")
+        if not isinstance(action, dict):
+            raise ValueError("the answer must be one JSON object")
+        return action
+
+
+def _takes_text(schema: Mapping[str, Any]) -> bool:
+    kinds: Sequence[Mapping[str, Any]] = schema.get("anyOf") or [schema]
+    return any(kind.get("type", "string") == "string" for kind in kinds)
+
+
+def _json_of(text: str, expected: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"the answer must be {expected} in JSON") from None
+
+
+def _sentence(kind: str, error: Mapping[str, Any]) -> str:
+    """Return the error of a server as one line; of an invalid action, what is wrong with each field."""
+    fields = [f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg')}" for each in error.get("errors") or ()]
+    return f"the OpenEnv server refused a {kind}: {'; '.join(fields) or error.get('message')}"
+
+
+def _result_of(observation: Any) -> str:
+    """Return the text of a tool's result, or its error; empty if the observation has neither in MCP's form."""
+    if not isinstance(observation, Mapping):
+        return ""
+    if isinstance(error := observation.get("error"), Mapping):
+        return f"error: {error.get('message')}"
+    result = observation.get("result")
+    parts = result.get("content") if isinstance(result, Mapping) else None
+    return "\n".join(str(part["text"]) for part in parts or () if isinstance(part, Mapping) and "text" in part)
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}

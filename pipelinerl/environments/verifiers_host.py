@@ -1,0 +1,183 @@
+"""An episode host for a taskset of the library verifiers: `PYTHON verifiers_host.py TASKSET OPTIONS`.
+
+The script runs in a Python environment of its own, which has verifiers and not pipelinerl, so it imports nothing of
+ours. It speaks the protocol of `episode_host.py`. A task's number in the taskset is `metadata["index"]`. The taskset's
+own rubric scores an episode: its reward is the sum of the rewards of its agents' traces.
+
+By default the agent is a plain conversation in this process (`ChatHarness`). verifiers' own harnesses start a program
+for each episode; OPTIONS name one as `agent = { harness = { id = "null" } }`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import json
+import os
+import re
+import socket
+import ssl
+import sys
+import traceback
+import types
+from typing import Any
+
+_LONGEST_LINE = 2**26
+#: The episode's own deadline ends a request earlier.
+_LONGEST_TURN_S = 86_400.0
+#: The name under which verifiers finds the harness of this file.
+_HARNESS = "pipelinerl_chat"
+
+
+def main() -> None:
+    """Load the taskset, report readiness, and play episodes until the input ends."""
+    connection = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    # verifiers opens a client for each base URL, which is one for each episode; reading the trusted certificates takes
+    # longer than all else that it does.
+    ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
+    try:
+        environment = _environment(sys.argv[1], json.loads(sys.argv[2]))
+        tasks = environment.taskset
+        if not tasks.INFINITE:
+            tasks = list(tasks)
+    except Exception as error:  # the library and the taskset may raise anything
+        reason = f"verifiers:{sys.argv[1]} cannot be loaded by {sys.executable}: {_described(error)}"
+        connection.sendall(json.dumps({"error": reason}).encode() + b"\n")
+        return
+    asyncio.run(_serve(connection, environment, tasks))
+
+
+def _environment(taskset: str, options: dict[str, Any]) -> Any:
+    """Return the verifiers environment of a taskset. Agents get our harness unless theirs is pinned."""
+    sys.path.insert(0, options.pop("path", os.getcwd()))
+    import verifiers.v1 as vf
+    from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config
+
+    _offer_chat_harness()
+    options["taskset"] = {**options.get("taskset", {}), "id": taskset}
+    is_free = vf.default_agent_harness(taskset).id == vf.HarnessConfig().id
+    for role, field in env_config_type(taskset, options.get("id", "")).model_fields.items():
+        if isinstance(field.default, vf.AgentConfig):
+            harness = {"harness": {"id": _HARNESS}} if is_free and field.default.harness is None else {}
+            options[role] = {"runtime": {"type": "subprocess"}, **harness, **options.get(role, {})}
+    return load_environment(resolve_env_config(options))
+
+
+async def _serve(connection: socket.socket, environment: Any, tasks: Any) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection, limit=_LONGEST_LINE)
+    running: dict[str, asyncio.Task[None]] = {}
+
+    def tell(**fields: Any) -> None:
+        writer.write(json.dumps(fields).encode() + b"\n")
+
+    async def run(order: dict[str, Any]) -> None:
+        try:
+            ended = await _played(environment, tasks, order)
+        except asyncio.CancelledError:
+            ended = {"how": "cancelled", "reason": "cancelled"}
+        except Exception as error:  # the library and the taskset may raise anything
+            ended = {"how": "raised", "reason": _described(error)}
+        tell(ended=order["begin"], **ended)
+
+    async with environment.serving():
+        tell(ready=True)
+        while line := await reader.readline():
+            order = json.loads(line)
+            if "cancel" in order:
+                if task := running.get(order["cancel"]):
+                    task.cancel()
+                continue
+            task = running[order["begin"]] = asyncio.create_task(run(order))
+            task.add_done_callback(lambda _, name=order["begin"]: running.pop(name))  # type: ignore[misc]
+        for task in running.values():
+            task.cancel()
+
+
+async def _played(environment: Any, tasks: Any, order: dict[str, Any]) -> dict[str, Any]:
+    """Play the episode of an order and return how it ended."""
+    import verifiers.v1 as vf
+
+    index = order["task"]["metadata"].get("index")
+    if not isinstance(index, int):
+        return {"how": "raised", "reason": 'the task has no number; use source = "numbered"'}
+    if isinstance(tasks, list):
+        if index >= len(tasks):
+            reason = f"the taskset has {len(tasks)} tasks and no number {index}; lower parameters.count to {len(tasks)}"
+            return {"how": "raised", "reason": reason}
+        task = tasks[index]
+    else:
+        task = next(itertools.islice(iter(tasks), index, None))
+    context = vf.ModelContext(
+        model="policy", client=vf.EvalClientConfig(base_url=order["base_url"]), sampling=vf.Sampling()
+    )
+    episode = await environment.run_episode(task, context)
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if any("episode_over" in error.message or "context_length" in error.message for error in errors):
+        return {"how": "over", "reason": "a limit of the episode was reached before the taskset could score it"}
+    if errors:
+        return {
+            "how": "raised",
+            "reason": f"{_place(errors[-1].traceback or '')}{errors[-1].type}: {errors[-1].message}",
+        }
+    return {"how": "returned", "value": float(sum(trace.reward for trace in episode.traces))}
+
+
+def _described(error: Exception) -> str:
+    """Return an exception's message, with its place if it is in the taskset's own code."""
+    place, root = _place("".join(traceback.format_exception(error))), error
+    while place and isinstance(root.__cause__, Exception):
+        root = root.__cause__
+    return f"{place}{type(root).__name__}: {root}"
+
+
+def _place(text: str) -> str:
+    """Return the innermost place of a traceback outside of packages and the standard library, with a colon."""
+    left_out = ("<", sys.base_prefix, __file__)
+    places = re.findall(r'File "([^"]+)", line (\d+)', text)
+    own = [f"{file}:{line}: " for file, line in places if "-packages" not in file and not file.startswith(left_out)]
+    return own[-1] if own else ""
+
+
+def _offer_chat_harness() -> None:
+    """Make `ChatHarness` a plugin of verifiers. It is defined here, since verifiers cannot be imported earlier."""
+    import openai
+    import verifiers.v1 as vf
+    from verifiers.v1.dialects.chat import message_to_wire
+
+    # One for all episodes: reading the trusted certificates takes longer than an episode of one turn.
+    connections = openai.DefaultAsyncHttpxClient(timeout=_LONGEST_TURN_S)
+
+    class ChatHarnessConfig(vf.HarnessConfig):
+        """No settings of its own."""
+
+    class ChatHarness(vf.Harness[ChatHarnessConfig]):
+        """An agent that answers once in each segment, without tools and without a process of its own."""
+
+        APPENDS_SYSTEM_PROMPT = True
+        SUPPORTS_RESUME = True
+        EXECUTES_CODE = False
+        NEEDS_CONTAINER = False
+
+        async def launch(
+            self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any, **_: Any
+        ) -> Any:
+            system, prompt = self.resolve_prompt(data)
+            given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt)
+            messages = [*([{"role": "system", "content": system}] if system else []), *given]
+            client = openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, http_client=connections)
+            try:
+                await client.chat.completions.create(model=ctx.model, messages=messages)
+            except openai.APIStatusError as error:
+                return vf.ProgramResult(exit_code=1, stdout="", stderr=str(error))
+            return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+    module = types.ModuleType(_HARNESS)
+    ChatHarness.__module__ = ChatHarnessConfig.__module__ = _HARNESS
+    vars(module).update(ChatHarness=ChatHarness, ChatHarnessConfig=ChatHarnessConfig, __all__=["ChatHarness"])
+    sys.modules[_HARNESS] = module
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The start and end of a process: how often garbage is collected, and an exit despite busy daemon threads."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+_USUAL = gc.get_threshold()
+#: Number of new objects after which the youngest generation is collected; Python's default is hundreds.
+_WHILE_LOADING = 50_000
+
+
+def collect_rarely() -> None:
+    """Collect garbage rarely, while a process starts. A command that serves no requests may keep this setting.
+
+    Imported objects are never garbage. Python nevertheless searches them again and again while their number grows,
+    which takes an eighth of the CPU time in which a process with torch and transformers starts.
+    """
+    gc.set_threshold(_WHILE_LOADING)
+
+
+def collect_as_usual() -> None:
+    """Restore the frequency at which Python normally collects garbage."""
+    gc.set_threshold(*_USUAL)
+
+
+def run_process(main: Callable[[], None]) -> None:
+    """Run `main` and end the process, unless `main` raises an exception other than `SystemExit`, which is passed on.
+
+    The process ends with the status of `main`, even if daemon threads are busy. Otherwise CPython ends a daemon thread
+    when it returns from native code to the interpreter. If C++ frames are on its stack, this aborts the process: an
+    engine that was stopped while it read weights ended with SIGABRT. Other threads are waited for, `atexit` functions
+    are called, and output is flushed.
+    """
+    try:
+        main()
+        status = 0
+    except SystemExit as ended:
+        if not isinstance(ended.code, int):  # the code is a message, which the interpreter prints
+            raise
+        status = ended.code
+    if any(thread.daemon for thread in threading.enumerate()):
+        threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter begins its end: others are waited for
+        atexit._run_exitfuncs()  # private to CPython; the rest of the exit is skipped
+        with suppress(OSError):  # the reader of the output may be gone
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -1,0 +1,69 @@
+"""The source `programs`: its reference programs pass its tests, and a program that prints its input fails."""
+
+from __future__ import annotations
+
+import io
+import re
+from contextlib import redirect_stdout
+from typing import Any
+
+import pytest
+
+from pipelinerl.data.generated import open_programs
+from pipelinerl.data.problems import Split
+from pipelinerl.data.source import SourceRequest
+from pipelinerl.errors import RecipeError
+from pipelinerl.types import Problem
+from pipelinerl.verifiers.oubliette.code_problem import CodeProblem, last_block
+
+
+def source(split: Split = Split.TRAIN, **parameters: Any) -> Any:
+    return open_programs(SourceRequest(domain="code", split=split, seed=3, parameters=parameters))
+
+
+def printed(program: str, given: bytes) -> bytes:
+    """Return a program's output. Running it here is safe: this project generated it, not a model."""
+    output = io.StringIO()
+    with redirect_stdout(output):
+        exec(program, {"input": lambda: given.decode().strip()})
+    return output.getvalue().encode()
+
+
+def program_of(problem: Problem) -> str:
+    block = last_block(problem.ground_truth)
+    assert block is not None
+    return block[1]
+
+
+def test_reference_program_passes_its_tests_and_printing_the_input_fails() -> None:
+    made = source(operations=3, max_number=50, tests=4)
+    seen = set()
+    for index in range(300):
+        problem = made.problem(index)
+        tests = CodeProblem.of(problem).tests
+        assert len(tests) == 4
+        assert all(printed(program_of(problem), test.input) == test.answer for test in tests), problem
+        seen.add(problem.tags)
+        if problem.tags == ("operations=1",):
+            assert tests[0].input != tests[0].answer
+    assert seen == {("operations=1",), ("operations=2",), ("operations=3",)}
+
+
+def test_problems_depend_on_index_and_splits_are_disjoint() -> None:
+    first, again = source(), source()
+    assert [first.problem(i) for i in range(20)] == [again.problem(i) for i in reversed(range(20))][::-1]
+    held_out = [source(Split.HELD_OUT, max_number=99).problem(i).messages for i in range(40)]
+    trained = {source(max_number=99).problem(i).messages for i in range(200)}
+    assert len(set(held_out)) == 40 and trained.isdisjoint(held_out)
+
+
+def test_operand_of_a_nested_operation_is_in_parentheses() -> None:
+    texts = [source(operations=2).problem(i).messages[0].content for i in range(200)]
+    nested = [text for text in texts if "(" in text]
+    assert nested and all(re.search(r"\((x|\d|the)[^()]*\)", text) for text in nested)
+
+
+@pytest.mark.parametrize("parameters", [{"operations": 4}, {"tests": 0}, {"max_number": 1}, {"level": 2}])
+def test_error_names_unknown_and_invalid_parameters(parameters: dict[str, int]) -> None:
+    with pytest.raises(RecipeError, match=f"domains.code.parameters.*{next(iter(parameters))}"):
+        source(**parameters)

@@ -1,0 +1,66 @@
+"""Rows count as duplicates exactly while they hold the same tokens, by the recorded events."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipelinerl.engines.torch.page_cache import AlikeRows
+
+ROWS = 8
+
+
+def test_too_few_duplicates_are_ignored() -> None:
+    alike = AlikeRows(ROWS)
+    alike.begin(range(2))
+    assert alike.step(np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64)) is not None
+    alike = AlikeRows(2 * ROWS)
+    alike.begin(range(2))
+    assert alike.step(np.zeros(2 * ROWS, np.int64), np.zeros(2 * ROWS, np.int64)) is None
+
+
+def test_one_row_represents_its_duplicates() -> None:
+    alike = AlikeRows(ROWS)
+    alike.begin([1, 3, 5])
+    alike.begin([0, 2])
+    feeds, positions = np.zeros(6, np.int64), np.zeros(6, np.int64)
+    found = alike.step(feeds, positions)
+    assert found is not None
+    assert [found.first[of] for of in found.of_row] == [0, 1, 0, 1, 4, 1]
+    feeds[3] = 7  # it sampled another token
+    found = alike.step(feeds, positions + 1)
+    assert found is not None
+    assert [found.first[of] for of in found.of_row] == [0, 1, 0, 3, 4, 1]
+    found = alike.step(np.zeros(6, np.int64), positions + 2)
+    assert found is not None
+    assert [found.first[of] for of in found.of_row] == [0, 1, 0, 3, 4, 1], "who has parted stays apart"
+
+
+def test_duplicates_are_correct_after_random_events() -> None:
+    """Rows begin, step, end, move and replace others at random, next to a plain record of their tokens."""
+    random = np.random.default_rng(0)
+    alike, held, count = AlikeRows(ROWS), [()] * ROWS, 0
+    merged = 0
+    for _ in range(4000):
+        kind = random.integers(0, 6)
+        if kind == 0 and count < ROWS:
+            rows = list(range(count, min(ROWS, count + int(random.integers(1, 5)))))
+            alike.begin(rows)
+            beginning = (f"prompt {random.integers(0, 3)}",)  # equal prompts that diverged may count as different
+            for row in rows:
+                held[row] = beginning
+            count += len(rows)
+        elif kind == 1 and count > 1:
+            row, count = int(random.integers(0, count - 1)), count - 1
+            alike.move([count], [row])
+            held[row] = held[count]
+        elif count:
+            feeds = random.integers(0, 2, count) if random.random() < 0.3 else np.zeros(count, np.int64)
+            for row in range(count):
+                held[row] = (*held[row], int(feeds[row]))
+            found = alike.step(feeds, np.array([len(each) for each in held[:count]]))
+            if found is not None:
+                assert sorted(set(found.of_row)) == list(range(len(found.first)))
+                assert all(held[row] == held[found.first[of]] for row, of in enumerate(found.of_row))
+                assert all(found.of_row[row] == of for of, row in enumerate(found.first))
+                merged += count - len(found.first)
+    assert merged > 1000

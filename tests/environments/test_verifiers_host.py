@@ -1,0 +1,141 @@
+"""A taskset of the library verifiers in a Python environment of its own; slow, since that environment is made first."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.actor.episodes import EpisodeDomain, Episodes
+from pipelinerl.actor.group_maker import MadeRollout, Unwatched
+from pipelinerl.environments.environment import EpisodeLimits
+from pipelinerl.environments.gateway import Gateway
+from pipelinerl.environments.host_pool import EpisodeHosts, check_taskset
+from pipelinerl.errors import PipelineError, ReferenceFailed
+from pipelinerl.types import Message, Outcome, Problem, PromptOrder
+from tests.fakes.talking_sampler import TalkingSampler, order, tokenizer
+from tests.patience import PATIENCE_S
+
+TASKSET = """
+import verifiers.v1 as vf
+
+class Row(vf.TaskData):
+    answer: str
+
+class Letter(vf.Task[Row]):
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == self.data.answer)
+
+    @vf.reward(weight=0.5)
+    async def short(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_reply) <= 1)
+
+class Config(vf.TasksetConfig):
+    letters: str = "ab"
+
+class Letters(vf.Taskset[Letter, Config]):
+    def load(self):
+        return [
+            Letter(Row(idx=number, prompt=f"write {letter}", system_prompt="be brief", answer=letter), self.config.task)
+            for number, letter in enumerate(self.config.letters)
+        ]
+
+__all__ = ["Letters"]
+"""
+
+
+def numbered(index: int, samples: int = 1) -> PromptOrder:
+    problem = Problem(
+        problem_id=f"p{index}",
+        domain="talk",
+        messages=(Message("user", "-"),),
+        ground_truth="",
+        metadata={"index": index},
+    )
+    return PromptOrder(**{**vars_of(order(samples=samples)), "problem": problem})
+
+
+def vars_of(made: PromptOrder) -> dict[str, object]:
+    return {name: getattr(made, name) for name in made.__dataclass_fields__}
+
+
+def test_python_without_the_library_is_refused_with_the_way_to_install_it() -> None:
+    with pytest.raises(ReferenceFailed, match=r"needs environment_options.python"):
+        check_taskset("verifiers:letters", {})
+    with pytest.raises(ReferenceFailed, match=r"has no verifiers of version 0.4; .* -m pip install"):
+        check_taskset("verifiers:letters", {"python": sys.executable})
+
+
+@pytest.fixture(scope="module")
+def verifiers_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The Python of an environment with verifiers; VERIFIERS_PYTHON names one that exists."""
+    if existing := os.environ.get("VERIFIERS_PYTHON"):
+        return existing
+    home = tmp_path_factory.mktemp("verifiers")
+    subprocess.run([sys.executable, "-m", "venv", home], check=True, timeout=120)
+    if subprocess.run([home / "bin" / "pip", "install", "-q", "verifiers>=0.4"], check=False, timeout=900).returncode:
+        pytest.skip("left out: the package verifiers cannot be installed here")
+    return str(home / "bin" / "python")
+
+
+@pytest.fixture
+def options(verifiers_python: str, tmp_path: Path) -> dict[str, object]:
+    (tmp_path / "letters.py").write_text(TASKSET)
+    return {"python": verifiers_python, "path": str(tmp_path), "taskset": {"letters": "abc"}}
+
+
+async def played(options: dict[str, object], *orders: PromptOrder) -> list[list[MadeRollout]]:
+    check_taskset("verifiers:letters", options)
+    hosts, gateway = EpisodeHosts("verifiers:letters", options), Gateway()
+    domain = EpisodeDomain(player=hosts, limits=EpisodeLimits(max_turns=4), verifier=None, correct_at=1.0)
+    maker = Episodes(gateway, TalkingSampler(lambda messages: "c"), {"talk": domain}, attempts=1)
+    async with asyncio.timeout(6 * PATIENCE_S), gateway.serve():
+        try:
+            return [list(await maker.make(each, Unwatched())) for each in orders]
+        finally:
+            await domain.close()
+
+
+@pytest.mark.slow
+async def test_tasksets_own_rubric_scores_the_answers(options: dict[str, object]) -> None:
+    wrong, right = await played(options, numbered(0), numbered(2, samples=3))
+    assert [each.rollout.verdict.reward for each in wrong] == [0.5]
+    assert [each.rollout.verdict.reward for each in right] == [1.5] * 3
+    assert right[0].rollout.verdict.outcome is Outcome.CORRECT
+    (turn,) = right[0].rollout.turns
+    shown = tokenizer().decode(turn.context_token_ids.tolist())
+    assert "be brief" in shown and "write c" in shown
+
+
+@pytest.mark.slow
+async def test_environment_around_the_taskset_plays_its_roles(options: dict[str, object]) -> None:
+    ((made,),) = await played({**options, "id": "best_of_n", "n": 1}, numbered(2))
+    assert made.rollout.verdict.reward == 1.5 and len(made.rollout.turns) == 1
+
+
+@pytest.mark.slow
+async def test_task_beyond_the_taskset_and_a_taskset_that_fails_to_load_are_named(options: dict[str, object]) -> None:
+    with pytest.raises(PipelineError, match=r"has 3 tasks and no number 7; lower parameters.count to 3"):
+        await played(options, numbered(7))
+    with pytest.raises(PipelineError, match=r"verifiers:letters cannot be loaded by .*: ModuleNotFoundError: taskset"):
+        await played({**options, "path": "/nowhere"}, numbered(0))
+    file = Path(str(options["path"])) / "letters.py"
+    file.write_text(TASKSET.replace("trace.last_reply ==", "trace.nothing =="))
+    ((made,),) = await played(options, numbered(0))
+    assert "letters.py:10: TaskError" in made.rollout.verdict.reason and "nothing" in made.rollout.verdict.reason
+    file.write_text("import absent")
+    with pytest.raises(PipelineError, match=r"letters.py:1: ModuleNotFoundError: No module named 'absent'"):
+        await played(options, numbered(0))
+
+
+@pytest.mark.slow
+async def test_harness_of_the_library_plays_episodes_too(options: dict[str, object]) -> None:
+    if not (Path(str(options["python"])).parent / "uv").exists():
+        pytest.skip("left out: harnesses of verifiers need uv beside its Python")
+    ((made,),) = await played({**options, "agent": {"harness": {"id": "null"}}}, numbered(2))
+    assert made.rollout.verdict.reward == 1.5

@@ -1,0 +1,114 @@
+"""Addresses at which other machines reach this one, from its real routing table; look-ups without name servers."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from pipelinerl.errors import AddressError
+from pipelinerl.system import machine
+from pipelinerl.system.machine import LOOPBACK, address_facing, free_ports, is_free, without_name_servers
+from tests.patience import SOON_S
+
+#: An address reserved for documentation: no host has it, but machines with a network have a route to it.
+_ELSEWHERE = "198.51.100.7"
+with_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "__res_init"), reason="the C library is not glibc")
+
+
+def test_servers_on_this_machine_get_its_loopback_address() -> None:
+    assert address_facing(["http://127.0.0.1:8001", "http://localhost:8002", "http://[::1]:8003"]) == LOOPBACK
+    assert address_facing([]) == LOOPBACK
+
+
+def test_one_remote_engine_makes_all_engines_use_the_outward_address(outward: str) -> None:
+    assert address_facing(["http://127.0.0.1:8001", f"http://{_ELSEWHERE}:8001"]) == outward
+    with socket.create_server((outward, 0)):  # works only if it is an address of this machine
+        pass
+
+
+def test_engine_whose_host_cannot_be_resolved_is_ignored() -> None:
+    assert address_facing(["http://nowhere.invalid:8001", "http://127.0.0.1:8001"]) == LOOPBACK
+
+
+def attempts() -> int:
+    """Return how many attempts this thread's resolver makes per query."""
+    library = ctypes.CDLL(None)
+    library.__res_state.restype = ctypes.POINTER(ctypes.c_int)
+    return int(library.__res_state()[1])
+
+
+@with_glibc
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.1", "::1"])
+def test_name_servers_are_not_asked_within_the_block_and_again_afterwards(host: str) -> None:
+    machine._resolver()
+    before = attempts()
+    with pytest.raises(OSError, match="within"), without_name_servers(host):
+        assert (before > 0, attempts()) == (True, 0)
+        assert socket.getaddrinfo("localhost", 80), "files are read"
+        raise OSError("within")
+    assert attempts() == before
+
+
+@with_glibc
+def test_other_threads_still_ask_name_servers() -> None:
+    found: list[int] = []
+
+    def look() -> None:
+        machine._resolver()
+        found.append(attempts())
+
+    with without_name_servers("127.0.0.1"):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    assert found[0] > 0
+
+
+@with_glibc
+def test_name_servers_are_still_asked_if_the_host_is_given_by_name() -> None:
+    machine._resolver()
+    with without_name_servers("trainer.lab"):
+        assert attempts() > 0
+
+
+def test_returned_ports_are_different_free_and_below_outgoing_ports() -> None:
+    ports = free_ports(5)
+    assert len(set(ports)) == 5
+    assert all(is_free(port) and port < 32768 for port in ports)
+
+
+def test_port_that_is_taken_is_not_returned() -> None:
+    (port,) = free_ports(1)
+    with socket.create_server(("127.0.0.1", port)):
+        assert not is_free(port)
+        assert port not in free_ports(3)
+
+
+def test_port_taken_at_one_address_is_free_at_another() -> None:
+    (port,) = free_ports(1, "127.0.0.2")
+    with socket.create_server(("127.0.0.2", port)):
+        assert is_free(port) and not is_free(port, "127.0.0.2")
+
+
+def test_requesting_more_ports_than_are_free_is_an_error() -> None:
+    with pytest.raises(AddressError, match="fewer than 20000 ports"):
+        free_ports(20000)
+
+
+#: An ordinary user may become root in a new network namespace, in which no interface is up.
+_APART = ("unshare", "--map-root-user", "--net")
+_ASK = "from pipelinerl.system.machine import free_ports; free_ports(1)"
+
+
+def test_missing_loopback_is_reported_at_once() -> None:
+    """Regression: the launcher waited a minute for an unreachable server."""
+    if shutil.which("unshare") is None or subprocess.run([*_APART, "true"], capture_output=True).returncode:
+        pytest.skip("left out: a network namespace, which may not be made here")
+    done = subprocess.run([*_APART, sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=SOON_S)
+    assert "AddressError: programs cannot reach each other at 127.0.0.1 (" in done.stderr

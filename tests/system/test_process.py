@@ -1,0 +1,70 @@
+"""Tests that a process ends with the status of its main function although threads are busy, and first writes its output
+and calls its exit functions.
+"""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from pipelinerl.system.process import collect_as_usual, collect_rarely
+from tests.patience import PATIENCE_S
+
+
+def test_garbage_collection_is_rare_during_start_up_and_normal_afterwards() -> None:
+    before = gc.get_threshold()
+    try:
+        collect_rarely()
+        assert gc.get_threshold()[0] > 10 * before[0] and gc.get_threshold()[1:] == before[1:]
+        collect_as_usual()
+        assert gc.get_threshold() == before
+    finally:
+        gc.set_threshold(*before)
+
+
+#: A program with a thread that is almost always in torch's C++ code, and often returns from it.
+BUSY = """
+import atexit, sys, threading, time, torch
+from concurrent.futures import ThreadPoolExecutor
+from pipelinerl.system.process import run_process
+weights, begun = torch.ones(512, 512), threading.Event()
+def work():
+    while True:
+        weights @ weights
+        begun.set()
+threading.Thread(target=work, daemon=True).start()
+begun.wait()
+atexit.register(print, "registered")
+pool = ThreadPoolExecutor(1)
+pool.submit(lambda: (time.sleep(0.2), print("written", end=" ")))
+def main():
+    print("said", end=" ")
+    sys.exit(143)
+"""
+QUIET = "import sys\nfrom pipelinerl.system.process import run_process\n"
+
+
+def ended(program: str) -> tuple[int, str, str]:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_thread_in_native_code_does_not_abort_the_process() -> None:
+    assert ended(f"{BUSY}run_process(main)") == (143, "said written registered\n", "")
+
+
+@pytest.mark.parametrize(
+    ("main", "status", "said"),
+    [
+        ("lambda: None", 0, ""),
+        ("lambda: sys.exit(2)", 2, ""),
+        ("lambda: sys.exit('a sentence')", 1, "a sentence\n"),
+        ("lambda: 1 / 0", 1, "ZeroDivisionError: division by zero\n"),
+    ],
+)
+def test_process_without_threads_ends_as_usual(main: str, status: int, said: str) -> None:
+    found, _, error = ended(f"{QUIET}run_process({main})")
+    assert found == status and error.endswith(said) and bool(error) == bool(said)

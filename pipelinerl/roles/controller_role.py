@@ -55,9 +55,8 @@ from pipelinerl.streams.stream import Stream, parse_id
 from pipelinerl.system.files import write_private
 from pipelinerl.system.http_service import listen, serve_until, url_of
 from pipelinerl.system.storage import Storage
-from pipelinerl.training.checkpoints.checkpoint import Retention
 from pipelinerl.training.checkpoints.copies import RUN, CheckpointCopies
-from pipelinerl.training.checkpoints.manifest import MANIFEST, TrainingState
+from pipelinerl.training.checkpoints.manifest import MANIFEST, Retention, TrainingState
 
 #: Seconds to look for signs of another live controller: long enough for one heartbeat of an actor that works for it.
 _LOOK_S: Final = 5.0

@@ -30,8 +30,9 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.reward import NormalizationScope
 from pipelinerl.objective.tokens import Policy
 from pipelinerl.system.references import is_reference
-from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, Retention
+from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
+from pipelinerl.training.checkpoints.manifest import Retention
 from pipelinerl.training.rollouts.batch import MiniBatching
 from pipelinerl.training.rollouts.demonstrations import ImitationStream
 from pipelinerl.types import Quota

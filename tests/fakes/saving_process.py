@@ -12,8 +12,9 @@ import os
 import sys
 from pathlib import Path
 
-from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, Retention
+from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
+from pipelinerl.training.checkpoints.manifest import Retention
 from tests.fakes.checkpoints import model_directory, save
 
 #: Enough bytes of trainer state for writing to take time.

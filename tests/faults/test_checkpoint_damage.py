@@ -10,9 +10,9 @@ import numpy as np
 from pipelinerl import rng
 from pipelinerl.errors import CheckpointError
 from pipelinerl.system.storage import Storage
-from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, Retention, load
+from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, load
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
-from pipelinerl.training.checkpoints.manifest import Manifest
+from pipelinerl.training.checkpoints.manifest import Manifest, Retention
 from tests.fakes.checkpoints import model_directory, save, state_of
 
 SEED = 0

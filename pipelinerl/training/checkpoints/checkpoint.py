@@ -34,7 +34,14 @@ from filelock import FileLock, Timeout
 from pipelinerl.errors import CheckpointError, DeadlineError, FencedError, RunFailed
 from pipelinerl.system.files import sync, system_words
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
-from pipelinerl.training.checkpoints.manifest import MANIFEST, Manifest, TrainingState, digest_of, write_weights
+from pipelinerl.training.checkpoints.manifest import (
+    MANIFEST,
+    Manifest,
+    Retention,
+    TrainingState,
+    digest_of,
+    write_weights,
+)
 from trainer_contract.types import ParameterInfo
 
 log = logging.getLogger("pipelinerl")
@@ -378,22 +385,3 @@ class CheckpointFence:
         with held:
             self.check(epoch)
             yield
-
-
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """Retention limits: the newest `keep` checkpoints (at least 1) and the best `keep_best`."""
-
-    keep: int
-    keep_best: int = 0
-
-    def resumable(self, versions: Iterable[int]) -> list[int]:
-        """Return the versions kept for resuming, ascending."""
-        return sorted(set(versions))[-self.keep :]
-
-    def survivors(self, versions: Iterable[int], accuracies: Mapping[int, float]) -> set[int]:
-        """Return the versions to keep, given the known accuracies by version; a tie goes to the later version."""
-        present = set(versions)
-        evaluated = sorted(present & accuracies.keys(), key=lambda version: (accuracies[version], version))
-        best = evaluated[-self.keep_best :] if self.keep_best else []
-        return {*self.resumable(present), *best}

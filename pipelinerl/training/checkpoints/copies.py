@@ -22,10 +22,10 @@ from typing import BinaryIO, Final, final
 from pipelinerl.errors import CheckpointError, FencedError
 from pipelinerl.observability.logs import without_secrets
 from pipelinerl.system.storage import Storage
-from pipelinerl.training.checkpoints.checkpoint import Retention
 from pipelinerl.training.checkpoints.manifest import (
     MANIFEST,
     Manifest,
+    Retention,
     TrainingState,
     digest_of_bytes,
     digest_while_copying,

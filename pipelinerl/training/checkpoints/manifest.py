@@ -169,3 +169,22 @@ def write_weights(path: Path, layout: Iterable[ParameterInfo], weights: Iterable
         for name, buffer in buffers.items()
     }
     serialize_file(specs, path, metadata={"format": "pt"})
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Retention limits: the newest `keep` checkpoints (at least 1) and the best `keep_best`."""
+
+    keep: int
+    keep_best: int = 0
+
+    def resumable(self, versions: Iterable[int]) -> list[int]:
+        """Return the versions kept for resuming, ascending."""
+        return sorted(set(versions))[-self.keep :]
+
+    def survivors(self, versions: Iterable[int], accuracies: Mapping[int, float]) -> set[int]:
+        """Return the versions to keep, given the known accuracies by version; a tie goes to the later version."""
+        present = set(versions)
+        evaluated = sorted(present & accuracies.keys(), key=lambda version: (accuracies[version], version))
+        best = evaluated[-self.keep_best :] if self.keep_best else []
+        return {*self.resumable(present), *best}

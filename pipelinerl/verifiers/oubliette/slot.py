@@ -321,7 +321,9 @@ class _Reader:
                     if self._take(file):
                         continue
                 else:
-                    packet = self._control.recv(_MOST_PACKET)
+                    packet = b""
+                    with contextlib.suppress(ConnectionResetError):  # a guest that was killed before it read its order
+                        packet = self._control.recv(_MOST_PACKET)
                     if len(packet) < _ANSWER.size:
                         return None
                     answer = _Answer.read(packet)

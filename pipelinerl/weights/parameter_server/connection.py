@@ -22,17 +22,25 @@ import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
 from inference_contract import routes
-from inference_contract.errors import from_wire
+from inference_contract.errors import (
+    from_wire,
+)
 from inference_contract.weights import MOST_EPOCH, MOST_VERSION, BaseUrl, WeightLayout
 from inference_contract.wire import Wire
 from pipelinerl.errors import DeadlineError, ServerLost, UpdateError
 from pipelinerl.system import http_client
 from pipelinerl.system.background import in_background
-from pipelinerl.weights.parameter_server.shared_memory import Attachment, Part, ReceiveBuffer, SharedMemoryAddress
-from pipelinerl.weights.parameter_server.version_table import Key
+from pipelinerl.weights.parameter_server.shared_memory import (
+    Attachment,
+    Part,
+    ReceiveBuffer,
+    SharedMemoryAddress,
+)
 from pipelinerl.weights.pull import PullOrder, Range
 
 #: Longest pause in seconds between two bytes of a working server. An answer that needs work may take longer.
+#: (epoch, version). All weights of a later trainer sort after those of an earlier one.
+Key = tuple[int, int]
 STALL_S: Final = 10.0
 _FAILURES: Final = (OSError, http.client.HTTPException)
 

@@ -58,13 +58,13 @@ from pipelinerl.weights.parameter_server import connection
 from pipelinerl.weights.parameter_server.connection import (
     Announcement,
     CopyOrder,
+    Key,
     ProgressReport,
     Seal,
     ServerState,
     VersionRecord,
 )
 from pipelinerl.weights.parameter_server.version_table import (
-    Key,
     SnapshotStore,
     Version,
     VersionSnapshot,

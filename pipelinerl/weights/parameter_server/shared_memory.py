@@ -13,6 +13,7 @@ import mmap
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from itertools import pairwise
@@ -62,13 +63,10 @@ class SharedMemory:
         if _HAS_MEMFD:
             name = f"pipelinerl-{os.getpid()}-{time.time_ns()}-{next(_NUMBERS)}"
             self._fd = os.memfd_create(name, os.MFD_CLOEXEC)
+            weakref.finalize(self, os.close, self._fd)
             os.ftruncate(self._fd, length)
             self.address = SharedMemoryAddress(pid=os.getpid(), fd=self._fd, name=name, num_bytes=num_bytes)
         self.bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(self._fd, length), np.uint8)[:num_bytes]
-
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
 
 
 @final

@@ -31,7 +31,7 @@ from inference_contract.weights import MOST_EPOCH_STEP, WeightLayout
 from pipelinerl.errors import CheckpointError
 from pipelinerl.system.storage import Storage
 from pipelinerl.weights.layout import WeightDigest
-from pipelinerl.weights.parameter_server.connection import Announcement, ShardSpec, VersionRecord
+from pipelinerl.weights.parameter_server.connection import Announcement, Key, ShardSpec, VersionRecord
 from pipelinerl.weights.parameter_server.shared_memory import SharedMemory
 from pipelinerl.weights.pull import Range
 
@@ -216,10 +216,6 @@ class VersionTable:
         segment = fitting[-1] if fitting else SharedMemory(num_bytes)
         self._spare = fitting[:-1]
         return segment
-
-
-#: (epoch, version). All weights of a later trainer sort after those of an earlier one.
-Key = tuple[int, int]
 
 
 def collectable(whole: Set[Key], progress: Mapping[str, Key | None], *, epoch: int, in_use: Set[Key]) -> set[Key]:

@@ -191,7 +191,7 @@ def test_setting_is_read_from_the_recipes_sections() -> None:
         "rollouts_per_step": 256,
         "group_size": 8,
         "slots": 256,
-        "groups_in_flight": 96,  # twice what fills the slots of three engines, for each of two actors
+        "groups_in_flight": 192,  # four times what fills the slots of three engines, for each of two actors
     }
     assert {name: getattr(config_setting, name) for name in expected} == expected
 

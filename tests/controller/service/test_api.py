@@ -12,9 +12,9 @@ import pytest
 
 from pipelinerl.controller.routes import LAUNCHER, LEASE_S, OFFER_S, OFFERS_AT_ONCE
 from pipelinerl.controller.service import api
-from pipelinerl.controller.service.api import MOST_SERVICES, VerifierLeases, create_api
+from pipelinerl.controller.service.api import MOST_SERVICES, create_api
 from pipelinerl.controller.service.journal import JOURNAL, Journal
-from pipelinerl.controller.service.service import ControllerService, Start
+from pipelinerl.controller.service.service import ControllerService, Start, VerifierLeases
 from pipelinerl.controller.state.inputs import EngineRegistered
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.messages import DIRECTIVES

@@ -19,8 +19,8 @@ import pytest
 from pipelinerl.errors import CheckpointError, DeadlineError, FencedError, RunFailed
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.training.checkpoints import checkpoint
-from pipelinerl.training.checkpoints.checkpoint import CheckpointFence, CheckpointStore, Retention, load
-from pipelinerl.training.checkpoints.manifest import TrainingState
+from pipelinerl.training.checkpoints.checkpoint import CheckpointFence, CheckpointStore, load
+from pipelinerl.training.checkpoints.manifest import Retention, TrainingState
 from tests.fakes.checkpoints import capture, model_directory, save, state_of
 from tests.patience import PATIENCE_S
 from trainer_contract.types import TrainerSpec

@@ -12,8 +12,9 @@ import pytest
 
 from pipelinerl.errors import CheckpointError, FencedError
 from pipelinerl.system.storage import Storage
-from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, Retention, load
+from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, load
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
+from pipelinerl.training.checkpoints.manifest import Retention
 from tests.fakes.checkpoints import capture, model_directory, save, state_of, versions_in
 
 

@@ -16,9 +16,9 @@ import pytest
 from inference_contract.errors import DigestMismatch
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.errors import DeadlineError, FencedError, UpdateError
+from pipelinerl.weights.parameter_server.connection import Key
 from pipelinerl.weights.parameter_server.download import WeightPuller
 from pipelinerl.weights.parameter_server.upload import Uploaded, Uploader
-from pipelinerl.weights.parameter_server.version_table import Key
 from pipelinerl.weights.publisher import Publication
 from tests.fakes.parameter_server import LAYOUT, TOKEN, application, digest, flat, order, publication
 from tests.fakes.served import in_thread

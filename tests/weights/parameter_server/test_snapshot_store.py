@@ -10,8 +10,8 @@ import pytest
 
 from pipelinerl.errors import CheckpointError
 from pipelinerl.weights.layout import WeightDigest
-from pipelinerl.weights.parameter_server.connection import ShardSpec
-from pipelinerl.weights.parameter_server.version_table import Key, SnapshotStore, VersionSnapshot
+from pipelinerl.weights.parameter_server.connection import Key, ShardSpec
+from pipelinerl.weights.parameter_server.version_table import SnapshotStore, VersionSnapshot
 from tests.fakes.parameter_server import LAYOUT, digest, flat
 
 

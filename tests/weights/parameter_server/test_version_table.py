@@ -7,8 +7,8 @@ from hypothesis import given, strategies as st
 
 from inference_contract.errors import DigestMismatch, LayoutMismatch, NotPrepared, Overloaded, StaleVersion
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
-from pipelinerl.weights.parameter_server.connection import Announcement
-from pipelinerl.weights.parameter_server.version_table import Key, Version, VersionTable, collectable, holders
+from pipelinerl.weights.parameter_server.connection import Announcement, Key
+from pipelinerl.weights.parameter_server.version_table import Version, VersionTable, collectable, holders
 
 LAYOUT = WeightLayout(parameters=(ParameterSpec(name="a", shape=(5,), dtype=DType.FLOAT32),))
 WIDER = WeightLayout(parameters=(ParameterSpec(name="a", shape=(6,), dtype=DType.FLOAT32),))

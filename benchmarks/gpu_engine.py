@@ -31,7 +31,7 @@ from inference_contract.schemas import ChatCompletionRequest
 from inference_contract.weights import Backend
 from pipelinerl import rng
 from pipelinerl.engines.http.client import EngineClient
-from pipelinerl.numerics.mismatch import mismatch
+from pipelinerl.numerics.causes import mismatch
 from pipelinerl.system import http_client
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication

@@ -26,7 +26,7 @@ from benchmarks import torch_step
 from benchmarks.gpu_device import Scale, flops_per_second, wait
 from benchmarks.gpu_engine import SampledAnswer, local, prompts, sample
 from benchmarks.measure import Row, paired, seconds_of
-from pipelinerl.numerics.mismatch import Mismatch, mismatch
+from pipelinerl.numerics.causes import Mismatch, mismatch
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan

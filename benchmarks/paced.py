@@ -28,7 +28,7 @@ from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.controller.state.inputs import EngineRegistered
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.bigram.engine import BigramRunner
-from pipelinerl.engines.external.worker.own_process import endpoints_of
+from pipelinerl.engines.external.worker.worker_endpoint import endpoints_of
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.engines.http.server import create_app

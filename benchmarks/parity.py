@@ -29,7 +29,7 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.engine import from_options
 from pipelinerl.models.checkpoint import load_model, save_model
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.numerics.mismatch import Mismatch, mismatch
+from pipelinerl.numerics.causes import Mismatch, mismatch
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
 from pipelinerl.trainers.torch.trainer import TorchTrainer

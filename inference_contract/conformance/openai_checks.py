@@ -1,4 +1,5 @@
-"""Checks of OpenAI's optional features: tools, structured output, penalties, biases, and the older route.
+"""Checks of OpenAI's optional features: tools, structured output, penalties, biases, the older route, and routed
+experts.
 
 An engine may reject any of these, but must name the field.
 """
@@ -11,8 +12,10 @@ from typing import Any, Final
 from inference_contract import routes
 from inference_contract.completions import TextCompletion
 from inference_contract.conformance.chat_checks import check_columns, ids_of
-from inference_contract.conformance.session import MESSAGES, Session, refused, succeeded
-from inference_contract.schemas import ChatCompletion, FinishReason, TokenLogprob
+from inference_contract.conformance.session import MESSAGES, Session, chunks, refused, succeeded
+from inference_contract.conformance.stream_checks import gathered
+from inference_contract.routed_experts import RoutedExperts
+from inference_contract.schemas import ChatCompletion, Choice, FinishReason, TokenLogprob
 
 _TOOL: Final = {
     "type": "function",
@@ -222,3 +225,49 @@ CHECKS = (
     short_model_name_is_accepted,
     completions_route_is_served_or_absent,
 )
+
+
+def routed_experts_are_returned_or_refused(session: Session) -> None:
+    """return_routed_experts gives each token the experts of the token before it; or the field is rejected by name."""
+    fields: dict[str, Any] = {"n": 2, "seed": 3, "return_routed_experts": True}
+    response = session.completed(**fields)
+    if response.status_code != 200:
+        error = refused(response, 400, code="invalid_request_error")
+        assert error["param"] == "return_routed_experts", f"the refusal must name the field, it names {error['param']}"
+        return
+    whole = session.chat(**fields)
+    like = _of_prompt(whole.prompt_token_ids, whole.prompt_routed_experts)
+    for choice in whole.choices:
+        _of_tokens(choice, like)
+    streamed = session.streamed(**fields)
+    received = list(chunks(streamed, streamed.iter_lines()))
+    _of_prompt(received[0].prompt_token_ids, received[0].prompt_routed_experts)
+    for choice in gathered(received):
+        parts = [part for chunk in received for part in chunk.choices if part.index == choice.index]
+        routed = [part.routed_experts for part in parts if part.routed_experts is not None and part.token_ids]
+        joined = RoutedExperts.joined(routed) if routed else None
+        _of_tokens(choice.model_copy(update={"routed_experts": joined}), like)
+    quiet = session.chat(n=1, seed=3)
+    omitted = quiet.prompt_routed_experts is None and quiet.choices[0].routed_experts is None
+    assert omitted, "routed experts must be left out unless return_routed_experts requests them"
+
+
+def _of_prompt(prompt: list[int] | None, routed: RoutedExperts | None) -> RoutedExperts:
+    assert prompt, "with return_token_ids the answer must have prompt_token_ids"
+    assert routed is not None, "with return_routed_experts the answer must have prompt_routed_experts"
+    expected = len(prompt) - 1
+    assert routed.num_tokens == expected, f"prompt_routed_experts must cover {expected} tokens, got {routed.num_tokens}"
+    return routed
+
+
+def _of_tokens(choice: Choice, like: RoutedExperts) -> None:
+    routed, expected = choice.routed_experts, len(ids_of(choice))
+    assert routed is not None, f"with return_routed_experts choice {choice.index} must have routed_experts"
+    assert routed.num_tokens == expected, f"routed_experts must cover {expected} tokens, got {routed.num_tokens}"
+    assert routed.is_like(like), (
+        f"routed_experts must have the same shape everywhere, got {routed.shape[1:]} and {like.shape[1:]}"
+    )
+
+
+#: Later than the checks of streams, which these need.
+ROUTING_CHECKS = (routed_experts_are_returned_or_refused,)

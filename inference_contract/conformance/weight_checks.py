@@ -11,8 +11,7 @@ import httpx
 
 from inference_contract import routes
 from inference_contract.conformance.chat_checks import check_columns
-from inference_contract.conformance.load import Load
-from inference_contract.conformance.session import NotOffered, Session, chunks, refused, succeeded
+from inference_contract.conformance.session import Load, NotOffered, Session, chunks, refused, succeeded
 from inference_contract.conformance.stream_checks import gathered
 from inference_contract.schemas import ChatCompletion, Choice
 from inference_contract.weights import DType, WeightLayout

@@ -12,9 +12,8 @@ from rich.table import Table
 
 from pipelinerl.commands.recorded_run import recorded_events
 from pipelinerl.errors import UserError
-from pipelinerl.numerics.advice import advise
 from pipelinerl.numerics.causes import Cause
-from pipelinerl.numerics.review import COMPARED, FIGURES, CauseReview, MetricSeries, Review, review
+from pipelinerl.numerics.review import COMPARED, FIGURES, CauseReview, MetricSeries, Review, advise, review
 from pipelinerl.observability.charts import draw_mismatch
 from pipelinerl.observability.run_history import RunHistory, tell
 

@@ -19,17 +19,20 @@ from pipelinerl.data.problems import Split
 from pipelinerl.enums import Skill
 from pipelinerl.errors import UserError
 from pipelinerl.models.checkpoint import save_model
-from pipelinerl.models.tiny_decoder import SPELL_BACKWARD_PHRASE, DecoderShape, char_tokenizer, word_tokenizer
-from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.models.warmstart import (
+from pipelinerl.models.tiny_decoder import (
+    SPELL_BACKWARD_PHRASE,
+    DecoderShape,
     DomainProgress,
     DomainWarmStartSettings,
     WarmStartProgress,
     WarmStartSettings,
+    char_tokenizer,
     sampled_answers,
     warm_start,
     warm_start_domains,
+    word_tokenizer,
 )
+from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.roles.wiring import problems_of
 from pipelinerl.types import Problem

@@ -21,8 +21,7 @@ import numpy as np
 import xxhash
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models.directory_files import foreign_failures, json_object, one_line, text_table
-from pipelinerl.models.finite_weights import refuse_not_finite
+from pipelinerl.models.directory_files import foreign_failures, json_object, one_line, refuse_not_finite, text_table
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.system.files import sync
 from trainer_contract.types import WeightDType

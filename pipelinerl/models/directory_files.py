@@ -1,4 +1,4 @@
-"""Reader of the JSON files of a model directory, which rejects implausible ones.
+"""Readers of a model directory's files, which reject implausible JSON and weights that are not finite.
 
 A directory may come from an untrusted source. Reading any file takes bounded memory and ends in a table or a
 `ModelError`.
@@ -11,6 +11,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipelinerl.errors import ModelError
 
@@ -94,3 +97,35 @@ def one_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its name, to embed in a sentence."""
     message = str(error).partition("\n")[0].strip().rstrip(".;")
     return message[:300] or type(error).__name__
+
+
+#: The bits of the exponent, by dtype; other dtypes, such as eight bits, are not checked.
+_EXPONENTS: Final = {"float32": 0x7F80_0000, "bfloat16": 0x7F80, "float16": 0x7C00, "float64": 0x7FF0 << 48}
+#: The number of values checked at once, which fits a core's cache between the two maxima.
+_BLOCK: Final = 2**18
+
+
+def refuse_not_finite(path: Path, name: str, values: NDArray[Any], dtype: str) -> None:
+    """Check the values of a parameter of the directory `path` for NaN and infinity.
+
+    A float is NaN or infinite if all bits of its exponent are set. Read as integers, such values are the largest of
+    either sign, so two maxima find them at the speed of memory.
+
+    Args:
+        values: of any shape, with items of the size of `dtype`, given by its name in torch and NumPy.
+
+    Raises:
+        ModelError: a value is NaN or infinite.
+    """
+    exponent = _EXPONENTS.get(dtype)
+    if exponent is None:
+        return
+    width = values.itemsize
+    words, negative = np.ascontiguousarray(values).reshape(-1).view(f"u{width}"), 1 << 8 * width - 1
+    for start in range(0, words.size, _BLOCK):
+        block = words[start : start + _BLOCK]
+        if int(block.view(f"i{width}").max()) >= exponent or int(block.max()) >= negative | exponent:
+            raise ModelError(
+                f"{path}: the parameter {name} holds NaN or infinite values; copy the model again, or use an earlier "
+                "checkpoint"
+            )

@@ -1,7 +1,13 @@
-"""Tiny decoders built from scratch: the model of the shipped demonstration, and random ones for tests and benchmarks.
+"""Tiny decoders built from scratch: random ones for tests and benchmarks, and the warm start of the demonstration's.
 
 They are ordinary Qwen3 checkpoints with an ordinary fast tokenizer, so code that runs them also runs real models.
 Building uses no network and writes no files unless requested; the same seed gives the same weights.
+
+In a supervised warm start, demonstrations teach a tiny decoder part of a task, and RL does the rest. `warm_start`
+checks the greedy accuracy on a whole mixture, which suits tasks with one right answer. `warm_start_domains` checks the
+reward of sampled answers, domain by domain. A domain whose reward is high enough is only rehearsed while others catch
+up, so that every domain begins RL with room to improve. Demonstrations are correct and come from the training split.
+The result is accepted by the validation split alone; held-out problems are never used.
 """
 
 from __future__ import annotations
@@ -17,6 +23,19 @@ from pipelinerl import rng
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from pipelinerl.errors import ModelError
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.types import Problem
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 PAD, SYSTEM, USER, ASSISTANT, END, UNKNOWN = "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|unk|>"
 SPECIAL_TOKENS = (PAD, SYSTEM, USER, ASSISTANT, END, UNKNOWN)
@@ -140,3 +159,297 @@ def char_tokenizer(*, phrases: Sequence[str] = (), alphabet: str = ALPHABET) -> 
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+_IGNORED = -100
+#: The number of demonstrations, of which the longest determines a domain's batch size.
+_MEASURED = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStartSettings:
+    """Settings of the warm start and its end.
+
+    Attributes:
+        training_problem, validation_problem: problem i of the training and of the validation split.
+        shape: of the decoder; its `vocab` must hold the tokenizer's.
+        accuracy: stop at the first check inside [low, high] of greedy validation accuracy; above `high` is a failure,
+            since RL would have too little left to do.
+        demonstration_temperature: demonstrations are fitted as samples at this temperature, so that at temperature 1
+            the model is decisive. At 1 the partly trained model would sample far worse than its greedy answers.
+        check_every: optimizer steps between two checks.
+    """
+
+    training_problem: Callable[[int], Problem]
+    validation_problem: Callable[[int], Problem]
+    tokenizer: ChatTokenizer
+    shape: DecoderShape
+    seed: int = 0
+    accuracy: tuple[float, float] = (0.38, 0.44)
+    demonstration_temperature: float = 4.0
+    learning_rate: float = 1e-3
+    lr_warmup_steps: int = 50
+    batch_size: int = 64
+    max_steps: int = 2000
+    check_every: int = 2
+    validation_problems: int = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStartProgress:
+    """One check: greedy accuracy, expected accuracy of samples at temperature 1, mean loss per token in nats."""
+
+    step: int
+    greedy_accuracy: float
+    sampled_accuracy: float
+    loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStartReport:
+    """The model and the cost of its training; accuracies are on the validation split."""
+
+    model: PreTrainedModel
+    steps: int
+    demonstrations: int
+    greedy_accuracy: float
+    sampled_accuracy: float
+    seconds: float
+
+
+def warm_start(
+    settings: WarmStartSettings, on_progress: Callable[[WarmStartProgress], None] = lambda _: None
+) -> WarmStartReport:
+    """Fit demonstrations until the validation accuracy is inside the band.
+
+    Raises:
+        ModelError: the band was missed; the message says how, and what to change.
+    """
+    import torch
+
+    began = time.monotonic()
+    model = random_decoder(settings.shape, seed=settings.seed).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    checked = _batch([settings.validation_problem(i) for i in range(settings.validation_problems)], settings.tokenizer)
+    low, high = settings.accuracy
+    best = 0.0
+    for step in range(1, settings.max_steps + 1):
+        first = (step - 1) * settings.batch_size
+        problems = [settings.training_problem(first + i) for i in range(settings.batch_size)]
+        _set_rate(optimizer, settings.learning_rate, step / max(settings.lr_warmup_steps, 1))
+        batch = _batch(problems, settings.tokenizer)
+        loss = _step(model, optimizer, [(batch, 1.0)], temperature=settings.demonstration_temperature)
+        if step % settings.check_every:
+            continue
+        greedy, sampled = accuracies(model, checked)
+        on_progress(WarmStartProgress(step=step, greedy_accuracy=greedy, sampled_accuracy=sampled, loss=loss))
+        best = max(best, greedy)
+        if greedy >= low:
+            break
+    else:
+        raise ModelError(
+            f"expected a validation accuracy of {low:g} to {high:g}, got at most {best:.3f} in {settings.max_steps} "
+            "steps; try another seed, more steps, or a wider model"
+        )
+    if greedy > high:
+        raise ModelError(
+            f"expected a validation accuracy of {low:g} to {high:g}, step {step} jumped to {greedy:.3f}; try another "
+            "seed, a lower learning rate, or check more often"
+        )
+    return WarmStartReport(
+        model=model.eval(),
+        steps=step,
+        demonstrations=step * settings.batch_size,
+        greedy_accuracy=greedy,
+        sampled_accuracy=sampled,
+        seconds=time.monotonic() - began,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstrations:
+    """Prompts with their right answers, padded on the right: i64 [B, L] each; `labels` is −100 outside the answers."""
+
+    token_ids: torch.Tensor
+    labels: torch.Tensor
+
+
+def _batch(problems: Sequence[Problem], tokenizer: ChatTokenizer) -> Demonstrations:
+    import torch
+
+    end = min(tokenizer.eos_token_ids)
+    rows, labels = [], []
+    for problem in problems:
+        prompt = tokenizer.encode_chat(problem.messages)
+        answer = [*tokenizer.encode(problem.ground_truth), end]
+        rows.append(prompt + answer)
+        labels.append([_IGNORED] * len(prompt) + answer)
+    longest = max(map(len, rows))
+    return Demonstrations(
+        torch.tensor([row + [end] * (longest - len(row)) for row in rows]),
+        torch.tensor([label + [_IGNORED] * (longest - len(label)) for label in labels]),
+    )
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, rate: float, share: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate * min(1.0, share)
+
+
+def _step(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[tuple[Demonstrations, float]],
+    *,
+    temperature: float,
+) -> float:
+    """Run one optimizer step; return the weighted mean over the batches of the mean loss per answer token."""
+    import torch
+
+    optimizer.zero_grad()
+    mean, total = 0.0, sum(weight for _, weight in batches)
+    for batch, weight in batches:
+        logits, labels = model(input_ids=batch.token_ids).logits[:, :-1] / temperature, batch.labels[:, 1:]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=_IGNORED)
+        (loss * (weight / total)).backward()
+        mean += float(loss.detach()) * weight / total
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return mean
+
+
+def accuracies(model: PreTrainedModel, batch: Demonstrations) -> tuple[float, float]:
+    """Return the greedy accuracy and the expected accuracy of samples at temperature 1; only exact answers count.
+
+    No generation is needed: greedy decoding yields the answer if and only if each of its tokens is the likeliest after
+    the tokens before it.
+    """
+    import torch
+
+    with torch.no_grad():
+        logprobs = model(input_ids=batch.token_ids).logits[:, :-1].log_softmax(-1)
+    labels = batch.labels[:, 1:]
+    outside = labels == _IGNORED
+    right = (logprobs.argmax(-1) == labels) | outside
+    answer = logprobs.gather(2, labels.clamp(min=0)[..., None])[..., 0].masked_fill(outside, 0.0).sum(1)
+    return float(right.all(1).float().mean()), float(answer.exp().mean())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DomainWarmStartSettings:
+    """Settings of the warm start by domain, and its end.
+
+    Attributes:
+        demonstrations: problem i of each domain's training split, by its name.
+        rewards: returns the mean reward by domain of answers sampled to validation problems at temperature 1.
+        reward: (low, high). A domain whose reward is `low` or more is only rehearsed; above `high` is a failure, since
+            RL would have too little left to do.
+        tokens: approximate tokens per step of each domain: short problems are shown more often than long ones.
+        rehearsal: share of tokens, and weight in the loss, of a domain whose reward is high enough. Without rehearsal
+            it would be forgotten within tens of steps.
+        check_every: optimizer steps between two checks.
+    """
+
+    demonstrations: Mapping[str, Callable[[int], Problem]]
+    rewards: Callable[[PreTrainedModel], Mapping[str, float]]
+    tokenizer: ChatTokenizer
+    shape: DecoderShape
+    seed: int = 0
+    reward: tuple[float, float] = (0.3, 0.6)
+    learning_rate: float = 3e-3
+    lr_warmup_steps: int = 50
+    tokens: int = 1500
+    rehearsal: float = 0.125
+    max_steps: int = 2000
+    check_every: int = 25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DomainProgress:
+    """One check: reward of sampled answers and demonstrations shown so far, by domain; mean loss per token in nats."""
+
+    step: int
+    rewards: Mapping[str, float]
+    demonstrations: Mapping[str, int]
+    loss: float
+
+
+def warm_start_domains(
+    settings: DomainWarmStartSettings, on_progress: Callable[[DomainProgress], None] = lambda _: None
+) -> tuple[PreTrainedModel, DomainProgress]:
+    """Fit demonstrations until each domain's reward is inside the band; return the model and the last check.
+
+    Raises:
+        ModelError: the band was missed; the message names the rewards by domain, and what to change.
+    """
+    import torch
+
+    model = random_decoder(settings.shape, seed=settings.seed).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    sizes = {name: _batch_size(problem, settings) for name, problem in settings.demonstrations.items()}
+    shown = dict.fromkeys(sizes, 0)
+    low, high = settings.reward
+    shares = dict.fromkeys(sizes, 1.0)
+    progress = DomainProgress(step=0, rewards={}, demonstrations=shown, loss=float("nan"))
+    for step in range(1, settings.max_steps + 1):
+        batches = []
+        for name, share in shares.items():
+            count = max(1, round(sizes[name] * share))
+            problems = [settings.demonstrations[name](shown[name] + i) for i in range(count)]
+            batches.append((_batch(problems, settings.tokenizer), share))
+            shown[name] += count
+        _set_rate(optimizer, settings.learning_rate, step / max(settings.lr_warmup_steps, 1))
+        loss = _step(model, optimizer, batches, temperature=1.0)
+        if step % settings.check_every:
+            continue
+        rewards = settings.rewards(model.eval())
+        model.train()
+        progress = DomainProgress(step=step, rewards=rewards, demonstrations=dict(shown), loss=loss)
+        on_progress(progress)
+        shares = {name: 1.0 if rewards[name] < low else settings.rehearsal for name in sizes}
+        if min(rewards.values()) >= low:
+            break
+    reached = ", ".join(f"{name} {reward:.3f}" for name, reward in progress.rewards.items()) or "none"
+    if not progress.rewards or not low <= min(progress.rewards.values()) <= max(progress.rewards.values()) <= high:
+        raise ModelError(
+            f"expected rewards of {low:g} to {high:g}, got {reached} after {progress.step} steps; "
+            "try another seed, a lower learning rate, other problems, or a model of another width"
+        )
+    return model.eval(), progress
+
+
+def _batch_size(problem: Callable[[int], Problem], settings: DomainWarmStartSettings) -> int:
+    """Return the number of a domain's demonstrations that fill about `settings.tokens` tokens."""
+    rows = _batch([problem(i) for i in range(_MEASURED)], settings.tokenizer).token_ids
+    return max(1, settings.tokens // rows.shape[1])
+
+
+def sampled_answers(
+    model: PreTrainedModel, tokenizer: ChatTokenizer, problems: Sequence[Problem], *, max_tokens: int, seed: int
+) -> list[str]:
+    """Sample one answer to each problem at temperature 1; the same seed gives the same answers."""
+    import torch
+
+    noise, ends = rng.generator(seed, "sampled_answers"), tokenizer.eos_token_ids
+    prompts = [tokenizer.encode_chat(problem.messages) for problem in problems]
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    answers: list[list[int]] = [[] for _ in problems]
+    live, cache = set(range(len(problems))), None
+    for _ in range(max_tokens):
+        places = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        with torch.no_grad():
+            output = model(
+                input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True
+            )
+        logits, cache = output.logits[:, -1].float(), output.past_key_values
+        # The largest of logits with Gumbel noise is a sample of their softmax.
+        drawn = (logits + torch.from_numpy(noise.gumbel(size=tuple(logits.shape))).float()).argmax(-1)
+        live -= {row for row in live if int(drawn[row]) in ends}
+        for row in live:
+            answers[row].append(int(drawn[row]))
+        if not live:
+            break
+        ids, mask = drawn[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+    return [tokenizer.decode(answer) for answer in answers]

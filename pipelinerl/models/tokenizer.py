@@ -18,14 +18,17 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final
 from inference_contract.schemas import ChatMessage
 from inference_contract.tools import ToolDefinition
 from pipelinerl.errors import ModelError, TemplateNameError, UnshownFieldError
-from pipelinerl.models.control_tokens import Chat, ContentGuard, Turn
-from pipelinerl.models.conversation_tail import ConversationTail
+from pipelinerl.models.control_tokens import Chat, ContentGuard, ConversationTail, Turn
 from pipelinerl.models.directory_files import foreign_failures, json_object, one_line
 from pipelinerl.models.plain_tokenizer import PlainTokenizer, read_plain
 from pipelinerl.models.tool_calls import CallFormat, ParsedAnswer, format_of, parsed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+from pipelinerl.models.plain_tokenizer import compiled
+from pipelinerl.types import Message
 
 #: The decoder's output for bytes that do not (yet) form a character.
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -409,3 +412,39 @@ def _declared_eos(path: Path) -> set[int]:
             raise ModelError(f"eos_token_id in {path / name} must be token ids, got {declared!r:.40}; copy it again")
         return set(ids)
     return set()
+
+
+#: Suffix of the tokenizer_config.json entries, such as `bos_token`, that templates may use.
+_TOKEN: Final = "_token"
+
+
+def refuse_unrenderable(path: Path, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> None:
+    """Render the conversation by the template of the directory `path`, with the opening of the assistant's turn.
+
+    This takes milliseconds: the template is rendered as transformers renders it, with Jinja's sandbox and a few names,
+    but without importing that library. If rendering fails, or the directory has several templates, the tokenizer
+    decides.
+
+    Raises:
+        ModelError: the template fails, or one of its files is damaged.
+    """
+    if not messages or not _renders(path, messages, template_kwargs):
+        ChatTokenizer.load(path).encode_chat(messages, template_kwargs)
+
+
+def _renders(path: Path, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> bool:
+    """Return whether the template renders without the library; False leaves the decision to the tokenizer."""
+    from jinja2 import TemplateError
+
+    try:
+        settings = json_object(path / "tokenizer_config.json")
+        own = path / "chat_template.jinja"
+        template = own.read_text() if own.is_file() else settings["chat_template"]
+        if not isinstance(template, str) or (path / "additional_chat_templates").exists():
+            return False
+        tokens = {name: value for name, value in settings.items() if name.endswith(_TOKEN) and isinstance(value, str)}
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        compiled(template).render(messages=turns, add_generation_prompt=True, **tokens, **template_kwargs)
+    except (OSError, ModelError, TemplateError, RecursionError, *FAILURES):
+        return False
+    return True

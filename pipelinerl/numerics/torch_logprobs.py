@@ -2,11 +2,15 @@
 
 The results, including measures of the whole distribution, agree with the definition in `logprobs`. If a linear head
 computes in bf16, its weight's gradient is summed over pieces in fp32: a sum in bf16 loses more with every piece.
+
+`to_fp32` makes an output layer's logits fp32, identical in engine and trainer, since its rounding affects log-probs the
+most: the MiniMax-M1 report found it to be the main source of the mismatch. Hidden states and weights keep their dtypes;
+their products are summed in fp32 and never rounded to a shorter type.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -15,7 +19,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
-from trainer_contract.types import HeadMeasure
+from pipelinerl.numerics.dither_torch import rounded
+from trainer_contract.types import HeadMeasure, Rounding
 
 #: Number of logits held at once: 64 MiB in fp32. A batch that fits is computed in one piece, without recomputation.
 LOGITS_AT_ONCE: Final = 2**24
@@ -172,3 +177,42 @@ def _measured(measure: HeadMeasure, logits: Tensor, normaliser: Tensor) -> Tenso
         return logits.mean(dim=-1) - normaliser
     logprobs = logits - normaliser[:, None]  # subtracting first keeps precision: normaliser − Σ π·logits would cancel
     return -(logprobs.exp() * logprobs).sum(dim=-1)
+
+
+def to_fp32(model: Any, *, served: torch.dtype, rounding: Rounding = Rounding.NEAREST) -> None:
+    """Make the output layer of a Hugging Face `model` return fp32 logits, whatever its input dtype.
+
+    Args:
+        served: dtype of the weights that engines hold. A trainer's fp32 weights are rounded to it here; the gradient
+            ignores the rounding (straight-through).
+        rounding: the same rounding as for weights sent to engines.
+    """
+    head = model.get_output_embeddings()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    head.forward = Fp32Head(head, served, rounding, names)
+
+
+@final
+class Fp32Head:
+    """Replaces the forward method of an output layer. It reads the parameters at each call, so they may be replaced."""
+
+    def __init__(self, layer: Any, served: torch.dtype, rounding: Rounding, names: Mapping[int, str]) -> None:
+        self._layer = layer
+        self._served = served
+        self._rounding = rounding
+        self._weight_name = names[id(layer.weight)]
+        self._bias_name = "" if layer.bias is None else names[id(layer.bias)]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Map hidden states […, d] to logits, f32 […, V]."""
+        weight, bias = self._layer.weight, self._layer.bias
+        with torch.autocast(hidden.device.type, enabled=False):
+            its_bias = None if bias is None else self._exact(bias, self._bias_name)
+            return linear(hidden.float(), self._exact(weight, self._weight_name), its_bias)
+
+    def _exact(self, parameter: Tensor, name: str) -> Tensor:
+        """Return the parameter in fp32, after rounding it to the dtype that engines hold."""
+        if parameter.dtype is torch.float32 and self._served is not torch.float32:
+            sent = rounded(parameter.detach(), self._served, self._rounding, name=name)
+            return parameter + (sent.float() - parameter.detach())  # exact: both are within a factor of two
+        return parameter.float()

@@ -14,7 +14,7 @@ from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.enums import Overdue, RoutingReplay
 from pipelinerl.errors import RecipeError
 from pipelinerl.models.checkpoint import vocab_size
-from pipelinerl.models.routing import mixture_of
+from pipelinerl.models.model_shape import mixture_of
 from pipelinerl.models.tokenizer import decoder_of
 from pipelinerl.objective.presets import no_signal_of
 from pipelinerl.observability.samples.reading import FOLDER

@@ -20,7 +20,7 @@ from pipelinerl.data.problems import Split, open_source
 from pipelinerl.data.source import ProblemSource
 from pipelinerl.enums import OldLogprobs, RoutingReplay
 from pipelinerl.errors import ModelError, RecipeError
-from pipelinerl.models.routing import replayed_routing
+from pipelinerl.models.model_shape import replayed_routing
 from pipelinerl.objective.adv import credits_turns
 from pipelinerl.objective.contradictions import Setting, without_effect
 from pipelinerl.objective.kl_control import kl_coefficient

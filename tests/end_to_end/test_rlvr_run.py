@@ -14,8 +14,8 @@ import pytest
 from pipelinerl.config.recipe import load
 from pipelinerl.data.problems import Split
 from pipelinerl.models.checkpoint import load_model
+from pipelinerl.models.tiny_decoder import sampled_answers
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.models.warmstart import sampled_answers
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.roles.wiring import problems_of
 from pipelinerl.types import Verdict

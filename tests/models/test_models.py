@@ -21,11 +21,14 @@ from pipelinerl.models.tiny_decoder import (
     SPELL_BACKWARD_PHRASE,
     DebugSize,
     DecoderShape,
+    Demonstrations,
+    WarmStartSettings,
+    accuracies,
     char_tokenizer,
     random_decoder,
+    warm_start,
 )
 from pipelinerl.models.tokenizer import ChatTokenizer, decoder_of
-from pipelinerl.models.warmstart import Demonstrations, WarmStartSettings, accuracies, warm_start
 from pipelinerl.types import Message
 
 SHAPE = DecoderShape(hidden=32, layers=1, heads=2, intermediate=48, vocab=64)

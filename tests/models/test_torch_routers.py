@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import AutoModel
 
 from pipelinerl.models import torch_routers
-from pipelinerl.models.model_shape import read_shape
-from pipelinerl.models.routing import REPLAYED
+from pipelinerl.models.model_shape import REPLAYED, read_shape
 from tests.fakes.mixtures import ROUTING, mixture_config
 
 TOKENS = 6

@@ -10,14 +10,17 @@ import pytest
 import torch
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder, word_tokenizer
-from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.models.warmstart import (
+from pipelinerl.models.tiny_decoder import (
+    DecoderShape,
     DomainProgress,
     DomainWarmStartSettings,
+    char_tokenizer,
+    random_decoder,
     sampled_answers,
     warm_start_domains,
+    word_tokenizer,
 )
+from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.types import Message, Problem
 
 SHAPE = DecoderShape(hidden=16, layers=1, heads=2, intermediate=24, vocab=64)

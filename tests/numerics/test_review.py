@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.numerics.advice import Advice, advise
 from pipelinerl.numerics.causes import Cause
-from pipelinerl.numerics.review import FIGURES, Review, review
+from pipelinerl.numerics.review import FIGURES, Advice, Review, advise, review
 from pipelinerl.objective.presets import resolve
 from pipelinerl.observability.run_history import tell
 

@@ -24,8 +24,7 @@ from pipelinerl.models.checkpoint import (
     weight_files,
 )
 from pipelinerl.models.decoder_config import read_config
-from pipelinerl.models.model_shape import read_shape
-from pipelinerl.models.routing import mixture_of
+from pipelinerl.models.model_shape import mixture_of, read_shape
 from pipelinerl.models.tokenizer import ChatTokenizer, check_chat_template
 from pipelinerl.trainers.torch.packed_model import load_config
 from pipelinerl.types import Message

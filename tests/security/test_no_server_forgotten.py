@@ -28,7 +28,7 @@ OTHER_WAYS = frozenset(
 OTHER_MODULES = ("uvicorn", "hypercorn", "http.server", "socketserver", "wsgiref", "xmlrpc.server", "aiohttp.web")
 #: Modules that may serve without the gate: the connection limits in front of the server, and the conformance kit, which
 #: serves weights while the engine under test pulls them.
-MAY = frozenset({SERVES, "pipelinerl/system/connection.py", "inference_contract/conformance/weight_server.py"})
+MAY = frozenset({SERVES, "pipelinerl/system/connection.py", "inference_contract/conformance/pull_checks.py"})
 
 #: The gateway has a key per episode instead of a token; `tests/environments/test_gateway.py` attacks it.
 ATTACKED_ELSEWHERE = frozenset({"pipelinerl/environments/gateway.py"})

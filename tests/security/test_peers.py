@@ -20,8 +20,8 @@ from inference_contract.errors import ContractError
 from inference_contract.weights import Backend, UpdatePhase, UpdateStatus
 from pipelinerl import rng
 from pipelinerl.engines.external.vllm.engine import from_options as vllm_engine
-from pipelinerl.engines.external.worker.own_process import OwnProcess, endpoints_of
-from pipelinerl.engines.weights.group_endpoint import IN_PROCESS
+from pipelinerl.engines.external.worker.worker_endpoint import OwnProcess, endpoints_of
+from pipelinerl.engines.weights.group_member import IN_PROCESS
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from pipelinerl.enums import Receiver
 from pipelinerl.errors import DeadlineError, ModelError, UpdateError

@@ -5,7 +5,7 @@
 
 The kit needs only the contract: its objective uses operators that every array library has. With eps = 1 and no
 clipping, AdamW's first step is lr·g/(|g| + 1). The weights therefore reveal the gradient, which is checked against the
-loss. This does not work for adapters (see `adapter_checks`).
+loss. This does not work for adapters (see `loss_decrease_matches_the_gradient`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from typing import Final
 
 import numpy as np
 
-from trainer_contract.conformance.adapter_checks import loss_decrease_is_clipped, loss_decrease_matches_the_gradient
-from trainer_contract.conformance.forward_checks import FORWARD_AT, values_belong_to_prior_states
 from trainer_contract.conformance.measure_checks import MEASURES, VALUE_MEASURES
 from trainer_contract.conformance.probes import (
     LINEAR,
@@ -31,6 +29,8 @@ from trainer_contract.conformance.probes import (
     LinearObjective,
     TrainerUnderTest,
     gradient_of,
+    loss_decrease_is_clipped,
+    loss_decrease_matches_the_gradient,
     norm_of,
     pack,
     require,
@@ -43,7 +43,12 @@ from trainer_contract.conformance.probes import (
     warmed_up,
     weights_of,
 )
-from trainer_contract.conformance.step_checks import concurrent_reads_see_the_last_step, empty_steps_change_no_weight
+from trainer_contract.conformance.step_checks import (
+    FORWARD_AT,
+    concurrent_reads_see_the_last_step,
+    empty_steps_change_no_weight,
+    values_belong_to_prior_states,
+)
 from trainer_contract.errors import BatchError, NonFiniteError, ProtocolError, SpecError, StateError
 from trainer_contract.types import Head, MicroBatch
 

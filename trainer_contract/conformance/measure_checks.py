@@ -10,12 +10,12 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from trainer_contract.conformance.adapter_checks import loss_decrease_matches_the_gradient
 from trainer_contract.conformance.probes import (
     CheckUnsupported,
     Learns,
     TrainerUnderTest,
     gradient_of,
+    loss_decrease_matches_the_gradient,
     pack,
     require,
     require_equal,

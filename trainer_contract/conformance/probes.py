@@ -1,4 +1,4 @@
-"""Inputs and comparisons of the conformance kit.
+"""Inputs and comparisons of the conformance kit, and gradient checks for adapters.
 
 They are fixed rollouts, a minimal objective, and checks that explain a failure. This module needs only the contract.
 """
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from trainer_contract.errors import SpecError, TrainerError
 from trainer_contract.trainer import Trainer
-from trainer_contract.types import Columns, Head, MicroBatch, OptimizerSpec, TrainerSpec
+from trainer_contract.types import Columns, Head, MicroBatch, Objective, OptimizerSpec, TrainerSpec
 
 Weights = dict[str, NDArray[np.float64]]
 
@@ -206,3 +206,50 @@ def require_raises(error: type[TrainerError], call: Callable[[], object], what: 
     except TrainerError as other:
         raise AssertionError(f"{what} must raise {error.__name__}, got {type(other).__name__}: {other}") from other
     raise AssertionError(f"{what} must raise {error.__name__}, but nothing was raised")
+
+
+#: The gradient norm that the objective's weights are scaled to, far below eps.
+_FAINT: Final = 0.01
+#: Relative fall of the loss: large enough for fp32, small enough to be proportional to the step.
+_SHARE: Final = 1e-3
+
+
+def loss_decrease_matches_the_gradient(subject: TrainerUnderTest, batch: MicroBatch, objective: Objective) -> None:
+    """A small step reduces the loss by the rate times the square of the reported norm.
+
+    Gathered weights of adapters are merged, so they do not reveal the gradient; the loss does. With AdamW's eps = 1 and
+    a gradient far below 1, the first step is lr·g, and the loss falls by lr·|g|²; clipped to the norm c, by lr·c·|g|.
+    """
+    faint, norm, rate = _fainter(subject, batch, objective)
+    fall = _fall(subject, faint, objective, rate)
+    expected = rate * norm**2
+    require_equal(fall, expected, 0.1 * expected, "the fall of the loss after a small step")
+
+
+def loss_decrease_is_clipped(subject: TrainerUnderTest, batch: MicroBatch, objective: Objective) -> None:
+    """Clipping the gradient to half its norm halves the fall of the loss."""
+    faint, norm, rate = _fainter(subject, batch, objective)
+    expected = rate * norm**2 / 2
+    fall = _fall(subject, faint, objective, rate, grad_clip=norm / 2)
+    require_equal(fall, expected, 0.1 * expected, "the fall of the loss after a small step that is clipped")
+
+
+def _fainter(subject: TrainerUnderTest, batch: MicroBatch, objective: Objective) -> tuple[MicroBatch, float, float]:
+    """Return the batch with its weights scaled to a small gradient, that gradient's norm, and a learning rate."""
+    trainer = started(subject)
+    loss = trainer.backward([batch], objective)[0].loss
+    norm = trainer.optimizer_step(learning_rate=0.0).grad_norm
+    require(norm > 0, "the objective has no gradient")
+    scale = _FAINT / norm
+    faint = replace(batch, weights=(batch.weights * np.float32(scale)).astype(np.float32))
+    return faint, _FAINT, _SHARE * abs(loss) * scale / _FAINT**2
+
+
+def _fall(
+    subject: TrainerUnderTest, batch: MicroBatch, objective: Objective, rate: float, *, grad_clip: float = 0.0
+) -> float:
+    trainer = started(subject, grad_clip=grad_clip)
+    loss = trainer.backward([batch], objective)[0].loss
+    norm = trainer.optimizer_step(learning_rate=rate).grad_norm
+    require_equal(norm, _FAINT, 0.01 * _FAINT, "grad_norm of an objective whose weights are scaled")
+    return loss - trainer.backward([batch], objective)[0].loss

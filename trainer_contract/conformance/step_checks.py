@@ -1,4 +1,4 @@
-"""Conformance checks of steps: steps that change nothing, and reads during the passes of the next step.
+"""Conformance checks of steps and predictions: empty steps, reads during the next step's passes, and `forward_at`.
 
 Weights and state are read while passes run, so that publications and checkpoints do not delay training.
 """
@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -19,12 +20,16 @@ from trainer_contract.conformance.probes import (
     TrainerUnderTest,
     pack,
     require,
+    require_equal,
+    require_raises,
     require_same_weights,
     rollouts_of,
     started,
     stepped,
+    warmed_up,
     weights_of,
 )
+from trainer_contract.errors import BatchError, StateError
 from trainer_contract.host_weights import copied
 
 _READS: Final = 30
@@ -78,3 +83,85 @@ def concurrent_reads_see_the_last_step(subject: TrainerUnderTest, directory: Pat
     got, right = stepped(restored, [batch]), stepped(trainer, [batch])
     require((got.loss, got.norm) == (right.loss, right.norm), "the step after a state saved during the passes differs")
     require_same_weights(got.weights, right.weights, 0.0, "weights of the step after")
+
+
+_TOLERANCE: Final = 2e-4
+
+
+def values_belong_to_prior_states(subject: TrainerUnderTest, _: Path) -> None:
+    """A value belongs to the state before its token: neither that token nor the temperature changes it."""
+    trainer, (rollout, *_rest) = warmed_up(subject), rollouts_of(subject.vocab_size, lengths=(8,))
+    values = trainer.forward([pack([rollout])])[0]
+    require(float(np.ptp(values[1:])) > 0, "three steps left the same value for every state")
+    other = [*rollout[:-1], (rollout[-1] + 1) % subject.vocab_size]
+    require_equal(trainer.forward([pack([other])])[0], values, _TOLERANCE, "values after only the last token changed")
+    cooled = trainer.forward([pack([rollout], temperature=0.5)])[0]
+    require_equal(cooled, values, _TOLERANCE, "values at temperature 0.5")
+
+
+def forward_at_uses_the_given_weights(subject: TrainerUnderTest, _: Path) -> None:
+    """`forward_at` predicts the same as a trainer that holds those weights, whatever steps this trainer has taken
+    since.
+    """
+    rollouts = rollouts_of(subject.vocab_size)
+    batches = [pack(rollouts[:2], temperature=0.7), pack(rollouts[2:])]
+    trainer = started(subject)
+    history, expected = [], []
+    for _step in range(3):
+        history.append(copied(trainer.gather_weights()))
+        expected.append([trainer.forward([batch])[0] for batch in batches])
+        stepped(trainer, [pack(rollouts)], rate=1.0)
+    moved = max(float(np.abs(a - b).max()) for a, b in zip(expected[0], expected[2], strict=True))
+    require(moved > 10 * _TOLERANCE, f"two steps at rate 1 moved the predictions by {moved:.3g} only")
+    for version in (0, 2, 1):
+        for got, right in zip(trainer.forward_at(batches, history[version]), expected[version], strict=True):
+            require(got.dtype == np.float32 and got.shape == right.shape, "forward_at must return f32 [T] of each")
+            require_equal(got, right, _TOLERANCE, f"predictions of forward_at, at the weights of version {version},")
+
+
+def forward_at_has_no_side_effect(subject: TrainerUnderTest, _: Path) -> None:
+    """`forward_at` has no side effect, even between backward and step: later results are the same bit for bit."""
+    rollouts = rollouts_of(subject.vocab_size)
+    batch = pack(rollouts)
+
+    def run_steps(*, disturbed: bool) -> tuple[list[float], list[bytes], dict[str, np.ndarray]]:
+        trainer = started(subject)
+        first = copied(trainer.gather_weights())
+        numbers, predictions = [], []
+        for _step in range(3):
+            numbers.append(trainer.backward([batch], LINEAR)[0].loss)
+            if disturbed:
+                trainer.forward_at([batch, pack(rollouts[:2])], first)
+            predictions.append(trainer.forward([batch])[0].tobytes())
+            numbers.append(trainer.backward([pack(rollouts[1:])], LINEAR)[0].loss)
+            numbers.append(trainer.optimizer_step(learning_rate=0.1).grad_norm)
+        return [*numbers, trainer.model_version], predictions, weights_of(trainer)
+
+    plain, after = run_steps(disturbed=False), run_steps(disturbed=True)
+    require(after[0] == plain[0], f"losses, norms and version must be {plain[0]}, got {after[0]}")
+    require(after[1] == plain[1], "predictions after forward_at must have the same bits as without it")
+    require_same_weights(after[2], plain[2], 0.0, "weights after steps with forward_at between")
+
+
+def forward_at_refuses_foreign_weights(subject: TrainerUnderTest, _: Path) -> None:
+    """Weights that do not fit the model raise StateError; a malformed batch raises BatchError."""
+    trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
+    weights, before = dict(copied(trainer.gather_weights())), trainer.forward([batch])[0].tobytes()
+    first = next(iter(weights))
+    broken = {
+        "without a parameter": {name: each for name, each in weights.items() if name != first},
+        "with a parameter cut short": weights | {first: weights[first][:-4]},
+        "with a parameter that the model does not have": weights | {"no.such.parameter": weights[first]},
+    }
+    for what, given in broken.items():
+        require_raises(StateError, partial(trainer.forward_at, [batch], given), f"forward_at {what}")
+    malformed = replace(batch, num_segments=batch.num_segments + 1)
+    require_raises(BatchError, lambda: trainer.forward_at([malformed], weights), "forward_at of a malformed batch")
+    require(trainer.forward([batch])[0].tobytes() == before, "a refused forward_at left other weights behind")
+
+
+FORWARD_AT: Final = (
+    forward_at_uses_the_given_weights,
+    forward_at_has_no_side_effect,
+    forward_at_refuses_foreign_weights,
+)

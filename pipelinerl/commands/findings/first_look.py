@@ -16,7 +16,7 @@ from pipelinerl.data.files.rows import FirstRows
 from pipelinerl.data.problems import Split, look_at
 from pipelinerl.data.source import SourceRequest
 from pipelinerl.errors import ModelError, RecipeError
-from pipelinerl.models.chat_template import refuse_unrenderable
+from pipelinerl.models.tokenizer import refuse_unrenderable
 from pipelinerl.roles.verification import names_of
 from pipelinerl.types import Problem
 

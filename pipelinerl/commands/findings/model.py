@@ -14,8 +14,7 @@ from pipelinerl.config.recipe import RunConfig
 from pipelinerl.enums import RoutingReplay
 from pipelinerl.errors import RecipeError
 from pipelinerl.models.checkpoint import model_type, text_config
-from pipelinerl.models.model_shape import read_shape
-from pipelinerl.models.routing import REPLAYED, mixture_of
+from pipelinerl.models.model_shape import REPLAYED, mixture_of, read_shape
 from pipelinerl.roles.wiring import routing_of
 from trainer_contract.errors import SpecError
 from trainer_contract.types import Device

@@ -57,7 +57,7 @@ from pipelinerl.engines.batching.sample_loop import Delivery, LoopBuilder, Sampl
 from pipelinerl.engines.batching.scheduler import Capacity, Scheduler
 from pipelinerl.engines.batching.sequence import Detokenizer, Request, TextWindow
 from pipelinerl.engines.options import EngineOptions
-from pipelinerl.engines.weights.group_endpoint import IN_PROCESS, EndpointFactory
+from pipelinerl.engines.weights.group_member import IN_PROCESS, EndpointFactory
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from pipelinerl.errors import PipelineError, TemplateNameError, UnshownFieldError
 from pipelinerl.weights.layout import converted_by

@@ -21,7 +21,7 @@ from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.logit_changes import LogitChanges
 from pipelinerl.engines.batching.model_runner import Prefill, RowState, top_tokens
 from pipelinerl.engines.batching.sequence import TopTokens
-from pipelinerl.engines.external.worker.own_process import endpoints_of
+from pipelinerl.engines.external.worker.worker_endpoint import endpoints_of
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import ModelError
 from pipelinerl.models.bigram import PARAMETER, BigramModel

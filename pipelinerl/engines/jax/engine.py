@@ -18,17 +18,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from inference_contract.engine import Engine
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.external.worker.own_process import endpoints_of
+from pipelinerl.engines.external.worker.worker_endpoint import endpoints_of
 from pipelinerl.engines.jax import program as jax_program
-from pipelinerl.engines.jax.attention import PromptAttention
-from pipelinerl.engines.jax.program import DecoderProgram
+from pipelinerl.engines.jax.program import DecoderProgram, PromptAttention
 from pipelinerl.engines.jax.runner import JaxRunner
 from pipelinerl.engines.jax.weights import JaxWeights
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import ModelError
+from pipelinerl.models import jax_decoder as jax_memory
 from pipelinerl.models.decoder_config import DecoderConfig, Parameter, read_config
-from pipelinerl.models.jax import memory as jax_memory
-from pipelinerl.models.jax.checkpoint import load_weights
+from pipelinerl.models.jax_decoder import load_weights
 from pipelinerl.models.tokenizer import ChatTokenizer
 from trainer_contract.types import Device
 

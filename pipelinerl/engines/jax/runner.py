@@ -7,9 +7,11 @@ those of truncated sampling, and new weights never compile anything.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, final
+from typing import Final, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +21,70 @@ from inference_contract.weights import WeightLayout
 from pipelinerl.engines.batching.model_runner import Prefill, RowState, RowTable
 from pipelinerl.engines.batching.sequence import TopTokens
 from pipelinerl.engines.jax import program as jax_program
-from pipelinerl.engines.jax.buckets import Buckets
 from pipelinerl.engines.jax.program import Cache, DecoderProgram
 from pipelinerl.engines.jax.sampling import add_to_logits, sample
 from pipelinerl.engines.jax.weights import JaxWeights
+
+_LEAST_ROWS: Final = 16
+_LEAST_LENGTH: Final = 128
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """The few shapes that an engine runs, since XLA compiles a program for each shape.
+
+        rows of a step      16, 32, 64, … slots
+        lengths             128, 256, 512, … context: of a step's attention, a padded prompt, a copy
+        prompts at once     1, 4, 16, … of a length, within the prefill's budget of padded tokens
+
+    Doubling wastes less than half of a step's rows and lengths; prompts are computed only once, so fewer sizes suffice.
+    The number of programs grows with the logarithms of slots and context, and `num_programs` bounds it.
+
+    Sizes are ascending; `prompts[i]` are the numbers of prompts at once for length
+    `lengths[i]`.
+    """
+
+    rows: tuple[int, ...]
+    lengths: tuple[int, ...]
+    prompts: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, *, rows: int, context: int, prefill_tokens: int) -> Self:
+        """Return the sizes for `rows` rows of `context` tokens, and prefills of at most `prefill_tokens` padded
+        tokens.
+        """
+        lengths = _doubling(_LEAST_LENGTH, context)
+        at_once = [max(1, min(rows, prefill_tokens // length)) for length in lengths]
+        prompts = tuple(tuple(4**i for i in range((most.bit_length() + 1) // 2)) for most in at_once)
+        return cls(_doubling(_LEAST_ROWS, rows), lengths, prompts)
+
+    @property
+    def num_programs(self) -> int:
+        """The most programs that are ever compiled: steps, sampling with and without truncation, prefills, copies."""
+        steps = len(self.rows) * len(self.lengths) + 2 * len(self.rows)
+        return steps + sum(map(len, self.prompts)) + len(self.lengths)
+
+    def rows_for(self, rows: int) -> int:
+        """Return the number of rows to run for a step of `rows` rows: the smallest compiled size that holds them."""
+        return self.rows[bisect_left(self.rows, rows)]
+
+    def length_for(self, length: int) -> int:
+        """Return the smallest length that holds `length` tokens."""
+        return self.lengths[bisect_left(self.lengths, length)]
+
+    def prompts_at(self, length: int) -> tuple[int, ...]:
+        """Return the possible numbers of prompts, padded to `length` (one of `lengths`), that run at once."""
+        return self.prompts[self.lengths.index(length)]
+
+
+def _doubling(least: int, most: int) -> tuple[int, ...]:
+    """Return least, 2 · least, … below `most`, and then `most` itself."""
+    sizes = [least]
+    while sizes[-1] < most:
+        sizes.append(2 * sizes[-1])
+    return (*sizes[:-1], most)
+
 
 _NO_TOP: Final[Mapping[int, TopTokens]] = MappingProxyType({})
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.models.decoder_config import DecoderConfig, Parameter
-from pipelinerl.models.jax.checkpoint import export_order
+from pipelinerl.models.jax_decoder import export_order
 
 
 def layout_of(config: DecoderConfig, dtype: np.dtype[Any]) -> WeightLayout:

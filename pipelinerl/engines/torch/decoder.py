@@ -21,7 +21,7 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 from pipelinerl.engines.torch.attention import attend_decode, attend_prefill
 from pipelinerl.engines.torch.quantized import QuantizedLinear
 from pipelinerl.engines.torch.row_cache import DecodePlan, PrefillPlan, RowCache
-from pipelinerl.numerics.torch_head import Fp32Head
+from pipelinerl.numerics.torch_logprobs import Fp32Head
 
 _FAMILY: Final = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 #: Rotary embeddings that depend on the position alone, so that a table can hold them.

@@ -8,7 +8,7 @@ import torch
 
 from inference_contract.engine import Engine
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.external.worker.own_process import endpoints_of
+from pipelinerl.engines.external.worker.worker_endpoint import endpoints_of
 from pipelinerl.engines.memory_budget import DeviceMemory, EngineBudget, budget_of
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.forward import ForwardKind, load_for_decoding
@@ -17,7 +17,7 @@ from pipelinerl.engines.torch.runner import TorchRunner
 from pipelinerl.errors import ModelError
 from pipelinerl.models.model_shape import read_shape
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.numerics import torch_head
+from pipelinerl.numerics import torch_logprobs
 from trainer_contract.types import Device, HeadPrecision
 
 
@@ -61,7 +61,7 @@ def load_runner(
     options.check_context(getattr(text, "max_position_embeddings", None))
     options.check_cache(CacheShape.of(text, options).num_bytes(dtype), allowed=cache_bytes)
     if options.head_precision is HeadPrecision.FP32:
-        torch_head.to_fp32(model, served=dtype)
+        torch_logprobs.to_fp32(model, served=dtype)
     runner = TorchRunner(model, options, forward=forward)
     if device.type == "cuda":
         _budget(runner, options).check(_memory_of(device, share), context_length=options.context_length)

@@ -16,8 +16,7 @@ from functools import partial
 from typing import Any, Self, final
 
 from inference_contract.weights import WeightLayout, WeightUpdateRequest, cut
-from pipelinerl.engines.weights.group_endpoint import GroupEndpoint
-from pipelinerl.engines.weights.group_member import GroupMember
+from pipelinerl.engines.weights.group_member import GroupEndpoint, GroupMember
 from pipelinerl.errors import PipelineError, UpdateError
 from pipelinerl.system.background import in_background, in_background_soon
 from pipelinerl.weights.layout import describe_bucket

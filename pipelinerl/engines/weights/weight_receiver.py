@@ -50,8 +50,7 @@ from inference_contract.weights import (
     WeightUpdateRequest,
     WeightUpdateResponse,
 )
-from pipelinerl.engines.weights.group_endpoint import IN_PROCESS, EndpointFactory
-from pipelinerl.engines.weights.group_member import GroupMember, as_contract
+from pipelinerl.engines.weights.group_member import IN_PROCESS, EndpointFactory, GroupMember, as_contract
 from pipelinerl.engines.weights.incoming_update import IncomingUpdate, Received, WeightSink
 from pipelinerl.system.background import settled
 from pipelinerl.weights.layout import converted_by

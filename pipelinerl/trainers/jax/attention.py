@@ -20,7 +20,7 @@ from jax import Array
 from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds, flash_attention
 from jax.sharding import Mesh, PartitionSpec as P
 
-from pipelinerl.models.jax.decoder import Attend, grouped_attention
+from pipelinerl.models.jax_decoder import Attend, grouped_attention
 from pipelinerl.trainers.jax import mesh as jax_mesh
 
 #: Number of queries whose scores are in memory at once. Longer rows are processed in blocks of this many queries; each

@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.sharding import Mesh
 
 from pipelinerl.models.decoder_config import LAYER, VALUE_BIAS, VALUE_WEIGHT, DecoderConfig
-from pipelinerl.models.jax.decoder import hidden_states, output_embedding
+from pipelinerl.models.jax_decoder import hidden_states, output_embedding
 from pipelinerl.numerics.jax_logprobs import LOGITS_AT_ONCE, token_predictions
 from pipelinerl.trainers.jax import mesh as jax_mesh
 from pipelinerl.trainers.jax.attention import PackedAttention

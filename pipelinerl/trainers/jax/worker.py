@@ -21,9 +21,9 @@ from jax.experimental import multihost_utils
 from numpy.typing import NDArray
 
 from pipelinerl.errors import ModelError
+from pipelinerl.models import jax_decoder as jax_memory
 from pipelinerl.models.decoder_config import DecoderConfig
-from pipelinerl.models.jax import memory as jax_memory
-from pipelinerl.models.jax.checkpoint import export_order, export_weight, load_weights, place_weights
+from pipelinerl.models.jax_decoder import export_order, export_weight, load_weights, place_weights
 from pipelinerl.trainers.jax import mesh as jax_mesh, program as jax_program, state as jax_state
 from pipelinerl.trainers.jax.attention import PackedAttention
 from pipelinerl.trainers.jax.options import JaxOptions

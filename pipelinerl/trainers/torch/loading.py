@@ -17,7 +17,7 @@ from pipelinerl import rng
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import model_dtype, weights_digest
 from pipelinerl.models.weight_reader import WeightReader
-from pipelinerl.numerics import torch_head
+from pipelinerl.numerics import torch_logprobs
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.lora.adapters import Adapters
 from pipelinerl.trainers.torch.lora.lora_options import lora_of
@@ -230,7 +230,7 @@ def _load(
         return PackedValueModel.load(source, gradient_checkpointing=spec.gradient_checkpointing)
     model, reader = load_for_training(source, gradient_checkpointing=spec.gradient_checkpointing)
     if spec.head_precision is HeadPrecision.FP32:
-        torch_head.to_fp32(model, served=served, rounding=spec.rounding)
+        torch_logprobs.to_fp32(model, served=served, rounding=spec.rounding)
     return PackedModel(model), reader
 
 
@@ -241,7 +241,7 @@ def rounded_in_passes(model: PreTrainedModel) -> set[Tensor]:
     converted to fp32. A bf16 parameter whose gradient is accumulated in fp32 gives the same bits for both, without a
     second, rounded copy. Passes do not round embeddings and vectors, so these stay fp32.
 
-    An output layer with our own forward (`torch_head`) reads its weight in fp32, so it is excluded.
+    An output layer with our own forward (`to_fp32`) reads its weight in fp32, so it is excluded.
     """
     linear = [each for each in model.modules() if isinstance(each, nn.Linear | Conv1D) and "forward" not in vars(each)]
     embedded: set[Tensor] = {each.weight for each in model.modules() if isinstance(each, nn.Embedding)}

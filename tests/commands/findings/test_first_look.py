@@ -10,7 +10,7 @@ import pytest
 from pipelinerl.commands.findings.first_look import FIRST, refuse_problems
 from pipelinerl.config.recipe import RunConfig, load, parse, to_table
 from pipelinerl.errors import RecipeError
-from tests.models.test_chat_template import NO_SYSTEM, model_with
+from tests.models.test_tokenizer import NO_SYSTEM, model_with
 
 GOOD = [{"prompt": f"say {number}", "answer": str(number)} for number in range(9)]
 WORDS = {"instruction_id_list": ["punctuation:no_coma"]}

@@ -25,9 +25,8 @@ from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowSt
 from pipelinerl.engines.batching.sequence import TopTokens
 from pipelinerl.engines.bigram.engine import sample_rows
 from pipelinerl.engines.jax import engine as jax_engine
-from pipelinerl.engines.jax.attention import PromptAttention
-from pipelinerl.engines.jax.buckets import Buckets
-from pipelinerl.engines.jax.runner import JaxRunner
+from pipelinerl.engines.jax.program import PromptAttention
+from pipelinerl.engines.jax.runner import Buckets, JaxRunner
 from pipelinerl.engines.jax.sampling import add_to_logits, sample
 from pipelinerl.engines.jax.weights import JaxWeights
 from pipelinerl.engines.options import EngineOptions
@@ -35,7 +34,7 @@ from pipelinerl.engines.torch import engine as torch_engine
 from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import ModelError
 from pipelinerl.models.decoder_config import read_config
-from pipelinerl.models.jax.checkpoint import load_weights
+from pipelinerl.models.jax_decoder import load_weights
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
 from tests.fakes.engine_options import engine_options

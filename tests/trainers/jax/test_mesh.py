@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from pipelinerl.models.jax.checkpoint import place_weights
+from pipelinerl.models.jax_decoder import place_weights
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.jax.trainer import JaxTrainer
 from tests.fakes.jax_weights import exported

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from pipelinerl.models.routing import REPLAYED
+from pipelinerl.models.model_shape import REPLAYED
 from pipelinerl.trainers.torch.experts import follow_autocast
 from tests.fakes.mixtures import mixture_config
 

@@ -19,8 +19,7 @@ from pipelinerl.engines.batching.sample_loop import UNTRAINED
 from pipelinerl.engines.batching.scheduler import Capacity
 from pipelinerl.engines.external.core_loop import CoreLoop
 from pipelinerl.engines.external.engine_core import CoreModel, EngineCore, label_of
-from pipelinerl.engines.external.server.server_core import ServerApi, ServerCore, ServerModel
-from pipelinerl.engines.external.server.server_http import ServerHttp
+from pipelinerl.engines.external.server.server_core import ServerApi, ServerCore, ServerHttp, ServerModel
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import AddressError, EngineUnreachable, ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
@@ -41,7 +40,7 @@ def vllm_server(options: EngineOptions) -> Engine:
 
 def sglang_server(options: EngineOptions) -> Engine:
     """Return an engine over the SGLang server at `options.server`. Raises `ModelError` for unsupported options."""
-    from pipelinerl.engines.external.sglang.server_api import SglangServerApi
+    from pipelinerl.engines.external.server.sglang_api import SglangServerApi
 
     return _engine(options, SglangServerApi, Continuation.SAME_NOISE)
 

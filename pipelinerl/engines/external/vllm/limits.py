@@ -10,7 +10,7 @@ from inference_contract.errors import InvalidRequest
 from pipelinerl import rng
 from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.errors import ModelError
-from pipelinerl.models.routing import mixture_of
+from pipelinerl.models.model_shape import mixture_of
 
 #: The only `moe_backend` of vLLM that keeps experts in the layout of the model's files.
 KEEPS_EXPERTS: Final = "triton"

@@ -8,22 +8,30 @@ the engine's process.
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import queue
+import signal
 import socket
+import sys
 import threading
 import time
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from inference_contract.weights import InitProcessGroupRequest
-from pipelinerl.engines.weights.group_endpoint import joined
+from inference_contract.weights import Backend, InitProcessGroupRequest
+from pipelinerl.engines.weights.group_member import joined
 from pipelinerl.errors import DeadlineError, PipelineError
 from pipelinerl.system.background import in_background
+from pipelinerl.weights.broadcast import collective  # noqa: F401  imported before the forks, not after each
+from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 
 
 def serve_endpoints(path: Path, staged: Tensor, device: torch.device) -> None:
@@ -130,3 +138,61 @@ class _Membership:
             self._left = True
             if self._group is not None:
                 self._group.close()
+
+
+#: Untyped, because torch's stubs omit most of the C++ API.
+dist: Any = torch.distributed
+
+
+def lead_group(meeting: Rendezvous, *, name: str, world_size: int, timeout_s: float) -> Collective:
+    """Form the gloo group `name`; blocks until every other rank has joined at `meeting`.
+
+    The other ranks call `init_process_group(init_method="tcp://…")` with a group name. The store prefixes must match
+    those of torch's `_new_process_group_helper`.
+
+    Raises:
+        DeadlineError: the ranks have not joined within `timeout_s`.
+    """
+    patience = timedelta(seconds=timeout_s)
+    try:
+        store = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=patience)
+        for prefix in (name, f"{name}/", "cpu/"):
+            store = dist.PrefixStore(prefix, store)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.host)]
+        options._timeout = patience
+        options._threads = 1
+        made = dist.ProcessGroupGloo(store, 0, world_size, options)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0][:200]
+        raise DeadlineError(
+            f"the server's {world_size - 1} ranks have not joined {name} at {meeting.host}:{meeting.port}: {reason}"
+        ) from error
+    return Collective(made, store, backend=Backend.GLOO, name=f"group {name!r}")
+
+
+def main(line: int, memory: int) -> None:
+    """Fork a process for each group membership, whose socket arrives over `line`; see `OwnProcess`.
+
+        python -m pipelinerl.engines.external.worker.torch_endpoint LINE MEMORY      inherited file descriptors
+
+    This process receives no weights itself. It ends when the engine closes LINE, its socket, or dies.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap the forked processes automatically
+    staged = torch.from_numpy(np.frombuffer(mmap.mmap(memory, os.fstat(memory).st_size), np.uint8))
+    with socket.socket(fileno=line) as door:
+        while True:
+            greeting, ends, _, _ = socket.recv_fds(door, 1, 1)
+            if not greeting:
+                return
+            with socket.socket(fileno=ends[0]) as end:
+                if os.fork() == 0:
+                    door.close()
+                    try:
+                        serve_membership(end, staged, torch.device("cpu"))
+                    finally:
+                        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -23,8 +23,7 @@ import pytest
 import torch
 
 from inference_contract.conformance import CheckOutcome, run
-from inference_contract.conformance.load import Load
-from inference_contract.conformance.session import refused
+from inference_contract.conformance.session import Load, refused
 from inference_contract.conformance.trainer import weights
 from inference_contract.errors import EngineStopped
 from inference_contract.schemas import ChatCompletionRequest, EngineState, FinishReason
@@ -33,9 +32,8 @@ from pipelinerl.engines.batching.scheduler import Capacity
 from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.external.core_loop import CoreLoop
 from pipelinerl.engines.external.engine_core import CoreModel, EngineCore
-from pipelinerl.engines.external.server.server_core import ServerCore
-from pipelinerl.engines.external.server.server_http import ServerHttp
-from pipelinerl.engines.external.sglang.server_api import SglangServerApi
+from pipelinerl.engines.external.server.server_core import ServerCore, ServerHttp
+from pipelinerl.engines.external.server.sglang_api import SglangServerApi
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
@@ -412,7 +410,7 @@ async def test_unresponsive_server_ends_the_engine(tmp_path: Path) -> None:
 #: As many streams at once as the process's initial limit on descriptors, and their server.
 CROWD = """
 import asyncio, resource, sys
-from pipelinerl.engines.external.server.server_http import ServerHttp
+from pipelinerl.engines.external.server.server_core import ServerHttp
 
 STREAMS = 64
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

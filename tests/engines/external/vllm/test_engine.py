@@ -19,8 +19,7 @@ import pytest
 import torch
 
 from inference_contract.conformance import CheckOutcome, run
-from inference_contract.conformance.load import Load
-from inference_contract.conformance.session import Session, refused
+from inference_contract.conformance.session import Load, Session, refused
 from inference_contract.conformance.trainer import weights
 from inference_contract.errors import InvalidRequest
 from inference_contract.schemas import EngineState, FinishReason

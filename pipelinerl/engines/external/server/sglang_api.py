@@ -24,8 +24,7 @@ from inference_contract.errors import InvalidRequest
 from inference_contract.weights import OnUpdate, WeightLayout
 from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.external.engine_core import refuse_beyond, sample_id
-from pipelinerl.engines.external.server.server_core import Chunk, LabelSpan, ServerModel
-from pipelinerl.engines.external.server.server_http import ServerHttp
+from pipelinerl.engines.external.server.server_core import Chunk, LabelSpan, ServerHttp, ServerModel
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
 from pipelinerl.errors import EngineUnreachable, ModelError
 from pipelinerl.system.background import in_background
@@ -202,7 +201,7 @@ class SglangServerApi:
 
     async def _form_group(self) -> None:
         """Form a group under a name that was never used, because SGLang keeps old groups until they are destroyed."""
-        from pipelinerl.engines.external.sglang.torch_process_group import lead_group
+        from pipelinerl.engines.external.worker.torch_endpoint import lead_group
         from pipelinerl.weights.broadcast.collective import Rendezvous
 
         name = f"pipelinerl-{os.getpid()}-{time.time_ns()}"

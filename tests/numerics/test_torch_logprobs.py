@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipelinerl.numerics import torch_head
+from pipelinerl.numerics import torch_logprobs
 
 
 class Model:
@@ -32,7 +32,7 @@ def test_engine_and_trainer_give_the_same_logits(bias):
     """Two sets of weights, bf16, and fp32 under autocast that round to them, give the same bits, exact to fp32."""
     trainer, engine = head(torch.float32, bias=bias), head(torch.bfloat16, bias=bias)
     for layer in (trainer, engine):
-        torch_head.to_fp32(Model(layer), served=torch.bfloat16)
+        torch_logprobs.to_fp32(Model(layer), served=torch.bfloat16)
     hidden = HIDDEN.to(torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours = trainer(hidden)
@@ -46,7 +46,7 @@ def test_engine_and_trainer_give_the_same_logits(bias):
 
 def test_gradient_ignores_rounding_of_the_weights():
     layer = head(torch.float32, bias=False)
-    torch_head.to_fp32(Model(layer), served=torch.bfloat16)
+    torch_logprobs.to_fp32(Model(layer), served=torch.bfloat16)
     coefficients = torch.randn(7, 33, generator=torch.Generator().manual_seed(2))
     (layer(HIDDEN) * coefficients).sum().backward()
     torch.testing.assert_close(layer.weight.grad, coefficients.T @ HIDDEN, rtol=1e-6, atol=1e-6)
@@ -54,13 +54,13 @@ def test_gradient_ignores_rounding_of_the_weights():
 
 def test_fp32_output_layer_is_unchanged():
     plain, exact = head(torch.float32, bias=True), head(torch.float32, bias=True)
-    torch_head.to_fp32(Model(exact), served=torch.float32)
+    torch_logprobs.to_fp32(Model(exact), served=torch.float32)
     assert torch.equal(plain(HIDDEN), exact(HIDDEN))
 
 
 def test_replaced_weights_are_used_by_the_output_layer():
     layer = head(torch.float32, bias=False)
-    torch_head.to_fp32(Model(layer), served=torch.float32)
+    torch_logprobs.to_fp32(Model(layer), served=torch.float32)
     before = layer(HIDDEN)
     layer.weight.data = layer.weight.detach() * 2
     torch.testing.assert_close(layer(HIDDEN), before * 2)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models.routing import mixture_of, replayed_routing
+from pipelinerl.models.model_shape import mixture_of, replayed_routing
 from trainer_contract.types import RoutingShape
 
 QWEN3: dict[str, Any] = {

@@ -13,8 +13,7 @@ import pytest
 
 from pipelinerl.config.recipe import MODELS
 from pipelinerl.errors import ModelError
-from pipelinerl.models.chat_template import refuse_unrenderable
-from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.models.tokenizer import ChatTokenizer, refuse_unrenderable
 from pipelinerl.types import Message
 from tests.patience import PATIENCE_S
 
@@ -79,7 +78,7 @@ def test_separate_template_file_takes_precedence(tmp_path: Path) -> None:
 
 def test_rendering_needs_no_heavy_library(tmp_path: Path) -> None:
     program = (
-        "import sys\nfrom pathlib import Path\nfrom pipelinerl.models.chat_template import refuse_unrenderable\n"
+        "import sys\nfrom pathlib import Path\nfrom pipelinerl.models.tokenizer import refuse_unrenderable\n"
         "from pipelinerl.types import Message\n"
         "refuse_unrenderable(Path(sys.argv[1]), [Message('user', 'ab')], {'deep': False})\n"
         "print({'torch', 'transformers', 'tokenizers'} & set(sys.modules))"

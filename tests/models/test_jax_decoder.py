@@ -1,5 +1,7 @@
 """The JAX decoder against Hugging Face's own, in fp32; loading and exporting; rejected directories."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +12,9 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from pipelinerl.errors import ModelError
+from pipelinerl.models import jax_decoder as jax_memory
 from pipelinerl.models.decoder_config import read_config
-from pipelinerl.models.jax.checkpoint import load_weights
-from pipelinerl.models.jax.decoder import grouped_attention, hidden_states, output_embedding
+from pipelinerl.models.jax_decoder import grouped_attention, hidden_states, load_weights, output_embedding
 from pipelinerl.rng import generator
 from tests.fakes.jax_weights import exported
 
@@ -145,3 +147,25 @@ def test_damaged_file_is_rejected(saved):
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ModelError, match="damaged"):
         loaded(path)
+
+
+@pytest.mark.parametrize(
+    ("before", "share", "asked_of_xla"),
+    [
+        ({}, 0.45, 0.45),
+        ({}, None, None),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.3"}, 0.45, 0.3),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.2"}, 0.45, 0.2),
+    ],
+)
+def test_memory_share_reaches_xla(
+    before: dict[str, str], share: float | None, asked_of_xla: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    xla_client = pytest.importorskip("jaxlib.xla_client")
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+        monkeypatch.delenv(name)
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    jax_memory.bound(share)
+    assert xla_client.generate_pjrt_gpu_plugin_options().get("memory_fraction") == asked_of_xla

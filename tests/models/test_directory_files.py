@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from pipelinerl.config.recipe import MODELS
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import check_values, load_model, load_structure
-from pipelinerl.models.finite_weights import refuse_not_finite
+from pipelinerl.models.directory_files import refuse_not_finite
 from pipelinerl.models.weight_reader import WeightReader
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -54,7 +54,7 @@ def read_by_jax(path: Path) -> Any:
     from jax.sharding import SingleDeviceSharding
 
     from pipelinerl.models.decoder_config import read_config
-    from pipelinerl.models.jax.checkpoint import load_weights
+    from pipelinerl.models.jax_decoder import load_weights
 
     jax = pytest.importorskip("jax")
     return load_weights(path, read_config(path), place=lambda _: SingleDeviceSharding(jax.devices()[0]))

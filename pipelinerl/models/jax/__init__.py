@@ -1,1 +1,0 @@
-"""The Llama family in plain JAX: its weights from and to Hugging Face directories, and its forward pass."""

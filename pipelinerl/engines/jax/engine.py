@@ -25,9 +25,8 @@ from pipelinerl.engines.jax.runner import JaxRunner
 from pipelinerl.engines.jax.weights import JaxWeights
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import ModelError
-from pipelinerl.models import jax_decoder as jax_memory
 from pipelinerl.models.decoder_config import DecoderConfig, Parameter, read_config
-from pipelinerl.models.jax_decoder import load_weights
+from pipelinerl.models.jax_decoder import bound_memory, load_weights
 from pipelinerl.models.tokenizer import ChatTokenizer
 from trainer_contract.types import Device
 
@@ -92,7 +91,7 @@ _PLATFORM: Final = {Device.AUTO: None, Device.CPU: "cpu", Device.CUDA: "cuda", D
 
 def _mesh(options: EngineOptions, config: DecoderConfig) -> Mesh:
     """Return a mesh of the first devices of this process, along one axis."""
-    jax_memory.bound(options.memory_share)
+    bound_memory(options.memory_share)
     try:
         devices = jax.local_devices(backend=_PLATFORM[options.device])
     except RuntimeError as error:

@@ -21,9 +21,8 @@ from jax.experimental import multihost_utils
 from numpy.typing import NDArray
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models import jax_decoder as jax_memory
 from pipelinerl.models.decoder_config import DecoderConfig
-from pipelinerl.models.jax_decoder import export_order, export_weight, load_weights, place_weights
+from pipelinerl.models.jax_decoder import bound_memory, export_order, export_weight, load_weights, place_weights
 from pipelinerl.trainers.jax import mesh as jax_mesh, program as jax_program, state as jax_state
 from pipelinerl.trainers.jax.attention import PackedAttention
 from pipelinerl.trainers.jax.options import JaxOptions
@@ -209,7 +208,7 @@ def _forward(program: TrainerProgram, weights: Weights, batch: MicroBatch) -> Fl
 
 def _devices(spec: TrainerSpec) -> list[Any]:
     """Return the devices of all processes."""
-    jax_memory.bound(spec.memory_share)
+    bound_memory(spec.memory_share)
     try:
         return list(jax.devices(_PLATFORMS[spec.device]))
     except RuntimeError as error:

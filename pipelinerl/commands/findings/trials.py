@@ -1,0 +1,262 @@
+"""Trials of a domain for `pipelinerl check`: an episode with a scripted model, and its verifier on a real problem.
+
+In the episode, the model's first answer is empty, or a call of the `python` tool. Each further answer is the problem's
+reference answer. The output shows the exact tokens that the model would see, turn by turn.
+
+The verifier judges the reference answer and an empty answer. An LLM judge may cost money, so it casts only one vote,
+and only on the reference answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, final
+
+from inference_contract.schemas import (
+    AssistantMessage,
+    ChatCompletion,
+    ChatCompletionRequest,
+    Choice,
+    FinishReason,
+    Usage,
+)
+from pipelinerl import registry
+from pipelinerl.actor.episodes import Episodes, PlayedEpisode
+from pipelinerl.actor.group_maker import Unwatched
+from pipelinerl.config.domains import DomainSection
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.data.mixture import Mixture
+from pipelinerl.environments.gateway import Gateway
+from pipelinerl.errors import RecipeError
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.models.tool_calls import ParsedAnswer, written
+from pipelinerl.roles.episodes import open_episodes
+from pipelinerl.roles.verification import names_of, open_verifier
+from pipelinerl.types import Answered, Outcome, Problem, PromptOrder, Purpose, Sampling
+from pipelinerl.verifiers.group_filter import GroupFilter
+from pipelinerl.verifiers.user_code import RewardFunction, parameters_of
+from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, correct, wrong
+
+
+async def episode_tried(
+    config: RunConfig, domain: DomainSection, problem: Problem, tokenizer: ChatTokenizer
+) -> list[str]:
+    """Play an episode; return a line for each turn, and one for the verdict.
+
+    Raises:
+        RecipeError: the environment fails (the message has the file and the line), or it offers tools, but the chat
+            template cannot write tool calls.
+    """
+    first = _first_call(domain, tokenizer) if domain.episode.tools else ""
+    answerer = ScriptedAnswers(tokenizer, [first, *[problem.ground_truth] * 1000])
+    verifiers = {domain.name: open_verifier(domain)} if domain.has_verifier else {}
+    alone = config.model_copy(update={"domains": (domain,)})
+    domains, gateway = open_episodes(alone, verifiers), Gateway()
+    episodes = Episodes(gateway, answerer, domains, attempts=1)
+    order = PromptOrder(
+        order_id="check",
+        index=0,
+        purpose=Purpose.EVALUATION,
+        problem=problem,
+        sampling=Sampling(num_samples=1, max_tokens=domain.max_tokens or config.sampling.max_tokens),
+        seed=config.run.seed,
+        chat_template_kwargs=domain.chat_template_kwargs,
+    )
+    try:
+        async with gateway.serve():
+            await domains[domain.name].player.start()
+            played = await episodes.play(order, 0, Unwatched())
+    finally:
+        for each in domains.values():
+            await each.close()
+    verdict = played.judgement.verdict
+    if not verdict.outcome.is_judgement:
+        raise RecipeError(f"domains.{domain.name}: a trial episode ended with {verdict.outcome}: {verdict.reason}")
+    return [*_turns(played, tokenizer), _verdict(played, answerer.seconds)]
+
+
+def _first_call(domain: DomainSection, tokenizer: ChatTokenizer) -> str:
+    if tokenizer.call_format is None:
+        raise RecipeError(
+            f"domains.{domain.name}.episode.tools: the model's chat template must write calls in a format that is "
+            "parsed (Hermes, Qwen3-Coder, Llama 3); choose such a model, or leave tools out"
+        )
+    return written(tokenizer.call_format, "python", {"code": "print(6 * 7)"})
+
+
+def _turns(played: PlayedEpisode, tokenizer: ChatTokenizer) -> Iterator[str]:
+    rollout = played.episode.rollout(played.judgement.verdict, temperature=1.0)
+    for number, turn in enumerate(rollout.turns, 1):
+        context, sampled = turn.context_token_ids, turn.token_ids
+        begins = f", a new segment ({turn.begins})" if turn.begins and number > 1 else ""
+        yield (
+            f"turn {number}{begins}: {len(context)} tokens of context, {len(sampled)} that train: "
+            f"{tokenizer.decode(context.tolist())!r} ▸ {tokenizer.decode(sampled.tolist())!r}"
+        )
+
+
+def _verdict(played: PlayedEpisode, answering_s: float) -> str:
+    verdict, seconds = played.judgement
+    own_s = max(0.0, seconds - answering_s)
+    reason = f" ({verdict.reason})" if verdict.reason else ""
+    return f"{verdict.outcome}, reward {verdict.reward:g}{reason}; {own_s:.2f} s in the environment"
+
+
+@final
+class ScriptedAnswers:
+    """`Sampler` that returns the given answers in order; `seconds` is the total time spent in it."""
+
+    def __init__(self, tokenizer: ChatTokenizer, texts: Iterable[str]) -> None:
+        self.seconds = 0.0
+        self._tokenizer = tokenizer
+        self._texts = iter(texts)
+
+    async def complete(
+        self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = "", near: str = ""
+    ) -> Answered:
+        """Return the next scripted answer."""
+        began = time.monotonic()
+        messages, tools = request.messages or [], request.tools or ()
+        kwargs, known = request.chat_template_kwargs, request.continue_token_ids
+        if known and request.continue_from:
+            prompt = self._tokenizer.encode_continuation(messages, request.continue_from, known, kwargs, tools)
+        else:
+            prompt = self._tokenizer.encode_chat(messages, kwargs, tools)
+        text = next(self._texts)
+        sampled = [*self._tokenizer.encode(text), min(self._tokenizer.eos_token_ids)]
+        answer = self._tokenizer.parse_answer(text, tools, key=b"check") if tools else ParsedAnswer(text)
+        choice = Choice(
+            index=0,
+            message=AssistantMessage(content=answer.content, tool_calls=list(answer.calls) or None),
+            finish_reason=FinishReason.TOOL_CALLS if answer.calls else FinishReason.STOP,
+            token_ids=sampled,
+            token_logprobs=[0.0] * len(sampled),
+            version_spans=[(0, len(sampled))],
+        )
+        usage = Usage(
+            prompt_tokens=len(prompt), completion_tokens=len(sampled), total_tokens=len(prompt) + len(sampled)
+        )
+        self.seconds += time.monotonic() - began
+        return Answered(
+            ChatCompletion(
+                id="check",
+                created=0,
+                model="check",
+                choices=[choice],
+                usage=usage,
+                prompt_token_ids=prompt,
+                model_version=0,
+            ),
+            url="",
+        )
+
+
+#: A registered verifier is refused if it rejects the reference answers of this many problems.
+_TRIED: Final = 16
+
+
+async def verifier_tried(domain: DomainSection, problems: Mixture) -> str:
+    """Describe the verdicts on the reference answer and on an empty answer.
+
+    Raises:
+        RecipeError: neither can be judged, or only registered verifiers judge and they reject every reference answer.
+    """
+    where = f"domains.{domain.name}"
+    if domain.judge is not None:
+        return await _tried_once(domain, problems, where=where)
+    verifier = open_verifier(domain)
+    try:
+        truth, empty = [await _judged(verifier, problems.problem(0), text) for text in (None, "")]
+        if not (truth.verdict.outcome.is_judgement or empty.verdict.outcome.is_judgement):
+            raise RecipeError(f"{where}.verifier cannot judge its problems: {truth.verdict.reason}")
+        names = {name for _, name in names_of(domain)}
+        if names <= registry.VERIFIERS.keys() - registry.WITHOUT_REFERENCE:
+            await _find_one_right(verifier, problems, truth, where=where)
+    finally:
+        await verifier.close()
+    return f"of the reference answer {_summary(truth)}; of an empty answer {_summary(empty)}"
+
+
+def called_by_place(domain: DomainSection) -> Iterator[str]:
+    """Yield a warning for each reward function whose first two parameters have unusual names and are passed by
+    position.
+
+    They receive the problem and the answer's text, but the author of `(response, label)` may have meant the answer
+    and the ground truth.
+    """
+    for where, name in names_of(domain):
+        thing = registry.resolve(name) if registry.is_user_code(registry.VERIFIERS, name) else None
+        if thing is not None and not hasattr(thing, "verify"):
+            reward = RewardFunction.of_callable(thing)
+            named = [parameter.name for parameter in parameters_of(thing)[: len(reward.by_place)]]
+            if named and not (named[0] == "problem" and named[1].startswith("completion")):
+                yield (
+                    f"{where}: {named[0]} receives the problem and {named[1]} the text of the answer, by position; to "
+                    "receive other values, use the names in docs/start/rewards.md: completion, answer, …"
+                )
+
+
+async def _tried_once(domain: DomainSection, problems: Mixture, *, where: str) -> str:
+    """Describe the LLM judge's verdict on the reference answer by a single vote, which is enough to test the judge."""
+    once = domain.model_copy(update={"judge": domain.judge and domain.judge.model_copy(update={"votes": 1})})
+    verifier = open_verifier(once)
+    try:
+        judgement = await _judged(verifier, problems.problem(0), None)
+    finally:
+        await verifier.close()
+    if not judgement.verdict.outcome.is_judgement:
+        raise RecipeError(f"{where}.judge cannot judge: {judgement.verdict.reason}")
+    return f"of the reference answer, by one vote, {_summary(judgement)}"
+
+
+async def filter_tried(judge: GroupFilter, problem: Problem, *, samples: int) -> str:
+    """Describe what the recipe's group filter decides on a made-up group for a real problem: half correct, half empty.
+
+    Raises:
+        RecipeError: the filter fails.
+    """
+    right = SampledAnswer(problem.ground_truth, range(1, len(problem.ground_truth) + 1))
+    answers = [right if place < (samples + 1) // 2 else SampledAnswer("", (1,), "length") for place in range(samples)]
+    verdicts = [correct(answer.text) if answer.text else wrong("no answer") for answer in answers]
+    try:
+        verdict, seconds = await judge.judge(problem, answers, verdicts)
+    finally:
+        await judge.close()
+    if not verdict.outcome.is_judgement:
+        raise RecipeError(f"curation.filter cannot judge a group: {verdict.reason}")
+    decision = f"filters it: {verdict.reason}" if verdict.outcome is Outcome.WRONG else "keeps it"
+    half = f"{sum(each.outcome is Outcome.CORRECT for each in verdicts)} of {samples} right"
+    return f"curation.filter, of a made-up group of {problem.domain}, {half}: {decision}, in {seconds:.3f} s"
+
+
+async def _find_one_right(verifier: GroupVerifier, problems: Mixture, first: Judgement, *, where: str) -> None:
+    """Check that the verifier accepts the reference answer of at least one problem; `first` is its verdict on the
+    first.
+
+    Raises:
+        RecipeError: it rejects the reference answers of all `_TRIED` problems.
+    """
+    if first.verdict.outcome is Outcome.CORRECT:
+        return
+    for index in range(1, _TRIED):
+        if (await _judged(verifier, problems.problem(index), None)).verdict.outcome is Outcome.CORRECT:
+            return
+    problem = problems.problem(0)
+    raise RecipeError(
+        f"{where}.verifier finds the reference answers of {_TRIED} problems wrong, such as {problem.ground_truth!r} to "
+        f"{problem.messages[-1].content!r}; choose the verifier that belongs to the source"
+    )
+
+
+async def _judged(verifier: GroupVerifier, problem: Problem, text: str | None) -> Judgement:
+    (judgement,) = await verifier.judge(problem, [SampledAnswer(problem.ground_truth if text is None else text)])
+    return judgement
+
+
+def _summary(judgement: Judgement) -> str:
+    verdict, seconds = judgement
+    reward = f", reward {verdict.reward:g}" if verdict.outcome.is_judgement else ""
+    parts = f" ({', '.join(f'{part.name} {part.reward:g}' for part in verdict.parts)})" if verdict.parts else ""
+    reason = f": {verdict.reason}" if verdict.reason else ""
+    return f"{verdict.outcome}{reward}{parts} in {seconds:.3f} s{reason}"

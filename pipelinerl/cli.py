@@ -31,7 +31,7 @@ from pipelinerl.commands.conformance import conformance_app
 from pipelinerl.commands.engines import Run, engines_app
 from pipelinerl.commands.evaluation.command_line import add_evaluation_commands
 from pipelinerl.commands.from_checkout import bench, chaos
-from pipelinerl.commands.oubliette.command_line import oubliette_app
+from pipelinerl.commands.oubliette import oubliette_app
 from pipelinerl.commands.simulation.command_line import simulate
 from pipelinerl.commands.top.command_line import top
 from pipelinerl.commands.watch.command_line import watch
@@ -210,8 +210,7 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="Print the whole state as JSON.")] = False,
 ) -> None:
     """Show what a live run is doing and what it waits for."""
-    from pipelinerl.commands.engine_access import access_line
-    from pipelinerl.commands.remote import controller_of
+    from pipelinerl.commands.remote import access_line, controller_of
     from pipelinerl.observability import progress
 
     with controller_of(run) as controller:
@@ -474,7 +473,7 @@ app.command()(chaos)
 def _refuse(config: recipes.RunConfig) -> None:
     """Reject a recipe that would stop the run, before anything is created or started. Fast, and needs little memory."""
     from pipelinerl.commands.check import refuse
-    from pipelinerl.commands.findings.first_look import FIRST, refuse_problems
+    from pipelinerl.commands.findings.problems import FIRST, refuse_problems
 
     refuse(config)
     refuse_problems(config, FIRST)

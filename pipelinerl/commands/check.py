@@ -13,9 +13,6 @@ from typing import Final
 
 from inference_contract.weights import Backend
 from pipelinerl import registry
-from pipelinerl.commands.findings.episode_trial import episode_tried
-from pipelinerl.commands.findings.first_look import MOST, refuse_problems
-from pipelinerl.commands.findings.mini_batches import mini_batch_finding
 from pipelinerl.commands.findings.model import (
     adapter_findings,
     attention_findings,
@@ -23,9 +20,9 @@ from pipelinerl.commands.findings.model import (
     mesh_findings,
     refuse_experts,
 )
-from pipelinerl.commands.findings.problems import instruction_findings, prompt_findings
-from pipelinerl.commands.findings.stale_share import stale_share
-from pipelinerl.commands.findings.verifier_trial import called_by_place, filter_tried, tried
+from pipelinerl.commands.findings.problems import MOST, instruction_findings, prompt_findings, refuse_problems
+from pipelinerl.commands.findings.schedule import mini_batch_finding, stale_share
+from pipelinerl.commands.findings.trials import called_by_place, episode_tried, filter_tried, verifier_tried
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection
@@ -197,7 +194,7 @@ def _trials(domain: DomainSection, config: RunConfig, tokenizer: ChatTokenizer) 
     """Try the domain's verifier on a real problem, and one episode of its environment."""
     problems, where = _problems_of(domain, config), f"domains.{domain.name}"
     if domain.has_verifier:
-        yield "verifier", f"{where}: {asyncio.run(tried(domain, problems))}"
+        yield "verifier", f"{where}: {asyncio.run(verifier_tried(domain, problems))}"
     if domain.has_environment:
         kinds = {"text": 0, "a call": 1, "two calls": 2}
         kept = [kind for kind, calls in kinds.items() if tokenizer.tail.reproduces_deployment(calls=calls)]

@@ -46,8 +46,7 @@ _JOIN_S: Final = 300.0
 @engines_app.command("list")
 def list_(run: Run) -> None:
     """List each engine's name, type, lifecycle, version, load and last error, and how a client reaches the engines."""
-    from pipelinerl.commands.engine_access import access_line
-    from pipelinerl.commands.remote import controller_of
+    from pipelinerl.commands.remote import access_line, controller_of
 
     with controller_of(run) as controller:
         fleet = controller.engines()
@@ -59,8 +58,7 @@ def list_(run: Run) -> None:
 @engines_app.command()
 def client(run: Run) -> None:
     """Print a Python program that sends a request to an engine of the run with OpenAI's client."""
-    from pipelinerl.commands.engine_access import client_snippet
-    from pipelinerl.commands.remote import controller_of
+    from pipelinerl.commands.remote import client_snippet, controller_of
 
     with controller_of(run) as controller:
         fleet = controller.engines()

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipelinerl.commands.findings.mini_batches import mini_batch_finding, update_table
+from pipelinerl.commands.findings.schedule import mini_batch_finding, update_table
 from pipelinerl.commands.recorded_run import recorded_groups, recorded_step
 from pipelinerl.config import recipe as recipes
 from pipelinerl.enums import NoSignal

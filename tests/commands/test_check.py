@@ -262,7 +262,7 @@ def test_refuse_imports_no_array_library_but_numpy() -> None:
     """`pipelinerl run` calls it before starting anything, and then waits for its processes in little memory."""
     script = (
         "import sys; from pipelinerl.config.recipe import load; from pipelinerl.commands.check import refuse; "
-        "from pipelinerl.commands.findings.first_look import FIRST, refuse_problems; "
+        "from pipelinerl.commands.findings.problems import FIRST, refuse_problems; "
         "refuse(load('tiny')); refuse_problems(load('tiny'), FIRST); "
         "print(sorted({'torch', 'transformers', 'reasoning_gym'} & set(sys.modules)))"
     )

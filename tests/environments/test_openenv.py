@@ -21,7 +21,7 @@ from aiohttp import WSMsgType, web
 
 from pipelinerl.actor.episodes import EpisodeDomain, Episodes
 from pipelinerl.actor.group_maker import MadeRollout, Sampler, Unwatched
-from pipelinerl.commands.findings.episode_trial import ScriptedAnswers
+from pipelinerl.commands.findings.trials import ScriptedAnswers
 from pipelinerl.environments.environment import EpisodeLimits
 from pipelinerl.environments.gateway import Gateway
 from pipelinerl.environments.host_pool import EpisodeHosts

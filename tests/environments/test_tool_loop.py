@@ -12,7 +12,7 @@ import pytest
 from pipelinerl.actor.episodes import EpisodeDomain, Episodes
 from pipelinerl.actor.group_maker import GroupProgress, MadeRollout, Unwatched
 from pipelinerl.actor.verifier_tally import VerifierTally
-from pipelinerl.commands.findings.episode_trial import ScriptedAnswers
+from pipelinerl.commands.findings.trials import ScriptedAnswers
 from pipelinerl.environments.client import ChatRefused, EpisodeClient
 from pipelinerl.environments.environment import EpisodeLimits, Task
 from pipelinerl.environments.episode import ToolCalls

@@ -12,9 +12,8 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models import jax_decoder as jax_memory
 from pipelinerl.models.decoder_config import read_config
-from pipelinerl.models.jax_decoder import grouped_attention, hidden_states, load_weights, output_embedding
+from pipelinerl.models.jax_decoder import bound_memory, grouped_attention, hidden_states, load_weights, output_embedding
 from pipelinerl.rng import generator
 from tests.fakes.jax_weights import exported
 
@@ -167,5 +166,5 @@ def test_memory_share_reaches_xla(
         monkeypatch.delenv(name)
     for name, value in before.items():
         monkeypatch.setenv(name, value)
-    jax_memory.bound(share)
+    bound_memory(share)
     assert xla_client.generate_pjrt_gpu_plugin_options().get("memory_fraction") == asked_of_xla

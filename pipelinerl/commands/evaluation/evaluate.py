@@ -22,8 +22,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from pipelinerl import rng
-from pipelinerl.commands.evaluation.answer_log import AnswerLog, answer_log
-from pipelinerl.commands.evaluation.asking import ask, digest_of_domains, run_until_interrupted
+from pipelinerl.commands.evaluation.asking import AnswerLog, answer_log, ask, digest_of_domains, run_until_interrupted
 from pipelinerl.commands.evaluation.respondents import Target, respondent
 from pipelinerl.config.evaluation import HeldOutSet
 from pipelinerl.config.recipe import RunConfig, parse, to_table

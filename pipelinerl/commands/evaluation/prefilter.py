@@ -21,8 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from pipelinerl import rng
-from pipelinerl.commands.evaluation.answer_log import AnswerLog, answer_log
-from pipelinerl.commands.evaluation.asking import ask, digest_of_domains, run_until_interrupted
+from pipelinerl.commands.evaluation.asking import AnswerLog, answer_log, ask, digest_of_domains, run_until_interrupted
 from pipelinerl.commands.evaluation.respondents import Target, respondent
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import UserError

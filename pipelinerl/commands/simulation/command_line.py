@@ -42,8 +42,7 @@ def simulate(
     json: Annotated[bool, typer.Option("--json", help="Print every figure as JSON.")] = False,
 ) -> None:
     """Predict throughput, waits, staleness, discards and cost of a recipe on given hardware, and compare knobs."""
-    from pipelinerl.commands.simulation.planning import basis_of_runs, basis_of_table, tried
-    from pipelinerl.commands.simulation.showing import json_of, lines_of, page_of
+    from pipelinerl.commands.simulation.planning import basis_of_runs, basis_of_table, json_of, lines_of, page_of, tried
     from pipelinerl.simulation.prediction import grid, recommended
 
     if bool(from_runs) == (hardware is not None):

@@ -12,9 +12,17 @@ from fastapi.responses import Response
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
-from pipelinerl.commands.watch.feed import as_json
-from pipelinerl.commands.watch.pages import STATE_S, LooksOnly, Pages, RunNumber, StepNumber, Watched, answer
-from pipelinerl.commands.watch.watched_run import WatchedRun
+from pipelinerl.commands.watch.watched_run import (
+    STATE_S,
+    LooksOnly,
+    Pages,
+    RunNumber,
+    StepNumber,
+    Watched,
+    WatchedRun,
+    answer,
+    as_json,
+)
 from pipelinerl.observability.page.now import overview
 from pipelinerl.observability.page.step_table import StepRows, plain, plain_columns
 from pipelinerl.observability.samples.record import SampleKind

@@ -13,8 +13,7 @@ from fastapi import FastAPI, Path, Query
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from pipelinerl.commands.watch.pages import Name, Pages, RunNumber, StepNumber, answer
-from pipelinerl.commands.watch.watched_run import WatchedRun
+from pipelinerl.commands.watch.watched_run import Name, Pages, RunNumber, StepNumber, WatchedRun, answer
 from pipelinerl.numerics.causes import Cause
 from pipelinerl.observability.page.sample_index import SampleFilter, SamplePlace, answers_of
 from pipelinerl.observability.samples.record import AnswerRecord, AnswerTokens, SampleGroup, SampleKind, shortened

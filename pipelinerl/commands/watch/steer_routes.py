@@ -12,8 +12,8 @@ from fastapi.responses import Response
 from pydantic import BaseModel, Field
 
 from pipelinerl import registry
-from pipelinerl.commands.watch.pages import LooksOnly, Pages, RunNumber, Watched, answer
 from pipelinerl.commands.watch.steering import GRACE_S, described, flat, fleet_values, sort_of
+from pipelinerl.commands.watch.watched_run import LooksOnly, Pages, RunNumber, Watched, answer
 from pipelinerl.controller.routes import KnobChanges
 from pipelinerl.errors import UserError
 from pipelinerl.observability.status import RunStatus

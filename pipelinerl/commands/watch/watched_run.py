@@ -1,21 +1,34 @@
 """`WatchedRun`: one run on the page, with the state read from its files so far and the feed of its listeners.
 
 The thread of `Follower` reads all runs in bounded pieces, so that responses never wait for a long log. Responses cover
-what has been read so far and state which share of the files that is.
+what has been read so far and state which share of the files that is. `Pages` are the runs of one server, with the
+connections to their controllers.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
+import math
 import threading
 import time
 import tomllib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Annotated, Any, Final, final
 
-from pipelinerl.commands.watch.feed import Feed, step_figures
+import msgspec
+from fastapi import Depends, Query, Request
+from fastapi.responses import Response
+from fastapi.sse import format_sse_event
+from starlette.exceptions import HTTPException
+
+from pipelinerl.commands.watch.steering import Steering
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import Event
@@ -24,6 +37,120 @@ from pipelinerl.observability.page.event_tail import EventTail
 from pipelinerl.observability.page.run_view import RunView, whole
 from pipelinerl.observability.page.sample_index import SampleIndex
 from pipelinerl.observability.samples.reading import FOLDER
+
+_MOST: Final = 2000
+#: A listener that is further behind receives one notice to refetch the steps, instead of every step.
+_FAR_BEHIND: Final = 200
+_MOST_BYTES: Final = 16384
+#: Delay before a disconnected browser reconnects, in milliseconds.
+_RETRY_MS: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class FeedEntry:
+    """One event of the feed: its place and the bytes that each listener receives; `step` if the event is a step."""
+
+    place: str
+    frame: bytes
+    step: int | None = None
+
+
+@final
+class Feed:
+    """Recent events of a run for all its listeners, bounded however slow a listener is; used on any threads.
+
+    A listener keeps its place: the number of the last event that it received. It also has a bell: an asyncio event that
+    is set when there are more events. A reconnecting listener sends its place and receives what it missed, or a notice
+    that it is too far behind. All bells ring at the same moment, so that pages send the same requests at the same time
+    and share the cached responses.
+    """
+
+    def __init__(self, run: int) -> None:
+        self._run = run
+        self._life = f"{time.time_ns():x}"  # unique, so that places from before a restart of the server are detected
+        self._entries: deque[FeedEntry] = deque(maxlen=_MOST)
+        self._lock = threading.RLock()  # reentrant: garbage collection may close a listener inside any call
+        self._number = 0
+        self._rung = 0
+        self._bells: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
+
+    @property
+    def place(self) -> str:
+        """The place at which a new listener starts."""
+        return f"{self._life}-{self._number}"
+
+    def put(self, name: str, fields: Mapping[str, Any], *, step: int | None = None) -> None:
+        """Add an entry; listeners receive it after the next `ring`."""
+        data = as_json({**fields, "run": self._run})
+        if len(data) > _MOST_BYTES:
+            data = as_json({"kind": fields.get("kind"), "time": fields.get("time"), "run": self._run})
+        with self._lock:
+            self._number += 1
+            self._entries.append(FeedEntry(self.place, _frame(name, data, self.place), step))
+
+    def ring(self) -> None:
+        """Wake all listeners if anything was added since the last call."""
+        with self._lock:
+            bells = list(self._bells.items()) if self._number > self._rung else []
+            self._rung = self._number
+            for bell, loop in bells:
+                loop.call_soon_threadsafe(bell.set)
+
+    @contextmanager
+    def listener(self) -> Iterator[asyncio.Event]:
+        """Yield a bell that is set in the running event loop whenever there are new entries."""
+        bell = asyncio.Event()
+        with self._lock:
+            self._bells[bell] = asyncio.get_running_loop()
+        try:
+            yield bell
+        finally:
+            with self._lock:
+                del self._bells[bell]
+
+    def after(self, place: str) -> Sequence[FeedEntry] | None:
+        """Return the entries after a listener's place; None if the place is unknown or its entries are no longer
+        kept.
+        """
+        life, _, number = place.partition("-")
+        with self._lock:
+            if life != self._life or not number.isdigit() or len(number) > 18:
+                return None
+            missed = self._number - int(number)
+            if not 0 <= missed <= len(self._entries):
+                return None
+            return list(islice(self._entries, len(self._entries) - missed, None))
+
+
+def frame(name: str, data: Mapping[str, Any], place: str) -> bytes:
+    """Return one server-sent event; a client that loses its connection after this event will reconnect with `place`."""
+    return _frame(name, as_json(data), place)
+
+
+def _frame(name: str, data: bytes, place: str) -> bytes:
+    return format_sse_event(data_str=data.decode(), event=name, id=place, retry=_RETRY_MS)
+
+
+def as_json(value: Any) -> bytes:
+    """Encode plain values and structs as JSON: NaN becomes null, and integers of any size are kept."""
+    try:
+        return msgspec.json.encode(value)
+    except (OverflowError, UnicodeEncodeError):
+        return json.dumps(msgspec.to_builtins(value, str_keys=True)).encode()
+
+
+def step_figures(event: Event) -> dict[str, Any]:
+    """Return a step's plain figures; nested figures, such as those by domain, are left out."""
+    return {name: value for name, value in event.items() if isinstance(value, int | float | str) or value is None}
+
+
+def summarised(entries: Sequence[FeedEntry]) -> tuple[int, int] | None:
+    """Return (step before the first, last step) if the entries should be replaced by one notice; None if they are
+    few.
+    """
+    steps = [entry.step for entry in entries if entry.step is not None]
+    return (min(steps) - 1, max(steps)) if len(entries) > _FAR_BEHIND and steps else None
+
 
 log = logging.getLogger("pipelinerl")
 
@@ -202,3 +329,67 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and value - value != 0.0:
         return str(value)
     return without_secrets(value) if isinstance(value, str) else value if isinstance(value, int | float) else str(value)
+
+
+#: Seconds between two polls of the controllers, while a page listens.
+STATE_S: Final = 2.0
+
+#: Query parameter with the number of the requested run.
+RunNumber = Annotated[int, Query(alias="run", ge=0, le=10_000)]
+
+
+def _looks_only(request: Request) -> bool:
+    return bool(getattr(request.state, "looks_only", False))
+
+
+#: True if the request comes from a read-only link.
+LooksOnly = Annotated[bool, Depends(_looks_only)]
+#: Query parameter with a name to filter by.
+Name = Annotated[str | None, Query(max_length=500)]
+#: Query parameter with a step or a model version.
+StepNumber = Annotated[int | None, Query(ge=0, le=2**53)]
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """One run: its files, and the connection to its controller."""
+
+    run: WatchedRun
+    steering: Steering
+
+
+@final
+class Pages:
+    """All runs of one server."""
+
+    def __init__(self, runs: Sequence[WatchedRun], *, read_only: bool) -> None:
+        self.all = tuple(Watched(run, Steering(run.run_dir, read_only)) for run in runs)
+        self._noted_at = -math.inf
+
+    def of(self, number: int) -> Watched:
+        """Return the run of that number; answer 404 if there is none."""
+        if number >= len(self.all):
+            raise HTTPException(404, f"runs are 0 to {len(self.all) - 1}, got {number}")
+        return self.all[number]
+
+    @property
+    def states_are_old(self) -> bool:
+        """True if the controllers have not been polled for `STATE_S`."""
+        return time.monotonic() - self._noted_at >= STATE_S
+
+    def note_states(self) -> None:
+        """Poll all controllers, and record which runs are live."""
+        self._noted_at = time.monotonic()
+        for watched in self.all:
+            over = bool(watched.run.view.state)
+            watched.run.note_state(answers=not over and watched.steering.status(max_age_s=STATE_S) is not None)
+
+    def close(self) -> None:
+        """Close the connections to the controllers."""
+        for watched in self.all:
+            watched.steering.close()
+
+
+def answer(value: Any) -> Response:
+    """Return a response with plain values as JSON, NaN as null."""
+    return Response(as_json(value), media_type="application/json")

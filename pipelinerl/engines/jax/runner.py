@@ -35,7 +35,7 @@ class Buckets:
     """The few shapes that an engine runs, since XLA compiles a program for each shape.
 
         rows of a step      16, 32, 64, … slots
-        lengths             128, 256, 512, … context: attended in a step, padded in a prompt, or copied
+        lengths             128, 256, 512, … context: of a step's attention, a padded prompt, a copy
         prompts at once     1, 4, 16, … of a length, within the prefill's budget of padded tokens
 
     Doubling wastes less than half of a step's rows and lengths; prompts are computed only once, so fewer sizes suffice.

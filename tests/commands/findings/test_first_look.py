@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.commands.findings.first_look import FIRST, refuse_problems
+from pipelinerl.commands.findings.problems import FIRST, refuse_problems
 from pipelinerl.config.recipe import RunConfig, load, parse, to_table
 from pipelinerl.errors import RecipeError
 from tests.models.test_tokenizer import NO_SYSTEM, model_with

@@ -1,6 +1,4 @@
-"""Findings on batches that are trained in several optimizer steps: how they are divided, and how old their tokens may
-get.
-"""
+"""Findings on the schedule: how batches are divided into optimizer steps, and which share of tokens becomes too old."""
 
 from __future__ import annotations
 
@@ -9,8 +7,13 @@ from typing import Final
 
 from rich.table import Table
 
+from pipelinerl.commands.simulation.from_recipe import setting_of
 from pipelinerl.config.recipe import RunConfig
+from pipelinerl.errors import RecipeError
 from pipelinerl.roles.wiring import knobs_of
+from pipelinerl.simulation.hardware import EngineTimes, Hardware, TrainerTimes
+from pipelinerl.simulation.setting import HeavyTailedLengths
+from pipelinerl.simulation.simulator import simulate
 from pipelinerl.training.replay import RecordedStep
 
 _PLACE: Final = ("epoch", "mini_batch")
@@ -44,3 +47,30 @@ def update_table(step: RecordedStep) -> Table | None:
         place = [f"{update[name]:.0f}" for name in _PLACE]
         table.add_row(*place, *(f"{update[name]:.4g}" if name in update else "" for name in names))
     return table
+
+
+#: Number of rollouts to simulate, which takes a second or two.
+_ROLLOUTS: Final = 16_000
+_LEAST_STEPS: Final = 12
+_MOST_STEPS: Final = 200
+#: Assumed lengths of answers: a heavy-tailed distribution whose median is a quarter of the maximum.
+_MEDIAN: Final = 0.25
+_SIGMA: Final = 0.5
+
+
+def stale_share(config: RunConfig) -> str:
+    """Describe the share of tokens that would be dropped as stale in the worst case: engines slower than the trainer.
+
+    Empty if the recipe cannot be simulated, or if it sets no staleness bound.
+    """
+    if math.isinf(config.staleness.bounds.k):
+        return ""
+    steps = min(_MOST_STEPS, max(_LEAST_STEPS, _ROLLOUTS // config.training.rollouts_per_step))
+    most = config.sampling.max_tokens
+    lengths = HeavyTailedLengths(median=max(1.0, _MEDIAN * most), sigma=_SIGMA, most=most)
+    hardware = Hardware(engine=EngineTimes(step_s=0.01), trainer=TrainerTimes(token_s=0.0))
+    try:
+        prediction = simulate(setting_of(config, lengths=lengths, prompt_tokens=0, steps=steps), hardware)
+    except (RecipeError, ValueError):
+        return ""
+    return f"about {prediction.discarded:.0%} of the tokens dropped as stale if engines are slower than the trainer"

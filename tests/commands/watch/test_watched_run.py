@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from pipelinerl.commands.watch.feed import Feed
+from pipelinerl.commands.watch.watched_run import Feed
 from tests.patience import PATIENCE_S
 
 

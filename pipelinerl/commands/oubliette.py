@@ -6,6 +6,7 @@ Each command imports the sandbox lazily, because every process of a run imports 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,7 +129,7 @@ def upload_(
     key_variable: Key = "",
 ) -> None:
     """Upload inputs, answers and compiled checkers to a repository; a recipe then uses the rows of --out."""
-    from pipelinerl.commands.oubliette.uploading import upload
+    from pipelinerl.commands.oubliette_upload import upload
 
     if (repository is None) == (not url):
         raise UserError("upload needs either --url, of a service, or --repository, a folder")
@@ -159,19 +160,28 @@ def serve_(
     transient_mb: Annotated[int, typer.Option(min=1, help="Memory for outputs, in MB.")] = 1024,
 ) -> None:
     """Serve the sandbox over HTTP: compile, run and check programs; refuses to start below the requested tier."""
-    from pipelinerl.commands.oubliette.serving import ServeOptions, serve_sandbox
+    from pipelinerl.system.http_service import listen, serve, url_of
+    from pipelinerl.verifiers.oubliette import probe
+    from pipelinerl.verifiers.oubliette.remote.service import OublietteService, create_app
+    from pipelinerl.verifiers.oubliette.repository import PersistentRepository, TransientRepository
+    from pipelinerl.verifiers.oubliette.runner import LocalRunner
     from pipelinerl.verifiers.oubliette.sandbox import default_slots
 
-    options = ServeOptions(
-        repository=repository,
-        host=host,
-        port=port,
-        tier=tier,
-        at_once=at_once or default_slots(),
-        key_variable=key_variable,
-        transient_bytes=transient_mb << 20,
-    )
-    serve_sandbox(options)
+    token = os.environ.get(key_variable) if key_variable else None
+    if key_variable and not token:
+        raise UserError(f"--key-variable names ${key_variable}, which is not set in this environment")
+    slots = at_once or default_slots()
+    persistent, transient = PersistentRepository(repository), TransientRepository(transient_mb << 20)
+    with listen(host, port) as listener:
+        sandbox = probe.opened(tier, at_once=slots)
+        runner = LocalRunner(sandbox, tier=str(tier), at_once=slots, repository=persistent, outputs=transient)
+        service = OublietteService(runner, tier=tier, persistent=persistent, transient=transient)
+        bound, taken = listener.getsockname()[:2]
+        print(f"oubliette: the {tier} sandbox at {url_of(bound, taken)}", flush=True)
+        try:
+            serve(create_app(service, token=token), listener)
+        finally:
+            asyncio.run(service.close())
 
 
 def _availability(tier: Tier) -> str:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from pipelinerl.commands.explain import show
-from pipelinerl.commands.findings.mini_batches import mini_batch_finding, update_table
+from pipelinerl.commands.findings.schedule import mini_batch_finding, update_table
 from pipelinerl.config.recipe import load
 from pipelinerl.objective.contradictions import doubts
 from pipelinerl.objective.objective import PolicyObjective

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pipelinerl.commands.oubliette.command_line import oubliette_app
+from pipelinerl.commands.oubliette import oubliette_app
 from pipelinerl.errors import UserError
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.oubliette import probe

@@ -1,1 +1,0 @@
-"""`pipelinerl oubliette`: the sandbox of this machine, on the command line."""

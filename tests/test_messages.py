@@ -177,6 +177,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             reason="no",
             persistence=Persistence.PERMANENT,
             code="context_length_exceeded",
+            issued_at=(1, 4),
         ),
         {
             "order_id": "prompt-000007",
@@ -185,11 +186,12 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             "reason": "no",
             "persistence": "permanent",
             "code": "context_length_exceeded",
+            "issued_at": (1, 4),
         },
     ),
     (
-        GroupOutdated(order_id="prompt-000007", index=7, oldest=2, current=6, domain="toy"),
-        {"order_id": "prompt-000007", "index": 7, "oldest": 2, "current": 6, "domain": "toy"},
+        GroupOutdated(order_id="prompt-000007", index=7, oldest=2, current=6, domain="toy", issued_at=(1, 4)),
+        {"order_id": "prompt-000007", "index": 7, "oldest": 2, "current": 6, "domain": "toy", "issued_at": (1, 4)},
     ),
     (
         GroupHandedOver(order_id="prompt-000007", index=7, tokens_kept=90, tokens_resampled=8),

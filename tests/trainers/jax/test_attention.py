@@ -10,7 +10,7 @@ from pipelinerl.rng import generator
 from pipelinerl.trainers.jax import attention as jax_attention, mesh as jax_mesh
 from pipelinerl.trainers.jax.attention import PADDING, PackedAttention, Rows
 from pipelinerl.trainers.jax.mesh import MeshShape
-from tests.trainers.jax.test_attention import positions_of
+from tests.trainers.jax.test_segments import positions_of
 
 
 def ids_of(lengths):

@@ -88,7 +88,7 @@ def refuse(config: RunConfig) -> None:
     takes_options = registry.TRAINERS_WITH_OPTIONS | {name for _, name in user_code(config)}
     if config.trainer.options and config.trainer.type not in takes_options:
         names = ", ".join(config.trainer.options)
-        raise RecipeError(f"trainer.type {config.trainer.type!r} knows no options, got {names}; remove them")
+        raise RecipeError(f"trainer.type {config.trainer.type!r} takes no options, got {names}; remove them")
     if config.trainer.type in registry.TRAINER_OPTION_CHECKS:
         try:
             registry.resolve(registry.TRAINER_OPTION_CHECKS[config.trainer.type])(config.trainer.options)

@@ -171,7 +171,7 @@ class Episode:
         self.sampling_s = 0.0
         """Seconds that its turns took to sample."""
         self.over = ""
-        """The reason why no further turn is sampled; empty while the episode goes on."""
+        """The reason why no further turn is sampled; empty while the episode continues."""
         self.last: RecordedTurn | None = None
         """The latest turn that trains."""
         self._turns: list[RecordedTurn] = []

@@ -119,8 +119,8 @@ class Sequences:
         """Return the weight [B] of each sampled token of each rollout."""
         if isinstance(self.length, Length):
             raise UserError(
-                f"agg.length is {self.length}, the most tokens of an answer, which a recipe says (sampling.max_tokens) "
-                "and nobody has said here; give max_tokens, or a number as agg.length"
+                f"agg.length is {self.length}, a recipe's sampling.max_tokens, which is unknown here; give max_tokens, "
+                "or a number as agg.length"
             )
         counted = valid & (lengths > 0)
         return _inverse(np.full(lengths.shape, self.length * counted.sum()), counted)

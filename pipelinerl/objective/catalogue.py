@@ -124,7 +124,7 @@ _SCORE_FUNCTION: Final[Mapping[str, Preset]] = {
     ),
     "agarwal": Preset(
         _slots(Sequences(length=Length.MAX_TOKENS), TokenRatio(), _MEAN, LogProb(), LogBarrier()),
-        "Agarwal et al. 2021, Eq. 12: log barrier regularisation; RLAX appendix A, beside token-level REINFORCE",
+        "Agarwal et al. 2021, Eq. 12: log barrier regularisation; RLAX appendix A, added to token-level REINFORCE",
         "grad2.beta is λ, which the paper leaves open. RLAX prints min{r, ρ} as this term; that is LlamaRL's weight "
         "(preset llamarl), and as a term to ascend it would favour whatever was sampled.",
     ),

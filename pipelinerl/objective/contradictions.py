@@ -36,7 +36,7 @@ def contradictions(objective: PolicyObjective) -> Iterator[str]:
     yield from _of_numbers(objective)
     grad1, grad2, adv = objective.grad1, objective.grad2, objective.adv
     if isinstance(adv, Constant) and not adv.value and isinstance(grad2, NoRegularizer):
-        yield "adv.value must not be 0 beside grad2 none: nothing is left to train; take grad2 = 'kl'"
+        yield "adv.value must not be 0 with grad2 none: nothing is left to train; take grad2 = 'kl'"
     if isinstance(grad2, KLPenalty) and grad2.beta:
         if grad2.to is Policy.CURRENT:
             yield "grad2.to must not be current: the KL of a policy from itself is 0"
@@ -46,17 +46,17 @@ def contradictions(objective: PolicyObjective) -> Iterator[str]:
         by_length = isinstance(grad1, SequenceRatio) and isinstance(objective.agg, Sequences)  # LUSPO
         if not (by_length or isinstance(objective.agg, Trajectory)):
             yield (
-                "agg must be trajectory beside a ratio of whole sequences (grad1): each token carries the value of its "
+                "agg must be trajectory with a ratio of whole sequences (grad1): each token carries the value of its "
                 "sequence, so with another denominator a sequence would count once for every token it has"
             )
         if isinstance(adv, GAE) or (isinstance(adv, RewardToGo) and (adv.kl or adv.discount != 1.0)):
             yield (
-                "adv must give a sequence one advantage beside a ratio of whole sequences (grad1): take "
+                "adv must give a sequence one advantage with a ratio of whole sequences (grad1): take "
                 "group_relative, or reward_to_go with discount 1 and without kl"
             )
         if credits_turns(adv):
             yield (
-                "adv.credit must be episode beside a ratio of whole sequences (grad1): its tokens share one advantage; "
+                "adv.credit must be episode with a ratio of whole sequences (grad1): its tokens share one advantage; "
                 "take a ratio of tokens"
             )
 
@@ -72,12 +72,12 @@ def _of_ratios(objective: PolicyObjective) -> Iterator[str]:
         yield f"is_weight divides {weight.numerator} by itself; take kind 'one' for no weights"
     elif over and weight.numerator is Policy.CURRENT:
         yield (
-            "is_weight.numerator must not be current beside a ratio in grad1, which carries the current policy "
+            "is_weight.numerator must not be current with a ratio in grad1, which carries the current policy "
             "already: take old (TIS, decoupled PPO), or kind 'one'"
         )
     elif over and weight.denominator is over:
         yield (
-            f"is_weight.denominator must not be {over} beside a ratio over {over} in grad1, which divides by it "
+            f"is_weight.denominator must not be {over} with a ratio over {over} in grad1, which divides by it "
             "already: set grad1.over to old (TIS, decoupled PPO), or is_weight to kind 'one'"
         )
 
@@ -183,7 +183,7 @@ def doubts(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
         and grad2.estimator is Estimator.K1
         and isinstance(weight, Unweighted)
     ):
-        yield "grad2.estimator k1 has no gradient in expectation unless weights are beside it; take k3, k2, or adv.kl"
+        yield "grad2.estimator k1 has no gradient in expectation without importance weights; take k3, k2, or adv.kl"
 
 
 def _over(objective: PolicyObjective) -> Policy | None:

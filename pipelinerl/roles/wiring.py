@@ -241,7 +241,7 @@ def check_engine_options(config: RunConfig) -> None:
     if registry.is_user_code(registry.ENGINES, chosen):
         return  # user code checks its own options
     if chosen not in registry.ENGINES_WITH_OPTIONS:
-        raise RecipeError(f"engine.type {chosen!r} knows no options, got {', '.join(options)}; remove them")
+        raise RecipeError(f"engine.type {chosen!r} takes no options, got {', '.join(options)}; remove them")
     registry.resolve(registry.ENGINES_WITH_OPTIONS[chosen])(options)
 
 

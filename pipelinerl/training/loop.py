@@ -396,7 +396,7 @@ class TrainingLoop:
             await self._checkpointing.finish()
             raise DivergedError(
                 f"step {step} was skipped {self._skipped} times in a row, the last time since {error} was not finite; "
-                "the state before it is saved: mend that, or lower the learning rate, then go on with --resume"
+                "the state before it is saved: fix the cause, or lower the learning rate, then continue with --resume"
             ) from error
 
     # --- apply a directive -----------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_shipped_recipes_can_run(recipe: Path) -> None:
         ("elastic.types.zzz.max=2", "elastic.types must name engines that can be started: .*torch.*; got 'zzz'"),
         ("elastic.types.vllm_server.max=2", "elastic.types must name engines that can be started"),
         ("elastic.types.torch={min=2, max=3}", r"engine.count \(1\) must be within elastic.types.torch, from 2 to 3"),
-        ("engine.options.zzz=1", "engine.type 'torch' knows no options, got zzz; remove them"),
+        ("engine.options.zzz=1", "engine.type 'torch' takes no options, got zzz; remove them"),
         ("reference.path=/r", "reference: the objective reads no ref_logprobs; remove the section"),
         ("kl_control.target=0.1", "kl_control: the objective has no KL term to control"),
         ("training.old_logprobs=behavior", "training.old_logprobs: the objective reads none; remove it"),

@@ -65,7 +65,7 @@ def test_max_tokens_length_comes_from_the_run(name):
     assert resolve({"preset": name, "agg": {"length": 256}}, max_tokens=8).agg == agg.Sequences(length=256.0)
     assert resolve({"agg": {"kind": "sequences", "length": "max_tokens"}}, max_tokens=9).agg.length == 9.0
     one = np.ones(1, int)
-    with pytest.raises(UserError, match=r"agg\.length is max_tokens, .* nobody has said here; give max_tokens"):
+    with pytest.raises(UserError, match=r"agg\.length is max_tokens, .* which is unknown here; give max_tokens"):
         resolve(name).agg.token_weights(lengths=one, groups=one, valid=one.astype(bool))
 
 
@@ -118,15 +118,15 @@ def test_entry_names_its_source_and_formula(name):
 @pytest.mark.parametrize(
     ("table", "sentence"),
     [
-        ({"preset": "gspo", "agg": "batch"}, "agg must be trajectory beside a ratio of whole sequences"),
-        ({"preset": "gmpo", "agg": "sequences"}, "agg must be trajectory beside a ratio of whole sequences"),
+        ({"preset": "gspo", "agg": "batch"}, "agg must be trajectory with a ratio of whole sequences"),
+        ({"preset": "gmpo", "agg": "sequences"}, "agg must be trajectory with a ratio of whole sequences"),
         ({"preset": "gspo", "adv": "gae"}, "adv must give a sequence one advantage"),
         ({"preset": "gspo", "adv": {"kind": "reward_to_go", "kl": 0.1}}, "adv must give a sequence one advantage"),
-        ({"preset": "grpo", "is_weight": "token_ratio"}, "is_weight.numerator must not be current beside a ratio"),
+        ({"preset": "grpo", "is_weight": "token_ratio"}, "is_weight.numerator must not be current with a ratio"),
         ({"preset": "grpo", "is_weight": {"kind": "topr"}}, "is_weight.numerator must not be current beside"),
         (
             {"preset": "grpo", "is_weight": {"kind": "token_ratio", "numerator": "old"}},
-            "is_weight.denominator must not be behavior beside a ratio over behavior",
+            "is_weight.denominator must not be behavior with a ratio over behavior",
         ),
         ({"is_weight": {"numerator": "behavior"}}, "is_weight divides behavior by itself"),
         ({"is_weight": {"low": 2, "high": 1}}, "is_weight.low must not exceed high, got 2.0 and 1.0"),
@@ -136,13 +136,13 @@ def test_entry_names_its_source_and_formula(name):
         ({"preset": "ppo", "adv": {"discount": 1.5}}, "adv.discount must be at most 1, got 1.5"),
         ({"preset": "ppo", "adv": {"trace": 1.5}}, "adv.trace must be at most 1, got 1.5"),
         ({"agg": {"length": 0}}, "agg.length must be positive, got 0.0"),
-        ({"adv": {"kind": "constant", "value": 0}}, "adv.value must not be 0 beside grad2 none"),
+        ({"adv": {"kind": "constant", "value": 0}}, "adv.value must not be 0 with grad2 none"),
         ({"grad2": {"kind": "kl", "to": "current"}}, "grad2.to must not be current"),
         ({"grad2": {"kind": "kl", "estimator": "k3_weighted", "over": "current"}}, "grad2.over must not be current"),
         ({"preset": "cfpo", "grad1": {"epsilon": 0}}, "grad1.epsilon must be positive"),
         ({"preset": "sapo", "grad1": {"negative": 0}}, "grad1.positive and grad1.negative must be positive"),
-        ({"preset": "sapo", "is_weight": "gamma"}, "is_weight.numerator must not be current beside a ratio"),
-        ({"preset": "luspo", "adv": {"credit": "turns"}}, "adv.credit must be episode beside a ratio of whole"),
+        ({"preset": "sapo", "is_weight": "gamma"}, "is_weight.numerator must not be current with a ratio"),
+        ({"preset": "luspo", "adv": {"credit": "turns"}}, "adv.credit must be episode with a ratio of whole"),
     ],
 )
 def test_slot_combinations_without_meaning_are_rejected(table, sentence):

@@ -86,7 +86,7 @@ class BigramTrainer:
         if spec.gather_dtype not in (None, WeightDType.FLOAT32):
             raise SpecError(f"the bigram trainer gathers float32, got {spec.gather_dtype}; leave out weights.dtype")
         if spec.options:
-            raise SpecError(f"the bigram trainer knows no options, got {', '.join(spec.options)}; remove them")
+            raise SpecError(f"the bigram trainer takes no options, got {', '.join(spec.options)}; remove them")
         if spec.memory_share is not None:
             raise SpecError("memory_share limits GPU memory, which the bigram trainer does not use; leave it out")
         try:

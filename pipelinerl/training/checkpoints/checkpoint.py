@@ -106,7 +106,7 @@ class CheckpointStore:
                 )
             for path in above:
                 aside = path.rename(self.directory / f"damaged-e{epoch}-{path.name}")
-                log.error("a damaged checkpoint is set aside: %s; look what became of it, then remove it", aside)
+                log.error("a damaged checkpoint was moved to %s; inspect it, then remove it", aside)
 
     def capture(
         self,

@@ -146,7 +146,7 @@ class CheckpointCopies:
         stays = {latest[version] for version in self._retention.survivors(latest, newest.accuracies)}
         for folder in whole:
             if _order(folder)[1] > newest.model_version:
-                log.warning("%s/%s is removed: the run went on from before it", self.url, folder)
+                log.warning("%s/%s is removed: the run continued from an earlier checkpoint", self.url, folder)
         for folder in set(self._folders()) - stays:
             self._place.remove(f"{folder}/{MANIFEST}")  # first, so that a partly removed copy does not count
             self._place.remove(folder)

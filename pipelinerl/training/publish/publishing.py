@@ -202,7 +202,7 @@ class StreamAnnouncer:
             try:
                 found.append(decode_taken(entry.payload))
             except msgspec.DecodeError:
-                log.error("what an engine says of its weights cannot be read, and is passed over: %s", entry.entry_id)
+                log.error("skipping an unreadable report of an engine's weights: %s", entry.entry_id)
         self._follow |= {taken.url for taken in found}
         return found
 

@@ -123,7 +123,7 @@ def test_abandoned_copies_above_the_resumed_step_evict_nothing(
     again.claim(2)
     save_both(again, 22, epoch=2)
     assert versions(copies) == [22, 20]
-    assert "step-000030-e1-" in caplog.text and "the run went on from before it" in caplog.text
+    assert "step-000030-e1-" in caplog.text and "the run continued from an earlier checkpoint" in caplog.text
 
 
 class Killed(BaseException):

@@ -3,12 +3,16 @@
 Needs plain torch and transformers; the model is a random decoder of 0.87 billion parameters in bf16, so nothing is
 downloaded. The parts, in order:
 
-    correctness, decode, update      the torch engine: log-probs, decode rate, in-flight updates (`gpu_engine`)
+    correctness, decode, ragged      the torch engine: log-probs, decode rate, answers of uneven lengths (`gpu_engine`)
+    continued, staging, update       further: cached beginnings, memory of updates, in-flight updates
     parity, trainer, state           the torch trainer: agreement with the engine, throughput and MFU, optimizer state
                                      on the host (`gpu_trainer`)
+    vocabulary, beside               further: the output layer of a vocabulary of 152k, publishing beside a backward
     attention                        the trainer's attention kernel against padded buckets (`gpu_attention`)
     memory                           peak memory against what `pipelinerl check` predicts (`memory_prediction`)
-    mesh                             a trainer of two processes over NCCL, given two GPUs (`gpu_mesh`)
+    group, killed, mesh              two processes: a weight group, one of whose members is killed, and a trainer of two
+                                     ranks; over NCCL given two GPUs (`gpu_mesh`)
+    jax                              the JAX trainer and engine against the torch trainer, where JAX is (`gpu_jax`)
 
 Each part runs in a process of its own for at most four minutes. A part that raises, dies or hangs is a missed row, and
 the next one starts. The record, gpu_check.json, is written after each part; `--only PART` keeps the record's others.
@@ -38,7 +42,7 @@ from typing import Any, Final
 import torch
 from transformers.utils import logging as transformers_logging
 
-from benchmarks import gpu_attention, gpu_engine, gpu_mesh, gpu_trainer, memory_prediction
+from benchmarks import gpu_attention, gpu_engine, gpu_jax, gpu_mesh, gpu_trainer, memory_prediction
 from benchmarks.gpu_device import FULL, QUICK, Scale, describe, save_model
 from benchmarks.measure import RESULTS, Row, print_table, write_record
 
@@ -49,12 +53,20 @@ CHECKS: Final[Mapping[str, Check]] = {
     "correctness": gpu_engine.check_correctness,
     "parity": gpu_trainer.check_parity,
     "decode": gpu_engine.check_decode,
+    "ragged": gpu_engine.check_ragged,
+    "continued": gpu_engine.check_continued,
+    "staging": gpu_engine.check_staging,
     "update": gpu_engine.check_update,
     "trainer": gpu_trainer.check_throughput,
     "attention": gpu_attention.check_attention,
     "state": gpu_trainer.check_state,
+    "vocabulary": gpu_trainer.check_vocabulary,
+    "beside": gpu_trainer.check_beside,
     "memory": memory_prediction.check_memory,
+    "group": gpu_mesh.check_group,
+    "killed": gpu_mesh.check_killed,
     "mesh": gpu_mesh.check_mesh,
+    "jax": gpu_jax.check_jax,
 }
 NO_DEVICE: Final = 3
 LIMIT_S: Final = 240.0

@@ -27,6 +27,7 @@ class Scale:
         prompt, answer: tokens of each.
         parity_sequences: sequences whose log-probs are compared.
         trained_tokens: tokens of one trainer step, in segments of `segment` tokens on average.
+        head_vocab: vocabulary of the output layer that is checked by itself.
         copy_bytes, matmul: sizes for measuring the device.
         rounds: rounds of each paired measurement.
         updates: in-flight weight updates.
@@ -39,6 +40,7 @@ class Scale:
     parity_sequences: int
     trained_tokens: int
     segment: int
+    head_vocab: int
     copy_bytes: int
     matmul: int
     rounds: int
@@ -56,6 +58,7 @@ FULL: Final = Scale(
     parity_sequences=32,
     trained_tokens=16384,
     segment=512,
+    head_vocab=151936,
     copy_bytes=2**31,
     matmul=8192,
     rounds=7,
@@ -70,6 +73,7 @@ QUICK: Final = Scale(
     parity_sequences=4,
     trained_tokens=512,
     segment=48,
+    head_vocab=65536,
     copy_bytes=2**24,
     matmul=256,
     rounds=2,

@@ -3,6 +3,9 @@
 correctness  log-probs of sampled tokens against a plain transformers forward of the same tokens: fp32 against fp32,
              and bf16 against fp32, no worse than transformers' own bf16
 decode       tokens/s of full batches over what memory allows: a step reads the weights and the cache once
+ragged       answers of heavy-tailed lengths, four for each slot: the time of a decode step over one of equal lengths
+continued    a conversation's second turn, whose beginning is cached: log-probs, cache hits, and time over a new one
+staging      with a share of the memory, the engine's peak from its start past its first update
 update       weights broadcast through the contract to an engine in another process while it decodes
 """
 
@@ -15,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +28,21 @@ from numpy.typing import NDArray
 
 from benchmarks import served_engine
 from benchmarks.gpu_device import Scale, bytes_per_second, copy_seconds, wait
-from benchmarks.measure import Row
+from benchmarks.measure import Row, paired
 from benchmarks.served_engine import EngineOrder, Load, LocalEngine, served
 from benchmarks.torch_step import load_model
 from inference_contract.schemas import ChatCompletionRequest
 from inference_contract.weights import Backend
 from pipelinerl import rng
+from pipelinerl.engines.batching.model_runner import Prefill
 from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.torch.engine import load_runner
 from pipelinerl.numerics.causes import mismatch
 from pipelinerl.system import http_client
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
-from trainer_contract.types import WeightDType
+from trainer_contract.types import Device, WeightDType
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +54,21 @@ class SampledAnswer:
     logprobs: NDArray[np.float32]
 
 
-def prompts(scale: Scale, count: int, *path: str | int) -> list[list[int]]:
-    """Return random prompts of the scale's length."""
+def prompts(scale: Scale, count: int, *path: str | int, length: int | None = None) -> list[list[int]]:
+    """Return random prompts of `length` tokens; None: of the scale's length."""
     draw = rng.generator(0, "gpu_check", *path)
-    return draw.integers(6, scale.shape.vocab, (count, scale.prompt)).tolist()
+    return draw.integers(6, scale.shape.vocab, (count, scale.prompt if length is None else length)).tolist()
 
 
 @contextmanager
-def local(folder: Path, scale: Scale, device: torch.device, dtype: WeightDType) -> Iterator[LocalEngine]:
-    """Start an engine of the scale's size in this process."""
+def local(
+    folder: Path, scale: Scale, device: torch.device, dtype: WeightDType, *, context: int | None = None
+) -> Iterator[LocalEngine]:
+    """Start an engine of the scale's size in this process; `context` overrides the scale's prompt and answer."""
     order = EngineOrder(
         folder=folder,
         slots=scale.slots,
-        context=scale.prompt + scale.answer,
+        context=context or scale.prompt + scale.answer,
         device=device.type,
         dtype=dtype.value,
         prefill_tokens=scale.slots * scale.prompt,
@@ -68,12 +77,13 @@ def local(folder: Path, scale: Scale, device: torch.device, dtype: WeightDType) 
         yield engine
 
 
-def sample(engine: LocalEngine, token_ids: Sequence[list[int]], tokens: int) -> list[SampledAnswer]:
-    """Return one sample of `tokens` tokens for each prompt."""
+def sample(engine: LocalEngine, token_ids: Sequence[list[int]], tokens: int | Sequence[int]) -> list[SampledAnswer]:
+    """Return one sample of `tokens` tokens for each prompt, or of as many as `tokens` lists for it."""
+    lengths = [tokens] * len(token_ids) if isinstance(tokens, int) else tokens
     answers = engine.complete(
         [
-            ChatCompletionRequest(prompt_token_ids=prompt, max_tokens=tokens, seed=seed, return_token_ids=True)
-            for seed, prompt in enumerate(token_ids)
+            ChatCompletionRequest(prompt_token_ids=prompt, max_tokens=length, seed=seed, return_token_ids=True)
+            for seed, (prompt, length) in enumerate(zip(token_ids, lengths, strict=True))
         ]
     )
     return [
@@ -154,6 +164,104 @@ def check_decode(folder: Path, scale: Scale, device: torch.device) -> tuple[list
     }
 
 
+def check_ragged(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    """Decode answers whose lengths follow a law, and as many of the mean length."""
+    count = 4 * scale.slots
+    drawn = rng.generator(0, "gpu_check", "ragged").lognormal(np.log(scale.answer / 8), 1.0, count)
+    ragged = np.clip(drawn, 1, scale.answer).astype(int).tolist()
+    lengths = {"ragged": ragged, "even": [round(sum(ragged) / count)] * count}
+    batch = prompts(scale, count, "ragged")
+    steps: dict[str, list[float]] = {name: [] for name in lengths}
+    with local(folder, scale, device, WeightDType.BFLOAT16) as engine:
+
+        def step_seconds(name: str) -> float:
+            wait(device)
+            before, began = engine.engine.metrics(), time.perf_counter()
+            sample(engine, batch, lengths[name])
+            steps[name].append(engine.engine.metrics().decode_steps_total - before.decode_steps_total)
+            return (time.perf_counter() - began) / steps[name][-1]
+
+        timings = paired({name: partial(step_seconds, name) for name in lengths}, scale.rounds)
+        few = slice(0, scale.parity_sequences)
+        sampled = sample(engine, batch[few], ragged[few])
+    ours = np.concatenate([each.logprobs for each in sampled])
+    plain = forward_logprobs(load_model(folder, device, torch.bfloat16), sampled, device)
+    apart, ratio = mismatch(ours, plain).mean, timings.ratio("ragged", "even")
+    rates = {name: sum(lengths[name]) / steps[name][-1] / timings.median(name) for name in lengths}
+    rows = [
+        Row("a step of ragged answers / one of equal lengths, time", ratio, "<= 1.25", ratio.median <= 1.25),
+        Row("ragged answers, bf16: mean |Δ logp| from transformers", apart, "<= 0.02", apart <= 0.02),
+        Row("    tokens/s, ragged / even", f"{rates['ragged']:.0f} / {rates['even']:.0f}"),
+    ]
+    return rows, {"step_over_even": ratio.as_dict(), "mean_apart": apart, "tokens_per_s": rates, "lengths": ragged}
+
+
+def check_continued(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    """Continue conversations whose first turn the engine has just computed, and begin others of the same lengths.
+
+    The first prompt is long, because only full blocks of the cache are found again: 256 tokens on CUDA.
+    """
+    count, long, turn = min(scale.parity_sequences, scale.slots), 4 * scale.prompt, scale.answer // 4
+    whole = long + turn + scale.prompt
+    ratios, sampled, hits = [], [], 0.0
+    with local(folder, scale, device, WeightDType.FLOAT32, context=whole + 1) as engine:
+
+        def seconds(batch: Sequence[list[int]]) -> float:
+            nonlocal sampled
+            wait(device)
+            began = time.perf_counter()
+            sampled = sample(engine, batch, 1)
+            return time.perf_counter() - began
+
+        for number in range(scale.rounds + 1):
+            begun = seconds(prompts(scale, count, "begun", number, length=whole))
+            first = sample(engine, prompts(scale, count, "continued", number, length=long), turn)
+            reused = engine.engine.metrics().reused_prompt_tokens_total
+            following = prompts(scale, count, "following", number)
+            again = seconds([each.prompt + each.token_ids + more for each, more in zip(first, following, strict=True)])
+            hits = (engine.engine.metrics().reused_prompt_tokens_total - reused) / (count * (long + turn))
+            if number:
+                ratios.append(again / begun)
+    exact = forward_logprobs(load_model(folder, device, torch.float32), sampled, device)
+    apart = mismatch(np.concatenate([each.logprobs for each in sampled]), exact).max
+    ratio = statistics.median(ratios)
+    rows = [
+        Row("continued turn fp32 - transformers fp32, largest |Δ logp|", apart, "<= 1e-3", apart <= 1e-3),
+        Row("share of the first turn found in the cache", hits, ">= 0.8", hits >= 0.8),
+        Row("a continued turn / a new one of its length, time", ratio, "<= 0.6", ratio <= 0.6),
+    ]
+    return rows, {"fp32_max": apart, "found": hits, "continued_over_new": ratio}
+
+
+def check_staging(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    """Fill a cache that is sized by a share of the memory, and update; on a CPU the share is a bound on the cache."""
+    is_cuda, share = device.type == "cuda", 0.5
+    options = EngineOptions(
+        model_path=folder,
+        model_id="debug",
+        slots=scale.slots,
+        max_waiting=1,
+        context_length=scale.prompt + scale.answer,
+        device=Device(device.type),
+        dtype=WeightDType.BFLOAT16,
+        memory_share=share if is_cuda else None,
+    )
+    bound = 0 if is_cuda else 2**24
+    runner = load_runner(options, cache_bytes=bound or None)
+    runner.prefill([Prefill(each, [row]) for row, each in enumerate(prompts(scale, scale.slots, "staging"))])
+    staged = runner.staging()
+    staged.zero_()
+    runner.finish_staging()
+    runner.swap()
+    cache, weights = runner.cache_bytes, staged.numel()
+    peak = torch.cuda.max_memory_allocated() / torch.cuda.mem_get_info()[1] if is_cuda else share * cache / bound
+    rows = [
+        Row("largest share of the memory taken", peak, f"<= {share}", peak <= share),
+        Row("    cache / one set of weights [MiB]", f"{cache / 2**20:.0f} / {weights / 2**20:.0f}"),
+    ]
+    return rows, {"peak_share": peak, "share": share, "cache_bytes": cache, "weight_bytes": weights}
+
+
 @dataclass(slots=True)
 class _Updates:
     pauses: list[float]
@@ -164,13 +272,14 @@ class _Updates:
     num_bytes: int
 
 
-def check_update(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Measure in-flight updates: over NCCL with two GPUs, else over gloo through the host.
+@contextmanager
+def engine_apart(folder: Path, scale: Scale, device: torch.device) -> Iterator[tuple[str, Backend]]:
+    """Start a busy engine in a process of its own; yield its URL and the backend that reaches it.
 
-    NCCL refuses two ranks on one device.
+    With two GPUs the engine has the second one, and NCCL reaches it; otherwise gloo does, through the host. NCCL
+    refuses two ranks on one device.
     """
     apart = device.type == "cuda" and torch.cuda.device_count() > 1
-    backend = Backend.NCCL if apart else Backend.GLOO
     order = EngineOrder(
         folder=folder,
         slots=scale.slots,
@@ -180,8 +289,14 @@ def check_update(folder: Path, scale: Scale, device: torch.device) -> tuple[list
         dtype="bfloat16",
     )
     with _visible("1" if apart else None), served(order) as engine:
+        yield engine.url, Backend.NCCL if apart else Backend.GLOO
+
+
+def check_update(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    """Measure updates in flight."""
+    with engine_apart(folder, scale, device) as (url, backend):
         source = load_model(folder, device, torch.bfloat16)
-        done = asyncio.run(_updates(engine.url, source, backend, scale.updates))
+        done = asyncio.run(_updates(url, source, backend, scale.updates))
     copy = copy_seconds(done.num_bytes, device)
     pause, step = statistics.median(done.pauses), statistics.median(done.steps)
     extra = statistics.median(
@@ -231,9 +346,9 @@ async def _updates(url: str, source: Any, backend: Backend, count: int) -> _Upda
             if version > 1:
                 done.pauses.append(report.pauses_s[url])
                 done.totals.append(report.total_s)
-                done.longest.append(max(during))
-                done.control.append(max(after))
-                done.steps.append(statistics.median(after))
+                done.longest.append(max(during, default=report.total_s))  # empty: fewer than two steps
+                done.control.append(max(after, default=report.total_s))
+                done.steps.append(statistics.median(after or [report.total_s]))
         await publisher.close()
     return done
 

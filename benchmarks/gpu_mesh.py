@@ -1,31 +1,43 @@
-"""`gpu_check`'s part on a torch trainer of two processes, each on a GPU of its own, connected by NCCL.
+"""`gpu_check`'s parts on two processes: a trainer's ranks, and a trainer with the member of its weight group.
 
-shards, tokens    losses of three steps with the model divided (`dp_shard`) and with tokens shared (`cp`), against
-                  one process, in fp32 and bf16
-gather            weights gathered during a backward pass equal those gathered while nothing runs, to the bit
+mesh      losses of three steps with the model divided (`dp_shard`) and with tokens shared (`cp`), against one process,
+          in fp32 and bf16; weights gathered during a backward pass equal those gathered while nothing runs, to the bit
+group     bytes broadcast to another process: unchanged, and at which rate
+killed    the other process is killed in the middle of a broadcast: an error in time, and a new group works at once
+
+With two GPUs the processes are connected by NCCL, each on a GPU of its own. Otherwise `mesh` is not checked, and gloo
+connects the members of a group.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from benchmarks.gpu_device import Scale
+from benchmarks.gpu_device import Scale, wait
 from benchmarks.gpu_trainer import random_batch
 from benchmarks.measure import Row
+from benchmarks.processes import Child, spawned
+from inference_contract.weights import Backend
+from pipelinerl.errors import DeadlineError, UpdateError
 from pipelinerl.objective.presets import resolve
 from pipelinerl.system.machine import free_ports
 from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 from trainer_contract.host_weights import copied
 from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec
 
@@ -33,6 +45,10 @@ from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec
 _ALLOWED: Final = {Precision.FP32: 1e-4, Precision.BF16: 2e-2}
 _MESHES: Final = ({"dp_shard": 2}, {"cp": 2})
 _RATE: Final = 1e-5
+#: Seconds for a group to form, until a member is killed, and for one broadcast.
+_JOIN_S: Final = 60.0
+_KILL_S: Final = 0.2
+_SILENCE_S: Final = 10.0
 
 
 @contextmanager
@@ -112,3 +128,96 @@ def _gathered_during_passes(trainer: TorchTrainer, batch: MicroBatch) -> int:
         ended.set()
         thread.join()
     return sum(not np.array_equal(array, results[name]) for name, array in idle.items())
+
+
+def check_group(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    """Broadcast to another process, and compare what arrived."""
+    del folder
+    size, backend = min(scale.copy_bytes, 2**28), _backend(device)
+    with _member(backend) as meet:
+        group, other = meet()
+        sent = torch.arange(size, device=group.device, dtype=torch.int64).to(torch.uint8)
+        began, rounds, arrived = 0.0, 4, 0
+        for number in range(rounds + 1):  # the first connects the ranks and is discarded
+            if number == 1:
+                wait(device)
+                began = time.perf_counter()
+            other.pipe.send(size)
+            group.broadcast(sent, deadline=time.monotonic() + _SILENCE_S)
+            arrived = other.pipe.recv()
+        rate = rounds * size / (time.perf_counter() - began)
+        group.close()
+    same = arrived == int(sent.long().sum())
+    rows = [
+        Row(f"{backend}: bytes that arrived have the sum of those sent", str(same), "True", same),
+        Row("    broadcast to one process [GB/s]", rate / 1e9),
+    ]
+    return rows, {"backend": backend.value, "bytes_per_s": rate, "arrived": same}
+
+
+def check_killed(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    """Kill the other process while this one broadcasts; then form a group with a new one."""
+    del folder
+    size, backend = min(scale.copy_bytes, 2**26), _backend(device)
+    with _member(backend) as meet:
+        group, other = meet()
+        sent = torch.ones(size, device=group.device, dtype=torch.uint8)
+        killed_at, error = time.monotonic() + _KILL_S, "none"
+        killer = threading.Timer(_KILL_S, os.kill, (other.pid, signal.SIGKILL))
+        killer.start()
+        try:
+            while time.monotonic() < killed_at + _SILENCE_S:
+                with suppress(OSError):  # it is dead
+                    other.pipe.send(size)
+                group.broadcast(sent, deadline=time.monotonic() + _SILENCE_S)
+        except (UpdateError, DeadlineError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        killer.join()
+        detected_s = time.monotonic() - killed_at
+    with _member(backend) as meet:
+        group, other = meet()
+        other.pipe.send(size)
+        group.broadcast(sent, deadline=time.monotonic() + _SILENCE_S)
+        works = other.pipe.recv() == size
+        group.close()
+    noticed = error != "none" and detected_s <= _SILENCE_S + 5.0
+    rows = [
+        Row(f"{backend}, member killed: seconds until the error", detected_s, f"<= {_SILENCE_S + 5:g}", noticed),
+        Row("a new group works afterwards", str(works), "True", works),
+        Row("    the error", error[:60]),
+    ]
+    return rows, {"backend": backend.value, "error": error, "detected_s": detected_s, "works_again": works}
+
+
+def _backend(device: torch.device) -> Backend:
+    return Backend.NCCL if device.type == "cuda" and torch.cuda.device_count() > 1 else Backend.GLOO
+
+
+@contextmanager
+def _member(backend: Backend) -> Iterator[Callable[[], tuple[Collective, Child]]]:
+    """Start a process that joins a group as rank 1; the function yielded joins it as rank 0."""
+    rendezvous = Rendezvous("127.0.0.1")
+    join = partial(
+        Collective.join,
+        host=rendezvous.host,
+        port=rendezvous.port,
+        group="gpu_check",
+        generation=1,
+        world_size=2,
+        backend=backend,
+        timeout_s=_JOIN_S,
+    )
+    with spawned(_receive, partial(join, rank=1), backend) as other:
+        yield lambda: (join(rank=0), other)
+
+
+def _receive(join: Callable[[], Collective], backend: Backend, pipe: Connection) -> None:
+    """Join, and receive as many bytes as each message says; answer with their sum."""
+    if backend is Backend.NCCL:
+        torch.cuda.set_device(1)
+    pipe.send("started")
+    group = join()
+    while True:
+        received = torch.zeros(pipe.recv(), dtype=torch.uint8, device=group.device)
+        group.broadcast(received, deadline=time.monotonic() + _SILENCE_S)
+        pipe.send(int(received.long().sum()))

@@ -6,11 +6,15 @@ MFU         the step's floating-point operations, over its time, over the measur
 parity      log-probs of the engine's samples against the trainer's forward of the same tokens
 state       the optimizer's state on the host, or in bf16: losses of three steps, and the time of a step, against
             fp32 state on the device
+vocabulary  the output layer and its loss with Qwen's vocabulary: error of the gradients, peak memory, and speed
+beside      a backward pass while the weights are broadcast to an engine in another process, over one by itself
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -23,18 +27,26 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks import torch_step
-from benchmarks.gpu_device import Scale, flops_per_second, wait
-from benchmarks.gpu_engine import SampledAnswer, local, prompts, sample
-from benchmarks.measure import Row, paired, seconds_of
+from benchmarks.gpu_device import Scale, best_seconds, flops_per_second, wait
+from benchmarks.gpu_engine import SampledAnswer, engine_apart, local, prompts, sample
+from benchmarks.measure import Row, bootstrap_median, paired, seconds_of
+from inference_contract.weights import Backend
+from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.numerics.causes import Mismatch, mismatch
+from pipelinerl.numerics.torch_logprobs import token_predictions
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
+from pipelinerl.system.background import in_background
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.varlen import VarlenPlan, torch_kernel
 from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
+from pipelinerl.weights.broadcast.sender import WeightSender
+from pipelinerl.weights.publisher import Publication, wire_layout
 from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec, WeightDType
 
 _RATE = 1e-6
+_PUBLISH_S: Final = 60.0
 #: Options of the optimizer's state that are tried, and how much losses may differ in bf16.
 _STATES: Final[Sequence[Mapping[str, str]]] = (
     {"place": "host"},
@@ -190,3 +202,118 @@ def _disagreement(
 
 def _logprobs(sampled: Sequence[SampledAnswer]) -> list[NDArray[np.float32]]:
     return [each.logprobs for each in sampled]
+
+
+def check_vocabulary(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    """Compute log-probs and gradients of a bf16 output layer, against the definition in fp32, piece by piece."""
+    del folder
+    width, tokens, vocab = scale.shape.hidden, scale.trained_tokens, scale.head_vocab
+    draw = generator(0, "gpu_check", "vocabulary")
+    hidden = torch.from_numpy(draw.standard_normal((tokens, width), dtype=np.float32)).to(device, torch.bfloat16)
+    head = torch.nn.Linear(width, vocab, bias=False, device=device)
+    slopes = torch.from_numpy(draw.standard_normal(tokens, dtype=np.float32)).to(device)
+    chosen = torch.from_numpy(draw.integers(0, vocab, tokens)).to(device)
+    head.weight.data = head.weight.data.bfloat16().float()  # so that only the arithmetic differs
+    inputs = (hidden.requires_grad_(), head.weight)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            predictions = token_predictions(hidden, head, chosen, None, vocab_size=vocab)
+        results = torch.autograd.grad(predictions[0], inputs, slopes)
+        wait(device)
+        return results
+
+    seconds = best_seconds(gradients, device, tries=scale.rounds)
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    found = gradients()
+    peak = (torch.cuda.max_memory_allocated() - before) / (4 * tokens * vocab) if device.type == "cuda" else 0.0
+    exact = _exact_gradients(hidden.detach().float(), head.weight.detach(), chosen, slopes)
+    errors = [float((ours.float() - theirs).norm() / theirs.norm()) for ours, theirs in zip(found, exact, strict=True)]
+    of_peak = 8.0 * tokens * width * vocab / seconds / flops_per_second(scale.matmul, device)
+    rows = [
+        Row("output layer, bf16: error of its gradient", errors[1], "<= 0.003", errors[1] <= 0.003),
+        Row("    error of the hidden states' gradient", errors[0], "<= 0.01", errors[0] <= 0.01),
+        Row("    peak memory / all logits in fp32", peak, "<= 0.5", peak <= 0.5),
+        Row("    its products / peak of a bf16 product, logits recomputed", of_peak, ">= 0.4", of_peak >= 0.4),
+    ]
+    return rows, {"errors": errors, "peak_over_logits": peak, "of_peak": of_peak, "seconds": seconds, "vocab": vocab}
+
+
+@torch.no_grad()
+def _exact_gradients(
+    hidden: torch.Tensor, weight: torch.Tensor, chosen: torch.Tensor, slopes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of Σ slope · log-prob with respect to hidden states and weight, in fp32."""
+    of_hidden, of_weight, rows = torch.empty_like(hidden), torch.zeros_like(weight), 64
+    for start in range(0, len(hidden), rows):
+        part = slice(start, start + rows)
+        slope = (hidden[part] @ weight.T).softmax(-1).neg_()
+        slope[torch.arange(len(slope), device=slope.device), chosen[part]] += 1.0
+        slope *= slopes[part, None]
+        of_hidden[part] = slope @ weight
+        of_weight.addmm_(slope.T, hidden[part])
+    return of_hidden, of_weight
+
+
+def check_beside(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    """Time backward passes alone and while a thread publishes; NCCL where a second GPU takes the engine, else gloo."""
+    batch, objective = random_batch(scale), resolve("pipelinerl")
+    trainer = trainer_of(folder, device, Precision.BF16)
+
+    def backward() -> float:
+        wait(device)
+        began = time.perf_counter()
+        trainer.backward([batch], objective)
+        wait(device)
+        trainer.discard_gradient()
+        return time.perf_counter() - began
+
+    backward()
+    idle = WeightSender(wire_layout(trainer.weight_layout()), trainer.gather_weights, 2**24).send(
+        None, deadline=time.monotonic() + _PUBLISH_S
+    )
+    alone, beside, digests, totals = [], [], [], []
+    with engine_apart(folder, scale, device) as (url, backend):
+        for version in range(1, scale.updates + 2):  # the first joins the group and is discarded
+            alone_now = [backward() for _ in range(3)]
+            publishing = in_background("publish", partial(asyncio.run, _published(trainer, url, backend, version)))
+            beside_now = [backward()]
+            while not publishing.done():
+                beside_now.append(backward())
+            digest, total_s = publishing.result()
+            digests.append(digest)
+            if version > 1:
+                alone.append(float(np.median(alone_now)))
+                beside.append(float(np.mean(beside_now)))
+                totals.append(total_s)
+    trainer.close()
+    speed = bootstrap_median(np.divide(alone, beside).tolist())
+    differ = sum(digest != idle for digest in digests)
+    rows = [
+        Row("speed of backward passes beside a publication / alone", speed, ">= 0.98", speed.median >= 0.98),
+        Row("digests that differ from that of idle weights", differ, "0", differ == 0),
+        Row("    backend, whole publication [s]", f"{backend}, {float(np.median(totals)):.3f}"),
+    ]
+    return rows, {"speed": speed.as_dict(), "alone_s": alone, "beside_s": beside, "publications_s": totals}
+
+
+async def _published(trainer: TorchTrainer, url: str, backend: Backend, version: int) -> tuple[str, float]:
+    """Publish the trainer's weights through a group of its own; return their digest and the seconds."""
+    async with EngineClient(state_timeout_s=60.0) as client:
+        publisher = BroadcastPublisher(client, backend=backend)
+        publication = Publication(
+            version=version,
+            epoch=version,
+            layout=wire_layout(trainer.weight_layout()),
+            weights=trainer.gather_weights,
+            engines=[url],
+            membership=1,
+            timeout_s=_PUBLISH_S,
+        )
+        report = await publisher.publish(publication)
+        await publisher.close()
+    if report.failed:
+        raise RuntimeError(f"version {version} was not published: {report.failed}")
+    return report.digest, report.total_s

@@ -44,11 +44,38 @@ def test_log_probs_agree_in_a_rehearsal(part: str, folder: Path) -> None:
     assert result["fp32_max"] < 1e-4
 
 
-@pytest.mark.parametrize(("part", "figure"), [("decode", "of_roofline"), ("trainer", "mfu")])
+@pytest.mark.parametrize(
+    ("part", "figure"),
+    [("decode", "of_roofline"), ("trainer", "mfu"), ("ragged", "mean_apart"), ("staging", "peak_share")],
+)
 def test_rates_are_measured_in_a_rehearsal(part: str, figure: str, folder: Path) -> None:
     rows, result = gpu_check.attempt(part, folder, SMALL, CPU)
     assert not [row.name for row in rows if row.name.endswith("failed")]
     assert 0 < result[figure] < 10, "only the order of magnitude is certain on a busy CPU"
+
+
+def test_cached_beginnings_are_found_in_a_rehearsal(folder: Path) -> None:
+    _, result = gpu_check.attempt("continued", folder, SMALL, CPU)
+    assert result["fp32_max"] < 1e-4 and result["found"] >= 0.8
+
+
+@pytest.mark.slow
+def test_gradients_of_a_large_vocabulary_are_rehearsed(folder: Path) -> None:
+    """More logits than are held at once, so the output layer is computed in pieces."""
+    _, result = gpu_check.attempt("vocabulary", folder, replace(SMALL, head_vocab=2**18), CPU)
+    assert result["errors"][1] <= 0.003
+
+
+@pytest.mark.slow
+def test_member_killed_in_a_broadcast_is_noticed(folder: Path) -> None:
+    _, result = gpu_check.attempt("killed", folder, SMALL, CPU)
+    assert result["error"] != "none" and result["works_again"]
+
+
+@pytest.mark.slow
+def test_jax_agrees_with_torch_in_a_rehearsal(folder: Path) -> None:
+    _, result = gpu_check.attempt("jax", folder, SMALL, CPU)
+    assert result["loss_apart"] < 1e-3 and result["logprob_apart"] < 1e-4
 
 
 def test_attention_kernel_agrees_with_buckets() -> None:

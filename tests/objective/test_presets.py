@@ -123,7 +123,7 @@ def test_entry_names_its_source_and_formula(name):
         ({"preset": "gspo", "adv": "gae"}, "adv must give a sequence one advantage"),
         ({"preset": "gspo", "adv": {"kind": "reward_to_go", "kl": 0.1}}, "adv must give a sequence one advantage"),
         ({"preset": "grpo", "is_weight": "token_ratio"}, "is_weight.numerator must not be current with a ratio"),
-        ({"preset": "grpo", "is_weight": {"kind": "topr"}}, "is_weight.numerator must not be current beside"),
+        ({"preset": "grpo", "is_weight": {"kind": "topr"}}, "is_weight.numerator must not be current with"),
         (
             {"preset": "grpo", "is_weight": {"kind": "token_ratio", "numerator": "old"}},
             "is_weight.denominator must not be behavior with a ratio over behavior",

@@ -363,7 +363,7 @@ def test_damaged_later_checkpoint_is_set_aside_and_does_not_evict_new_ones(
     assert [path.name for path in second.all()] == ["step-000010"]
     for version in (20, 30):
         assert (second.directory / f"damaged-e2-step-{version:06d}" / "manifest.json").is_file()
-        assert f"set aside: {second.directory}/damaged-e2-step-{version:06d}" in caplog.text
+        assert f"moved to {second.directory}/damaged-e2-step-{version:06d}" in caplog.text
     for version in (12, 14):
         second.commit(capture(second, state_of(version, epoch=2)))
         assert [path.name for path in second.all()] == [f"step-{version:06d}"]

@@ -1,4 +1,4 @@
-"""The controller's process: streams, mixtures of problems, HTTP routes, event log."""
+"""The controller's process: streams, mixtures of problems, HTTP routes, event log, and where a run resumes."""
 
 from __future__ import annotations
 

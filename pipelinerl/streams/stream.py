@@ -1,4 +1,4 @@
-"""`Stream`, a named append-only log modelled on Redis Streams; `redis_stream` and `memory_stream` implement it.
+"""`Stream`, an append-only log modelled on Redis Streams, and `DeadLetters` for entries that cannot be read.
 
 There are two ways to read, with different guarantees:
 

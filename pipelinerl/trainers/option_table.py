@@ -1,4 +1,7 @@
-"""Parsing of a recipe's `trainer.options`; unknown options and values of the wrong type are rejected by name."""
+"""Parsing of what trainers are given: a recipe's `trainer.options`, and the record of a saved state.
+
+Unknown options and values of the wrong type are rejected by name.
+"""
 
 from __future__ import annotations
 

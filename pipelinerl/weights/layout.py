@@ -1,4 +1,4 @@
-"""Byte offsets of a layout's parameters, and names of buckets for error messages."""
+"""The bytes of an update: offsets of its parameters, names of its buckets, and its digest."""
 
 from __future__ import annotations
 

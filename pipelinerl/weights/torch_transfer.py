@@ -1,4 +1,4 @@
-"""`OverlappedDigest`: hashes a weight update on a thread, while the next bytes are copied and sent.
+"""Torch tensors of an update: `convert` changes dtypes, `OverlappedDigest` hashes while the next bytes are sent.
 
 Bytes on a GPU are copied to the host once, piece by piece, into two pinned buffers in turn. The copies have a stream of
 their own, so they wait neither for training nor for decoding. On the host, the bytes are hashed where they are, by the

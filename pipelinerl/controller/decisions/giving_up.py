@@ -1,4 +1,4 @@
-"""Rules for ending a run that cannot continue, or is suspended: its state is saved, and the reason is recorded.
+"""Rules for naming what a stalled run waits for, and for ending a run that cannot continue or is suspended.
 
     cause                                                       detected
     every engine refuses permanently                            when the last engine has refused

@@ -1,4 +1,7 @@
-"""`run_status`: converts the controller's state to the `RunStatus` of `/status`, the progress bar and the CLI."""
+"""The run as users see it: `run_status` converts the controller's state, `EngineWatch` holds polls of the engines.
+
+`RunStatus` serves `/status`, the progress bar and the CLI. Polls are momentary and not stored.
+"""
 
 from __future__ import annotations
 

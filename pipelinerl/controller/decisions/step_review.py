@@ -1,4 +1,4 @@
-"""Review of a step: completes its figures by domain with what only the controller knows, and updates the alarms.
+"""Review of a step: its figures by domain, the alarms, and the end of a run without signal.
 
 Two kinds of figures are added to the trainer's figures of a domain: the groups that actors gave up as stale, and the
 work of the domain's verifier since the previous step. The latter are `verified` answers, `verifier_s` per answer, and

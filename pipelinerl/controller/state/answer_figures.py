@@ -1,6 +1,6 @@
 """Figures of the answers to held-out problems: in total, by domain and by tag. Pure.
 
-    pass@k   probability that at least one of k samples is correct     unbiased (`estimates.pass_at_k`)
+    pass@k   probability that at least one of k samples is correct     unbiased (`pass_at_k`)
     maj@k    probability that the majority answer of k samples is      unbiased: mean over the n − k + 1 windows of k
              correct (self-consistency, Wang et al. 2023)              consecutive samples, which are exchangeable
 

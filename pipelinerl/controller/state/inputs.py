@@ -1,4 +1,4 @@
-"""Inputs of the controller: plain values, so that a journal can store them and a replay can repeat the decisions.
+"""The controller's inputs and effects: plain values, so that a journal can store them and a replay can repeat them.
 
 Each input carries `now`, in seconds on the controller's monotonic clock. The controller reads no clock of its own.
 """

@@ -1,4 +1,4 @@
-"""`RunState`: everything the controller knows, as one value that can be stored and restored whole.
+"""`RunState`: everything the controller knows, as one value that can be stored and restored; `ControllerSettings`.
 
 It is stored in two ways. The journal keeps the whole state, for a controller that dies while its run continues. A
 checkpoint keeps the part that is still valid after all processes have ended (`checkpoint_record`), for a resumed run.
@@ -190,7 +190,7 @@ class Failing(msgspec.Struct, kw_only=True):
 
 
 class Watchdog(msgspec.Struct, kw_only=True):
-    """Tracks whether the run makes progress; `stall_diagnosis.py` names the cause of a stall."""
+    """Tracks whether the run makes progress; `giving_up.py` names the cause of a stall."""
 
     mark: tuple[Any, ...] = ()
     """The value of `progress_mark` at the previous check."""

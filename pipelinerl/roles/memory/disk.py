@@ -1,4 +1,4 @@
-"""Prediction of the disk space that a run needs, and the check against free space."""
+"""Defaults that depend on the machine: its memory, and the disk space that a run needs, checked before it begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Manifest`: the file that completes a checkpoint and is written last.
+"""`Manifest`: the file that completes a checkpoint and is written last; `Retention` says which checkpoints stay.
 
     {"format": 2, "state": {…}, "files": {"model.safetensors": "<XXH3-128>", …}, "digest": "<of all that>"}
 

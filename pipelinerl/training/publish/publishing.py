@@ -1,4 +1,7 @@
-"""`Publishing`: at most one publication of weights under way beside the step, and the report of how it went."""
+"""`Publishing`: at most one publication of weights under way beside the step, and the report of how it went.
+
+`StreamAnnouncer` announces a version once, on a stream, to all engines that follow it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The groups that wait to be trained, and the choice among them.
+"""The groups that wait to be trained, the choice among them, and a step's wait for overdue groups.
 
 A batch is complete when the rollouts (or tokens) of a step have arrived. The oldest fresh groups go first (oldest
 version, then lowest index), since they become stale first. A batch does not depend on the order of arrival. Groups that

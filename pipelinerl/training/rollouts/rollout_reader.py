@@ -1,4 +1,4 @@
-"""Reader of rollouts and directives from the streams. It computes the offsets that a checkpoint must carry.
+"""Readers of rollouts and directives: `RolloutReader` keeps offsets for checkpoints, `ControllerLink` awaits answers.
 
 Each actor has one partition of rollouts, which is read by offset. A group that waits untrained at a checkpoint must be
 read again after a restart, so the saved offset of a partition stops before the first such group. Later groups that have

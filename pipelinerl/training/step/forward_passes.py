@@ -1,4 +1,4 @@
-"""The forward passes before a step, each made only if the policy's or critic's objective needs its column.
+"""The forward passes before a step, each made only if an objective or the entropy meter needs its column.
 
     old_logprobs   the policy, at the weights that sampled each token or at those from which the step starts; or the
                    sampler's own, as the recipe chooses

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step, so that a resumed run continues it exactly."""
+"""What changes from step to step: the learning rate, a pure function of the step, and the KL coefficient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One optimizer step of a batch, and the figures of each and of all of them. Pure.
+"""Updates of the policy and of its critic: one optimizer step of a batch, and the figures of all steps.
 
 Figures of a step are over every token of every update, at the log-probs on which its loss was evaluated: a rollout that
 trains in two epochs counts twice. Comparisons of engine and trainer use the first update alone, since only its

@@ -1,4 +1,4 @@
-"""`ServerClient`: one blocking connection to a parameter server, for the threads that push and pull.
+"""Connections to a parameter server: `ServerClient` for threads that push and pull, its messages, and transports.
 
 Bytes move directly between the socket and the caller's memory, with no buffer between. Every call ends by its deadline;
 a read also ends after `STALL_S` without a byte. `cut` ends a call at once from another thread. An error reported by the

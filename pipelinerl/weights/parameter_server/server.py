@@ -15,9 +15,8 @@ A server holds all of a version, or the shard that its announcement names; a byt
     GET  /weights/{epoch}/{version}             bytes of a sealed version; `Range: bytes=a-b` gives a part
     POST /progress                              the version that each member serves or holds; drops versions not needed
 
-Bytes are served only after their digest was compared, from the memory in which they arrived. `VersionTable` and
-`retention` define the rules for versions. A replica is another such server. A restarted server begins with the version
-that it saved.
+Bytes are served only after their digest was compared, from the memory in which they arrived. `version_table.py`
+has the rules for versions. A replica is another such server. A restarted server begins with the version that it saved.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|

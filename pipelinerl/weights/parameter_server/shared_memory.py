@@ -1,4 +1,4 @@
-"""`SharedMemory`: memory of a parameter server that other processes on the host can map, as an anonymous file.
+"""Memory of a parameter server: a `ReceiveBuffer` per version, which processes on the host can map.
 
 It is a memfd rather than a file in /dev/shm. A memfd has no name to clean up, so a server killed with -9 leaves nothing
 behind. It is not limited to the 64 MB that containers give /dev/shm. Only processes of the same user that see the

@@ -1,6 +1,6 @@
-"""`VersionTable`: the versions that one parameter server holds in memory, at most `room` of them.
+"""The versions of one parameter server: at most `room` in memory (`VersionTable`), the newest on disk.
 
-    announced ── bytes are written ──▶ sealed (complete) ── dropped, by `retention` ──▶ its memory is reused
+    announced ── bytes are written ──▶ sealed (complete) ── dropped, by `collectable` ──▶ its memory is reused
 
 Only sealed versions are served, and a sealed version never changes. An incomplete version is dropped when the next one
 is announced. Memory is allocated once and then reused, since the first touch costs several times as much as a rewrite.

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("triton", reason="triton exists for Linux alone")
 from pipelinerl.engines.torch.paged_attention import attend_blocks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

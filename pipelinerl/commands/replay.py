@@ -62,6 +62,7 @@ def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -
         groups=groups,
         token_budget=settings.micro_batch_tokens,
         shaping=settings.shaping,
+        losses=settings.losses,
         truncated=settings.truncated,
         mini_batching=settings.mini_batching,
         began_at=state.model_version,

@@ -50,6 +50,7 @@ COMPUTED_BY: Final[Mapping[str, str]] = {
     "loss_mask": "packing",
     "segment_ids": "packing",
     "rollout_ids": "packing",
+    "streams": "packing",
     "num_segments": "packing",
     **{str(measure): _HEAD for measure in HeadMeasure},
 }

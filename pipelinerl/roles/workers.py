@@ -16,9 +16,9 @@ from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.roles.dtypes import sent_in
-from pipelinerl.roles.wiring import demonstrations_of
+from pipelinerl.roles.wiring import demonstrations_of, losses_of
 from pipelinerl.training.publish.weight_history import WeightHistory
-from pipelinerl.training.rollouts.demonstrations import ImitationStream
+from pipelinerl.training.rollouts.demonstrations import DemonstrationStream
 from pipelinerl.training.step.forward_passes import EntropyMeter, ForwardPasses
 from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.training.step.train_step import TrainStep
@@ -42,7 +42,7 @@ class Workers:
     old_logprobs: OldLogprobs
     history: WeightHistory | None
     entropy: EntropyMeter
-    demonstrations: ImitationStream | None = None
+    demonstrations: DemonstrationStream | None = None
 
     def step(self) -> TrainStep:
         """Return the training step that uses these workers."""
@@ -101,7 +101,7 @@ def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path |
             ),
             warmup_steps=section.warmup_steps,
         )
-    if "ref_logprobs" in objective.passes:
+    if "ref_logprobs" in objective.passes | losses_of(config).passes:
         path = (config.reference or ReferenceSection()).path
         reference = _worker(
             config, "reference", replace(spec_of(config, restore_from=None), model_path=_model(config, path))

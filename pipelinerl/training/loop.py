@@ -124,7 +124,10 @@ class TrainingLoop:
         self._trainer = step.passes.policy
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._objective = AdaptiveObjective(
-            objective, controller=settings.kl, restored=restored.kl_coefficient if restored else None
+            objective,
+            controller=settings.kl,
+            restored=restored.kl_coefficient if restored else None,
+            baselines=restored.baselines if restored else {},
         )
         self._overdue = None if settings.overdue_s is None else OverdueWait(settings.overdue_s)
         self._version, self._skipped = restored.model_version if restored else 0, 0
@@ -295,6 +298,7 @@ class TrainingLoop:
             width=self._step.width,
             mini_batching=self._settings.mini_batching,
             losses=self._settings.losses,
+            baselines=self._objective.baselines,
         )
 
     def _scope_figures(self) -> dict[str, float]:
@@ -355,6 +359,7 @@ class TrainingLoop:
         self._version = batch.producing
         self._at(self._version)
         self._solved.note(batch.groups)
+        self._objective.trained(batch.scored)
         by = self._watch.stepped(
             accumulated.batch,
             accumulated.micro_batches,
@@ -428,6 +433,7 @@ class TrainingLoop:
             ledger=self._batcher.ledger.to_record(),
             controller=controller,
             kl_coefficient=self._objective.coefficient,
+            baselines=dict(self._objective.baselines),
             solved=self._solved.pending,
             epochs=[[epoch, began_at] for epoch, began_at in self._batcher.lineage.epochs],
         )

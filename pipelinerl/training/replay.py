@@ -145,9 +145,12 @@ class Replay:
             width=self.step.width,
             mini_batching=self.mini_batching,
             losses=self.losses,
+            baselines=self.objective.baselines,
         )
         try:
             accumulated = self.step.accumulate(batch, objective)
-            return batch.stats | self.step.apply(accumulated, learning_rates=recorded.learning_rates).figures
+            figures = batch.stats | self.step.apply(accumulated, learning_rates=recorded.learning_rates).figures
         except NonFiniteStep as error:
             raise DivergedError(f"step {recorded.version}: {error} is not finite") from error
+        self.objective.trained(batch.scored)
+        return figures

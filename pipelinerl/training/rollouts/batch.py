@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from inference_contract.schemas import FinishReason
 from pipelinerl import rng
 from pipelinerl.enums import Truncated
-from pipelinerl.objective.adv import Advantage, Decoupled, credits_turns
+from pipelinerl.objective.adv import Decoupled, RoleBaseline, credits_turns
 from pipelinerl.objective.objective import PolicyObjective
-from pipelinerl.objective.reward import Parts, RewardShaping, Scored, TurnReward, Turns
+from pipelinerl.objective.reward import Parts, RewardShaping, Roles, Scored, TurnReward, Turns
 from pipelinerl.objective.streams import ONE_LOSS, DomainLosses, Loss, with_constants
 from pipelinerl.training.rollouts.admission import has_part_signal, has_signal, has_turn_signal, is_judged
 from pipelinerl.training.rollouts.packing import (
@@ -166,17 +166,19 @@ class TrainBatch:
             )
         return packed
 
-    def with_advantages(self, adv: Advantage, completed: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def with_advantages(self, objective: PolicyObjective, completed: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches with advantages and, for a critic, returns added to the columns of the forward
         passes.
 
         Unjudged rollouts are not packed; the columns of their tokens are 0 and are never read.
         """
-        columns = {name: self._gathered(completed, name) for name in adv.needs}
+        adv = objective.adv
+        columns = {name: self._gathered(completed, name) for name in objective.late_columns}
         advantages, streams = adv.advantages(self.scored, columns), self.partition.streams
         if streams is not None:
             advantages = with_constants(advantages, np.repeat(streams, self.scored.lengths))
         computed = {"advantages": advantages}
+        computed |= objective.choices(self.scored, columns | computed)
         if isinstance(adv, TeachesCritic):
             computed["returns"] = adv.returns(self.scored, columns)
         return [
@@ -240,7 +242,7 @@ def learns_from_equals(objective: PolicyObjective, shaping: Mapping[str, RewardS
     It has nothing if its own mean is the baseline, nothing else has a gradient, and no length is punished.
     """
     punished = any(how.overlong_tokens for how in shaping.values())
-    if objective.adv.needs or not objective.zero_advantage_is_idle or punished:
+    if objective.late_columns or not objective.zero_advantage_is_idle or punished:
         return True
     ones = np.ones(4, np.intp)
     equals = Scored(
@@ -316,6 +318,7 @@ def build(
     width: int = 1,
     mini_batching: MiniBatching = ONE_STEP,
     losses: DomainLosses = ONE_LOSS,
+    baselines: Mapping[str, float] = MappingProxyType({}),
 ) -> TrainBatch:
     """Weigh and pack the rollouts of `groups` for the step that produces version `producing`.
 
@@ -330,7 +333,7 @@ def build(
         shaping: by domain; other domains keep the verifiers' rewards. truncated: handling of rollouts that ran out of
             tokens.
         width: micro-batches that the trainer computes at once. mini_batching: division of the batch.
-        losses: by domain, if not all take the objective.
+        losses: by domain, if not all take the objective. baselines: of roles, for an advantage that reads them.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     verdicts = np.array([rollout.verdict.reward for rollout in rollouts], np.float64)
@@ -343,7 +346,7 @@ def build(
     learns = valid & ~np.array([is_masked(rollout, truncated) for rollout in rollouts])
     streams = losses.codes(domains.tolist())
     of_objective = valid if streams is None else valid & (streams == Loss.RL.code)
-    late = bool(objective.adv.needs)
+    late = bool(objective.late_columns)
     turns = _turns(rollouts) if credits_turns(objective.adv) else None
     scored = Scored(
         rewards=rewards,
@@ -352,6 +355,7 @@ def build(
         valid=learns & of_objective if late else of_objective,
         turns=turns,
         parts=_parts(groups, shaping, rewards) if isinstance(objective.adv, Decoupled) else None,
+        roles=Roles(_roles(groups), baselines) if isinstance(objective.adv, RoleBaseline) else None,
     )
     with np.errstate(invalid="ignore", over="ignore"):  # `finite_check` reports rewards that are not finite
         advantages = np.zeros(scored.num_tokens) if late else objective.adv.advantages(scored, {})
@@ -391,6 +395,16 @@ def _turns(rollouts: Sequence[Rollout]) -> Turns:
     return Turns.of(
         [[TurnReward(len(turn.token_ids), turn.reward, turn.agent) for turn in one.turns] for one in rollouts]
     )
+
+
+def _roles(groups: Sequence[RolloutGroup]) -> list[str]:
+    """Return the role of each turn: its domain, and its agent if it has one."""
+    return [
+        f"{group.domain}/{turn.agent}" if turn.agent else group.domain
+        for group in groups
+        for rollout in group.rollouts
+        for turn in rollout.turns
+    ]
 
 
 def _parts(groups: Sequence[RolloutGroup], shaping: Mapping[str, RewardShaping], rewards: Floats) -> Parts:

@@ -204,8 +204,8 @@ class TrainStep:
                 for micro_batch, column in zip(completed, columns, strict=True)
             ]
         finite_check.check_columns(batch, completed)
-        if objective.adv.needs:
-            completed = batch.with_advantages(objective.adv, completed)
+        if objective.late_columns:
+            completed = batch.with_advantages(objective, completed)
             finite_check.check_columns(batch, completed)
         return completed
 

@@ -220,7 +220,7 @@ def test_critic_learns_nothing_from_tokens_without_rewards() -> None:
     )
     (both,) = batch.micro_batches
     with_values = [with_columns(both, {"values": np.zeros(both.num_tokens, np.float32)})]
-    (completed,) = batch.with_advantages(resolve("ppo").adv, with_values)
+    (completed,) = batch.with_advantages(resolve("ppo"), with_values)
     assert completed.streams is not None and not completed.advantages[completed.streams == Loss.REF_KL.code].any()
     (weighed,) = Critic.weighed(None, [completed])  # type: ignore[arg-type]
     rewarded = weighed.loss_mask & (completed.streams == Loss.RL.code)

@@ -56,6 +56,7 @@ from pipelinerl.roles.wiring import (
     demonstrated_problems,
     elastic_of,
     held_out_problems,
+    is_url,
     knobs_of,
     losses_of,
     objective_of,
@@ -114,21 +115,21 @@ def refuse(config: RunConfig) -> None:
 
 
 def _check_other_models(config: RunConfig) -> None:
-    """Check the model directories of the critic and the reference model."""
-    for part, path in _other_models(config).items():
+    """Check the model directories of the critic and the frozen models."""
+    for key, path in _other_models(config).items():
         try:
             check_directory(path)
         except ModelError as error:
-            raise ModelError(f"{part}.path: {error}") from None
+            raise ModelError(f"{key}: {error}") from None
 
 
 def _other_models(config: RunConfig) -> dict[str, Path]:
-    """Return the model directories of the critic and the reference model, by section; a section without a path is left
-    out.
-    """
-    sections = {part: getattr(config, part) for part in ("critic", "reference")}
-    named = {part: section.path for part, section in sections.items() if section is not None}
-    return {part: ModelSection(path=path).resolved for part, path in named.items() if path is not None}
+    """Return the model directories of critic, reference and teachers, by key; those without a path are left out."""
+    named = {f"{part}.path": section.path for part in ("critic", "reference") if (section := getattr(config, part))}
+    named |= {f"domains.{each.name}.teacher": each.teacher for each in config.domains}
+    return {
+        key: ModelSection(path=path).resolved for key, path in named.items() if path is not None and not is_url(path)
+    }
 
 
 def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -240,7 +241,8 @@ def _loss(domain: DomainSection, config: RunConfig) -> str:
             number = f"{config.demonstrations_per_update * share:.3g}"
             return f"{times}ce, the mean over the tokens of about {number} right answers in each optimizer step"
         case Loss.REF_KL:
-            return f"{times}ref_kl, the mean over its sampled tokens; rewards are only reported"
+            teacher = domain.teacher or (config.reference.place if config.reference else "") or "the initial policy"
+            return f"{times}ref_kl to {teacher}, the mean over its sampled tokens; rewards are only reported"
     return f"{times}rl, the objective"
 
 

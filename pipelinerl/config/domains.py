@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, TypeAdapter, field_validator, model_validator
 
+from inference_contract.weights import BaseUrl
 from pipelinerl.config.learning import CooldownSection, RewardSection
 from pipelinerl.config.sections import Section
 from pipelinerl.config.verification import (
@@ -71,6 +72,8 @@ class DomainSection(Section):
 
     `rl` is the objective, `ce` the cross-entropy of right answers from the data, `ref_kl` the KL to the reference.
     """
+    teacher: str | None = None
+    """Teacher of `loss = "ref_kl"`: a model directory, or the URL of an engine; by default the reference."""
     loss_weight: float = Field(default=1.0, gt=0)
     """Factor of that loss; each loss has its own denominator."""
     parameters: dict[str, Any] = Field(default_factory=dict)
@@ -184,6 +187,19 @@ class DomainSection(Section):
             raise ValueError(
                 'loss "ce" trains right answers that the data give, and episodes have none; take "rl" or "ref_kl"'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _is_taught(self) -> Self:
+        if self.teacher is not None and self.loss is not Loss.REF_KL:
+            raise ValueError(f'teacher is for loss "ref_kl", and this domain has "{self.loss}"; leave it out')
+        if self.teacher is not None and "://" in self.teacher:
+            try:
+                TypeAdapter(BaseUrl).validate_python(self.teacher)
+            except ValueError:
+                raise ValueError(
+                    f"teacher must be a model directory or an engine's http://host:port, got {self.teacher!r}"
+                ) from None
         return self
 
     @property

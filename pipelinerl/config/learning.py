@@ -7,6 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from inference_contract.weights import BaseUrl
 from pipelinerl.config.sections import Section
 from pipelinerl.enums import NoSignal, OldLogprobs, Truncated
 from pipelinerl.objective.kl_control import KLController
@@ -122,6 +123,19 @@ class ReferenceSection(Section):
 
     path: str | None = None
     """The reference's model directory, or `shipped:<name>`; by default the initial policy."""
+    url: BaseUrl | None = None
+    """An engine that serves the reference, in place of a model in the trainer; it must report prompt log-probs."""
+
+    @model_validator(mode="after")
+    def _in_one_place(self) -> Self:
+        if self.path is not None and self.url is not None:
+            raise ValueError("reference must name path or url, not both")
+        return self
+
+    @property
+    def place(self) -> str:
+        """The path or URL; empty for the initial policy."""
+        return self.url or self.path or ""
 
 
 class CooldownSection(Section):

@@ -182,8 +182,8 @@ def doubts(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
         yield f"grad2 penalises the KL to π_{grad2.to}, from which the step starts, and is always 0; take behavior"
     if isinstance(grad2, CovariancePenalty) and Policy.OLD in setting.always_current:
         yield (
-            "grad2 kl_cov penalises the distance to π_old, from which the step starts, and has no gradient there; raise "
-            "training.epochs or training.mini_batches"
+            "grad2 kl_cov penalises the distance to π_old, from which the step starts, and has no gradient there; "
+            "raise training.epochs or training.mini_batches"
         )
     if isinstance(agg, Sequences) and agg.length not in (1.0, float(setting.max_tokens), Length.MAX_TOKENS):
         yield (

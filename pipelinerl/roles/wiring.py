@@ -11,6 +11,7 @@ from pathlib import Path
 from pipelinerl import registry, rng
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.evaluation import HeldOutSet
+from pipelinerl.config.learning import ReferenceSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import shared_values
 from pipelinerl.controller.state.elastic import ElasticRule
@@ -112,6 +113,23 @@ def losses_of(config: RunConfig) -> DomainLosses:
     return DomainLosses(losses) if any(each != DomainLoss() for each in losses.values()) else ONE_LOSS
 
 
+def is_url(place: str) -> bool:
+    """Return whether a reference or teacher is an engine, and no model directory."""
+    return place.startswith(("http://", "https://"))
+
+
+def references_of(config: RunConfig, objective: PolicyObjective) -> dict[str | None, str]:
+    """Return the place of each frozen model: a path, the URL of an engine, or empty for the initial policy.
+
+    The key None is the reference, of the objective and of domains without a teacher; other keys are domains.
+    """
+    taught = [domain for domain in config.trained_domains if domain.loss is Loss.REF_KL]
+    places: dict[str | None, str] = {domain.name: domain.teacher for domain in taught if domain.teacher}
+    if "ref_logprobs" in objective.passes or len(places) < len(taught):
+        places[None] = (config.reference or ReferenceSection()).place
+    return places
+
+
 def setting_of(config: RunConfig) -> Setting:
     """Return the settings of this run that decide whether a slot of the objective has an effect."""
     recomputed = config.training.old_logprobs is OldLogprobs.RECOMPUTE
@@ -153,7 +171,7 @@ def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]
             )
     if config.critic is not None and "values" not in passes:
         yield "critic: the objective reads no values; remove the section, or take an objective such as ppo"
-    if config.reference is not None and "ref_logprobs" not in passes | losses_of(config).passes:
+    if config.reference is not None and None not in references_of(config, objective):
         yield (
             'reference: the objective reads no ref_logprobs; remove the section, or set objective.grad2 = "kl" or a '
             'domain\'s loss = "ref_kl"'

@@ -332,8 +332,8 @@ def build(
     Args:
         shaping: by domain; other domains keep the verifiers' rewards. truncated: handling of rollouts that ran out of
             tokens.
-        width: micro-batches that the trainer computes at once. mini_batching: division of the batch.
-        losses: by domain, if not all take the objective. baselines: of roles, for an advantage that reads them.
+        width: micro-batches that the trainer computes at once. mini_batching: division of the batch. losses: by domain,
+            if not all take the objective. baselines: of roles, for an advantage that reads them.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     verdicts = np.array([rollout.verdict.reward for rollout in rollouts], np.float64)
@@ -347,20 +347,18 @@ def build(
     streams = losses.codes(domains.tolist())
     of_objective = valid if streams is None else valid & (streams == Loss.RL.code)
     late = bool(objective.late_columns)
-    turns = _turns(rollouts) if credits_turns(objective.adv) else None
     scored = Scored(
         rewards=rewards,
         groups=index,
         lengths=lengths,
         valid=learns & of_objective if late else of_objective,
-        turns=turns,
+        turns=_turns(rollouts) if credits_turns(objective.adv) else None,
         parts=_parts(groups, shaping, rewards) if isinstance(objective.adv, Decoupled) else None,
         roles=Roles(_roles(groups), baselines) if isinstance(objective.adv, RoleBaseline) else None,
     )
     with np.errstate(invalid="ignore", over="ignore"):  # `finite_check` reports rewards that are not finite
         advantages = np.zeros(scored.num_tokens) if late else objective.adv.advantages(scored, {})
-    if streams is not None:
-        advantages = with_constants(advantages, np.repeat(streams, lengths))
+    advantages = advantages if streams is None else with_constants(advantages, np.repeat(streams, lengths))
     parts = np.split(advantages, np.cumsum(lengths)[:-1])
     taught = np.array([late or not objective.zero_advantage_is_idle or part.any() for part in parts]) | ~of_objective
     partition = BatchPartition(

@@ -41,6 +41,10 @@ class Teacher(Protocol):
         """Return the log-probs f32 [T] of each micro-batch's tokens at their temperatures; 0 at segment starts."""
         ...
 
+    def close(self) -> None:
+        """Free what it holds."""
+        ...
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -271,6 +271,19 @@ def test_recipe_names_the_loss_of_each_domain() -> None:
         (['reference.path="shipped:tiny_speller"'], 'domain\'s loss = "ref_kl"'),
         (['domains.short_words.loss="sft"'], "domains.short_words.loss: "),
         ([*RECIPE, 'domains.short_words.environment="a.py:play"'], "episodes have none"),
+        (['domains.short_words.teacher="/m"'], 'teacher is for loss "ref_kl", and this domain has "rl"'),
+        (
+            ['domains.short_words.loss="ref_kl"', 'domains.short_words.teacher="http://h/path"'],
+            "a model directory or an engine's http://host:port",
+        ),
+        (['reference.path="/m"', 'reference.url="http://127.0.0.1:1"'], "path or url, not both"),
+        (
+            [
+                *('domains.short_words.loss="ref_kl"', 'domains.short_words.teacher="/m"'),
+                'reference.url="http://127.0.0.1:1"',
+            ],
+            "reference: the objective reads no ref_logprobs",
+        ),
     ],
 )
 def test_recipe_with_losses_that_make_no_sense_is_refused(overrides: list[str], complaint: str) -> None:

@@ -343,8 +343,9 @@ _RECENT: Final[Mapping[str, Preset]] = {
     "on_policy_distillation": Preset(
         _slots(Batch(), TokenRatio(), Constant(value=0.0), LogProb(), KLPenalty(beta=1.0, estimator=Estimator.K2)),
         "Thinking Machines 2025, On-Policy Distillation: reverse KL to a teacher on the student's own tokens",
-        "Needs the reference's log-probs: [reference] path or url is the teacher. Rewards are not read. The gradient of "
-        "K2 is that of sg[log π_ref − log π_θ]·log π_θ. prime-rl also drops tokens that lost 0.2 of probability.",
+        "Needs the reference's log-probs: [reference] path or url is the teacher. Rewards are not read. The gradient "
+        "of K2 is that of sg[log π_ref − log π_θ]·log π_θ. prime-rl's code also drops tokens that became less likely "
+        "by 0.2.",
     ),
 }
 

@@ -164,6 +164,9 @@ class ChatCompletionRequest(Wire):
             name). Row i of a choice's `routed_experts` belongs to the token before the i-th new token, at the step
             that sampled the latter. `prompt_routed_experts` cover all prompt tokens except the last. An engine
             without support rejects it.
+        return_prompt_logprobs: return `prompt_logprobs`, the log-prob of each token of the prompt given those before
+            it, under softmax(logits / temperature); other sampling parameters do not change them. Needs a temperature
+            above 0, and no stream. An engine without support rejects it.
         priority: among queued requests, the lowest value starts first. An engine that cannot order its queue treats
             every priority as 0.
         user: accepted for OpenAI's clients, without effect.
@@ -211,6 +214,7 @@ class ChatCompletionRequest(Wire):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     return_routed_experts: bool = False
+    return_prompt_logprobs: bool = False
     priority: int = Field(default=0, ge=-MOST_PRIORITY, le=MOST_PRIORITY)
     user: str | None = None
     prefixes: list[AnswerPrefix] | None = None
@@ -287,6 +291,12 @@ class ChatCompletionRequest(Wire):
     def _experts_of_known_tokens(self) -> Self:
         if self.return_routed_experts and not self.return_token_ids:
             raise ValueError("return_routed_experts needs the token ids; set return_token_ids=true too")
+        return self
+
+    @model_validator(mode="after")
+    def _logprobs_of_a_whole_prompt(self) -> Self:
+        if self.return_prompt_logprobs and (self.stream or not self.temperature):
+            raise ValueError("return_prompt_logprobs needs a temperature above 0 and stream=false")
         return self
 
     @model_validator(mode="after")
@@ -396,6 +406,7 @@ class ChatCompletion(Wire):
     Attributes:
         prompt_token_ids: the prompt, with `return_token_ids`.
         prompt_routed_experts: the experts of all prompt tokens except the last, with `return_routed_experts`.
+        prompt_logprobs: log-prob of each prompt token, with `return_prompt_logprobs`; that of the first token is 0.
         model_version: newest version of the weights that sampled any of the answer.
         epoch: trainer epoch of the weights that started sampling the answer.
     """
@@ -408,6 +419,7 @@ class ChatCompletion(Wire):
     usage: Usage
     prompt_token_ids: list[int] | None = None
     prompt_routed_experts: RoutedExperts | None = None
+    prompt_logprobs: list[float] | None = None
     model_version: int
     epoch: int = 0
 

@@ -218,7 +218,6 @@ BOUND: Final[Mapping[str, str]] = {
     "trainer.type": _MADE_WITH,
     "trainer.precision": _MADE_WITH,
     "trainer.options": _MADE_WITH,
-    "imitation": _STEPS,
     "training": _STEPS,
     "training.rollouts_per_step": _MAY_CHANGE,
     "training.no_signal": _MAY_CHANGE,

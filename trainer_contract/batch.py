@@ -25,6 +25,7 @@ _OPTIONAL = {
     "values": np.float32,
     "returns": np.float32,
     "kl_coefficients": np.float32,
+    "streams": np.int32,
     "behavior_versions": np.int32,
     "rollout_ids": np.int32,
 }

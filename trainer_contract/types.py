@@ -181,6 +181,8 @@ class MicroBatch:
         returns: f32 [T] or None, targets of the critic; 0 outside the mask.
         kl_coefficients: f32 [T] or None, factors of the KL penalty's coefficient where it varies between steps. They
             are a column so that a backend need not recompile the objective when the value changes.
+        streams: i32 [T] or None, the number of the loss that each token takes, for an objective that is a sum of
+            several (`pipelinerl.objective.streams`); None if all tokens take the same.
         behavior_versions: i32 [T] or None, version of the weights that sampled each token; 0 outside the mask. Trainers
             do not read them; metrics use them to separate staleness from numerical mismatch.
         routed_experts: u8 or u16 [T, layers, top_k] or None. Row t holds the experts that the sampler's routers chose
@@ -202,6 +204,7 @@ class MicroBatch:
     values: Float32 | None = None
     returns: Float32 | None = None
     kl_coefficients: Float32 | None = None
+    streams: Int32 | None = None
     behavior_versions: Int32 | None = None
     routed_experts: Experts | None = None
     rollout_ids: Int32 | None = None

@@ -28,6 +28,8 @@ _TOOL: Final = {
 _CALL: Final = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
 #: Tolerance between two log-probs of one distribution, in nats.
 _APART: Final = 1e-3
+#: The same between two computations of it, such as a decode step and a prefill in bfloat16.
+_SCORED_APART: Final = 0.1
 
 
 def _answered(session: Session, *params: str, **fields: Any) -> ChatCompletion | None:
@@ -269,5 +271,28 @@ def _of_tokens(choice: Choice, like: RoutedExperts) -> None:
     )
 
 
+def prompt_logprobs_are_returned_or_refused(session: Session) -> None:
+    """return_prompt_logprobs gives given tokens the log-probs with which the engine samples them; or it is rejected."""
+    sampled = session.chat(n=1, seed=5, max_tokens=8, temperature=0.7, ignore_eos=True)
+    choice = sampled.choices[0]
+    known, logprobs = [*_prompt(sampled), *ids_of(choice)], choice.token_logprobs or []
+    fields: dict[str, Any] = {"n": 1, "prompt_token_ids": known, "max_tokens": 1, "return_prompt_logprobs": True}
+    for temperature in (0.7, 1.4):
+        scored = _answered(session, "return_prompt_logprobs", temperature=temperature, top_k=1, **fields)
+        if scored is None:
+            return
+        found = scored.prompt_logprobs or []
+        assert len(found) == len(known), f"prompt_logprobs must have {len(known)} entries, got {len(found)}"
+        assert found[0] == 0.0, f"nothing predicts the first token, so its log-prob is 0, got {found[0]}"
+        assert max(found) <= _APART, f"log-probs are at most 0, got {max(found)}"
+        apart = max(abs(a - b) for a, b in zip(found[-len(logprobs) :], logprobs, strict=True))
+        if temperature == 0.7:
+            assert apart <= _SCORED_APART, f"those of sampled tokens must be their token_logprobs, {apart:g} nats apart"
+        else:
+            assert apart > 1e-5, "they must be those at the request's temperature"
+    quiet = session.chat(n=1, seed=5)
+    assert quiet.prompt_logprobs is None, "prompt_logprobs must be left out unless return_prompt_logprobs requests them"
+
+
 #: Later than the checks of streams, which these need.
-ROUTING_CHECKS = (routed_experts_are_returned_or_refused,)
+ROUTING_CHECKS = (routed_experts_are_returned_or_refused, prompt_logprobs_are_returned_or_refused)

@@ -28,7 +28,7 @@ from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.data.mixture import Mixture
-from pipelinerl.data.problems import check_source
+from pipelinerl.data.problems import Split, check_source
 from pipelinerl.enums import OldLogprobs, Overdue
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models import bigram
@@ -45,6 +45,7 @@ from pipelinerl.models.tokenizer import ChatTokenizer, check_chat_template
 from pipelinerl.objective.contradictions import doubts
 from pipelinerl.objective.explain import differing, slot_lines
 from pipelinerl.objective.presets import preset_of, resolve
+from pipelinerl.objective.streams import Loss
 from pipelinerl.observability.trackers.tracker import missing_package
 from pipelinerl.roles.dtypes import Dtypes, dtypes_of
 from pipelinerl.roles.episodes import check_environment
@@ -52,9 +53,12 @@ from pipelinerl.roles.process import Identity
 from pipelinerl.roles.verification import open_filter, open_verifier, user_code
 from pipelinerl.roles.wiring import (
     check_engine_options,
+    demonstrated_problems,
     elastic_of,
     held_out_problems,
+    is_url,
     knobs_of,
+    losses_of,
     objective_of,
     servers_of,
     setting_of,
@@ -111,21 +115,21 @@ def refuse(config: RunConfig) -> None:
 
 
 def _check_other_models(config: RunConfig) -> None:
-    """Check the model directories of the critic and the reference model."""
-    for part, path in _other_models(config).items():
+    """Check the model directories of the critic and the frozen models."""
+    for key, path in _other_models(config).items():
         try:
             check_directory(path)
         except ModelError as error:
-            raise ModelError(f"{part}.path: {error}") from None
+            raise ModelError(f"{key}: {error}") from None
 
 
 def _other_models(config: RunConfig) -> dict[str, Path]:
-    """Return the model directories of the critic and the reference model, by section; a section without a path is left
-    out.
-    """
-    sections = {part: getattr(config, part) for part in ("critic", "reference")}
-    named = {part: section.path for part, section in sections.items() if section is not None}
-    return {part: ModelSection(path=path).resolved for part, path in named.items() if path is not None}
+    """Return the model directories of critic, reference and teachers, by key; those without a path are left out."""
+    named = {f"{part}.path": section.path for part in ("critic", "reference") if (section := getattr(config, part))}
+    named |= {f"domains.{each.name}.teacher": each.teacher for each in config.domains}
+    return {
+        key: ModelSection(path=path).resolved for key, path in named.items() if path is not None and not is_url(path)
+    }
 
 
 def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -204,6 +208,8 @@ def _trials(domain: DomainSection, config: RunConfig, tokenizer: ChatTokenizer) 
 
 def _problems_of(domain: DomainSection, config: RunConfig) -> Mixture:
     """Return the domain's own training problems; if the domain is only evaluated, its held-out problems."""
+    if domain.weight and not domain.is_sampled:
+        return demonstrated_problems(config.model_copy(update={"domains": (domain,)}), Split.TRAIN, count=1)
     if domain.weight:
         return training_problems(config.model_copy(update={"domains": (domain,), "evaluations": ()}))
     evaluation = config.evaluation.alone([domain.name])
@@ -219,8 +225,25 @@ def _objective_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     for line in slot_lines(objective):
         preset = f"  ({name} has {others[line.slot]})" if line.slot in others else ""
         yield "objective", f"{line.slot} = {line.kind}{preset}"
+    for domain in config.domains if losses_of(config).others else ():
+        if domain.weight:
+            yield "loss", f"{domain.name}: {_loss(domain, config)}"
     for sentence in doubts(objective, setting_of(config)):
         yield "warning", f"objective.{sentence}"
+
+
+def _loss(domain: DomainSection, config: RunConfig) -> str:
+    """Describe the loss of a domain's tokens."""
+    times = "" if domain.loss_weight == 1.0 else f"{domain.loss_weight:g} × "
+    match domain.loss:
+        case Loss.CE:
+            share = domain.weight / sum(each.weight for each in config.demonstrated_domains)
+            number = f"{config.demonstrations_per_update * share:.3g}"
+            return f"{times}ce, the mean over the tokens of about {number} right answers in each optimizer step"
+        case Loss.REF_KL:
+            teacher = domain.teacher or (config.reference.place if config.reference else "") or "the initial policy"
+            return f"{times}ref_kl to {teacher}, the mean over its sampled tokens; rewards are only reported"
+    return f"{times}rl, the objective"
 
 
 def _placeholder_identity(config: RunConfig) -> Identity:

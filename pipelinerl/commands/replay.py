@@ -55,13 +55,16 @@ def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -
     chosen = objective_of(config)
     workers = started(config, chosen, checkpoint=place, version=state.model_version)
     settings = loop_settings(config)
-    adaptive = AdaptiveObjective(chosen, controller=settings.kl, restored=state.kl_coefficient)
+    adaptive = AdaptiveObjective(
+        chosen, controller=settings.kl, restored=state.kl_coefficient, baselines=state.baselines
+    )
     replay = Replay(
         step=workers.step(),
         objective=adaptive,
         groups=groups,
         token_budget=settings.micro_batch_tokens,
         shaping=settings.shaping,
+        losses=settings.losses,
         truncated=settings.truncated,
         mini_batching=settings.mini_batching,
         began_at=state.model_version,

@@ -39,13 +39,14 @@ from pipelinerl.models.tiny_decoder import (
     word_tokenizer,
 )
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.objective.streams import CROSS_ENTROPY
 from pipelinerl.roles.verification import open_verifier
-from pipelinerl.roles.wiring import problems_of
+from pipelinerl.roles.wiring import demonstrated_problems, problems_of
 from pipelinerl.roles.workers import opened_policy
 from pipelinerl.system.files import sync
 from pipelinerl.training.checkpoints.checkpoint import copy_model_files
 from pipelinerl.training.checkpoints.manifest import write_weights
-from pipelinerl.training.rollouts.demonstrations import IMITATION, demonstration, imitated
+from pipelinerl.training.rollouts.demonstrations import demonstration, imitated
 from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.types import Problem, RolloutGroup
 from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
@@ -95,11 +96,10 @@ def fine_tune(config: RunConfig, options: FineTuneOptions, *, output: Path, say:
     """
     if output.exists():
         raise UserError(f"{output} exists; name a new directory")
-    seed = rng.key(config.run.seed, "demonstrations") % 2**31
     tokenizer, most = ChatTokenizer.load(config.model.resolved), config.engine.context_length
 
     def demonstrations(split: Split, first: int, count: int) -> list[RolloutGroup]:
-        drawn = problems_of(config, split, seed=seed)
+        drawn = demonstrated_problems(config, split, count=config.groups_per_step)
         return [
             group
             for i in range(first, first + count)
@@ -124,7 +124,7 @@ def fine_tune(config: RunConfig, options: FineTuneOptions, *, output: Path, say:
             if not groups:
                 continue
             batch = imitated(groups, token_budget=config.trainer.token_budget, width=trainer.width)
-            losses = trainer.backward(batch, IMITATION)
+            losses = trainer.backward(batch, CROSS_ENTROPY)
             rate = config.optimizer.learning_rate * schedule.factor(step)
             norm = trainer.optimizer_step(learning_rate=rate).grad_norm
             if (step + 1) % max(1, options.steps // 20) == 0:

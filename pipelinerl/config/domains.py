@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, TypeAdapter, field_validator, model_validator
 
+from inference_contract.weights import BaseUrl
 from pipelinerl.config.learning import CooldownSection, RewardSection
 from pipelinerl.config.sections import Section
 from pipelinerl.config.verification import (
@@ -21,6 +22,7 @@ from pipelinerl.enums import COLDEST, HOTTEST
 from pipelinerl.environments.environment import OPENENV, VERIFIERS, EpisodeLimits, History
 from pipelinerl.errors import RecipeError
 from pipelinerl.objective.reward import RewardShaping
+from pipelinerl.objective.streams import Loss
 from pipelinerl.system.references import is_reference
 from pipelinerl.types import DomainSampling, Message
 
@@ -65,6 +67,15 @@ class DomainSection(Section):
     """Name of a registered problem source, such as `files`, or a user's source as path.py:name; docs/start/data.md."""
     weight: float = Field(default=1.0, ge=0)
     """Relative share of the training problems; a domain with weight 0 is only available to evaluation sets."""
+    loss: Loss = Loss.RL
+    """Loss of the domain's tokens; docs/understand/objectives.md.
+
+    `rl` is the objective, `ce` the cross-entropy of right answers from the data, `ref_kl` the KL to the reference.
+    """
+    teacher: str | None = None
+    """Teacher of `loss = "ref_kl"`: a model directory, or the URL of an engine; by default the reference."""
+    loss_weight: float = Field(default=1.0, gt=0)
+    """Factor of that loss; each loss has its own denominator."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the source; each source documents its own."""
 
@@ -170,6 +181,32 @@ class DomainSection(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _has_answers_to_imitate(self) -> Self:
+        if self.loss is Loss.CE and self.has_environment:
+            raise ValueError(
+                'loss "ce" trains right answers that the data give, and episodes have none; take "rl" or "ref_kl"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _is_taught(self) -> Self:
+        if self.teacher is not None and self.loss is not Loss.REF_KL:
+            raise ValueError(f'teacher is for loss "ref_kl", and this domain has "{self.loss}"; leave it out')
+        if self.teacher is not None and "://" in self.teacher:
+            try:
+                TypeAdapter(BaseUrl).validate_python(self.teacher)
+            except ValueError:
+                raise ValueError(
+                    f"teacher must be a model directory or an engine's http://host:port, got {self.teacher!r}"
+                ) from None
+        return self
+
+    @property
+    def is_sampled(self) -> bool:
+        """True if training samples answers to its problems."""
+        return self.weight > 0 and self.loss is not Loss.CE
+
     @property
     def is_hosted(self) -> bool:
         """True if the environment is a server or a taskset, and no user code that this process could import."""
@@ -187,8 +224,8 @@ class DomainSection(Section):
 
     @property
     def has_verifier(self) -> bool:
-        """True if a verifier judges the answers: always, unless an environment computes the rewards."""
-        return self.names_verifier or self.environment is None
+        """True if a verifier judges answers: always, unless an environment does, or only the data's answers train."""
+        return self.names_verifier or (self.environment is None and self.loss is not Loss.CE)
 
     @property
     def shaping(self) -> RewardShaping | None:

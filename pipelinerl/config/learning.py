@@ -7,6 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from inference_contract.weights import BaseUrl
 from pipelinerl.config.sections import Section
 from pipelinerl.enums import NoSignal, OldLogprobs, Truncated
 from pipelinerl.objective.kl_control import KLController
@@ -98,17 +99,6 @@ class KLControlSection(Section):
         return KLController(target=self.target, gain=self.gain)
 
 
-class ImitationSection(Section):
-    """Right answers that train beside the rollouts of every optimizer step, by cross-entropy."""
-
-    demonstrations: int = Field(default=32, ge=1)
-    """Problems whose right answers train in each optimizer step."""
-    weight: float = Field(default=1.0, gt=0)
-    """Factor of the mean cross-entropy of their tokens, which is added to the objective's loss."""
-    domains: tuple[str, ...] = ()
-    """Domains of the problems; by default all trained ones. A domain of weight 0 is only imitated."""
-
-
 class CriticSection(Section):
     """Value model of an objective with values, such as ppo: the policy's architecture with a scalar head."""
 
@@ -129,10 +119,23 @@ class CriticSection(Section):
 
 
 class ReferenceSection(Section):
-    """The frozen policy of a KL term."""
+    """The frozen policy of a KL term, and the teacher of domains with `loss = "ref_kl"`."""
 
     path: str | None = None
     """The reference's model directory, or `shipped:<name>`; by default the initial policy."""
+    url: BaseUrl | None = None
+    """An engine that serves the reference, in place of a model in the trainer; it must report prompt log-probs."""
+
+    @model_validator(mode="after")
+    def _in_one_place(self) -> Self:
+        if self.path is not None and self.url is not None:
+            raise ValueError("reference must name path or url, not both")
+        return self
+
+    @property
+    def place(self) -> str:
+        """The path or URL; empty for the initial policy."""
+        return self.url or self.path or ""
 
 
 class CooldownSection(Section):

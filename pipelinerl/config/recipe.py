@@ -27,7 +27,6 @@ from pipelinerl.config.layers import merged, overridden, resolved_beside
 from pipelinerl.config.learning import (
     CriticSection,
     CurationSection,
-    ImitationSection,
     KLControlSection,
     ReferenceSection,
     TrainingSection,
@@ -85,7 +84,6 @@ class RunConfig(Section):
     critic: CriticSection | None = None
     kl_control: KLControlSection | None = None
     reference: ReferenceSection | None = None
-    imitation: ImitationSection | None = None
     staleness: StalenessSection = StalenessSection()
     evaluation: EvaluationSection = EvaluationSection()
     evaluations: tuple[EvaluationSetSection, ...] = ()
@@ -115,6 +113,11 @@ class RunConfig(Section):
             raise ValueError(f"must be one or more with unique names, got {', '.join(names) or 'none'}")
         if not any(domain.weight for domain in domains):
             raise ValueError("must have a weight above 0 in one domain at least: there is nothing to train on")
+        if not any(domain.is_sampled for domain in domains):
+            raise ValueError(
+                'must have a loss other than "ce" in one domain at least; `pipelinerl sft` trains on demonstrations '
+                "alone"
+            )
         return domains
 
     @model_validator(mode="after")
@@ -187,14 +190,32 @@ class RunConfig(Section):
                 raise ValueError(
                     f"evaluations.{each.name}.domains names {', '.join(unknown)}; domains are {', '.join(domains)}"
                 )
+            for domain in self.domains:
+                if domain.name in each.domains and not (domain.has_verifier or domain.has_environment):
+                    raise ValueError(
+                        f"evaluations.{each.name}.domains names {domain.name}, whose answers nothing judges; give it a "
+                        "verifier"
+                    )
         for asked in self.evaluation_sets if self.evaluations else ():
             for sentence in asked.faults(f"evaluations.{asked.name}"):
                 raise ValueError(sentence)
 
     @property
     def trained_domains(self) -> tuple[DomainSection, ...]:
-        """Domains whose problems are trained on; the others are only evaluated."""
-        return tuple(domain for domain in self.domains if domain.weight)
+        """Domains whose problems are sampled and trained on."""
+        return tuple(domain for domain in self.domains if domain.is_sampled)
+
+    @property
+    def demonstrated_domains(self) -> tuple[DomainSection, ...]:
+        """Domains whose right answers are trained on."""
+        return tuple(domain for domain in self.domains if domain.weight and not domain.is_sampled)
+
+    @property
+    def demonstrations_per_update(self) -> int:
+        """The demonstrations of each optimizer step, by the weights' shares; 0 without domains that have any."""
+        shares = [sum(each.weight for each in those) for those in (self.demonstrated_domains, self.trained_domains)]
+        groups = self.groups_per_step / self.training.mini_batches
+        return max(1, round(groups * shares[0] / shares[1])) if shares[0] else 0
 
     @property
     def evaluation_sets(self) -> tuple[HeldOutSet, ...]:
@@ -326,6 +347,12 @@ def parse(table: Mapping[str, Any]) -> RunConfig:
         RecipeError: the recipe is invalid; the message has a line for each invalid field.
     """
     refuse_unwritable(table)
+    if "imitation" in table:
+        raise RecipeError(
+            "imitation: demonstrations are now a domain's loss; replace the section by [[domains]] tables with the "
+            'source and prompts of the domains it named and loss = "ce", where `weight` is their share of the problems '
+            "and `loss_weight` the factor of their loss"
+        )
     try:  # as JSON, pydantic accepts strings for enums and lists for tuples, and is still strict about numbers
         return RunConfig.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:

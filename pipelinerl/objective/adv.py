@@ -8,6 +8,8 @@ Letters in shapes: B rollouts of the batch, N = Σ lengths sampled tokens (conca
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -15,7 +17,8 @@ from typing import Final, Protocol, final
 
 import numpy as np
 
-from pipelinerl.objective.reward import Bools, Floats, Ints, Parts, Scored
+from pipelinerl import rng
+from pipelinerl.objective.reward import Bools, Floats, Ints, Parts, Roles, Scored, TurnReward, Turns
 from pipelinerl.objective.tokens import column_of
 
 
@@ -334,9 +337,115 @@ class GAE:
         return discounted(surprise, scored.lengths, self.discount * self.trace) * scored.judged
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class RoleBaseline:
+    """RAE of SPIRAL (Liu et al. 2025, arXiv 2506.24119): each role's reward less an average of its earlier rewards.
+
+    A_{i,p} = R_{i,p} − b_p for all tokens of role p in rollout i, then b_p ← decay·b_p + (1 − decay)·R_{i,p}, rollout
+    after rollout and step after step, from b_p = 0. A role is an agent of a domain. R_{i,p} is the sum of its turns'
+    rewards; the last turn's also has the part of R_i that no turn was given.
+    """
+
+    decay: float = 0.95
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The empty set: no optional column is read."""
+        return frozenset()
+
+    @property
+    def formula(self) -> str:
+        """Formula of A_{i,t} as text."""
+        return (
+            f"R_{{i,p}} − b_p,  then b_p ← {self.decay:g}·b_p + {1 - self.decay:g}·R_{{i,p}},  p the role of the turn"
+        )
+
+    def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
+        """Return the advantage [N] of each sampled token."""
+        return self._compared(scored)[0]
+
+    def baselines(self, scored: Scored) -> dict[str, float]:
+        """Return the baselines after a step with these rollouts, by role."""
+        return self._compared(scored)[1]
+
+    def _compared(self, scored: Scored) -> tuple[Floats, dict[str, float]]:
+        turns = scored.turns or Turns.of([(TurnReward(int(length)),) for length in scored.lengths])
+        names, start = scored.roles or Roles([""] * len(turns.lengths), {})
+        averages, advantages, first = dict(start), np.zeros(len(turns.lengths)), 0
+        for rollout, count in enumerate(turns.counts.tolist()):
+            own = range(first, first := first + count)
+            if not (scored.valid[rollout] and count):
+                continue
+            earned = dict.fromkeys((names[turn] for turn in own), 0.0)
+            for turn in own:
+                earned[names[turn]] += float(turns.rewards[turn])
+            earned[names[own[-1]]] += float(scored.rewards[rollout] - turns.rewards[own.start : own.stop].sum())
+            advantages[own.start : own.stop] = [earned[names[turn]] - averages.get(names[turn], 0.0) for turn in own]
+            averages |= {
+                role: self.decay * averages.get(role, 0.0) + (1 - self.decay) * reward
+                for role, reward in earned.items()
+            }
+        return np.repeat(advantages, turns.lengths), averages
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CovarianceClipped:
+    """Clip-Cov (Cui et al. 2025, arXiv 2505.22617): no gradient for some of the tokens that lower the entropy most.
+
+    `GroupRelative`'s advantage, but 0 for share·N tokens (at least one), drawn from those whose `covariances` lie
+    between `low` and `high`. The draw is a function of the batch.
+    """
+
+    share: float = 2e-4
+    low: float = 1.0
+    high: float = 5.0
+    epsilon: float = 1e-6
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """`old_logprobs`."""
+        return frozenset({"old_logprobs"})
+
+    @property
+    def formula(self) -> str:
+        """Formula of A_{i,t} as text."""
+        chosen = f"0 for {self.share:g}·N random tokens with {self.low:g} < cov_t < {self.high:g}"
+        return f"A_i = (R_i − mean_g R) / (std_g R + {self.epsilon:g}){_DDOF}; {chosen},  {COVARIANCE}"
+
+    def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
+        """Return the advantage [N] of each sampled token."""
+        advantages = GroupRelative(epsilon=self.epsilon).advantages(scored, columns)
+        logprobs, judged = np.asarray(column_of(columns, "old_logprobs"), np.float64), scored.judged
+        found = covariances(advantages, logprobs, judged)
+        (candidates,) = np.nonzero(judged & (found > self.low) & (found < self.high))
+        count = min(len(candidates), max(1, int(self.share * judged.sum())))
+        draw = rng.generator(0, "clip-cov", zlib.crc32(logprobs.tobytes()))
+        advantages[draw.choice(candidates, count, replace=False)] = 0.0
+        return advantages
+
+
+#: `covariances` as text.
+COVARIANCE: Final = "cov_t = (A_t − mean A)·(log π_old − mean log π_old)"
+
+
+def covariances(advantages: Floats, logprobs: Floats, judged: Bools) -> Floats:
+    """Return (A_t − mean A)·(log π(o_t) − mean log π) [N], with means over the judged tokens; 0 elsewhere.
+
+    Cui et al. 2025: its mean is the covariance that lowers the entropy.
+    """
+    if not judged.any():
+        return np.zeros_like(advantages)
+    centred = (column - column[judged].mean() for column in (advantages, logprobs))
+    return np.where(judged, math.prod(centred), 0.0)
+
+
 def credits_turns(adv: Advantage) -> bool:
     """Return True if the estimator reads the rewards of turns."""
-    return isinstance(adv, GroupRelative | GroupFiltered | RewardToGo | GAE) and adv.credit is Credit.TURNS
+    return isinstance(adv, RoleBaseline) or (
+        isinstance(adv, GroupRelative | GroupFiltered | RewardToGo | GAE) and adv.credit is Credit.TURNS
+    )
 
 
 _DDOF: Final = ",  std with ddof 0"
@@ -352,6 +461,8 @@ KINDS: Final[Mapping[str, type[Advantage]]] = {
     "reward_to_go": RewardToGo,
     "gae": GAE,
     "constant": Constant,
+    "role_baseline": RoleBaseline,
+    "covariance_clipped": CovarianceClipped,
 }
 
 

@@ -7,6 +7,7 @@ can change. A preset needs an extra forward pass only if its entry says so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, final
@@ -17,10 +18,12 @@ from pipelinerl.objective.adv import (
     Advantage,
     Baseline,
     Constant,
+    CovarianceClipped,
     Decoupled,
     GroupFiltered,
     GroupRelative,
     RewardToGo,
+    RoleBaseline,
     Scale,
     Whitening,
 )
@@ -35,7 +38,7 @@ from pipelinerl.objective.grad1 import (
     SequenceRatio,
     SoftGate,
 )
-from pipelinerl.objective.grad2 import Estimator, KLPenalty, LogBarrier, NoRegularizer, Regularizer
+from pipelinerl.objective.grad2 import CovariancePenalty, Estimator, KLPenalty, LogBarrier, NoRegularizer, Regularizer
 from pipelinerl.objective.is_weight import (
     GammaWeight,
     ImportanceWeight,
@@ -305,6 +308,30 @@ _RECENT: Final[Mapping[str, Preset]] = {
         "Reads the parts of a domain's rewards. The text normalises over the rollouts of a batch, as here; the "
         "authors' verl code over its tokens.",
     ),
+    "rae": Preset(
+        _slots(Sequences(length=Length.MAX_TOKENS), Unweighted(), RoleBaseline(), ClippedRatio()),
+        "Role-conditioned advantage estimation: SPIRAL (Liu et al. 2025, arXiv 2506.24119)",
+        "Follows the authors' code: the baseline before its update, PPO's clip, and Dr. GRPO's denominator; the text "
+        "prints REINFORCE, and was read in summaries alone. The baselines are part of checkpoints.",
+    ),
+    "clip_cov": Preset(
+        _slots(Batch(), Unweighted(), CovarianceClipped(), ClippedRatio(over=Policy.OLD)),
+        "Clip-Cov (Cui et al. 2025, arXiv 2505.22617), with the authors' code's values",
+        "Needs recomputed log-probs. Covariances are those of the whole batch at the weights from which the step "
+        "starts; the authors' code takes each micro-batch at the current weights, without tokens that PPO clips.",
+    ),
+    "kl_cov": Preset(
+        _slots(
+            Batch(),
+            Unweighted(),
+            GroupRelative(),
+            ClippedRatio(epsilon_low=math.inf, epsilon_high=math.inf, over=Policy.OLD),
+            CovariancePenalty(),
+        ),
+        "KL-Cov (Cui et al. 2025, arXiv 2505.22617), with the authors' code's values",
+        "Needs recomputed log-probs. Covariances as in clip_cov. The text names a KL penalty; the code takes "
+        "|log π_θ − log π_old|, as here, whose slope is 0 until training.epochs or training.mini_batches move π_θ.",
+    ),
     "dro": Preset(
         _slots(
             Batch(), Unweighted(), _MEAN, LogProb(), KLPenalty(beta=0.05, estimator=Estimator.K2, to=Policy.BEHAVIOR)
@@ -316,8 +343,9 @@ _RECENT: Final[Mapping[str, Preset]] = {
     "on_policy_distillation": Preset(
         _slots(Batch(), TokenRatio(), Constant(value=0.0), LogProb(), KLPenalty(beta=1.0, estimator=Estimator.K2)),
         "Thinking Machines 2025, On-Policy Distillation: reverse KL to a teacher on the student's own tokens",
-        "Needs the reference's log-probs: [reference] path is the teacher. Rewards are not read. The gradient of K2 is "
-        "that of sg[log π_ref − log π_θ]·log π_θ. prime-rl's code also drops tokens that became less likely by 0.2.",
+        "Needs the reference's log-probs: [reference] path or url is the teacher. Rewards are not read. The gradient "
+        "of K2 is that of sg[log π_ref − log π_θ]·log π_θ. prime-rl's code also drops tokens that became less likely "
+        "by 0.2.",
     ),
 }
 

@@ -16,15 +16,17 @@ from pipelinerl.objective.adv import (
     Advantage,
     Baseline,
     Constant,
+    CovarianceClipped,
     GroupFiltered,
     GroupRelative,
     RewardToGo,
+    RoleBaseline,
     Scale,
     credits_turns,
 )
 from pipelinerl.objective.agg import Length, Sequences, Trajectory
 from pipelinerl.objective.grad1 import Level, OverPolicy, QuadraticRatio, SequenceRatio, SoftGate
-from pipelinerl.objective.grad2 import Estimator, KLPenalty, NoRegularizer
+from pipelinerl.objective.grad2 import CovariancePenalty, Estimator, KLPenalty, NoRegularizer
 from pipelinerl.objective.is_weight import Ratio, SequenceWeight, TokenRatio, Unweighted
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.tokens import Policy
@@ -59,6 +61,8 @@ def contradictions(objective: PolicyObjective) -> Iterator[str]:
                 "adv.credit must be episode with a ratio of whole sequences (grad1): its tokens share one advantage; "
                 "take a ratio of tokens"
             )
+        if isinstance(adv, CovarianceClipped):
+            yield "adv must give a sequence one advantage with a ratio of whole sequences (grad1): take group_relative"
 
 
 def _of_ratios(objective: PolicyObjective) -> Iterator[str]:
@@ -88,6 +92,10 @@ def _of_numbers(objective: PolicyObjective) -> Iterator[str]:
         yield f"is_weight.low must not exceed high, got {weight.low} and {weight.high}"
     if isinstance(adv, GroupFiltered) and adv.keep < 2:
         yield f"adv.keep must be at least 2, got {adv.keep}: one rollout alone has no advantage"
+    if isinstance(adv, RoleBaseline) and adv.decay >= 1.0:
+        yield f"adv.decay must be below 1, got {adv.decay}: the baseline would never change"
+    if isinstance(adv, CovarianceClipped) and adv.low > adv.high:
+        yield f"adv.low must not exceed high, got {adv.low} and {adv.high}"
     if isinstance(adv, GAE | RewardToGo) and adv.discount > 1.0:
         yield f"adv.discount must be at most 1, got {adv.discount}"
     if isinstance(adv, GAE) and adv.trace > 1.0:
@@ -172,6 +180,11 @@ def doubts(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
         )
     if isinstance(grad2, KLPenalty) and grad2.beta and grad2.to in setting.always_current:
         yield f"grad2 penalises the KL to π_{grad2.to}, from which the step starts, and is always 0; take behavior"
+    if isinstance(grad2, CovariancePenalty) and Policy.OLD in setting.always_current:
+        yield (
+            "grad2 kl_cov penalises the distance to π_old, from which the step starts, and has no gradient there; "
+            "raise training.epochs or training.mini_batches"
+        )
     if isinstance(agg, Sequences) and agg.length not in (1.0, float(setting.max_tokens), Length.MAX_TOKENS):
         yield (
             f"agg.length is {agg.length:g}, and answers have at most sampling.max_tokens = {setting.max_tokens}: the "

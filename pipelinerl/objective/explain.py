@@ -25,6 +25,7 @@ COSTS: Final[Mapping[str, str]] = {
     "old_logprobs": "a forward pass of the trainer, at the weights that the step starts from",
     "ref_logprobs": "a frozen reference, and a forward pass of it",
     "values": "a critic: its forward pass, and a training step of its own",
+    "kl_coefficients": "no pass: a choice among the tokens of the batch, from old_logprobs",
     "vocab_mean_logprobs": "no pass: a sum over the vocabulary in the output layer",
     "vocab_entropies": "no pass: a sum over the vocabulary in the output layer",
 }
@@ -164,6 +165,7 @@ def factors(objective: PolicyObjective, rollouts: Sequence[ScoredRollout]) -> li
         "segment_ids": np.repeat(np.arange(len(rollouts)), lengths),
         "num_segments": len(rollouts),
     }
+    columns |= objective.choices(scored, recorded | {"advantages": advantages})
     tokens = Tokens.of(recorded["logprobs"], columns)
     importance, truncated = objective.is_weight.weight(tokens), objective.is_weight.truncated(tokens)
     clipped, slope = objective.grad1.clipped(tokens), -objective.prediction_gradient(recorded["logprobs"], columns)

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol, final, runtime_checkable
 
+import numpy as np
+
 from pipelinerl.arrays import Array
+from pipelinerl.objective.adv import COVARIANCE, covariances
+from pipelinerl.objective.reward import Bools, Floats
 from pipelinerl.objective.tokens import SYMBOLS, Policy, Tokens, columns_of
 from trainer_contract.types import HeadMeasure
 
@@ -156,6 +160,51 @@ class KLPenalty:
 
 @final
 @dataclass(frozen=True, slots=True)
+class CovariancePenalty:
+    """KL-Cov (Cui et al. 2025, arXiv 2505.22617): −beta·|log π_θ − log π_old| for tokens of high covariance.
+
+    These are the share·N tokens (at least one) of the whole batch with the highest `adv.covariances` when the step
+    begins. The column `kl_coefficients` is 1 for them and 0 for the others. The slope is 0 where π_θ = π_old.
+    """
+
+    beta: float = 1.0
+    share: float = 2e-3
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The old log-probs, and the choice of tokens."""
+        return frozenset({"old_logprobs", CHOSEN})
+
+    @property
+    def formula(self) -> str:
+        """Formula of GradTerm2_{i,t} as text."""
+        return f"−{self.beta:g}·|log(π_θ/π_old)| for the {self.share:g}·N tokens with the highest cov_t,  {COVARIANCE}"
+
+    def chosen(self, advantages: Floats, old_logprobs: Floats, judged: Bools) -> Floats:
+        """Return 1 for the chosen tokens of the batch and 0 for the others, [N]; `judged` are those that train."""
+        found = np.where(judged, covariances(advantages, old_logprobs, judged), -np.inf)
+        count = min(int(judged.sum()), max(1, int(self.share * judged.sum())))
+        coefficients = np.zeros(len(found))
+        coefficients[np.argsort(-found, kind="stable")[:count]] = 1.0
+        return coefficients
+
+    def value(self, tokens: Tokens) -> Array:
+        """Return −beta times the distance of the chosen tokens, [T]."""
+        distance = tokens.xp.abs(tokens.log_ratio(Policy.CURRENT, Policy.OLD))
+        return -self.beta * tokens.column(CHOSEN) * distance
+
+    def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
+        """Return −beta·sign(log π_θ − log π_old) for chosen tokens, times the cotangent."""
+        side = tokens.xp.sign(tokens.log_ratio(Policy.CURRENT, Policy.OLD))
+        return -self.beta * tokens.column(CHOSEN) * side * cotangent
+
+
+#: The column with the choice of `CovariancePenalty`.
+CHOSEN: Final = "kl_coefficients"
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class EntropyBonus:
     """beta·H(π_θ), estimated from the sampled tokens as K2 estimates a KL: the value is −beta·(log π_θ)²/2.
 
@@ -262,6 +311,7 @@ class LogBarrier:
 KINDS: Final[Mapping[str, type[Regularizer]]] = {
     "none": NoRegularizer,
     "kl": KLPenalty,
+    "kl_cov": CovariancePenalty,
     "entropy": EntropyBonus,
     "exact_entropy": ExactEntropy,
     "log_barrier": LogBarrier,

@@ -84,7 +84,7 @@ def policy_loss(
     valid = _per_rollout("judged", True if judged is None else judged, num_rollouts).astype(bool) & inside.any(axis=1)
     index = _per_rollout("groups", 0 if groups is None else groups, num_rollouts)
     lengths = inside.sum(axis=1)
-    sampled = {name: _host(columns[name]).astype(np.float64)[inside] for name in chosen.adv.needs if name in columns}
+    sampled = {name: _host(columns[name]).astype(np.float64)[inside] for name in chosen.late_columns if name in columns}
     scored = Scored(
         rewards=_per_rollout("rewards", rewards, num_rollouts).astype(np.float64),
         groups=index,
@@ -95,6 +95,9 @@ def policy_loss(
     )
     advantages = np.zeros(inside.shape)
     advantages[inside] = chosen.adv.advantages(scored, sampled)
+    for name, column in chosen.choices(scored, sampled | {"advantages": advantages[inside]}).items():
+        columns[name] = np.zeros(inside.shape)
+        columns[name][inside] = column
     weights = chosen.agg.token_weights(lengths=lengths, groups=index, valid=valid)[:, None] * inside
     alike = {name: _like(logprobs, column) for name, column in columns.items()}
     alike |= {"advantages": _like(logprobs, advantages), "weights": _like(logprobs, weights)}

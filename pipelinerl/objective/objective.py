@@ -19,8 +19,9 @@ from pipelinerl.arrays import Array, stop_gradient
 from pipelinerl.objective.adv import Advantage
 from pipelinerl.objective.agg import Aggregation
 from pipelinerl.objective.grad1 import ClippedRatio, Level, PolicyTerm
-from pipelinerl.objective.grad2 import DistributionTerm, NoRegularizer, Regularizer
+from pipelinerl.objective.grad2 import CHOSEN, CovariancePenalty, DistributionTerm, NoRegularizer, Regularizer
 from pipelinerl.objective.is_weight import ImportanceWeight, SequenceRatioWeight, Unweighted
+from pipelinerl.objective.reward import Floats, Scored
 from pipelinerl.objective.tokens import Tokens
 from trainer_contract.types import Columns, HeadMeasure
 
@@ -53,7 +54,27 @@ class PolicyObjective:
         """The optional columns that `evaluate` or the advantages read and that forward passes compute before a step.
         Measures of the output layer (`HeadMeasure`) are not among them.
         """
-        return (self.needs | self.adv.needs) - frozenset(HeadMeasure)
+        return (self.needs | self.adv.needs) - frozenset(HeadMeasure) - {CHOSEN}
+
+    @property
+    def late_columns(self) -> frozenset[str]:
+        """The columns of forward passes that functions of the whole batch read: advantages, or a choice of tokens.
+
+        If there are any, both are computed after the passes.
+        """
+        return self.adv.needs | (
+            frozenset({"old_logprobs"}) if isinstance(self.grad2, CovariancePenalty) else frozenset()
+        )
+
+    def choices(self, scored: Scored, columns: Mapping[str, Floats]) -> dict[str, Floats]:
+        """Return the columns [N] that choose among the tokens of the whole batch, by name; mostly none.
+
+        Args:
+            columns: `advantages`, and each of `late_columns`, [N].
+        """
+        if not isinstance(self.grad2, CovariancePenalty):
+            return {}
+        return {CHOSEN: self.grad2.chosen(columns["advantages"], columns["old_logprobs"], scored.judged)}
 
     @property
     def zero_advantage_is_idle(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple, Self, final
@@ -113,6 +113,13 @@ class Parts:
         return cls(rewards=table[0], weights=table[1])
 
 
+class Roles(NamedTuple):
+    """The role of each turn [M], such as the domain and the agent, and the baselines of roles when the step begins."""
+
+    names: Sequence[str]
+    baselines: Mapping[str, float]
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
@@ -124,6 +131,7 @@ class Scored:
         lengths: tokens that the model sampled.
         valid: False if the verdict is not a judgement, or there is nothing to train on.
         turns, parts: of the rollouts and their rewards; None if each is a single turn, and a single term.
+        roles: of the turns, for baselines that last from step to step; None if all turns have one role.
     """
 
     rewards: Floats
@@ -132,6 +140,7 @@ class Scored:
     valid: Bools
     turns: Turns | None = None
     parts: Parts | None = None
+    roles: Roles | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -5,18 +5,19 @@ They are computed on the host, in numpy, after the backward passes, so the devic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.streams import StreamedObjective
 from pipelinerl.objective.tokens import Policy, Tokens
 from trainer_contract.types import Float32, MicroBatch
 
 _REQUIRED: Final = ("advantages", "weights", "behavior_logprobs")
-_OPTIONAL: Final = ("old_logprobs", "ref_logprobs", "values")
+_OPTIONAL: Final = ("old_logprobs", "ref_logprobs", "values", "streams")
 
 
 def trained_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float32]) -> Tokens | None:
@@ -47,7 +48,7 @@ def trained_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float
     return Tokens.of(joined(logprobs), columns)
 
 
-def statistics(objective: PolicyObjective, tokens: Tokens | None) -> dict[str, float]:
+def statistics(objective: PolicyObjective | StreamedObjective, tokens: Tokens | None) -> dict[str, float]:
     """Return metrics of a step from the tokens that trained; {} if none did.
 
     `entropy` is the mean surprisal of the sampled tokens. `kl_k1` and `kl_k3` estimate KL(behavior ‖ current). `kl_old`
@@ -67,8 +68,8 @@ def statistics(objective: PolicyObjective, tokens: Tokens | None) -> dict[str, f
         "kl_k3": (np.expm1(difference) - difference).mean(),
         "logprob_difference_mean": distance.mean(),
         "logprob_difference_max": distance.max(),
-        "clip_fraction": objective.grad1.clipped(tokens).mean(),
-        "truncated_fraction": objective.is_weight.truncated(tokens).mean(),
+        "clip_fraction": _cut(objective, tokens, lambda part: part.grad1.clipped(tokens)).mean(),
+        "truncated_fraction": _cut(objective, tokens, lambda part: part.is_weight.truncated(tokens)).mean(),
     }
     if tokens.columns.get("old_logprobs") is not None:
         moved = tokens.log_ratio(Policy.CURRENT, Policy.OLD)
@@ -76,13 +77,24 @@ def statistics(objective: PolicyObjective, tokens: Tokens | None) -> dict[str, f
     return {name: float(value) for name, value in figures.items()}
 
 
-def cuts(objective: PolicyObjective, tokens: Tokens | None) -> dict[str, NDArray[np.bool_]]:
+def cuts(objective: PolicyObjective | StreamedObjective, tokens: Tokens | None) -> dict[str, NDArray[np.bool_]]:
     """Return boolean masks [N] by name: clipped tokens, truncated weights, zero weights; {} without tokens."""
     if tokens is None:
         return {}
-    masked = objective.is_weight.weight(tokens) == 0
+    masked = _cut(objective, tokens, lambda part: part.is_weight.weight(tokens) == 0)
     return {
-        "clipped": objective.grad1.clipped(tokens),
-        "truncated": objective.is_weight.truncated(tokens) & ~masked,
+        "clipped": _cut(objective, tokens, lambda part: part.grad1.clipped(tokens)),
+        "truncated": _cut(objective, tokens, lambda part: part.is_weight.truncated(tokens)) & ~masked,
         "masked": masked,
     }
+
+
+def _cut(
+    objective: PolicyObjective | StreamedObjective, tokens: Tokens, rule: Callable[[PolicyObjective], Any]
+) -> NDArray[np.bool_]:
+    """Return the mask [N] that `rule` gives for the objective of each token's stream."""
+    if isinstance(objective, PolicyObjective):
+        mask: NDArray[np.bool_] = rule(objective)
+        return mask
+    streams = tokens.columns["streams"]
+    return np.any([(streams == part.loss.code) & rule(part.objective) for part in objective.parts], axis=0)

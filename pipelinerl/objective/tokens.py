@@ -50,6 +50,8 @@ COMPUTED_BY: Final[Mapping[str, str]] = {
     "loss_mask": "packing",
     "segment_ids": "packing",
     "rollout_ids": "packing",
+    "streams": "packing",
+    "kl_coefficients": "the training step, on the whole batch",
     "num_segments": "packing",
     **{str(measure): _HEAD for measure in HeadMeasure},
 }

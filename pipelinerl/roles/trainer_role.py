@@ -21,7 +21,14 @@ from pipelinerl.observability.samples.reading import FOLDER
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, freeze_gc
-from pipelinerl.roles.wiring import checkpoints_of, mini_batching_of, objective_of, routing_of, training_problems
+from pipelinerl.roles.wiring import (
+    checkpoints_of,
+    losses_of,
+    mini_batching_of,
+    objective_of,
+    routing_of,
+    training_problems,
+)
 from pipelinerl.roles.workers import started
 from pipelinerl.streams.stream import Stream
 from pipelinerl.trainers.ranks.rank0 import leave_undone
@@ -171,6 +178,7 @@ def loop_settings(config: RunConfig) -> LoopSettings:
         micro_batch_tokens=config.trainer.token_budget,
         tokens_per_step=config.training.tokens_per_step,
         shaping={domain.name: how for domain in config.domains if (how := domain.shaping) is not None},
+        losses=losses_of(config),
         truncated=config.training.truncated,
         kl=config.kl_control.controller if config.kl_control else None,
         no_signal=config.training.no_signal or no_signal_of(config.objective),

@@ -11,6 +11,7 @@ from pathlib import Path
 from pipelinerl import registry, rng
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.evaluation import HeldOutSet
+from pipelinerl.config.learning import ReferenceSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import shared_values
 from pipelinerl.controller.state.elastic import ElasticRule
@@ -28,13 +29,14 @@ from pipelinerl.objective.kl_control import kl_coefficient
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.reward import NormalizationScope
+from pipelinerl.objective.streams import ONE_LOSS, DomainLoss, DomainLosses, Loss
 from pipelinerl.objective.tokens import Policy
 from pipelinerl.system.references import is_reference
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
 from pipelinerl.training.checkpoints.manifest import Retention
 from pipelinerl.training.rollouts.batch import MiniBatching
-from pipelinerl.training.rollouts.demonstrations import ImitationStream
+from pipelinerl.training.rollouts.demonstrations import DemonstrationStream
 from pipelinerl.types import Quota
 from trainer_contract.types import RoutingShape
 
@@ -105,11 +107,38 @@ def mini_batching_of(config: RunConfig) -> MiniBatching:
     return MiniBatching(**shared_values(config.training, MiniBatching), seed=config.run.seed)
 
 
+def losses_of(config: RunConfig) -> DomainLosses:
+    """Return the loss of each trained domain."""
+    losses = {each.name: DomainLoss(each.loss, each.loss_weight) for each in config.domains if each.weight}
+    return DomainLosses(losses) if any(each != DomainLoss() for each in losses.values()) else ONE_LOSS
+
+
+def is_url(place: str) -> bool:
+    """Return whether a reference or teacher is an engine, and no model directory."""
+    return place.startswith(("http://", "https://"))
+
+
+def references_of(config: RunConfig, objective: PolicyObjective) -> dict[str | None, str]:
+    """Return the place of each frozen model: a path, the URL of an engine, or empty for the initial policy.
+
+    The key None is the reference, of the objective and of domains without a teacher; other keys are domains.
+    """
+    taught = [domain for domain in config.trained_domains if domain.loss is Loss.REF_KL]
+    places: dict[str | None, str] = {domain.name: domain.teacher for domain in taught if domain.teacher}
+    if "ref_logprobs" in objective.passes or len(places) < len(taught):
+        places[None] = (config.reference or ReferenceSection()).place
+    return places
+
+
 def setting_of(config: RunConfig) -> Setting:
     """Return the settings of this run that decide whether a slot of the objective has an effect."""
     recomputed = config.training.old_logprobs is OldLogprobs.RECOMPUTE
     return Setting(
-        group_sizes={config.key_of_group_size(each): config.group_size_of(each) for each in config.trained_domains},
+        group_sizes={
+            config.key_of_group_size(each): config.group_size_of(each)
+            for each in config.trained_domains
+            if each.loss is Loss.RL
+        },
         max_tokens=config.sampling.max_tokens,
         step_begins_at=frozenset({Policy.OLD} if recomputed else ()),
         updates=config.training.epochs * config.training.mini_batches,
@@ -140,13 +169,13 @@ def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]
                 f"domains.{domain.name}.reward: mean, std, low, high and scale change a rollout's reward and not its "
                 'parts, which objective.adv = "decoupled" reads; leave them out, or take "group_relative"'
             )
-    known = {domain.name for domain in config.domains}
-    if config.imitation is not None and (unknown := sorted(set(config.imitation.domains) - known)):
-        yield f"imitation.domains: {unknown[0]!r} is no domain; expected any of {', '.join(sorted(known))}"
     if config.critic is not None and "values" not in passes:
         yield "critic: the objective reads no values; remove the section, or take an objective such as ppo"
-    if config.reference is not None and "ref_logprobs" not in passes:
-        yield 'reference: the objective reads no ref_logprobs; remove the section, or set objective.grad2 = "kl"'
+    if config.reference is not None and None not in references_of(config, objective):
+        yield (
+            'reference: the objective reads no ref_logprobs; remove the section, or set objective.grad2 = "kl" or a '
+            'domain\'s loss = "ref_kl"'
+        )
     if config.kl_control is not None and kl_coefficient(objective) is None:
         yield 'kl_control: the objective has no KL term to control; remove the section, or set objective.grad2 = "kl"'
     read = "old_logprobs" in passes or config.training.target_kl is not None
@@ -259,28 +288,30 @@ def problems_of(config: RunConfig, split: Split, *, seed: int) -> Mixture:
     return Mixture(domains, seed=seed, quota=Quota(0, config.groups_per_step))
 
 
-def demonstrations_of(config: RunConfig) -> ImitationStream | None:
-    """Return the right answers that train beside the rollouts; None unless the recipe asks for them.
-
-    Their order differs from that of the problems that are sampled.
-    """
-    section = config.imitation
-    if section is None:
+def demonstrations_of(config: RunConfig) -> DemonstrationStream | None:
+    """Return the right answers that train with the rollouts; None if no domain has the loss `ce`."""
+    if not (count := config.demonstrations_per_update):
         return None
-    seed = rng.key(config.run.seed, "demonstrations") % 2**31
-    chosen = [each for each in config.domains if each.name in section.domains] or config.trained_domains
-    domains = [
-        Domain(name=each.name, weight=each.weight or 1.0, source=_source_of(each, Split.TRAIN, seed=seed))
-        for each in chosen
-    ]
-    return ImitationStream(
-        problem=Mixture(domains, seed=seed, quota=Quota(0, section.demonstrations)).problem,
+    return DemonstrationStream(
+        problem=demonstrated_problems(config, Split.TRAIN, count=count).problem,
         tokenizer=ChatTokenizer.load(config.model.resolved),
-        count=section.demonstrations,
-        weight=section.weight,
+        count=count,
+        losses=losses_of(config),
         most_tokens=config.engine.context_length,
         token_budget=config.trainer.token_budget,
     )
+
+
+def demonstrated_problems(config: RunConfig, split: Split, *, count: int) -> Mixture:
+    """Return the problems whose right answers are trained on: those of the domains with the loss `ce`, or of all
+    trained domains if there are none.
+
+    Shares are exact within each `count` problems. Their order differs from that of the problems that are sampled.
+    """
+    seed = rng.key(config.run.seed, "demonstrations") % 2**31
+    chosen = config.demonstrated_domains or config.trained_domains
+    domains = [Domain(name=each.name, weight=each.weight, source=_source_of(each, split, seed=seed)) for each in chosen]
+    return Mixture(domains, seed=seed, quota=Quota(0, count))
 
 
 def held_out_problems(config: RunConfig, *sets: HeldOutSet) -> dict[str, Mixture]:

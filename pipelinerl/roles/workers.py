@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
+from typing import Final, final
 
 from pipelinerl import registry
-from pipelinerl.config.learning import CriticSection, ReferenceSection
+from pipelinerl.config.learning import CriticSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection, shared_values
+from pipelinerl.engines.http.engine_teacher import EngineTeacher
 from pipelinerl.enums import OldLogprobs
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.roles.dtypes import sent_in
-from pipelinerl.roles.wiring import demonstrations_of
+from pipelinerl.roles.wiring import demonstrations_of, is_url, references_of
 from pipelinerl.training.publish.weight_history import WeightHistory
-from pipelinerl.training.rollouts.demonstrations import ImitationStream
-from pipelinerl.training.step.forward_passes import EntropyMeter, ForwardPasses
+from pipelinerl.training.rollouts.demonstrations import DemonstrationStream
+from pipelinerl.training.step.forward_passes import EntropyMeter, ForwardPasses, Teacher
 from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.training.step.train_step import TrainStep
 from pipelinerl.training.step.update import Critic
@@ -27,6 +30,9 @@ from pipelinerl.training.watching.training_samples import drawn
 from trainer_contract.errors import SpecError, StateError
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Head, TrainerSpec
+
+#: The environment variable with the bearer token of engines that are teachers.
+TEACHER_TOKEN: Final = "PIPELINERL_TEACHER_TOKEN"
 
 
 @final
@@ -38,11 +44,12 @@ class Workers:
 
     policy: Trainer
     critic: Critic | None
-    reference: Trainer | None
+    reference: Teacher | None
+    teachers: Mapping[str, Teacher]
     old_logprobs: OldLogprobs
     history: WeightHistory | None
     entropy: EntropyMeter
-    demonstrations: ImitationStream | None = None
+    demonstrations: DemonstrationStream | None = None
 
     def step(self) -> TrainStep:
         """Return the training step that uses these workers."""
@@ -50,6 +57,7 @@ class Workers:
             policy=self.policy,
             critic=self.critic.worker if self.critic else None,
             reference=self.reference,
+            teachers=self.teachers,
             old_logprobs=self.old_logprobs,
             history=self.history,
         )
@@ -57,7 +65,8 @@ class Workers:
 
     def close(self) -> None:
         """Close every worker, which frees its memory."""
-        for worker in (self.policy, self.critic.worker if self.critic else None, self.reference):
+        frozen = {id(teacher): teacher for teacher in (self.reference, *self.teachers.values())}
+        for worker in (self.policy, self.critic.worker if self.critic else None, *frozen.values()):
             if worker is not None:
                 worker.close()
 
@@ -81,7 +90,7 @@ def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path |
         RecipeError: the checkpoint belongs to another recipe: a worker's state is missing or of another model.
     """
     policy = _worker(config, "trainer", spec_of(config, restore_from=checkpoint and checkpoint / "trainer"))
-    critic = reference = None
+    critic = None
     if "values" in objective.passes:
         section = config.critic or CriticSection()
         spec = replace(
@@ -101,20 +110,26 @@ def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path |
             ),
             warmup_steps=section.warmup_steps,
         )
-    if "ref_logprobs" in objective.passes:
-        path = (config.reference or ReferenceSection()).path
-        reference = _worker(
-            config, "reference", replace(spec_of(config, restore_from=None), model_path=_model(config, path))
-        )
+    places = references_of(config, objective)
+    frozen = {place: _frozen(config, place) for place in dict.fromkeys(places.values())}
     return Workers(
         policy,
         critic,
-        reference,
+        frozen[places[None]] if None in places else None,
+        {domain: frozen[place] for domain, place in places.items() if domain is not None},
         config.training.old_logprobs,
         _history(config, policy, checkpoint, version),
         _entropy_meter(config),
         demonstrations_of(config),
     )
+
+
+def _frozen(config: RunConfig, place: str) -> Teacher:
+    """Start a model that never steps, or connect to the engine that serves it."""
+    if is_url(place):
+        return EngineTeacher(place, token=os.environ.get(TEACHER_TOKEN))
+    spec = replace(spec_of(config, restore_from=None), model_path=_model(config, place or None))
+    return _worker(config, "reference", spec)
 
 
 def _entropy_meter(config: RunConfig) -> EntropyMeter:

@@ -45,6 +45,7 @@ from pipelinerl.messages import (
 from pipelinerl.objective.kl_control import KLController
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.reward import RewardShaping
+from pipelinerl.objective.streams import ONE_LOSS, DomainLosses
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.streams.stream import Stream
 from pipelinerl.training.checkpoints.checkpoint import Capture, CheckpointStore
@@ -75,9 +76,9 @@ class LoopSettings:
     `deadline_s` bounds every wait of the loop, and `publish_timeout_s` a publication. `overdue_s` bounds a full step's
     wait for groups that the step would make stale; None: it does not wait.
 
-    `schedule` counts optimizer steps, of which `mini_batching` may make several per batch. `shaping` is by domain; `kl`
-    controls the KL coefficient. Token ids of a group must lie below `vocab_size`; `routing` is the shape of the routers
-    whose choices are replayed.
+    `schedule` counts optimizer steps, of which `mini_batching` may make several per batch. `shaping` and `losses` are
+    by domain; `kl` controls the KL coefficient. Token ids of a group must lie below `vocab_size`; `routing` is the
+    shape of the routers whose choices are replayed.
     """
 
     micro_batch_tokens: int
@@ -87,6 +88,7 @@ class LoopSettings:
     on_update: OnUpdate
     schedule: LearningRateSchedule
     shaping: Mapping[str, RewardShaping] = field(default_factory=dict)
+    losses: DomainLosses = ONE_LOSS
     truncated: Truncated = Truncated.TRAIN
     kl: KLController | None = None
     vocab_size: int | None = None
@@ -122,7 +124,10 @@ class TrainingLoop:
         self._trainer = step.passes.policy
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._objective = AdaptiveObjective(
-            objective, controller=settings.kl, restored=restored.kl_coefficient if restored else None
+            objective,
+            controller=settings.kl,
+            restored=restored.kl_coefficient if restored else None,
+            baselines=restored.baselines if restored else {},
         )
         self._overdue = None if settings.overdue_s is None else OverdueWait(settings.overdue_s)
         self._version, self._skipped = restored.model_version if restored else 0, 0
@@ -134,8 +139,8 @@ class TrainingLoop:
             ledger=ConsumedLedger.from_record(restored.ledger) if restored else ConsumedLedger(),
             lineage=Lineage(0, 0),
             no_signal=settings.no_signal,
-            teaches=teacher(objective, settings.shaping, settings.truncated),
-            signal=signal_of(objective),
+            teaches=teacher(objective, settings.shaping, settings.truncated, settings.losses),
+            signal=signal_of(objective, settings.losses),
             vocab_size=settings.vocab_size,
             routing=settings.routing,
             ended=self._ended,
@@ -292,6 +297,8 @@ class TrainingLoop:
             producing=producing,
             width=self._step.width,
             mini_batching=self._settings.mini_batching,
+            losses=self._settings.losses,
+            baselines=self._objective.baselines,
         )
 
     def _scope_figures(self) -> dict[str, float]:
@@ -352,6 +359,7 @@ class TrainingLoop:
         self._version = batch.producing
         self._at(self._version)
         self._solved.note(batch.groups)
+        self._objective.trained(batch.scored)
         by = self._watch.stepped(
             accumulated.batch,
             accumulated.micro_batches,
@@ -425,6 +433,7 @@ class TrainingLoop:
             ledger=self._batcher.ledger.to_record(),
             controller=controller,
             kl_coefficient=self._objective.coefficient,
+            baselines=dict(self._objective.baselines),
             solved=self._solved.pending,
             epochs=[[epoch, began_at] for epoch, began_at in self._batcher.lineage.epochs],
         )

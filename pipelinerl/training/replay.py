@@ -16,6 +16,7 @@ from pipelinerl.enums import StalenessScope, Truncated
 from pipelinerl.errors import DivergedError, RecordError
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.reward import RewardShaping
+from pipelinerl.objective.streams import ONE_LOSS, DomainLosses
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import Lineage, fresh_part
 from pipelinerl.training.rollouts.batch import ONE_STEP, MiniBatching, build
@@ -102,6 +103,7 @@ class Replay:
     groups: Mapping[int, Sequence[RolloutGroup]]
     token_budget: int
     shaping: Mapping[str, RewardShaping]
+    losses: DomainLosses = ONE_LOSS
     truncated: Truncated = Truncated.TRAIN
     mini_batching: MiniBatching = ONE_STEP
     began_at: int = 0
@@ -142,9 +144,13 @@ class Replay:
             producing=recorded.version,
             width=self.step.width,
             mini_batching=self.mini_batching,
+            losses=self.losses,
+            baselines=self.objective.baselines,
         )
         try:
             accumulated = self.step.accumulate(batch, objective)
-            return batch.stats | self.step.apply(accumulated, learning_rates=recorded.learning_rates).figures
+            figures = batch.stats | self.step.apply(accumulated, learning_rates=recorded.learning_rates).figures
         except NonFiniteStep as error:
             raise DivergedError(f"step {recorded.version}: {error} is not finite") from error
+        self.objective.trained(batch.scored)
+        return figures

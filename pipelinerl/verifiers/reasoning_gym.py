@@ -64,6 +64,7 @@ class ReasoningGym:
     def __init__(self, *, deadline_s: float = 5.0, workers: int | None = None) -> None:
         self._deadline_s = deadline_s
         self._scorers: dict[str, Scorer] = {}
+        self._loading: dict[str, asyncio.Future[Scorer]] = {}
         self._slow: set[str] = set()
         self._not_quick: Counter[str] = Counter()
         self._last: tuple[Problem | None, _Entry] = None, _Entry("", "", {}, 0)
@@ -76,7 +77,7 @@ class ReasoningGym:
         try:
             name, task, parameters, index = self._entry(problem)
             if name not in self._scorers:
-                self._scorers[name] = await asyncio.to_thread(_scorer, task, parameters)
+                self._scorers[name] = await self._loaded(name, task, parameters)
         except RecipeError as error:
             return failed(str(error))
         verdict = self.at_once(problem, completion_text)
@@ -84,6 +85,17 @@ class ReasoningGym:
             return verdict
         question = [name, index, extract_answer(completion_text), problem.ground_truth]
         return await self._judged_elsewhere(question, group=problem.problem_id)
+
+    async def _loaded(self, name: str, task: str, parameters: Mapping[str, Any]) -> Scorer:
+        """Load a scorer on a thread; all answers that need it meanwhile wait for the same one."""
+        loading = self._loading.get(name)
+        if loading is None:
+            loading = self._loading[name] = asyncio.ensure_future(asyncio.to_thread(_scorer, task, parameters))
+        try:
+            return await asyncio.shield(loading)
+        finally:
+            if loading.done():
+                self._loading.pop(name, None)
 
     def at_once(self, problem: Problem, completion_text: str) -> Verdict | None:
         """Return the verdict if the scorer is loaded and fast for this answer, else None."""

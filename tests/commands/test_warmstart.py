@@ -16,7 +16,7 @@ from pipelinerl.enums import Skill
 from pipelinerl.errors import UserError
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.objective.losses import policy_loss
-from pipelinerl.training.rollouts.demonstrations import IMITATION
+from pipelinerl.objective.streams import CROSS_ENTROPY
 
 
 def options(**changes: object) -> WarmStartOptions:
@@ -50,7 +50,7 @@ def test_fine_tuning_lowers_the_loss_of_demonstrations(trainer: str, tmp_path: P
 
 def test_imitation_is_the_mean_cross_entropy_of_all_tokens() -> None:
     logprobs, mask = np.log([[0.5, 0.25, 0.1], [0.2, 0.9, 0.9]]), np.array([[True, True, True], [True, False, False]])
-    result = policy_loss(IMITATION, logprobs, rewards=[1.0, 1.0], groups=[0, 1], mask=mask)
+    result = policy_loss(CROSS_ENTROPY, logprobs, rewards=[1.0, 1.0], groups=[0, 1], mask=mask)
     assert result.loss == pytest.approx(-logprobs[mask].mean())
     np.testing.assert_allclose(result.gradient, np.where(mask, -0.25, 0.0))
 

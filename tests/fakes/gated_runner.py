@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from inference_contract.weights import WeightLayout
@@ -64,6 +64,10 @@ class GatedRunner:
     @property
     def route_log(self) -> RouteLog | None:
         return self._runner.route_log
+
+    @property
+    def scorer(self) -> Callable[[list[int], float], list[float]] | None:
+        return self._runner.scorer
 
     @property
     def top_logprobs(self) -> Mapping[int, TopTokens]:

@@ -387,9 +387,18 @@ class ScriptedEngine:
             ),
             prompt_token_ids=prompt if ids else None,
             prompt_routed_experts=self._routed(request, prompt[:-1]),
+            prompt_logprobs=self._scored(request, prompt) if request.return_prompt_logprobs else None,
             model_version=version,
             epoch=epoch,
         )
+
+    def _scored(self, request: ChatCompletionRequest, prompt: list[int]) -> list[float]:
+        weights = self._buffers[0].view(np.float32)
+        before = prompt[1:] if self._fault is Fault.SHIFTS_PROMPT_LOGPROBS else prompt[:-1]
+        logits = weights[: VOCAB * VOCAB].reshape(VOCAB, VOCAB)[before] + weights[VOCAB * VOCAB :]
+        scaled = logits / (1.0 if self._fault is Fault.SCORES_AT_ONE else request.temperature)
+        logp = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
+        return [0.0, *logp[np.arange(len(before)), prompt[1:]].tolist()]
 
     async def stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
         prompt, samples, limit = self._samples(request)

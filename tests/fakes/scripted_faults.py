@@ -56,6 +56,8 @@ class Fault(StrEnum):
     REINTERPRETS = "reinterprets"
     HEEDS_EOS = "heeds_eos"
     FORGETS_ROUTING = "forgets_routing"
+    SHIFTS_PROMPT_LOGPROBS = "shifts_prompt_logprobs"
+    SCORES_AT_ONE = "scores_at_one"
     DROPS_TOOLS = "drops_tools"
     DROPS_TOOL_RESULTS = "drops_tool_results"
     ANSWERS_FREELY = "answers_freely"

@@ -62,6 +62,7 @@ class VersionRunner:
     layout = LAYOUT
     cache_bytes = 0
     route_log = None
+    scorer = None
     top_logprobs: ClassVar[dict[int, TopTokens]] = {}
 
     def __init__(self) -> None:

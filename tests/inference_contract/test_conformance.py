@@ -61,6 +61,8 @@ CAUGHT_BY = {
     Fault.REINTERPRETS: "converted_dtype_is_served",
     Fault.HEEDS_EOS: "eos_is_ignored",
     Fault.FORGETS_ROUTING: "routed_experts_are_returned_or_refused",
+    Fault.SHIFTS_PROMPT_LOGPROBS: "prompt_logprobs_are_returned_or_refused",
+    Fault.SCORES_AT_ONE: "prompt_logprobs_are_returned_or_refused",
     Fault.DROPS_TOOLS: "tools_are_rendered_or_refused",
     Fault.DROPS_TOOL_RESULTS: "tool_results_are_rendered_or_refused",
     Fault.ANSWERS_FREELY: "response_format_is_enforced_or_refused",

@@ -454,6 +454,61 @@ def on_policy_distillation(groups: Groups) -> Tensor:
     )
 
 
+def rae(groups: Groups) -> Tensor:
+    """1/(B·256) Σ Σ min(r·A, clip(r)·A), A = R − b, then b ← 0.95·b + 0.05·R, rollout after rollout from b = 0."""
+    found, baseline = {}, 0.0
+    for one in everyone(groups):
+        found[id(one)] = one.reward - baseline
+        baseline = 0.95 * baseline + 0.05 * one.reward
+    return per_token(
+        groups,
+        lambda group, one: 256.0 * len(everyone(groups)),
+        lambda group, one, t: clipped(token_ratio(one, t), found[id(one)]),
+    )
+
+
+def _covariances(groups: Groups) -> list[tuple[float, int, int]]:
+    """Return (A_t − mean A)·(log π_old − mean log π_old) of every token, with its rollout's number and its place."""
+    flat = [
+        (normalised(group, one), one.old[t], i * len(group) + j, t)
+        for i, group in enumerate(groups)
+        for j, one in enumerate(group)
+        for t in range(len(one))
+    ]
+    centre, middle = mean([a for a, *_ in flat]), mean([old for _, old, *_ in flat])
+    return [((a - centre) * (old - middle), number, t) for a, old, number, t in flat]
+
+
+def clip_cov_candidates(groups: Groups) -> set[tuple[int, int]]:
+    """Return the (rollout, place) of the tokens with 1 < cov < 5."""
+    return {(number, t) for cov, number, t in _covariances(groups) if 1.0 < cov < 5.0}
+
+
+def clip_cov(groups: Groups, dropped: set[tuple[int, int]] = frozenset()) -> Tensor:  # type: ignore[assignment]
+    """Mean over tokens of min(u·A, clip(u)·A), u = π_θ/π_old, without the `dropped` tokens (rollout, place)."""
+    numbers = {id(one): number for number, one in enumerate(everyone(groups))}
+
+    def term(group: list[Sequence], one: Sequence, t: int) -> Tensor:
+        surrogate = clipped(torch.exp(one.theta[t] - one.old[t]), normalised(group, one))
+        return surrogate * (0.0 if (numbers[id(one)], t) in dropped else 1.0)
+
+    return per_token(groups, lambda group, one: sum(len(other) for other in everyone(groups)), term)
+
+
+def kl_cov(groups: Groups) -> Tensor:
+    """Mean over tokens of u·A, minus |log π_θ − log π_old| for the max(1, 0.002·N) tokens of highest covariance."""
+    found = sorted(_covariances(groups), reverse=True)
+    chosen = {(number, t) for _, number, t in found[: max(1, int(0.002 * len(found)))]}
+    numbers = {id(one): number for number, one in enumerate(everyone(groups))}
+
+    def term(group: list[Sequence], one: Sequence, t: int) -> Tensor:
+        difference = one.theta[t] - one.old[t]
+        penalty = difference.abs() if (numbers[id(one)], t) in chosen else 0.0 * difference
+        return torch.exp(difference) * normalised(group, one) - penalty
+
+    return per_token(groups, lambda group, one: sum(len(other) for other in everyone(groups)), term)
+
+
 ORACLES: dict[str, Callable[[Groups], Tensor]] = {
     "reinforce": reinforce,
     "reinforce_token": reinforce_token,
@@ -488,6 +543,9 @@ ORACLES: dict[str, Callable[[Groups], Tensor]] = {
     "sao": sao,
     "maxrl": maxrl,
     "gdpo": gdpo,
+    "rae": rae,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
     "dro": dro,
     "on_policy_distillation": on_policy_distillation,
 }

@@ -15,12 +15,14 @@ from pipelinerl.objective.adv import (
     GroupRelative,
     Metric,
     RewardToGo,
+    RoleBaseline,
     Scale,
     Whitening,
+    covariances,
 )
 from pipelinerl.objective.contradictions import contradictions
 from pipelinerl.objective.presets import resolve
-from pipelinerl.objective.reward import PartReward, Parts, Scored, TurnReward, Turns
+from pipelinerl.objective.reward import PartReward, Parts, Roles, Scored, TurnReward, Turns
 from pipelinerl.rng import generator
 
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 5.0, 1.0])
@@ -398,3 +400,44 @@ def test_turn_credit_is_a_slot_field_and_contradicts_sequence_ratios():
     assert chosen.adv == GroupRelative(credit=Credit.TURNS) and "G_{i,k}" in chosen.adv.formula
     sequences = dataclasses.replace(resolve("gspo"), adv=chosen.adv)
     assert any("adv.credit" in sentence for sentence in contradictions(sequences))
+
+
+def test_each_role_is_compared_with_its_own_average() -> None:
+    draw = generator(3, "roles")
+    rollouts, rewards, roles = [], [], []
+    for _ in range(6):
+        turns = [
+            TurnReward(int(draw.integers(1, 4)), float(draw.normal()), agent)
+            for agent in ("white", "black") * int(draw.integers(1, 3))
+        ]
+        rollouts.append(turns)
+        rewards.append(sum(turn.reward for turn in turns) + float(draw.normal()))  # the rest goes to the last turn
+        roles += [f"chess/{turn.agent}" for turn in turns]
+    valid = np.array([True, True, False, True, True, True])
+    scored = Scored(
+        rewards=np.array(rewards),
+        groups=np.zeros(6, int),
+        lengths=np.array([sum(turn.num_tokens for turn in turns) for turns in rollouts]),
+        valid=valid,
+        turns=Turns.of(rollouts),
+        roles=Roles(roles, {"chess/white": 0.5}),
+    )
+    averages, expected = {"white": 0.5, "black": 0.0}, []
+    for turns, reward, judged in zip(rollouts, rewards, valid, strict=True):
+        earned = {agent: sum(t.reward for t in turns if t.agent == agent) for agent in averages}
+        earned["black"] += reward - sum(t.reward for t in turns)
+        for turn in turns:
+            expected += [earned[turn.agent] - averages[turn.agent] if judged else 0.0] * turn.num_tokens
+        if judged:
+            averages = {agent: 0.9 * averages[agent] + 0.1 * earned[agent] for agent in averages}
+    rule = RoleBaseline(decay=0.9)
+    np.testing.assert_allclose(rule.advantages(scored, {}), expected)
+    assert rule.baselines(scored) == pytest.approx({f"chess/{agent}": b for agent, b in averages.items()})
+
+
+def test_covariances_have_the_covariance_as_their_mean() -> None:
+    draw = generator(4, "covariances")
+    advantages, logprobs, judged = draw.normal(size=50), draw.normal(size=50), draw.random(50) < 0.7
+    found = covariances(advantages, logprobs, judged)
+    expected = np.cov(advantages[judged], logprobs[judged], bias=True)[0, 1]
+    assert found[judged].mean() == pytest.approx(expected) and not found[~judged].any()

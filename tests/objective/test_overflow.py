@@ -126,8 +126,10 @@ def test_garbage_outside_the_mask_is_ignored(name: str, library: str, garbage: f
     objective = resolve(name, max_tokens=8)
     logprobs, columns = batch()
     columns["loss_mask"] = np.array([True, False, True, False])
+    chosen = {"kl_coefficients": np.ones(4, np.float32)} if "kl_coefficients" in objective.needs else {}
+    columns |= chosen
     wanted = LIBRARIES[library](objective, logprobs, columns)
-    for name_of_column in (*COLUMNS, "advantages", "weights"):
+    for name_of_column in (*COLUMNS, *chosen, "advantages", "weights"):
         columns[name_of_column] = np.where(columns["loss_mask"], columns[name_of_column], np.float32(garbage))
     spoiled = np.where(columns["loss_mask"], logprobs, np.float32(garbage))
     got = LIBRARIES[library](objective, spoiled, columns)

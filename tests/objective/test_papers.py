@@ -15,7 +15,7 @@ from pipelinerl.objective.reward import PartReward, Parts, Scored
 from pipelinerl.objective.tokens import Tokens
 from pipelinerl.rng import generator
 from tests.objective.libraries import LIBRARIES, as_torch, in_numpy, in_torch
-from tests.objective.oracles import ORACLES, Groups, Sequence
+from tests.objective.oracles import ORACLES, Groups, Sequence, clip_cov, clip_cov_candidates
 
 GROUP_SIZE = 10
 PROMPT = 2
@@ -25,7 +25,7 @@ SCORE_FUNCTIONS = {
     *("reinforce", "rloo", "reinforce_token", "pipelinerl", "cispo", "llamarl", "topr", "agarwal"),
     *("vespo", "sao", "maxrl", "dro", "on_policy_distillation"),
 }
-UNCLIPPED = SCORE_FUNCTIONS | {"sapo", "cfpo"}
+UNCLIPPED = SCORE_FUNCTIONS | {"sapo", "cfpo", "kl_cov"}
 CAPPED = {"cispo", "llamarl", "topr", "decoupled_ppo", "ppo_tis", "icepop", "sao"}
 
 
@@ -79,6 +79,7 @@ def packed(groups: Groups, objective: PolicyObjective) -> tuple[np.ndarray, dict
     )
     known = {name: sampled_only[name] for name in objective.adv.needs}
     sampled_only["advantages"] = objective.adv.advantages(scored, known)
+    sampled_only |= objective.choices(scored, sampled_only)
     weights = objective.agg.token_weights(lengths=lengths, groups=index, valid=valid)
     sampled_only["weights"] = np.repeat(weights, lengths)
     mask = np.concatenate([np.arange(PROMPT + length) >= PROMPT for length in lengths])
@@ -92,9 +93,20 @@ def packed(groups: Groups, objective: PolicyObjective) -> tuple[np.ndarray, dict
     return logprobs, columns
 
 
-def gradient_of(groups: Groups, name: str) -> np.ndarray:
-    """Return −dJ / d log π_θ of the paper's surrogate, concatenated by rollout."""
-    (-ORACLES[name](groups)).backward()  # type: ignore[no-untyped-call]
+def gradient_of(groups: Groups, name: str, columns: dict[str, Any] | None = None) -> np.ndarray:
+    """Return −dJ / d log π_θ of the paper's surrogate, concatenated by rollout.
+
+    Clip-Cov drops random tokens: those that the columns show as dropped are taken as drawn.
+    """
+    surrogate = ORACLES[name](groups)
+    if name == "clip_cov" and columns is not None:
+        owners = columns["segment_ids"][columns["loss_mask"]]
+        places = np.concatenate([np.arange(len(one)) for group in groups for one in group])
+        zero = columns["advantages"][columns["loss_mask"]] == 0
+        dropped = {(int(i), int(t)) for i, t in zip(owners[zero], places[zero], strict=True)}
+        assert len(dropped) == 1 and dropped <= clip_cov_candidates(groups)
+        surrogate = clip_cov(groups, dropped)
+    (-surrogate).backward()  # type: ignore[no-untyped-call]
     return np.concatenate([one.theta.grad.numpy() for group in groups for one in group])  # type: ignore[union-attr]
 
 
@@ -107,7 +119,7 @@ def test_every_preset_has_an_oracle() -> None:
 def test_gradient_equals_that_of_the_papers_surrogate(name: str, library: str) -> None:
     objective, groups = resolve(name, max_tokens=MAX_TOKENS), sampled(5)
     logprobs, columns = packed(groups, objective)
-    wanted = gradient_of(groups, name)
+    wanted = gradient_of(groups, name, columns)
     loss, gradient = LIBRARIES[library](objective, logprobs, columns)
     mask = columns["loss_mask"]
     np.testing.assert_allclose(gradient[mask], wanted, rtol=0, atol=1e-9)

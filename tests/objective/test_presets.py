@@ -79,6 +79,8 @@ PASSES = {
     "ppo_tis": RECOMPUTED,
     "ppo_vanilla_is": RECOMPUTED,
     "icepop": RECOMPUTED,
+    "clip_cov": RECOMPUTED,
+    "kl_cov": RECOMPUTED,
     "deepseek_v32": {"ref_logprobs"},
     "sao": {"values"},
     "on_policy_distillation": {"ref_logprobs"},
@@ -162,7 +164,7 @@ def test_slot_combinations_without_meaning_are_rejected(table, sentence):
         ({"grad1": {"kind": "ppo"}}, "objective.grad1.kind must be one of logprob, clipped_ratio, .*; got 'ppo'"),
         (
             {"grad2": "kl3"},
-            "objective.grad2.kind must be one of none, kl, entropy, exact_entropy, log_barrier; got 'kl3'",
+            "objective.grad2.kind must be one of none, kl, kl_cov, entropy, exact_entropy, log_barrier; got 'kl3'",
         ),
         ({"grad2": {"kind": "kl", "beta": "0.1"}}, "objective.grad2.beta must be a number, got '0.1'"),
         ({"grad2": {"kind": "kl", "beta": True}}, "objective.grad2.beta must be a number, got True"),

@@ -171,6 +171,10 @@ def takes_each_segment_for_a_rollout(sound, batch, objective):
     return sound.backward([replace(batch, rollout_ids=None)], objective)[0]
 
 
+def takes_all_tokens_for_one_stream(sound, batch, objective):
+    return sound.backward([replace(batch, streams=None)], objective)[0]
+
+
 class WithoutMeasures:
     """An objective without gradients through measures."""
 
@@ -298,7 +302,8 @@ BROKEN = [
     ("forward_at_has_no_side_effect", {"forward_at": loses_precision_afterwards}),
     ("forward_at_refuses_foreign_weights", {"forward_at": fits_anything}),
     ("loss_matches_forward", {"backward": mean_over_the_micro_batch}),
-    ("rollout_ids_reach_the_objective", {"backward": takes_each_segment_for_a_rollout}),
+    ("optional_columns_reach_the_objective", {"backward": takes_each_segment_for_a_rollout}),
+    ("optional_columns_reach_the_objective", {"backward": takes_all_tokens_for_one_stream}),
     ("parts_equal_the_whole", {"backward": mean_over_the_micro_batch}),
     ("parts_equal_the_whole", {"whole_backward": keeps_only_the_last_part}),
     ("parts_equal_the_whole", {"whole_backward": answers_in_reverse}),

@@ -187,6 +187,7 @@ async def room(
     restored: TrainingState | None = None,
     no_signal: NoSignal = NoSignal.TRAIN,
     overdue_s: float | None = None,
+    objective: str = "grpo",
 ) -> AsyncIterator[Surroundings]:
     model = tmp_path / "model"
     BigramModel.random(7, seed=0).save(model)
@@ -206,7 +207,7 @@ async def room(
             schedule=LearningRateSchedule(warmup_steps=warmup_steps, steps=9, shape="constant", final_fraction=0.0),
         ),
         step=TrainStep(passes=ForwardPasses(policy=trainer)),
-        objective=resolve("grpo"),
+        objective=resolve(objective, max_tokens=8),
         stream=stream,
         publisher=engines,
         canary_checker=engines,
@@ -467,6 +468,28 @@ async def test_checkpoint_records_where_each_earlier_epoch_began(tmp_path: Path)
         await made.heard(Checkpointed)
         latest = made.store.latest()
         assert latest is not None and latest[1].epochs == [[1, 0], [2, 0], [4, 0]]
+
+
+async def test_checkpoint_carries_the_baselines_of_roles(tmp_path: Path) -> None:
+    before = TrainingState(
+        model_version=0,
+        epoch=1,
+        offsets={},
+        ledger=ConsumedLedger().to_record(),
+        controller={},
+        baselines={"test": 2.0},
+    )
+    async with room(tmp_path, restored=before, objective="rae") as made:
+        await made.begin(epoch=2)
+        await made.roll_out(0, 1)
+        await made.heard(StepDone)
+        await made.say("e2-step-1", epoch=2, checkpoint=True, controller_state={})
+        await made.heard(Checkpointed)
+        latest = made.store.latest()
+        expected = 2.0
+        for reward in (0.0, 1.0, 0.0, 1.0):  # of the groups 0 and 1, in the order of their rollouts
+            expected = 0.95 * expected + 0.05 * reward
+        assert latest is not None and latest[1].baselines == {"test": pytest.approx(expected)}
 
 
 async def test_repeated_directive_is_applied_once(tmp_path: Path) -> None:

@@ -34,18 +34,18 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def replay(model: Path, groups: Mapping[int, Sequence[RolloutGroup]] = GROUPS) -> Replay:
+def replay(model: Path, groups: Mapping[int, Sequence[RolloutGroup]] = GROUPS, *, chosen: str = "grpo") -> Replay:
     """Return a replay from the run's beginning."""
     trainer = BigramTrainer()
     trainer.init_worker(TrainerSpec(model_path=model))
-    objective = AdaptiveObjective(resolve("grpo"), controller=None)
+    objective = AdaptiveObjective(resolve(chosen, max_tokens=8), controller=None)
     step = TrainStep(passes=ForwardPasses(policy=trainer))
     return Replay(step=step, objective=objective, groups=groups, token_budget=64, shaping={})
 
 
-def recorded(model: Path) -> list[RecordedStep]:
+def recorded(model: Path, chosen: str = "grpo") -> list[RecordedStep]:
     """Return three steps of four groups, as a run would have recorded them."""
-    taking, steps = replay(model), []
+    taking, steps = replay(model, chosen=chosen), []
     for version in (1, 2, 3):
         orders = range(4 * version - 4, 4 * version)
         blank = RecordedStep(
@@ -56,8 +56,9 @@ def recorded(model: Path) -> list[RecordedStep]:
     return steps
 
 
-def test_replay_is_bit_identical(model: Path) -> None:
-    again = list(replay(model).run(recorded(model)))
+@pytest.mark.parametrize("chosen", ["grpo", "rae", "clip_cov", "kl_cov"])
+def test_replay_is_bit_identical(model: Path, chosen: str) -> None:
+    again = list(replay(model, chosen=chosen).run(recorded(model, chosen)))
     assert [each.differences for each in again] == [{}, {}, {}]
     assert len({each.figures["loss"] for each in again}) == 3, "the steps are not all alike"
 

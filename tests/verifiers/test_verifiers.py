@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.data.problems import Split, open_source
+from pipelinerl.system import gym_tasks
 from pipelinerl.types import Message, Outcome, Problem
 from pipelinerl.verifiers import math_answer, math_answer as math_answers, reasoning_gym
 from pipelinerl.verifiers.math_answer import MathAnswer, final_answer, normalise
@@ -44,6 +45,15 @@ async def test_reasoning_gym_judges_each_problem_by_its_own_entry():
     for given, other in zip(problems, problems[1:] + problems[:1], strict=True):
         assert (await verifier.verify(given, given.ground_truth)).outcome is Outcome.CORRECT
         assert (await verifier.verify(other, given.ground_truth)).outcome is Outcome.WRONG
+
+
+async def test_scorer_is_loaded_once_for_all_answers_that_need_it(monkeypatch):
+    made, create = [], gym_tasks.create_dataset
+    monkeypatch.setattr(gym_tasks, "create_dataset", lambda task, **given: made.append(task) or create(task, **given))
+    verifier, problems = ReasoningGym(), [spelling(i) for i in range(20)]
+    made.clear()
+    verdicts = await asyncio.gather(*(verifier.verify(given, given.ground_truth) for given in problems))
+    assert [verdict.outcome for verdict in verdicts] == [Outcome.CORRECT] * 20 and made == ["spell_backward"]
 
 
 async def test_reasoning_gym_reads_the_last_answer_tags():

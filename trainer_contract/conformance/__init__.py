@@ -23,8 +23,8 @@ import numpy as np
 from trainer_contract.conformance.measure_checks import MEASURES, VALUE_MEASURES
 from trainer_contract.conformance.probes import (
     LINEAR,
-    ByRolloutObjective,
     CheckUnsupported,
+    ColumnObjective,
     Learns,
     LinearObjective,
     TrainerUnderTest,
@@ -182,15 +182,16 @@ def loss_matches_forward(subject: TrainerUnderTest, _: Path) -> None:
     require_equal(got, predictions, _LOGPROB_TOLERANCE, "LossStats.predictions, 0 outside the mask,")
 
 
-def rollout_ids_reach_the_objective(subject: TrainerUnderTest, _: Path) -> None:
-    """An objective finds in `rollout_ids` which segments are parts of one rollout."""
+def optional_columns_reach_the_objective(subject: TrainerUnderTest, _: Path) -> None:
+    """An objective finds in `rollout_ids` the rollout of each segment, and in `streams` the loss of each token."""
     trainer, batch = warmed_up(subject), pack(rollouts_of(subject.vocab_size))
-    owners = np.arange(batch.num_segments, dtype=np.int32) // 2
-    branching = replace(batch, rollout_ids=owners[batch.segment_ids])
-    factors = batch.weights * (1 + owners[batch.segment_ids])
-    stats = trainer.backward([branching], ByRolloutObjective())[0]
-    expected = -(trainer.forward([batch])[0] * factors).sum()
-    require_equal(stats.loss, expected, _LOGPROB_TOLERANCE * batch.num_tokens, "the loss of a term of rollouts")
+    owners = (np.arange(batch.num_segments, dtype=np.int32) // 2)[batch.segment_ids]
+    streams = (batch.position_ids % 3).astype(np.int32)
+    given, predictions = replace(batch, rollout_ids=owners, streams=streams), trainer.forward([batch])[0]
+    for name, column in (("rollout_ids", owners), ("streams", streams)):
+        stats = trainer.backward([given], ColumnObjective(name))[0]
+        expected = -(predictions * batch.weights * (1 + column)).sum()
+        require_equal(stats.loss, expected, _LOGPROB_TOLERANCE * batch.num_tokens, f"the loss of a term of {name}")
 
 
 def gradient_matches_the_loss(subject: TrainerUnderTest, _: Path) -> None:
@@ -417,7 +418,7 @@ CHECKS: Final[tuple[Callable[[TrainerUnderTest, Path], None], ...]] = (
     *FORWARD_AT,
     *MEASURES,
     loss_matches_forward,
-    rollout_ids_reach_the_objective,
+    optional_columns_reach_the_objective,
     gradient_matches_the_loss,
     clipping_bounds_the_norm,
     parts_equal_the_whole,

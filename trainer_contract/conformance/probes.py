@@ -67,9 +67,10 @@ LINEAR: Final = LinearObjective()
 
 @final
 @dataclass(frozen=True, slots=True)
-class ByRolloutObjective:
-    """−Σ weights·(1 + rollout_ids)·predictions: shows whether an objective is given the column `rollout_ids`."""
+class ColumnObjective:
+    """−Σ weights·(1 + column)·predictions: shows whether an objective is given an optional column."""
 
+    name: str
     needs: frozenset[str] = frozenset()
 
     def evaluate(self, predictions: Any, columns: Columns, /) -> Any:
@@ -81,8 +82,8 @@ class ByRolloutObjective:
         return -(predictions * 0 + self._factors(columns))
 
     def _factors(self, columns: Columns) -> Any:
-        rollout_ids = columns.get("rollout_ids")
-        return columns["weights"] * (1 if rollout_ids is None else 1 + rollout_ids)
+        column = columns.get(self.name)
+        return columns["weights"] * (1 if column is None else 1 + column)
 
 
 def pack(rollouts: Sequence[Sequence[int]], *, prompt: int = 1, temperature: float = 1.0) -> MicroBatch:

@@ -68,6 +68,10 @@ _NO_ROUTING: Final = (
     "return_routed_experts must be false: this engine cannot report the experts of this model; serve a mixture of "
     "experts with the torch engine"
 )
+_NO_SCORES: Final = (
+    "return_prompt_logprobs must be false: this engine cannot report the log-probs of given tokens; serve the model "
+    "with the torch engine"
+)
 _CLOSING: Final = "the engine is closing; send the request to another one"
 
 
@@ -266,6 +270,8 @@ class BatchingEngine:
         check_model(chat, self._options.model_id)
         if chat.return_routed_experts and model.route_log is None:
             raise InvalidRequest(_NO_ROUTING, param="return_routed_experts")
+        if chat.return_prompt_logprobs and model.scorer is None:
+            raise InvalidRequest(_NO_SCORES, param="return_prompt_logprobs")
         prompt = chat.prompt_token_ids or await self._encoded(chat, model)
         param = next(name for name in ("prompt_token_ids", "prompt", "messages") if getattr(chat, name))
         room = room_after(prompt, model, param)
@@ -285,6 +291,7 @@ class BatchingEngine:
             change=logit_change(chat, model.vocab_size),
             response_format=chat.response_format,
             tells_routing=chat.return_routed_experts,
+            scores_prompt=chat.return_prompt_logprobs,
         )
         seed = chat.seed if chat.seed is not None else rng.key(self._options.seed, "request", number)
         stops = chat.stop_strings

@@ -232,6 +232,7 @@ class DecodeLoop:
         if not admissions:
             return
         computed = [each for each in admissions if each.sibling is None]
+        self._score_prompts(computed)
         prefills = [_prefill(each) for each in computed]
         self._runner.prefill([prefill for prefill in prefills if prefill.token_ids])
         if routes is not None and routes.is_on:
@@ -248,6 +249,19 @@ class DecodeLoop:
             for sequence in each.sequences:
                 sequence.mark_version(version)
         self._runner.place([state for each in admissions for state in _row_states(each)])
+
+    def _score_prompts(self, computed: Iterable[Admission]) -> None:
+        """Compute the log-probs of the prompts of requests that return them, once."""
+        routes, scorer = self._runner.route_log, self._runner.scorer
+        for request in (each.request for each in computed):
+            if scorer is None or not request.scores_prompt or request.prompt_logprobs is not None:
+                continue
+            was_on = routes is not None and routes.is_on
+            if routes is not None:
+                routes.is_on = False  # the routing of this forward belongs to no row
+            request.prompt_logprobs = scorer(request.prompt_token_ids, request.temperature)
+            if routes is not None:
+                routes.is_on = was_on
 
     def _step(self) -> None:
         running = self._scheduler.running

@@ -62,6 +62,7 @@ def completion(chat: ChatCompletionRequest, request: Request, model: str, decode
         usage=usage(request),
         prompt_token_ids=request.prompt_token_ids if chat.return_token_ids else None,
         prompt_routed_experts=_prompt_routed(request),
+        prompt_logprobs=request.prompt_logprobs,
         model_version=max(sequence.newest_version for sequence in request.sequences),
         epoch=request.epoch,
     )

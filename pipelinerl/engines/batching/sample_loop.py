@@ -143,6 +143,14 @@ class ServedModel(Protocol):
         """The log of the model's routers; None if the model has no routers or cannot report them."""
         ...
 
+    @property
+    def scorer(self) -> Callable[[list[int], float], list[float]] | None:
+        """The function that returns the log-probs of a prompt's tokens at a temperature; None without support.
+
+        It is called on the loop's thread, and leaves the rows and their cache as they are.
+        """
+        ...
+
     def staging(self) -> Any:
         """Return the buffer for the next weights: flat uint8 [layout.num_bytes]. The model does not read it until a
         commit.

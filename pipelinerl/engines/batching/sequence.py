@@ -172,7 +172,8 @@ class Request:
     `token_limit` is the most tokens of a choice, already cut to the context length; `stop_ids` are the tokens that end
     a choice earlier. `epoch` is the epoch of the weights with which the request began. `unfinished` counts samples
     without a finish reason. Waiting requests with the lowest `priority` begin first. If `tells_routing`,
-    `prompt_routed` [tokens - 1, layers, top_k] is the routing of the prompt when it was first computed.
+    `prompt_routed` [tokens - 1, layers, top_k] is the routing of the prompt when it was first computed. If
+    `scores_prompt`, `prompt_logprobs` [tokens] are those of the weights with which the request began.
     """
 
     request_id: str
@@ -194,6 +195,8 @@ class Request:
     response_format: ResponseFormat | None = None
     tells_routing: bool = False
     prompt_routed: Experts | None = None
+    scores_prompt: bool = False
+    prompt_logprobs: list[float] | None = None
 
     def add_sequence(
         self, noise_key: int, text: TextWindow | None = None, *, prefix: AnswerPrefix | None = None

@@ -68,6 +68,7 @@ class BigramRunner:
         )
         self.cache_bytes = 0
         self.route_log = None
+        self.scorer = self._prompt_logprobs
         self._current = bytes_of(model.logits).copy()
         self._staged = np.zeros_like(self._current)
         self._rows: list[RowState | None] = [None] * rows
@@ -136,6 +137,11 @@ class BigramRunner:
     def swap(self) -> None:
         """Make the staged weights current."""
         self._current, self._staged = self._staged, self._current
+
+    def _prompt_logprobs(self, token_ids: Sequence[int], temperature: float) -> list[float]:
+        logits = self._logits()[token_ids[:-1]].astype(np.float64) / temperature
+        pairs = zip(logits, token_ids[1:], strict=True)
+        return [0.0, *(float(_log_softmax(row)[token]) for row, token in pairs)]
 
     def _logits(self) -> NDArray[np.float32]:
         return self._current.view(np.float32).reshape(self.vocab_size, self.vocab_size)

@@ -76,6 +76,11 @@ class CoreModel:
         """Always None: cores do not report the choices of routers."""
         return None
 
+    @property
+    def scorer(self) -> None:
+        """Always None: cores are not asked for the log-probs of given tokens."""
+        return None
+
     def staging(self) -> Any:
         """Return the staging buffer: u8 [layout.num_bytes], a torch tensor on the host."""
         return self.staged

@@ -112,6 +112,7 @@ class JaxRunner:
         self._rows = RowTable(self.slots, ids=np.int32)
         self.top_logprobs = _NO_TOP
         self.route_log = None
+        self.scorer = None
         self.room = None
 
     @property

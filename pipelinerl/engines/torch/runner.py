@@ -29,6 +29,7 @@ from pipelinerl.engines.torch.forward import ForwardKind, forward_of
 from pipelinerl.engines.torch.page_cache import AlikeRows, CacheReading, CacheShape, PageCache
 from pipelinerl.engines.torch.quantized import QuantizedWeights
 from pipelinerl.engines.torch.sampling import add_to_logits, sample
+from pipelinerl.engines.torch.scoring import PromptScorer
 from pipelinerl.engines.torch.weights import TorchWeights
 from pipelinerl.enums import WeightFormat
 from pipelinerl.models import torch_routers
@@ -76,6 +77,7 @@ class TorchRunner:
         self._forward = forward_of(model, forward, context_length=options.context_length)
         routing = torch_routers.shape_of(model)
         self.route_log = None if routing is None else torch_routers.TorchRouteLog(model, routing)
+        self.scorer = PromptScorer(model)
         shape = CacheShape.of(text)
         self._block_bytes = shape.block_bytes(parameter.dtype)
         self._table = BlockTable(

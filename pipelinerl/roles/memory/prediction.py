@@ -19,6 +19,7 @@ from pipelinerl.models.model_shape import BYTES, ModelShape, read_shape
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.memory.trainer_memory import TrainerMemory
+from pipelinerl.roles.wiring import is_url, references_of
 from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, lora_of, share_of
 from pipelinerl.trainers.torch.mesh import GradientSum
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, StatePlace, optimizer_of
@@ -164,7 +165,7 @@ def _trainer(config: RunConfig, shape: ModelShape, objective: PolicyObjective) -
         cp=mesh.cp,
         wire=dtypes_of(config).wire,
         values="values" in objective.passes,
-        reference="ref_logprobs" in objective.passes,
+        references=sum(not is_url(place) for place in set(references_of(config, objective).values())),
         moments=optimizer.moments,
         place=optimizer.place,
         gradients=gradients_of(section.options),

@@ -41,8 +41,9 @@ class TrainerMemory:
     """Memory of one process of a torch trainer whose model is divided over `shards` processes; replicas do not matter.
 
     A micro-batch has `tokens`, of which `trained` have a loss; `cp` processes compute it together. `rank` is the rank
-    of LoRA adapters on `targets` (None: all linear layers); 0 trains every weight. `values` and `reference` are True if
-    a critic and a reference of the same size are loaded as well. `moments` and `place` describe the optimizer's state.
+    of LoRA adapters on `targets` (None: all linear layers); 0 trains every weight. `values` is True if a critic of the
+    same size is loaded as well, and `references` counts the frozen models. `moments` and `place` describe the
+    optimizer's state.
     """
 
     shape: ModelShape
@@ -56,7 +57,7 @@ class TrainerMemory:
     cp: int = 1
     wire: WeightDType = WeightDType.FLOAT32
     values: bool = False
-    reference: bool = False
+    references: int = 0
     moments: MomentDType = MomentDType.FP32
     place: StatePlace = StatePlace.DEVICE
     gradients: GradientSum = GradientSum.WHOLE
@@ -65,7 +66,7 @@ class TrainerMemory:
     def parts(self) -> Mapping[str, int]:
         """Bytes at the peak, by purpose."""
         values = 2 if self.values else 1
-        bases = 1 if self.rank and self.shards == 1 else values + self.reference
+        bases = 1 if self.rank and self.shards == 1 else values + self.references
         sizes = {
             "weights": self._weights * bases + 4 * self.adapters * values // self.shards,
             "gradients": self._gradients * values,

@@ -251,5 +251,6 @@ def _columns(batch: MicroBatch, where: NDArray[np.intp]) -> Mapping[str, Any]:
         "loss_mask": batch.loss_mask[where],
         "segment_ids": batch.segment_ids[where],
         "rollout_ids": None if batch.rollout_ids is None else batch.rollout_ids[where],
+        "streams": None if batch.streams is None else batch.streams[where],
         "num_segments": batch.num_segments,
     }

@@ -171,7 +171,7 @@ def broken_loss(loss: float, number: int) -> NonFiniteError:
 def _columns(batch: MicroBatch, inside: Bool, device: torch.device) -> Mapping[str, Any]:
     """Return the objective's columns for the tokens inside the mask."""
     names = ("loss_mask", "advantages", "weights", "behavior_logprobs", "temperatures")
-    optional = ("old_logprobs", "ref_logprobs", "values", "returns", "kl_coefficients")
+    optional = ("old_logprobs", "ref_logprobs", "values", "returns", "kl_coefficients", "streams")
     columns = {name: getattr(batch, name) for name in names}
     columns |= {name: column for name in optional if (column := getattr(batch, name)) is not None}
     columns["segment_ids"] = batch.segment_ids.astype(np.int64)

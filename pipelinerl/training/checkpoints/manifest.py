@@ -36,6 +36,7 @@ class TrainingState:
         ledger: completed orders (`ConsumedLedger.to_record`).
         controller: the controller's snapshot at the same step boundary.
         kl_coefficient: β, if it is controlled.
+        baselines: average rewards by role, if the advantages read them.
         epochs: lineage as [epoch, version it began at], the trainer's own epoch last; empty in older checkpoints.
         solved: `SolvedProblems` reports that were not acknowledged yet.
     """
@@ -46,6 +47,7 @@ class TrainingState:
     ledger: dict[str, Any]
     controller: dict[str, Any]
     kl_coefficient: float | None = None
+    baselines: dict[str, float] = field(default_factory=dict)
     epochs: list[list[int]] = field(default_factory=list)
     solved: Mapping[str, Sequence[Sequence[Any]]] = field(default_factory=dict)
 
@@ -121,7 +123,7 @@ class Manifest:
     def _record(self) -> dict[str, Any]:
         """Return the record as it is after a JSON round trip, which turns integer keys into strings."""
         state = asdict(self.state)
-        for name in ("epochs", "solved"):
+        for name in ("epochs", "solved", "baselines"):
             if not state[name]:
                 del state[name]  # so that manifests written before these fields existed keep their bytes
         record: dict[str, Any] = {"format": _FORMAT, "state": state, "files": self.files}

@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from inference_contract.schemas import FinishReason
 from pipelinerl import rng
 from pipelinerl.enums import Truncated
-from pipelinerl.objective.adv import Advantage, Decoupled, credits_turns
-from pipelinerl.objective.agg import Aggregation
+from pipelinerl.objective.adv import Decoupled, RoleBaseline, credits_turns
 from pipelinerl.objective.objective import PolicyObjective
-from pipelinerl.objective.reward import Parts, RewardShaping, Scored, TurnReward, Turns
+from pipelinerl.objective.reward import Parts, RewardShaping, Roles, Scored, TurnReward, Turns
+from pipelinerl.objective.streams import ONE_LOSS, DomainLosses, Loss, with_constants
 from pipelinerl.training.rollouts.admission import has_part_signal, has_signal, has_turn_signal, is_judged
 from pipelinerl.training.rollouts.packing import (
     Packed,
@@ -49,6 +49,14 @@ Floats = NDArray[np.float64]
 Bins = Callable[[Sequence[int], Sequence[int], Sequence[int]], list[list[int]]]
 
 
+class TokenWeights(Protocol):
+    """A rule for the weights of a mini-batch."""
+
+    def __call__(self, *, valid: NDArray[np.bool_]) -> Floats:
+        """Return the weight [B] of each sampled token of each rollout."""
+        ...
+
+
 @runtime_checkable
 class TeachesCritic(Protocol):
     """An advantage estimator that defines the targets of the critic: `GAE`."""
@@ -65,6 +73,7 @@ class TrainBatch:
 
     Attributes:
         learns: [B], False for rollouts without gradient: not judged, or truncated and masked.
+        losses: of the groups' domains.
         segments: of all B rollouts. packed: the computed ones in micro-batches; `members` are their numbers.
     """
 
@@ -72,6 +81,7 @@ class TrainBatch:
     scored: Scored
     learns: NDArray[np.bool_]
     partition: BatchPartition
+    losses: DomainLosses
     segments: SegmentTable
     bins: Bins
     packed: list[Packed]
@@ -110,6 +120,10 @@ class TrainBatch:
     def rollouts_of(self, number: int) -> list[int]:
         """Return the rollout of each segment of micro-batch `number`."""
         return [self.segments.owners[member] for member in self.packed[number].members]
+
+    def domains_of(self, number: int) -> list[str]:
+        """Return the domain of each segment of micro-batch `number`."""
+        return [self.groups[self.scored.groups[rollout]].domain for rollout in self.rollouts_of(number)]
 
     def completed(self, micro_batches: Sequence[MicroBatch]) -> TrainBatch:
         """Return the batch with these micro-batches, which have the columns of the forward passes."""
@@ -152,14 +166,19 @@ class TrainBatch:
             )
         return packed
 
-    def with_advantages(self, adv: Advantage, completed: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def with_advantages(self, objective: PolicyObjective, completed: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches with advantages and, for a critic, returns added to the columns of the forward
         passes.
 
         Unjudged rollouts are not packed; the columns of their tokens are 0 and are never read.
         """
-        columns = {name: self._gathered(completed, name) for name in adv.needs}
-        computed = {"advantages": adv.advantages(self.scored, columns)}
+        adv = objective.adv
+        columns = {name: self._gathered(completed, name) for name in objective.late_columns}
+        advantages, streams = adv.advantages(self.scored, columns), self.partition.streams
+        if streams is not None:
+            advantages = with_constants(advantages, np.repeat(streams, self.scored.lengths))
+        computed = {"advantages": advantages}
+        computed |= objective.choices(self.scored, columns | computed)
         if isinstance(adv, TeachesCritic):
             computed["returns"] = adv.returns(self.scored, columns)
         return [
@@ -188,12 +207,15 @@ class MiniBatch(NamedTuple):
 
 
 def teacher(
-    objective: PolicyObjective, shaping: Mapping[str, RewardShaping], truncated: Truncated
+    objective: PolicyObjective,
+    shaping: Mapping[str, RewardShaping],
+    truncated: Truncated,
+    losses: DomainLosses = ONE_LOSS,
 ) -> Callable[[RolloutGroup], bool]:
     """Return the function that tells whether a group can teach: it has a signal, if one is needed, and rollouts that
     learn.
     """
-    signal = is_judged if learns_from_equals(objective, shaping) else signal_of(objective)
+    signal = is_judged if learns_from_equals(objective, shaping) else signal_of(objective, losses)
 
     def teaches(group: RolloutGroup) -> bool:
         return signal(group) and any(
@@ -203,11 +225,15 @@ def teacher(
     return teaches
 
 
-def signal_of(objective: PolicyObjective) -> Callable[[RolloutGroup], bool]:
-    """Return the function that tells whether the rewards of a group differ, as the objective reads them."""
+def signal_of(objective: PolicyObjective, losses: DomainLosses = ONE_LOSS) -> Callable[[RolloutGroup], bool]:
+    """Return the function that tells whether the rewards of a group differ, as the objective reads them.
+
+    A group whose loss reads no rewards needs no difference.
+    """
+    differs = has_turn_signal if credits_turns(objective.adv) else has_signal
     if isinstance(objective.adv, Decoupled):
-        return has_part_signal
-    return has_turn_signal if credits_turns(objective.adv) else has_signal
+        differs = has_part_signal
+    return lambda group: losses.of(group.domain) is not Loss.RL or differs(group)
 
 
 def learns_from_equals(objective: PolicyObjective, shaping: Mapping[str, RewardShaping]) -> bool:
@@ -216,7 +242,7 @@ def learns_from_equals(objective: PolicyObjective, shaping: Mapping[str, RewardS
     It has nothing if its own mean is the baseline, nothing else has a gradient, and no length is punished.
     """
     punished = any(how.overlong_tokens for how in shaping.values())
-    if objective.adv.needs or not objective.zero_advantage_is_idle or punished:
+    if objective.late_columns or not objective.zero_advantage_is_idle or punished:
         return True
     ones = np.ones(4, np.intp)
     equals = Scored(
@@ -291,6 +317,8 @@ def build(
     truncated: Truncated = Truncated.TRAIN,
     width: int = 1,
     mini_batching: MiniBatching = ONE_STEP,
+    losses: DomainLosses = ONE_LOSS,
+    baselines: Mapping[str, float] = MappingProxyType({}),
 ) -> TrainBatch:
     """Weigh and pack the rollouts of `groups` for the step that produces version `producing`.
 
@@ -304,7 +332,8 @@ def build(
     Args:
         shaping: by domain; other domains keep the verifiers' rewards. truncated: handling of rollouts that ran out of
             tokens.
-        width: micro-batches that the trainer computes at once. mini_batching: division of the batch.
+        width: micro-batches that the trainer computes at once. mini_batching: division of the batch. losses: by domain,
+            if not all take the objective. baselines: of roles, for an advantage that reads them.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     verdicts = np.array([rollout.verdict.reward for rollout in rollouts], np.float64)
@@ -315,24 +344,28 @@ def build(
     with np.errstate(invalid="ignore"):
         rewards = _shaped(Scored(rewards=verdicts, groups=index, lengths=lengths, valid=valid), domains, shaping)
     learns = valid & ~np.array([is_masked(rollout, truncated) for rollout in rollouts])
-    late = bool(objective.adv.needs)
-    turns = _turns(rollouts) if credits_turns(objective.adv) else None
+    streams = losses.codes(domains.tolist())
+    of_objective = valid if streams is None else valid & (streams == Loss.RL.code)
+    late = bool(objective.late_columns)
     scored = Scored(
         rewards=rewards,
         groups=index,
         lengths=lengths,
-        valid=learns if late else valid,
-        turns=turns,
+        valid=learns & of_objective if late else of_objective,
+        turns=_turns(rollouts) if credits_turns(objective.adv) else None,
         parts=_parts(groups, shaping, rewards) if isinstance(objective.adv, Decoupled) else None,
+        roles=Roles(_roles(groups), baselines) if isinstance(objective.adv, RoleBaseline) else None,
     )
     with np.errstate(invalid="ignore", over="ignore"):  # `finite_check` reports rewards that are not finite
         advantages = np.zeros(scored.num_tokens) if late else objective.adv.advantages(scored, {})
+    advantages = advantages if streams is None else with_constants(advantages, np.repeat(streams, lengths))
     parts = np.split(advantages, np.cumsum(lengths)[:-1])
-    taught = np.array([late or not objective.zero_advantage_is_idle or part.any() for part in parts])
+    taught = np.array([late or not objective.zero_advantage_is_idle or part.any() for part in parts]) | ~of_objective
     partition = BatchPartition(
         mini_batching=mini_batching,
         producing=producing,
-        agg=objective.agg,
+        token_weights=partial(losses.token_weights, objective.agg, domains.tolist(), lengths=lengths, groups=index),
+        streams=streams,
         groups=index,
         lengths=lengths,
         num_tokens=np.array([rollout.num_tokens for rollout in rollouts]),
@@ -347,6 +380,7 @@ def build(
         scored=scored,
         learns=learns,
         partition=partition,
+        losses=losses,
         segments=table,
         bins=partial(bins_of, token_budget=token_budget, width=width, split=split),
         packed=_packed(partition, table, parts, packing),
@@ -359,6 +393,16 @@ def _turns(rollouts: Sequence[Rollout]) -> Turns:
     return Turns.of(
         [[TurnReward(len(turn.token_ids), turn.reward, turn.agent) for turn in one.turns] for one in rollouts]
     )
+
+
+def _roles(groups: Sequence[RolloutGroup]) -> list[str]:
+    """Return the role of each turn: its domain, and its agent if it has one."""
+    return [
+        f"{group.domain}/{turn.agent}" if turn.agent else group.domain
+        for group in groups
+        for rollout in group.rollouts
+        for turn in rollout.turns
+    ]
 
 
 def _parts(groups: Sequence[RolloutGroup], shaping: Mapping[str, RewardShaping], rewards: Floats) -> Parts:
@@ -381,7 +425,12 @@ def _packed(
     packed = []
     for members, weights in partition.portions(0):
         weighted = [
-            WeightedRollout(rollout=table.rollouts[i], advantages=advantages[i], token_weight=float(weights[i]))
+            WeightedRollout(
+                rollout=table.rollouts[i],
+                advantages=advantages[i],
+                token_weight=float(weights[i]),
+                stream=None if partition.streams is None else int(partition.streams[i]),
+            )
             for i in members
         ]
         numbers = [number for i in members for number in table.of_rollout(i)]
@@ -455,14 +504,17 @@ class BatchPartition:
     """The facts about a batch of B rollouts on which its division into mini-batches depends.
 
     Attributes:
-        producing: the version that it produces. agg: weighs the tokens of each mini-batch alone.
+        producing: the version that it produces.
+        token_weights: returns the weight [B] of each rollout's tokens in a mini-batch, given those that it counts.
+        streams: [B], the number of each rollout's loss; None if all take the objective.
         groups: [B], index of each rollout's group. lengths: [B], sampled tokens. num_tokens: [B], all packed tokens.
         learns: [B], True if the rollout counts in the aggregation. computed: numbers of the rollouts that can teach.
     """
 
     mini_batching: MiniBatching
     producing: int
-    agg: Aggregation
+    token_weights: TokenWeights
+    streams: NDArray[np.int32] | None
     groups: NDArray[np.intp]
     lengths: NDArray[np.intp]
     num_tokens: NDArray[np.intp]
@@ -477,6 +529,6 @@ class BatchPartition:
         portions = []
         for part in self.mini_batching.dealt(sizes, producing=self.producing, epoch=epoch):
             inside = np.isin(self.groups, part)
-            weights = self.agg.token_weights(lengths=self.lengths, groups=self.groups, valid=self.learns & inside)
+            weights = self.token_weights(valid=self.learns & inside)
             portions.append(Portion([i for i in self.computed if inside[i]], weights))
         return portions

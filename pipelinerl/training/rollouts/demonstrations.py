@@ -1,4 +1,4 @@
-"""Right answers as training data: the loss of imitation, and what trains beside the rollouts of each optimizer step.
+"""Right answers as training data: the demonstrations that train with the rollouts of each optimizer step.
 
 A demonstration is the prompt of a problem, as a sampler would get it, followed by `ground_truth` and the token that
 ends an answer. The demonstrations of a step depend on its number alone, so a resumed run continues with the same ones.
@@ -7,19 +7,16 @@ ends an answer. The demonstrations of a step depend on its number alone, so a re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, final
+from dataclasses import dataclass
+from typing import final
 
 import numpy as np
 
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.streams import CROSS_ENTROPY, DomainLosses
 from pipelinerl.training.rollouts.batch import build
 from pipelinerl.types import Outcome, Problem, Rollout, RolloutGroup, Turn, Verdict, VersionSpan
 from trainer_contract.types import MicroBatch
-
-#: Cross-entropy as five slots: the mean of log π_θ over the tokens of all demonstrations.
-IMITATION: Final = resolve({"agg": "batch", "is_weight": "one", "adv": "constant", "grad1": "logprob", "grad2": "none"})
 
 
 def demonstration(problem: Problem, tokenizer: ChatTokenizer, index: int) -> RolloutGroup:
@@ -39,26 +36,26 @@ def demonstration(problem: Problem, tokenizer: ChatTokenizer, index: int) -> Rol
 
 
 def imitated(groups: Sequence[RolloutGroup], *, token_budget: int, width: int) -> list[MicroBatch]:
-    """Return the micro-batches of demonstrations; their weights sum to 1."""
-    return build(groups, objective=IMITATION, token_budget=token_budget, producing=1, width=width).micro_batches
+    """Return the micro-batches of demonstrations for `CROSS_ENTROPY`; their weights sum to 1."""
+    return build(groups, objective=CROSS_ENTROPY, token_budget=token_budget, producing=1, width=width).micro_batches
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImitationStream:
-    """The demonstrations that train beside the rollouts: a stream of loss with a denominator of its own.
+class DemonstrationStream:
+    """The demonstrations that train with the rollouts, in the stream `ce`.
 
     Attributes:
         problem: problem i ≥ 0.
         count: demonstrations of each optimizer step. Those of more than `most_tokens` tokens are left out.
-        weight: factor of their mean cross-entropy beside the objective's loss.
+        losses: of their domains: all `ce`, each with its factor.
         token_budget: the most tokens of a micro-batch.
     """
 
     problem: Callable[[int], Problem]
     tokenizer: ChatTokenizer
     count: int
-    weight: float
+    losses: DomainLosses
     most_tokens: int
     token_budget: int
 
@@ -70,7 +67,14 @@ class ImitationStream:
         return [group for group in made if group.rollouts[0].num_tokens <= self.most_tokens]
 
     def micro_batches(self, step: int, *, width: int) -> list[MicroBatch]:
-        """Return the packed demonstrations of that step; their weights sum to `weight`, or there are none."""
-        groups = self.groups(step)
-        batch = imitated(groups, token_budget=self.token_budget, width=width) if groups else []
-        return [replace(each, weights=each.weights * np.float32(self.weight)) for each in batch]
+        """Return the packed demonstrations of that step; there are none if all are too long."""
+        if not (groups := self.groups(step)):
+            return []
+        return build(
+            groups,
+            objective=CROSS_ENTROPY,
+            losses=self.losses,
+            token_budget=self.token_budget,
+            producing=1,
+            width=width,
+        ).micro_batches

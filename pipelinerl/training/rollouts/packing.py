@@ -32,11 +32,14 @@ from trainer_contract.types import Bool, Experts, Float32, MicroBatch
 class WeightedRollout:
     """A rollout with the advantages [N] of its sampled tokens, turn after turn, and the weight that each of them
     has.
+
+    `stream` is the number of the loss that its tokens take; None if all rollouts take the same.
     """
 
     rollout: Rollout
     advantages: NDArray[np.floating]
     token_weight: float
+    stream: int | None = None
 
 
 class Splitting(Enum):
@@ -401,9 +404,15 @@ def _micro_batch(rollouts: Sequence[WeightedRollout], table: SegmentTable, membe
         behavior_logprobs=behavior,
         temperatures=spread([each.rollout.temperature for each in given]),
         behavior_versions=versions,
+        streams=_streams([each.stream for each in given], lengths),
         routed_experts=_routed(routed),
         num_segments=len(members),
     )
+
+
+def _streams(streams: Sequence[int | None], lengths: NDArray[np.intp]) -> NDArray[np.int32] | None:
+    known = [stream for stream in streams if stream is not None]
+    return np.repeat(np.array(known, np.int32), lengths) if known else None
 
 
 def _routed(parts: Sequence[Experts | None]) -> Experts | None:

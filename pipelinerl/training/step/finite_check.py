@@ -83,7 +83,7 @@ def check_terms(
     Terms of whole distributions are not checked: only the trainer had those distributions.
     """
     measured = isinstance(objective.grad2, DistributionTerm)
-    names = (*_COLUMNS, "loss_mask", "segment_ids", "rollout_ids", "num_segments")
+    names = (*_COLUMNS, "loss_mask", "segment_ids", "rollout_ids", "num_segments", "kl_coefficients")
     columns = {name: getattr(micro_batch, name) for name in names}
     with np.errstate(all="ignore"):
         tokens = Tokens.of(logprobs, columns)

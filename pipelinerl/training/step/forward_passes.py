@@ -2,7 +2,7 @@
 
     old_logprobs   the policy, at the weights that sampled each token or at those from which the step starts; or the
                    sampler's own, as the recipe chooses
-    ref_logprobs   the reference: a worker with the run's initial weights, which never steps
+    ref_logprobs   the reference: a worker with the run's initial weights, which never steps; or a domain's teacher
     values         the critic, before it learns from this step
 
 Replayed routing applies to the policy's passes. Reference and critic are other models, whose routers choose.
@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice, zip_longest
-from typing import Final, final
+from typing import Final, Protocol, final
 
 import numpy as np
 
 from pipelinerl.enums import OldLogprobs
 from pipelinerl.numerics.entropy_probe import EntropyProbe
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.streams import Loss
 from pipelinerl.training.publish.weight_history import WeightHistory
 from pipelinerl.training.rollouts.batch import TrainBatch
 from pipelinerl.training.rollouts.packing import SegmentTable, alone, prefixes, with_columns
@@ -31,29 +34,52 @@ from trainer_contract.types import Bool, Float32, MicroBatch
 Pass = Callable[[Sequence[MicroBatch]], list[Float32]]
 
 
+class Teacher(Protocol):
+    """A frozen model that gives log-probs: a trainer that never steps, or an engine."""
+
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
+        """Return the log-probs f32 [T] of each micro-batch's tokens at their temperatures; 0 at segment starts."""
+        ...
+
+    def close(self) -> None:
+        """Free what it holds."""
+        ...
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardPasses:
     """The workers that compute each column. A pass without a worker is rejected when the recipe is read.
 
-    `history` is set if `old_logprobs` are those at the sampling weights.
+    `teachers` has those of domains that are distilled from another model than the reference. `history` is set if
+    `old_logprobs` are those at the sampling weights.
     """
 
     policy: Trainer
     critic: Trainer | None = None
-    reference: Trainer | None = None
+    reference: Teacher | None = None
+    teachers: Mapping[str, Teacher] = field(default_factory=dict)
     old_logprobs: OldLogprobs = OldLogprobs.RECOMPUTE
     history: WeightHistory | None = None
 
-    def plan(self, needs: Iterable[str]) -> Mapping[str, Pass]:
-        """Return the passes for `needs`, by the name of their column, in the order in which they are made."""
+    def plan(
+        self, needs: Iterable[str], batch: TrainBatch | None = None, *, objective: PolicyObjective | None = None
+    ) -> Mapping[str, Pass]:
+        """Return the passes for `needs`, by the name of their column, in the order in which they are made.
+
+        Args:
+            batch: of the micro-batches, if its domains take several losses. objective: of those that earn rewards.
+        """
         old: dict[OldLogprobs, Pass] = {
             OldLogprobs.SAMPLING_WEIGHTS: self._at_sampling_weights,
             OldLogprobs.RECOMPUTE: self.policy.forward,
             OldLogprobs.BEHAVIOR: lambda batches: [batch.behavior_logprobs for batch in batches],
         }
         passes = {"old_logprobs": old[self.old_logprobs]}
-        if self.reference is not None:
+        if batch is not None and batch.losses.others:
+            refers = objective is not None and "ref_logprobs" in objective.passes
+            passes["ref_logprobs"] = lambda batches: self._by_domain(batch, batches, refers=refers)
+        elif self.reference is not None:
             reference = self.reference
             passes["ref_logprobs"] = lambda batches: reference.forward(unrouted(batches))
         if self.critic is not None:
@@ -73,13 +99,43 @@ class ForwardPasses:
         sampled = np.concatenate([_versions(batch)[batch.loss_mask] for batch in batches])
         for version in np.unique(sampled).tolist():
             tokens = [batch.loss_mask & (_versions(batch) == version) for batch in batches]
-            touched = [number for number, its in enumerate(tokens) if its.any()]
-            parts = [prefixes(batches[number], through=tokens[number]) for number in touched]
-            found = self.policy.forward_at([part.micro_batch for part in parts], self.history.weights(version))
-            for number, part, logprobs in zip(touched, parts, found, strict=True):
-                its: Bool = tokens[number]
-                columns[number][its] = logprobs[its[part.kept]]
+            _fill(columns, batches, tokens, partial(self.policy.forward_at, weights=self.history.weights(version)))
         return columns
+
+    def _by_domain(self, batch: TrainBatch, batches: Sequence[MicroBatch], *, refers: bool) -> list[Float32]:
+        """Return the log-probs [T] of each token by the model with which its domain's loss compares; 0 without one.
+
+        Args:
+            refers: whether the run's objective reads the reference.
+        """
+        taught: dict[int, tuple[Teacher, set[str]]] = {}
+        for domain in {group.domain for group in batch.groups}:
+            own = self.teachers.get(domain, self.reference) if batch.losses.of(domain) is Loss.REF_KL else None
+            teacher = self.reference if refers and batch.losses.of(domain) is Loss.RL else own
+            if teacher is not None:
+                taught.setdefault(id(teacher), (teacher, set()))[1].add(domain)
+        columns = [np.zeros(each.num_tokens, np.float32) for each in batches]
+        domains = [batch.domains_of(number) for number in range(len(batches))]
+        for teacher, names in taught.values():
+            its = [np.array([domain in names for domain in of]) for of in domains]
+            tokens = [each.loss_mask & mask[each.segment_ids] for each, mask in zip(batches, its, strict=True)]
+            _fill(columns, unrouted(batches), tokens, teacher.forward)
+        return columns
+
+
+def _fill(
+    columns: Sequence[Float32],
+    batches: Sequence[MicroBatch],
+    tokens: Sequence[Bool],
+    forward: Callable[[list[MicroBatch]], list[Float32]],
+) -> None:
+    """Write the log-probs of some `tokens` [T] of each micro-batch into the columns; compute only what they need."""
+    touched = [number for number, its in enumerate(tokens) if its.any()]
+    parts = [prefixes(batches[number], through=tokens[number]) for number in touched]
+    found = forward([part.micro_batch for part in parts]) if parts else []
+    for number, part, logprobs in zip(touched, parts, found, strict=True):
+        its: Bool = tokens[number]
+        columns[number][its] = logprobs[its[part.kept]]
 
 
 def unrouted(batches: Sequence[MicroBatch]) -> list[MicroBatch]:

@@ -1,14 +1,17 @@
-"""What changes from step to step: the learning rate, a pure function of the step, and the KL coefficient."""
+"""What changes from step to step: the learning rate, a pure function of the step, the KL coefficient, and baselines."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, Literal, final
 
+from pipelinerl.objective.adv import RoleBaseline
 from pipelinerl.objective.kl_control import KLController, kl_coefficient, with_kl_coefficient
 from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.reward import Scored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +45,22 @@ KL_FIGURE: Final = "kl_reference"
 
 @final
 class AdaptiveObjective:
-    """The current objective. Without a controller it stays the recipe's. Checkpoints carry its `coefficient`."""
+    """The current objective, and the baselines of roles. Without a controller the objective stays the recipe's.
+
+    Checkpoints carry `coefficient` and `baselines`.
+    """
 
     def __init__(
-        self, objective: PolicyObjective, *, controller: KLController | None, restored: float | None = None
+        self,
+        objective: PolicyObjective,
+        *,
+        controller: KLController | None,
+        restored: float | None = None,
+        baselines: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self._controller = controller
         self.current = objective
+        self.baselines = baselines
         if controller is not None and restored is not None:
             self.current = with_kl_coefficient(objective, restored)
 
@@ -56,6 +68,11 @@ class AdaptiveObjective:
     def coefficient(self) -> float | None:
         """The controlled β; None without a controller."""
         return kl_coefficient(self.current) if self._controller else None
+
+    def trained(self, scored: Scored) -> None:
+        """Update the baselines after a step with these rollouts."""
+        if isinstance(self.current.adv, RoleBaseline):
+            self.baselines = self.current.adv.baselines(scored)
 
     def observe(self, figures: Mapping[str, float]) -> dict[str, float]:
         """Update β after a step with these figures; return the β of that step as a figure."""

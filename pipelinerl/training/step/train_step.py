@@ -21,8 +21,9 @@ import numpy as np
 
 from pipelinerl.objective.kl_control import as_column
 from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.streams import Loss, only
 from pipelinerl.training.rollouts.batch import MiniBatch, TrainBatch
-from pipelinerl.training.rollouts.demonstrations import IMITATION, ImitationStream
+from pipelinerl.training.rollouts.demonstrations import DemonstrationStream
 from pipelinerl.training.rollouts.packing import with_columns
 from pipelinerl.training.step import finite_check
 from pipelinerl.training.step.finite_check import NonFiniteStep
@@ -76,7 +77,7 @@ class TrainStep:
     passes: ForwardPasses
     critic: Critic | None = None
     entropy: EntropyMeter = field(default_factory=EntropyMeter)
-    demonstrations: ImitationStream | None = None
+    demonstrations: DemonstrationStream | None = None
 
     @property
     def _policy(self) -> Trainer:
@@ -144,7 +145,7 @@ class TrainStep:
         figures = {
             **figures_of(updates, objective, held_version=batch.producing - 1),
             **(self.passes.history.figures() if self.passes.history else {}),
-            **_kl_reference(accumulated.micro_batches),
+            **_kl_reference(accumulated.micro_batches, reads="ref_logprobs" in objective.passes),
             **accumulated.measured.figures,
         }
         if mini_batching.updates == 1:
@@ -154,23 +155,23 @@ class TrainStep:
     def _gradient(self, mini_batch: MiniBatch, objective: PolicyObjective) -> Gradient:
         """Run backward of policy and critic."""
         with self._clean_on_failure():
-            losses = self._policy_backward(mini_batch.batch, objective)
-            imitation = self._imitate(mini_batch)
-            value_losses = self._critic_backward(mini_batch.batch)
-        return Gradient(mini_batch=mini_batch, losses=losses, value_losses=value_losses, imitation=imitation)
+            batch, demonstrations = mini_batch.batch, self._demonstrated(mini_batch)
+            losses = self._policy_backward(batch, demonstrations, objective)
+            value_losses = self._critic_backward(batch)
+        return Gradient(
+            mini_batch=mini_batch,
+            losses=losses[: len(losses) - len(demonstrations)],
+            value_losses=value_losses,
+            cross_entropy=_cross_entropy(demonstrations, losses[len(losses) - len(demonstrations) :]),
+        )
 
-    def _imitate(self, mini_batch: MiniBatch) -> float | None:
-        """Add the gradient of the demonstrations of this optimizer step; return their mean cross-entropy."""
-        given, batch = self.demonstrations, mini_batch.batch
-        if given is None or self._stands_still(batch):
-            return None
+    def _demonstrated(self, mini_batch: MiniBatch) -> list[MicroBatch]:
+        """Return the demonstrations of this optimizer step; none while the policy stands still."""
+        batch = mini_batch.batch
+        if self.demonstrations is None or self._stands_still(batch):
+            return []
         number = batch.optimizer_steps.start + mini_batch.epoch * batch.partition.mini_batching.mini_batches
-        micro_batches = given.micro_batches(number + mini_batch.number, width=self.width)
-        if not micro_batches:
-            return None
-        with finite_check.naming("loss of demonstrations", batch.orders):
-            losses = self._policy.backward(micro_batches, IMITATION)
-        return sum(loss.loss for loss in losses) / given.weight
+        return self.demonstrations.micro_batches(number + mini_batch.number, width=self.width)
 
     def _update(self, gradient: Gradient, objective: PolicyObjective, *, number: int, rate: float) -> Update:
         """Make both optimizer steps, the critic's first; the policy's is number `number` of the batch, from 0."""
@@ -191,11 +192,11 @@ class TrainStep:
     def _completed(self, batch: TrainBatch, objective: PolicyObjective) -> list[MicroBatch]:
         """Return the micro-batches with every column that policy and critic read."""
         finite_check.check_rewards(batch)
-        needs = objective.passes | (self.critic.loss.needs if self.critic else frozenset())
+        needs = objective.passes | batch.losses.passes | (self.critic.loss.needs if self.critic else frozenset())
         if batch.partition.mini_batching.target_kl is not None:
             needs |= {"old_logprobs"}
         completed = batch.micro_batches
-        for name, call in self.passes.plan(needs).items():
+        for name, call in self.passes.plan(needs, batch, objective=objective).items():
             with finite_check.naming(name, batch.orders):
                 columns = call(completed)
             completed = [
@@ -203,12 +204,15 @@ class TrainStep:
                 for micro_batch, column in zip(completed, columns, strict=True)
             ]
         finite_check.check_columns(batch, completed)
-        if objective.adv.needs:
-            completed = batch.with_advantages(objective.adv, completed)
+        if objective.late_columns:
+            completed = batch.with_advantages(objective, completed)
             finite_check.check_columns(batch, completed)
         return completed
 
-    def _policy_backward(self, batch: TrainBatch, objective: PolicyObjective) -> list[LossStats]:
+    def _policy_backward(
+        self, batch: TrainBatch, demonstrations: Sequence[MicroBatch], objective: PolicyObjective
+    ) -> list[LossStats]:
+        """Run backward of every stream at once; return the losses of the rollouts, then those of demonstrations."""
         (compiled, beta), completed = as_column(objective), batch.micro_batches
         if self._stands_still(batch):
             first = completed[0]
@@ -218,11 +222,19 @@ class TrainStep:
         if beta is not None:
             factors = [np.full(micro_batch.num_tokens, beta, np.float32) for micro_batch in completed]
             given = [with_columns(each, {"kl_coefficients": f}) for each, f in zip(completed, factors, strict=True)]
+        streamed = batch.losses.objective(compiled)
+        blank = [name for name in streamed.needs if demonstrations and getattr(demonstrations[0], name, 0) is None]
+        others = [
+            with_columns(each, {name: np.zeros(each.num_tokens, np.float32) for name in blank})
+            for each in demonstrations
+        ]
         try:
-            losses = self._policy.backward(given, compiled)
+            losses = self._policy.backward([*given, *others], streamed)
         except NonFiniteError as error:
+            if error.number is not None and error.number >= len(completed):
+                raise NonFiniteStep("loss of demonstrations", batch.orders) from error
             self._raise_cause_of_loss(batch, error, completed, objective)
-        for number, (micro_batch, loss) in enumerate(zip(completed, losses, strict=True)):
+        for number, (micro_batch, loss) in enumerate(zip(completed, losses, strict=False)):
             finite_check.check_predictions(batch, number, micro_batch, loss.predictions, what="logprobs")
         return losses
 
@@ -277,11 +289,21 @@ def _raise_cause_of_gradient(gradient: Gradient, objective: PolicyObjective) -> 
     raise NonFiniteStep("model's gradient", batch.orders)
 
 
-def _kl_reference(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-    """Return KL(sampler ‖ reference) in nats per sampled token, by K1; {} without a reference."""
-    differences = [
-        (batch.behavior_logprobs - batch.ref_logprobs)[batch.loss_mask]
-        for batch in micro_batches
-        if batch.ref_logprobs is not None
-    ]
-    return {KL_FIGURE: float(np.concatenate(differences).mean(dtype=np.float64))} if differences else {}
+def _cross_entropy(demonstrations: Sequence[MicroBatch], losses: Sequence[LossStats]) -> float | None:
+    """Return the mean of −log π_θ over the tokens of demonstrations; None without any."""
+    tokens = sum(int(batch.loss_mask.sum()) for batch in demonstrations)
+    return -sum(float(loss.predictions.sum(dtype=np.float64)) for loss in losses) / tokens if tokens else None
+
+
+def _kl_reference(micro_batches: Sequence[MicroBatch], *, reads: bool) -> dict[str, float]:
+    """Return KL(sampler ‖ reference) in nats per sampled token, by K1, of each stream that reads a reference."""
+    found: dict[str, float] = {}
+    for name, loss in ((KL_FIGURE, Loss.RL), ("kl_teacher", Loss.REF_KL)):
+        differences = [
+            (batch.behavior_logprobs - batch.ref_logprobs)[only(batch, loss).loss_mask]
+            for batch in micro_batches
+            if batch.ref_logprobs is not None and (loss is not Loss.RL or reads)
+        ]
+        joined = np.concatenate([np.zeros(0, np.float32), *differences])
+        found |= {name: float(joined.mean(dtype=np.float64))} if joined.size else {}
+    return found

@@ -18,6 +18,7 @@ import numpy as np
 from pipelinerl.numerics import causes
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.statistics import cuts, statistics, trained_tokens
+from pipelinerl.objective.streams import Loss, only
 from pipelinerl.objective.tokens import Tokens
 from pipelinerl.objective.value_loss import ValueLoss, value_statistics
 from pipelinerl.training.rollouts.batch import MiniBatch, TrainBatch
@@ -55,13 +56,13 @@ class BatchEnd(StrEnum):
 class Gradient:
     """The losses of the backward passes over a mini-batch. There are none while the policy stands still.
 
-    `imitation` is the mean cross-entropy of the demonstrations beside it, in nats per token.
+    `cross_entropy` is that of the demonstrations, in nats per token; None without any.
     """
 
     mini_batch: MiniBatch
     losses: list[LossStats]
     value_losses: list[LossStats]
-    imitation: float | None = None
+    cross_entropy: float | None = None
 
     @property
     def batch(self) -> TrainBatch:
@@ -95,7 +96,7 @@ class Update:
     def figures(self, objective: PolicyObjective) -> dict[str, float]:
         """Return the figures of this update; epochs and mini-batches are counted from 1."""
         gradient, tokens = self.gradient, _tokens([self])
-        measured = statistics(objective, tokens)
+        measured = statistics(gradient.batch.losses.objective(objective), tokens)
         return {
             "epoch": gradient.mini_batch.epoch + 1.0,
             "mini_batch": gradient.mini_batch.number + 1.0,
@@ -111,18 +112,19 @@ class Update:
 def figures_of(updates: Sequence[Update], objective: PolicyObjective, *, held_version: int) -> dict[str, float]:
     """Return the figures of a step with these updates, which began with the weights `held_version`."""
     tokens, first = _tokens(updates), updates[0].gradient
+    streamed = first.batch.losses.objective(objective)
     compared = causes.sampled_tokens(first.trained, first.logprobs)
     found = {
-        **statistics(objective, tokens),
-        **causes.figures(compared, held_version=held_version, cuts=cuts(objective, _tokens(updates[:1]))),
+        **statistics(streamed, tokens),
+        **causes.figures(compared, held_version=held_version, cuts=cuts(streamed, _tokens(updates[:1]))),
     }
     if len(updates) > 1 and (sampled := causes.sampled_tokens(_trained(updates), _logprobs(updates))) is not None:
-        found |= causes.by_age(held_version - sampled.versions, cuts(objective, tokens))
+        found |= causes.by_age(held_version - sampled.versions, cuts(streamed, tokens))
     return {
         **found,
         **_of_critic(updates),
         **_of_sending(updates),
-        **_of_imitation(updates),
+        **_of_demonstrations(updates),
         "loss": fmean(_loss(update.gradient.losses) for update in updates),
         "grad_norm": fmean(update.policy.grad_norm for update in updates),
         "learning_rate": updates[-1].policy.learning_rate,
@@ -135,9 +137,9 @@ def _of_sending(updates: Sequence[Update]) -> dict[str, float]:
     return {"sent_share": fmean(shares)} if shares else {}
 
 
-def _of_imitation(updates: Sequence[Update]) -> dict[str, float]:
-    losses = [update.gradient.imitation for update in updates if update.gradient.imitation is not None]
-    return {"imitation_loss": fmean(losses)} if losses else {}
+def _of_demonstrations(updates: Sequence[Update]) -> dict[str, float]:
+    losses = [update.gradient.cross_entropy for update in updates if update.gradient.cross_entropy is not None]
+    return {"ce_loss": fmean(losses)} if losses else {}
 
 
 def _of_critic(updates: Sequence[Update]) -> dict[str, float]:
@@ -145,7 +147,7 @@ def _of_critic(updates: Sequence[Update]) -> dict[str, float]:
     if not made:
         return {}
     losses = [update.gradient.value_losses for update in updates]
-    batches = [batch for update in updates for batch in update.gradient.batch.micro_batches]
+    batches = [only(batch, Loss.RL) for update in updates for batch in update.gradient.batch.micro_batches]
     return {
         **value_statistics(batches, [loss.predictions for each in losses for loss in each]),
         "value_loss": fmean(_loss(each) for each in losses),
@@ -194,15 +196,18 @@ class Critic:
         return version < self.warmup_steps
 
     def weighed(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches with equal weights of all trained tokens, whatever the policy's aggregation."""
-        total = sum(int(batch.loss_mask.sum()) for batch in micro_batches)
+        """Return the micro-batches with equal weights of all tokens that take the run's objective, whatever its
+        aggregation; the loss mask leaves the others out.
+        """
+        rewarded = [only(batch, Loss.RL) for batch in micro_batches]
+        total = sum(int(batch.loss_mask.sum()) for batch in rewarded)
         return [
             replace(
                 batch,
                 weights=(batch.loss_mask / np.float32(max(total, 1))).astype(np.float32),
                 routed_experts=None,  # they belong to the policy
             )
-            for batch in micro_batches
+            for batch in rewarded
         ]
 
     def apply(self, step: int) -> StepStats:

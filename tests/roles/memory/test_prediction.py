@@ -165,8 +165,8 @@ def test_each_part_scales_with_the_option_that_causes_it(large):
     assert replace(plain, tokens=8192).parts["activations"] > 1.9 * plain.parts["activations"]
     assert replace(plain, shards=8).parts["moments"] == plain.parts["moments"] // 8
     assert replace(plain, values=True).parts["moments"] == 2 * plain.parts["moments"]
-    assert replace(plain, reference=True).parts["weights"] == 2 * plain.parts["weights"]
-    assert replace(plain, rank=16, reference=True).parts["weights"] == replace(plain, rank=16).parts["weights"]
+    assert replace(plain, references=1).parts["weights"] == 2 * plain.parts["weights"]
+    assert replace(plain, rank=16, references=1).parts["weights"] == replace(plain, rank=16).parts["weights"]
 
 
 def test_context_parallel_processes_divide_the_activations(large):
@@ -177,6 +177,6 @@ def test_context_parallel_processes_divide_the_activations(large):
     adapters = replace(plain, rank=16, shards=1)
     divided = replace(adapters, shards=8)
     assert divided.parts["weights"] < 0.2 * adapters.parts["weights"]
-    assert replace(divided, reference=True).parts["weights"] > 1.9 * divided.parts["weights"], "each has its own base"
+    assert replace(divided, references=1).parts["weights"] > 1.9 * divided.parts["weights"], "each has its own base"
     told = list(lines(MemoryPrediction(replace(adapters, checkpointing=True), None, 0), limits={"trainer": 80 * GIB}))
     assert "it would fit with trainer.options.mesh.cp=4 (" in next(line for line in told if "more than" in line)

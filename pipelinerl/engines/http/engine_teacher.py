@@ -1,0 +1,99 @@
+"""`EngineTeacher`: log-probs of given tokens from an engine of the contract, in place of a model in the trainer.
+
+| waits for | unblocked by |
+|---|---|
+| the log-probs of a segment | the engine's answer, or the deadline of all attempts |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Final, final
+
+import numpy as np
+
+from inference_contract.errors import ContractError, Overloaded
+from inference_contract.schemas import ChatCompletionRequest
+from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.errors import EngineUnreachable
+from trainer_contract.types import Float32, MicroBatch
+
+#: Requests in flight; the engine batches them.
+_AT_ONCE: Final = 64
+_AGAIN_S: Final = 1.0
+
+
+@final
+class EngineTeacher:
+    """A frozen model behind an engine's URL. Its log-probs are those of the tokens at their temperatures.
+
+    Args:
+        url: base URL of the engine. token: its bearer token.
+        timeout_s: the longest time without an answer for one segment; an engine that restarts meanwhile is waited for.
+    """
+
+    def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 120.0) -> None:
+        self.url = url
+        self._timeout_s = timeout_s
+        self._runner = asyncio.Runner()
+        self._client = EngineClient(token=token, chat_timeout_s=timeout_s)
+
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
+        """Return the log-probs f32 [T] of each micro-batch's tokens; 0 at segment starts.
+
+        Raises:
+            EngineUnreachable: the engine gave no answer in time, or rejected a segment, which is too long, or for which
+                it cannot report log-probs.
+        """
+        return self._runner.run(self._forward(micro_batches))
+
+    def close(self) -> None:
+        """Close the connections."""
+        with ThreadPoolExecutor(1) as thread:  # the caller's thread may run an event loop of its own
+            thread.submit(self._closed).result()
+
+    def _closed(self) -> None:
+        self._runner.run(self._client.close())
+        self._runner.close()
+
+    async def _forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
+        columns = [np.zeros(batch.num_tokens, np.float32) for batch in micro_batches]
+        free = asyncio.Semaphore(_AT_ONCE)
+        try:
+            async with asyncio.TaskGroup() as segments:
+                for batch, column in zip(micro_batches, columns, strict=True):
+                    starts = [*np.flatnonzero(batch.position_ids == 0).tolist(), batch.num_tokens]
+                    for start, end in pairwise(starts):
+                        segments.create_task(self._fill(column, batch, start, end, free))
+        except* EngineUnreachable as failed:
+            raise failed.exceptions[0] from None
+        return columns
+
+    async def _fill(self, column: Float32, batch: MicroBatch, start: int, end: int, free: asyncio.Semaphore) -> None:
+        request = ChatCompletionRequest(
+            prompt_token_ids=batch.token_ids[start:end].tolist(),
+            temperature=float(batch.temperatures[start]),
+            max_tokens=1,
+            return_prompt_logprobs=True,
+        )
+        async with free:
+            logprobs = await self._logprobs(request)
+        if len(logprobs) != end - start:
+            raise EngineUnreachable(f"{self.url} must give {end - start} prompt_logprobs, got {len(logprobs)}")
+        column[start:end] = logprobs
+
+    async def _logprobs(self, request: ChatCompletionRequest) -> list[float]:
+        """Return the prompt's log-probs; ask again until the deadline if the engine is unreachable or busy."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return (await self._client.chat(self.url, request)).prompt_logprobs or []
+            except (ContractError, EngineUnreachable) as error:
+                busy = isinstance(error, EngineUnreachable | Overloaded) or error.status >= 500
+                if not busy or time.monotonic() + _AGAIN_S > deadline:
+                    raise EngineUnreachable(f"the teacher {self.url} gives no log-probs: {error}") from error
+                await asyncio.sleep(_AGAIN_S)

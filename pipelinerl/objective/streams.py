@@ -1,0 +1,191 @@
+"""Streams of loss: which loss each token takes when a batch holds more than one, and their sum as one objective.
+
+    loss = Σ_s loss_s(tokens of stream s)
+
+Each stream is an algorithm of five slots with a denominator of its own: a change in one stream's tokens leaves the
+gradient of the others as it is. The column `streams` of a micro-batch holds the stream of each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Final, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl.arrays import Array
+from pipelinerl.objective.agg import Aggregation, Bools, Ints
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.tokens import column_of
+from trainer_contract.types import Columns, HeadMeasure, MicroBatch
+
+
+class Loss(StrEnum):
+    """The loss that the tokens of a domain take."""
+
+    RL = "rl"
+    """The run's objective."""
+    CE = "ce"
+    """Cross-entropy: the mean of −log π_θ over the tokens of right answers that the data give."""
+    REF_KL = "ref_kl"
+    """Reverse KL to a teacher on the policy's own answers (`on_policy_distillation`); rewards are not read."""
+
+    @property
+    def code(self) -> int:
+        """The number of this loss in the column `streams`."""
+        return _CODES[self]
+
+
+_CODES: Final = {loss: code for code, loss in enumerate(Loss)}
+
+#: Cross-entropy as five slots.
+CROSS_ENTROPY: Final = resolve(
+    {"agg": "batch", "is_weight": "one", "adv": "constant", "grad1": "logprob", "grad2": "none"}
+)
+_OWN: Final[Mapping[Loss, PolicyObjective]] = {
+    Loss.CE: CROSS_ENTROPY,
+    Loss.REF_KL: resolve("on_policy_distillation"),
+}
+#: The advantage of every token of a stream whose objective has a constant one.
+_ADVANTAGES: Final = np.array([np.nan, 1.0, 0.0])
+
+
+class Part(NamedTuple):
+    """One stream of a batch, and its objective."""
+
+    loss: Loss
+    objective: PolicyObjective
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StreamedObjective:
+    """The sum of the objectives of several streams; satisfies `trainer_contract.types.Objective`.
+
+    Attributes:
+        rl: the run's objective. others: the further losses that tokens may take.
+    """
+
+    rl: PolicyObjective
+    others: tuple[Loss, ...]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Every stream, the run's objective first."""
+        return (Part(Loss.RL, self.rl), *(Part(loss, _OWN[loss]) for loss in self.others))
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The optional columns that any stream reads, and `streams`."""
+        return frozenset({"streams"}).union(*(part.objective.needs for part in self.parts))
+
+    def evaluate(self, logprobs: Array, columns: Columns) -> Array:
+        """Return the sum of the streams' losses on this micro-batch, a scalar."""
+        first, *others = (part.objective.evaluate(logprobs, within(columns, part.loss)) for part in self.parts)
+        return sum(others, first)
+
+    def prediction_gradient(self, logprobs: Array, columns: Columns) -> Array:
+        """Return d loss / d logprobs, [T], in closed form."""
+        each = (part.objective.prediction_gradient(logprobs, within(columns, part.loss)) for part in self.parts)
+        first, *others = each
+        return sum(others, first)
+
+    def measure_gradients(self, logprobs: Array, columns: Columns) -> Mapping[HeadMeasure, Array]:
+        """Return d loss / d measure, [T], in closed form, for the measure that the run's objective reads, if any."""
+        return self.rl.measure_gradients(logprobs, within(columns, Loss.RL))
+
+
+def within(columns: Columns, loss: Loss) -> Columns:
+    """Return the columns with the loss mask reduced to the tokens of one stream.
+
+    The factors of the KL penalty's coefficient belong to the run's objective alone.
+    """
+    its = {**columns, "loss_mask": columns["loss_mask"] & (column_of(columns, "streams") == loss.code)}
+    if loss is not Loss.RL:
+        its.pop("kl_coefficients", None)
+    return its
+
+
+def only(batch: MicroBatch, loss: Loss) -> MicroBatch:
+    """Return the micro-batch with the loss mask reduced to the tokens of one stream."""
+    if batch.streams is None:
+        return batch if loss is Loss.RL else replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
+    return replace(batch, loss_mask=batch.loss_mask & (batch.streams == loss.code))
+
+
+class DomainLoss(NamedTuple):
+    """The loss of a domain, and the factor of its tokens' weights."""
+
+    loss: Loss = Loss.RL
+    factor: float = 1.0
+
+
+_OF_OTHERS: Final = DomainLoss()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DomainLosses:
+    """The loss of each domain; domains without an entry take the run's objective.
+
+    `by_domain` names every domain that a step may hold, if any of them takes another loss.
+    """
+
+    by_domain: Mapping[str, DomainLoss] = field(default_factory=dict)
+
+    def of(self, domain: str) -> Loss:
+        """Return the loss of a domain."""
+        return self.by_domain.get(domain, _OF_OTHERS).loss
+
+    @property
+    def others(self) -> tuple[Loss, ...]:
+        """The losses of domains other than the run's objective, in the order of their codes."""
+        return tuple(loss for loss in _OWN if any(each.loss is loss for each in self.by_domain.values()))
+
+    def objective(self, rl: PolicyObjective) -> PolicyObjective | StreamedObjective:
+        """Return the run's objective, with the other streams beside it if there are any."""
+        return StreamedObjective(rl, self.others) if self.others else rl
+
+    @property
+    def passes(self) -> frozenset[str]:
+        """The columns of forward passes that the other streams read."""
+        return frozenset().union(*(_OWN[loss].passes for loss in self.others))
+
+    def codes(self, domains: Sequence[str]) -> NDArray[np.int32] | None:
+        """Return the stream of each of these domains; None if all take the run's objective."""
+        return np.array([self.of(domain).code for domain in domains], np.int32) if self.others else None
+
+    def factors(self, domains: Sequence[str]) -> NDArray[np.float64]:
+        """Return the factor of each of these domains."""
+        return np.array([self.by_domain.get(domain, _OF_OTHERS).factor for domain in domains])
+
+    def token_weights(
+        self, agg: Aggregation, domains: Sequence[str], *, lengths: Ints, groups: Ints, valid: Bools
+    ) -> NDArray[np.float64]:
+        """Return the weight [B] of each sampled token of each rollout: each stream is divided by its own total.
+
+        Args:
+            agg: the run's. domains: [B], of each rollout. lengths, groups, valid: as for `agg.token_weights`.
+        """
+        codes = self.codes(domains)
+        if codes is None:
+            return agg.token_weights(lengths=lengths, groups=groups, valid=valid) * self.factors(domains)
+        rules = {Loss.RL: agg} | {loss: _OWN[loss].agg for loss in self.others}
+        weights = [
+            rule.token_weights(lengths=lengths, groups=groups, valid=valid & (codes == loss.code))
+            for loss, rule in rules.items()
+        ]
+        return np.sum(weights, axis=0) * self.factors(domains)
+
+
+#: Every domain takes the run's objective.
+ONE_LOSS: Final = DomainLosses()
+
+
+def with_constants(advantages: NDArray[np.float64], codes: NDArray[np.int32]) -> NDArray[np.float64]:
+    """Return the advantages [N] with the constant of each token's stream [N] in place of those of other streams."""
+    return np.where(codes == Loss.RL.code, advantages, _ADVANTAGES[codes])

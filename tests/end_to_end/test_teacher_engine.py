@@ -1,0 +1,115 @@
+"""A torch engine in another process as the teacher: its log-probs and the step with them are the local ones."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import httpx
+import numpy as np
+import pytest
+
+from inference_contract.conformance import CheckOutcome, run
+from pipelinerl.config.recipe import MODELS, load
+from pipelinerl.engines.http.engine_teacher import EngineTeacher
+from pipelinerl.errors import EngineUnreachable
+from pipelinerl.objective.presets import resolve
+from pipelinerl.rng import generator
+from pipelinerl.roles.wiring import losses_of, objective_of
+from pipelinerl.roles.workers import started
+from pipelinerl.system.machine import free_ports
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.training.rollouts.batch import TrainBatch, build
+from tests.fakes.live_run import CLI
+from tests.fakes.rollouts import group, rollout
+from tests.patience import PATIENCE_S
+from trainer_contract.types import Device, TrainerSpec
+
+TEACHER = MODELS / "tiny_speller_heads32"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Yield the address of a standalone torch engine that serves the teacher."""
+    folder = tmp_path_factory.mktemp("teacher")
+    (port,) = free_ports(1)
+    address = f"http://127.0.0.1:{port}"
+    words = [*CLI, "engine", "--controller-url", "", "--no-token", "--port", str(port), "--model", str(TEACHER)]
+    words += ["--run-dir", str(folder / "run"), "--set", "engine.context_length=48"]
+    with (folder / "log").open("wb") as log, subprocess.Popen(words, stdout=log, stderr=log) as process:
+        try:
+            deadline = time.monotonic() + PATIENCE_S
+            while not _answers(address):
+                assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
+                time.sleep(0.1)
+            yield address
+        finally:
+            process.kill()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def batch(budget: int = 64) -> TrainBatch:
+    """Return rollouts of one domain of RL and two that are distilled, at several temperatures and lengths."""
+    draw, groups = generator(7, "teacher"), []
+    for index, domain in enumerate(("short_words", "long_words", "long_words")):
+        rollouts = []
+        for reward in (0.0, 1.0, 0.0):
+            prompt = draw.integers(3, 50, int(draw.integers(2, 9))).tolist()
+            sampled = draw.integers(3, 50, int(draw.integers(1, 20))).tolist()
+            one = rollout(reward=reward, prompt=prompt, sampled=sampled, logprob=-3.0)
+            rollouts.append(replace(one, temperature=float(draw.uniform(0.5, 1.5))))
+        groups.append(replace(group(index), domain=domain, rollouts=tuple(rollouts)))
+    losses = losses_of(load("tiny", ['domains.long_words.loss="ref_kl"']))
+    return build(groups, objective=resolve("pipelinerl"), token_budget=budget, producing=1, losses=losses)
+
+
+def test_engine_passes_the_check_of_prompt_logprobs(url: str) -> None:
+    (result,) = run(url, token=None, only=["prompt_logprobs_are_returned_or_refused"], timeout_s=PATIENCE_S)
+    assert result.outcome is CheckOutcome.PASSED, result.reason
+
+
+def test_log_probs_of_the_engine_are_those_of_the_local_reference(url: str) -> None:
+    local, remote = TorchTrainer(), EngineTeacher(url)
+    local.init_worker(TrainerSpec(model_path=TEACHER, device=Device.CPU))
+    batches = batch().micro_batches
+    assert len(batches) > 1
+    for ours, theirs in zip(local.forward(batches), remote.forward(batches), strict=True):
+        assert np.abs(ours - theirs).max() <= 1e-5 and ours.min() < -1.0
+    local.close()
+    remote.close()
+
+
+def test_step_with_teachers_by_domain_is_the_same_here_and_over_the_engine(url: str) -> None:
+    figures = []
+    for teacher in (str(TEACHER), url):
+        config = load("tiny", ['domains.long_words.loss="ref_kl"', f'domains.long_words.teacher="{teacher}"'])
+        objective = objective_of(config)
+        workers = started(config, objective, checkpoint=None)
+        assert workers.reference is None and set(workers.teachers) == {"long_words"}
+        step = workers.step()
+        figures.append(step.apply(step.accumulate(batch(), objective), learning_rates=[1e-3]).figures)
+        workers.close()
+    here, there = figures
+    assert here["kl_teacher"] == pytest.approx(there["kl_teacher"], abs=1e-5)
+    assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=1e-4) and here["grad_norm"] > 1e-3
+    assert "kl_reference" not in here
+
+
+def test_teacher_that_cannot_answer_is_named_with_its_reason(url: str) -> None:
+    too_long = rollout(prompt=[3] * 40, sampled=[4] * 20)
+    (packed,) = build(
+        [replace(group(0), rollouts=(too_long,))], objective=resolve("reinforce"), token_budget=64, producing=1
+    ).micro_batches
+    for address, reason in ((url, "48"), ("http://127.0.0.1:9", "is the engine running")):
+        teacher = EngineTeacher(address, timeout_s=1.5)
+        with pytest.raises(EngineUnreachable, match=f"the teacher {address} gives no log-probs: .*{reason}"):
+            teacher.forward([packed])
+        teacher.close()

@@ -1,0 +1,291 @@
+"""Streams of loss in one batch: the gradient is the sum of separate batches, each with its own denominator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from pipelinerl import registry
+from pipelinerl.config.recipe import MODELS, load
+from pipelinerl.enums import Truncated
+from pipelinerl.errors import RecipeError
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.streams import CROSS_ENTROPY, DomainLoss, DomainLosses, Loss, StreamedObjective
+from pipelinerl.rng import generator
+from pipelinerl.roles.wiring import demonstrations_of, losses_of, objective_of, setting_of
+from pipelinerl.training.rollouts.batch import MiniBatching, build, signal_of, teacher
+from pipelinerl.training.rollouts.demonstrations import DemonstrationStream
+from pipelinerl.training.rollouts.packing import with_columns
+from pipelinerl.training.step.forward_passes import ForwardPasses
+from pipelinerl.training.step.train_step import TrainStep
+from pipelinerl.training.step.update import Critic
+from pipelinerl.types import Outcome, RolloutGroup
+from tests.fakes.rollouts import group, rollout
+from trainer_contract.host_weights import bytes_of
+from trainer_contract.trainer import Trainer
+from trainer_contract.types import Device, MicroBatch, OptimizerSpec, TrainerSpec
+
+#: With this epsilon and rate the first step of AdamW moves each weight by its gradient.
+LINEAR = 1e7
+DISTILLATION = resolve("on_policy_distillation")
+LOSSES = DomainLosses(
+    {"rl": DomainLoss(Loss.RL, 2.0), "kl": DomainLoss(Loss.REF_KL, 0.25), "ce": DomainLoss(Loss.CE, 0.5)}
+)
+
+
+def mixed(draw: np.random.Generator, count: int = 5) -> list[RolloutGroup]:
+    """Return groups of random domains and lengths; every sampled token has an id of its own."""
+    groups, token = [], 100
+    for index in range(count):
+        domain = ("rl", "kl", "ce")[index % 3 if index < 3 else int(draw.integers(3))]
+        rollouts = []
+        for _ in range(int(draw.integers(2, 4))):
+            length = int(draw.integers(1, 6))
+            rollouts.append(
+                rollout(
+                    reward=float(draw.integers(0, 2)),
+                    prompt=[1] * int(draw.integers(1, 4)),
+                    sampled=range(token, token + length),
+                    logprob=-float(draw.uniform(0.2, 2.0)),
+                    outcome=Outcome.TIMEOUT if draw.random() < 0.1 else None,
+                )
+            )
+            token += length
+        groups.append(replace(group(index), domain=domain, rollouts=tuple(rollouts)))
+    return groups
+
+
+def column(batch: MicroBatch, number: int) -> np.ndarray:
+    """Return log-probs [T] that depend on each token's id alone."""
+    return np.array([-generator(number, "logprob", int(token)).exponential() for token in batch.token_ids], np.float32)
+
+
+def by_token(objective: PolicyObjective | StreamedObjective, batches: Sequence[MicroBatch]) -> dict[int, float]:
+    """Return d loss / d log-prob of each token that trains, by its id; tokens without gradient are left out."""
+    made: dict[int, float] = {}
+    for each in batches:
+        given = with_columns(each, {"ref_logprobs": column(each, 1)})
+        columns = {name: getattr(given, name) for name in MicroBatch.__slots__}
+        columns = {name: value for name, value in columns.items() if value is not None}
+        gradient = objective.prediction_gradient(column(each, 0).astype(np.float64), columns)
+        made |= {int(token): float(g) for token, g in zip(each.token_ids, gradient, strict=True) if g}
+    return made
+
+
+@pytest.mark.parametrize("choice", ["pipelinerl", "grpo", "dapo", "gspo", "reinforce_plus_plus"])
+@given(seed=st.integers(0, 10**6), budget=st.sampled_from([8, 24, 1000]))
+@settings(max_examples=25, deadline=None)
+def test_gradient_is_the_sum_of_separate_batches(choice: str, seed: int, budget: int) -> None:
+    groups, objective = mixed(generator(seed, "streams")), resolve(choice)
+    batch = build(groups, objective=objective, token_budget=budget, producing=1, losses=LOSSES)
+    together = by_token(LOSSES.objective(objective), batch.micro_batches)
+    alone: dict[int, float] = {}
+    for domain, each in (("rl", objective), ("kl", DISTILLATION), ("ce", CROSS_ENTROPY)):
+        its = [one for one in groups if one.domain == domain]
+        separate = build(its, objective=each, token_budget=1000, producing=1).micro_batches
+        alone |= {token: LOSSES.by_domain[domain].factor * g for token, g in by_token(each, separate).items()}
+    assert together.keys() == alone.keys()
+    np.testing.assert_allclose([together[token] for token in alone], list(alone.values()), rtol=1e-5, atol=1e-9)
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=25, deadline=None)
+def test_gradient_of_each_stream_follows_its_definition(seed: int) -> None:
+    groups = mixed(generator(seed, "streams"))
+    batch = build(groups, objective=resolve("pipelinerl"), token_budget=24, producing=1, losses=LOSSES)
+    made = by_token(LOSSES.objective(resolve("pipelinerl")), batch.micro_batches)
+    judged = [(g.domain, r) for g in groups for r in g.rollouts if r.verdict.outcome.is_judgement]
+    of = {name: [r for domain, r in judged if domain == name] for name in ("kl", "ce")}
+    for name, rollouts in of.items():
+        total = sum(r.num_sampled_tokens for r in rollouts)
+        for one in rollouts:
+            (turn,) = one.turns
+            for token, behavior in zip(turn.token_ids.tolist(), turn.behavior_logprobs, strict=True):
+                now, ref = (-generator(number, "logprob", token).exponential() for number in (0, 1))
+                kl = np.exp(now - behavior) * (ref - now)
+                expected = -0.5 / total if name == "ce" else -0.25 / total * kl
+                assert made[token] == pytest.approx(expected, rel=1e-4)
+
+
+def test_each_mini_batch_divides_each_stream_by_its_own_total() -> None:
+    groups = mixed(generator(3, "streams"), count=12)
+    batch = build(
+        groups,
+        objective=resolve("dapo"),
+        token_budget=16,
+        producing=1,
+        losses=LOSSES,
+        mini_batching=MiniBatching(epochs=2, mini_batches=3),
+    )
+    for part in batch.mini_batches():
+        for loss in (Loss.REF_KL, Loss.CE):
+            weights = [each.weights[each.streams == loss.code].sum() for each in part.batch.micro_batches]
+            present = any((each.streams == loss.code).any() for each in part.batch.micro_batches)
+            factor = {Loss.REF_KL: 0.25, Loss.CE: 0.5}[loss]
+            assert sum(weights) == pytest.approx(factor if present else 0.0)
+
+
+def trainer_of(kind: str, model: str = "tiny_speller") -> Trainer:
+    trainer: Trainer = registry.load("trainer.type", registry.TRAINERS, kind)()
+    trainer.init_worker(
+        TrainerSpec(
+            model_path=MODELS / model,
+            device=Device.CPU,
+            optimizer=OptimizerSpec(eps=LINEAR, grad_clip=0.0),
+        )
+    )
+    return trainer
+
+
+def spelled(domain: str, index: int) -> RolloutGroup:
+    """Return a group of three answers in the vocabulary of the model."""
+    draw = generator(index, "spelled")
+    answers = [
+        rollout(reward=reward, prompt=[3, 4], sampled=draw.integers(3, 20, 2 + index).tolist(), logprob=-2.0)
+        for reward in (0.0, 1.0, 0.0)
+    ]
+    return replace(group(index), domain=domain, rollouts=tuple(answers))
+
+
+def moved(
+    kind: str,
+    groups: Sequence[RolloutGroup],
+    losses: DomainLosses,
+    *,
+    objective: str = "pipelinerl",
+    demonstrations: DemonstrationStream | None = None,
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Return the gradient of one step and the step's figures."""
+    trainer, chosen = trainer_of(kind), resolve(objective)
+
+    def weights() -> np.ndarray:
+        return np.concatenate([bytes_of(array).view(np.float32) for _, array in trainer.gather_weights()])
+
+    before, reference = weights(), trainer_of(kind, "tiny_speller_heads32")
+    batch = build(groups, objective=chosen, token_budget=24, producing=1, losses=losses)
+    step = TrainStep(passes=ForwardPasses(policy=trainer, reference=reference), demonstrations=demonstrations)
+    figures = step.apply(step.accumulate(batch, chosen), learning_rates=[LINEAR]).figures
+    change = before - weights()
+    trainer.close()
+    reference.close()
+    return change, figures
+
+
+def imitated(kind: str, demonstrations: DemonstrationStream) -> np.ndarray:
+    """Return the gradient of the mean cross-entropy of the first step's demonstrations."""
+    trainer = trainer_of(kind)
+
+    def weights() -> np.ndarray:
+        return np.concatenate([bytes_of(array).view(np.float32) for _, array in trainer.gather_weights()])
+
+    before = weights()
+    trainer.backward(
+        build(demonstrations.groups(0), objective=CROSS_ENTROPY, token_budget=64, producing=1).micro_batches,
+        CROSS_ENTROPY,
+    )
+    trainer.optimizer_step(learning_rate=LINEAR)
+    change = before - weights()
+    trainer.close()
+    return change
+
+
+RECIPE = ['domains.short_words.loss="ce"', "domains.short_words.loss_weight=0.5"]
+
+
+@pytest.mark.parametrize("kind", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_step_of_three_streams_adds_their_gradients(kind: str) -> None:
+    demonstrations = demonstrations_of(load("tiny", RECIPE))
+    assert demonstrations is not None
+    rl, kl = [spelled("rl", 0), spelled("rl", 1)], [spelled("kl", 2), spelled("kl", 3)]
+    losses = DomainLosses({**LOSSES.by_domain, **demonstrations.losses.by_domain})
+    both, figures = moved(kind, [*rl, *kl], losses, demonstrations=demonstrations)
+    alone, plain = moved(kind, rl, DomainLosses())
+    distilled, other = moved(kind, kl, DomainLosses(), objective="on_policy_distillation")
+    copied = imitated(kind, demonstrations)
+    assert min(np.abs(each).max() for each in (alone, distilled, copied)) > 1e-3
+    np.testing.assert_allclose(both, 2.0 * alone + 0.25 * distilled + 0.5 * copied, rtol=1e-4, atol=2e-6)
+    assert figures["loss"] == pytest.approx(2.0 * plain["loss"] + 0.25 * other["loss"], rel=1e-4)
+    assert figures["kl_teacher"] == pytest.approx(other["kl_reference"], rel=1e-5)
+    assert 0.1 < figures["ce_loss"] < 5 and "kl_reference" not in figures and "ce_loss" not in plain
+
+
+def test_critic_learns_nothing_from_tokens_without_rewards() -> None:
+    batch = build(
+        [spelled("rl", 0), spelled("kl", 1)], objective=resolve("ppo"), token_budget=64, producing=1, losses=LOSSES
+    )
+    (both,) = batch.micro_batches
+    with_values = [with_columns(both, {"values": np.zeros(both.num_tokens, np.float32)})]
+    (completed,) = batch.with_advantages(resolve("ppo"), with_values)
+    assert completed.streams is not None and not completed.advantages[completed.streams == Loss.REF_KL.code].any()
+    (weighed,) = Critic.weighed(None, [completed])  # type: ignore[arg-type]
+    rewarded = weighed.loss_mask & (completed.streams == Loss.RL.code)
+    assert np.array_equal(weighed.loss_mask, rewarded) and weighed.weights.sum() == pytest.approx(1.0)
+
+
+def test_group_without_a_reward_teaches_where_its_loss_reads_none() -> None:
+    equal = replace(group(0, rewards=(0.0, 0.0)), domain="kl")
+    for losses, expected in ((LOSSES, True), (DomainLosses(), False)):
+        assert signal_of(resolve("grpo"), losses)(equal) is expected
+        assert teacher(resolve("grpo"), {}, Truncated.TRAIN, losses)(equal) is expected
+    batch = build([equal], objective=resolve("grpo"), token_budget=64, producing=1, losses=LOSSES)
+    assert sum(each.weights.sum() for each in batch.micro_batches) == pytest.approx(0.25)
+
+
+def test_demonstrations_depend_on_the_number_of_the_optimizer_step_alone() -> None:
+    first, again = (demonstrations_of(load("tiny", RECIPE)) for _ in range(2))
+    assert first is not None and again is not None and first.count == 16, "half of the 32 groups that are sampled"
+    assert [g.rollouts[0].turns[0].token_ids.tolist() for g in first.groups(3)] == [
+        g.rollouts[0].turns[0].token_ids.tolist() for g in again.groups(3)
+    ]
+    assert [g.index for step in range(3) for g in first.groups(step)] == list(range(48)), "each problem once"
+    assert {g.domain for g in first.groups(0)} == {"short_words"}
+    assert sum(float(each.weights.sum()) for each in first.micro_batches(0, width=1)) == pytest.approx(0.5)
+
+
+def test_long_demonstrations_are_left_out() -> None:
+    made = demonstrations_of(load("tiny", RECIPE))
+    assert made is not None
+    none = replace(made, most_tokens=1)
+    assert none.groups(0) == [] == none.micro_batches(0, width=1)
+
+
+def test_recipe_names_the_loss_of_each_domain() -> None:
+    assert demonstrations_of(load("tiny")) is None and losses_of(load("tiny")).others == ()
+    config = load("tiny", [*RECIPE, 'domains.long_words.loss="ref_kl"', "domains.long_words.group_size=1"])
+    assert losses_of(config).others == (Loss.CE, Loss.REF_KL) and losses_of(config).passes == {"ref_logprobs"}
+    assert [each.name for each in config.trained_domains] == ["long_words"]
+    assert not setting_of(config).group_sizes, "the objective compares no answers of this recipe"
+    assert objective_of(load("tiny", ['domains.long_words.loss="ref_kl"', 'reference.path="shipped:tiny_speller"']))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (['domains.short_words.loss="ce"', 'domains.long_words.loss="ce"'], 'other than "ce" in one domain'),
+        (["imitation.weight=1"], 'imitation: demonstrations are now a domain\'s loss; .* loss = "ce"'),
+        (['reference.path="shipped:tiny_speller"'], 'domain\'s loss = "ref_kl"'),
+        (['domains.short_words.loss="sft"'], "domains.short_words.loss: "),
+        ([*RECIPE, 'domains.short_words.environment="a.py:play"'], "episodes have none"),
+        (['domains.short_words.teacher="/m"'], 'teacher is for loss "ref_kl", and this domain has "rl"'),
+        (
+            ['domains.short_words.loss="ref_kl"', 'domains.short_words.teacher="http://h/path"'],
+            "a model directory or an engine's http://host:port",
+        ),
+        (['reference.path="/m"', 'reference.url="http://127.0.0.1:1"'], "path or url, not both"),
+        (
+            [
+                *('domains.short_words.loss="ref_kl"', 'domains.short_words.teacher="/m"'),
+                'reference.url="http://127.0.0.1:1"',
+            ],
+            "reference: the objective reads no ref_logprobs",
+        ),
+    ],
+)
+def test_recipe_with_losses_that_make_no_sense_is_refused(overrides: list[str], complaint: str) -> None:
+    with pytest.raises(RecipeError, match=complaint):
+        objective_of(load("tiny", overrides))

@@ -19,7 +19,7 @@ from pipelinerl.environments.gateway import Gateway
 from pipelinerl.environments.host_pool import EpisodeHosts
 from pipelinerl.errors import DeadlineError, PipelineError
 from pipelinerl.types import ROOT, Outcome, Problem, Verdict
-from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier, correct, wrong
+from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, PerAnswerVerifier, correct, wrong
 from tests.fakes.talking_sampler import TalkingSampler, order, tokenizer
 from tests.patience import PATIENCE_S
 
@@ -80,6 +80,15 @@ async def dies_once(task, client):
         mark.touch()
         os._exit(1)
     return True
+
+begun = 0
+
+async def all_die(task, client):
+    global begun
+    begun += 1
+    while begun < 4:
+        await asyncio.sleep(0.01)
+    os._exit(1)
 
 async def never_stops(task, client):
     messages = list(task.messages)
@@ -221,6 +230,20 @@ async def test_episode_without_end_is_masked(name: str, tmp_path: Path) -> None:
 async def test_episode_of_a_lost_host_restarts_once(tmp_path: Path) -> None:
     (made,) = await played(tmp_path, "dies_once")
     assert made.rollout.verdict.outcome is Outcome.CORRECT and len(made.rollout.turns) == 1
+
+
+async def test_host_that_dies_with_its_episodes_counts_as_one_failure(tmp_path: Path) -> None:
+    class Judged(Unwatched):
+        judgements: Sequence[Judgement] = ()
+
+        def judged(self, judgements: Sequence[Judgement], spans: object) -> None:
+            self.judgements = judgements
+
+    progress = Judged()
+    async with episodes(tmp_path, "all_die", TalkingSampler(second_is_right)) as maker:
+        with pytest.raises(PipelineError, match="the process that played this episode has ended"):
+            await maker.make(order(samples=4), progress)
+    assert [each.verdict.outcome for each in progress.judgements] == [Outcome.VERIFIER_ERROR]
 
 
 async def test_order_fails_if_no_engine_can_answer(tmp_path: Path) -> None:

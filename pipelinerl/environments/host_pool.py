@@ -81,10 +81,11 @@ class _Host:
 
     @property
     def is_alive(self) -> bool:
-        return self.listening is not None and not self.listening.done()
+        return self.listening is not None and not self.listening.done() and not self.writer.is_closing()
 
     def tell(self, **fields: Any) -> None:
-        self.writer.write(json.dumps(fields).encode() + b"\n")
+        if not self.writer.is_closing():  # otherwise `listen` ends the episodes, and uvloop would raise RuntimeError
+            self.writer.write(json.dumps(fields).encode() + b"\n")
 
     async def listen(self) -> None:
         """Forward the ends of episodes until the process exits."""

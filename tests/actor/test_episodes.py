@@ -246,6 +246,19 @@ async def test_host_that_dies_with_its_episodes_counts_as_one_failure(tmp_path: 
     assert [each.verdict.outcome for each in progress.judgements] == [Outcome.VERIFIER_ERROR]
 
 
+async def test_host_whose_connection_has_closed_gets_no_further_episode(tmp_path: Path) -> None:
+    """Its end may not have been noticed yet, and uvloop raises RuntimeError where asyncio drops what is written."""
+    (tmp_path / "game.py").write_text(CODE)
+    hosts, task = EpisodeHosts(f"{tmp_path / 'game.py'}:three"), Task.of(order().problem, seed=0)
+    await hosts.start()
+    hosts._hosts[0].writer.transport.abort()
+    try:
+        ended = await hosts.play(task, base_url="http://127.0.0.1:9", api_key="", timeout_s=PATIENCE_S)
+    finally:
+        await hosts.close()
+    assert ended.how == "raised" and "127.0.0.1:9" in ended.reason
+
+
 async def test_order_fails_if_no_engine_can_answer(tmp_path: Path) -> None:
     def fail(_: object) -> str:
         raise DeadlineError("no engine completed the request")

@@ -97,7 +97,7 @@ def sections(playing: Path) -> dict[str, Any]:
     return {
         "model": {"path": str(model())},
         "engine": {"type": paced_bigram.ENGINE, "slots": 32, "context_length": 64, "count": len(ENGINES)},
-        "optimizer": {"learning_rate": 0.2},
+        "optimizer": {"learning_rate": 0.4},
         "objective": {"preset": "pipelinerl", "grad2": {"kind": "exact_entropy", "beta": 0.01}},
         "sampling": {"group_size": GROUP_SIZE, "max_tokens": 8},
         "domains": [

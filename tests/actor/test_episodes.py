@@ -202,18 +202,29 @@ async def test_branching_episode_is_a_rollout_of_several_segments(
     assert caplog.text.count("needs several segments (history_differs)") == 1
 
 
-async def test_group_is_as_old_as_its_first_turn(tmp_path: Path) -> None:
-    """An engine may restart the first turn; no later turn makes the group younger."""
+class Ages(Unwatched):
+    """Counts how often the group's age begins."""
 
-    class Ages(Unwatched):
-        began = 0
+    def __init__(self) -> None:
+        self.began = 0
 
-        def begun(self) -> None:
-            Ages.began += 1
+    def begun(self) -> None:
+        self.began += 1
 
-    async with episodes(tmp_path, "three", TalkingSampler(second_is_right)) as maker:
-        (made,) = await maker.make(order(), Ages())
-    assert len(made.rollout.turns) == 2 and Ages.began == 1
+
+async def test_group_is_as_old_as_its_first_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may restart the first turn; no later turn makes the group younger, as it does without `_GroupAge`."""
+
+    async def began() -> int:
+        ages = Ages()
+        async with episodes(tmp_path, "three", TalkingSampler(second_is_right)) as maker:
+            (made,) = await maker.make(order(), ages)
+        assert len(made.rollout.turns) == 2
+        return ages.began
+
+    assert await began() == 1
+    monkeypatch.setattr("pipelinerl.actor.episodes._GroupAge", lambda progress: progress)
+    assert await began() == 2
 
 
 async def test_none_is_judged_by_the_domain_verifier(tmp_path: Path) -> None:

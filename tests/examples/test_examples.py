@@ -13,10 +13,10 @@ from string import ascii_lowercase
 
 import pytest
 
+from benchmarks.games import guessing
 from pipelinerl.config.recipe import load
 from pipelinerl.roles.wiring import held_out_problems, training_problems
 from tests.fakes.bigram_recipe import lightest
-from tests.fakes.guessing_bigram import guessing
 from tests.fakes.live_run import CLI, launched
 from tests.patience import PATIENCE_S
 

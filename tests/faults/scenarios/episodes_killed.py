@@ -22,6 +22,7 @@ from typing import Any, Final, final
 import numpy as np
 import psutil
 
+from benchmarks.games import guessing
 from pipelinerl.errors import PipelineError
 from pipelinerl.models.bigram import PARAMETER
 from pipelinerl.models.tokenizer import ChatTokenizer
@@ -30,7 +31,6 @@ from pipelinerl.rng import generator
 from pipelinerl.streams.records import decode_group
 from pipelinerl.types import Rollout, RolloutGroup, Turn
 from tests.fakes import paced_bigram
-from tests.fakes.guessing_bigram import guessing
 from tests.fakes.watched_game import EXAMPLE, REFERENCE, example, open_episodes
 from tests.faults.cluster import GROUP_SIZE, Cluster, running
 from tests.faults.scenarios.role_killed import Findings, settle

@@ -41,10 +41,10 @@ def guessing(model: Path) -> tuple[str, ...]:
         "engine.type=bigram",
         "trainer.type=bigram",
         "engine.context_length=64",
-        "optimizer.learning_rate=0.2",
+        "optimizer.learning_rate=0.4",
         "optimizer.warmup_steps=0",
         "objective.grad2.beta=0.01",
-        "run.steps=150",
+        "run.steps=80",
     )
 
 

@@ -39,9 +39,10 @@ async def run(task, client):
     """1 for the right number after a call, 0.3 for the right call alone, 0.1 for any call of the calculator."""
     messages = list(task.messages)
     answer = await client.chat(messages, tools=[TOOL])
-    if len(answer.tool_calls) != 1:
+    calls = [call for call in answer.tool_calls if call["function"]["name"] == "calculator"]
+    if len(calls) != 1 or len(answer.tool_calls) != 1:
         return 0.0
-    (call,) = answer.tool_calls
+    (call,) = calls
     result = calculated(call["function"]["arguments"])
     messages += [answer, {"role": "tool", "tool_call_id": call["id"], "content": result}]
     answer = await client.chat(messages, tools=[TOOL])

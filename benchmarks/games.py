@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from pathlib import Path
 from typing import Any, Final
 
+from pipelinerl import rng
 from pipelinerl.environments.environment import Task
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import SPECIAL_TOKENS, char_tokenizer
@@ -50,8 +50,8 @@ def guessing(model: Path) -> tuple[str, ...]:
 
 async def use_tools(task: Task, client: Any, *, longest_s: float) -> float:
     """Ask the model a few times, and wait for a tool after each answer: log-uniformly, up to `longest_s` seconds."""
-    draw, messages = random.Random(task.seed), list(task.messages)
-    for _ in range(draw.randint(2, MOST_TURNS)):
+    draw, messages = rng.generator(task.seed, "tools"), list(task.messages)
+    for _ in range(int(draw.integers(2, MOST_TURNS + 1))):
         answer = await client.chat(messages)
         await asyncio.sleep(longest_s * _SHORTEST ** draw.random())
         messages = [*messages, answer, {"role": "user", "content": "1"}]

@@ -60,7 +60,7 @@ def conversation_continues_exactly(session: Session) -> None:
     again = session.chat(prompt_token_ids=prompt, seed=4).choices[0]
     check_columns(completion.choices[0])
     assert ids_of(completion.choices[0]) == ids_of(again), "the same prompt as token ids must give the same sample"
-    pairs = zip(completion.choices[0].token_logprobs, again.token_logprobs or (), strict=True)
+    pairs = zip(completion.choices[0].token_logprobs or (), again.token_logprobs or (), strict=True)
     worst = max(abs(one - two) for one, two in pairs)
     assert worst < _APART, f"the same prompt as token ids must give the same log-probs, they differ by {worst:.2g}"
 
@@ -144,8 +144,9 @@ def calls_are_parsed_or_refused(session: Session) -> None:
     message, reasons = _gathered(session, tools=[TOOL], **fields)
     assert len(reasons) == 1, f"a stream must tell one finish_reason, it tells {reasons}"
     _is_the_call(message, reasons[0])
-    for unoffered in ({}, {"tools": [TOOL], "tool_choice": "none"}):
-        plain = session.chat(**fields, **unoffered).choices[0]
+    unoffered: tuple[dict[str, Any], ...] = ({}, {"tools": [TOOL], "tool_choice": "none"})
+    for each in unoffered:
+        plain = session.chat(**fields, **each).choices[0]
         assert not plain.message.tool_calls, "without tools, or with tool_choice none, an answer has no calls"
         assert plain.message.content, "a call that is not parsed must stay in the text"
         assert plain.finish_reason is FinishReason.STOP, f"finish_reason must be stop, got {plain.finish_reason}"

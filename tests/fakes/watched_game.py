@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-import random
 from contextlib import suppress
 from functools import cache
 from itertools import count
@@ -18,8 +17,10 @@ from types import ModuleType
 from typing import Any, Final, final
 
 import psutil
+from numpy.random import Generator
 
 from pipelinerl.environments.environment import Task
+from pipelinerl.rng import generator
 
 EXAMPLE: Final = Path(__file__).parents[2] / "examples" / "guess_letter" / "game.py"
 REFERENCE: Final = f"{__name__}:play"
@@ -40,7 +41,7 @@ def example() -> ModuleType:
 class _Unhurried:
     """A client that waits before each request."""
 
-    def __init__(self, client: Any, pauses: random.Random, longest_s: float) -> None:
+    def __init__(self, client: Any, pauses: Generator, longest_s: float) -> None:
         self._client = client
         self._pauses = pauses
         self._longest_s = longest_s
@@ -55,7 +56,7 @@ async def play(task: Task, client: Any, *, directory: str, longest_pause_s: floa
     file = Path(directory) / f"{os.getpid()}.{next(_numbers)}"
     file.touch()
     try:
-        return float(await example().play(task, _Unhurried(client, random.Random(task.seed), longest_pause_s)))
+        return float(await example().play(task, _Unhurried(client, generator(task.seed, "pauses"), longest_pause_s)))
     finally:
         file.unlink()
 

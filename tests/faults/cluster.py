@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -155,16 +155,23 @@ class Cluster:
         answer = httpx.get(url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S).raise_for_status()
         return answer.json()["epoch"], answer.json()["model_version"]
 
-    def until(self, reached: Callable[[], Any], what: str, *, timeout_s: float = PATIENCE_S) -> None:
-        """Wait until `reached` returns true. On a timeout, or if a role has ended, raise AssertionError with the roles'
-        logs.
+    def until(
+        self,
+        reached: Callable[[], Any],
+        what: str,
+        *,
+        timeout_s: float = PATIENCE_S,
+        statuses: Collection[int] = (),
+    ) -> None:
+        """Wait until `reached` returns true. On a timeout, or if a role has ended with a status that is not among
+        `statuses`, raise AssertionError with the roles' logs.
         """
         deadline = time.monotonic() + timeout_s
         while not reached():
             for name in self.supervised:
                 if self.processes[name].exitcode == 1:
                     self.start(name)
-            ended = [name for name, process in self.processes.items() if process.exitcode is not None]
+            ended = [name for name, each in self.processes.items() if each.exitcode not in (None, *statuses)]
             if ended or time.monotonic() > deadline:
                 reason = f"{', '.join(ended)} ended" if ended else f"{timeout_s:g} s were not enough"
                 raise AssertionError(f"waiting for {what}: {reason}\n{self.story()}")

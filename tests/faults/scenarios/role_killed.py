@@ -99,12 +99,7 @@ def settle(cluster: Cluster) -> None:
     cluster.until(lambda: len(cluster.events("step")) >= steps + 4, "four steps after the last kill")
     with controller_of(cluster.directory) as controller:
         controller.stop()
-    cluster.until(lambda: cluster.events("run_finished") or _ended(cluster), "the end of the run")
-
-
-def _ended(cluster: Cluster) -> bool:
-    """True once trainer and controller have ended by themselves."""
-    return cluster.processes["controller"].exitcode == 0
+    cluster.until(lambda: cluster.events("run_finished"), "the end of the run", statuses=(0,))
 
 
 def still_read(cluster: Cluster, offset: int) -> set[int]:

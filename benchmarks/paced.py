@@ -13,7 +13,7 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -110,24 +110,26 @@ def engine(options: EngineOptions) -> Engine:
 
     def runner() -> Any:
         model = BigramModel.load(options.model_path)
-        return _PacedRunner(BigramRunner(model, rows=options.slots, context_length=options.context_length))
+        runner = BigramRunner(model, rows=options.slots, context_length=options.context_length)
+        return PacedRunner(runner, ENGINE.decode_s)
 
     tokenizer = ChatTokenizer.load(options.model_path)
     return BatchingEngine(options, load=runner, tokenizer=tokenizer, endpoints=endpoints_of(options))
 
 
 @final
-class _PacedRunner:
-    """A model runner whose decode steps take as long as `ENGINE` says."""
+class PacedRunner:
+    """A model runner whose decode steps of so many rows take `decode_s` seconds."""
 
-    def __init__(self, runner: BigramRunner) -> None:
+    def __init__(self, runner: BigramRunner, decode_s: Callable[[int], float]) -> None:
         self._runner = runner
+        self._decode_s = decode_s
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
-        until = time.monotonic() + ENGINE.decode_s(num_rows)
+        until = time.monotonic() + self._decode_s(num_rows)
         sampled = self._runner.decode(num_rows)
         _wait(until)
         return sampled

@@ -26,6 +26,9 @@ def main() -> None:
     parser.add_argument("directory", nargs="?", type=Path, default=Path("models/smollm2"))
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--gguf", type=Path, help="a GGUF file that is there already, instead of the package's")
+    parser.add_argument(
+        "--template", type=Path, help="a chat template in place of the model's own, such as one for tools"
+    )
     chosen = parser.parse_args()
     if (chosen.directory / "config.json").exists():
         print(f"{chosen.directory} holds a model already; nothing was done")
@@ -33,7 +36,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         gguf = chosen.gguf or unpacked(Path(scratch))
         print(f"converting {gguf.name} to {chosen.dtype}", flush=True)
-        convert(gguf, chosen.directory, DTYPES[chosen.dtype])
+        convert(gguf, chosen.directory, DTYPES[chosen.dtype], template=chosen.template)
     print(f"{chosen.directory} is an ordinary Hugging Face directory now")
 
 
@@ -49,8 +52,8 @@ def unpacked(scratch: Path) -> Path:
         return Path(archive.extract(name, scratch))
 
 
-def convert(gguf: Path, directory: Path, dtype: torch.dtype) -> None:
-    """Save the model of a GGUF file, dequantised, with its tokenizer and chat template."""
+def convert(gguf: Path, directory: Path, dtype: torch.dtype, *, template: Path | None = None) -> None:
+    """Save the model of a GGUF file, dequantised, with its tokenizer and its chat template, or with `template`."""
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = quantised.config
@@ -60,6 +63,8 @@ def convert(gguf: Path, directory: Path, dtype: torch.dtype) -> None:
     plain.load_state_dict(quantised.state_dict())
     plain.tie_weights()
     plain.to(dtype).save_pretrained(directory)
+    if template is not None:
+        tokenizer.chat_template = template.read_text()
     tokenizer.save_pretrained(directory)
 
 

@@ -23,6 +23,7 @@ import httpx
 from inference_contract.conformance import (
     chat_checks,
     continuation_checks,
+    conversation_checks,
     openai_checks,
     pull_checks,
     refusal_checks,
@@ -41,6 +42,7 @@ CHECKS: tuple[Check, ...] = (
     *openai_checks.CHECKS,
     *stream_checks.CHECKS,
     *continuation_checks.CHECKS,
+    *conversation_checks.CHECKS,
     *openai_checks.ROUTING_CHECKS,
     *refusal_checks.CHECKS,
     *weight_checks.CHECKS,

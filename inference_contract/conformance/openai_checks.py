@@ -17,7 +17,7 @@ from inference_contract.conformance.stream_checks import gathered
 from inference_contract.routed_experts import RoutedExperts
 from inference_contract.schemas import ChatCompletion, Choice, FinishReason, TokenLogprob
 
-_TOOL: Final = {
+TOOL: Final = {
     "type": "function",
     "function": {
         "name": "add",
@@ -25,14 +25,14 @@ _TOOL: Final = {
         "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
     },
 }
-_CALL: Final = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+CALL: Final = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
 #: Tolerance between two log-probs of one distribution, in nats.
 _APART: Final = 1e-3
 #: The same between two computations of it, such as a decode step and a prefill in bfloat16.
 _SCORED_APART: Final = 0.1
 
 
-def _answered(session: Session, *params: str, **fields: Any) -> ChatCompletion | None:
+def answered(session: Session, *params: str, **fields: Any) -> ChatCompletion | None:
     """Return the completion, or None if the engine rejects a field that begins with one of `params`."""
     response = session.completed(**fields)
     if response.status_code == 200:
@@ -42,29 +42,30 @@ def _answered(session: Session, *params: str, **fields: Any) -> ChatCompletion |
     return None
 
 
-def _prompt(completion: ChatCompletion) -> list[int]:
+def prompt_of(completion: ChatCompletion) -> list[int]:
+    """Return the prompt's tokens, which must be in the answer."""
     assert completion.prompt_token_ids is not None, "with return_token_ids the answer must have prompt_token_ids"
     return completion.prompt_token_ids
 
 
 def tools_are_rendered_or_refused(session: Session) -> None:
     """Offered tools are part of the prompt unless `tool_choice` is "none"; or they are rejected by name."""
-    offered = _answered(session, "tools", tools=[_TOOL])
-    plain = _prompt(session.chat())
+    offered = answered(session, "tools", tools=[TOOL])
+    plain = prompt_of(session.chat())
     if offered is None:
         return
-    assert len(_prompt(offered)) > len(plain), "tools must be part of the prompt, or refused by name"
-    described = {**_TOOL, "function": {**_TOOL["function"], "description": "Subtract."}}  # type: ignore[dict-item]
+    assert len(prompt_of(offered)) > len(plain), "tools must be part of the prompt, or refused by name"
+    described = {**TOOL, "function": {**TOOL["function"], "description": "Subtract."}}  # type: ignore[dict-item]
     other = session.chat(tools=[described])
-    assert _prompt(other) != _prompt(offered), "the description of a tool must be part of the prompt"
-    forbidden = session.chat(tools=[_TOOL], tool_choice="none")
-    assert _prompt(forbidden) == plain, 'with tool_choice="none" the prompt must be that without tools'
+    assert prompt_of(other) != prompt_of(offered), "the description of a tool must be part of the prompt"
+    forbidden = session.chat(tools=[TOOL], tool_choice="none")
+    assert prompt_of(forbidden) == plain, 'with tool_choice="none" the prompt must be that without tools'
 
 
 def forced_calls_are_refused(session: Session) -> None:
     """A forced call that the engine cannot guarantee is rejected by name, not left to the model."""
     for choice in ("required", {"type": "function", "function": {"name": "add"}}):
-        completion = _answered(session, "tool_choice", "tools", tools=[_TOOL], tool_choice=choice)
+        completion = answered(session, "tool_choice", "tools", tools=[TOOL], tool_choice=choice)
         calls = None if completion is None else completion.choices[0].message.tool_calls
         assert completion is None or calls, f"tool_choice={choice!r} must be kept, or refused by name"
 
@@ -75,13 +76,13 @@ def tool_results_are_rendered_or_refused(session: Session) -> None:
     for result in ("3", "4"):
         messages = [
             *MESSAGES,
-            {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
             {"role": "tool", "tool_call_id": "call_1", "content": result},
         ]
-        completion = _answered(session, "messages", messages=messages)
+        completion = answered(session, "messages", messages=messages)
         if completion is None:
             return
-        prompts.append(_prompt(completion))
+        prompts.append(prompt_of(completion))
     assert prompts[0] != prompts[1], "the result of a call must be part of the prompt"
 
 
@@ -89,8 +90,8 @@ def developer_role_is_rendered_or_refused(session: Session) -> None:
     """A message with the role `developer`, OpenAI's newer name for `system`, is part of the prompt or rejected by
     name.
     """
-    completion = _answered(session, "messages", messages=[{"role": "developer", "content": "Add."}, *MESSAGES])
-    assert completion is None or len(_prompt(completion)) > len(_prompt(session.chat()))
+    completion = answered(session, "messages", messages=[{"role": "developer", "content": "Add."}, *MESSAGES])
+    assert completion is None or len(prompt_of(completion)) > len(prompt_of(session.chat()))
 
 
 def response_format_is_enforced_or_refused(session: Session) -> None:
@@ -103,7 +104,7 @@ def response_format_is_enforced_or_refused(session: Session) -> None:
     }
     named = {"name": "answer", "schema": schema}
     for form in ({"type": "json_object"}, {"type": "json_schema", "json_schema": named}):
-        completion = _answered(session, "response_format", response_format=form, max_tokens=64)
+        completion = answered(session, "response_format", response_format=form, max_tokens=64)
         if completion is None or completion.choices[0].finish_reason is not FinishReason.STOP:
             continue
         answer = json.loads(completion.choices[0].message.content)
@@ -114,7 +115,7 @@ def response_format_is_enforced_or_refused(session: Session) -> None:
 
 def _top(session: Session, **fields: Any) -> list[TokenLogprob] | None:
     """Return OpenAI's records of a greedy answer, with the likeliest tokens of each step."""
-    completion = _answered(
+    completion = answered(
         session, "top_logprobs", *fields, temperature=0.0, logprobs=True, top_logprobs=8, ignore_eos=True, **fields
     )
     if completion is None:
@@ -133,7 +134,7 @@ def top_logprobs_are_returned_or_refused(session: Session) -> None:
         assert 0 < len(values) <= 8, f"top_logprobs=8 must give up to 8 tokens, got {len(values)}"
         assert values == sorted(values, reverse=True), "the likeliest token must come first"
         assert abs(values[0] - record.logprob) < _APART, "the likeliest token must be the greedy one"
-    only = _answered(session, "top_logprobs", logprobs=True, top_logprobs=3, top_k=1)
+    only = answered(session, "top_logprobs", logprobs=True, top_logprobs=3, top_k=1)
     if only is not None and only.choices[0].logprobs is not None:
         records = only.choices[0].logprobs.content
         sure = all(len(each.top_logprobs) == 1 and each.top_logprobs[0].logprob > -_APART for each in records)
@@ -142,7 +143,7 @@ def top_logprobs_are_returned_or_refused(session: Session) -> None:
 
 def min_p_is_applied_or_refused(session: Session) -> None:
     """With min_p=1 only the likeliest token remains and its log-prob is 0; or the field is rejected by name."""
-    completion = _answered(session, "min_p", min_p=1.0)
+    completion = answered(session, "min_p", min_p=1.0)
     if completion is not None:
         worst = min(completion.choices[0].token_logprobs or [0.0])
         assert abs(worst) < _APART, f"with min_p=1 every log-prob must be 0, got {worst}"
@@ -154,7 +155,7 @@ def logit_bias_is_applied_or_refused(session: Session) -> None:
     """
     token = ids_of(session.chat(temperature=0.0, max_tokens=1, ignore_eos=True).choices[0])[0]
     for biased in {token, 1}:
-        completion = _answered(session, "logit_bias", logit_bias={str(biased): 100}, ignore_eos=True, max_tokens=4)
+        completion = answered(session, "logit_bias", logit_bias={str(biased): 100}, ignore_eos=True, max_tokens=4)
         if completion is None:
             return
         choice = completion.choices[0]
@@ -168,7 +169,7 @@ def logit_bias_is_applied_or_refused(session: Session) -> None:
 
 def penalties_are_applied_or_refused(session: Session) -> None:
     """A penalty lowers a sampled token's logit as much as a bias of that size; or the field is rejected by name."""
-    prompt = _prompt(session.chat())
+    prompt = prompt_of(session.chat())
     for penalty in ({"presence_penalty": 1.5}, {"frequency_penalty": 1.25}):
         penalized = _top(session, prompt_token_ids=prompt, max_tokens=2, **penalty)
         started = session.chat(prompt_token_ids=prompt, temperature=0.0, max_tokens=1, ignore_eos=True)
@@ -194,7 +195,7 @@ def short_model_name_is_accepted(session: Session) -> None:
 
 def completions_route_is_served_or_absent(session: Session) -> None:
     """The older route completes token ids like the newer one, and several prompts in order; or it answers 404."""
-    prompt = _prompt(session.chat())
+    prompt = prompt_of(session.chat())
     fields: dict[str, Any] = {"max_tokens": 4, "seed": 5, "return_token_ids": True}
     response = session.post(routes.COMPLETIONS, {"prompt": [prompt, prompt], "n": 2, "logprobs": 0, **fields})
     if response.status_code == 404:

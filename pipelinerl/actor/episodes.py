@@ -87,10 +87,15 @@ class EpisodeDomain:
 
 @dataclass(frozen=True, slots=True)
 class PlayedEpisode:
-    """A finished episode and its judgement."""
+    """A finished episode and its judgement.
+
+    `is_counted` is False if its failure is counted already: with a host, all of its episodes are lost at once, which
+    must not look like an environment that always fails.
+    """
 
     episode: Episode
     judgement: Judgement
+    is_counted: bool = True
 
 
 @final
@@ -119,7 +124,7 @@ class Episodes:
         played = await _all([self.play(order, sample, age) for sample in range(order.sampling.num_samples)])
         told = [each for each in played if each.episode.last is not None]
         progress.judged(
-            [each.judgement for each in played],
+            [each.judgement for each in played if each.is_counted],
             [
                 [(span.model_version, span.num_tokens) for turn in each.episode.turns for span in turn.turn.spans]
                 for each in told
@@ -137,15 +142,15 @@ class Episodes:
             ContractError, PipelineError: no engine could answer one of its turns.
         """
         domain, began = self.domains[order.problem.domain], time.monotonic()
-        episode, lost = Episode(order, sample, domain.limits), ""
+        episode, lost = Episode(order, sample, domain.limits), HostLost("")
         for _ in range(_LIVES):
             try:
                 verdict = await self._verdict_of(order, episode, domain, progress)
             except HostLost as error:
-                episode, lost = Episode(order, sample, domain.limits), str(error)
+                episode, lost = Episode(order, sample, domain.limits), error
             else:
                 return PlayedEpisode(episode, Judgement(verdict, time.monotonic() - began))
-        return PlayedEpisode(episode, Judgement(failed(lost), time.monotonic() - began))
+        return PlayedEpisode(episode, Judgement(failed(str(lost)), time.monotonic() - began), lost.is_first)
 
     async def _verdict_of(
         self, order: PromptOrder, episode: Episode, domain: EpisodeDomain, progress: GroupProgress

@@ -176,6 +176,8 @@ class Episode:
         """The latest turn that trains."""
         self._turns: list[RecordedTurn] = []
         self._by_key: dict[bytes, RecordedTurn] = {}
+        self._unread: dict[bytes, list[RecordedTurn]] = {}
+        """By `agent_key`, the turns that are abandoned if an agent repeats its request before it reads them."""
         self._numbers: Counter[str] = Counter()
         self._under_way: Counter[str] = Counter()
 
@@ -238,8 +240,9 @@ class Episode:
             _hash_message(hasher, message)
             if message.role == "assistant" and (turn := self._by_key.get(hasher.digest())) is not None:
                 known, first_new = turn, place + 1
-                # The gateway has split off the thinking; the template may not know such a field.
-                messages[place] = message.model_copy(update={"reasoning_content": None})
+                if message.reasoning_content is not None:
+                    # The gateway has split off the thinking; the template may not know such a field.
+                    messages[place] = message.model_copy(update={"reasoning_content": None})
         if known is not None:
             messages[first_new:first_new] = known.results
         number = self._numbers[agent] + self._under_way[agent]
@@ -371,10 +374,13 @@ class Episode:
         while continued is not None:
             continued.read, continued.abandoned = True, False
             continued = continued.parent
-        path = turn.path
-        for other in self._turns:
-            if other.agent_key == turn.agent_key and other.agent == turn.agent and not other.read and other not in path:
+        path, waiting = turn.path, []
+        for other in self._unread.get(turn.agent_key, ()):
+            if other in path:
+                waiting.append(other)
+            elif not other.read:
                 other.abandoned = True
+        self._unread[turn.agent_key] = [*waiting, turn]
 
 
 def _hash_message(hasher: Any, message: ChatMessage) -> None:
@@ -385,12 +391,17 @@ def _hash_message(hasher: Any, message: ChatMessage) -> None:
     parts = [message.role, message.content]
     if message.role == "assistant":
         calls = [call.id for call in message.tool_calls or ()]
-        parts = [message.role, *(calls or [_THINKING.sub("", message.content).strip()])]
+        parts = [message.role, *(calls or [_without_thinking(message.content).strip()])]
     elif message.tool_call_id is not None:
         parts.append(message.tool_call_id)
     for part in parts:
         data = part.encode("utf-8", "surrogatepass")
         hasher.update(len(data).to_bytes(8, "little") + data)
+
+
+def _without_thinking(text: str) -> str:
+    """Return an answer's text after its thinking. Most answers have none, and the search for a tag is cheap."""
+    return _THINKING.sub("", text) if "</think>" in text else text
 
 
 def _key_of_tools(asked: ChatCompletionRequest) -> bytes:

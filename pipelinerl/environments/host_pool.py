@@ -47,7 +47,14 @@ _NO_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class HostLost(Exception):
-    """The process that played an episode has exited, or cannot be started."""
+    """The process that played an episode has exited, or cannot be started.
+
+    `is_first` is False for further episodes of a process that has exited: they tell of the same failure.
+    """
+
+    def __init__(self, message: str, *, is_first: bool = True) -> None:
+        super().__init__(message)
+        self.is_first = is_first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +81,11 @@ class _Host:
 
     @property
     def is_alive(self) -> bool:
-        return self.listening is not None and not self.listening.done()
+        return self.listening is not None and not self.listening.done() and not self.writer.is_closing()
 
     def tell(self, **fields: Any) -> None:
-        self.writer.write(json.dumps(fields).encode() + b"\n")
+        if not self.writer.is_closing():  # otherwise `listen` ends the episodes, and uvloop would raise RuntimeError
+            self.writer.write(json.dumps(fields).encode() + b"\n")
 
     async def listen(self) -> None:
         """Forward the ends of episodes until the process exits."""
@@ -87,9 +95,9 @@ class _Host:
                 ended = self.episodes.pop(fields.pop("ended"), None)
                 if ended is not None and not ended.done():
                     ended.set_result(msgspec.convert(fields, EpisodeEnd))
-        for ended in self.episodes.values():
-            if not ended.done():
-                ended.set_exception(HostLost("the process that played this episode has ended; its output says why"))
+        for place, ended in enumerate(each for each in self.episodes.values() if not each.done()):
+            reason = "the process that played this episode has ended; its output says why"
+            ended.set_exception(HostLost(reason, is_first=place == 0))
         self.episodes.clear()
 
     def kill(self) -> None:

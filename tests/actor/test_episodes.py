@@ -19,7 +19,7 @@ from pipelinerl.environments.gateway import Gateway
 from pipelinerl.environments.host_pool import EpisodeHosts
 from pipelinerl.errors import DeadlineError, PipelineError
 from pipelinerl.types import ROOT, Outcome, Problem, Verdict
-from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier, correct, wrong
+from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, PerAnswerVerifier, correct, wrong
 from tests.fakes.talking_sampler import TalkingSampler, order, tokenizer
 from tests.patience import PATIENCE_S
 
@@ -80,6 +80,15 @@ async def dies_once(task, client):
         mark.touch()
         os._exit(1)
     return True
+
+begun = 0
+
+async def all_die(task, client):
+    global begun
+    begun += 1
+    while begun < 4:
+        await asyncio.sleep(0.01)
+    os._exit(1)
 
 async def never_stops(task, client):
     messages = list(task.messages)
@@ -193,18 +202,29 @@ async def test_branching_episode_is_a_rollout_of_several_segments(
     assert caplog.text.count("needs several segments (history_differs)") == 1
 
 
-async def test_group_is_as_old_as_its_first_turn(tmp_path: Path) -> None:
-    """An engine may restart the first turn; no later turn makes the group younger."""
+class Ages(Unwatched):
+    """Counts how often the group's age begins."""
 
-    class Ages(Unwatched):
-        began = 0
+    def __init__(self) -> None:
+        self.began = 0
 
-        def begun(self) -> None:
-            Ages.began += 1
+    def begun(self) -> None:
+        self.began += 1
 
-    async with episodes(tmp_path, "three", TalkingSampler(second_is_right)) as maker:
-        (made,) = await maker.make(order(), Ages())
-    assert len(made.rollout.turns) == 2 and Ages.began == 1
+
+async def test_group_is_as_old_as_its_first_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may restart the first turn; no later turn makes the group younger, as it does without `_GroupAge`."""
+
+    async def began() -> int:
+        ages = Ages()
+        async with episodes(tmp_path, "three", TalkingSampler(second_is_right)) as maker:
+            (made,) = await maker.make(order(), ages)
+        assert len(made.rollout.turns) == 2
+        return ages.began
+
+    assert await began() == 1
+    monkeypatch.setattr("pipelinerl.actor.episodes._GroupAge", lambda progress: progress)
+    assert await began() == 2
 
 
 async def test_none_is_judged_by_the_domain_verifier(tmp_path: Path) -> None:
@@ -221,6 +241,33 @@ async def test_episode_without_end_is_masked(name: str, tmp_path: Path) -> None:
 async def test_episode_of_a_lost_host_restarts_once(tmp_path: Path) -> None:
     (made,) = await played(tmp_path, "dies_once")
     assert made.rollout.verdict.outcome is Outcome.CORRECT and len(made.rollout.turns) == 1
+
+
+async def test_host_that_dies_with_its_episodes_counts_as_one_failure(tmp_path: Path) -> None:
+    class Judged(Unwatched):
+        judgements: Sequence[Judgement] = ()
+
+        def judged(self, judgements: Sequence[Judgement], spans: object) -> None:
+            self.judgements = judgements
+
+    progress = Judged()
+    async with episodes(tmp_path, "all_die", TalkingSampler(second_is_right)) as maker:
+        with pytest.raises(PipelineError, match="the process that played this episode has ended"):
+            await maker.make(order(samples=4), progress)
+    assert [each.verdict.outcome for each in progress.judgements] == [Outcome.VERIFIER_ERROR]
+
+
+async def test_host_whose_connection_has_closed_gets_no_further_episode(tmp_path: Path) -> None:
+    """Its end may not have been noticed yet, and uvloop raises RuntimeError where asyncio drops what is written."""
+    (tmp_path / "game.py").write_text(CODE)
+    hosts, task = EpisodeHosts(f"{tmp_path / 'game.py'}:three"), Task.of(order().problem, seed=0)
+    await hosts.start()
+    hosts._hosts[0].writer.transport.abort()
+    try:
+        ended = await hosts.play(task, base_url="http://127.0.0.1:9", api_key="", timeout_s=PATIENCE_S)
+    finally:
+        await hosts.close()
+    assert ended.how == "raised" and "127.0.0.1:9" in ended.reason
 
 
 async def test_order_fails_if_no_engine_can_answer(tmp_path: Path) -> None:

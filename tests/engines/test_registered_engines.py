@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from inference_contract.conformance import CheckOutcome, pull_checks, run, weight_checks
+from inference_contract.conformance import (
+    CheckOutcome,
+    conversation_checks,
+    openai_checks,
+    pull_checks,
+    run,
+    weight_checks,
+)
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.enums import WeightFormat
@@ -16,6 +23,7 @@ from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_
 from pipelinerl.registry import ENGINES, SERVER_ENGINES, load
 from pipelinerl.weights.parameter_server.download import WeightPuller
 from tests.fakes.served import in_thread
+from tests.fakes.tool_model import save_tool_model
 from tests.patience import PATIENCE_S
 
 CONTEXT = 128
@@ -41,6 +49,17 @@ INSTALLED = [(name, WeightFormat.NATIVE) for name, each in ENGINES.items() if ea
 
 #: Checks that depend on the format of the weights: they arrive in other bytes than those used for computing.
 OF_WEIGHTS = tuple(check.__name__ for check in (*weight_checks.CHECKS, *pull_checks.CHECKS))
+
+
+@pytest.mark.parametrize("name", [name for name, _ in INSTALLED if name != "bigram"])
+def test_engine_with_a_template_for_tools_continues_conversations_and_parses_calls(name: str, tmp_path: Path) -> None:
+    save_tool_model(tmp_path, context_length=512)
+    options = EngineOptions(model_path=tmp_path, model_id=name, slots=4, max_waiting=256, context_length=512)
+    engine = load("engine", ENGINES, name)(options)
+    only = [check.__name__ for check in (*conversation_checks.CHECKS, *openai_checks.CHECKS)]
+    with in_thread(create_app(engine, token=None)) as url:
+        results = run(url, only=only, timeout_s=PATIENCE_S)
+    assert {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED} == {}
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,34 @@ def test_conversation_stays_one_segment_if_the_template_only_appends() -> None:
     assert of.record(planned, completion(planned.request, "b")).new_segment is None
 
 
+@pytest.mark.parametrize("is_mutant", [False, True])
+def test_answers_rendered_again_train_only_after_the_context_that_the_engine_saw(
+    is_mutant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine renders the tokens 7 and 8 as 9. The mutant takes every prompt for a continuation."""
+    of = episode()
+    seen = [[2, 3], [2, 3, 9, 4, 5, 3]]
+    conversations = [[HELLO], [HELLO, answer("ab"), user("c")]]
+    if is_mutant:
+        monkeypatch.setattr(np, "array_equal", lambda one, two: True)
+    for prompt, sampled, messages in zip(seen, ([7, 8, 4], [6, 4]), conversations, strict=True):
+        planned = of.plan("main", {"messages": messages})
+        answered = completion(planned.request, "ab")
+        choice = answered.choices[0].model_copy(
+            update={
+                "token_ids": sampled,
+                "token_logprobs": [-0.5] * len(sampled),
+                "version_spans": [(1, len(sampled))],
+            }
+        )
+        of.record(planned, answered.model_copy(update={"choices": [choice], "prompt_token_ids": prompt}))
+    trained = [
+        [token for turn in segment.turns for ids in (turn.context_token_ids, turn.token_ids) for token in ids.tolist()]
+        for segment in made(of).segments
+    ]
+    assert (trained == [[2, 3, 7, 8, 4], [2, 3, 9, 4, 5, 3, 6, 4]]) is not is_mutant
+
+
 def test_prompt_order_decides_sampling_and_agents_can_only_lower_its_limits() -> None:
     of = episode(turn_tokens=8)
     planned = of.plan("main", {"messages": [HELLO], "temperature": 0.0, "top_p": 0.1, "max_tokens": 100, "seed": 3})

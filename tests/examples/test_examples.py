@@ -13,10 +13,10 @@ from string import ascii_lowercase
 
 import pytest
 
+from benchmarks.games import guessing
 from pipelinerl.config.recipe import load
 from pipelinerl.roles.wiring import held_out_problems, training_problems
 from tests.fakes.bigram_recipe import lightest
-from tests.fakes.guessing_bigram import guessing
 from tests.fakes.live_run import CLI, launched
 from tests.patience import PATIENCE_S
 
@@ -136,6 +136,44 @@ def test_language_model_task_rewards_right_and_parsable_answers() -> None:
         "assert task.parses('[1]') == task.parses('{') == task.parses('[' * 100_000) == 0\n"
     )
     subprocess.run([sys.executable, "-c", script], cwd=EXAMPLES / "smollm2", check=True, timeout=PATIENCE_S)
+
+
+_AGENT = """
+import asyncio, sys
+from types import SimpleNamespace as Answer
+import agent
+
+class Client:
+    def __init__(self, *answers):
+        self.answers, self.seen = list(answers), []
+    async def chat(self, messages, tools):
+        self.seen = [message if isinstance(message, dict) else {} for message in messages]
+        return self.answers.pop(0)
+
+def call(expression, name="calculator"):
+    function = {"name": name, "arguments": '{"expression": "' + expression + '"}'}
+    return Answer(content="", tool_calls=[{"id": "1", "function": function}])
+
+def reward(*answers):
+    client = Client(*answers)
+    task = Answer(messages=[], ground_truth="713")
+    return asyncio.run(agent.run(task, client)), client.seen[-1].get("content") if client.seen else None
+
+def text(content):
+    return Answer(content=content, tool_calls=[])
+
+assert reward(text("713")) == (0.0, None), "an answer without a call earns nothing"
+assert reward(call("23 * 31", name="division")) == (0.0, None), "no other tool is offered"
+assert reward(call("23 * 31"), text(" 713")) == (1.0, "713")
+assert reward(call("23 * 31"), text("712")) == (0.3, "713")
+assert reward(call("23 * 32"), text("736")) == (0.1, "736")
+assert reward(call("__import__('os')"), text("1")) == (0.1, "error: write a product")
+assert len(agent.problems()) > 1000
+"""
+
+
+def test_calculator_example_rewards_a_right_number_only_after_a_call() -> None:
+    subprocess.run([sys.executable, "-c", _AGENT], cwd=EXAMPLES / "calculator", check=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
 """`ScriptedEngine`: the smallest engine that keeps the inference contract; with a `Fault` it breaks one promise.
 
 The model is a table of 32 next-token distributions (float32) and a bias. Token i is the character of code 97 + i; token
-0 ends an answer. The engine decodes on the event loop, one step per `step_s` seconds; sequences are independent. The
-conformance kit must accept it without a fault, and reject it with any fault.
+0 ends an answer. A prompt's tokens forget most of its text, so a call is recognised only if a prompt has shown it. The
+engine decodes on the event loop, one step per `step_s` seconds; sequences are independent. The conformance kit must
+accept it without a fault, and reject it with any fault.
 
     python -m tests.fakes.scripted_engine [fault [step_s]]      prints its port, serves until it is killed
 """
@@ -13,7 +14,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -27,6 +28,7 @@ from inference_contract.schemas import (
     ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionRequest,
+    ChatMessage,
     Choice,
     ChoiceLogprobs,
     ChunkChoice,
@@ -41,6 +43,7 @@ from inference_contract.schemas import (
     TopLogprob,
     Usage,
 )
+from inference_contract.tools import FunctionCallDelta, ToolCall, ToolCallDelta, ToolDefinition
 from inference_contract.weights import (
     DType,
     InitProcessGroupRequest,
@@ -141,6 +144,7 @@ class ScriptedEngine:
         self._admits.set()
         self._abandoned: set[asyncio.Task[None]] = set()
         self._counts = {"generated_tokens_total": 0, "prompt_tokens_total": 0}
+        self._calls: dict[tuple[int, ...], ToolCall] = {}
         self._receiver: WeightReceiver
 
     @staticmethod
@@ -212,21 +216,9 @@ class ScriptedEngine:
             raise InvalidRequest("there is no structured output here", param="response_format")
         if self._fault is Fault.FAILS_AT_LARGE_TOP_K and request.top_k > VOCAB:
             raise OverflowError("no such number of tokens")
-        dropped = "tool" if self._fault is Fault.DROPS_TOOL_RESULTS else None
-        text = (
-            request.prompt
-            if request.prompt and self._fault is not Fault.IGNORES_TEXT
-            else "".join(each.content for each in request.messages or () if each.role != dropped)
-        )
-        if request.tools and request.tool_choice != "none" and self._fault is not Fault.DROPS_TOOLS:
-            text += "".join(tool.function.description or "" for tool in request.tools)
-        if self._fault is Fault.SPELLS_TOKENS:
-            text = text.replace("<|end|>", chr(VOCAB - 2))
-        if self._fault is Fault.OPENS_TEMPLATE:
-            text += "".join(request.chat_template_kwargs)
-        elif "chat_template" in request.chat_template_kwargs:
+        if self._fault is not Fault.OPENS_TEMPLATE and "chat_template" in request.chat_template_kwargs:
             raise InvalidRequest("the template is the engine's", param="chat_template_kwargs")
-        prompt = request.prompt_token_ids or [1 + ord(char) % (VOCAB - 1) for char in text]
+        prompt = request.prompt_token_ids or self._rendered(request)
         if self._fault is Fault.TRUNCATES_PROMPT:
             prompt = prompt[-8:]
         room = CONTEXT - len(prompt)
@@ -247,6 +239,56 @@ class ScriptedEngine:
             seed += len(prefixes) - 1 - prefixes[-1].index
         return prompt, [self._begun(request, prompt, prefix, seed, limit) for prefix in prefixes], limit
 
+    def _rendered(self, request: ChatCompletionRequest) -> list[int]:
+        """Return the tokens of the prompt: the tools' descriptions, and the messages; token 0 ends an answer."""
+        if request.prompt and self._fault is not Fault.IGNORES_TEXT:
+            return _encoded(request.prompt)
+        text = "".join(tool.function.description or "" for tool in self._offered(request))
+        if self._fault is Fault.OPENS_TEMPLATE:
+            text += "".join(request.chat_template_kwargs)
+        messages, first_new = request.messages or [], request.continue_from or 0
+        turns = [self._turn(message) for message in messages]
+        known = request.continue_token_ids
+        if known is None or self._fault is Fault.RENDERS_ANEW:
+            return [*_encoded(text), *(token for turn in turns for token in turn)]
+        if self._fault is Fault.WRAPS_CONTINUED_TOKENS:
+            known = [token % VOCAB for token in known]
+        if not all(0 <= token < VOCAB for token in known):
+            raise InvalidRequest("unknown tokens", param="continue_token_ids")
+        ends = known[-1] != 0 if self._fault is not Fault.ENDS_TURNS_TWICE else True
+        closing = [0] if ends and self._fault is not Fault.FORGETS_END_OF_TURN else []
+        return [*known, *closing, *(token for turn in turns[first_new:] for token in turn)]
+
+    def _turn(self, message: ChatMessage) -> list[int]:
+        if message.role == "tool" and self._fault is Fault.DROPS_TOOL_RESULTS:
+            return []
+        text = message.content
+        if self._fault is Fault.SPELLS_TOKENS:
+            text = text.replace("<|end|>", chr(VOCAB - 2))
+        tokens = _encoded(text)
+        for call in message.tool_calls or ():
+            written = _encoded(call.model_dump_json(exclude={"id"}))
+            self._calls[tuple(written)] = call
+            tokens += written
+        return [*tokens, 0] if message.role == "assistant" else tokens
+
+    def _offered(self, request: ChatCompletionRequest) -> Sequence[ToolDefinition]:
+        is_off = request.tool_choice == "none" or self._fault is Fault.DROPS_TOOLS
+        return () if is_off else request.tools or ()
+
+    def _message(self, request: ChatCompletionRequest, sample: _Sample) -> AssistantMessage:
+        """Return the answer so far, with its call if it is one."""
+        tokens = tuple(token for token in [*sample.prefix, *sample.tokens] if token)
+        call = self._calls.get(tokens) if self._offered(request) or self._fault is Fault.CALLS_UNOFFERED else None
+        if call is None or self._fault is Fault.LEAVES_CALLS_IN_TEXT:
+            return AssistantMessage(content=sample.text(request.stop_strings)[0])
+        return AssistantMessage(content="", tool_calls=[call])
+
+    def _reason(self, request: ChatCompletionRequest, sample: _Sample) -> FinishReason:
+        reason = sample.reason or FinishReason.ABORT
+        calls = reason is FinishReason.STOP and self._message(request, sample).tool_calls
+        return FinishReason.TOOL_CALLS if calls and self._fault is not Fault.STOPS_AFTER_CALLS else reason
+
     def _begun(
         self, request: ChatCompletionRequest, prompt: list[int], prefix: AnswerPrefix, seed: int, limit: int
     ) -> _Sample:
@@ -256,6 +298,8 @@ class ScriptedEngine:
         if not all(0 <= token < VOCAB for token in given):
             raise InvalidRequest(f"the prefix of sample {index} must be of known tokens", param="prefixes")
         key, last = rng.sample_keys(seed, index + 1)[index:], [*prompt, *given][-1]
+        if request.continue_token_ids and self._fault is Fault.SAMPLES_AFTER_KNOWN:
+            last = request.continue_token_ids[-1]
         sample = _Sample(index, key, last, last, fault=self._fault)
         sample.prefix = [] if self._fault is Fault.FORGETS_PREFIX else given
         ended = (0 in given and not request.ignore_eos) or len(given) >= limit or sample.text(request.stop_strings)[1]
@@ -370,8 +414,8 @@ class ScriptedEngine:
             choices=[
                 Choice(
                     index=sample.index,
-                    message=AssistantMessage(content=sample.text(request.stop_strings)[0]),
-                    finish_reason=sample.reason or FinishReason.ABORT,
+                    message=self._message(request, sample),
+                    finish_reason=self._reason(request, sample),
                     logprobs=self._logprobs(sample) if request.logprobs else None,
                     token_ids=self._told(sample) if ids else None,
                     token_logprobs=sample.logprobs if ids else None,
@@ -445,8 +489,14 @@ class ScriptedEngine:
     def _end(self, request: ChatCompletionRequest, sample: _Sample) -> ChunkChoice:
         sample.told_end = True
         late = (request.stop_strings or sample.prefix) and self._fault is not Fault.STREAMS_STOP_STRING
-        text = sample.text(request.stop_strings)[0] if late else None
-        return ChunkChoice(index=sample.index, delta=Delta(content=text), finish_reason=sample.reason)
+        message = self._message(request, sample)
+        calls = [
+            ToolCallDelta(index=place, id=call.id, function=FunctionCallDelta(**call.function.model_dump()))
+            for place, call in enumerate(message.tool_calls or ())
+            if self._fault is not Fault.DROPS_STREAMED_CALLS
+        ]
+        delta = Delta(content=message.content if late else None, tool_calls=calls or None)
+        return ChunkChoice(index=sample.index, delta=delta, finish_reason=self._reason(request, sample))
 
     def _chunk(
         self,
@@ -504,6 +554,15 @@ class ScriptedEngine:
         return EngineMetrics(running_sequences=running, model_version=version, epoch=epoch, **self._counts)
 
 
+def _encoded(text: str) -> list[int]:
+    return [1 + ord(char) % (VOCAB - 1) for char in text]
+
+
+def _without_halves(body: dict[str, Any]) -> dict[str, Any]:
+    halves = {"continue_token_ids", "continue_from"} - body.keys()
+    return {name: value for name, value in body.items() if not halves or not name.startswith("continue_")}
+
+
 def _known_fields(body: dict[str, Any]) -> dict[str, Any]:
     return {name: body[name] for name in body if name in ChatCompletionRequest.model_fields}
 
@@ -543,6 +602,8 @@ def application(fault: Fault = Fault.NONE, *, token: str | None = None, step_s: 
         app.add_middleware(Forgives, mends=_known_fields)
     if fault is Fault.REFUSES_DEFAULTS:
         app.add_middleware(Forgives, mends=_refused_defaults)
+    if fault is Fault.TAKES_HALF_A_CONTINUATION:
+        app.add_middleware(Forgives, mends=_without_halves)
     if fault is Fault.CLAMPS_TOP_K:
         app.add_middleware(Forgives, mends=_clamped_top_k)
     return app

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -26,7 +26,7 @@ from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.observability.events import Event, read_events
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.system.machine import free_ports, is_free
-from tests.faults.role_process import TOKEN, VERIFIER, Fuse, GroupEndpoint, play_role
+from tests.faults.role_process import MUTANTS, TOKEN, VERIFIER, Fuse, GroupEndpoint, play_role
 from tests.patience import PATIENCE_S
 
 GROUPS_PER_STEP, GROUP_SIZE = 4, 8
@@ -71,25 +71,26 @@ def recipe(seed: int) -> dict[str, Any]:
 class Cluster:
     """The roles of one run; made by `running`."""
 
-    def __init__(self, directory: Path, *, seed: int, mutant: str) -> None:
+    def __init__(self, directory: Path, *, recipe: Mapping[str, Any], mutant: str, engines: Sequence[str]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
+        self.model = Path(recipe["model"]["path"])
         self.server = EmbeddedRedis(directory / "redis").start()
-        self._controller, engine = free_ports(2)
-        self._roles = ("controller", "engine", "trainer", "actor")
-        ports = {"controller": self._controller, "engine": engine}
+        self._controller, *of_engines = free_ports(1 + len(engines))
+        roles = {"controller": "controller", **dict.fromkeys(engines, "engine"), "trainer": "trainer", "actor": "actor"}
+        ports = {"controller": self._controller, **dict(zip(engines, of_engines, strict=True))}
         self.seats = {
-            role: GroupEndpoint(
+            name: GroupEndpoint(
                 role=role,
-                name=role,
-                recipe=recipe(seed),
+                name=name,
+                recipe=recipe,
                 run_dir=directory,
                 redis_url=self.server.url,
                 controller_url=f"http://127.0.0.1:{self._controller}",
-                port=ports.get(role, 0),
-                mutant=mutant if role == "trainer" else "",
+                port=ports.get(name, 0),
+                mutant=mutant if MUTANTS[mutant][0] == role else "",
             )
-            for role in self._roles
+            for name, role in roles.items()
         }
         self.fuses = {name: Fuse(seat.fuse) for name, seat in self.seats.items()}
         self.processes: dict[str, Any] = {}
@@ -100,8 +101,9 @@ class Cluster:
         """Start every role."""
         self.start("controller")
         self.until(lambda: not is_free(self._controller), "the controller to listen")
-        for name in self._roles[1:]:
-            self.start(name)
+        for name in self.seats:
+            if name not in self.processes:
+                self.start(name)
 
     def start(self, name: str, *, stopped_at: str = "") -> None:
         """Start the role's process, which must not be alive. With `stopped_at`, the process stops itself (SIGSTOP) at
@@ -153,16 +155,23 @@ class Cluster:
         answer = httpx.get(url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S).raise_for_status()
         return answer.json()["epoch"], answer.json()["model_version"]
 
-    def until(self, reached: Callable[[], Any], what: str, *, timeout_s: float = PATIENCE_S) -> None:
-        """Wait until `reached` returns true. On a timeout, or if a role has ended, raise AssertionError with the roles'
-        logs.
+    def until(
+        self,
+        reached: Callable[[], Any],
+        what: str,
+        *,
+        timeout_s: float = PATIENCE_S,
+        statuses: Collection[int] = (),
+    ) -> None:
+        """Wait until `reached` returns true. On a timeout, or if a role has ended with a status that is not among
+        `statuses`, raise AssertionError with the roles' logs.
         """
         deadline = time.monotonic() + timeout_s
         while not reached():
             for name in self.supervised:
                 if self.processes[name].exitcode == 1:
                     self.start(name)
-            ended = [name for name, process in self.processes.items() if process.exitcode is not None]
+            ended = [name for name, each in self.processes.items() if each.exitcode not in (None, *statuses)]
             if ended or time.monotonic() > deadline:
                 reason = f"{', '.join(ended)} ended" if ended else f"{timeout_s:g} s were not enough"
                 raise AssertionError(f"waiting for {what}: {reason}\n{self.story()}")
@@ -182,11 +191,14 @@ class Cluster:
 
 
 @contextmanager
-def running(directory: Path, *, seed: int, mutant: str = "") -> Iterator[Cluster]:
-    """Yield a running cluster; all of its processes are dead afterwards. With `mutant`, a flawed design replaces the
-    trainer's.
+def running(
+    directory: Path, *, seed: int, mutant: str = "", engines: Sequence[str] = ("engine",), **sections: Any
+) -> Iterator[Cluster]:
+    """Yield a running cluster; all of its processes are dead afterwards.
+
+    With `mutant`, a flawed design replaces that of its role. `sections` replace those of `recipe`.
     """
-    cluster = Cluster(directory, seed=seed, mutant=mutant)
+    cluster = Cluster(directory, recipe=recipe(seed) | sections, mutant=mutant, engines=engines)
     try:
         cluster.begin()
         yield cluster

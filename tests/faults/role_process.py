@@ -6,7 +6,10 @@ points around each phase of a weight update, each checkpoint, and a trainer's cl
 files record events and survive the process:
 
     made.jsonl      a group was appended and the server has answered: its actor may rely on it from here on
-    trained.jsonl   a step is about to be reported, with its groups
+    groups/         the payload of each such group, which the trainer may have trimmed from its stream
+    trained.jsonl   a step is about to be reported, with its groups and the numbers of its tokens: those sampled in
+                    rollouts that learn, and those in the loss
+    published/      the weights of each (epoch, version), written before they leave the trainer
     trimmed.jsonl   a stream was trimmed and the server has answered, and when the request was about to be sent
 
 `MUTANTS` are flawed designs that look right; each can replace the trainer's design.
@@ -22,30 +25,35 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 from zlib import crc32
+
+import numpy as np
 
 from pipelinerl import registry
 from pipelinerl.config.recipe import parse
 from pipelinerl.controller.service.service import Start
 from pipelinerl.engines.bigram import engine as bigram_engine  # noqa: F401  imported before the fork, not after each
 from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.environments import episode
 from pipelinerl.messages import REPORTS, ROLLOUTS, StepDone, decode_report
 from pipelinerl.roles import actor_role, controller_role, engine_role, process, trainer_role
 from pipelinerl.streams.records import decode_group
 from pipelinerl.streams.stream import Entry, Stream
 from pipelinerl.training import loop
 from pipelinerl.training.checkpoints import checkpoint, checkpoint as checkpoint_fence
+from pipelinerl.training.publish import publishing
 from pipelinerl.training.rollouts import admission, rollout_reader
-from pipelinerl.types import Outcome, Problem, RolloutGroup, Verdict
+from pipelinerl.training.rollouts.batch import TrainBatch
+from pipelinerl.types import Outcome, Problem, RolloutGroup, Turn, Verdict, VersionSpan
 from pipelinerl.weights.broadcast import collective  # noqa: F401  likewise, with torch
 
 OPERATIONS = (
     *("none", "append", "read", "claim", "acknowledge", "trim", "renew", "last_id", "update", "checkpoint"),
-    *("claimed", "durable"),
+    *("claimed", "durable", "turn"),
 )
 VERIFIER = "coin"
 TOKEN = "of this test"
@@ -129,19 +137,34 @@ class Witness:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._step: list[tuple[int, str]] = []
+        self._step: dict[str, Any] = {}
 
-    def note_batch(self, groups: list[RolloutGroup]) -> None:
-        self._step = [(group.index, fingerprint(group)) for group in groups]
+    def note_batch(self, batch: TrainBatch) -> None:
+        rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+        learning = [rollout for rollout, learns in zip(rollouts, batch.learns, strict=True) if learns]
+        self._step = {
+            "groups": [(group.index, fingerprint(group)) for group in batch.groups],
+            "sampled": sum(rollout.num_sampled_tokens for rollout in learning),
+            "in_loss": sum(int(each.loss_mask.sum()) for each in batch.micro_batches),
+        }
+
+    def published(self, epoch: int, version: int, weights: Callable[[], Iterable[tuple[str, Any]]]) -> None:
+        (self._directory / "published").mkdir(exist_ok=True)
+        arrays = {name: np.asarray(array) for name, array in weights()}
+        file = self._directory / "published" / f"{epoch}-{version}"
+        np.savez(file.with_suffix(".new.npz"), **arrays)
+        file.with_suffix(".new.npz").replace(file.with_suffix(".npz"))
 
     def will_report(self, payload: bytes) -> None:
         report = decode_report(payload)
         if isinstance(report, StepDone):
-            self._write("trained", [{"epoch": report.epoch, "version": report.model_version, "groups": self._step}])
+            self._write("trained", [{"epoch": report.epoch, "version": report.model_version, **self._step}])
 
     def made(self, payloads: list[bytes], first_id: int) -> None:
         lines = []
+        (self._directory / "groups").mkdir(exist_ok=True)
         for number, payload in enumerate(payloads, start=first_id):
+            (self._directory / "groups" / str(number)).write_bytes(payload)
             group = decode_group(payload)
             epoch = min(rollout.epoch for rollout in group.rollouts)
             newest = max(rollout.newest_version for rollout in group.rollouts)
@@ -258,11 +281,24 @@ def claim_nothing() -> None:
     checkpoint_fence.CheckpointFence.check = lambda self, epoch: None  # type: ignore[method-assign]
 
 
-MUTANTS: Mapping[str, Callable[[], None]] = {
-    "": lambda: None,
-    "unfenced": claim_nothing,
-    "ack_before": acknowledge_before_training,
-    "ack_after": acknowledge_after_checkpoint,
+def name_the_newest_version() -> None:
+    """Install a mutant: each answer is said to be sampled by the last weights that had a part in it."""
+    honest = episode._turn
+
+    def turn(choice: Any, context: Any) -> Turn:
+        made = honest(choice, context)
+        return replace(made, spans=(VersionSpan(made.spans[-1].model_version, len(made.token_ids)),))
+
+    episode._turn = turn
+
+
+#: By name, the role whose design a mutant replaces, and the function that installs it.
+MUTANTS: Mapping[str, tuple[str, Callable[[], None]]] = {
+    "": ("", lambda: None),
+    "unfenced": ("trainer", claim_nothing),
+    "ack_before": ("trainer", acknowledge_before_training),
+    "ack_after": ("trainer", acknowledge_after_checkpoint),
+    "newest": ("actor", name_the_newest_version),
 }
 
 
@@ -292,13 +328,14 @@ def play_role(seat: GroupEndpoint) -> None:
     async def opened(*arguments: Any, **named: Any) -> Any:
         return Mortal(await open_stream(*arguments, **named), fuse, witness)
 
-    def noted(groups: list[RolloutGroup], **named: Any) -> Any:
-        witness.note_batch(groups)
-        return build(groups, **named)
+    def noted(groups: list[RolloutGroup], **named: Any) -> TrainBatch:
+        batch = build(groups, **named)
+        witness.note_batch(batch)
+        return batch
 
     process.open_stream, loop.build = opened, noted
     update, sync = EngineClient.request_weight_update, checkpoint._sync_tree
-    claim = checkpoint.CheckpointStore.claim
+    claim, record, publication = checkpoint.CheckpointStore.claim, episode.Episode.record, publishing.Publication
 
     async def updated(*arguments: Any, **named: Any) -> Any:
         fuse.point("update")
@@ -316,9 +353,21 @@ def play_role(seat: GroupEndpoint) -> None:
         claim(store, epoch)
         fuse.point("claimed")
 
+    def recorded(self: episode.Episode, planned: Any, completion: Any) -> Any:
+        fuse.point("turn")
+        turn = record(self, planned, completion)
+        fuse.point("turn")
+        return turn
+
+    def published(**fields: Any) -> publishing.Publication:
+        witness.published(fields["epoch"], fields["version"], fields["weights"])
+        return publication(**fields)
+
     EngineClient.request_weight_update, checkpoint._sync_tree = updated, synced  # type: ignore[method-assign]
-    checkpoint.CheckpointStore.claim = claimed  # type: ignore[method-assign]
-    MUTANTS[seat.mutant]()
+    checkpoint.CheckpointStore.claim, episode.Episode.record = claimed, recorded  # type: ignore[method-assign]
+    publishing.Publication = published  # type: ignore[misc,assignment]
+    _, install = MUTANTS[seat.mutant]
+    install()
     identity = process.Identity(
         config=parse(seat.recipe),
         run_dir=seat.run_dir,

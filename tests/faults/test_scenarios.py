@@ -20,7 +20,7 @@ import pytest
 
 from pipelinerl.controller.decisions import controller
 from tests.fakes.live_run import LiveRun
-from tests.faults.scenarios import rank_killed, role_killed, starved, two_trainers
+from tests.faults.scenarios import episodes_killed, rank_killed, role_killed, starved, two_trainers
 from tests.faults.scenarios.scenario import Verdict, find, names, play
 from tests.patience import PATIENCE_S
 
@@ -93,6 +93,12 @@ def test_trainer_that_relies_on_acknowledgements_loses_or_repeats_orders(
         return role_killed.play(seed, tmp_path / str(seed), mutant=mutant, kills=3)
 
     assert first_that_fails(attempt, figure).broken
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(300)
+def test_scenario_catches_an_actor_that_names_one_version_for_a_whole_answer(tmp_path: Path) -> None:
+    assert "a span of version" in " ".join(episodes_killed.play(0, tmp_path, mutant="newest", kills=0).broken)
 
 
 @pytest.mark.chaos

@@ -72,6 +72,16 @@ CAUGHT_BY = {
     Fault.COUNTS_NO_REPEATS: "penalties_are_applied_or_refused",
     Fault.WANTS_WHOLE_NAME: "short_model_name_is_accepted",
     Fault.IGNORES_TEXT: "completions_route_is_served_or_absent",
+    Fault.RENDERS_ANEW: "conversation_continues_exactly",
+    Fault.SAMPLES_AFTER_KNOWN: "conversation_continues_exactly",
+    Fault.FORGETS_END_OF_TURN: "tail_is_that_of_the_full_rendering",
+    Fault.TAKES_HALF_A_CONTINUATION: "bad_continuations_are_refused",
+    Fault.WRAPS_CONTINUED_TOKENS: "bad_continuations_are_refused",
+    Fault.LEAVES_CALLS_IN_TEXT: "calls_are_parsed_or_refused",
+    Fault.STOPS_AFTER_CALLS: "calls_are_parsed_or_refused",
+    Fault.DROPS_STREAMED_CALLS: "calls_are_parsed_or_refused",
+    Fault.CALLS_UNOFFERED: "calls_are_parsed_or_refused",
+    Fault.ENDS_TURNS_TWICE: "tool_results_continue_calls_or_are_refused",
 }
 
 #: Further checks that must fail for a fault.
@@ -80,6 +90,7 @@ ALSO_CAUGHT_BY = (
     (Fault.ONE_SPAN, "pull_in_flight"),
     (Fault.NEWEST_SPAN, "pull_in_flight"),
     (Fault.IGNORES_WEIGHTS, "pull_is_served"),
+    (Fault.FORGETS_END_OF_TURN, "tool_results_continue_calls_or_are_refused"),
 )
 
 

@@ -28,7 +28,7 @@ from pipelinerl.errors import PipelineError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.rng import generator
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
-from tests.faults.cluster import Cluster, model, running
+from tests.faults.cluster import Cluster, running
 from tests.faults.scenarios.scenario import Verdict
 
 SHORT = range(1)
@@ -99,12 +99,7 @@ def settle(cluster: Cluster) -> None:
     cluster.until(lambda: len(cluster.events("step")) >= steps + 4, "four steps after the last kill")
     with controller_of(cluster.directory) as controller:
         controller.stop()
-    cluster.until(lambda: cluster.events("run_finished") or _ended(cluster), "the end of the run")
-
-
-def _ended(cluster: Cluster) -> bool:
-    """True once trainer and controller have ended by themselves."""
-    return cluster.processes["controller"].exitcode == 0
+    cluster.until(lambda: cluster.events("run_finished"), "the end of the run", statuses=(0,))
 
 
 def still_read(cluster: Cluster, offset: int) -> set[int]:
@@ -133,7 +128,7 @@ class Findings:
         self.made = sorted(cluster.witnessed("made"), key=lambda group: group["entry"])
         self._forgotten = forgotten
         self._began = {event["epoch"]: event["model_version"] for event in cluster.events("trainer_ready")}
-        latest = CheckpointStore(cluster.directory / "checkpoints", keep=2, model_directory=model()).latest()
+        latest = CheckpointStore(cluster.directory / "checkpoints", keep=2, model_directory=cluster.model).latest()
         offset = latest[1].offsets.get(PARTITION, "0-0") if latest is not None else "0-0"
         self._waiting = still_read(cluster, _number(offset.encode()))
         last = latest[1].model_version if latest is not None else None

@@ -1,13 +1,20 @@
-"""`guessing`: the lightest model that can play `examples/guess_letter`: a bigram that sees the hint as the previous
-token.
-"""
+"""What `episodes` plays: the lightest model of `examples/guess_letter`, and an environment with slow tools."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any, Final
 
+from pipelinerl import rng
+from pipelinerl.environments.environment import Task
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import SPECIAL_TOKENS, char_tokenizer
+
+#: Shortest wait for a tool, as a share of the longest.
+_SHORTEST: Final = 0.01 / 60
+#: Most answers of an episode with tools.
+MOST_TURNS: Final = 6
 
 #: Adds no token at the start of the assistant's turn, so that the first sampled token directly follows the hint.
 _TEMPLATE = (
@@ -17,7 +24,9 @@ _TEMPLATE = (
 
 
 def guessing(model: Path) -> tuple[str, ...]:
-    """Create such a model in `model`; return overrides with which the example trains it."""
+    """Create a bigram in `model` that sees the hint as the previous token; return overrides with which the example
+    trains it.
+    """
     tokenizer = char_tokenizer(alphabet="abcdefg" + "0123456789+-*/?")
     tokenizer.chat_template = _TEMPLATE
     made = BigramModel.random(len(tokenizer), seed=0, scale=0.0, context_length=64)
@@ -32,8 +41,18 @@ def guessing(model: Path) -> tuple[str, ...]:
         "engine.type=bigram",
         "trainer.type=bigram",
         "engine.context_length=64",
-        "optimizer.learning_rate=0.2",
+        "optimizer.learning_rate=0.4",
         "optimizer.warmup_steps=0",
         "objective.grad2.beta=0.01",
-        "run.steps=150",
+        "run.steps=80",
     )
+
+
+async def use_tools(task: Task, client: Any, *, longest_s: float) -> float:
+    """Ask the model a few times, and wait for a tool after each answer: log-uniformly, up to `longest_s` seconds."""
+    draw, messages = rng.generator(task.seed, "tools"), list(task.messages)
+    for _ in range(int(draw.integers(2, MOST_TURNS + 1))):
+        answer = await client.chat(messages)
+        await asyncio.sleep(longest_s * _SHORTEST ** draw.random())
+        messages = [*messages, answer, {"role": "user", "content": "1"}]
+    return 1.0

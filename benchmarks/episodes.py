@@ -1,0 +1,215 @@
+"""Measure episodes: engines stay busy below a thousand of them with slow tools, and a game of several turns is learnt.
+
+    busy       `Crowd`: groups of episodes through an actor's gateway, episode hosts and engine pool, to engines of
+               paced decode steps. After each answer a tool takes 0.01 to 60 s, log-uniformly: seven on average. A
+               group ends with its last episode, and the next begins. Measured is the share of slots that decode, times
+               the share of the time in which engines have work.
+    learning   `examples/guess_letter` with a bigram model, until `LEARNT` is the mean reward of `WINDOW` steps
+
+An episode is stuck if it has not ended when each of its tools could have run twice as long as the longest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Final
+
+from benchmarks import games
+from benchmarks.arms import Job, train, training_clock
+from benchmarks.measure import Row, print_table, write_record
+from benchmarks.paced import PacedRunner
+from benchmarks.processes import open_many_files, spawned
+from pipelinerl.actor.episodes import EpisodeDomain, Episodes
+from pipelinerl.actor.group_maker import Unwatched
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
+from pipelinerl.engines.bigram.engine import BigramRunner
+from pipelinerl.engines.external.worker.worker_endpoint import endpoints_of
+from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.engines.http.pool import EnginePool
+from pipelinerl.engines.http.server import create_app
+from pipelinerl.engines.options import EngineOptions
+from pipelinerl.environments.environment import EpisodeLimits
+from pipelinerl.environments.gateway import Gateway
+from pipelinerl.environments.host_pool import EpisodeHosts
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.models.tiny_decoder import char_tokenizer
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.system.http_service import listen, serve
+from pipelinerl.types import Message, Problem, PromptOrder, Purpose, Sampling
+
+EXAMPLE: Final = Path(__file__).parents[1] / "examples" / "guess_letter" / "guess_letter.toml"
+LEARNT: Final = 0.8
+WINDOW: Final = 10
+_MAX_TOKENS: Final = 48
+_CONTEXT: Final = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crowd:
+    """Groups of episodes at once, and the engines that answer them."""
+
+    groups: int = 125
+    group_size: int = 8
+    engines: int = 2
+    slots: int = 48
+    step_s: float = 0.15
+    longest_tool_s: float = 60.0
+    warm_s: float = 60.0
+    seconds: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Crowded:
+    """The share of busy slots, episodes that ended, those that are stuck, and processor seconds of the actor."""
+
+    busy: float
+    episodes: int
+    stuck: int
+    actor_s: float
+
+
+def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2), only: Sequence[str] = ("busy", "learning")) -> None:
+    """Measure, print and record."""
+    rows: list[Row] = []
+    payload: dict[str, Any] = {}
+    if "busy" in only:
+        crowd = (
+            Crowd(groups=12, slots=8, warm_s=3.0, seconds=5.0, longest_tool_s=3.0, step_s=0.02) if quick else Crowd()
+        )
+        crowded = busy(crowd)
+        name = f"{crowd.groups * crowd.group_size} episodes at once, {crowd.engines * crowd.slots} slots"
+        rows += [
+            Row(f"{name}: share of slots that decode", crowded.busy, ">= 0.9", crowded.busy >= 0.9),
+            Row(f"{name}: stuck, of {crowded.episodes} ended", crowded.stuck, "0", crowded.stuck == 0),
+            Row(f"{name}: processor time of the actor, share of a core", crowded.actor_s / crowd.seconds),
+        ]
+        payload["busy"] = {"busy": crowded.busy, "episodes": crowded.episodes, "stuck": crowded.stuck}
+    if "learning" in only:
+        learnt = [learning(seed) for seed in seeds[: 1 if quick else None]]
+        for each in learnt:
+            shown = f"{each['first']:.2f} -> {each['last']:.2f}"
+            rows.append(
+                Row(f"guess_letter, seed {each['seed']}: reward", shown, f">= {LEARNT}", each["last"] >= LEARNT)
+            )
+            took = each["seconds"]
+            name = f"guess_letter, seed {each['seed']}: seconds of training to {LEARNT}"
+            rows.append(Row(name, "never" if took is None else took, "<= 60", took is not None and took <= 60))
+        payload["learning"] = learnt
+    print_table("episodes", rows)
+    write_record("episodes", payload, quick=quick)
+
+
+# --- learning ---------------------------------------------------------------------------------------------------------
+
+
+def learning(seed: int) -> dict[str, Any]:
+    """Return the mean reward of the first and last steps, and the seconds of training until `LEARNT`."""
+    with tempfile.TemporaryDirectory(prefix="guess-letter-") as folder:
+        changes = games.guessing(Path(folder) / "model")
+        history = train(Job("guess_letter", seed, str(EXAMPLE), changes), judged=False).history
+    rewards = [step["reward"] for step in history.steps]
+    means = [fmean(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1)]
+    clock = training_clock(history)
+    reached = next((clock[place + WINDOW - 1] for place, mean in enumerate(means) if mean >= LEARNT), None)
+    return {"seed": seed, "first": means[0], "last": means[-1], "best": max(means), "seconds": reached}
+
+
+# --- engines below a crowd of episodes --------------------------------------------------------------------------------
+
+
+def busy(crowd: Crowd) -> Crowded:
+    """Play the crowd's episodes for its seconds; return what was seen."""
+    open_many_files()
+    with tempfile.TemporaryDirectory(prefix="episodes-") as folder, _engines(crowd, Path(folder)) as urls:
+        return asyncio.run(_play(crowd, urls))
+
+
+@contextmanager
+def _engines(crowd: Crowd, folder: Path) -> Iterator[list[str]]:
+    tokenizer = char_tokenizer(alphabet="0123456789")
+    BigramModel.random(len(tokenizer), seed=0, scale=0.0, context_length=_CONTEXT).save(folder)
+    tokenizer.save_pretrained(str(folder), save_jinja_files=False)
+    with ExitStack() as stack:
+        yield [stack.enter_context(spawned(_serve, crowd, folder)).first for _ in range(crowd.engines)]
+
+
+def _serve(crowd: Crowd, folder: Path, pipe: Connection) -> None:
+    """Serve a bigram whose decode steps take `step_s`, however many rows they have."""
+    open_many_files()
+    options = EngineOptions(
+        model_path=folder, model_id="paced", slots=crowd.slots, max_waiting=4096, context_length=_CONTEXT
+    )
+
+    def load() -> Any:
+        model = BigramModel.load(folder)
+        runner = BigramRunner(model, rows=crowd.slots, context_length=_CONTEXT)
+        return PacedRunner(runner, lambda _: crowd.step_s)
+
+    engine = BatchingEngine(options, load=load, tokenizer=ChatTokenizer.load(folder), endpoints=endpoints_of(options))
+    with listen("127.0.0.1", 0) as bound:
+        pipe.send(f"http://127.0.0.1:{bound.getsockname()[1]}")
+        serve(create_app(engine, token=None), bound)
+
+
+async def _play(crowd: Crowd, urls: Sequence[str]) -> Crowded:
+    client, gateway = EngineClient(token=None), Gateway()
+    hosts = EpisodeHosts("benchmarks.games:use_tools", {"longest_s": crowd.longest_tool_s})
+    longest_s = 2 * games.MOST_TURNS * crowd.longest_tool_s + crowd.warm_s
+    limits = EpisodeLimits(max_turns=games.MOST_TURNS, timeout_s=2 * longest_s)
+    domain = EpisodeDomain(player=hosts, limits=limits, verifier=None, correct_at=1.0)
+    stops_at = time.monotonic() + crowd.warm_s + crowd.seconds
+    ended = 0
+
+    async def work(maker: Episodes, worker: int) -> None:
+        nonlocal ended
+        number = worker
+        while time.monotonic() < stops_at:
+            made = await maker.make(_order(number, crowd), Unwatched())
+            ended += len(made)
+            number += crowd.groups
+
+    try:
+        async with gateway.serve():
+            maker = Episodes(gateway, EnginePool(client, urls), {"d": domain}, attempts=2)
+            workers = [asyncio.create_task(work(maker, worker)) for worker in range(crowd.groups)]
+            await asyncio.sleep(crowd.warm_s)
+            before, used = [await client.metrics(url) for url in urls], _own_s()
+            await asyncio.sleep(crowd.seconds)
+            after, own_s = [await client.metrics(url) for url in urls], _own_s() - used
+            _, stuck = await asyncio.wait(workers, timeout=longest_s)
+            for worker in stuck:
+                worker.cancel()
+            await asyncio.gather(*workers)
+    finally:
+        await hosts.close()
+        await client.close()
+    shares = [
+        (new["occupied_slot_steps_total"] - old["occupied_slot_steps_total"])
+        / max(1.0, new["decode_steps_total"] - old["decode_steps_total"])
+        / crowd.slots
+        * min(1.0, (new["busy_s_total"] - old["busy_s_total"]) / crowd.seconds)
+        for old, new in zip(before, after, strict=True)
+    ]
+    return Crowded(fmean(shares), ended, len(stuck) * crowd.group_size, own_s)
+
+
+def _own_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _order(number: int, crowd: Crowd) -> PromptOrder:
+    problem = Problem(problem_id="p", domain="d", messages=(Message("user", "1"),), ground_truth="")
+    sampling = Sampling(num_samples=crowd.group_size, max_tokens=_MAX_TOKENS)
+    return PromptOrder(
+        order_id=f"o{number}", index=number, purpose=Purpose.TRAINING, problem=problem, sampling=sampling, seed=number
+    )

@@ -1,0 +1,51 @@
+"""Products of two numbers, and a calculator as a tool: the model calls it in its first turn and answers in its second.
+
+A wrong answer with a good call earns a little, so that calls are learnt before answers are right.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+NUMBERS = [number for number in range(12, 99) if number % 10]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+    },
+}
+PRODUCT = re.compile(r"\s*(\d{1,6})\s*\*\s*(\d{1,6})\s*")
+
+
+def problems() -> list[dict[str, str]]:
+    """Questions that a small model cannot answer without the tool."""
+    pairs = [(one, two) for one in NUMBERS for two in NUMBERS if one < two]
+    return [{"prompt": f"What is {one} times {two}?", "answer": str(one * two)} for one, two in pairs]
+
+
+def calculated(arguments: str) -> str:
+    """The product that a call asks for, or a sentence on what is wrong with it."""
+    try:
+        expression = json.loads(arguments)["expression"]
+    except (ValueError, KeyError, TypeError):
+        return "error: no expression"
+    match = PRODUCT.fullmatch(expression) if isinstance(expression, str) else None
+    return str(int(match[1]) * int(match[2])) if match else "error: write a product"
+
+
+async def run(task, client):
+    """1 for the right number after a call, 0.3 for the right call alone, 0.1 for any call of the calculator."""
+    messages = list(task.messages)
+    answer = await client.chat(messages, tools=[TOOL])
+    calls = [call for call in answer.tool_calls if call["function"]["name"] == "calculator"]
+    if len(calls) != 1 or len(answer.tool_calls) != 1:
+        return 0.0
+    (call,) = calls
+    result = calculated(call["function"]["arguments"])
+    messages += [answer, {"role": "tool", "tool_call_id": call["id"], "content": result}]
+    answer = await client.chat(messages, tools=[TOOL])
+    if answer.content.strip() == task.ground_truth:
+        return 1.0
+    return 0.3 if result == task.ground_truth else 0.1

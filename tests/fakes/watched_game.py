@@ -1,0 +1,72 @@
+"""`play`: the game of `examples/guess_letter` with pauses before its turns; a test can see which process plays it.
+
+Each open episode has a file in `directory`, named by the process that plays it. The file stays if the process is
+killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+from contextlib import suppress
+from functools import cache
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, final
+
+import psutil
+from numpy.random import Generator
+
+from pipelinerl.environments.environment import Task
+from pipelinerl.rng import generator
+
+EXAMPLE: Final = Path(__file__).parents[2] / "examples" / "guess_letter" / "game.py"
+REFERENCE: Final = f"{__name__}:play"
+_numbers = count()
+
+
+@cache
+def example() -> ModuleType:
+    """Return the example's module."""
+    spec = importlib.util.spec_from_file_location("game", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@final
+class _Unhurried:
+    """A client that waits before each request."""
+
+    def __init__(self, client: Any, pauses: Generator, longest_s: float) -> None:
+        self._client = client
+        self._pauses = pauses
+        self._longest_s = longest_s
+
+    async def chat(self, messages: Any) -> Any:
+        await asyncio.sleep(self._pauses.uniform(0, self._longest_s))
+        return await self._client.chat(messages)
+
+
+async def play(task: Task, client: Any, *, directory: str, longest_pause_s: float) -> float:
+    """Play one episode, visibly."""
+    file = Path(directory) / f"{os.getpid()}.{next(_numbers)}"
+    file.touch()
+    try:
+        return float(await example().play(task, _Unhurried(client, generator(task.seed, "pauses"), longest_pause_s)))
+    finally:
+        file.unlink()
+
+
+def open_episodes(directory: Path) -> list[psutil.Process]:
+    """Return the living processes that play the open episodes."""
+    playing = []
+    for number in {int(path.name.partition(".")[0]) for path in directory.iterdir()}:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(number)
+            if process.status() != psutil.STATUS_ZOMBIE:
+                playing.append(process)
+    return playing

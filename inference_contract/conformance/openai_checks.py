@@ -276,10 +276,10 @@ def prompt_logprobs_are_returned_or_refused(session: Session) -> None:
     """return_prompt_logprobs gives given tokens the log-probs with which the engine samples them; or it is rejected."""
     sampled = session.chat(n=1, seed=5, max_tokens=8, temperature=0.7, ignore_eos=True)
     choice = sampled.choices[0]
-    known, logprobs = [*_prompt(sampled), *ids_of(choice)], choice.token_logprobs or []
+    known, logprobs = [*prompt_of(sampled), *ids_of(choice)], choice.token_logprobs or []
     fields: dict[str, Any] = {"n": 1, "prompt_token_ids": known, "max_tokens": 1, "return_prompt_logprobs": True}
     for temperature in (0.7, 1.4):
-        scored = _answered(session, "return_prompt_logprobs", temperature=temperature, top_k=1, **fields)
+        scored = answered(session, "return_prompt_logprobs", temperature=temperature, top_k=1, **fields)
         if scored is None:
             return
         found = scored.prompt_logprobs or []

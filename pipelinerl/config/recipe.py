@@ -112,9 +112,9 @@ class RunConfig(Section):
     def _domain_names_unique(cls, domains: tuple[DomainSection, ...]) -> tuple[DomainSection, ...]:
         names = [domain.name for domain in domains]
         if not names or len(set(names)) != len(names):
-            raise ValueError(f"must be one or more with unique names, got {', '.join(names) or 'none'}")
+            raise ValueError(f"must be one or more domains with unique names, got {', '.join(names) or 'none'}")
         if not any(domain.weight for domain in domains):
-            raise ValueError("must have a weight above 0 in one domain at least: there is nothing to train on")
+            raise ValueError("must give at least one domain a weight above 0, or there is nothing to train on")
         return domains
 
     @model_validator(mode="after")

@@ -254,7 +254,7 @@ class TrainingLoop:
             if time.monotonic() - progress_at > self._settings.deadline_s:
                 raise DeadlineError(
                     f"step {self._version + 1} needs {self._current.knobs.rollouts_per_step} rollouts and has "
-                    f"{self._batcher.num_waiting} groups, and nothing came for {self._settings.deadline_s:.0f} s; "
+                    f"{self._batcher.num_waiting} groups, and nothing arrived for {self._settings.deadline_s:.0f} s; "
                     "see what the controller waits for with `pipelinerl status`"
                 )
             waiting, current, ended = self._batcher.waiting, self._current, dict(self._batcher.ledger.counts)

@@ -101,7 +101,7 @@ def test_weights_are_sent_in_the_directorys_dtype_unless_engines_keep_float32(
         (["engine.type=bigram"], "engine.type 'bigram' computes in float32, got engine.dtype bfloat16"),
         (
             ["model.head_precision=fp32", "weights.dtype=float32"],
-            "model.head_precision=fp32 has the trainer compute .* set weights.dtype=bfloat16 or engine.dtype=float32",
+            "model.head_precision=fp32 needs the same head .* set weights.dtype=bfloat16 or engine.dtype=float32",
         ),
     ],
 )

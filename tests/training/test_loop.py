@@ -602,7 +602,7 @@ async def test_wait_ends_at_its_deadline_and_names_the_missing_process(tmp_path:
         if culprit == "actors":
             await made.begin()
             await made.roll_out(0)
-            sentence = "step 1 needs 4 rollouts and has 1 groups, and nothing came for 0 s; see what the controller"
+            sentence = "step 1 needs 4 rollouts and has 1 groups, and nothing arrived for 0 s; see what the controller"
         else:
             sentence = "the trainer waited 0 s for the controller to answer ready-.*; is the controller running"
         with pytest.raises(DeadlineError, match=sentence):

@@ -122,7 +122,7 @@ def test_sampling_weights_are_kept_as_long_as_steps_need_them(model: Path) -> No
     ]
     assert max(step.figures["staleness_max"] for step in steps) == 2
     assert [each.differences for each in at_sampling_weights(model, acceptance=2).run(steps)] == [{}, {}, {}]
-    with pytest.raises(RecordError, match="the weights of version 0 are not kept any more"):
+    with pytest.raises(RecordError, match="the weights of version 0 are no longer kept"):
         list(at_sampling_weights(model, acceptance=1).run(steps))
 
 

@@ -212,7 +212,7 @@ def broken(state: RunState) -> str:
         if evaluation.pin is Pin.ENGINE and url not in fleet.pinned():
             return f"{url} is {record.lifecycle}" + (f": {record.last_error}" if record.last_error else "")
         if record.loaded != evaluation.model_version:
-            return f"{url} was given version {record.loaded}"
+            return f"{url} has loaded version {record.loaded}"
     return ""
 
 

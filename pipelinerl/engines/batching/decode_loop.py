@@ -151,7 +151,7 @@ class DecodeLoop:
         """
         with self._changed:
             if not self.is_alive:
-                raise EngineStopped("the engine is closing; the old weights served last")
+                raise EngineStopped("the engine is closing, without a swap to the new weights")
             if self._commit is not None:
                 raise UpdateInProgress(
                     f"the swap to {self._commit.epoch}.{self._commit.version} still waits for running samples to end"
@@ -375,8 +375,8 @@ class DecodeLoop:
             requests = self._scheduler.withdraw_all() if self.ready.exception() is None else []
             requests = [request for request in requests if request not in self._cancelled]
         if commit is not None:
-            commit.pause_s.set_exception(EngineStopped("the engine closed before the swap; the old weights served"))
-        stopped = EngineStopped("the engine closed while it worked on this request; send it to another one")
+            commit.pause_s.set_exception(EngineStopped("the engine closed before the swap to the new weights"))
+        stopped = EngineStopped("the engine closed during this request; send it to another engine")
         if requests:
             self._deliver([Delivery(request, is_last=True, error=stopped) for request in requests])
 

@@ -145,7 +145,7 @@ class CoreLoop:
         """
         with self._guard:
             if not self.is_alive:
-                raise EngineStopped("the engine is closing; the old weights served last")
+                raise EngineStopped("the engine is closing, without a swap to the new weights")
             if self._commit is not None and not self._commit.done():
                 raise UpdateInProgress("another swap still waits for running samples to end")
             self._commit = answer = Future[float]()
@@ -195,7 +195,7 @@ class CoreLoop:
         if commit is not None:  # here and not in the swap's task, which may never run: the event loop may close first
             with suppress(InvalidStateError):  # already answered or cancelled
                 commit.set_exception(EngineStopped("the engine closed before the swap was done"))
-        stopped = EngineStopped("the engine closed while it worked on this request; send it to another one")
+        stopped = EngineStopped("the engine closed during this request; send it to another engine")
         if requests:
             self._deliver([Delivery(request, is_last=True, error=stopped) for request in requests])
 
@@ -359,10 +359,10 @@ class CoreLoop:
             await core.resume()
             served = True
         except asyncio.CancelledError:
-            raise EngineStopped("the engine closed before the swap; the old weights served") from None
+            raise EngineStopped("the engine closed before the swap to the new weights") from None
         finally:
             if not served and not self._stopping:
-                self._fail(Dirty(f"the swap to {epoch}.{version} broke off; publish a full update to repair it"))
+                self._fail(Dirty(f"the swap to {epoch}.{version} failed midway; publish a full update to repair it"))
         return time.perf_counter() - began
 
     def _fail(self, error: ContractError) -> None:

@@ -50,9 +50,9 @@ class _Sample:
         token_ids, logprobs, spans = part.token_ids or [], part.token_logprobs or [], part.version_spans or []
         if not len(token_ids) == len(logprobs) == sum(count for _, count in spans) or self.finish_reason is not None:
             raise EngineUnreachable(
-                f"{url} must stream as many log-probs as tokens, spans over all of them, and nothing after an end; "
-                f"choice {part.index} came with {len(token_ids)} tokens, {len(logprobs)} log-probs and spans {spans}. "
-                "Run `pipelinerl conformance engine URL` against it"
+                f"{url} must stream as many log-probs as tokens, version spans over all of them, and nothing after the "
+                f"finish reason; choice {part.index} came with {len(token_ids)} tokens, {len(logprobs)} log-probs and "
+                f"spans {spans}. Run `pipelinerl conformance engine URL` against it"
             )
         if routed and token_ids:
             self._take_routing(part, len(token_ids), url=url)

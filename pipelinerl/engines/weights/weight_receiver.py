@@ -248,7 +248,7 @@ class WeightReceiver:
         if request.epoch > known + MOST_EPOCH_STEP or request.version > version + MOST_VERSION_STEP:
             raise InvalidRequest(
                 f"epoch and version must be at most {MOST_EPOCH_STEP} and {MOST_VERSION_STEP} above {known}.{version}, "
-                f"which is known here, got {_named(request)}; if they are right, restart the engine",
+                f"which is known here, got {_named(request)}; if they are correct, restart the engine",
                 param="version",
             )
         if self._update is not None and self._update.request.epoch < request.epoch:
@@ -363,7 +363,7 @@ class WeightReceiver:
         incoming = update.incoming
         if not await settled(incoming.received, timeout_s=timeout_s):
             raise DeadlineExceeded(
-                f"update {_named(update.request)}: {incoming.sender} has not sent all within {timeout_s:g} s, "
+                f"update {_named(update.request)}: {incoming.sender} has not sent everything within {timeout_s:g} s, "
                 f"received so far: {incoming.progress}"
             )
         error = incoming.received.exception()
@@ -388,7 +388,7 @@ class WeightReceiver:
         finally:
             if not known:
                 self._fail(update)
-                self._dirty = f"the swap to {_named(request)} broke off; publish a full update to repair it"
+                self._dirty = f"the swap to {_named(request)} failed midway; publish a full update to repair it"
                 raise Dirty(self._dirty)
         self._update, self._dirty, self._digest = None, None, received.digest
         self._totals = ReceiverTotals(self._totals.updates + 1, self._totals.failures, pause_s, received.seconds)

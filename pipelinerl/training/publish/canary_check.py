@@ -170,7 +170,7 @@ class LogprobCanaryChecker:
     async def _check_digest(self, url: str, digest: str) -> None:
         served = {card.digest for card in (await self._engines.models(url)).data}
         if digest and served != {digest}:
-            raise _Mismatched(f"the digest of its weights must be {digest}, it says {', '.join(map(str, served))}")
+            raise _Mismatched(f"the digest of its weights must be {digest}, it reports {', '.join(map(str, served))}")
 
     async def _answer(self, url: str, version: int) -> ChatCompletion:
         while True:

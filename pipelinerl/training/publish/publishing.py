@@ -191,7 +191,7 @@ class StreamAnnouncer:
                     awaited.discard(taken.url)
                     heard_at = time.monotonic()
         if awaited:
-            log.warning("%d engines that follow announcements say nothing, and are asked", len(awaited))
+            log.warning("%d engines that follow announcements have not reported; sending them requests", len(awaited))
             self._follow -= awaited
         await self._stream.trim(ANNOUNCEMENTS, before=f"{number}-0")
         await self._stream.trim(TAKEN, before=before)  # later trainers read it

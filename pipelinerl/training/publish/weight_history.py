@@ -91,7 +91,7 @@ class WeightHistory:
         """
         if version not in self._held:
             raise RecordError(
-                f"the weights of version {version} are not kept any more, so log-probs at them cannot be computed; "
+                f"the weights of version {version} are no longer kept, so log-probs at them cannot be computed; "
                 f"kept are {', '.join(map(str, self.versions)) or 'none'}"
             )
         return self._held[version]
@@ -102,7 +102,7 @@ class WeightHistory:
         missing = versions - self._held.keys()
         if missing - self._missed:
             log.warning(
-                "weights of version %s are not kept, so that what they sampled cannot train and counts as stale: "
+                "weights of version %s are not kept, so their samples cannot train and count as stale: "
                 "k was lower when they were made, or the checkpoint was written without them",
                 ", ".join(map(str, sorted(missing))),
             )

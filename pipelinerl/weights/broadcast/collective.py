@@ -149,7 +149,7 @@ class Collective:
                     f"waiting for {key} in {self._name}: rank 0 announced nothing in {now - began:.1f} s"
                 )
             time.sleep(min(max((now - began) * _POLL_SHARE, _SHORTEST_POLL_S), _LONGEST_POLL_S))
-        raise UpdateError(f"{self._name} was left")
+        raise UpdateError(f"this process has left {self._name}")
 
     def broadcast(self, tensor: torch.Tensor, *, deadline: float, root: int = 0) -> None:
         """Send `tensor` from `root`, or receive into it; return when the memory may be reused.
@@ -165,7 +165,7 @@ class Collective:
         """
         group, work = self._group, None
         if group is None:
-            raise UpdateError(f"{self._name} was left")
+            raise UpdateError(f"this process has left {self._name}")
         options = _options(root, deadline)
         try:
             work = group.broadcast([tensor], options)
@@ -178,7 +178,7 @@ class Collective:
             self.close()
             raise _translated(error, f"a broadcast in {self._name}") from error
         if self._group is not group:  # an aborted work may look complete
-            raise UpdateError(f"{self._name} was left in the middle of a broadcast")
+            raise UpdateError(f"this process left {self._name} during a broadcast")
 
     def close(self) -> None:
         """Leave the group; peers that wait for this rank in a collective fail at once. Idempotent."""
@@ -232,5 +232,5 @@ def _translated(error: RuntimeError | OSError, doing: str) -> DeadlineError | Up
     text = str(error).split(". This is")[0].rsplit("] ", 1)[-1] if "pair.cc" in str(error) else str(error)
     reason = (text.splitlines() or [type(error).__name__])[0][:200]
     if "time" in reason.lower() and "out" in reason.lower():
-        return DeadlineError(f"{doing} ended without every rank in time: {reason}")
-    return UpdateError(f"{doing} broke: {reason}")
+        return DeadlineError(f"{doing} timed out, not every rank took part: {reason}")
+    return UpdateError(f"{doing} failed: {reason}")

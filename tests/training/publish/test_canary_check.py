@@ -138,7 +138,7 @@ def _tokens(token: int) -> Any:
     [
         (_choices(), {"version": 1}, "must be sampled by version 1, its spans are"),
         (_choices(), {"epoch": 2}, "must be sampled in epoch 2, its answer is of 0"),
-        (_choices(), {"digest": "abc"}, "the digest of its weights must be abc, it says"),
+        (_choices(), {"digest": "abc"}, "the digest of its weights must be abc, it reports"),
         (_choices(token_ids=None), {}, "token ids and their log-probs; choice 0 is not"),
         (_choices(token_ids=[]), {}, "choice 0 is not"),
         (_choices(token_logprobs=[-0.1]), {}, "choice 0 is not"),

@@ -104,6 +104,6 @@ def test_missing_version_is_reported_once(trainer: BigramTrainer, caplog: pytest
     with caplog.at_level(logging.WARNING, logger="pipelinerl"):
         assert [history.covers(each) for each in (group(1, version=2), mixed, mixed)] == [True, False, False]
     (said,) = caplog.messages
-    assert "weights of version 1 are not kept, so that what they sampled cannot train and counts as stale" in said
-    with pytest.raises(RecordError, match=r"the weights of version 1 are not kept any more.*; kept are 2"):
+    assert "weights of version 1 are not kept, so their samples cannot train and count as stale" in said
+    with pytest.raises(RecordError, match=r"the weights of version 1 are no longer kept.*; kept are 2"):
         history.weights(1)

@@ -378,7 +378,7 @@ class ServerHttp:
                             return
                         yield orjson.loads(data)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise EngineUnreachable(f"POST {self.url}{path} broke off: {_reason(error)}") from error
+            raise EngineUnreachable(f"POST {self.url}{path} was interrupted: {_reason(error)}") from error
         raise EngineUnreachable(f"POST {self.url}{path}: the stream ended without data: [DONE]; is the server closing?")
 
     async def _call(

@@ -357,8 +357,9 @@ def test_reply_without_a_single_valid_score_is_rejected(reply: str, sentence: st
 
 def test_pattern_reads_the_score_from_its_group() -> None:
     assert PATTERN.read("So.\nScore: 4.5") == (4.5, "")
-    for reply, sentence in (("4", "no score"), ("Score: 9", "not from 0 to 5"), ("Score: x", "must be a number, got 'x'"),
-                            ("Score: 1 Score: 2", "more than one"), ("Score: nan", "no score")):  # fmt: skip
+    for reply, sentence in (("4", "no score"), ("Score: 9", "not from 0 to 5"),
+                            ("Score: x", "must be a number, got 'x'"), ("Score: 1 Score: 2", "more than one"),
+                            ("Score: nan", "no score")):  # fmt: skip
         with pytest.raises(Unreadable, match=sentence):
             PATTERN.read(reply)
 

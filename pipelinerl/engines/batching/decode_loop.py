@@ -30,20 +30,18 @@ from typing import Final, final
 from inference_contract.errors import EngineStopped, InvalidRequest, UpdateInProgress
 from inference_contract.schemas import FinishReason
 from inference_contract.weights import OnUpdate
-from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState
-from pipelinerl.engines.batching.sample_loop import (
-    UNTRAINED,
+from pipelinerl.engines.batching.model_runner import Admission, ModelRunner, Moves, Prefill, RowState, Scheduler
+from pipelinerl.engines.batching.sample_loop import UNTRAINED, LoopTotals, RouteLog, ServedModel
+from pipelinerl.engines.batching.sequence import (
     Delivery,
-    LoopTotals,
-    RouteLog,
-    ServedModel,
+    Request,
+    Sequence,
     aborted,
     deliveries,
+    extend,
     refused,
     sampled,
 )
-from pipelinerl.engines.batching.scheduler import Admission, Moves, Scheduler
-from pipelinerl.engines.batching.sequence import Request, Sequence, extend
 
 _NO_STRUCTURE: Final = (
     "response_format: this engine has no structured output; leave it out, or serve the model with the vLLM engine"

@@ -32,18 +32,18 @@ from typing import Any, final
 from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, UpdateInProgress
 from inference_contract.schemas import FinishReason
 from inference_contract.weights import OnUpdate
-from pipelinerl.engines.batching.sample_loop import (
-    UNTRAINED,
+from pipelinerl.engines.batching.model_runner import Capacity
+from pipelinerl.engines.batching.sample_loop import UNTRAINED, LoopTotals, ServedModel
+from pipelinerl.engines.batching.sequence import (
     Delivery,
-    LoopTotals,
+    Request,
     SampledToken,
-    ServedModel,
+    Sequence,
     aborted,
     deliveries,
+    extend,
     sampled,
 )
-from pipelinerl.engines.batching.scheduler import Capacity
-from pipelinerl.engines.batching.sequence import Request, Sequence, extend
 from pipelinerl.engines.external.engine_core import CoreModel, EngineCore, Sampled, Step, label_of, sample_id
 
 

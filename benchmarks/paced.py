@@ -45,8 +45,8 @@ from pipelinerl.simulation.hardware import EngineTimes, TrainerTimes
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.system.http_service import config_of, listen
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.training.canary_check import LogprobCanaryChecker
 from pipelinerl.training.loop import TrainingLoop
-from pipelinerl.training.publish.canary_check import LogprobCanaryChecker
 from pipelinerl.types import Outcome, Problem, Verdict
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher

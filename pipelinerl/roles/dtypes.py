@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import RecipeError
 from pipelinerl.models.checkpoint import model_dtype
-from pipelinerl.training.publish.canary_check import TOLERANCES
+from pipelinerl.training.canary_check import TOLERANCES
 from trainer_contract.types import HeadPrecision, Precision, WeightDType
 
 

@@ -20,12 +20,12 @@ from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.objective.presets import resolve
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.training.forward_passes import ForwardPasses
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Lineage
 from pipelinerl.training.rollouts.batch import build
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
 from pipelinerl.training.rollouts.packing import with_columns
-from pipelinerl.training.step.forward_passes import ForwardPasses
-from pipelinerl.training.step.train_step import TrainStep
+from pipelinerl.training.train_step import TrainStep
 from pipelinerl.types import Answered, Outcome, Problem, RolloutGroup, Verdict
 from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier
 from tests.actor.test_actor import NAME, Watched, order, until

@@ -15,7 +15,7 @@ from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.checkpoint import check_directory, load_model, model_dtype, weight_files
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.trainer_role import canary_of
-from pipelinerl.training.publish.canary_check import TOLERANCES
+from pipelinerl.training.canary_check import TOLERANCES
 from trainer_contract.types import WeightDType
 
 SHIPPED = MODELS / "tiny_speller"

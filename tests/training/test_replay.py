@@ -14,13 +14,13 @@ from pipelinerl.errors import RecordError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
-from pipelinerl.training.publish.weight_history import WeightHistory
+from pipelinerl.training.forward_passes import ForwardPasses
 from pipelinerl.training.replay import RecordedStep, Replay
 from pipelinerl.training.rollouts.admission import Lineage
 from pipelinerl.training.rollouts.batch import MiniBatching, build
-from pipelinerl.training.step.forward_passes import ForwardPasses
-from pipelinerl.training.step.schedule import AdaptiveObjective
-from pipelinerl.training.step.train_step import TrainStep
+from pipelinerl.training.schedule import AdaptiveObjective
+from pipelinerl.training.train_step import TrainStep
+from pipelinerl.training.weight_history import WeightHistory
 from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.types import TrainerSpec

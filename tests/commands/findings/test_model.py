@@ -14,7 +14,7 @@ from pipelinerl.commands.findings.model import attention_findings, expert_findin
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.trainer_role import canary_of, loop_settings
-from pipelinerl.training.publish.canary_check import ROUTED_APART, TOLERANCES
+from pipelinerl.training.canary_check import ROUTED_APART, TOLERANCES
 from trainer_contract.types import RoutingShape
 
 QWEN3_30B: dict[str, Any] = {

@@ -13,10 +13,10 @@ from pipelinerl.config.recipe import MODELS, load
 from pipelinerl.errors import RecipeError
 from pipelinerl.objective.presets import resolve
 from pipelinerl.roles.wiring import demonstrations_of, objective_of
+from pipelinerl.training.forward_passes import ForwardPasses
 from pipelinerl.training.rollouts.batch import TrainBatch, build
 from pipelinerl.training.rollouts.demonstrations import ImitationStream
-from pipelinerl.training.step.forward_passes import ForwardPasses
-from pipelinerl.training.step.train_step import TrainStep
+from pipelinerl.training.train_step import TrainStep
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.host_weights import bytes_of
 from trainer_contract.trainer import Trainer

@@ -21,7 +21,7 @@ from pipelinerl.objective.statistics import cuts, statistics, trained_tokens
 from pipelinerl.objective.tokens import Tokens
 from pipelinerl.objective.value_loss import ValueLoss, value_statistics
 from pipelinerl.training.rollouts.batch import MiniBatch, TrainBatch
-from pipelinerl.training.step.schedule import CONSTANT, LearningRateSchedule
+from pipelinerl.training.schedule import CONSTANT, LearningRateSchedule
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Float32, LossStats, MicroBatch, StepStats
 

@@ -20,13 +20,13 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.training.forward_passes import ForwardPasses
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Lineage
 from pipelinerl.training.rollouts.batch import build, learns_from_equals, teacher
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
-from pipelinerl.training.step.forward_passes import ForwardPasses
-from pipelinerl.training.step.schedule import LearningRateSchedule
-from pipelinerl.training.step.train_step import Accumulated, TrainStep
-from pipelinerl.training.step.update import Critic
+from pipelinerl.training.schedule import LearningRateSchedule
+from pipelinerl.training.train_step import Accumulated, TrainStep
+from pipelinerl.training.update import Critic
 from pipelinerl.types import Outcome, Rollout, RolloutGroup, Turn
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.trainer import Trainer

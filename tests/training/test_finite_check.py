@@ -16,11 +16,11 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.training.finite_check import NonFiniteStep
+from pipelinerl.training.forward_passes import ForwardPasses
 from pipelinerl.training.rollouts.batch import build
-from pipelinerl.training.step.finite_check import NonFiniteStep
-from pipelinerl.training.step.forward_passes import ForwardPasses
-from pipelinerl.training.step.train_step import TrainStep
-from pipelinerl.training.step.update import Critic
+from pipelinerl.training.train_step import TrainStep
+from pipelinerl.training.update import Critic
 from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.errors import NonFiniteError, ProtocolError

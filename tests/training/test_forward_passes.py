@@ -17,11 +17,11 @@ from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.trainers.torch.trainer import TorchTrainer
-from pipelinerl.training.publish.weight_history import WeightHistory
+from pipelinerl.training.forward_passes import ForwardPasses
 from pipelinerl.training.rollouts.batch import TrainBatch, build
 from pipelinerl.training.rollouts.packing import prefixes
-from pipelinerl.training.step.forward_passes import ForwardPasses
-from pipelinerl.training.step.train_step import TrainStep
+from pipelinerl.training.train_step import TrainStep
+from pipelinerl.training.weight_history import WeightHistory
 from pipelinerl.types import ROOT, Rollout, RolloutGroup
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.trainer import Trainer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipelinerl.training.step.schedule import LearningRateSchedule
+from pipelinerl.training.schedule import LearningRateSchedule
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from pipelinerl.messages import (
     encode_struct,
 )
 from pipelinerl.streams.stream import START, Stream, fresh_number
-from pipelinerl.training.publish.canary_check import CanaryChecker
+from pipelinerl.training.canary_check import CanaryChecker
 from pipelinerl.training.rollouts.rollout_reader import ControllerLink
 from pipelinerl.weights.publisher import Publication, Publisher, PublishReport, wire_layout
 from trainer_contract.trainer import Trainer

@@ -26,10 +26,10 @@ from pipelinerl.enums import OldLogprobs
 from pipelinerl.numerics.causes import figures, sampled_tokens
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.torch.trainer import TorchTrainer
-from pipelinerl.training.publish.weight_history import WeightHistory
+from pipelinerl.training.forward_passes import ForwardPasses
 from pipelinerl.training.rollouts.batch import build
-from pipelinerl.training.step.forward_passes import ForwardPasses
-from pipelinerl.training.step.train_step import Accumulated, TrainStep
+from pipelinerl.training.train_step import Accumulated, TrainStep
+from pipelinerl.training.weight_history import WeightHistory
 from pipelinerl.types import Outcome, Rollout, RolloutGroup, Turn, Verdict, VersionSpan
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.types import Device, TrainerSpec

@@ -11,9 +11,9 @@ import pytest
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.training.forward_passes import EXACT_ENTROPY, EntropyMeter, ForwardPasses
 from pipelinerl.training.rollouts.batch import TrainBatch, build
-from pipelinerl.training.step.forward_passes import EXACT_ENTROPY, EntropyMeter, ForwardPasses
-from pipelinerl.training.step.train_step import TrainStep
+from pipelinerl.training.train_step import TrainStep
 from pipelinerl.types import ROOT
 from tests.fakes.rollouts import episode, group
 from trainer_contract.types import OptimizerSpec, TrainerSpec

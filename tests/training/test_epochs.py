@@ -21,12 +21,12 @@ from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.trainers.jax.trainer import JaxTrainer
 from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.training.finite_check import NonFiniteStep
+from pipelinerl.training.forward_passes import ForwardPasses
 from pipelinerl.training.rollouts.batch import MiniBatching, build
-from pipelinerl.training.step.finite_check import NonFiniteStep
-from pipelinerl.training.step.forward_passes import ForwardPasses
-from pipelinerl.training.step.schedule import LearningRateSchedule
-from pipelinerl.training.step.train_step import StepResult, TrainStep
-from pipelinerl.training.step.update import Critic
+from pipelinerl.training.schedule import LearningRateSchedule
+from pipelinerl.training.train_step import StepResult, TrainStep
+from pipelinerl.training.update import Critic
 from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.errors import NonFiniteError

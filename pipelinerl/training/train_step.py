@@ -21,14 +21,14 @@ import numpy as np
 
 from pipelinerl.objective.kl_control import as_column
 from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.training import finite_check
+from pipelinerl.training.finite_check import NonFiniteStep
+from pipelinerl.training.forward_passes import EntropyMeter, ForwardPasses, MeasuredEntropy
 from pipelinerl.training.rollouts.batch import MiniBatch, TrainBatch
 from pipelinerl.training.rollouts.demonstrations import IMITATION, ImitationStream
 from pipelinerl.training.rollouts.packing import with_columns
-from pipelinerl.training.step import finite_check
-from pipelinerl.training.step.finite_check import NonFiniteStep
-from pipelinerl.training.step.forward_passes import EntropyMeter, ForwardPasses, MeasuredEntropy
-from pipelinerl.training.step.schedule import KL_FIGURE
-from pipelinerl.training.step.update import BatchEnd, Critic, Gradient, Update, figures_of
+from pipelinerl.training.schedule import KL_FIGURE
+from pipelinerl.training.update import BatchEnd, Critic, Gradient, Update, figures_of
 from pipelinerl.types import RolloutGroup
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.trainer import Trainer

@@ -21,7 +21,7 @@ from inference_contract.weights import (
 from pipelinerl.engines.weights.announced_updates import AnnouncedUpdates
 from pipelinerl.messages import ANNOUNCEMENTS, TAKEN, WeightsTaken, encode_struct
 from pipelinerl.streams.memory_stream import MemoryStream
-from pipelinerl.training.publish.publishing import StreamAnnouncer
+from pipelinerl.training.publishing import StreamAnnouncer
 from tests.patience import PATIENCE_S
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"

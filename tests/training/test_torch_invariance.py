@@ -17,10 +17,10 @@ from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.training.forward_passes import ForwardPasses
 from pipelinerl.training.rollouts.batch import build
-from pipelinerl.training.step.forward_passes import ForwardPasses
-from pipelinerl.training.step.train_step import TrainStep
-from pipelinerl.training.step.update import Critic
+from pipelinerl.training.train_step import TrainStep
+from pipelinerl.training.update import Critic
 from pipelinerl.types import ROOT, Rollout, RolloutGroup
 from tests.fakes.rollouts import as_roots, episode, group, rollout
 from trainer_contract.types import Device, Head, TrainerSpec

@@ -19,9 +19,9 @@ import numpy as np
 
 from pipelinerl.enums import OldLogprobs
 from pipelinerl.numerics.entropy_probe import EntropyProbe
-from pipelinerl.training.publish.weight_history import WeightHistory
 from pipelinerl.training.rollouts.batch import TrainBatch
 from pipelinerl.training.rollouts.packing import SegmentTable, alone, prefixes, with_columns
+from pipelinerl.training.weight_history import WeightHistory
 from pipelinerl.types import Rollout
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.trainer import Trainer

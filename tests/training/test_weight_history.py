@@ -14,8 +14,8 @@ from pipelinerl.errors import CheckpointError, RecordError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
-from pipelinerl.training.publish.weight_history import WeightHistory
 from pipelinerl.training.rollouts.batch import build
+from pipelinerl.training.weight_history import WeightHistory
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.types import TrainerSpec
 

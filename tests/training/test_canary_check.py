@@ -21,7 +21,7 @@ from pipelinerl.errors import EngineUnreachable
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
-from pipelinerl.training.publish.canary_check import TOLERANCES, Canary, CanaryFindings, LogprobCanaryChecker
+from pipelinerl.training.canary_check import TOLERANCES, Canary, CanaryFindings, LogprobCanaryChecker
 from pipelinerl.types import Priority
 from pipelinerl.weights.publisher import PublishReport
 from tests.fakes.served import in_thread

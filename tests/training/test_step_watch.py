@@ -20,7 +20,7 @@ from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage
 from pipelinerl.training.rollouts.batch import build
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
-from pipelinerl.training.watching.step_watch import (
+from pipelinerl.training.step_watch import (
     MOST_REASONS,
     MOST_TAGS,
     OTHER_REASONS,
@@ -28,9 +28,9 @@ from pipelinerl.training.watching.step_watch import (
     DomainTallies,
     StepWatch,
     Tally,
+    TrainingSamples,
     mean_advantages,
 )
-from pipelinerl.training.watching.training_samples import TrainingSamples
 from pipelinerl.types import ROOT, Outcome, ProblemSummary, RewardPart, Rollout, RolloutGroup, Verdict
 from tests.fakes.rollouts import episode, group, rollout
 from trainer_contract.types import LossStats

@@ -25,7 +25,7 @@ from pipelinerl.actor.single_turn import SingleTurn
 from pipelinerl.config.recipe import RunConfig, load, save
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.service import ControllerService
-from pipelinerl.controller.state.inputs import EngineRegistered
+from pipelinerl.controller.state.inputs_and_effects import EngineRegistered
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.bigram.engine import BigramRunner
 from pipelinerl.engines.external.worker.worker_endpoint import endpoints_of

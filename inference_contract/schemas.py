@@ -13,9 +13,8 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from inference_contract.response_format import ResponseFormat
 from inference_contract.routed_experts import RoutedExperts
-from inference_contract.tools import ToolCall, ToolCallDelta, ToolDefinition
+from inference_contract.tools import ResponseFormat, ToolCall, ToolCallDelta, ToolDefinition
 from inference_contract.weights import DType, WeightLayout
 from inference_contract.wire import Wire
 

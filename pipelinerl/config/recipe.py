@@ -20,10 +20,9 @@ from pydantic import SecretStr, ValidationError, field_validator, model_validato
 
 from inference_contract.weights import Backend, Transport
 from pipelinerl import registry
-from pipelinerl.config.complaints import refuse_unwritable, sentences
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.evaluation import EvaluationSection, EvaluationSetSection, HeldOutSet
-from pipelinerl.config.layers import merged, overridden, resolved_beside
+from pipelinerl.config.layers import merged, overridden, refuse_unwritable, resolved_beside, sentences
 from pipelinerl.config.learning import (
     CriticSection,
     CurationSection,

@@ -48,8 +48,7 @@ from pipelinerl.objective.reward import RewardShaping
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.streams.stream import Stream
 from pipelinerl.training.canary_check import CanaryChecker
-from pipelinerl.training.checkpoints.checkpoint import Capture, CheckpointStore
-from pipelinerl.training.checkpoints.checkpointing import Checkpointing
+from pipelinerl.training.checkpoints.checkpoint import Capture, Checkpointing, CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.finite_check import NonFiniteStep
 from pipelinerl.training.publishing import Publishing

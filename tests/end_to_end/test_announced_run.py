@@ -9,7 +9,7 @@ import pytest
 
 from inference_contract.weights import WeightUpdateResponse
 from pipelinerl.messages import TAKEN, WeightsTaken, decode_taken
-from pipelinerl.streams.open_stream import open_stream
+from pipelinerl.streams.redis_stream import open_stream
 from pipelinerl.streams.stream import START
 from tests.fakes.live_run import LiveRun, launched, light_run
 

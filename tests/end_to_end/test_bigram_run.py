@@ -21,7 +21,7 @@ from pipelinerl.config.recipe import parse
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
-from pipelinerl.controller.state.inputs import EngineRegistered
+from pipelinerl.controller.state.inputs_and_effects import EngineRegistered
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.controller.state.run_state import ControllerSettings, RunState
 from pipelinerl.engines.bigram import engine as bigram_engine

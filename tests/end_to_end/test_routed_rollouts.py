@@ -13,7 +13,7 @@ from inference_contract.schemas import ChatCompletionRequest
 from pipelinerl.actor.actor import Actor, ActorSettings
 from pipelinerl.actor.single_turn import SingleTurn
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.http.partial_answer import PartialAnswer
+from pipelinerl.engines.http.pool import PartialAnswer
 from pipelinerl.engines.torch.engine import load_runner
 from pipelinerl.enums import NoSignal, RoutingReplay
 from pipelinerl.models.tokenizer import ChatTokenizer

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from pipelinerl.errors import AddressError, FencedError
-from pipelinerl.streams.open_stream import open_stream
+from pipelinerl.streams.redis_stream import open_stream
 from pipelinerl.streams.stream import START, Entry, Fence, Stream, fresh_number, parse_id
 from tests.patience import PATIENCE_S, SOON_S
 

@@ -21,7 +21,7 @@ from typing import final
 from pipelinerl import rng
 from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
 from pipelinerl.controller.state.evaluation import Evaluation, EvaluationDue, EvaluationPlan, EvaluationResult
-from pipelinerl.controller.state.inputs import Effect, IssuePrompts, Record
+from pipelinerl.controller.state.inputs_and_effects import Effect, IssuePrompts, Record
 from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.enums import Pin
 from pipelinerl.messages import EvaluationDone

@@ -22,7 +22,7 @@ from pipelinerl.controller.decisions import step_review
 from pipelinerl.controller.decisions.directives import directive, ending
 from pipelinerl.controller.decisions.evaluator import holds_updates
 from pipelinerl.controller.state.fleet import EngineLifecycle
-from pipelinerl.controller.state.inputs import Effect, End, Finish, Record, Send
+from pipelinerl.controller.state.inputs_and_effects import Effect, End, Finish, Record, Send
 from pipelinerl.controller.state.run_state import SILENT_S, ControllerSettings, RunPhase, RunState
 from pipelinerl.messages import GroupFailed, VerifierFigures
 

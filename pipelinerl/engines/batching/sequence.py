@@ -19,7 +19,6 @@ from typing import Literal, Protocol, final
 import numpy as np
 
 from inference_contract.errors import ContractError, NotFinite
-from inference_contract.response_format import ResponseFormat
 from inference_contract.routed_experts import RoutedExperts
 from inference_contract.schemas import (
     AnswerPrefix,
@@ -37,7 +36,7 @@ from inference_contract.schemas import (
     TopLogprob,
     Usage,
 )
-from inference_contract.tools import FunctionCallDelta, ToolCallDelta, ToolDefinition
+from inference_contract.tools import FunctionCallDelta, ResponseFormat, ToolCallDelta, ToolDefinition
 from pipelinerl.engines.batching.logit_changes import LogitChange
 from pipelinerl.models.tool_calls import ParsedAnswer
 from pipelinerl.numerics.routed_experts import on_the_wire

@@ -1,14 +1,19 @@
-"""The command `pipelinerl watch`: serve the live page of one run, or of several to compare."""
+"""The commands that show runs as they go: `watch` serves the live page, `top` draws in the terminal, also over ssh."""
 
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from pipelinerl.commands.engines import Run
+from pipelinerl.errors import UserError
 
 if TYPE_CHECKING:
     from pipelinerl.commands.watch.access import SharedLink
@@ -77,3 +82,19 @@ def _about_share(run_dir: Path, share: SharedLink, *, is_local: bool) -> Iterato
         yield f"read-only, until Ctrl-C: {run_dir} cannot be written to"
     if is_local:
         yield "only this machine can open it; add --host 0.0.0.0 for your network, or use a tunnel"
+
+
+def top(run: Run) -> None:
+    """Show a run in the terminal and change its knobs while it is live; q quits."""
+    if find_spec("textual") is None:
+        raise UserError("pipelinerl top needs textual, which is not installed; pip install 'pipelinerl[top]'")
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UserError(f"pipelinerl top needs a terminal; try pipelinerl status {run}")
+    from pipelinerl.commands.top.run_follower import RunFollower, source_of
+    from pipelinerl.commands.top.textual_app import show
+
+    follower = RunFollower(source_of(run))
+    try:
+        show(follower)
+    finally:
+        follower.close()

@@ -13,8 +13,7 @@ import torch.distributed
 from inference_contract.weights import Backend
 from pipelinerl.errors import UpdateError
 from pipelinerl.system.background import in_background
-from pipelinerl.weights.broadcast import torch_nccl
-from pipelinerl.weights.broadcast.collective import Collective
+from pipelinerl.weights.broadcast.collective import Collective, connect_nccl, wait_for_nccl
 from tests.fakes.nccl_library import FailedWork, NcclLibrary
 from tests.patience import PATIENCE_S, SOON_S
 
@@ -33,7 +32,7 @@ class _Done:
 
 
 def _connect(library: NcclLibrary, timeout_s: float = PATIENCE_S) -> Any:
-    return torch_nccl.connect(library, None, rank=0, size=2, device=CPU, timeout_s=timeout_s)
+    return connect_nccl(library, None, rank=0, size=2, device=CPU, timeout_s=timeout_s)
 
 
 def test_watchdog_is_off_only_while_the_group_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +95,7 @@ def test_gloo_work_that_failed_is_complete_and_an_error() -> None:
     work = pair[1].broadcast([torch.zeros(4, dtype=torch.uint8)], torch.distributed.BroadcastOptions())
     del pair[0]
     with pytest.raises(RuntimeError, match=r"pair\.cc"):
-        torch_nccl.wait_for(work, deadline=time.monotonic() + PATIENCE_S)
+        wait_for_nccl(work, deadline=time.monotonic() + PATIENCE_S)
     assert work.is_completed()
 
 

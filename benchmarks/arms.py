@@ -63,7 +63,6 @@ class Job:
     seed: int
     recipe: str
     changes: tuple[str, ...]
-    cell: str = ""
 
     @property
     def key(self) -> dict[str, Any]:
@@ -71,7 +70,6 @@ class Job:
         return {
             "arm": self.arm,
             "seed": self.seed,
-            "cell": self.cell,
             "recipe": Path(self.recipe).name,
             "changes": list(self.changes),
         }
@@ -128,7 +126,7 @@ def measured(
             ran = job.key | figures(job, train(job, judged=judged)) | meter.figures()
             seconds.append(time.monotonic() - began)
             left = (len(jobs) - number - 1) * median(seconds) / 60
-            name = ", ".join(part for part in (f"seed {job.seed}", job.cell, job.arm) if part)
+            name = ", ".join(part for part in (f"seed {job.seed}", job.arm))
             print(f"{benchmark}: {name}: {seconds[-1]:.0f} s; at most {left:.0f} min left", file=sys.stderr, flush=True)
             row = ran if row is None else min(row, ran, key=lambda each: each["others"]) | {"repeated": True}
         rows.append(row)
@@ -170,12 +168,12 @@ def recorded(benchmark: str) -> list[Figures]:
 
 
 def figures_of(job: Job, run: FinishedRun) -> Figures:
-    """Return the figures that every comparison of schedules or bounds shows.
+    """Return the figures that every comparison of bounds shows.
 
-    `accuracy` is held out and greedy, of the last weights. `reward` is the mean over the last tenth of the steps,
-    `area` over all of them. `seconds` are of training. `age` is the number of versions between a rollout's oldest token
-    and the step that trained it, `discarded` the share of sampled tokens whose groups were stale, `ess` that of π / μ;
-    all three are means over the steps. `by_samples`, `by_seconds`, `by_tokens`: curves of the reward; `ess_by_step`.
+    `accuracy` is held out and greedy, of the last weights. `reward` is the mean over the last tenth of the steps.
+    `seconds` are of training. `age` is the number of versions between a rollout's oldest token and the step that
+    trained it, `discarded` the share of sampled tokens whose groups were stale, `ess` that of π / μ: means over the
+    steps. `by_samples` and `by_seconds` are curves of the reward.
 
     Raises:
         ValueError: the steps do not report one of them.
@@ -187,7 +185,6 @@ def figures_of(job: Job, run: FinishedRun) -> Figures:
         "completed": run.completed,
         "accuracy": run.accuracy,
         "reward": run.history.last_reward or 0.0,
-        "area": fmean(reward.y),
         "seconds": clock[-1],
         "age": fmean(steps("staleness_mean").y),
         "discarded": discarded_share(run.history),
@@ -195,7 +192,6 @@ def figures_of(job: Job, run: FinishedRun) -> Figures:
         "tokens_per_s": sum(sampled) / clock[-1],
         "by_samples": thinned(Series(tuple(accumulate(steps("rollouts").y)), smooth)),
         "by_seconds": thinned(Series(clock, smooth)),
-        "by_tokens": thinned(Series(tuple(accumulate(sampled)), smooth)),
         "ess_by_step": thinned(ess.smoothed()),
     }
 
@@ -241,7 +237,7 @@ class Column:
 
 
 def by_arm(runs: Sequence[Figures]) -> Mapping[str, list[Figures]]:
-    """Group runs by arm, in the order in which the arms first appear."""
+    """Group runs by arm, in order of first appearance."""
     arms: dict[str, list[Figures]] = {}
     for each in runs:
         arms.setdefault(each["arm"], []).append(each)

@@ -33,11 +33,6 @@ GAIN: Final = 0.25
 _FETCH_S: Final = 1800.0
 
 
-def fetch_model() -> None:
-    """Download the model if it is missing."""
-    subprocess.run([sys.executable, str(EXAMPLE / "fetch_model.py")], check=True, timeout=_FETCH_S)
-
-
 def gain(arm: Arm) -> float:
     """Return the best held-out accuracy within half an hour, minus that before training."""
     return max(accuracy for _, seconds, accuracy in arm.curve if seconds <= HALF_AN_HOUR_S) - arm.curve[0][2]
@@ -45,7 +40,7 @@ def gain(arm: Arm) -> float:
 
 def run(quick: bool = False, *, seeds: Sequence[int] = ()) -> None:
     """Measure, print and record; given `seeds`, only these run, and the record's other seeds are kept."""
-    fetch_model()
+    subprocess.run([sys.executable, str(EXAMPLE / "fetch_model.py")], check=True, timeout=_FETCH_S)
     overrides = [f"run.steps={STEPS}"]
     known = recorded(RESULTS / "trl_smollm2.json", SMOLLM2.recipe, overrides) if seeds else {}
     for payload in on_two_cores(SMOLLM2, seeds or range(1 if quick else 3), overrides=overrides, known=known):

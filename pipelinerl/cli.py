@@ -318,9 +318,9 @@ def mismatch(
     """Show how far trainer and sampler log-probs differ, by cause, and what to do about it; draws mismatch.png."""
     from rich.console import Console
 
-    from pipelinerl.commands.mismatch import show
+    from pipelinerl.commands.exports import show_mismatch
 
-    show(run_dir, Console(soft_wrap=json), as_json=json)
+    show_mismatch(run_dir, Console(soft_wrap=json), as_json=json)
 
 
 @app.command()

@@ -17,8 +17,7 @@ from inference_contract.weights import DType, OnUpdate, ParameterSpec, WeightLay
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import Capacity
 from pipelinerl.engines.batching.sequence import Detokenizer, Request, Sequence
-from pipelinerl.engines.external.core_loop import CoreLoop
-from pipelinerl.engines.external.engine_core import CoreModel, Sampled, Step, sample_id
+from pipelinerl.engines.external.core_loop import CoreLoop, CoreModel, Sampled, Step, sample_id
 from tests.fakes.engine_options import engine_options
 from tests.patience import PATIENCE_S
 

@@ -35,7 +35,7 @@ import orjson
 
 from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.sequence import Request, Sequence
-from pipelinerl.engines.external.engine_core import Sampled, Step, label_of, named_by, sample_id
+from pipelinerl.engines.external.core_loop import Sampled, Step, label_of, named_by, sample_id
 from pipelinerl.errors import EngineUnreachable, PipelineError
 from pipelinerl.system import http_client
 

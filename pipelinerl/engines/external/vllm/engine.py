@@ -22,8 +22,7 @@ from inference_contract.weights import Backend
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import Capacity
 from pipelinerl.engines.batching.sample_loop import LoopBuilder
-from pipelinerl.engines.external.core_loop import CoreLoop
-from pipelinerl.engines.external.engine_core import CoreModel, EngineCore
+from pipelinerl.engines.external.core_loop import CoreLoop, CoreModel, EngineCore
 from pipelinerl.engines.external.vllm.limits import (
     check_experts_on_cpu,
     check_experts_on_gpu,

@@ -231,7 +231,7 @@ def _stage(state: RunState, now: float) -> str:
 def _weights(state: RunState) -> str:
     given = [record.url for record in state.fleet.records() if record.lifecycle.is_alive and record.loaded >= 0]
     if given:
-        return f"{', '.join(given)} to pass the canary check"
+        return f"{', '.join(given)} to pass the trainer's canary check"
     return f"the trainer to publish its weights to {', '.join(state.fleet.members())}"
 
 

@@ -497,4 +497,4 @@ def test_run_waits_for_an_engine_with_weights_until_it_proves_them() -> None:
     run.begin()
     state = run.controller.state
     state.fleet.on_published(ENGINE, 0, membership=state.fleet.membership)
-    assert waiting_for(state, now=1.0) == f"{ENGINE} to pass the canary check"
+    assert waiting_for(state, now=1.0) == f"{ENGINE} to pass the trainer's canary check"

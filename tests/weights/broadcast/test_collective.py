@@ -128,7 +128,7 @@ def test_leaving_rank_fails_the_receive_at_once(rendezvous: Rendezvous, connecti
     time.sleep(0.1)
     began = time.monotonic()
     root.close()
-    with pytest.raises(UpdateError, match="a broadcast in group 'g' generation 1 broke"):
+    with pytest.raises(UpdateError, match="a broadcast in group 'g' generation 1 failed"):
         receiving.result(PATIENCE_S)
     assert time.monotonic() - began < SOON_S
 

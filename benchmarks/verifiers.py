@@ -1,4 +1,4 @@
-"""Measure what hostile answers cost the groups that are judged beside them.
+"""Measure what hostile answers cost other groups that are judged at the same time.
 
 Groups of `hostile_texts` (special tokens, a million characters, 9**9**9**9, unbalanced LaTeX, NUL, bidi) are judged
 together with ordinary groups, whose latency is compared with that alone. Targets: no hostile answer gets a reward of 0

@@ -70,7 +70,7 @@ def _selector(path: KeyPath) -> str | None:
 
 
 def _as_table(value: Any, path: KeyPath) -> Any:
-    """If the recipe gives only the name of a preset or kind, expand it to a table with this name."""
+    """Expand the bare name of a preset or kind to a table with this name."""
     selector = _selector(path)
     return {selector: value} if selector and isinstance(value, str) else value
 

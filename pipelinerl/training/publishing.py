@@ -1,4 +1,4 @@
-"""`Publishing`: at most one publication of weights under way beside the step, and the report of how it went.
+"""`Publishing`: at most one publication of weights under way during the step, and the report of how it went.
 
 `StreamAnnouncer` announces a version once, on a stream, to all engines that follow it.
 """
@@ -56,7 +56,7 @@ class Publishing:
         await publishing.finish()                # the task has ended: the engines have them
         step.apply(accumulated)                  # changes them
 
-    A publication that fails is reported, engine by engine; training goes on.
+    A publication that fails is reported, engine by engine; training continues.
     """
 
     def __init__(

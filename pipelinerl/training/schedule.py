@@ -1,4 +1,4 @@
-"""What changes from step to step: the learning rate, a pure function of the step, and the KL coefficient."""
+"""Values that change from step to step: the learning rate, a pure function of the step, and the KL coefficient."""
 
 from __future__ import annotations
 

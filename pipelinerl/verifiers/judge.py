@@ -320,7 +320,7 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreFormat:
-    """How a score from `low` to `high` is written: as JSON, or as the single group of a regular expression.
+    """Form of a score from `low` to `high`: JSON, or the single group of a regular expression.
 
     A reply counts only if it contains exactly one score, a finite number within the range. A reply that repeats the
     judged answer, or gives two scores, is discarded, so a score inside an answer cannot be counted.

@@ -60,7 +60,7 @@ class WantedKind(StrEnum):
 
 
 class Signal(StrEnum):
-    """Whether to list groups whose rewards differ, which carry a training signal, or groups whose rewards are equal."""
+    """Filter of groups: `with` a training signal, because their rewards differ, or `without`."""
 
     WITH = "with"
     WITHOUT = "without"

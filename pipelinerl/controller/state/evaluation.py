@@ -163,7 +163,7 @@ class Evaluation:
     """An evaluation in progress: collects answers until every problem has an answer or has failed.
 
     `asked` counts the attempts by problem; problems from `next_index` on have not been issued yet. An abandoned
-    evaluation of the same version has another `number`, so its late answers can be told apart.
+    evaluation of the same version has another `number`, so its late answers can be distinguished.
     """
 
     model_version: int

@@ -109,8 +109,8 @@ def generate(model: Any, job: Job, concurrency: int) -> None:
         assert out.shape[1] == longest + new
 
 
-def measure(path: Path, load: Load, concurrency: int, *, rounds: int, batches: int) -> tuple[Paired, dict[str, float]]:
-    """Return tokens/s of both arms, and the engine's occupancy over all rounds."""
+def measure(path: Path, load: Load, concurrency: int, *, rounds: int, batches: int) -> Paired:
+    """Return tokens/s of both arms."""
     model = load_model(path, torch.device("cpu"), torch.float32)
     job = Job.of(load, batches * concurrency, vocab=56)
 
@@ -123,9 +123,7 @@ def measure(path: Path, load: Load, concurrency: int, *, rounds: int, batches: i
             "ours": rate(lambda: ours(engine, job)),
             "generate": rate(lambda: generate(model, job, concurrency)),
         }
-        timings, metrics = paired(arms, rounds), engine.engine.metrics()
-    occupancy = metrics.occupied_slot_steps_total / (metrics.decode_steps_total * metrics.slots)
-    return timings, {"occupancy": occupancy, "tokens": float(job.num_tokens)}
+        return paired(arms, rounds)
 
 
 def run(quick: bool = False) -> None:
@@ -141,11 +139,11 @@ def run(quick: bool = False) -> None:
             random_decoder(shape).save_pretrained(folder)
             for load in LOADS:
                 for concurrency in (8, 32, 128):
-                    timings, facts = measure(Path(folder), load, concurrency, rounds=rounds, batches=batches)
+                    timings = measure(Path(folder), load, concurrency, rounds=rounds, batches=batches)
                     ratio = timings.ratio("ours", "generate")
                     name = f"{size}, {load.name}, {concurrency} at once"
                     rows.append(Row(name, ratio, f">= {load.least_ratio:g}", ratio.low >= load.least_ratio))
                     rows.append(Row("    tokens/s of ours", timings.median("ours")))
-                    record[name] = {"ratio": ratio.as_dict(), **facts, **timings.as_dict()}
+                    record[name] = {"ratio": ratio.as_dict(), **timings.as_dict()}
     print_table("engine: tokens/s over Hugging Face generate", rows)
     write_record("engine", {"loads": record}, quick=quick)

@@ -2,11 +2,9 @@
 
 An engine here has all that an update passes through (HTTP server, receiver, endpoint in a gloo group) and no model;
 sixteen share a process. The trainer's side is the real publisher. As in a run, there is a token, and each process
-takes what it has loaded out of garbage collection. Each fleet exists twice: `real` sends 8 MB of tensors, `1-byte`
-as many tensors of one byte each, whose update is all control.
+takes what it has loaded out of garbage collection. Tensors have one byte each, so an update is all control.
 
-`control` is the time of a 1-byte update outside the broadcast: PREPARE and COMMIT of every engine at once. `trainer` is
-the processor time of the trainer's process, `plain` the time of two health checks of every engine, and `forming` the
+`control` is the time of an update outside the broadcast: PREPARE and COMMIT of every engine at once. `forming` is the
 time until all engines have joined a new group. With two cores, 64 engines take turns; on machines of their own they
 would not.
 """
@@ -15,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
@@ -26,7 +23,7 @@ import torch
 import uvicorn
 import uvloop
 
-from benchmarks.measure import Paired, Row, bootstrap_median, print_table, write_record
+from benchmarks.measure import Row, bootstrap_median, print_table, write_record
 from benchmarks.processes import open_many_files, spawned
 from inference_contract.errors import InvalidRequest
 from inference_contract.schemas import (
@@ -59,7 +56,6 @@ from pipelinerl.weights.publisher import Publication
 #: (engines, tensors)
 FLEETS: Final = ((1, 100), (4, 10), (4, 100), (4, 1_000), (4, 10_000), (16, 100), (64, 100))
 QUICK: Final = ((1, 100), (4, 10), (4, 1_000), (64, 100))
-_REAL_BYTES: Final = 8 * 2**20
 _PER_PROCESS: Final = 16
 _TOKEN: Final = "fleet"
 _PATIENCE_S: Final = 120.0
@@ -68,9 +64,8 @@ _EACH_MS: Final = 0.02
 _MOST_MS: Final = {64: 15.0}
 
 
-def _layout(tensors: int, *, real: bool) -> WeightLayout:
-    size = _REAL_BYTES // tensors if real else 1
-    rows = (ParameterSpec(name=f"layers.{row}.weight", shape=(size,), dtype=DType.INT8) for row in range(tensors))
+def _layout(tensors: int) -> WeightLayout:
+    rows = (ParameterSpec(name=f"layers.{row}.weight", shape=(1,), dtype=DType.INT8) for row in range(tensors))
     return WeightLayout(parameters=tuple(rows))
 
 
@@ -91,8 +86,7 @@ class _Engine:
     def staging(self) -> Any:
         return self._buffers[1]
 
-    def finish_staging(self) -> None:
-        return None
+    def finish_staging(self) -> None: ...
 
     async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
         self._buffers.reverse()
@@ -133,11 +127,11 @@ class _Engine:
         return EngineMetrics(epoch=self._serving[0], model_version=self._serving[1])
 
 
-def _engines(count: int, tensors: int, real: bool, ports: Connection) -> None:
+def _engines(count: int, tensors: int, ports: Connection) -> None:
     """Serve `count` engines and send their ports."""
     open_many_files()
     torch.set_num_threads(1)
-    layout = _layout(tensors, real=real)
+    layout = _layout(tensors)
 
     async def serve() -> None:
         listeners = [listen("127.0.0.1", 0) for _ in range(count)]
@@ -159,13 +153,13 @@ def _engines(count: int, tensors: int, real: bool, ports: Connection) -> None:
 
 
 @contextmanager
-def _fleet(engines: int, tensors: int, *, real: bool) -> Iterator[list[str]]:
+def _fleet(engines: int, tensors: int) -> Iterator[list[str]]:
     """Start a fleet and yield its base URLs."""
     with ExitStack() as stack:
         ports: list[int] = []
         for first in range(0, engines, _PER_PROCESS):
             count = min(_PER_PROCESS, engines - first)
-            ports += stack.enter_context(spawned(_engines, count, tensors, real)).first
+            ports += stack.enter_context(spawned(_engines, count, tensors)).first
         yield [f"http://127.0.0.1:{port}" for port in ports]
 
 
@@ -182,10 +176,8 @@ class _Trainer:
             self._arrays.append((parameter.name, whole[at : at + parameter.num_bytes].reshape(parameter.shape)))
             at += parameter.num_bytes
 
-    async def update(self) -> tuple[float, float, float]:
-        """Publish the next version; return seconds in all, seconds outside the broadcast, and processor seconds
-        here.
-        """
+    async def update(self) -> tuple[float, float]:
+        """Publish the next version; return seconds in all, and seconds outside the broadcast."""
         self._version += 1
         publication = Publication(
             version=self._version,
@@ -196,62 +188,37 @@ class _Trainer:
             membership=self._membership,
             timeout_s=_PATIENCE_S,
         )
-        spent = time.process_time()
         report = await self._publisher.publish(publication)
         if report.failed:
             raise RuntimeError(f"an update failed: {report.failed}")
-        return report.total_s, report.total_s - report.send_s, time.process_time() - spent
+        return report.total_s, report.total_s - report.send_s
 
     async def form(self) -> float:
         """Return the seconds that an update to a new group takes longer than the next one."""
         self._membership += 1
-        _, with_forming, _ = await self.update()
-        _, without, _ = await self.update()
+        (_, with_forming), (_, without) = await self.update(), await self.update()
         return with_forming - without
 
     async def close(self) -> None:
         await self._publisher.close()
 
 
-_ARMS: Final = ("real", "tiny", "control", "trainer", "plain", "forming")
-
-
 async def _measure(engines: int, tensors: int, rounds: int) -> dict[str, Any]:
-    """Return medians of one fleet, in milliseconds, and paired ratios."""
-    with _fleet(engines, tensors, real=True) as real_urls, _fleet(engines, tensors, real=False) as tiny_urls:
+    """Return medians of one fleet, in milliseconds."""
+    samples: dict[str, list[float]] = {"total": [], "control": [], "forming": []}
+    with _fleet(engines, tensors) as urls:
         async with EngineClient(token=_TOKEN) as client:
-            real = _Trainer(client, _layout(tensors, real=True), real_urls)
-            tiny = _Trainer(client, _layout(tensors, real=False), tiny_urls)
-            await tiny.update()
-            await real.update()
+            trainer = _Trainer(client, _layout(tensors), urls)
+            await trainer.update()
             freeze_gc()
-            samples: dict[str, list[float]] = {name: [] for name in _ARMS}
             for number in range(-2, rounds):
-                first, second = (real, tiny) if number % 2 else (tiny, real)
-                timed = {id(each): await each.update() for each in (first, second)}
-                row = (timed[id(real)][0], *timed[id(tiny)], await _plain(client, tiny_urls), await tiny.form())
+                row = (*await trainer.update(), await trainer.form())
                 if number >= 0:
-                    for name, value in zip(_ARMS, row, strict=True):
-                        samples[name].append(1e3 * value)
-            await real.close()
-            await tiny.close()
-    timings = Paired({name: tuple(values) for name, values in samples.items()})
-    return {
-        "engines": engines,
-        "tensors": tensors,
-        "samples": samples,
-        **{f"{name}_ms": bootstrap_median(samples[name]).as_dict() for name in _ARMS},
-        "real_over_tiny": timings.ratio("real", "tiny").as_dict(),
-        "control_over_plain": timings.ratio("control", "plain").as_dict(),
-    }
-
-
-async def _plain(client: EngineClient, urls: list[str]) -> float:
-    """Return the seconds until every engine has answered two health checks, one after the other."""
-    began = time.perf_counter()
-    for _ in range(2):
-        await asyncio.gather(*(client.health(url) for url in urls))
-    return time.perf_counter() - began
+                    for values, seconds in zip(samples.values(), row, strict=True):
+                        values.append(1e3 * seconds)
+            await trainer.close()
+    medians = {f"{name}_ms": bootstrap_median(values).as_dict() for name, values in samples.items()}
+    return {"engines": engines, "tensors": tensors, "samples": samples, **medians}
 
 
 def run(quick: bool = False) -> None:
@@ -267,11 +234,8 @@ def run(quick: bool = False) -> None:
         control, forming = fleet["control_ms"]["median"], fleet["forming_ms"]["median"]
         rows += [
             Row(f"{name}: control, ms", control, f"<= {target:.3g}", control <= target),
-            Row(f"{name}: control ÷ two health checks", fleet["control_over_plain"]["median"]),
-            Row(f"{name}: trainer's processor time, ms", fleet["trainer_ms"]["median"]),
             Row(f"{name}: forming a new group, ms", forming, "<= 150", forming <= 150),
-            Row(f"{name}: 1-byte update, ms", fleet["tiny_ms"]["median"]),
-            Row(f"{name}: real ÷ 1-byte", fleet["real_over_tiny"]["median"]),
+            Row(f"{name}: whole update, ms", fleet["total_ms"]["median"]),
         ]
     print_table("fleet: the control part of an update", rows)
     write_record("fleet", {"fleets": fleets}, quick=quick)

@@ -1,7 +1,7 @@
 """Measure the cost of an actor's gateway: processor time of a turn, and memory of open episodes.
 
     turn      an agent in another process repeats a conversation of `CONTEXT` tokens in `MESSAGES` messages; measured
-              is the processor time of the gateway's process per request, and that of a server that does nothing
+              is the processor time of the gateway's process per request
     memory    `OPEN` episodes of `CONTEXT` tokens each, all waiting for an answer on a connection of their own
 
 No engine takes part: the sampler answers at once with completions made beforehand.
@@ -18,8 +18,6 @@ from multiprocessing.connection import Connection
 from typing import Any, Final, final
 
 import psutil
-from starlette.applications import Starlette
-from starlette.types import Receive, Scope, Send
 
 from benchmarks.measure import Row, bootstrap_median, print_table, write_record
 from benchmarks.processes import Child, open_many_files, spawned
@@ -36,7 +34,6 @@ from pipelinerl.environments.environment import EpisodeLimits
 from pipelinerl.environments.episode import Episode
 from pipelinerl.environments.gateway import Gateway, OpenEpisode
 from pipelinerl.system.http_client import call_timeout, hot_session
-from pipelinerl.system.http_service import guard, listen, serving, url_of
 from pipelinerl.types import Message, Problem, PromptOrder, Purpose, Sampling
 
 CONTEXT: Final = 2048
@@ -55,18 +52,17 @@ def run(quick: bool = False) -> None:
     """Measure, print and record."""
     open_many_files()
     with spawned(_agents) as agents:
-        turns, plain = asyncio.run(_cost(agents, 2 if quick else ROUNDS))
+        turns = asyncio.run(_cost(agents, 2 if quick else ROUNDS))
         mib = asyncio.run(_memory(agents))
-    gateway, server = bootstrap_median(turns), bootstrap_median(plain)
+    gateway = bootstrap_median(turns)
     print_table(
         "gateway",
         [
             Row(f"processor time of a turn at {CONTEXT} tokens, ms", gateway, "<= 0.5", gateway.median <= 0.5),
-            Row("of it, a server that does nothing, ms", server, "", None),
             Row(f"{OPEN} open episodes, MiB", mib, "<= 400", mib <= 400),
         ],
     )
-    payload = {"turn_ms": gateway.as_dict(), "server_ms": server.as_dict(), "open_mib": mib}
+    payload = {"turn_ms": gateway.as_dict(), "open_mib": mib}
     write_record("gateway", payload, quick=quick)
 
 
@@ -137,20 +133,15 @@ async def _opened(gateway: Gateway, sample: _Sampler, number: int) -> AsyncItera
         yield opened
 
 
-async def _cost(agents: Child, rounds: int) -> tuple[list[float], list[float]]:
-    """Return milliseconds of processor time per request by round, for the gateway and for a server that does
-    nothing.
-    """
-    gateway, sample = Gateway(), _Sampler()
-    async with gateway.serve(), _opened(gateway, sample, 0) as opened, _nothing() as nothing:
-        urls = {"gateway": f"{opened.base_url()}/chat/completions", "nothing": f"{nothing}/chat/completions"}
-        took: dict[str, list[float]] = {"gateway": [], "nothing": []}
-        for number in range(rounds):
-            for name in sorted(urls, reverse=bool(number % 2)):
-                began = time.process_time()
-                await asyncio.to_thread(agents.call, ([urls[name]] * REQUESTS, 1, 0.0))
-                took[name].append((time.process_time() - began) / REQUESTS * 1000)
-    return took["gateway"], took["nothing"]
+async def _cost(agents: Child, rounds: int) -> list[float]:
+    """Return the milliseconds of processor time per request, by round."""
+    gateway, sample, took = Gateway(), _Sampler(), list[float]()
+    async with gateway.serve(), _opened(gateway, sample, 0) as opened:
+        for _ in range(rounds):
+            began = time.process_time()
+            await asyncio.to_thread(agents.call, ([f"{opened.base_url()}/chat/completions"] * REQUESTS, 1, 0.0))
+            took.append((time.process_time() - began) / REQUESTS * 1000)
+    return took
 
 
 async def _memory(agents: Child) -> float:
@@ -169,25 +160,6 @@ async def _memory(agents: Child) -> float:
         sample.gate.set()
         await sending
     return taken / 2**20
-
-
-@asynccontextmanager
-async def _nothing() -> AsyncIterator[str]:
-    """Serve a fixed answer on the gateway's stack; yield the base URL."""
-    body = json.dumps({"choices": [{"message": {"content": "an answer"}}], "usage": {}}).encode()
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        while (await receive()).get("more_body"):
-            pass
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
-        await send({"type": "http.response.body", "body": body})
-
-    app = Starlette()
-    app.mount("/", answer)
-    guard(app, token=None)
-    listener = listen("127.0.0.1", 0)
-    async with serving(app, listener):
-        yield url_of("127.0.0.1", listener.getsockname()[1])
 
 
 def _agents(pipe: Connection) -> None:

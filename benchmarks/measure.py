@@ -132,7 +132,8 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
     """Print the rows and mark targets as met or missed."""
     mark = {True: "met", False: "MISSED", None: ""}
     cells = [("measure", "value", "target", "")]
-    cells += [(row.name, _short(row.value), row.target, mark[row.met]) for row in rows]
+    shown = (f"{row.value:.4g}" if isinstance(row.value, float) else str(row.value) for row in rows)
+    cells += [(row.name, value, row.target, mark[row.met]) for row, value in zip(rows, shown, strict=True)]
     widths = [max(len(cell[column]) for cell in cells) for column in range(4)]
     print(f"\n{title}")
     for number, cell in enumerate(cells):
@@ -181,18 +182,10 @@ def machine_facts() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "platform": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
-        "cores": _cores(),
+        "cores": len(os.sched_getaffinity(0)),
         "memory_gib": _memory_gib(),
         "libraries": versions,
     }
-
-
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _processor() -> str:

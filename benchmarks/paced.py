@@ -25,7 +25,7 @@ from pipelinerl.actor.single_turn import SingleTurn
 from pipelinerl.config.recipe import RunConfig, load, save
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.service import ControllerService
-from pipelinerl.controller.state.inputs import EngineRegistered
+from pipelinerl.controller.state.inputs_and_effects import EngineRegistered
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.bigram.engine import BigramRunner
 from pipelinerl.engines.external.worker.worker_endpoint import endpoints_of
@@ -45,8 +45,8 @@ from pipelinerl.simulation.hardware import EngineTimes, TrainerTimes
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.system.http_service import config_of, listen
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.training.canary_check import LogprobCanaryChecker
 from pipelinerl.training.loop import TrainingLoop
-from pipelinerl.training.publish.canary_check import LogprobCanaryChecker
 from pipelinerl.types import Outcome, Problem, Verdict
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher

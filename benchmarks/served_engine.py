@@ -2,7 +2,7 @@
 
 No token ends a sample, so every answer has the length that its request asks for. With a `Load` a served engine keeps
 itself busy from its own event loop: a client would take part of a core. GET /notes returns the ends of its decode steps
-since the last request, on the system's monotonic clock; a swap to new weights is a negative time.
+since the last request, on the system's monotonic clock.
 """
 
 from __future__ import annotations
@@ -113,10 +113,6 @@ class _Stopwatch:
         answer: tuple[list[int], list[float]] = self._runner.decode(num_rows)
         self._ends.append(time.monotonic())
         return answer
-
-    def swap(self) -> None:
-        self._runner.swap()
-        self._ends.append(-time.monotonic())
 
 
 def _engine(order: EngineOrder, ends: list[float]) -> Any:

@@ -1,8 +1,7 @@
 """Compare `pipelinerl simulate` with short real runs of each schedule, on paced devices.
 
-    paced   runs whose engine and trainer wait as long as devices would take (`benchmarks/paced.py`), all at once, so
-            that the machine is equally busy for each
-    fleet   no run: 128 to 1,024 simulated engines, and the processor time of simulating them
+In these runs engine and trainer wait as long as devices would take (`benchmarks/paced.py`). All arms run at once, so
+that the machine is equally busy for each.
 
 The simulation is calibrated on the synchronous arm and, for how engine and trainer slow each other down, on the one in
 flight; all other arms are predicted. The error is that of a step's seconds, simulated ÷ measured − 1. The synchronous
@@ -15,16 +14,13 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from benchmarks.measure import Row, print_table, write_record
-from benchmarks.paced import ENGINE, TRAINER
-from inference_contract.weights import OnUpdate
 from pipelinerl.commands.simulation.from_recipe import setting_of
 from pipelinerl.config.recipe import load
 from pipelinerl.observability.events import read_events
@@ -32,11 +28,8 @@ from pipelinerl.observability.run_history import tell
 from pipelinerl.simulation.calibration import TRUSTED, Measured, ObservedRun, calibrate, measure, simulated_like
 from pipelinerl.simulation.hardware import Hardware
 from pipelinerl.simulation.prediction import Prediction
-from pipelinerl.simulation.setting import HeavyTailedLengths, ObservedLengths, SimulatedSetting
-from pipelinerl.simulation.simulator import simulate
-from pipelinerl.staleness import StalenessBounds
+from pipelinerl.simulation.setting import ObservedLengths
 
-PARTS: Final = ("paced", "fleet")
 _DEADLINE_S: Final = 1200.0
 _ROLLOUTS: Final = 64
 _SYNCHRONOUS, _IN_FLIGHT, _AGAIN = "conventional G = 1", "in flight", "conventional G = 1, again"
@@ -122,53 +115,17 @@ def predicted_cells(runs: Mapping[str, ObservedRun]) -> tuple[list[Cell], Hardwa
     return cells, hardware
 
 
-def fleet(*, steps: int, sizes: Sequence[int] = (128, 256, 512, 1024)) -> list[dict[str, float]]:
-    """Simulate fleets of these sizes, with 8 rollouts per engine and step; actors and trainer grow along."""
-    rows = []
-    for engines in sizes:
-        setting = SimulatedSetting(
-            steps=steps,
-            engines=engines,
-            slots=64,
-            bounds=StalenessBounds(1, 8),
-            on_update=OnUpdate.CONTINUE,
-            rollouts_per_step=engines * 8,
-            group_size=8,
-            lengths=HeavyTailedLengths(300.0, 0.8, 2048),
-            prompt_tokens=100,
-            actors=engines // 16,
-            groups_in_flight=256,
-            max_groups=1 << 20,
-        )
-        trainer = replace(TRAINER, token_s=TRAINER.token_s / (64 * engines / 128))
-        began = time.process_time()
-        prediction = simulate(setting, Hardware(engine=ENGINE, trainer=trainer))
-        seconds = time.process_time() - began
-        rows.append({"engines": engines, "tokens_per_s": prediction.tokens_per_s, "processor_s": seconds})
-    return rows
-
-
-def run(quick: bool = False, *, only: Sequence[str] = PARTS) -> None:
+def run(quick: bool = False) -> None:
     """Measure, simulate, print and record."""
-    record: dict[str, Any] = {"trusted": TRUSTED}
-    if "paced" in only:
-        arms, steps = (_QUICK, 12) if quick else (tuple(ARMS), 30)
-        with tempfile.TemporaryDirectory(prefix="simulator-") as folder, ThreadPoolExecutor(len(arms)) as pool:
-            folders = [Path(folder) / str(place) for place in range(len(arms))]
-            observed = pool.map(paced_run, folders, (changes_of(arm, steps=steps) for arm in arms))
-            runs = dict(zip(arms, observed, strict=True))
-        cells, hardware = predicted_cells(runs)
-        print_table("simulator: paced runs, measured / simulated", [cell.row for cell in cells])
-        record["paced"] = {
-            "hardware": asdict(hardware),
-            "cells": [asdict(cell) | {"predicted": cell.predicted.as_dict()} for cell in cells],
-        }
-    if "fleet" in only:
-        record["fleet"] = fleet(steps=10 if quick else 100)
-        rows = [
-            Row(f"{each['engines']} engines: tokens/s; processor seconds to simulate",
-                f"{each['tokens_per_s']:,.0f}; {each['processor_s']:.1f}")
-            for each in record["fleet"]
-        ]  # fmt: skip
-        print_table("simulator: fleets", rows)
-    write_record("simulator", record, quick=quick or set(only) != set(PARTS))
+    arms, steps = (_QUICK, 12) if quick else (tuple(ARMS), 30)
+    with tempfile.TemporaryDirectory(prefix="simulator-") as folder, ThreadPoolExecutor(len(arms)) as pool:
+        folders = [Path(folder) / str(place) for place in range(len(arms))]
+        observed = pool.map(paced_run, folders, (changes_of(arm, steps=steps) for arm in arms))
+        runs = dict(zip(arms, observed, strict=True))
+    cells, hardware = predicted_cells(runs)
+    print_table("simulator: paced runs, measured / simulated", [cell.row for cell in cells])
+    paced = {
+        "hardware": asdict(hardware),
+        "cells": [asdict(cell) | {"predicted": cell.predicted.as_dict()} for cell in cells],
+    }
+    write_record("simulator", {"trusted": TRUSTED, "paced": paced}, quick=quick)

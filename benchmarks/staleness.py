@@ -9,8 +9,7 @@
 
 The objective is REINFORCE on the group's mean, token by token, so that only the weight sees how old a token is:
 `plain` is 1, `TIS-2` is min(π / μ, 2) (Yao et al. 2025; RLAX's ClipHigher row). No target is set. `--plot` draws
-docs/pictures/staleness.png. `--only waste` reports what pacing wastes instead: shares of tokens and groups dropped as
-stale, of the trainer's time spent waiting, and alarms. Compare rewards by samples: seconds depend on the machine.
+docs/pictures/staleness.png. Compare rewards by samples: seconds depend on the machine.
 """
 
 from __future__ import annotations
@@ -23,20 +22,15 @@ from benchmarks.arms import (
     PICTURES,
     Column,
     Figures,
-    FinishedRun,
     Job,
-    discarded_share,
     figures_of,
     measured,
     panels,
     recorded,
-    steps_of,
     table,
-    training_clock,
 )
 
 RECIPE: Final = "tiny"
-PARTS: Final = ("bounds", "waste")
 BOUNDS: Final = ((1, 1), (1, 2), (1, 8), (4, 8), (16, 16), (16, 32))
 _SCORE: Final = "objective.grad1=logprob"
 WEIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -49,13 +43,6 @@ ARMS: Final[Mapping[str, tuple[str, ...]]] = {
     for j, k in BOUNDS
     for name, changes in WEIGHTS.items()
 }
-#: The bounds as recipes have them, and steps of four groups on engines with 32 slots.
-WASTE_ARMS: Final[Mapping[str, tuple[str, ...]]] = {
-    "(1, 2)": ("staleness.j=1", "staleness.k=2"),
-    "(1, 8)": ("staleness.j=1", "staleness.k=8"),
-    "(16, 32)": ("staleness.j=16", "staleness.k=32"),
-    "(1, 8), 4 groups": ("staleness.j=1", "staleness.k=8", "training.rollouts_per_step=32", "run.steps=400"),
-}
 COLUMNS: Final = (
     Column("held-out", "accuracy", ".3f"),
     Column("reward at the end", "reward", ".3f"),
@@ -64,47 +51,19 @@ COLUMNS: Final = (
     Column("ESS", "ess", ".3f"),
     Column("tokens/s", "tokens_per_s", ".0f"),
 )
-WASTE_COLUMNS: Final = (
-    Column("stale tokens", "tokens", ".1%"),
-    Column("stale groups", "groups", ".1%"),
-    Column("trainer waits", "waits", ".1%"),
-    Column("alarms", "alarms", ".0f"),
-)
 
 
-def run(quick: bool = False, *, only: Sequence[str] = PARTS[:1], seeds: Sequence[int] = (0, 1, 2)) -> None:
+def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2)) -> None:
     """Train every arm with every seed, print and record."""
     steps = 32 if quick else 200
     shared = (f"run.steps={steps}", f"evaluation.interval_steps={steps // 2}", "evaluation.problems=64")
-    if "bounds" in only:
-        chosen = dict(list(ARMS.items())[:2]) if quick else ARMS
-        jobs = [
-            Job(arm, seed, RECIPE, (*shared[: 3 if quick else 2], *changes))
-            for seed in seeds[: 1 if quick else None]
-            for arm, changes in chosen.items()
-        ]
-        runs = measured("staleness", jobs, figures_of, quick=quick)
-        print(f"\nstaleness: the {RECIPE} recipe; mean over the seeds [lowest, highest]\n{table(runs, COLUMNS)}")
-    if "waste" in only:
-        jobs = [
-            Job(arm, 0, RECIPE, (*shared, *changes))
-            for arm, changes in list(WASTE_ARMS.items())[: 1 if quick else None]
-        ]
-        runs = measured("staleness_waste", jobs, wasted, quick=quick, judged=False)
-        print(f"\nstaleness: waste of pacing on the {RECIPE} recipe\n{table(runs, WASTE_COLUMNS)}")
-
-
-def wasted(_: Job, run: FinishedRun) -> Figures:
-    """Return what pacing wasted: shares of sampled tokens, of groups that ended, and of the trainer's time."""
-    ledger = (run.history.finished or {}).get("ledger", {})
-    ended = sum(ledger.get(kind, 0) for kind in ("trained", "stale", "filtered"))
-    return {
-        "completed": run.history.finished is not None,
-        "tokens": discarded_share(run.history),
-        "groups": ledger.get("stale", 0) / max(1, ended),
-        "waits": sum(steps_of(run.history, "wait_s").y) / training_clock(run.history)[-1],
-        "alarms": sum(each["kind"] == "alarm" for each in run.history.incidents),
-    }
+    jobs = [
+        Job(arm, seed, RECIPE, (*shared[: 3 if quick else 2], *changes))
+        for seed in seeds[: 1 if quick else None]
+        for arm, changes in list(ARMS.items())[: 2 if quick else None]
+    ]
+    runs = measured("staleness", jobs, figures_of, quick=quick)
+    print(f"\nstaleness: the {RECIPE} recipe; mean over the seeds [lowest, highest]\n{table(runs, COLUMNS)}")
 
 
 def plot(runs: Sequence[Figures] | None = None, path: Path = PICTURES / "staleness.png") -> Path:

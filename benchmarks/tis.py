@@ -60,8 +60,6 @@ COLUMNS: Final = (
     Column("mismatch", "mismatch", ".2g"),
     Column("of numerics", "numerics", ".2g"),
     Column("ESS", "ess", ".4f"),
-    Column("clipped", "clipped", ".2%"),
-    Column("truncated", "truncated", ".2%"),
 )
 
 

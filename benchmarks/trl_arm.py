@@ -31,7 +31,7 @@ from pipelinerl.objective import adv, agg, grad1, grad2
 from pipelinerl.objective.presets import resolve
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.roles.wiring import held_out_problems, training_problems
-from pipelinerl.training.step.schedule import LearningRateSchedule
+from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.verifier import SampledAnswer
 

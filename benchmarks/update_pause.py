@@ -5,13 +5,12 @@ through HTTP and gloo, at a lower priority (nice) because the two share cores. T
 of each step. Per update:
 
     longest   the longest time between two steps from PREPARE to the answer to COMMIT
-    swap      the time between the two steps around the swap
     control   the longest time between two steps in an equally long period without an update
     step      the median step of that period
     memcpy    one copy of the model's bytes while the engine is idle: the least that an in-place update would stop for
 
 `extra` is longest − step. On one core the trainer, the receiving thread and the decode thread take turns, which adds to
-`longest`; `swap` is the cost of the design itself. Targets: at 24 MB, (longest − control) / step at most 1; at 310 MB,
+`longest`. Targets: at 24 MB, (longest − control) / step at most 1; at 310 MB,
 extra / memcpy at most 0.1.
 """
 
@@ -24,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,7 +42,7 @@ from pipelinerl.weights.publisher import Publication
 
 SLOTS: Final = 4
 CONTEXT: Final = 2048
-_NAMES: Final = ("longest", "swap", "control", "step", "memcpy", "pause", "total")
+_NAMES: Final = ("longest", "control", "step", "memcpy", "pause", "total")
 
 
 #: Seconds of each update, by name.
@@ -58,16 +58,7 @@ def _ratio(samples: Samples, above: str, minus: str | None, below: str) -> Inter
 
 def _gaps(notes: Sequence[float], start: float, end: float) -> list[float]:
     """Return the times between consecutive steps that touch [start, end]."""
-    steps = [note for note in notes if note > 0]
-    return [b - a for a, b in zip(steps, steps[1:], strict=False) if b >= start and a <= end]  # noqa: RUF007
-
-
-def _around_swap(notes: Sequence[float]) -> float:
-    """Return the time between the steps before and after the last swap."""
-    at = max(row for row, note in enumerate(notes) if note < 0)
-    before = next(note for note in reversed(notes[:at]) if note > 0)
-    after = next(note for note in notes[at:] if note > 0)
-    return after - before
+    return [b - a for a, b in pairwise(notes) if b >= start and a <= end]
 
 
 def _trainer(url: str, rounds: int) -> tuple[Samples, int]:
@@ -100,7 +91,7 @@ async def _measure(url: str, rounds: int) -> tuple[Samples, int]:
             if number < 0:
                 continue
             during, after = _gaps(notes, began, ended), _gaps(notes, ended + 0.05, ended + 0.05 + ended - began)
-            row = (max(during), _around_swap(notes), max(after), float(np.median(after)), memcpy)
+            row = (max(during), max(after), float(np.median(after)), memcpy)
             for name, seconds in zip(_NAMES, (*row, report.pauses_s[url], report.total_s), strict=True):
                 samples[name].append(seconds)
         await publisher.close()
@@ -158,22 +149,20 @@ def run(quick: bool = False) -> None:
     for size in sizes:
         samples, num_bytes = _size(size, rounds=3 if quick else 9)
         in_steps, extra = _ratio(samples, "longest", "control", "step"), _ratio(samples, "longest", "step", "memcpy")
-        swap, pause = _ratio(samples, "swap", "step", "memcpy"), _ratio(samples, "pause", None, "memcpy")
+        pause = _ratio(samples, "pause", None, "memcpy")
         name, middle, large = f"{num_bytes / 1e6:.1f} MB", size is DebugSize.MB_24, size is DebugSize.MB_310
         median = {key: float(np.median(values)) * 1e3 for key, values in samples.items()}
         rows += [
-            Row(f"{name}: step / longest / control / swap [ms]", _listed(median, "step", "longest", "control", "swap")),
+            Row(f"{name}: step / longest / control [ms]", _listed(median, "step", "longest", "control")),
             Row(f"{name}: memcpy / pause / whole update [ms]", _listed(median, "memcpy", "pause", "total")),
             Row(f"{name}: (longest - control) / step", in_steps, *(("<= 1", in_steps.median <= 1) if middle else ())),
             Row(f"{name}: extra / memcpy", extra, *(("<= 0.1", extra.median <= 0.1) if large else ())),
-            Row(f"{name}: (swap - step) / memcpy", swap),
             Row(f"{name}: engine's own pause / memcpy", pause),
         ]
         payload[name] = {
             "num_bytes": num_bytes,
             "longest_minus_control_in_steps": in_steps.as_dict(),
             "extra_over_memcpy": extra.as_dict(),
-            "swap_over_memcpy": swap.as_dict(),
             "pause_over_memcpy": pause.as_dict(),
             "median_ms": median,
             "samples_s": samples,

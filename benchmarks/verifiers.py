@@ -1,38 +1,29 @@
-"""Measure the cost of verification: math answers/s, an actor's processor time, and hostile answers.
+"""Measure what hostile answers cost other groups that are judged at the same time.
 
-    throughput   answers/s that need `math-verify`, compared with the bare library in one process per core
-    actor        processor time of the verifying process per rollout, in groups of 8
-    hostile      groups of `hostile_texts` (special tokens, a million characters, 9**9**9**9, unbalanced LaTeX, NUL,
-                 bidi) are judged together with ordinary groups, whose latency is compared with that alone
-
-Targets: 0.7 of the bare library's throughput; no hostile answer gets a reward of 0 for a failure of ours, and every
-verdict comes within the deadline plus a second; the ordinary groups' P95 at most doubles.
+Groups of `hostile_texts` (special tokens, a million characters, 9**9**9**9, unbalanced LaTeX, NUL, bidi) are judged
+together with ordinary groups, whose latency is compared with that alone. Targets: no hostile answer gets a reward of 0
+for a failure of ours, every verdict comes within the deadline plus a second, and the ordinary groups' P95 at most
+doubles.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import multiprocessing
-import os
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
-from benchmarks.measure import Interval, Row, paired, print_table, write_record
+from benchmarks.measure import Row, print_table, write_record
 from pipelinerl.config.domains import DomainSection
-from pipelinerl.data.problems import Split, open_source
 from pipelinerl.rng import generator
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Message, Outcome, Problem
 from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
 
-LEAST_OF_BARE = 0.7
 MOST_OF_P95 = 2.0
 GROUP = 8
 _DEADLINE_S = 2.0
@@ -75,15 +66,10 @@ def hostile_texts(count: int) -> list[str]:
 def run(quick: bool = False) -> None:
     """Measure, print and record."""
     texts = hostile_texts(100 if quick else 1000)
-    ratio, rates = throughput(pairs=60 if quick else 600, rounds=2 if quick else 9)
-    costs = {name: asyncio.run(processor_ms(name, groups=10 if quick else 200)) for name in _DOMAINS}
     alone, with_them = both(texts, groups=30 if quick else 200, parts=1 if quick else 4)
     p95 = with_them.p95_s / alone.p95_s
     late = max(with_them.hostile_s, default=0.0)
     rows = [
-        Row("math answers/s ÷ bare", ratio, f">= {LEAST_OF_BARE}", ratio.median >= LEAST_OF_BARE),
-        *(Row(f"math answers/s, {name}", rate) for name, rate in rates.items()),
-        *(Row(f"actor's processor time, {name} (ms/rollout)", cost) for name, cost in costs.items()),
         Row("hostile answers", len(texts)),
         *(Row(f"… {outcome}", with_them.outcomes[outcome]) for outcome in Outcome),
         Row("… slowest verdict after its request (s)", late, f"<= {MOST_LATE_S:g}", late <= MOST_LATE_S),
@@ -94,17 +80,11 @@ def run(quick: bool = False) -> None:
     ]  # fmt: skip
     print_table("verifiers", rows)
     payload = {
-        "of_bare": ratio.as_dict(),
-        "answers_per_s": rates,
-        "actor_ms_per_rollout": costs,
         "hostile": {str(outcome): number for outcome, number in with_them.outcomes.items()},
         "slowest_hostile_s": late,
         "p95_s": {"alone": alone.p95_s, "beside": with_them.p95_s},
     }
     write_record("verifiers", payload, quick=quick)
-
-
-# --- throughput -------------------------------------------------------------------------------------------------------
 
 
 def expressions(count: int) -> list[tuple[str, str]]:
@@ -123,39 +103,6 @@ def expressions(count: int) -> list[tuple[str, str]]:
     return made
 
 
-def throughput(*, pairs: int, rounds: int) -> tuple[Interval, dict[str, float]]:
-    """Return the verifier's answers/s over the bare library's, and both rates."""
-    wanted = expressions(pairs)
-    cores = len(os.sched_getaffinity(0))
-    with multiprocessing.get_context("spawn").Pool(cores) as bare, asyncio.Runner() as runner:
-        verifier = open_verifier(DomainSection(name="math", source="addition"))
-        shares = [wanted[core::cores] for core in range(cores)]
-
-        def ours() -> float:
-            began = time.perf_counter()
-            runner.run(_all_judged(verifier, wanted))
-            return len(wanted) / (time.perf_counter() - began)
-
-        def library() -> float:
-            began = time.perf_counter()
-            bare.map(bare_equal, shares, chunksize=1)
-            return len(wanted) / (time.perf_counter() - began)
-
-        timings = paired({"ours": ours, "bare": library}, rounds=rounds)
-        runner.run(verifier.close())
-    return timings.ratio("ours", "bare"), {name: timings.median(name) for name in ("ours", "bare")}
-
-
-def bare_equal(pairs: Sequence[tuple[str, str]]) -> list[bool]:
-    """Return what `math-verify` decides, called as its documentation shows, without its timeouts."""
-    from math_verify import parse, verify
-
-    return [
-        bool(verify(*(parse(f"${text}$", parsing_timeout=None) for text in pair), timeout_seconds=None))
-        for pair in pairs
-    ]
-
-
 async def _all_judged(verifier: GroupVerifier, pairs: Sequence[tuple[str, str]]) -> None:
     await asyncio.gather(
         *(verifier.judge(_problem(truth, number), [SampledAnswer(text)]) for number, (truth, text) in enumerate(pairs))
@@ -164,40 +111,6 @@ async def _all_judged(verifier: GroupVerifier, pairs: Sequence[tuple[str, str]])
 
 def _problem(truth: str, number: int) -> Problem:
     return Problem(problem_id=f"d:{number}", domain="d", messages=(Message("user", "?"),), ground_truth=truth)
-
-
-# --- processor time ---------------------------------------------------------------------------------------------------
-
-_OWN = "def score(completion, answer):\n    return completion == answer\n"
-_DOMAINS = ("reasoning_gym", "math as text", "math in a worker", "own function in a worker", "own async function")
-
-
-async def processor_ms(name: str, *, groups: int) -> float:
-    """Return this process's processor time per rollout, in milliseconds."""
-    source = open_source("reasoning_gym:spell_backward", domain="d", split=Split.TRAIN, seed=0)
-    problems = [source.problem(number) for number in range(groups)]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "rewards.py"
-        file.write_text(f"async {_OWN}" if "async" in name else _OWN)
-        chosen = "reasoning_gym" if name == _DOMAINS[0] else None if "math" in name else f"{file}:score"
-        verifier = open_verifier(DomainSection(name="d", source="addition", verifier=chosen))
-        truths = [problem.ground_truth for problem in problems]
-        if "math" in name:
-            truths = [str(number) if "text" in name else f"x+{number}" for number in range(groups)]
-            problems = [_problem(truth, number) for number, truth in enumerate(truths)]
-        wrong = ["-1"] if "text" in name else ["1+x"]
-        try:
-            await verifier.judge(problems[0], [SampledAnswer(truths[0]), SampledAnswer(wrong[0])])
-            began = time.process_time()
-            for problem, truth in zip(problems, truths, strict=True):
-                texts = [truth, *wrong * (GROUP - 1)] if "worker" not in name else [f"{truth}+0"] * GROUP
-                await verifier.judge(problem, [SampledAnswer(text) for text in texts])
-            return 1000 * (time.process_time() - began) / (groups * GROUP)
-        finally:
-            await verifier.close()
-
-
-# --- hostile answers --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

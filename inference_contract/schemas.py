@@ -1,23 +1,79 @@
 """Wire types of chat completions and of engine state; `weights` has those of weight updates.
 
 All types are immutable, validated and closed. A field that an engine would ignore is rejected by name. A field that
-clients send by default, at a value that changes nothing, is accepted (`idle_fields`). Shapes are in elements, times in
+clients send by default, at a value that changes nothing, is accepted and dropped. Shapes are in elements, times in
 seconds, sizes in bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from inference_contract.idle_fields import OF_MESSAGE, OF_REQUEST, OF_STREAM, without_idle
-from inference_contract.response_format import ResponseFormat
 from inference_contract.routed_experts import RoutedExperts
-from inference_contract.tools import ToolCall, ToolCallDelta, ToolDefinition
+from inference_contract.tools import ResponseFormat, ToolCall, ToolCallDelta, ToolDefinition
 from inference_contract.weights import DType, WeightLayout
 from inference_contract.wire import Wire
+
+# --- fields that do not change the answer -----------------------------------------------------------------------------
+#
+# OpenAI's and vLLM's clients, and libraries built on them, fill in optional fields. Each field below is accepted and
+# dropped at the listed values and at `null`. At any other value it is rejected by name, because the engine would
+# otherwise ignore it; fields that are listed nowhere are rejected too.
+
+#: OpenAI's own bookkeeping, accepted at any value: it does not change the answer there either.
+_TAGS: Final = frozenset({"metadata", "prompt_cache_key", "safety_identifier"})
+
+#: Fields of a chat request.
+_IDLE_IN_REQUEST: Final[Mapping[str, tuple[Any, ...]]] = {
+    # OpenAI's fields
+    "audio": (), "function_call": ("none", "auto"), "functions": ([],), "modalities": (["text"],), "prediction": (),
+    "reasoning_effort": (), "response_format": ({"type": "text"},), "service_tier": ("auto", "default"),
+    "store": (False,), "tools": ([],), "verbosity": (), "web_search_options": (),
+    # vLLM's fields
+    "add_generation_prompt": (True,), "add_special_tokens": (False,), "allowed_token_ids": (), "bad_words": ([],),
+    "chat_template": (), "continue_final_message": (False,), "documents": ([],), "echo": (False,),
+    "include_stop_str_in_output": (False,), "length_penalty": (1,), "logprob_token_ids": (), "min_tokens": (0,),
+    "prompt_logprobs": (), "repetition_penalty": (1,), "stop_token_ids": ([],), "structured_outputs": (),
+    "thinking_token_budget": (), "truncate_prompt_tokens": (), "use_beam_search": (False,),
+}  # fmt: skip
+
+#: Fields of a message: parts of an answer that clients send back within the conversation.
+_IDLE_IN_MESSAGE: Final[Mapping[str, tuple[Any, ...]]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "provider_specific_fields": ({}, {"refusal": None}),  # from litellm
+    "reasoning": (),
+    "refusal": (),
+    "tool_calls": ([],),
+}
+
+#: Fields of `stream_options`.
+_IDLE_IN_STREAM: Final[Mapping[str, tuple[Any, ...]]] = {
+    "continuous_usage_stats": (False,),
+    "include_obfuscation": (False,),
+}
+
+
+def without_idle(fields: Any, known: Container[str], idle: Mapping[str, tuple[Any, ...]]) -> Any:
+    """Return `fields` without null `known` fields and without idle fields at an idle value.
+
+    A value that is no mapping is returned unchanged; the schema rejects it.
+    """
+    if not isinstance(fields, dict):
+        return fields
+    return {
+        name: value
+        for name, value in fields.items()
+        if not (name in _TAGS and idle is _IDLE_IN_REQUEST)
+        and not (value is None and (name in known or name in idle))
+        and not (name in idle and value in idle[name])
+    }
+
 
 # --- chat completions --------------------------------------------------------------------------------------------
 
@@ -56,7 +112,7 @@ class ChatMessage(Wire):
     @model_validator(mode="before")
     @classmethod
     def _without_idle(cls, fields: Any) -> Any:
-        fields = without_idle(fields, _MAY_BE_NULL, OF_MESSAGE)
+        fields = without_idle(fields, _MAY_BE_NULL, _IDLE_IN_MESSAGE)
         if isinstance(fields, dict) and fields.get("tool_calls") and fields.get("content") is None:
             return fields | {"content": ""}
         return fields
@@ -107,7 +163,7 @@ class StreamOptions(Wire):
     @model_validator(mode="before")
     @classmethod
     def _without_idle(cls, fields: Any) -> Any:
-        return without_idle(fields, cls.model_fields, OF_STREAM)
+        return without_idle(fields, cls.model_fields, _IDLE_IN_STREAM)
 
 
 class AnswerPrefix(Wire):
@@ -225,7 +281,7 @@ class ChatCompletionRequest(Wire):
     @model_validator(mode="before")
     @classmethod
     def _without_idle(cls, fields: Any) -> Any:
-        return without_idle(fields, cls.model_fields, OF_REQUEST)
+        return without_idle(fields, cls.model_fields, _IDLE_IN_REQUEST)
 
     @field_validator("top_k", mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""Wire types of tools: functions that a request offers, and calls that the model made.
+"""Wire types of tools (functions that a request offers, and calls that the model made) and of `response_format`.
 
 The shapes are OpenAI's. The model's chat template renders tools into the prompt.
 """
@@ -6,9 +6,9 @@ The shapes are OpenAI's. The model's chat template renders tools into the prompt
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from inference_contract.wire import Wire
 
@@ -88,3 +88,27 @@ class ToolCallDelta(Wire):
     id: str | None = None
     type: Literal["function"] | None = None
     function: FunctionCallDelta
+
+
+class NamedSchema(Wire):
+    """A named JSON schema. An engine that accepts it enforces it, whatever `strict` says."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    name: str
+    description: str | None = None
+    definition: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Wire):
+    """The required format of the answer. Engines without structured output reject it by name."""
+
+    type: Literal["json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_needed(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema must be given with the type 'json_schema', and only with it")
+        return self

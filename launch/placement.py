@@ -142,7 +142,7 @@ def place(config: RunConfig, devices: Devices) -> Placement:
             if len(together := [name for name in indices if index in indices[name]]) > 1:
                 raise RecipeError(
                     'weights.backend = "nccl" needs a GPU for each engine and for the trainer, and '
-                    f"{devices.label(index)} is that of {' and '.join(together)}; place them apart, or use gloo"
+                    f"{devices.label(index)} is shared by {' and '.join(together)}; give each its own GPU, or use gloo"
                 )
     return Placement(here, assignments={name: Assignment(indices[name], shares[name]) for name in indices})
 
@@ -161,7 +161,7 @@ def check_uses(config: RunConfig) -> None:
         if devices:
             raise RecipeError(f"launch.{role}_devices: {why}; remove it")
         if section.memory_share is not None:
-            raise RecipeError(f"{role}.memory_share is of a GPU's memory, and {why}; remove it")
+            raise RecipeError(f"{role}.memory_share limits GPU memory, and {why}; remove it")
 
 
 def _check_counts(config: RunConfig, devices: Devices) -> None:
@@ -173,11 +173,13 @@ def _check_counts(config: RunConfig, devices: Devices) -> None:
             "such as [[0], [1]] for two"
         )
     takes = {"launch.engine_devices": ("each engine", config.gpus_of_engine(), "engine.devices")}
-    takes["launch.trainer_devices"] = ("the trainer", config.gpus_of_trainer, "what it trains with")
+    takes["launch.trainer_devices"] = ("the trainer", config.gpus_of_trainer, "its mesh")
     for key, indices in _explicit(config):
         who, needs, because = takes[key]
         if len(set(indices)) != needs or len(indices) != needs:
-            raise RecipeError(f"{key}: {who} takes {needs} different devices by {because}, got {list(indices)}")
+            raise RecipeError(
+                f"{key}: {who} takes {needs} different devices according to {because}, got {list(indices)}"
+            )
         if beyond := [index for index in indices if index >= len(devices)]:
             raise RecipeError(f"{key} names device {beyond[0]}, and there {_there(devices)}; devices count from 0")
 

@@ -201,7 +201,7 @@ _ASKED: Final = "accuracies before and after the change could not be compared"
 BOUND: Final[Mapping[str, str]] = {
     "run": _MAY_CHANGE,
     "run.name": "it names the run's directory",
-    "run.directory": "the run lies there",
+    "run.directory": "the run is stored there",
     "run.seed": _DRAWN,
     "model": _MADE_WITH,
     "domains": _DRAWN,
@@ -230,7 +230,7 @@ BOUND: Final[Mapping[str, str]] = {
     "evaluations": _ASKED,
     "evaluations.*.interval_steps": _MAY_CHANGE,
     "checkpoint": _MAY_CHANGE,
-    "checkpoint.location": "the run's copies lie there",
+    "checkpoint.location": "the run's copies are stored there",
     "engine": _MAY_CHANGE,
     "elastic": _MAY_CHANGE,
     "actor": _MAY_CHANGE,

@@ -27,14 +27,12 @@ from launch.cluster.command_line import (
     members_of,
     refuse_hosts,
 )
-from pipelinerl.commands.conformance import conformance_app
+from pipelinerl.commands.conformance import bench, chaos, conformance_app
 from pipelinerl.commands.engines import Run, engines_app
 from pipelinerl.commands.evaluation.command_line import add_evaluation_commands
-from pipelinerl.commands.from_checkout import bench, chaos
+from pipelinerl.commands.live_views import top, watch
 from pipelinerl.commands.oubliette import oubliette_app
 from pipelinerl.commands.simulation.command_line import simulate
-from pipelinerl.commands.top.command_line import top
-from pipelinerl.commands.watch.command_line import watch
 from pipelinerl.config import recipe as recipes
 from pipelinerl.enums import Skill
 from pipelinerl.errors import PipelineError, RecipeError, UserError
@@ -320,9 +318,9 @@ def mismatch(
     """Show how far trainer and sampler log-probs differ, by cause, and what to do about it; draws mismatch.png."""
     from rich.console import Console
 
-    from pipelinerl.commands.mismatch import show
+    from pipelinerl.commands.exports import show_mismatch
 
-    show(run_dir, Console(soft_wrap=json), as_json=json)
+    show_mismatch(run_dir, Console(soft_wrap=json), as_json=json)
 
 
 @app.command()

@@ -110,7 +110,7 @@ class Overdue(StrEnum):
 
 
 class Pin(StrEnum):
-    """How one version of the weights is guaranteed to answer a whole evaluation."""
+    """Method that guarantees one version of the weights for a whole evaluation."""
 
     AUTO = "auto"
     """`engine` while two or more engines serve, otherwise `gate`."""

@@ -53,7 +53,7 @@ SERVER_ENGINES: Final = frozenset({"vllm_server", "sglang_server"})
 ON_THE_HOST: Final = SERVER_ENGINES | {"bigram"}
 
 #: Engines with their own options (`engine.options`). The function rejects options that are set elsewhere in the recipe.
-ENGINES_WITH_OPTIONS: Final[Mapping[str, str]] = {"vllm": "pipelinerl.engines.external.vllm.options:check_names"}
+ENGINES_WITH_OPTIONS: Final[Mapping[str, str]] = {"vllm": "pipelinerl.engines.external.vllm.limits:check_names"}
 
 #: Trainers by name: classes without arguments that implement `Trainer`.
 TRAINERS: Final[Mapping[str, RegistryEntry]] = {

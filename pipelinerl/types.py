@@ -255,7 +255,7 @@ class Turn:
 
     @property
     def begins(self) -> str:
-        """Why the turn begins a new segment; empty if it continues a segment."""
+        """The reason why the turn begins a new segment; empty if it continues a segment."""
         return self.note.begins
 
 

@@ -27,7 +27,6 @@ from inference_contract.conformance import (
     openai_checks,
     pull_checks,
     refusal_checks,
-    state_checks,
     stream_checks,
     weight_checks,
 )
@@ -37,14 +36,14 @@ Check = Callable[[Session], None]
 
 #: The order matters: later checks rely on earlier ones, and weights change last.
 CHECKS: tuple[Check, ...] = (
-    *state_checks.CHECKS,
+    *refusal_checks.STATE_CHECKS,
     *chat_checks.CHECKS,
     *openai_checks.CHECKS,
     *stream_checks.CHECKS,
     *continuation_checks.CHECKS,
     *conversation_checks.CHECKS,
     *openai_checks.ROUTING_CHECKS,
-    *refusal_checks.CHECKS,
+    *refusal_checks.REFUSAL_CHECKS,
     *weight_checks.CHECKS,
     *pull_checks.CHECKS,
 )

@@ -147,7 +147,7 @@ class _Nodes:
                 if self._interrupts and self._kill_at == float("inf"):
                     self._suspend()
                 if self._interrupts > 1 or time.monotonic() > self._kill_at:
-                    self._announce("the run is not saved; killing it")
+                    self._announce("the state could not be saved; killing the run")
                     return 130
         finally:
             for number, handler in before:

@@ -1,18 +1,23 @@
-"""The commands `pipelinerl conformance …`: check a live engine or a trainer class against its contract."""
+"""Commands for developers: `conformance` checks an engine or a trainer class against its contract.
+
+`bench` and `chaos` run code that exists only in a checkout of the repository.
+"""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
 from pipelinerl import registry
 from pipelinerl.config.recipe import MODELS
-from pipelinerl.errors import AddressError, ModelError
+from pipelinerl.errors import AddressError, ModelError, UserError
 from pipelinerl.system import http_client
 from trainer_contract.types import TrainerSpec
 
@@ -80,3 +85,43 @@ def _report(results: list[tuple[str, str, str, str]], say: Callable[[str], None]
     failed = sum(verdict == "failed" for verdict, *_ in results)
     say(f"{len(results) - failed} of {len(results)} promises kept or not applicable, {failed} broken")
     return failed == 0
+
+
+# --- bench and chaos --------------------------------------------------------------------------------------------------
+
+_CHECKOUT: Final = Path(__file__).resolve().parents[2]
+
+
+def bench(
+    name: Annotated[str, typer.Argument(help="A benchmark's name, or `all`.")] = "all",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and sizes.")] = False,
+) -> None:
+    """Run benchmarks and write their records (needs a checkout)."""
+    raise typer.Exit(run_in_checkout("benchmarks", name, *(["--quick"] if quick else []), what="benchmarks are"))
+
+
+def chaos(
+    seed: Annotated[int, typer.Option(help="Seed that determines what dies and when.")] = 0,
+    scenario: Annotated[str, typer.Option(help="A scenario's name, or `all`.")] = "all",
+    count: Annotated[int, typer.Option(min=1, help="Number of seeds, starting at --seed.")] = 1,
+    list_only: Annotated[bool, typer.Option("--list", help="List the scenarios.")] = False,
+) -> None:
+    """Kill, fence and starve seeded runs, and check that nothing is lost (needs a checkout)."""
+    words = ["--seed", str(seed), "--scenario", scenario, "--count", str(count), *(["--list"] if list_only else [])]
+    raise typer.Exit(run_in_checkout("tests.faults.scenarios", *words, what="the fault scenarios are"))
+
+
+def run_in_checkout(module: str, *words: str, what: str) -> int:
+    """Run `python -m module words…` and return its exit status.
+
+    `what` is the subject and verb of the error message, such as "benchmarks are".
+
+    Raises:
+        UserError: this package is not in a checkout.
+    """
+    if not _CHECKOUT.joinpath(*module.split("."), "__main__.py").is_file():
+        raise UserError(
+            f"{what} part of a checkout, and {_CHECKOUT} is not one; clone the repository, run `make install` and "
+            "use its command"
+        )
+    return subprocess.call([sys.executable, "-m", module, *words], cwd=_CHECKOUT)

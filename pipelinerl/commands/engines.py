@@ -148,9 +148,9 @@ def elastic(
     ] = None,
 ) -> None:
     """Show when a run's `elastic` section would have added or removed engines; a dry run."""
-    from pipelinerl.commands.elastic_trial import show
+    from pipelinerl.commands.recorded_run import elastic_decisions
 
-    for line_ in show(run, overrides or ()):
+    for line_ in elastic_decisions(run, overrides or ()):
         typer.echo(line_)
 
 

@@ -4,6 +4,8 @@
 
 Rollouts are stored from the oldest kept checkpoint on. The run must not be live, because its files are read. The stream
 server runs on a copy of its data.
+
+`elastic_decisions` is a dry run of the scaling rule on the figures of a recorded run.
 """
 
 from __future__ import annotations
@@ -13,21 +15,25 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from pipelinerl.commands.remote import controller_of
-from pipelinerl.config.recipe import RunConfig
+from pipelinerl.config.recipe import RunConfig, load_run
+from pipelinerl.config.sections import shared_values
+from pipelinerl.controller.decisions.elastic import Want, changed, in_words, note_step, weighed
+from pipelinerl.controller.state.run_state import ElasticMemory, ElasticRule
 from pipelinerl.errors import RecordError, UserError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.observability.events import Event, read_events
 from pipelinerl.observability.run_history import tell
 from pipelinerl.roles.role import REDIS_VARIABLE
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
-from pipelinerl.streams.open_stream import open_stream
 from pipelinerl.streams.records import decode_group
+from pipelinerl.streams.redis_stream import open_stream
 from pipelinerl.streams.stream import START
 from pipelinerl.training.replay import RecordedStep
 from pipelinerl.training.rollouts.admission import Lineage
@@ -142,3 +148,66 @@ def _server(config: RunConfig, run_dir: Path) -> Iterator[str]:
         shutil.copytree(run_dir / "redis", Path(place) / "redis")
         with EmbeddedRedis(Path(place) / "redis") as server:
             yield server.url
+
+
+@dataclass(frozen=True, slots=True)
+class TriedDecision:
+    """A scaling decision that the rule would have made `elapsed_s` after the start of the run, when `step` was the
+    latest step.
+    """
+
+    elapsed_s: float
+    step: int
+    engines: int
+    wanted: int
+    why: str
+
+
+def elastic_decisions(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each scaling decision of the recipe's `elastic` section, with `overrides` applied.
+
+    Raises:
+        UserError: there is no such run.
+    """
+    events = recorded_events(run_dir)
+    config = load_run(run_dir, overrides)
+    limits = config.elastic.types.values()
+    least, most = sum(each.min for each in limits) or 1, sum(each.max for each in limits) or 4096
+    rule = ElasticRule(**shared_values(config.elastic, ElasticRule))
+    trials = list(tried_decisions(events, rule, least=least, most=most))
+    for each in trials:
+        yield f"{each.elapsed_s:9.0f} s  step {each.step:6d}  {each.engines} → {each.wanted} engines: {each.why}"
+    if trials:
+        yield "only the first decision is reliable: it would have changed all later figures"
+    else:
+        agreeing = f"{rule.patience} intervals of {rule.interval_s:g} s in a row agree"
+        yield f"no decision in {len(events)} events: no {agreeing}"
+
+
+def tried_decisions(events: Iterable[Event], rule: ElasticRule, *, least: int, most: int) -> Iterator[TriedDecision]:
+    """Yield the decisions that `rule` would have made on a run's events. Decisions do not change the recorded number of
+    engines.
+    """
+    memory, serving, step = ElasticMemory(), set[str](), 0
+    for event in events:
+        now = float(event.get("elapsed_s", 0.0))
+        match event["kind"]:
+            case "engine_verified" | "engine_back":
+                serving.add(event["url"])
+            case "engine_lost" | "engine_suspect" | "engine_draining":
+                serving.discard(event["url"])
+            case "engine_joined" | "evaluation_began" | "controller_returned" | "trainer_ready":
+                memory.forget()
+            case "step":
+                step = int(event["step"])
+                note_step(memory, event, event.get("by_domain", {}))
+            case "engines" if serving:
+                memory.note_poll(float(event["occupancy"]), now=now)
+                figures = memory.taken(now=now, interval_s=rule.interval_s)
+                if figures is None:
+                    continue
+                want = weighed(rule, memory, figures, engines=len(serving), now=now)
+                wanted = len(serving) + want.value
+                if want is not Want.SAME and least <= wanted <= most:
+                    changed(memory, now=now)
+                    yield TriedDecision(now, step, len(serving), wanted, in_words(want, figures))

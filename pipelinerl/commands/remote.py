@@ -1,4 +1,4 @@
-"""How to reach a live run: its controller, by the run's directory or a URL, and its engines, by any OpenAI client."""
+"""Access to a live run: its controller, by the run's directory or a URL, and its engines, by any OpenAI client."""
 
 from __future__ import annotations
 

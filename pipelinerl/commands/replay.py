@@ -26,7 +26,7 @@ from pipelinerl.roles.workers import started
 from pipelinerl.training.checkpoints import checkpoint
 from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.replay import COMPARED, RecordedStep, Replay, ReplayedStep
-from pipelinerl.training.step.schedule import AdaptiveObjective
+from pipelinerl.training.schedule import AdaptiveObjective
 
 log = logging.getLogger("pipelinerl")
 

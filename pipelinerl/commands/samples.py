@@ -28,8 +28,7 @@ from pipelinerl.observability.samples.reading import (
     SampleReader,
     read_samples,
 )
-from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, TurnRecord, shortened
-from pipelinerl.observability.samples.visible import one_line, visible
+from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, TurnRecord, one_line, shortened, visible
 
 #: Characters of a text that are printed at most; `--json` prints everything that was stored.
 _MOST: Final = 2000

@@ -47,7 +47,7 @@ from pipelinerl.system.files import sync
 from pipelinerl.training.checkpoints.checkpoint import copy_model_files
 from pipelinerl.training.checkpoints.manifest import write_weights
 from pipelinerl.training.rollouts.demonstrations import demonstration, imitated
-from pipelinerl.training.step.schedule import LearningRateSchedule
+from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.types import Problem, RolloutGroup
 from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
 from trainer_contract.trainer import Trainer

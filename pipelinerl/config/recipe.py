@@ -20,10 +20,9 @@ from pydantic import SecretStr, ValidationError, field_validator, model_validato
 
 from inference_contract.weights import Backend, Transport
 from pipelinerl import registry
-from pipelinerl.config.complaints import refuse_unwritable, sentences
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.evaluation import EvaluationSection, EvaluationSetSection, HeldOutSet
-from pipelinerl.config.layers import merged, overridden, resolved_beside
+from pipelinerl.config.layers import merged, overridden, refuse_unwritable, resolved_beside, sentences
 from pipelinerl.config.learning import (
     CriticSection,
     CurationSection,
@@ -110,9 +109,9 @@ class RunConfig(Section):
     def _domain_names_unique(cls, domains: tuple[DomainSection, ...]) -> tuple[DomainSection, ...]:
         names = [domain.name for domain in domains]
         if not names or len(set(names)) != len(names):
-            raise ValueError(f"must be one or more with unique names, got {', '.join(names) or 'none'}")
+            raise ValueError(f"must be one or more domains with unique names, got {', '.join(names) or 'none'}")
         if not any(domain.weight for domain in domains):
-            raise ValueError("must have a weight above 0 in one domain at least: there is nothing to train on")
+            raise ValueError("must give at least one domain a weight above 0, or there is nothing to train on")
         if not any(domain.is_sampled for domain in domains):
             raise ValueError(
                 'must have a loss other than "ce" in one domain at least; `pipelinerl sft` trains on demonstrations '

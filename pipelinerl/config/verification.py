@@ -94,7 +94,7 @@ _MENTIONS_THE_ANSWER: Final = "answer"
 
 
 class InstructionsSection(Section):
-    """How the verifier `instruction_following` scores answers."""
+    """Scoring of answers by the verifier `instruction_following`."""
 
     score: Score = Score.SHARE
     """The reward: the share of instructions that the answer follows, or 1 only if it follows all."""

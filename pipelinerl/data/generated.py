@@ -39,7 +39,9 @@ Parameters = TypeVar("Parameters")
 def parameters_of(request: SourceRequest, kind: type[Parameters], *, source: str) -> Parameters:
     """Parse the parameters of a built-in generator as `kind`. Raises `RecipeError` for unknown or invalid ones."""
     if request.argument:
-        raise RecipeError(f"{request.where}.source must be {source} alone, got {source}:{request.argument}")
+        raise RecipeError(
+            f"{request.where}.source must be {source} without an argument, got {source}:{request.argument}"
+        )
     try:
         return msgspec.convert(dict(request.parameters), kind)
     except msgspec.ValidationError as error:
@@ -107,7 +109,7 @@ class GeneratedSource:
                 return
         raise RecipeError(
             f"domains.{self._domain}: the {self._split} split seems to hold only {len(self._in_order)} distinct "
-            "problems; ask for fewer by evaluation.problems, or widen the parameters"
+            "problems; lower evaluation.problems, or widen the parameters"
         )
 
     def _fits(self, draft: Draft) -> bool:
@@ -118,7 +120,9 @@ class GeneratedSource:
 def open_addition(request: SourceRequest) -> GeneratedSource:
     """Open the source `addition`."""
     if request.argument:
-        raise RecipeError(f"{request.where}.source must be addition alone, got addition:{request.argument}")
+        raise RecipeError(
+            f"{request.where}.source must be addition without an argument, got addition:{request.argument}"
+        )
     return _generated(request, lambda own: addition_drafts(own, where=request.where))
 
 
@@ -320,7 +324,7 @@ class NumberedSource:
         request, (epoch, place) = self._request, divmod(index, len(self._chosen))
         if epoch and request.split is not Split.TRAIN:
             raise RecipeError(
-                f"{request.where}: the {request.split} split holds {len(self._chosen)} tasks; ask for fewer by "
+                f"{request.where}: the {request.split} split holds {len(self._chosen)} tasks; lower "
                 "evaluation.problems, or raise parameters.count"
             )
         if self._order[0] != epoch:

@@ -219,8 +219,8 @@ def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
                 tags=(f"instructions={len(instructions)}",),
             )
     raise RecipeError(
-        f"{where}.parameters: in {_TRIES} tries no {parameters.min_instructions} of these kinds could be "
-        "combined; lower min_instructions or name other kinds"
+        f"{where}.parameters: {_TRIES} tries found no {parameters.min_instructions} of these kinds that can be "
+        "combined; lower min_instructions, or choose other kinds"
     )
 
 

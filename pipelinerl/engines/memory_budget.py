@@ -81,7 +81,7 @@ class EngineBudget:
         return self.total - self.cache + self.sequence
 
     def most_slots(self, left: int) -> int:
-        """Return the largest number of slots whose workspace fits `left` bytes beside one sequence."""
+        """Return the largest number of slots whose workspace fits `left` bytes next to one sequence."""
         return max(0, (left - (self.least - self.logits)) * self.slots // self.logits)
 
     def cache_within(self, memory: DeviceMemory, *, context_length: int) -> int:
@@ -107,7 +107,7 @@ class EngineBudget:
         remedies += ["raise engine.memory_share"] if memory.share is not None else ["use a larger device"]
         remedies += ["set weights.dtype to the engine's"] if self.conversion else []
         raise ModelError(
-            f"{self.slots} slots of {context_length} tokens need {_mib(self.least)} beside the weights ({listed}), "
+            f"{self.slots} slots of {context_length} tokens need {_mib(self.least)} besides the weights ({listed}), "
             f"{_mib(left)} are left of the device's {_mib(memory.total)}; {slots}, or {', or '.join(remedies)}"
         )
 

@@ -104,7 +104,7 @@ class EngineOptions:
         """Raise `ModelError` if another process is to receive the weights; `engine` does not support that setting."""
         if self.receiver is not Receiver.IN_PROCESS:
             raise ModelError(
-                f"{engine} has its own way to receive weights, got engine.receiver={self.receiver}; leave it out"
+                f"{engine} receives weights in its own way, got engine.receiver={self.receiver}; leave it out"
             )
 
     def check_native_weights(self, engine: str) -> None:

@@ -167,7 +167,7 @@ def doubts(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
             f"grad1 clips π_θ/π_{over}, which is always 1 here: a batch is one optimizer step, and "
             "training.old_logprobs = 'recompute' takes π_old from the weights that this step starts from; "
             "training.epochs or training.mini_batches make it several, 'sampling_weights' makes π_old the policy that "
-            "sampled, grad1.over = 'behavior' the sampler's word"
+            "sampled, grad1.over = 'behavior' the sampler's log-probs"
         )
     pair = {getattr(weight, name, None) for name in ("numerator", "denominator")}
     if Policy.CURRENT in pair and pair & setting.always_current:
@@ -175,8 +175,8 @@ def doubts(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
     if setting.updates > 1 and over is None and Policy.CURRENT not in pair:
         yield (
             f"grad1 and is_weight hold no ratio of the current policy, and a batch is {setting.updates} optimizer "
-            "steps: the later ones train a policy that has moved since as if it had not; take a clipped ratio as "
-            "grad1, or leave out training.epochs and training.mini_batches"
+            "steps: the later ones ignore that the policy has moved since; take a clipped ratio as grad1, or "
+            "leave out training.epochs and training.mini_batches"
         )
     if isinstance(grad2, KLPenalty) and grad2.beta and grad2.to in setting.always_current:
         yield f"grad2 penalises the KL to π_{grad2.to}, from which the step starts, and is always 0; take behavior"

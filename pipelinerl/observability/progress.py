@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipelinerl.observability.samples.visible import one_line
+from pipelinerl.observability.samples.record import one_line
 from pipelinerl.observability.status import (
     EngineStatus,
     EvaluatingStatus,

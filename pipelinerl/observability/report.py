@@ -35,8 +35,7 @@ from pipelinerl.observability.logs import without_secrets
 from pipelinerl.observability.run_history import HELD_OUT, RunHistory, Series, tell
 from pipelinerl.observability.samples.page import samples_section
 from pipelinerl.observability.samples.reading import read_samples
-from pipelinerl.observability.samples.record import SampleGroup
-from pipelinerl.observability.samples.visible import one_line
+from pipelinerl.observability.samples.record import SampleGroup, one_line
 from pipelinerl.observability.status import format_duration
 
 _PAGE = Path(__file__).with_name("report_page.html")

@@ -160,8 +160,8 @@ async def _follow_controller(
                 raise AddressError(f"the controller at {controller.url} refuses this actor's token") from None
             except UserError as error:
                 if reachable:
-                    until = "the last assignment holds" if assigned.is_set() else "this actor claims no orders"
-                    log.warning("%s; until one does, %s", error, until)
+                    until = "the last assignment stays in force" if assigned.is_set() else "this actor claims no orders"
+                    log.warning("%s; until it answers, %s", error, until)
                 reachable = False
             else:
                 if not reachable:

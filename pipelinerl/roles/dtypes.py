@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import RecipeError
 from pipelinerl.models.checkpoint import model_dtype
-from pipelinerl.training.publish.canary_check import TOLERANCES
+from pipelinerl.training.canary_check import TOLERANCES
 from trainer_contract.types import HeadPrecision, Precision, WeightDType
 
 
@@ -55,16 +55,20 @@ def dtypes_of(config: RunConfig) -> Dtypes:
     if wire is WeightDType.FLOAT16 and model is not WeightDType.FLOAT16:
         raise RecipeError(
             f"weights.dtype must not be float16 for the weights of {config.model.resolved}, which are {model} and may "
-            "lie beyond its range; use bfloat16, or remove it"
+            "exceed its range; use bfloat16, or remove it"
         )
     if config.trainer.type == "bigram" and (wire, model) != (WeightDType.FLOAT32, WeightDType.FLOAT32):
-        raise RecipeError(f"trainer.type 'bigram' gathers float32, got weights.dtype {wire} of a model in {model}")
+        raise RecipeError(
+            f"trainer.type 'bigram' gathers float32, got weights.dtype {wire} and a model in {model}; use float32"
+            " for both"
+        )
     if config.engine.type == "bigram" and engine is not WeightDType.FLOAT32:
         raise RecipeError(f"engine.type 'bigram' computes in float32, got engine.dtype {engine}; remove it")
     rounds = wire is WeightDType.FLOAT32 and engine is not wire
     if config.model.head_precision is HeadPrecision.FP32 and rounds:
         raise RecipeError(
-            f"model.head_precision=fp32 has the trainer compute with the head that travels, in weights.dtype {wire}, "
-            f"and the engine would round it to engine.dtype {engine}; set weights.dtype={engine} or engine.dtype={wire}"
+            "model.head_precision=fp32 needs the same head in trainer and engine, but it is sent in weights.dtype "
+            f"{wire}, and the engine rounds it to engine.dtype {engine}; set"
+            f" weights.dtype={engine} or engine.dtype={wire}"
         )
     return Dtypes(model=model, wire=wire, engine=engine)

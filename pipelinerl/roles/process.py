@@ -29,7 +29,7 @@ from pipelinerl.errors import AddressError, UserError
 from pipelinerl.observability.logs import ProcessLog, configure, without_secrets
 from pipelinerl.roles.memory.disk import settled
 from pipelinerl.roles.role import LOCAL_REDIS, REDIS_PASSWORD_VARIABLE, RoleOptions
-from pipelinerl.streams.open_stream import open_stream
+from pipelinerl.streams.redis_stream import open_stream
 from pipelinerl.streams.stream import Stream
 from pipelinerl.system.files import make_private
 from pipelinerl.system.process import collect_as_usual

@@ -107,12 +107,12 @@ def trackers_of(config: RunConfig, run_dir: Path) -> dict[str, OpenTracker]:
     tracked = TrackedRun(name=config.run.name, directory=run_dir, recipe=recipe)
 
     def wandb(bookmark: Bookmark | None) -> Tracker:
-        from pipelinerl.observability.trackers.backends import WandbTracker
+        from pipelinerl.observability.trackers.tracker import WandbTracker
 
         return WandbTracker(tracked, bookmark, wandb=import_module("wandb"), **dict(section.wandb or {}))
 
     def trackio(bookmark: Bookmark | None) -> Tracker:
-        from pipelinerl.observability.trackers.backends import TrackioTracker
+        from pipelinerl.observability.trackers.tracker import TrackioTracker
 
         return TrackioTracker(tracked, bookmark, trackio=import_module("trackio"), **dict(section.trackio or {}))
 
@@ -123,6 +123,6 @@ def trackers_of(config: RunConfig, run_dir: Path) -> dict[str, OpenTracker]:
 
 def open_tensorboard(directory: Path, bookmark: Bookmark | None) -> Tracker:
     """Open a tracker that writes event files to this directory."""
-    from pipelinerl.observability.trackers.backends import TensorBoardTracker
+    from pipelinerl.observability.trackers.tracker import TensorBoardTracker
 
     return TensorBoardTracker(directory, bookmark)

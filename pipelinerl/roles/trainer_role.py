@@ -32,12 +32,11 @@ from pipelinerl.roles.wiring import (
 from pipelinerl.roles.workers import started
 from pipelinerl.streams.stream import Stream
 from pipelinerl.trainers.ranks.rank0 import leave_undone
+from pipelinerl.training.canary_check import ROUTED_APART, TOLERANCES, Canary, LogprobCanaryChecker
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
-from pipelinerl.training.publish.canary_check import ROUTED_APART, TOLERANCES, Canary, LogprobCanaryChecker
-from pipelinerl.training.publish.publishing import StreamAnnouncer
-from pipelinerl.training.step.schedule import LearningRateSchedule
-from pipelinerl.training.watching.step_watch import StepWatch
-from pipelinerl.training.watching.training_samples import TrainingSamples
+from pipelinerl.training.publishing import StreamAnnouncer
+from pipelinerl.training.schedule import LearningRateSchedule
+from pipelinerl.training.step_watch import StepWatch, TrainingSamples
 from pipelinerl.weights.broadcast.collective import offers
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.engine_control import EngineControl

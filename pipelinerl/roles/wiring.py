@@ -14,8 +14,8 @@ from pipelinerl.config.evaluation import HeldOutSet
 from pipelinerl.config.learning import ReferenceSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import shared_values
-from pipelinerl.controller.state.elastic import ElasticRule
 from pipelinerl.controller.state.knobs import Knobs
+from pipelinerl.controller.state.run_state import ElasticRule
 from pipelinerl.data.mixture import Domain, Mixture
 from pipelinerl.data.problems import Split, open_source
 from pipelinerl.data.source import ProblemSource

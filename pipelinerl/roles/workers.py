@@ -20,13 +20,13 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.roles.dtypes import sent_in
 from pipelinerl.roles.wiring import demonstrations_of, is_url, references_of
-from pipelinerl.training.publish.weight_history import WeightHistory
+from pipelinerl.training.forward_passes import EntropyMeter, ForwardPasses, Teacher
 from pipelinerl.training.rollouts.demonstrations import DemonstrationStream
-from pipelinerl.training.step.forward_passes import EntropyMeter, ForwardPasses, Teacher
-from pipelinerl.training.step.schedule import LearningRateSchedule
-from pipelinerl.training.step.train_step import TrainStep
-from pipelinerl.training.step.update import Critic
-from pipelinerl.training.watching.training_samples import drawn
+from pipelinerl.training.schedule import LearningRateSchedule
+from pipelinerl.training.step_watch import drawn
+from pipelinerl.training.train_step import TrainStep
+from pipelinerl.training.update import Critic
+from pipelinerl.training.weight_history import WeightHistory
 from trainer_contract.errors import SpecError, StateError
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Head, TrainerSpec

@@ -78,9 +78,7 @@ class ControlTimes:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contention:
-    """How much engine and trainer slow down while the other computes, if they share processors: factors of at
-    least 1.
-    """
+    """Factors, at least 1, by which engine and trainer slow down while the other computes on the same processors."""
 
     engine: float = 1.0
     trainer: float = 1.0

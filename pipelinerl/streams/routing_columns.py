@@ -80,12 +80,13 @@ def turn_routing(
     if sampled is None and contexts is None:
         return [TurnRouting()] * len(lengths)
     if sampled is None or contexts is None:
-        raise ValueError("routed experts of sampled tokens and of contexts come together")
+        raise ValueError("routed experts need both columns, of sampled tokens and of contexts")
     for column in (sampled, contexts):
         if column.ndim != 3 or column.dtype not in _DTYPES or column.dtype != sampled.dtype:
             raise ValueError(f"routed experts must be u8 or u16 [tokens, layers, top_k], not {column.dtype}")
         if column.shape[1:] != sampled.shape[1:]:
-            raise ValueError(f"routed experts of {sampled.shape[1:]} and of {column.shape[1:]}")
+            shapes = f"{sampled.shape[1:]} and {column.shape[1:]}"
+            raise ValueError(f"routed experts must have the same [layers, top_k], got {shapes}")
     of_contexts = _parts(contexts, context_lengths)
     return [
         TurnRouting(its, of_contexts[number])

@@ -48,9 +48,7 @@ class Fence:
 
     def passed(self) -> FencedError:
         """Return the error for a writer that has been superseded."""
-        return FencedError(
-            f"{self.stream} has passed {self.number}, which was this writer's: another has taken over; this one stops"
-        )
+        return FencedError(f"a newer writer than {self.number} has taken over {self.stream}; this one stops")
 
 
 def parse_id(entry_id: str) -> tuple[int, int]:

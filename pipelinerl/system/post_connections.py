@@ -48,7 +48,7 @@ class _Peer:
         self.host, self.port = parts.hostname, parts.port or (443 if self.secure else 80)
         self._name, self._prefix = parts.netloc.rpartition("@")[2], parts.path.rstrip("/")
         if not (self._name + parts.path).isascii() or any(each <= " " for each in self._name + parts.path):
-            raise ValueError(f"expected an address in ASCII without blanks, got {url[:80]!r}")
+            raise ValueError(f"expected an ASCII address without spaces, got {url[:80]!r}")
         self.idle: list[_Line] = []
         self._heads: dict[tuple[str, str], bytes] = {}
 

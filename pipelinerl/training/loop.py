@@ -48,19 +48,18 @@ from pipelinerl.objective.reward import RewardShaping
 from pipelinerl.objective.streams import ONE_LOSS, DomainLosses
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.streams.stream import Stream
-from pipelinerl.training.checkpoints.checkpoint import Capture, CheckpointStore
-from pipelinerl.training.checkpoints.checkpointing import Checkpointing
+from pipelinerl.training.canary_check import CanaryChecker
+from pipelinerl.training.checkpoints.checkpoint import Capture, Checkpointing, CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
-from pipelinerl.training.publish.canary_check import CanaryChecker
-from pipelinerl.training.publish.publishing import Publishing
+from pipelinerl.training.finite_check import NonFiniteStep
+from pipelinerl.training.publishing import Publishing
 from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage, SolvedProblems
 from pipelinerl.training.rollouts.batch import ONE_STEP, MiniBatching, TrainBatch, build, signal_of, teacher
 from pipelinerl.training.rollouts.batcher import Batcher, OverdueWait, StepBudget, awaited
 from pipelinerl.training.rollouts.rollout_reader import RESEND_S, Arrivals, ControllerLink, RolloutReader
-from pipelinerl.training.step.finite_check import NonFiniteStep
-from pipelinerl.training.step.schedule import AdaptiveObjective, LearningRateSchedule
-from pipelinerl.training.step.train_step import StepResult, TrainStep
-from pipelinerl.training.watching.step_watch import StepFigures, StepWatch
+from pipelinerl.training.schedule import AdaptiveObjective, LearningRateSchedule
+from pipelinerl.training.step_watch import StepFigures, StepWatch
+from pipelinerl.training.train_step import StepResult, TrainStep
 from pipelinerl.types import RolloutGroup
 from pipelinerl.weights.publisher import Publisher
 from trainer_contract.types import RoutingShape
@@ -259,7 +258,7 @@ class TrainingLoop:
             if time.monotonic() - progress_at > self._settings.deadline_s:
                 raise DeadlineError(
                     f"step {self._version + 1} needs {self._current.knobs.rollouts_per_step} rollouts and has "
-                    f"{self._batcher.num_waiting} groups, and nothing came for {self._settings.deadline_s:.0f} s; "
+                    f"{self._batcher.num_waiting} groups, and nothing arrived for {self._settings.deadline_s:.0f} s; "
                     "see what the controller waits for with `pipelinerl status`"
                 )
             waiting, current, ended = self._batcher.waiting, self._current, dict(self._batcher.ledger.counts)

@@ -18,11 +18,11 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.reward import RewardShaping
 from pipelinerl.objective.streams import ONE_LOSS, DomainLosses
 from pipelinerl.staleness import StalenessBounds
+from pipelinerl.training.finite_check import NonFiniteStep
 from pipelinerl.training.rollouts.admission import Lineage, fresh_part
 from pipelinerl.training.rollouts.batch import ONE_STEP, MiniBatching, build
-from pipelinerl.training.step.finite_check import NonFiniteStep
-from pipelinerl.training.step.schedule import AdaptiveObjective
-from pipelinerl.training.step.train_step import TrainStep
+from pipelinerl.training.schedule import AdaptiveObjective
+from pipelinerl.training.train_step import TrainStep
 from pipelinerl.types import RolloutGroup
 
 #: Figures that tell whether two steps were the same: they depend on every weight, token and log-prob.

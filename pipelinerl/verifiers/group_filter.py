@@ -69,9 +69,7 @@ def filter_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
         raise RecipeError("a filter must be a plain function, got one that is async, or a class")
     parameters = parameters_of(function)
     if missing := lacking(parameters, OF_THE_GROUP):
-        raise RecipeError(
-            f"a filter takes by name any of {', '.join(OF_THE_GROUP)}; {', '.join(missing)} is none of them"
-        )
+        raise RecipeError(f"a filter may take only the parameters {', '.join(OF_THE_GROUP)}; got {', '.join(missing)}")
     return accepted_names(parameters, OF_THE_GROUP)
 
 

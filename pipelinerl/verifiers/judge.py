@@ -200,18 +200,18 @@ class Judge:
         settings, good = self._settings, [vote for vote in votes if isinstance(vote, _Vote)]
         if 2 * len(good) <= len(votes):
             reason = next(vote for vote in votes if isinstance(vote, str))
-            return failed(reason if len(votes) == 1 else f"{len(good)} of {len(votes)} votes were given: {reason}")
+            return failed(reason if len(votes) == 1 else f"only {len(good)} of {len(votes)} votes succeeded: {reason}")
         shares = [settings.format.share(vote.score) for vote in good]
         reward, agreement = sum(shares) / len(shares), 1.0 - (max(shares) - min(shares))
         listed = ", ".join(f"{vote.score:g}" for vote in good)
         if agreement < settings.least_agreement - ROUNDING:
-            return failed(f"the judge disagrees with itself: it said {listed}")
+            return failed(f"the votes of the judge differ too much: {listed}")
         parts = [RewardPart("judge", reward)]
         parts += [RewardPart("agreement", agreement)] if settings.votes > 1 else []
         return Verdict(
             outcome=graded(reward, settings.correct_at),
             reward=reward,
-            reason=shown(f"the judge said {listed}: {good[0].reason}"),
+            reason=shown(f"score {listed}: {good[0].reason}"),
             parts=tuple(parts),
         )
 
@@ -320,7 +320,7 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreFormat:
-    """How a score from `low` to `high` is written: as JSON, or as the single group of a regular expression.
+    """Form of a score from `low` to `high`: JSON, or the single group of a regular expression.
 
     A reply counts only if it contains exactly one score, a finite number within the range. A reply that repeats the
     judged answer, or gives two scores, is discarded, so a score inside an answer cannot be counted.
@@ -348,13 +348,13 @@ class ScoreFormat:
         """
         scores = self._by_pattern(reply) if self.pattern is not None else _in_json(reply[:_MOST_READ])
         if not scores:
-            raise Unreadable(f"the judge said no score: {reply[:200]!r}")
+            raise Unreadable(f"the judge's reply has no score: {reply[:200]!r}")
         if len({score for score, _ in scores}) > 1:
             listed = ", ".join(f"{score:g}" for score, _ in scores[:5])
-            raise Unreadable(f"the judge said more than one score: {listed}")
+            raise Unreadable(f"the judge's reply has more than one score: {listed}")
         score, reason = scores[-1]
         if not self.low <= score <= self.high:
-            raise Unreadable(f"the judge said the score {score:g}, which is not from {self.low:g} to {self.high:g}")
+            raise Unreadable(f"the judge gave the score {score:g}, which is not from {self.low:g} to {self.high:g}")
         return score, reason
 
     def share(self, score: float) -> float:
@@ -368,7 +368,7 @@ class ScoreFormat:
             try:
                 scores.append((float(match[1]), ""))
             except (TypeError, ValueError):
-                raise Unreadable(f"the judge said {match[1]!r} for a score, which is no number") from None
+                raise Unreadable(f"the judge's score must be a number, got {match[1]!r}") from None
         return [each for each in scores if math.isfinite(each[0])]
 
 
@@ -389,7 +389,7 @@ def _in_json(reply: str) -> list[tuple[float, str]]:
         if score is not None:
             reason = value.get("reason")
             scores.append((score, reason if isinstance(reason, str) else ""))
-    raise Unreadable(f"the judge said more than {_MOST_OBJECTS} braces and no end of them")
+    raise Unreadable(f"the judge's reply has more than {_MOST_OBJECTS} opening braces")
 
 
 def _number(value: Any) -> float | None:
@@ -472,4 +472,6 @@ def _read(file: Path) -> tuple[int, int]:
         file.parent.mkdir(parents=True, exist_ok=True)
         return 0, 0
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise RecipeError(f"{file} must hold the budget spent so far, and is damaged: {error}") from None
+        raise RecipeError(
+            f"{file} holds the budget spent so far and is damaged: {error}; remove it to start from zero"
+        ) from None

@@ -59,13 +59,13 @@ class MathAnswer:
         """Return the verdict of the text comparison, or None if the answer needs the mathematical one."""
         stated = final_answer(completion_text).strip()
         if len(stated) > 2 * _MAX_ANSWER_CHARS:
-            return wrong(f"an answer of {len(stated)} characters", answer=stated[:_SHOWN])
+            return wrong(f"the answer has {len(stated)} characters", answer=stated[:_SHOWN])
         gold, given = normalise(problem.ground_truth), normalise(stated)
         answer = given[:_SHOWN]
         if given == gold:
             return correct(answer)
         if not given or len(given) > _MAX_ANSWER_CHARS:
-            reason = "no answer" if not given else f"an answer of {len(given)} characters"
+            reason = "no answer" if not given else f"the answer has {len(given)} characters"
             return wrong(reason, answer=answer)
         if _PLAIN_NUMBER.fullmatch(given) and _PLAIN_NUMBER.fullmatch(gold):
             equal = float(given) == float(gold) and len(given) < 16
@@ -88,7 +88,7 @@ class MathAnswer:
             equal = await self._pool.ask([gold, given], group=group)
         except Overran as overran:
             if _SHARE_SPENT * self._deadline_s <= overran.cpu_s < math.inf and await self._is_comparable(gold):
-                return wrong(f"an answer that takes {overran.cpu_s:.1f} s to compare", answer=given[:_SHOWN])
+                return wrong(f"comparing the answer took more than {overran.cpu_s:.1f} s", answer=given[:_SHOWN])
             return timed_out(self._deadline_s)
         except WorkerLost as error:
             return failed(f"math-verify: {error}")
@@ -109,11 +109,13 @@ def refuse_unreadable(problem: Problem) -> None:
     """Raise `RecipeError` for a ground truth that cannot be compared with any answer."""
     gold = normalise(problem.ground_truth)
     if not gold:
-        raise RecipeError(f"the answer is empty, got {problem.ground_truth!r:.80}: math_answer compares with it")
+        raise RecipeError(
+            f"the ground truth {problem.ground_truth!r:.80} is empty, but math_answer compares answers with it"
+        )
     if len(gold) > 2 * _MAX_ANSWER_CHARS:
         raise RecipeError(
-            f"the answer has {len(gold)} characters, and math_answer compares with {2 * _MAX_ANSWER_CHARS} at most: it "
-            "must be the final answer alone"
+            f"the ground truth has {len(gold)} characters, and math_answer takes {2 * _MAX_ANSWER_CHARS} at most; give "
+            "only the final answer"
         )
 
 

@@ -150,7 +150,7 @@ class RewardFunction:
         if missing := lacking(rest, known):
             raise RecipeError(
                 f"a reward function takes (problem, completion_text), or by name any of {', '.join(OF_ONE)}, or of a "
-                f"group any of {', '.join(OF_A_GROUP)}; {', '.join(missing)} is none of them"
+                f"group any of {', '.join(OF_A_GROUP)}; got {', '.join(missing)}"
             )
         taken = {each.name for each in placed[: len(by_place)]} | set(by_place)
         named = tuple(name for name in accepted_names(rest, known) if name not in taken)
@@ -192,7 +192,8 @@ def verdict_of(value: Any, *, correct_at: float) -> Verdict:
     if isinstance(value, Verdict):
         sane = math.isfinite(value.reward) and abs(value.reward) <= MOST_REWARD
         if not sane:
-            return failed(f"the function returned a Verdict with the reward {value.reward!r}")
+            sentence = f"the reward of a Verdict must be a finite number within ±{MOST_REWARD:g}"
+            return failed(f"{sentence}, the function returned {value.reward!r}")
         return replace(value, reason=shown(value.reason), answer=shown(value.answer))
     if value is None:
         return failed("the function judged nothing: it returned None")
@@ -211,7 +212,7 @@ def verdicts_of(value: Any, count: int, *, correct_at: float) -> list[Verdict]:
     if not isinstance(values, list | tuple) or len(values) != count:
         came = f"{len(values)} of them" if isinstance(values, list | tuple) else _shown(value)
         return [
-            failed(f"the function must return a list with one reward for each of {count} answers, got {came}")
+            failed(f"the function must return a list with one reward for each of {count} answers, it returned {came}")
         ] * count
     return [verdict_of(each, correct_at=correct_at) for each in values]
 

@@ -13,8 +13,8 @@ from pipelinerl.actor.rollouts import RolloutWriter
 from pipelinerl.errors import FencedError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
-from pipelinerl.streams.open_stream import open_stream
 from pipelinerl.streams.records import decode_group
+from pipelinerl.streams.redis_stream import open_stream
 from pipelinerl.streams.stream import START, Stream
 from tests.actor.test_actor import DEADLINE_S, NAME, ScriptedSampler, Watched, none_of, order, until, working
 from tests.fakes.rollouts import group

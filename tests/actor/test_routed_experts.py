@@ -13,7 +13,7 @@ from pipelinerl.actor.single_turn import chat_request
 from pipelinerl.enums import RoutingReplay
 from pipelinerl.errors import RecordError
 from pipelinerl.numerics.routed_experts import on_the_wire
-from pipelinerl.training.publish.canary_check import micro_batch_of
+from pipelinerl.training.canary_check import micro_batch_of
 from pipelinerl.types import Outcome, Purpose, RolloutGroup, Verdict
 from tests.actor.test_actor import completion, order
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.paced import ENGINE, TRAINER, paced_recipe
-from benchmarks.simulator import ARMS, changes_of, fleet
+from benchmarks.simulator import ARMS, changes_of
+from inference_contract.weights import OnUpdate
 from pipelinerl.commands.simulation.from_recipe import setting_of
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.simulation.hardware import Hardware
 from pipelinerl.simulation.prediction import Prediction
-from pipelinerl.simulation.setting import HeavyTailedLengths
+from pipelinerl.simulation.setting import HeavyTailedLengths, SimulatedSetting
 from pipelinerl.simulation.simulator import simulate
+from pipelinerl.staleness import StalenessBounds
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,25 @@ def test_schedules_are_as_fast_and_as_stale_as_their_names_say(recipe: Path) -> 
     assert predictions["conventional G = 2"].tokens_per_s > first.tokens_per_s
 
 
+def tokens_per_s(engines: int) -> float:
+    """Simulate a fleet with 8 rollouts per engine and step; actors and trainer grow along."""
+    setting = SimulatedSetting(
+        steps=5,
+        engines=engines,
+        slots=64,
+        bounds=StalenessBounds(1, 8),
+        on_update=OnUpdate.CONTINUE,
+        rollouts_per_step=engines * 8,
+        group_size=8,
+        lengths=HeavyTailedLengths(300.0, 0.8, 2048),
+        prompt_tokens=100,
+        actors=engines // 16,
+        groups_in_flight=256,
+        max_groups=1 << 20,
+    )
+    trainer = replace(TRAINER, token_s=TRAINER.token_s / (64 * engines / 128))
+    return simulate(setting, Hardware(engine=ENGINE, trainer=trainer)).tokens_per_s
+
+
 def test_throughput_scales_with_the_fleet() -> None:
-    """Engines alone limit the fleet: actors and trainer grow with them."""
-    first, last = fleet(steps=5, sizes=(16, 128))
-    assert 7.0 < last["tokens_per_s"] / first["tokens_per_s"] < 9.0
+    assert 7.0 < tokens_per_s(128) / tokens_per_s(16) < 9.0

@@ -173,7 +173,7 @@ def test_user_filter_is_tried_on_a_made_up_group(body: str, sentence: str, tmp_p
     ("filter", "sentence"),
     [
         ("mine.py:keep", r"curation.filter cannot judge a group: .*mine.py:2: KeyError: 'size'"),
-        ("mine.py:weather", "curation.filter: a filter takes by name any of .*; weather is none of them"),
+        ("mine.py:weather", "curation.filter: a filter may take only the parameters .*; got weather"),
         ("keep", "curation.filter must be path.py:function or package.module:function, got 'keep'"),
     ],
 )
@@ -478,7 +478,7 @@ def test_every_evaluation_problem_must_exist(tmp_path: Path) -> None:
     assert dict(findings(parse(table | {"evaluation": {"problems": 2}})))["held out"]
     with pytest.raises(
         RecipeError,
-        match=r"holds \d+ problems; ask for fewer by evaluation.problems, or name more rows by held_out_path",
+        match=r"holds \d+ problems; lower evaluation.problems, or add rows to held_out_path",
     ):
         list(findings(parse(table | {"evaluation": {"problems": 100}})))
     assert dict(findings(parse(table | {"evaluation": {"problems": 0}})))["held out"] == "no problems"

@@ -19,8 +19,8 @@ from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.objective.catalogue import PRESETS
 from pipelinerl.observability.events import EventLog
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
-from pipelinerl.streams.open_stream import open_stream
 from pipelinerl.streams.records import encode_group
+from pipelinerl.streams.redis_stream import open_stream
 from tests.fakes.rollouts import group
 
 ROLLOUT = {"reward": 1, "tokens": ["so", "[4]"], "behavior_logprobs": [-1, -0.7], "logprobs": [-1, -0.3]}

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pipelinerl import cli
-from pipelinerl.commands import from_checkout as checkout
+from pipelinerl.commands import conformance as checkout
 from pipelinerl.errors import UserError
 from tests.faults.scenarios.scenario import names
 

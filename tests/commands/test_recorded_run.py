@@ -10,8 +10,8 @@ from pipelinerl.config.recipe import load
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.observability.events import EventLog
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
-from pipelinerl.streams.open_stream import open_stream
 from pipelinerl.streams.records import encode_group
+from pipelinerl.streams.redis_stream import open_stream
 from pipelinerl.system.machine import free_ports
 from pipelinerl.training.rollouts.admission import Lineage
 from tests.fakes.rollouts import group

@@ -99,7 +99,7 @@ def test_invalid_evaluation_sets_are_rejected(sets: list[dict[str, Any]], senten
 
 def test_at_least_one_domain_must_be_trained_on() -> None:
     table = to_table(load("tiny"))
-    with pytest.raises(RecipeError, match="domains: must have a weight above 0 in one domain at least"):
+    with pytest.raises(RecipeError, match="domains: must give at least one domain a weight above 0"):
         parse(table | {"domains": [DOMAINS[2]]})
 
 

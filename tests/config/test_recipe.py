@@ -90,7 +90,7 @@ def refusal(*overrides: str) -> str:
         ("evaluation.pass_at=[1,4]", "evaluation.pass_at names 4, but pass@k can be estimated only from"),
         ("evaluation.pin=train", "evaluation.pin: Input should be 'auto', 'none', 'engine' or 'gate', got 'train'"),
         ("evaluation.max_tokens=99", "evaluation.max_tokens (99) must be below engine.context_length (32)"),
-        ("domains=[]", "domains: must be one or more with unique names, got none"),
+        ("domains=[]", "domains: must be one or more domains with unique names, got none"),
         ("run.steps", "an override must read section.key=value, got 'run.steps'"),
         ("=3", "an override must read section.key=value, got '=3'"),
         ("weights.backend=mpi", "weights.backend: Input should be 'gloo' or 'nccl', got 'mpi'"),
@@ -145,7 +145,7 @@ def test_error_does_not_repeat_a_secret_in_an_address() -> None:
 
 def test_domain_names_must_be_unique() -> None:
     domain = {"name": "d", "source": "addition"}
-    with pytest.raises(RecipeError, match="domains: must be one or more with unique names, got d, d"):
+    with pytest.raises(RecipeError, match="domains: must be one or more domains with unique names, got d, d"):
         parse({**MINIMAL, "domains": [domain, domain]})
 
 

@@ -19,7 +19,7 @@ from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.giving_up import waiting_for
 from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
 from pipelinerl.controller.state.fleet import EngineLifecycle
-from pipelinerl.controller.state.inputs import (
+from pipelinerl.controller.state.inputs_and_effects import (
     AnyInput,
     Effect,
     EngineAnswered,

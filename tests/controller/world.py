@@ -13,7 +13,7 @@ from typing import Any
 
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
-from pipelinerl.controller.state.inputs import (
+from pipelinerl.controller.state.inputs_and_effects import (
     AnyInput,
     Effect,
     EngineRegistered,

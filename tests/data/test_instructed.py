@@ -71,7 +71,7 @@ def test_topics_and_kinds_come_from_the_recipe() -> None:
         ({"level": 9}, "<= 5"),
         ({"kinds": ["no:such"]}, "kinds must be some of .*; got no:such"),
         ({"min_instructions": 4}, "min_instructions must be at most max_instructions"),
-        ({"kinds": ["punctuation:no_comma"], "min_instructions": 2}, "no 2 of these kinds could be combined"),
+        ({"kinds": ["punctuation:no_comma"], "min_instructions": 2}, "no 2 of these kinds that can be combined"),
     ],
 )
 def test_invalid_or_incompatible_parameters_are_rejected(parameters: dict[str, object], sentence: str) -> None:
@@ -80,5 +80,5 @@ def test_invalid_or_incompatible_parameters_are_rejected(parameters: dict[str, o
 
 
 def test_argument_after_the_sources_name_is_rejected() -> None:
-    with pytest.raises(RecipeError, match="source must be instructions alone, got instructions:x"):
+    with pytest.raises(RecipeError, match="source must be instructions without an argument, got instructions:x"):
         open_source("instructions:x", domain="d", split=Split.TRAIN, seed=0)

@@ -105,7 +105,7 @@ def test_jsonl_file_is_split_by_hash_and_every_line_is_used(tmp_path):
         (Message("user", f"q{i}"),) for i in range(100)
     )
     assert len(seen[Split.TRAIN]) > 60
-    with pytest.raises(RecipeError, match="ask for fewer"):
+    with pytest.raises(RecipeError, match=r"lower evaluation\.problems"):
         splits[Split.HELD_OUT].problem(len(splits[Split.HELD_OUT]))
 
 

@@ -106,7 +106,9 @@ def test_prompts_apply_to_any_source_and_keep_id_and_split(source: str) -> None:
 
 def test_error_for_an_empty_rendered_prompt_names_the_row(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", [row | {"hint": " "} for row in ROWS])
-    with pytest.raises(RecipeError, match=r"a\.jsonl line \d+: prompt_template makes an empty prompt of hint"):
+    with pytest.raises(
+        RecipeError, match=r"a\.jsonl line \d+: prompt_template gives an empty prompt from the fields hint"
+    ):
         asked("files", Prompts(template=Template("{hint}")), path=path)
     (problem, *_) = asked("files", Prompts(template=Template("say: {hint}")), path=path)
     assert problem.messages[-1].content == "say:  "

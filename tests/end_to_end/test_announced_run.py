@@ -9,7 +9,7 @@ import pytest
 
 from inference_contract.weights import WeightUpdateResponse
 from pipelinerl.messages import TAKEN, WeightsTaken, decode_taken
-from pipelinerl.streams.open_stream import open_stream
+from pipelinerl.streams.redis_stream import open_stream
 from pipelinerl.streams.stream import START
 from tests.fakes.live_run import LiveRun, launched, light_run
 
@@ -37,4 +37,4 @@ def test_every_engine_loads_every_announced_version(tmp_path: Path) -> None:
         assert len({each.url for each in heard if each.answer}) == 2, "both follow"
         assert answers and not [each for each in heard if each.error], heard
         assert not [event["failed"] for event in run.events("publish") if event["failed"]]
-        assert "say nothing, and are asked" not in run.story() + run.output
+        assert "have not reported; sending them requests" not in run.story() + run.output

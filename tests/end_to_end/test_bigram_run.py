@@ -21,7 +21,7 @@ from pipelinerl.config.recipe import parse
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
-from pipelinerl.controller.state.inputs import EngineRegistered
+from pipelinerl.controller.state.inputs_and_effects import EngineRegistered
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.controller.state.run_state import ControllerSettings, RunState
 from pipelinerl.engines.bigram import engine as bigram_engine
@@ -37,11 +37,11 @@ from pipelinerl.roles.wiring import objective_of
 from pipelinerl.roles.workers import started
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.stream import Stream
+from pipelinerl.training.canary_check import TOLERANCES, Canary, LogprobCanaryChecker
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
-from pipelinerl.training.publish.canary_check import TOLERANCES, Canary, LogprobCanaryChecker
-from pipelinerl.training.step.schedule import LearningRateSchedule
+from pipelinerl.training.schedule import LearningRateSchedule
 from pipelinerl.types import Message, Outcome, Problem, Sampling, Verdict
 from pipelinerl.verifiers.verifier import PerAnswerVerifier
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher

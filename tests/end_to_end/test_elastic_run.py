@@ -18,8 +18,8 @@ import pytest
 
 from inference_contract.engine import Engine
 from pipelinerl.controller.service.service import ControllerService
-from pipelinerl.controller.state.elastic import ElasticRule
-from pipelinerl.controller.state.inputs import EngineRegistered, KnobsPatched, StopAsked
+from pipelinerl.controller.state.inputs_and_effects import EngineRegistered, KnobsPatched, StopAsked
+from pipelinerl.controller.state.run_state import ElasticRule
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions

@@ -13,19 +13,19 @@ from inference_contract.schemas import ChatCompletionRequest
 from pipelinerl.actor.actor import Actor, ActorSettings
 from pipelinerl.actor.single_turn import SingleTurn
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.http.partial_answer import PartialAnswer
+from pipelinerl.engines.http.pool import PartialAnswer
 from pipelinerl.engines.torch.engine import load_runner
 from pipelinerl.enums import NoSignal, RoutingReplay
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.objective.presets import resolve
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.training.forward_passes import ForwardPasses
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Lineage
 from pipelinerl.training.rollouts.batch import build
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
 from pipelinerl.training.rollouts.packing import with_columns
-from pipelinerl.training.step.forward_passes import ForwardPasses
-from pipelinerl.training.step.train_step import TrainStep
+from pipelinerl.training.train_step import TrainStep
 from pipelinerl.types import Answered, Outcome, Problem, RolloutGroup, Verdict
 from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier
 from tests.actor.test_actor import NAME, Watched, order, until

@@ -17,9 +17,9 @@ import numpy as np
 from pipelinerl import rng
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.training.forward_passes import ForwardPasses
 from pipelinerl.training.rollouts.batch import MiniBatching, build
-from pipelinerl.training.step.forward_passes import ForwardPasses
-from pipelinerl.training.step.train_step import TrainStep
+from pipelinerl.training.train_step import TrainStep
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.conformance import CHECKS, VALUE_CHECKS, Status, run
 from trainer_contract.conformance.probes import TrainerUnderTest, pack, rollouts_of

@@ -11,7 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
-from pipelinerl.observability.trackers.backends import TensorBoardTracker
+from pipelinerl.observability.trackers.tracker import TensorBoardTracker
 from pipelinerl.roles.tracker_role import feed_until
 from tests.fakes.small_disk import fill, free
 from tests.observability.trackers.event_files import series

@@ -26,8 +26,8 @@ import numpy as np
 from pipelinerl.rng import generator
 from pipelinerl.streams.embedded_redis import EmbeddedRedis, Fsync
 from pipelinerl.streams.memory_stream import MemoryStream
-from pipelinerl.streams.open_stream import open_stream
 from pipelinerl.streams.records import decode_group, decode_message, encode_group, encode_message
+from pipelinerl.streams.redis_stream import open_stream
 from pipelinerl.streams.stream import START, Entry, Stream, fresh_number
 from pipelinerl.types import Outcome, Rollout, RolloutGroup, Turn, Verdict, VersionSpan
 from tests.patience import PATIENCE_S

@@ -131,9 +131,13 @@ def test_memory_limit_is_the_share_of_the_smallest_device() -> None:
             "of GPU 0 are engine-0 0.95, which leaves nothing for trainer",
         ),
         ({"launch": {"engine_devices": [[0], [1]]}}, 4, "a list for each of the 1 engines, got 2"),
-        ({"launch": {"engine_devices": [[0, 1]]}}, 4, r"each engine takes 1 different devices by engine\.devices, got"),
+        (
+            {"launch": {"engine_devices": [[0, 1]]}},
+            4,
+            r"each engine takes 1 different devices according to engine\.devices, got",
+        ),
         ({"engine": {"devices": 2}, "launch": {"engine_devices": [[1, 1]]}}, 4, r"2 different devices .* got \[1, 1\]"),
-        ({"launch": {"trainer_devices": [0, 1]}}, 4, "the trainer takes 1 different devices by what it trains with"),
+        ({"launch": {"trainer_devices": [0, 1]}}, 4, "the trainer takes 1 different devices according to its mesh"),
         (
             {"launch": {"trainer_devices": [4]}},
             4,

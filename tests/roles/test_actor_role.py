@@ -155,7 +155,7 @@ async def test_actor_claims_no_prompt_order_before_its_controller_answers(
         async with controller(identity, engine):
             await until(role, said(" answers"))
             await until(role, lambda: indices(stream))
-        await until(role, said("the last assignment holds"))
+        await until(role, said("the last assignment stays in force"))
         async with controller(identity, engine):
             await until(role, said(" answers"))
             await asyncio.sleep(0.2)

@@ -27,7 +27,7 @@ from pipelinerl.roles.controller_role import overruled
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.wiring import checkpoints_of, knobs_of
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
-from pipelinerl.streams.open_stream import open_stream
+from pipelinerl.streams.redis_stream import open_stream
 from pipelinerl.system.storage import Storage
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from tests.fakes.checkpoints import model_directory, save, state_of

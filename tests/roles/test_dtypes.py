@@ -15,7 +15,7 @@ from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.checkpoint import check_directory, load_model, model_dtype, weight_files
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.trainer_role import canary_of
-from pipelinerl.training.publish.canary_check import TOLERANCES
+from pipelinerl.training.canary_check import TOLERANCES
 from trainer_contract.types import WeightDType
 
 SHIPPED = MODELS / "tiny_speller"
@@ -101,7 +101,7 @@ def test_weights_are_sent_in_the_directorys_dtype_unless_engines_keep_float32(
         (["engine.type=bigram"], "engine.type 'bigram' computes in float32, got engine.dtype bfloat16"),
         (
             ["model.head_precision=fp32", "weights.dtype=float32"],
-            "model.head_precision=fp32 has the trainer compute .* set weights.dtype=bfloat16 or engine.dtype=float32",
+            "model.head_precision=fp32 needs the same head .* set weights.dtype=bfloat16 or engine.dtype=float32",
         ),
     ],
 )

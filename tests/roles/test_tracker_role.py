@@ -20,8 +20,7 @@ from pipelinerl.config.recipe import RunConfig, load, parse
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import read_events
 from pipelinerl.observability.trackers import tracker
-from pipelinerl.observability.trackers.backends import TrackioTracker, WandbTracker
-from pipelinerl.observability.trackers.tracker import TrackedRun
+from pipelinerl.observability.trackers.tracker import TrackedRun, TrackioTracker, WandbTracker
 from pipelinerl.roles.tracker_role import feed_until, trackers_of
 from tests.fakes import small_disk
 from tests.fakes.live_run import LiveRun, endless_run, launched

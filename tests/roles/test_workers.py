@@ -21,8 +21,8 @@ from pipelinerl.roles.workers import Workers, spec_of, started
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.rollouts.batch import build
-from pipelinerl.training.step.schedule import AdaptiveObjective
-from pipelinerl.training.step.train_step import TrainStep
+from pipelinerl.training.schedule import AdaptiveObjective
+from pipelinerl.training.train_step import TrainStep
 from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.conformance.probes import weights_of

@@ -193,7 +193,7 @@ async def test_next_group_forms_after_the_forking_process_is_killed(peers: Peers
 def test_nccl_and_vllm_reject_a_separate_receiving_process(peers: Peers) -> None:
     assert peers.endpoints.reaches(Backend.GLOO, BYTES) and not peers.endpoints.reaches(Backend.NCCL, BYTES)
     with pytest.raises(
-        ModelError, match=r"vLLM engine has its own way to receive weights, got engine\.receiver=own_process"
+        ModelError, match=r"vLLM engine receives weights in its own way, got engine\.receiver=own_process"
     ):
         vllm_engine(engine_options(receiver=Receiver.OWN_PROCESS))
 

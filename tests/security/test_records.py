@@ -14,7 +14,7 @@ import pytest
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.controller.service.journal import JOURNAL, Journal
 from pipelinerl.controller.service.service import ControllerService, Start
-from pipelinerl.controller.state.inputs import EngineRegistered
+from pipelinerl.controller.state.inputs_and_effects import EngineRegistered
 from pipelinerl.errors import RecordError
 from pipelinerl.messages import (
     DIRECTIVES,

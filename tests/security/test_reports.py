@@ -13,7 +13,7 @@ import pytest
 
 from pipelinerl.controller.decisions.report_checks import implausible
 from pipelinerl.controller.service.journal import Journal
-from pipelinerl.controller.state.inputs import ReportReceived
+from pipelinerl.controller.state.inputs_and_effects import ReportReceived
 from pipelinerl.controller.state.run_state import RunState
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import (

@@ -20,7 +20,7 @@ from pipelinerl.observability.logs import configure
 from pipelinerl.observability.report import write_report
 from pipelinerl.roles.process import TOKEN_VARIABLE, Identity, identity_of, token_of
 from pipelinerl.roles.role import RoleOptions, without_password
-from pipelinerl.streams.open_stream import open_stream
+from pipelinerl.streams.redis_stream import open_stream
 from tests.patience import PATIENCE_S
 
 PASSWORD = "hunter2"

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
-from pipelinerl.streams.open_stream import open_stream
+from pipelinerl.streams.redis_stream import open_stream
 from pipelinerl.streams.stream import Stream
 from tests.patience import PATIENCE_S
 

@@ -154,7 +154,7 @@ def test_server_on_path_is_used_without_the_wheel(tmp_path: Path, monkeypatch: p
     assert server_binary().name == "valkey-server"
     monkeypatch.setattr(embedded_redis, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match=r"no stream server to run.*redis_url"):
+    with pytest.raises(UserError, match=r"no stream server was found.*redis_url"):
         server_binary()
     other = tmp_path / "redis-server"
     other.write_text("")

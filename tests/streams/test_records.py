@@ -361,7 +361,7 @@ def test_every_truncation_and_extension_is_detected(kind: str) -> None:
     for length in range(len(record)):
         with pytest.raises(RecordError):
             decode(record[:length])
-    with pytest.raises(RecordError, match="cut or damaged"):
+    with pytest.raises(RecordError, match="truncated or damaged"):
         decode(record + b"\0")
 
 
@@ -389,7 +389,7 @@ def test_record_of_another_kind_or_format_is_reported() -> None:
         decode_message(sealed(77, {}))
     with pytest.raises(RecordError, match="format 9, but this program reads 2 and 3"):
         decode_message(sealed(Kind.MESSAGE, ["x", {}], version=9))
-    with pytest.raises(RecordError, match="something else was written here"):
+    with pytest.raises(RecordError, match="this is something else"):
         decode_message(b"\x80\x04pickled, perhaps, and long enough")
 
 
@@ -397,7 +397,7 @@ def test_record_of_another_kind_or_format_is_reported() -> None:
     "header", [None, 5, {}, ["x"], ["x", 1], [1, {}], ["x", {1: 2}]], ids=lambda header: repr(header)
 )
 def test_header_of_another_shape_is_rejected(header: Any) -> None:
-    with pytest.raises(RecordError, match="header of a record is not what its kind demands"):
+    with pytest.raises(RecordError, match="header of a record does not fit its kind"):
         decode_message(sealed(Kind.MESSAGE, header))
 
 
@@ -456,7 +456,7 @@ def group_header(**changes: Any) -> list[Any]:
 )
 def test_inconsistent_group_is_rejected(changes: dict[str, Any]) -> None:
     assert decode_group(sealed(Kind.GROUP, group_header(), bytes(24))).num_tokens == 4
-    with pytest.raises(RecordError, match=r"inconsistent in itself|not what its kind demands"):
+    with pytest.raises(RecordError, match=r"is inconsistent|does not fit its kind"):
         decode_group(sealed(Kind.GROUP, group_header(**changes), bytes(24)))
 
 
@@ -464,7 +464,7 @@ def test_inconsistent_group_is_rejected(changes: dict[str, Any]) -> None:
     "column", [["x", "O", [2]], ["x", "<f8", [3]], ["x", "nonsense", [2]], ["x", "<i4", [-3]], ["x", "<i4", [2, -1]]]
 )
 def test_missing_additional_column_is_rejected(column: list[Any]) -> None:
-    with pytest.raises(RecordError, match="no proper column 'x'"):
+    with pytest.raises(RecordError, match=r"column 'x' of group .* is malformed"):
         decode_columns(sealed(Kind.GROUP, group_header(columns=[column]), bytes(40)))
 
 

@@ -98,5 +98,5 @@ def test_implausible_routing_columns_are_rejected(sampled: Any, contexts: Any) -
 def test_record_with_only_one_routing_column_is_rejected_with_a_reason() -> None:
     """`RolloutReader` stores records that `decode_group` rejects as dead letters."""
     record = encode_group(group(3), {SAMPLED: np.zeros((4, 2, 2), np.uint8)})
-    with pytest.raises(RecordError, match="come together"):
+    with pytest.raises(RecordError, match="need both columns"):
         decode_group(record)

@@ -46,15 +46,15 @@ from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.stream import START
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training import loop as training_loop
+from pipelinerl.training.canary_check import CanaryFindings, Forward
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
+from pipelinerl.training.forward_passes import ForwardPasses
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
-from pipelinerl.training.publish.canary_check import CanaryFindings, Forward
 from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome
 from pipelinerl.training.rollouts.packing import WeightedRollout, pack
-from pipelinerl.training.step.forward_passes import ForwardPasses
-from pipelinerl.training.step.schedule import LearningRateSchedule
-from pipelinerl.training.step.train_step import TrainStep
+from pipelinerl.training.schedule import LearningRateSchedule
+from pipelinerl.training.train_step import TrainStep
 from pipelinerl.types import ProblemSummary, RolloutGroup
 from pipelinerl.weights.publisher import Publication, PublishReport
 from tests.fakes.rollouts import group, rollout
@@ -625,7 +625,7 @@ async def test_wait_ends_at_its_deadline_and_names_the_missing_process(tmp_path:
         if culprit == "actors":
             await made.begin()
             await made.roll_out(0)
-            sentence = "step 1 needs 4 rollouts and has 1 groups, and nothing came for 0 s; see what the controller"
+            sentence = "step 1 needs 4 rollouts and has 1 groups, and nothing arrived for 0 s; see what the controller"
         else:
             sentence = "the trainer waited 0 s for the controller to answer ready-.*; is the controller running"
         with pytest.raises(DeadlineError, match=sentence):

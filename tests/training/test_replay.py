@@ -14,13 +14,13 @@ from pipelinerl.errors import RecordError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
-from pipelinerl.training.publish.weight_history import WeightHistory
+from pipelinerl.training.forward_passes import ForwardPasses
 from pipelinerl.training.replay import RecordedStep, Replay
 from pipelinerl.training.rollouts.admission import Lineage
 from pipelinerl.training.rollouts.batch import MiniBatching, build
-from pipelinerl.training.step.forward_passes import ForwardPasses
-from pipelinerl.training.step.schedule import AdaptiveObjective
-from pipelinerl.training.step.train_step import TrainStep
+from pipelinerl.training.schedule import AdaptiveObjective
+from pipelinerl.training.train_step import TrainStep
+from pipelinerl.training.weight_history import WeightHistory
 from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.types import TrainerSpec
@@ -123,7 +123,7 @@ def test_sampling_weights_are_kept_as_long_as_steps_need_them(model: Path) -> No
     ]
     assert max(step.figures["staleness_max"] for step in steps) == 2
     assert [each.differences for each in at_sampling_weights(model, acceptance=2).run(steps)] == [{}, {}, {}]
-    with pytest.raises(RecordError, match="the weights of version 0 are not kept any more"):
+    with pytest.raises(RecordError, match="the weights of version 0 are no longer kept"):
         list(at_sampling_weights(model, acceptance=1).run(steps))
 
 

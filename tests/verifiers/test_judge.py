@@ -66,7 +66,7 @@ async def test_answers_are_scored_and_the_api_key_comes_from_the_environment(mon
         async with judging(url, key_variable="A_KEY") as judge:
             right, wrong = await verdicts(judge, "Paris.", "Rome.")
     assert (right.outcome, right.reward, wrong.outcome) == (Outcome.CORRECT, 8 / 9, Outcome.PARTIAL)
-    assert wrong.reward == 1 / 9 and wrong.reason == "the judge said 2: so it seems"
+    assert wrong.reward == 1 / 9 and wrong.reason == "score 2: so it seems"
     assert right.parts == (("judge", 8 / 9),)
     assert set(fake.tokens) == {"Bearer secret-7"} and fake.bodies[0]["model"] == "small"
 
@@ -96,9 +96,9 @@ async def test_votes_are_averaged_and_agreement_is_reported() -> None:
 @pytest.mark.parametrize(
     ("scores", "settings", "sentence"),
     [
-        ((10, 1, 1), {"least_agreement": 0.5}, "disagrees with itself: it said"),
-        ((10, "x", "y"), {}, "1 of 3 votes were given: the judge said no score"),
-        ((11, 12, 5), {}, "1 of 3 votes were given: the judge said the score 1[12], which is not from 1 to 10"),
+        ((10, 1, 1), {"least_agreement": 0.5}, "the votes of the judge differ too much"),
+        ((10, "x", "y"), {}, "only 1 of 3 votes succeeded: the judge's reply has no score"),
+        ((11, 12, 5), {}, "only 1 of 3 votes succeeded: the judge gave the score 1[12], which is not from 1 to 10"),
     ],
 )
 async def test_answer_is_masked_if_votes_disagree_or_are_missing(
@@ -176,7 +176,7 @@ async def test_tokens_are_counted_as_reported_by_the_server(tmp_path: Path) -> N
 
 def test_damaged_budget_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text("{")
-    with pytest.raises(RecipeError, match=r"c.json must hold the budget spent so far, and is damaged"):
+    with pytest.raises(RecipeError, match=r"c.json holds the budget spent so far and is damaged"):
         Spending(where="d", most_calls=1, most_tokens=None, file=tmp_path / "c.json")
 
 
@@ -191,7 +191,7 @@ async def test_engine_of_this_project_can_serve_the_judge(tmp_path: Path, monkey
         async with judging(url, key_variable="A_KEY", **settings) as judge:
             (verdict,) = await verdicts(judge, "Paris.<|im_end|>")
     assert verdict.outcome.is_judgement, verdict.reason
-    assert verdict.reason.startswith("the judge said ")
+    assert verdict.reason.startswith("score ")
 
 
 @dataclass
@@ -336,8 +336,8 @@ def test_single_score_in_a_reply_is_read(reply: str, score: float, reason: str) 
 @pytest.mark.parametrize(
     ("reply", "sentence"),
     [
-        ("", "said no score"),
-        ("seven", "said no score: 'seven'"),
+        ("", "has no score"),
+        ("seven", "has no score: 'seven'"),
         ('{"score": "7"}', "no score"),
         ('{"score": true}', "no score"),
         ('{"score": NaN}', "no score"),
@@ -346,7 +346,7 @@ def test_single_score_in_a_reply_is_read(reply: str, score: float, reason: str) 
         ('{"score": 0.99}', "not from 1 to 10"),
         ('{"score": 1} {"score": 10}', "more than one score: 1, 10"),
         ('{"score": ' + "1" * 100_000 + "}", "no score"),
-        ("{" * 100_000, "braces and no end"),
+        ("{" * 100_000, "opening braces"),
         ('{"a":' * 150, "no score"),
     ],
 )
@@ -357,8 +357,9 @@ def test_reply_without_a_single_valid_score_is_rejected(reply: str, sentence: st
 
 def test_pattern_reads_the_score_from_its_group() -> None:
     assert PATTERN.read("So.\nScore: 4.5") == (4.5, "")
-    for reply, sentence in (("4", "no score"), ("Score: 9", "not from 0 to 5"), ("Score: x", "'x' for a score"),
-                            ("Score: 1 Score: 2", "more than one"), ("Score: nan", "no score")):  # fmt: skip
+    for reply, sentence in (("4", "no score"), ("Score: 9", "not from 0 to 5"),
+                            ("Score: x", "must be a number, got 'x'"), ("Score: 1 Score: 2", "more than one"),
+                            ("Score: nan", "no score")):  # fmt: skip
         with pytest.raises(Unreadable, match=sentence):
             PATTERN.read(reply)
 

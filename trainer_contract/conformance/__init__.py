@@ -20,7 +20,6 @@ from typing import Final
 
 import numpy as np
 
-from trainer_contract.conformance.measure_checks import MEASURES, VALUE_MEASURES
 from trainer_contract.conformance.probes import (
     LINEAR,
     CheckUnsupported,
@@ -45,6 +44,8 @@ from trainer_contract.conformance.probes import (
 )
 from trainer_contract.conformance.step_checks import (
     FORWARD_AT,
+    MEASURES,
+    VALUE_MEASURES,
     concurrent_reads_see_the_last_step,
     empty_steps_change_no_weight,
     values_belong_to_prior_states,

@@ -203,7 +203,7 @@ def read_table(path: Path) -> HardwareTable:
         raise UserError(f"the hardware table {path} cannot be read: {error}") from None
     answers = table.pop("answers", {})
     if unknown := sorted(set(table) - set(_SECTIONS)):
-        raise UserError(f"{path}: unknown section {unknown[0]}; there are {', '.join((*_SECTIONS, 'answers'))}")
+        raise UserError(f"{path}: unknown section {unknown[0]}; known are {', '.join((*_SECTIONS, 'answers'))}")
     if missing := [name for name in ("engine", "trainer") if name not in table]:
         raise UserError(f"{path}: the section {missing[0]} must be given")
     sections = {name: _section(path, name, table[name]) for name in table}
@@ -213,7 +213,9 @@ def read_table(path: Path) -> HardwareTable:
         or not isinstance(prompt_tokens, int)
         or set(answers) - {"lengths", "prompt_tokens"}
     ):
-        raise UserError(f"{path}: answers has lengths (text, as --lengths) and prompt_tokens (a whole number) only")
+        raise UserError(
+            f"{path}: answers may hold only lengths (text, as --lengths) and prompt_tokens (a whole number)"
+        )
     return HardwareTable(Hardware(**sections), lengths, prompt_tokens)
 
 
@@ -232,7 +234,7 @@ def parse_lengths(text: str, *, most: int) -> LengthLaw:
                 return HeavyTailedLengths(median, sigma, most)
     except ValueError:
         pass
-    raise UserError(f"lengths are fixed:TOKENS or heavy:MEDIAN,SIGMA, such as heavy:400,0.9; got {text!r}")
+    raise UserError(f"lengths must be fixed:TOKENS or heavy:MEDIAN,SIGMA, such as heavy:400,0.9; got {text!r}")
 
 
 def _section(path: Path, name: str, values: Any) -> Any:

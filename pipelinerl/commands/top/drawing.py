@@ -11,7 +11,7 @@ from typing import Any, Final
 from rich.text import Text
 
 from pipelinerl.commands.top.run_follower import RunSnapshot
-from pipelinerl.observability.samples.visible import one_line
+from pipelinerl.observability.samples.record import one_line
 from pipelinerl.observability.status import EngineStatus, HeldOutStatus, RunStatus, format_duration
 
 _STATE_STYLES: Final = {"live": "bold green", "finished": "bold cyan", "starting": "bold yellow", "suspended": "bold"}

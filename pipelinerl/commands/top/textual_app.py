@@ -20,7 +20,7 @@ from textual.widgets import Input, Static
 
 from pipelinerl.commands.top.drawing import figures, knob_value
 from pipelinerl.commands.top.run_follower import ChangeResult, RunFollower, RunSnapshot
-from pipelinerl.observability.samples.visible import one_line
+from pipelinerl.observability.samples.record import one_line
 
 _LOOK_S: Final = 0.25
 _KEYS: Final = "↑↓ PgUp PgDn · Enter edit · Esc · q quit"

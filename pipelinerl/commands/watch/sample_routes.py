@@ -25,7 +25,7 @@ _PART: Final = 60
 _WORD_AT_END: Final = re.compile(r"\w+\Z")
 _WORD_AT_START: Final = re.compile(r"\A\w+")
 _GONE: Final = (
-    "the log does not hold this sample, or no longer: samples.max_bytes limits it, and the oldest are removed"
+    "this sample is not in the log, or was removed: samples.max_bytes limits the log, and the oldest go first"
 )
 _NO_TOKENS: Final = "no tokens were recorded for this sample: it is from an evaluation or an older run"
 
@@ -60,7 +60,7 @@ class WantedKind(StrEnum):
 
 
 class Signal(StrEnum):
-    """Whether to list groups whose rewards differ, which carry a training signal, or groups whose rewards are equal."""
+    """Filter of groups: `with` a training signal, because their rewards differ, or `without`."""
 
     WITH = "with"
     WITHOUT = "without"

@@ -45,7 +45,7 @@ from pipelinerl.controller.decisions.giving_up import finish, give_up, progress_
 from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
 from pipelinerl.controller.decisions.step_review import note_outdated, note_stages, step_taken
 from pipelinerl.controller.state.evaluation import EvaluationResult
-from pipelinerl.controller.state.inputs import (
+from pipelinerl.controller.state.inputs_and_effects import (
     AnyInput,
     Effect,
     FleetMeasured,

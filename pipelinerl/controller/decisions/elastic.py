@@ -19,10 +19,16 @@ from enum import Enum
 from typing import Any, Final
 
 from pipelinerl.controller.decisions.engine_decisions import drain, request_engines
-from pipelinerl.controller.state.elastic import ElasticMemory, ElasticRule, Figures
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
-from pipelinerl.controller.state.inputs import Effect, EnginesRequested, FleetMeasured, Record
-from pipelinerl.controller.state.run_state import ControllerSettings, RunPhase, RunState
+from pipelinerl.controller.state.inputs_and_effects import Effect, EnginesRequested, FleetMeasured, Record
+from pipelinerl.controller.state.run_state import (
+    ControllerSettings,
+    ElasticMemory,
+    ElasticRule,
+    Figures,
+    RunPhase,
+    RunState,
+)
 from pipelinerl.enums import Elasticity
 
 

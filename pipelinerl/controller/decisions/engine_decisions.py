@@ -23,7 +23,7 @@ from typing import Final
 import msgspec
 
 from inference_contract.errors import Persistence
-from pipelinerl.controller.state.inputs import (
+from pipelinerl.controller.state.inputs_and_effects import (
     Effect,
     EngineAnswered,
     EngineDrainAsked,

@@ -21,7 +21,7 @@ from typing import final
 from pipelinerl import rng
 from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
 from pipelinerl.controller.state.evaluation import Evaluation, EvaluationDue, EvaluationPlan, EvaluationResult
-from pipelinerl.controller.state.inputs import Effect, IssuePrompts, Record
+from pipelinerl.controller.state.inputs_and_effects import Effect, IssuePrompts, Record
 from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.enums import Pin
 from pipelinerl.messages import EvaluationDone
@@ -212,7 +212,7 @@ def broken(state: RunState) -> str:
         if evaluation.pin is Pin.ENGINE and url not in fleet.pinned():
             return f"{url} is {record.lifecycle}" + (f": {record.last_error}" if record.last_error else "")
         if record.loaded != evaluation.model_version:
-            return f"{url} was given version {record.loaded}"
+            return f"{url} has loaded version {record.loaded}"
     return ""
 
 

@@ -22,7 +22,7 @@ from pipelinerl.controller.decisions import step_review
 from pipelinerl.controller.decisions.directives import directive, ending
 from pipelinerl.controller.decisions.evaluator import holds_updates
 from pipelinerl.controller.state.fleet import EngineLifecycle
-from pipelinerl.controller.state.inputs import Effect, End, Finish, Record, Send
+from pipelinerl.controller.state.inputs_and_effects import Effect, End, Finish, Record, Send
 from pipelinerl.controller.state.run_state import SILENT_S, ControllerSettings, RunPhase, RunState
 from pipelinerl.messages import GroupFailed, VerifierFigures
 
@@ -231,7 +231,7 @@ def _stage(state: RunState, now: float) -> str:
 def _weights(state: RunState) -> str:
     given = [record.url for record in state.fleet.records() if record.lifecycle.is_alive and record.loaded >= 0]
     if given:
-        return f"{', '.join(given)} to prove its weights to the trainer"
+        return f"{', '.join(given)} to pass the trainer's canary check"
     return f"the trainer to publish its weights to {', '.join(state.fleet.members())}"
 
 

@@ -110,4 +110,4 @@ def _unasked(state: RunState, report: EvaluationDone | GroupFailed) -> Iterator[
         return
     samples = evaluation.plan.question(report.index)[0].samples
     if isinstance(report, EvaluationDone) and not report.correct <= report.judged <= samples:
-        yield f"{report.correct} of {report.judged} answers are right, of {samples}"
+        yield f"it counts {report.correct} correct and {report.judged} judged answers of {samples}, which is impossible"

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from pipelinerl.controller.decisions.directives import directive, ending
-from pipelinerl.controller.state.inputs import Effect, Record, Send
+from pipelinerl.controller.state.inputs_and_effects import Effect, Record, Send
 from pipelinerl.controller.state.run_state import (
     FIRST_STEPS,
     WINDOW,

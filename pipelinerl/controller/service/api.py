@@ -36,7 +36,7 @@ from pipelinerl.controller.routes import (
 )
 from pipelinerl.controller.service.service import MOST_SERVICES, ControllerService
 from pipelinerl.controller.state.fleet import EngineLifecycle, base_url
-from pipelinerl.controller.state.inputs import (
+from pipelinerl.controller.state.inputs_and_effects import (
     EngineDrainAsked,
     EngineRegistered,
     EngineRemoved,

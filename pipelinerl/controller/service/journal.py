@@ -16,7 +16,6 @@ be replayed until its next snapshot. `whole` detects this, and the writer takes 
 from __future__ import annotations
 
 import logging
-import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,20 +23,15 @@ from typing import Final, Self, final
 
 import msgspec
 
-from pipelinerl.controller.state.evaluation import Evaluation
-from pipelinerl.controller.state.inputs import AnyInput, ReportReceived
+from pipelinerl.controller.state.inputs_and_effects import AnyInput, ReportReceived
 from pipelinerl.controller.state.run_state import RunState
 from pipelinerl.errors import FencedError, RecipeError, UserError
-from pipelinerl.messages import LAYOUT, EvaluationDone, ShownAnswer, layout_refusal
-from pipelinerl.observability.logs import without_secrets
-from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, SampleKind
-from pipelinerl.observability.samples.sample_log import SampleLog
+from pipelinerl.messages import LAYOUT, layout_refusal
 from pipelinerl.streams.stream import START, Stream, fresh_number, parse_id
-from pipelinerl.types import Outcome
 
-#: The stream that holds the journal.
 log = logging.getLogger("pipelinerl")
 
+#: The stream that holds the journal.
 JOURNAL: Final = "journal"
 #: Number of decisions between two snapshots; a restarted controller repeats at most this many.
 _SNAPSHOT_EVERY: Final = 500
@@ -212,46 +206,3 @@ def _check_layout(payloads: Sequence[bytes]) -> None:
     for record in map(_LAYOUTS.decode, payloads):
         if record.type == JournalSnapshot.__name__ and record.layout != LAYOUT:
             raise UserError(layout_refusal("the controller's journal", record.layout))
-
-
-_JUDGED: Final = frozenset(outcome.value for outcome in Outcome if outcome.is_judgement)
-
-
-def keep(samples: SampleLog, report: EvaluationDone, *, current: Evaluation | None) -> None:
-    """Store the answers of a report as samples, under the evaluated model version as their step."""
-    version = report.newest_version if current is None else current.model_version
-    asked = current is not None and current.concerns(report.order_id)
-    name = current.plan.question(report.index)[0].name if asked and current is not None else ""
-    now = time.time()
-    samples.put(lambda: [_sample(report, version, name, now)] if report.shown is not None else [])
-
-
-def _sample(report: EvaluationDone, version: int, name: str, now: float) -> SampleGroup:
-    assert report.shown is not None, "a report without answers has no sample"
-    return SampleGroup(
-        kind=SampleKind.EVALUATION,
-        step=version,
-        time=now,
-        group_id=report.order_id,
-        domain=report.domain,
-        evaluation=name,
-        problem_id=report.shown.problem_id,
-        tags=tuple(report.tags),
-        prompt=report.shown.prompt,
-        ground_truth=report.shown.ground_truth,
-        answers=tuple(_answer(answer, version) for answer in report.shown.answers),
-    )
-
-
-def _answer(answer: ShownAnswer, version: int) -> AnswerRecord:
-    judged = answer.outcome in _JUDGED
-    return AnswerRecord(
-        text=answer.text,
-        outcome=answer.outcome,
-        reward=answer.reward if judged else None,
-        reason=without_secrets(answer.reason),
-        length=answer.num_tokens,
-        finish_reason=answer.finish_reason,
-        spans=tuple(answer.spans),
-        staleness=version - min((oldest for oldest, _ in answer.spans), default=version),
-    )

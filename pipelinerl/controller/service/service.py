@@ -31,9 +31,10 @@ from pipelinerl.controller.decisions.giving_up import last_word
 from pipelinerl.controller.decisions.report_checks import implausible
 from pipelinerl.controller.decisions.status import EngineWatch, assignment_of, run_status
 from pipelinerl.controller.routes import LEASE_S, ActorAssignment
-from pipelinerl.controller.service.journal import Decision, Journal, Recovered, keep
+from pipelinerl.controller.service.journal import Decision, Journal, Recovered
+from pipelinerl.controller.state.evaluation import samples_of
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
-from pipelinerl.controller.state.inputs import (
+from pipelinerl.controller.state.inputs_and_effects import (
     AnyInput,
     Effect,
     End,
@@ -350,7 +351,8 @@ class ControllerService:
             return
         if isinstance(report, EvaluationDone) and report.shown is not None:
             if self._samples is not None:
-                keep(self._samples, report, current=self.controller.state.evaluations.current)
+                evaluation = self.controller.state.evaluations.current
+                self._samples.put(samples_of(report, current=evaluation, time=time.time()))
             report = msgspec.structs.replace(report, shown=None)  # `shown` affects no decision, so it is not journaled
         try:
             await self.perform(ReportReceived(now=self._now(), report=report, entry_id=entry.entry_id))

@@ -32,7 +32,7 @@ Solved = Mapping[str, Sequence[tuple[int, str]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CooldownRule:
-    """How long a domain's solved problems rest, in turns or steps, after `times` groups with only correct answers."""
+    """The rest of a domain's solved problems, in turns or steps, after `times` groups with only correct answers."""
 
     epochs: int = 0
     steps: int = 0

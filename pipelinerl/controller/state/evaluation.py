@@ -8,9 +8,9 @@ way. Problems that end without an answer are reported, since long answers fail m
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import Self, final
+from typing import Final, Self, final
 
 from pipelinerl import rng
 from pipelinerl.controller.state.answer_figures import (
@@ -21,7 +21,10 @@ from pipelinerl.controller.state.answer_figures import (
     figures_of,
 )
 from pipelinerl.enums import Pin
-from pipelinerl.messages import EvaluationDone
+from pipelinerl.messages import EvaluationDone, ShownAnswer
+from pipelinerl.observability.logs import without_secrets
+from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, SampleKind
+from pipelinerl.types import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +163,7 @@ class Evaluation:
     """An evaluation in progress: collects answers until every problem has an answer or has failed.
 
     `asked` counts the attempts by problem; problems from `next_index` on have not been issued yet. An abandoned
-    evaluation of the same version has another `number`, so its late answers can be told apart.
+    evaluation of the same version has another `number`, so its late answers can be distinguished.
     """
 
     model_version: int
@@ -279,3 +282,50 @@ class Evaluation:
             by_domain=figures_by_domain(done, pass_at=asked.pass_at, seed=seed),
             by_tag=figures_by_tag(done, pass_at=(), seed=seed),
         )
+
+
+# --- samples of the answers -------------------------------------------------------------------------------------------
+
+_JUDGED: Final = frozenset(outcome.value for outcome in Outcome if outcome.is_judgement)
+
+
+def samples_of(report: EvaluationDone, *, current: Evaluation | None, time: float) -> Callable[[], list[SampleGroup]]:
+    """Return a function that builds the samples of a report's answers, under the evaluated model version as their step.
+
+    The returned function reads no state, so another thread may call it.
+    """
+    version = report.newest_version if current is None else current.model_version
+    asked = current is not None and current.concerns(report.order_id)
+    name = current.plan.question(report.index)[0].name if asked and current is not None else ""
+    return lambda: [_sample(report, version, name, time)] if report.shown is not None else []
+
+
+def _sample(report: EvaluationDone, version: int, name: str, time: float) -> SampleGroup:
+    assert report.shown is not None, "a report without answers has no sample"
+    return SampleGroup(
+        kind=SampleKind.EVALUATION,
+        step=version,
+        time=time,
+        group_id=report.order_id,
+        domain=report.domain,
+        evaluation=name,
+        problem_id=report.shown.problem_id,
+        tags=tuple(report.tags),
+        prompt=report.shown.prompt,
+        ground_truth=report.shown.ground_truth,
+        answers=tuple(_answer(answer, version) for answer in report.shown.answers),
+    )
+
+
+def _answer(answer: ShownAnswer, version: int) -> AnswerRecord:
+    judged = answer.outcome in _JUDGED
+    return AnswerRecord(
+        text=answer.text,
+        outcome=answer.outcome,
+        reward=answer.reward if judged else None,
+        reason=without_secrets(answer.reason),
+        length=answer.num_tokens,
+        finish_reason=answer.finish_reason,
+        spans=tuple(answer.spans),
+        staleness=version - min((oldest for oldest, _ in answer.spans), default=version),
+    )

@@ -122,7 +122,9 @@ class FieldMap:
         if self.template is not None:
             messages = apply_template(messages, self.template, {_PROMPT: question(messages), **row})
             if has_no_question(messages):
-                raise RecipeError(f"prompt_template makes an empty prompt of {', '.join(sorted(self._of_template))}")
+                raise RecipeError(
+                    f"prompt_template gives an empty prompt from the fields {', '.join(sorted(self._of_template))}"
+                )
         return Draft(
             messages=messages,
             ground_truth=_as_text(_value_of(row, self.answer_field)),

@@ -178,8 +178,8 @@ class RowSource:
         epoch, place = divmod(index - len(self._sweep), len(self._chosen))
         if epoch and request.split is not Split.TRAIN:
             raise RecipeError(
-                f"{request.where}: the {request.split} split holds {len(self._chosen)} problems; ask for fewer by "
-                f"evaluation.problems, or name more rows by {request.split}_path"
+                f"{request.where}: the {request.split} split holds {len(self._chosen)} problems; lower "
+                f"evaluation.problems, or add rows to {request.split}_path"
             )
         if self._order[0] != epoch:
             noise = rng.generator(request.seed, "rows", request.split, epoch)
@@ -207,9 +207,7 @@ def open_files(request: SourceRequest) -> RowSource:
 def parse_files_request(request: SourceRequest) -> FilesRequest:
     """Parse the parameters without opening files. Raises `RecipeError` for a missing file or an invalid parameter."""
     if request.argument:
-        raise RecipeError(
-            f"{request.where}.source must be files alone, with parameters.path, got files:{request.argument}"
-        )
+        raise RecipeError(f"{request.where}.source must be files with parameters.path, got files:{request.argument}")
     parameters = dict(request.parameters)
     curriculum = Curriculum.taken_from(parameters, where=request.where)
     if curriculum.order is not ProblemOrder.SHUFFLED:
@@ -340,7 +338,7 @@ def _chosen(layout: Layout, split: Split, name: str, where: str) -> str:
     """Return the data set's name for the split."""
     if name:
         if name not in layout:
-            known = ", ".join(filter(None, layout)) or "none with a name"
+            known = ", ".join(filter(None, layout)) or "none"
             raise RecipeError(f"{where}.parameters.{_SPLITS[split]}: there is no split {name!r}; available: {known}")
         return name
     known_as = [known for known in NAMES[split] if known in layout]

@@ -30,20 +30,18 @@ from typing import Final, final
 from inference_contract.errors import EngineStopped, InvalidRequest, UpdateInProgress
 from inference_contract.schemas import FinishReason
 from inference_contract.weights import OnUpdate
-from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState
-from pipelinerl.engines.batching.sample_loop import (
-    UNTRAINED,
+from pipelinerl.engines.batching.model_runner import Admission, ModelRunner, Moves, Prefill, RowState, Scheduler
+from pipelinerl.engines.batching.sample_loop import UNTRAINED, LoopTotals, RouteLog, ServedModel
+from pipelinerl.engines.batching.sequence import (
     Delivery,
-    LoopTotals,
-    RouteLog,
-    ServedModel,
+    Request,
+    Sequence,
     aborted,
     deliveries,
+    extend,
     refused,
     sampled,
 )
-from pipelinerl.engines.batching.scheduler import Admission, Moves, Scheduler
-from pipelinerl.engines.batching.sequence import Request, Sequence, extend
 
 _NO_STRUCTURE: Final = (
     "response_format: this engine has no structured output; leave it out, or serve the model with the vLLM engine"
@@ -151,7 +149,7 @@ class DecodeLoop:
         """
         with self._changed:
             if not self.is_alive:
-                raise EngineStopped("the engine is closing; the old weights served last")
+                raise EngineStopped("the engine is closing, without a swap to the new weights")
             if self._commit is not None:
                 raise UpdateInProgress(
                     f"the swap to {self._commit.epoch}.{self._commit.version} still waits for running samples to end"
@@ -389,8 +387,8 @@ class DecodeLoop:
             requests = self._scheduler.withdraw_all() if self.ready.exception() is None else []
             requests = [request for request in requests if request not in self._cancelled]
         if commit is not None:
-            commit.pause_s.set_exception(EngineStopped("the engine closed before the swap; the old weights served"))
-        stopped = EngineStopped("the engine closed while it worked on this request; send it to another one")
+            commit.pause_s.set_exception(EngineStopped("the engine closed before the swap to the new weights"))
+        stopped = EngineStopped("the engine closed during this request; send it to another engine")
         if requests:
             self._deliver([Delivery(request, is_last=True, error=stopped) for request in requests])
 

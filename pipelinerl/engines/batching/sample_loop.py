@@ -12,48 +12,17 @@ finish reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, final
 
-from inference_contract.errors import ContractError, NotFinite
-from inference_contract.schemas import FinishReason
 from inference_contract.weights import OnUpdate, WeightLayout
-from pipelinerl.engines.batching.sequence import Request, Sequence, TopTokens
+from pipelinerl.engines.batching.sequence import Delivery, Request
 from trainer_contract.types import Experts
 
 #: (epoch, version) of the weights in a model directory, which an engine serves until its first update.
 UNTRAINED: Final = (0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """The result of one step for one sample of a streamed request.
-
-    `token_id` is None if the sample ended without a token.
-    """
-
-    index: int
-    text: str
-    token_id: int | None
-    logprob: float
-    version: int
-    finish_reason: FinishReason | None
-    routed: Experts | None = None
-    """The experts [layers, top_k] of the token before `token_id`, if the request asks for routing."""
-    top: TopTokens | None = None
-    """The likeliest tokens at the position of `token_id`, if the request asks for them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """The results of one step for one request: its streamed tokens, its end (`is_last`), or the error that ended it."""
-
-    request: Request
-    tokens: tuple[SampledToken, ...] = ()
-    is_last: bool = False
-    error: ContractError | None = None
 
 
 @final
@@ -220,71 +189,3 @@ class SampleLoop(Protocol):
 
 #: Builds a sample loop; the loop passes its results to the given function.
 LoopBuilder = Callable[[Callable[[list[Delivery]], None]], SampleLoop]
-
-
-# --- news of a step -----------------------------------------------------------------------------------------------
-
-
-def deliveries(streamed: Iterable[tuple[Request, SampledToken]], finished: Iterable[Request]) -> list[Delivery]:
-    """Group one step's streamed tokens and the requests that ended with this step into deliveries, one per request."""
-    tokens: dict[str, list[SampledToken]] = {}
-    requests: dict[str, Request] = {}
-    for request, token in streamed:
-        tokens.setdefault(request.request_id, []).append(token)
-        requests[request.request_id] = request
-    last = {request.request_id: request for request in finished}
-    return [Delivery(r, tuple(tokens.get(i, ())), i in last) for i, r in (requests | last).items()]
-
-
-def sampled(sequence: Sequence) -> tuple[Request, SampledToken]:
-    """Return the last token of a streamed sample, with the text that became final."""
-    position = len(sequence.token_ids) - 1
-    token = SampledToken(
-        index=sequence.index,
-        text=_certain_text(sequence),
-        token_id=sequence.token_ids[position],
-        logprob=sequence.logprobs[position],
-        version=sequence.version_of(position),
-        finish_reason=sequence.finish_reason,
-        routed=sequence.routed[position] if sequence.request.tells_routing else None,
-        top=sequence.top[position] if sequence.request.num_top else None,
-    )
-    return sequence.request, token
-
-
-def aborted(sequence: Sequence) -> tuple[Request, SampledToken]:
-    """Return the final, tokenless record of a streamed sample that was aborted."""
-    token = SampledToken(
-        index=sequence.index,
-        text=_certain_text(sequence),
-        token_id=None,
-        logprob=0.0,
-        version=sequence.newest_version,
-        finish_reason=FinishReason.ABORT,
-    )
-    return sequence.request, token
-
-
-def refused(sequence: Sequence, serving: tuple[int, int]) -> Delivery:
-    """Return the delivery that fails a request because one of its samples has no finite distribution for its next
-    token.
-
-    Args:
-        serving: (epoch, version) of the weights in use.
-    """
-    request = sequence.request
-    epoch, version = serving
-    error = NotFinite(
-        f"the model's logits must be finite, got NaN or infinity for token {len(sequence.token_ids)} of choice "
-        f"{sequence.index} after a prompt of {len(request.prompt_token_ids)} tokens, with weights {epoch}.{version}; "
-        "serve a model that overflows float16 in bfloat16 or float32, or check the weights"
-    )
-    return Delivery(request, is_last=True, error=error)
-
-
-def _certain_text(sequence: Sequence) -> str:
-    if sequence.text is None:
-        return ""
-    if sequence.finish_reason is not None:
-        sequence.text.close()
-    return sequence.text.take()

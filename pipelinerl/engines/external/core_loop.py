@@ -11,6 +11,9 @@ This thread processes every output that has arrived before it continues with a c
 the old version have therefore been counted when the commit is answered. With a server over HTTP this is almost always
 true, but a token may still be on its way.
 
+An `EngineCore` is vLLM's core, or a separate server. It does its own batching. It must report which weights sampled
+each token, but may report it late.
+
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
 | outputs | a step; the core's death, which its client notices | `stop` |
@@ -23,28 +26,178 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence as Items
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, UpdateInProgress
 from inference_contract.schemas import FinishReason
-from inference_contract.weights import OnUpdate
-from pipelinerl.engines.batching.sample_loop import (
-    UNTRAINED,
+from inference_contract.weights import OnUpdate, WeightLayout
+from pipelinerl.engines.batching.model_runner import Capacity
+from pipelinerl.engines.batching.sample_loop import UNTRAINED, LoopTotals, ServedModel
+from pipelinerl.engines.batching.sequence import (
     Delivery,
-    LoopTotals,
+    Request,
     SampledToken,
-    ServedModel,
+    Sequence,
+    TopTokens,
     aborted,
     deliveries,
+    extend,
     sampled,
 )
-from pipelinerl.engines.batching.scheduler import Capacity
-from pipelinerl.engines.batching.sequence import Request, Sequence, extend
-from pipelinerl.engines.external.engine_core import CoreModel, EngineCore, Sampled, Step, label_of, sample_id
+from pipelinerl.engines.options import EngineOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The results of one step for one sample.
+
+    Attributes:
+        token_ids, logprobs: the tokens that follow those of earlier steps, all sampled by one version.
+        arrived: the number of tokens that the core has sampled since the last step. Their ids may be reported in this
+            step or in a later one.
+        top: for each of `token_ids` the likeliest tokens at its position, at least as many as the request wants.
+        ended: the core stops sampling this sample, for any reason.
+    """
+
+    sample_id: str
+    token_ids: Items[int]
+    logprobs: Items[float]
+    arrived: int
+    ended: bool
+    top: Items[TopTokens] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The results of one step.
+
+    `serving` is (epoch, version) of the weights that sampled the step's tokens; None for a step without tokens.
+    """
+
+    serving: tuple[int, int] | None
+    samples: list[Sampled]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreModel:
+    """The model that a core serves; satisfies `ServedModel`. The core reads the staged weights directly."""
+
+    options: EngineOptions
+    vocab_size: int
+    layout: WeightLayout
+    cache_bytes: int
+    staged: Any
+
+    @property
+    def slots(self) -> int:
+        """The number of samples that the core works on at once."""
+        return self.options.slots
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens of a sequence, prompt included."""
+        return self.options.context_length
+
+    @property
+    def room(self) -> None:
+        """Always None: a core manages its cache itself."""
+        return None
+
+    @property
+    def route_log(self) -> None:
+        """Always None: cores do not report the choices of routers."""
+        return None
+
+    @property
+    def scorer(self) -> None:
+        """Always None: cores are not asked for the log-probs of given tokens."""
+        return None
+
+    def staging(self) -> Any:
+        """Return the staging buffer: u8 [layout.num_bytes], a torch tensor on the host."""
+        return self.staged
+
+    def finish_staging(self) -> None:
+        """Do nothing: the core reads the bytes at the commit."""
+
+
+class EngineCore(Protocol):
+    """A running core, used from the event loop that started it. If any method raises, the engine ends."""
+
+    def check(self, request: Request) -> None:
+        """Raise `InvalidRequest` if this core cannot serve the request; any thread may call this."""
+        ...
+
+    async def add(self, sequences: list[Sequence], *, salt: str) -> None:
+        """Begin the samples of one request. Samples of the same prompt and `salt` share their prompt's cache."""
+        ...
+
+    async def abort(self, sample_ids: list[str]) -> None:
+        """End these samples and free their memory; they produce no more output."""
+        ...
+
+    async def next_step(self) -> Step:
+        """Return the next step. If it has already arrived, return it without yielding to the event loop."""
+        ...
+
+    async def pause(self, on_update: OnUpdate) -> None:
+        """Stop between two steps; `on_update` selects whether running samples are kept, aborted or awaited first."""
+        ...
+
+    async def resume(self) -> None:
+        """Resume sampling after a pause."""
+        ...
+
+    async def load_staged(self, epoch: int, version: int) -> None:
+        """Load the staged weights as this version, which samples from the next step on; the core must be paused."""
+        ...
+
+    async def forget_cache(self) -> None:
+        """Drop the cache of keys and values; when the core resumes, it recomputes prompts and sampled tokens."""
+        ...
+
+    async def close(self) -> None:
+        """End the core, or detach from it if this project did not start it."""
+        ...
+
+
+def refuse_beyond(request: Request, offered: frozenset[str], engine: str) -> None:
+    """Raise `InvalidRequest` if the request uses a sampling field that is not in `offered`; the message names
+    `engine`.
+    """
+    change = request.change
+    used = {
+        "min_p": request.min_p > 0,
+        "top_logprobs": request.num_top > 0,
+        "logit_bias": change is not None and bool(change.bias),
+        "frequency_penalty": change is not None and change.frequency_penalty != 0,
+        "presence_penalty": change is not None and change.presence_penalty != 0,
+        "response_format": request.response_format is not None,
+    }
+    for name, is_used in used.items():
+        if is_used and name not in offered:
+            raise InvalidRequest(f"{name}: {engine} does not offer it; leave it out", param=name)
+
+
+def sample_id(sequence: Sequence) -> str:
+    """Return the name by which the core knows a sample; it never changes."""
+    return f"{sequence.request.request_id}-{sequence.index}"
+
+
+def label_of(epoch: int, version: int) -> str:
+    """Return a version's label, `epoch.version`, for cores that name versions by text."""
+    return f"{epoch}.{version}"
+
+
+def named_by(label: str) -> tuple[int, int]:
+    """Return the (epoch, version) of a label. Raises `ValueError` for a label that `label_of` did not make."""
+    epoch, _, version = label.partition(".")
+    return int(epoch), int(version)
 
 
 @final
@@ -145,7 +298,7 @@ class CoreLoop:
         """
         with self._guard:
             if not self.is_alive:
-                raise EngineStopped("the engine is closing; the old weights served last")
+                raise EngineStopped("the engine is closing, without a swap to the new weights")
             if self._commit is not None and not self._commit.done():
                 raise UpdateInProgress("another swap still waits for running samples to end")
             self._commit = answer = Future[float]()
@@ -195,7 +348,7 @@ class CoreLoop:
         if commit is not None:  # here and not in the swap's task, which may never run: the event loop may close first
             with suppress(InvalidStateError):  # already answered or cancelled
                 commit.set_exception(EngineStopped("the engine closed before the swap was done"))
-        stopped = EngineStopped("the engine closed while it worked on this request; send it to another one")
+        stopped = EngineStopped("the engine closed during this request; send it to another engine")
         if requests:
             self._deliver([Delivery(request, is_last=True, error=stopped) for request in requests])
 
@@ -359,10 +512,10 @@ class CoreLoop:
             await core.resume()
             served = True
         except asyncio.CancelledError:
-            raise EngineStopped("the engine closed before the swap; the old weights served") from None
+            raise EngineStopped("the engine closed before the swap to the new weights") from None
         finally:
             if not served and not self._stopping:
-                self._fail(Dirty(f"the swap to {epoch}.{version} broke off; publish a full update to repair it"))
+                self._fail(Dirty(f"the swap to {epoch}.{version} failed midway; publish a full update to repair it"))
         return time.perf_counter() - began
 
     def _fail(self, error: ContractError) -> None:

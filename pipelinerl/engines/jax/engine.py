@@ -21,8 +21,7 @@ from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.external.worker.worker_endpoint import endpoints_of
 from pipelinerl.engines.jax import program as jax_program
 from pipelinerl.engines.jax.program import DecoderProgram, PromptAttention
-from pipelinerl.engines.jax.runner import JaxRunner
-from pipelinerl.engines.jax.weights import JaxWeights
+from pipelinerl.engines.jax.runner import JaxRunner, JaxWeights
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import ModelError
 from pipelinerl.models.decoder_config import DecoderConfig, Parameter, read_config

@@ -197,7 +197,7 @@ class GroupMember:
         if generation > last + MOST_GENERATION_STEP:
             raise InvalidRequest(
                 f"generation must be at most {MOST_GENERATION_STEP} above {last}, the last one joined, got "
-                f"{generation}; if it is right, restart the engine",
+                f"{generation}; if it is correct, restart the engine",
                 param="generation",
             )
         return await self._joined(self._begun(request), request.timeout_s)

@@ -150,13 +150,9 @@ class WeightReceiver:
         #: The layout that the trainer sends, once received in full; a bare `layout_id` may refer to it alone.
         self._wire: WeightLayout | None = None
         self._unconverted: Any = None
-        self._dirty: str | None = None
-        self._totals = ReceiverTotals()
-
-    @property
-    def dirty(self) -> str | None:
+        self.dirty: str | None = None
         """The reason why the serving weights cannot be trusted; None if they can."""
-        return self._dirty
+        self._totals = ReceiverTotals()
 
     @property
     def digest(self) -> str | None:
@@ -248,7 +244,7 @@ class WeightReceiver:
         if request.epoch > known + MOST_EPOCH_STEP or request.version > version + MOST_VERSION_STEP:
             raise InvalidRequest(
                 f"epoch and version must be at most {MOST_EPOCH_STEP} and {MOST_VERSION_STEP} above {known}.{version}, "
-                f"which is known here, got {_named(request)}; if they are right, restart the engine",
+                f"which is known here, got {_named(request)}; if they are correct, restart the engine",
                 param="version",
             )
         if self._update is not None and self._update.request.epoch < request.epoch:
@@ -308,7 +304,7 @@ class WeightReceiver:
                 param="version",
                 known={"epoch": serving[0], "version": serving[1]},
             )
-        return wanted == serving and self._dirty is None
+        return wanted == serving and self.dirty is None
 
     async def _end_of_receive(self, update: _Update, timeout_s: float) -> None:
         """Wait until a dropped receive has ended, because the staging buffer may have only one writer."""
@@ -363,7 +359,7 @@ class WeightReceiver:
         incoming = update.incoming
         if not await settled(incoming.received, timeout_s=timeout_s):
             raise DeadlineExceeded(
-                f"update {_named(update.request)}: {incoming.sender} has not sent all within {timeout_s:g} s, "
+                f"update {_named(update.request)}: {incoming.sender} has not sent everything within {timeout_s:g} s, "
                 f"received so far: {incoming.progress}"
             )
         error = incoming.received.exception()
@@ -388,9 +384,9 @@ class WeightReceiver:
         finally:
             if not known:
                 self._fail(update)
-                self._dirty = f"the swap to {_named(request)} broke off; publish a full update to repair it"
-                raise Dirty(self._dirty)
-        self._update, self._dirty, self._digest = None, None, received.digest
+                self.dirty = f"the swap to {_named(request)} failed midway; publish a full update to repair it"
+                raise Dirty(self.dirty)
+        self._update, self.dirty, self._digest = None, None, received.digest
         self._totals = ReceiverTotals(self._totals.updates + 1, self._totals.failures, pause_s, received.seconds)
         return pause_s
 

@@ -11,8 +11,7 @@ from html import escape
 from typing import Final
 
 from pipelinerl.observability.samples.reading import ChosenSample, Ranking, SampleQuery
-from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, SampleKind, shortened
-from pipelinerl.observability.samples.visible import visible
+from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, SampleKind, shortened, visible
 
 #: Number of last steps with samples that are considered.
 _STEPS: Final = 5

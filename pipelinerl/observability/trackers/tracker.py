@@ -1,4 +1,4 @@
-"""`Tracker`, the interface of trackers, and `TrackerFeed`, which sends a run's events to one exactly once.
+"""`Tracker`, the interface of trackers, three of them, and `TrackerFeed`, which sends a run's events exactly once.
 
 A tracker is opened with the bookmark of its last `flush`, possibly in another process, and continues the same tracker
 run. Rows logged after that flush may be logged again; a tracker should avoid duplicates if it can.
@@ -6,11 +6,13 @@ run. Rows logged after that flush may be logged again; a tracker should avoid du
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, Literal, Protocol, final
 
 import msgspec
 from filelock import FileLock, Timeout
@@ -160,3 +162,215 @@ def _read(place: Path) -> FeedPosition:
         return FeedPosition()
     except msgspec.DecodeError as error:
         raise ValueError(f"{place} must hold the tracker's position: {error}; remove it to start over") from None
+
+
+# --- TensorBoard, trackio, Weights & Biases ---------------------------------------------------------------------------
+#
+# Each package is imported when a tracker is opened: tensorboardX, for one, imports torch if installed.
+
+_VERSION: Final = "brain.Event:2"
+_PATTERN: Final = "events.out.tfevents.*.pipelinerl"
+
+
+@final
+class TensorBoardTracker:
+    """Writer of event files into one directory, each figure exactly once; other files there are left alone.
+
+    Each process writes a new file. The bookmark records all files and their lengths. Bytes beyond those lengths come
+    from a process that was killed before it saved the bookmark; they are cut off and logged again. After a resume from
+    a checkpoint, `rewind` removes the repeated steps from all files. The next file then starts with
+    `SessionLog.START`, which makes an open TensorBoard discard them, too.
+
+    The package's record writer is used instead of its `SummaryWriter`, which writes on its own thread, where the
+    exception of a full disk is lost.
+    """
+
+    def __init__(self, directory: Path, bookmark: Bookmark | None = None) -> None:
+        """Discard what the bookmark does not cover. Raises OSError."""
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        known: dict[str, int] = dict((bookmark or {}).get("files", {}))
+        for path in _files(directory):
+            if path.name not in known:
+                path.unlink()
+            elif path.stat().st_size > known[path.name]:
+                os.truncate(path, known[path.name])
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.record_writer import RecordWriter
+
+        self._event, self._session, self._summary, self._open = Event, SessionLog, Summary, RecordWriter
+        self._number = max((int(path.name.split(".")[3]) for path in _files(directory)), default=0)
+        self._writer: Any = None
+        self._restart_at: int | None = None
+
+    def log(self, step: int, figures: Mapping[str, float], *, time: float) -> None:
+        """Write all figures as one record. Raises OSError."""
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        self._write(self._event(wall_time=time, step=step, summary=self._summary(value=values)), time)
+
+    def rewind(self, step: int) -> None:
+        """Remove this step and later ones from all files, each atomically. Raises OSError."""
+        self._end_file()
+        for path in _files(self._directory):
+            draft = path.with_name(f"{path.name}.draft")  # TensorBoard does not read this name
+            with path.open("rb") as old, draft.open("wb") as new:
+                for record, content in _records(old.read()):
+                    event = self._event.FromString(content)
+                    if not event.HasField("summary") or event.step < step:
+                        new.write(record)
+            draft.replace(path)
+        self._restart_at = step
+
+    def flush(self) -> Bookmark:
+        """Make the logged figures durable and return the bookmark. Raises OSError."""
+        if self._writer is not None:
+            self._writer.flush()
+        return {"files": {path.name: path.stat().st_size for path in _files(self._directory)}}
+
+    def close(self) -> None:
+        """Close the file; figures that were not flushed may be lost, and are logged again."""
+        self._end_file()
+
+    def _write(self, event: Any, time: float) -> None:
+        if self._writer is None:
+            self._number += 1
+            self._writer = self._open(str(self._directory / f"events.out.tfevents.{self._number:010d}.pipelinerl"))
+            self._put(self._event(wall_time=time, file_version=_VERSION))
+            if self._restart_at is not None:
+                mark = self._session(status=self._session.START)
+                self._put(self._event(wall_time=time, step=self._restart_at, session_log=mark))
+                self._restart_at = None
+        self._put(event)
+
+    def _put(self, event: Any) -> None:
+        self._writer.write(event.SerializeToString())
+
+    def _end_file(self) -> None:
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            writer.close()
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(directory.glob(_PATTERN))
+
+
+def _records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield each complete TFRecord and its event: length (u64), checksum (u32), event, checksum (u32)."""
+    at = 0
+    while at + 12 <= len(data):
+        (length,) = struct.unpack_from("<Q", data, at)
+        end = at + 12 + length + 4
+        if end > len(data):
+            return
+        yield data[at:end], data[at + 12 : end - 4]
+        at = end
+
+
+@final
+class TrackioTracker:
+    """One run of trackio: the newest of its name if there is a bookmark, else a new one.
+
+    trackio keeps every row. After a resume from a checkpoint, repeated steps and their evaluations are not logged
+    again; the first rows stay. After a kill, the rows of the last half second may be there twice. The bookmark holds
+    the newest logged step, separately for training steps and each evaluation set.
+    """
+
+    def __init__(
+        self, run: TrackedRun, bookmark: Bookmark | None, *, project: str, space_id: str | None, trackio: Any
+    ) -> None:
+        """Start the run; `trackio` is the package. Raises OSError if that fails."""
+        self._newest: dict[str, int] = dict((bookmark or {}).get("newest", {}))
+        self._run = trackio.init(
+            project=project,
+            name=run.name,
+            space_id=space_id,
+            config=dict(run.recipe),
+            resume="never" if bookmark is None else "allow",
+        )
+
+    def log(self, step: int, figures: Mapping[str, float], *, time: float) -> None:
+        """Log a row; trackio assigns its own time."""
+        sort = _sort_of(figures)
+        if step > self._newest.get(sort, -1):
+            self._run.log(dict(figures), step=step)
+            self._newest[sort] = step
+
+    def rewind(self, step: int) -> None:
+        """Do nothing: trackio cannot remove rows."""
+
+    def flush(self) -> Bookmark:
+        """Return the bookmark; the package sends on its own thread."""
+        return {"newest": dict(self._newest)}
+
+    def close(self) -> None:
+        """Wait until trackio has sent everything, as long as its own timeout allows."""
+        self._run.finish()
+
+
+def _sort_of(figures: Mapping[str, float]) -> str:
+    """Return `eval/<set>` for figures of an evaluation, an empty string for those of a step."""
+    name = next(iter(figures))
+    return name.rpartition("/")[0] if name.startswith("eval/") else ""
+
+
+_EVALUATIONS: Final = "eval/"
+_WANDB_VERSION: Final = "eval/version"
+
+
+@final
+class WandbTracker:
+    """One run of W&B, online or offline. The bookmark holds its id and the newest logged step.
+
+    - W&B accepts steps in rising order only. After a resume from a checkpoint it keeps the first rows of repeated
+      steps; repeated rows after a kill are dropped likewise.
+    - An evaluation covers a version that training has already passed, so it goes into the newest row. `eval/version` is
+      the axis of its charts.
+    - The package sends and writes in a process of its own, in pieces of 32 KiB. If that process is killed, a piece is
+      lost. The package retries an unreachable server; nothing here waits.
+    """
+
+    def __init__(
+        self,
+        run: TrackedRun,
+        bookmark: Bookmark | None,
+        *,
+        project: str,
+        entity: str | None,
+        mode: Literal["online", "offline"],
+        wandb: Any,
+    ) -> None:
+        """Start or resume the run; `wandb` is the package. Raises OSError if that fails."""
+        self._run = wandb.init(
+            project=project,
+            entity=entity,
+            name=run.name,
+            id=(bookmark or {}).get("id"),
+            resume="allow",
+            mode=mode,
+            dir=str(run.directory),
+            config=dict(run.recipe),
+        )
+        self._newest = int((bookmark or {}).get("step", -1))
+        self._run.define_metric(_WANDB_VERSION, hidden=True)
+        self._run.define_metric(f"{_EVALUATIONS}*", step_metric=_WANDB_VERSION)
+
+    def log(self, step: int, figures: Mapping[str, float], *, time: float) -> None:
+        """Log a row. W&B has one row per step and rejects steps that it has passed."""
+        if any(name.startswith(_EVALUATIONS) for name in figures):
+            self._run.log({**figures, _WANDB_VERSION: float(step)}, step=max(step, self._newest))
+        elif step > self._newest:
+            self._run.log({**figures, "time": time}, step=step)
+            self._newest = step
+
+    def rewind(self, step: int) -> None:
+        """Do nothing: W&B keeps the first of two rows of a step."""
+
+    def flush(self) -> Bookmark:
+        """Return the bookmark; the package has taken all rows and writes on its own thread."""
+        return {"id": self._run.id, "step": self._newest}
+
+    def close(self) -> None:
+        """Wait until W&B has sent everything, as long as its own timeout allows."""
+        self._run.finish()

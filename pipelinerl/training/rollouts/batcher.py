@@ -171,7 +171,7 @@ class Batcher:
         for group in chosen:
             self._note_left_out(self._waiting.pop(group.index), group)
         if self._no_signal is NoSignal.FILTER and not any(self._teaches(group) for group in chosen):
-            self._filter(chosen, "no group of its step teaches")
+            self._filter(chosen, "no group of its step has a learning signal")
             return None
         self.ledger.settle([group.index for group in chosen], GroupOutcome.TRAINED)
         return sorted(chosen, key=lambda g: g.index)
@@ -214,7 +214,7 @@ class Batcher:
             if not is_judged(fresh[index]) or (self._no_signal is NoSignal.FILTER and not self._signal(fresh[index])):
                 group = self._waiting.pop(index)
                 self._note_left_out(group, fresh.pop(index))
-                self._filter([group], "what is fresh of it teaches nothing")
+                self._filter([group], "its fresh rollouts have no learning signal")
         return fresh
 
     def _note_left_out(self, group: RolloutGroup, part: RolloutGroup) -> None:
@@ -292,7 +292,7 @@ class OverdueWait:
             self._given_up = True
             log.error(
                 "step %d no longer waits for the groups of the orders %s, which have not come within %g s "
-                "(staleness.overdue_s); see what their actors do",
+                "(staleness.overdue_s); look at their actors' logs",
                 step,
                 ", ".join(map(str, late)),
                 self._timeout_s,

@@ -148,7 +148,7 @@ class RolloutReader:
         self._offsets[entry.stream] = entry.entry_id
         group = decode_group(entry.payload)
         if group.index >= self._frontier() + MOST_AHEAD:
-            raise RecordError(f"group {group.group_id} has the index {group.index}, which no order has yet")
+            raise RecordError(f"group {group.group_id} has the index {group.index}, which was not issued yet")
         # The first of two copies counts: the second may be dropped as a duplicate, and must not hold the offset.
         self._waiting.setdefault(entry.stream, {}).setdefault(group.index, entry.entry_id)
         return group

@@ -1,4 +1,4 @@
-"""How programs are judged (`CodeRules`): outputs are compared by lines, tokens or numbers, or by a checker.
+"""Judgement of programs (`CodeRules`): outputs are compared by lines, tokens or numbers, or by a checker.
 
     exact    the same lines, but for spaces at their ends and empty lines at the end
     tokens   the same words, however they are spaced

@@ -234,12 +234,12 @@ _SWITCHES: Final = (
     (
         "/proc/sys/kernel/unprivileged_userns_clone",
         "0",
-        "only root may make user namespaces (sysctl attacks.unprivileged_userns_clone)",
+        "only root may make user namespaces (sysctl kernel.unprivileged_userns_clone)",
     ),
     (
         "/proc/sys/kernel/apparmor_restrict_unprivileged_userns",
         "1",
-        "AppArmor lets no ordinary program make user namespaces (sysctl attacks.apparmor_restrict_unprivileged_userns)",
+        "AppArmor lets no ordinary program make user namespaces (sysctl kernel.apparmor_restrict_unprivileged_userns)",
     ),
 )
 

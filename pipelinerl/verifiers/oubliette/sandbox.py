@@ -45,7 +45,7 @@ def isolation_of(tier: Tier, number: int) -> Isolation:
     """Return the isolation of the runs of slot `number`.
 
     Raises:
-        SandboxMissing: this machine cannot provide the tier, as far as can be told without trying it.
+        SandboxMissing: this machine cannot provide the tier, as far as is known without trying it.
     """
     if sys.platform != "linux" or not syscall_filter.supported():
         raise SandboxMissing(

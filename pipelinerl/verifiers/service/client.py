@@ -89,7 +89,7 @@ class _Try:
     """State of one request across its attempts."""
 
     until: float = math.inf
-    reason: str = "no verifier service has been named by the controller"
+    reason: str = "the controller has named no verifier service"
     refused: set[str] = field(default_factory=set)
     """Incarnations of the services that rejected the request for good."""
 

@@ -159,12 +159,12 @@ class VerifierService:
         domain = self._domains.get(request.domain)
         if domain is None:
             known = ", ".join(self._domains) or "none"
-            raise RequestRefused(404, wire.UNKNOWN_DOMAIN, f"domain must be one of {known}, which are judged here")
+            raise RequestRefused(404, wire.UNKNOWN_DOMAIN, f"domain must be one of those judged here: {known}")
         if request.rules != domain.rules:
             raise RequestRefused(
                 409,
                 wire.OTHER_RULES,
-                f"rules: this service judges {request.domain} by another recipe; start it with the run's",
+                f"rules: this service judges {request.domain} by another recipe; start it with the recipe of the run",
             )
         if self.closing.is_set():
             raise RequestRefused(503, wire.IS_DRAINING, "this service accepts no new requests; use another")

@@ -15,8 +15,13 @@ A missing rank is detected at that point; a rank that leaves is noticed by the r
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import wait
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final, final
 
@@ -25,8 +30,8 @@ import torch.distributed
 
 from inference_contract.weights import Backend, Connections
 from pipelinerl.errors import AddressError, DeadlineError, UpdateError
+from pipelinerl.system.background import in_background
 from pipelinerl.system.machine import address_towards, family_of, without_name_servers
-from pipelinerl.weights.broadcast import torch_nccl
 
 #: A blocking wait on the store cannot be interrupted, and torch prints two warnings each time one times out. The code
 #: polls the store instead. The poll interval is this share of the time waited so far, within these bounds.
@@ -149,7 +154,7 @@ class Collective:
                     f"waiting for {key} in {self._name}: rank 0 announced nothing in {now - began:.1f} s"
                 )
             time.sleep(min(max((now - began) * _POLL_SHARE, _SHORTEST_POLL_S), _LONGEST_POLL_S))
-        raise UpdateError(f"{self._name} was left")
+        raise UpdateError(f"this process has left {self._name}")
 
     def broadcast(self, tensor: torch.Tensor, *, deadline: float, root: int = 0) -> None:
         """Send `tensor` from `root`, or receive into it; return when the memory may be reused.
@@ -165,26 +170,26 @@ class Collective:
         """
         group, work = self._group, None
         if group is None:
-            raise UpdateError(f"{self._name} was left")
+            raise UpdateError(f"this process has left {self._name}")
         options = _options(root, deadline)
         try:
             work = group.broadcast([tensor], options)
             if self._backend is Backend.GLOO:
                 work.wait(options.timeout)  # raises the error with which the broadcast failed
             else:
-                torch_nccl.wait_for(work, deadline=deadline)
+                wait_for_nccl(work, deadline=deadline)
         except RuntimeError as error:
             group = work = None  # both keep connections open, and the traceback keeps this frame alive
             self.close()
             raise _translated(error, f"a broadcast in {self._name}") from error
         if self._group is not group:  # an aborted work may look complete
-            raise UpdateError(f"{self._name} was left in the middle of a broadcast")
+            raise UpdateError(f"this process left {self._name} during a broadcast")
 
     def close(self) -> None:
         """Leave the group; peers that wait for this rank in a collective fail at once. Idempotent."""
         group, self._group = self._group, None
         if group is not None and self._backend is Backend.NCCL:
-            torch_nccl.abort(group)
+            abort_nccl(group)
 
 
 def offers(backend: Backend) -> bool:
@@ -211,7 +216,7 @@ def _process_group(
     if not offers(backend):
         raise UpdateError("backend nccl needs CUDA, which torch does not find here; use gloo")
     device = torch.device("cuda", torch.cuda.current_device())
-    return torch_nccl.connect(dist, store, rank=rank, size=size, device=device, timeout_s=remaining_s)
+    return connect_nccl(dist, store, rank=rank, size=size, device=device, timeout_s=remaining_s)
 
 
 def _meet(group: Any, deadline: float) -> None:
@@ -232,5 +237,107 @@ def _translated(error: RuntimeError | OSError, doing: str) -> DeadlineError | Up
     text = str(error).split(". This is")[0].rsplit("] ", 1)[-1] if "pair.cc" in str(error) else str(error)
     reason = (text.splitlines() or [type(error).__name__])[0][:200]
     if "time" in reason.lower() and "out" in reason.lower():
-        return DeadlineError(f"{doing} ended without every rank in time: {reason}")
-    return UpdateError(f"{doing} broke: {reason}")
+        return DeadlineError(f"{doing} timed out, not every rank took part: {reason}")
+    return UpdateError(f"{doing} failed: {reason}")
+
+
+# --- NCCL -------------------------------------------------------------------------------------------------------------
+#
+# A failure of an NCCL group is an error in the calling thread, within a deadline. By default torch's watchdog ends the
+# whole process when a rank dies. `connect_nccl` turns that off for its own group only; other groups of the process,
+# such as a trainer's, keep torch's behaviour. A work is also complete when it has failed, so `wait_for_nccl` checks for
+# an exception, and the owner of a failed group aborts it with `abort_nccl`.
+#
+# Communicators do not block: a thread connects, and its caller waits until the deadline. What torch waits for inside
+# such a thread ends after `TORCH_NCCL_NONBLOCKING_TIMEOUT` seconds.
+#
+# No GPU has run this part. Its tests use gloo's works and a fake with torch's published signatures.
+
+#: Torch reads these when it builds a group: the watchdog neither ends the process nor writes traces.
+_WITHOUT_WATCHDOG: Final = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+_environment = threading.Lock()
+
+#: Torch's default of 30 minutes would keep the thread of an abandoned connection that long.
+_LONGEST_CONNECT_S: Final = 120
+_ABORT_S: Final = 5.0
+_POLL_S: Final = 2e-4
+
+
+def connect_nccl(library: Any, store: Any, *, rank: int, size: int, device: torch.device, timeout_s: float) -> Any:
+    """Return a group whose ranks have all connected; blocks for `timeout_s` at most.
+
+    Args:
+        library: `torch.distributed`.
+
+    Raises:
+        RuntimeError: a rank is missing, or NCCL failed. The group has been aborted.
+    """
+    deadline = time.monotonic() + timeout_s
+    options = library.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options.config.blocking = 0
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(_LONGEST_CONNECT_S))
+    with _variables(_WITHOUT_WATCHDOG):
+        group = library.ProcessGroupNCCL(store, rank, size, options)
+    connecting = in_background(f"connect-{rank}", lambda: _meet_nccl(library, group, device, deadline))
+    try:
+        connecting.result(max(deadline - time.monotonic(), 0.0))
+    except TimeoutError:
+        abort_nccl(group)
+        raise RuntimeError(f"NCCL timed out: not every rank connected within {timeout_s:g} s") from None
+    except RuntimeError:
+        abort_nccl(group)
+        raise
+    return group
+
+
+def wait_for_nccl(work: Any, *, deadline: float) -> None:
+    """Wait until the bytes of `work` have arrived; torch's own wait only orders streams.
+
+    Raises:
+        RuntimeError: the work failed, or is not complete by `deadline` (monotonic seconds).
+    """
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise RuntimeError("timed out")
+        time.sleep(_POLL_S)
+    error = work.exception()
+    if error is not None:
+        raise RuntimeError(str(error) or type(error).__name__)
+    work.wait()
+
+
+def abort_nccl(group: Any) -> None:
+    """End all work of the group and free its communicator; errors are ignored, since the group is given up.
+
+    Returns after `_ABORT_S` even if NCCL has not: an abort waits for a thread that still connects.
+    """
+    wait([in_background("abort", group.abort)], timeout=_ABORT_S)
+
+
+def _meet_nccl(library: Any, group: Any, device: torch.device, deadline: float) -> None:
+    # NCCL connects at the first collective. One byte connects now, so that a missing rank is detected here.
+    group.eager_connect_single_device(device)
+    options = library.BroadcastOptions()
+    options.rootRank = 0
+    wait_for_nccl(group.broadcast([torch.zeros(1, dtype=torch.uint8, device=device)], options), deadline=deadline)
+
+
+@contextmanager
+def _variables(changed: dict[str, str]) -> Iterator[None]:
+    """Set environment variables for the block, one block at a time."""
+    with _environment:
+        before = {name: os.environ.get(name) for name in changed}
+        os.environ.update(changed)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value

@@ -381,7 +381,7 @@ class BroadcastPublisher:
         hopeless, progress.broke = progress.broke and not lost, True
         if hopeless or not can_retry or time.monotonic() > progress.deadline:
             progress.blameless |= set(progress.targets) - restarted if restarted else set()
-            progress.drop(dict.fromkeys(progress.targets, f"the broadcast broke: {reason}"))
+            progress.drop(dict.fromkeys(progress.targets, f"the broadcast failed: {reason}"))
 
     async def _abort(self, progress: PublicationProgress, url: str) -> WeightUpdateResponse:
         request = self._request(progress, UpdatePhase.ABORT, timeout_s=min(2.0, progress.publication.timeout_s))

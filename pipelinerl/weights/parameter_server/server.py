@@ -388,5 +388,5 @@ def _range(text: str, form: str, version: Version) -> Range:
         raise InvalidRequest(f"the range must lie within the {size} bytes of the version, as bytes=first-last")
     at = bisect_right(version.ranges, start, key=itemgetter(0)) - 1
     if at < 0 or end > version.ranges[at][1]:
-        raise InvalidRequest(f"the bytes {start} to {end} are not all held here, which is {version.shard}")
+        raise InvalidRequest(f"bytes {start} to {end} are not all on this server, which holds {version.shard}")
     return start, end

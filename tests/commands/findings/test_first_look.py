@@ -31,9 +31,17 @@ def config_of(tmp_path: Path, *rows: dict[str, object], model: Path | None = Non
         ({"prompt": 3, "answer": "a"}, {}, "field 'prompt' must be a text, or messages with role"),
         ({"prompt": "a", "answer": "1", "metadata": [1]}, {}, "field 'metadata' must be an object, got [1]"),
         ({"prompt": " \n", "answer": "a"}, {}, 'field "prompt" is empty'),
-        ({"prompt": "", "answer": "a"}, {"prompt_template": "{prompt} "}, "makes an empty prompt of prompt"),
-        ({"prompt": "a", "answer": " $ "}, {}, "the answer is empty, got ' $ ': math_answer compares with it"),
-        ({"prompt": "a", "answer": "9" * 4001}, {}, "the answer has 4001 characters, and math_answer compares with"),
+        (
+            {"prompt": "", "answer": "a"},
+            {"prompt_template": "{prompt} "},
+            "gives an empty prompt from the fields prompt",
+        ),
+        (
+            {"prompt": "a", "answer": " $ "},
+            {},
+            "the ground truth ' $ ' is empty, but math_answer compares answers with it",
+        ),
+        ({"prompt": "a", "answer": "9" * 4001}, {}, "the ground truth has 4001 characters, and math_answer takes"),
         ({"prompt": "a", "answer": "b"}, {"verifier": "oubliette"}, "has no tests: its metadata must have one of"),
     ],
 )
@@ -83,5 +91,5 @@ def test_bad_row_of_user_code_is_named_by_its_function(tmp_path: Path) -> None:
     code = "def rows():\n    return [{'prompt': f'q{i}', 'answer': '' if i == 7 else str(i)} for i in range(9)]\n"
     (tmp_path / "mine.py").write_text(code)
     config = config_of(tmp_path, source=f"{tmp_path}/mine.py:rows", parameters={})
-    with pytest.raises(RecipeError, match=r"^rows row 7: the answer is empty"):
+    with pytest.raises(RecipeError, match=r"^rows row 7: the ground truth .* is empty"):
         refuse_problems(config, FIRST)

@@ -14,7 +14,7 @@ from pipelinerl.commands.findings.model import attention_findings, expert_findin
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.trainer_role import canary_of, loop_settings
-from pipelinerl.training.publish.canary_check import ROUTED_APART, TOLERANCES
+from pipelinerl.training.canary_check import ROUTED_APART, TOLERANCES
 from trainer_contract.types import RoutingShape
 
 QWEN3_30B: dict[str, Any] = {
@@ -91,7 +91,7 @@ def test_canary_tolerates_expert_choices_that_differ_by_rounding(mixture: Path) 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["trainer.device=cpu"], "buckets of segments of similar length (the device is cpu, and the kernel is CUDA's)"),
+        (["trainer.device=cpu"], "buckets of segments of similar length (the device is cpu, and the kernel needs"),
         (["trainer.device=cuda"], "buckets of segments of similar length (the precision is fp32, and the kernel"),
         ([*ON_GPU], "varlen, one kernel over all segments of a row, if its trial on that GPU succeeds"),
         ([*ON_GPU, "trainer.options.attention=varlen"], "varlen, one kernel over all segments of a row, if its trial"),

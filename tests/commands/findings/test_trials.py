@@ -90,12 +90,12 @@ async def test_judge_votes_once_and_its_reply_is_shown() -> None:
         said = await trial(verifier="judge", judge={"url": url, "votes": 3, "temperature": 1.0})
     assert len(fake.bodies) == 1
     assert said.startswith("of the reference answer, by one vote, partial, reward 0.111111 (judge 0.111111) in")
-    assert said.endswith("the judge said 2: so it seems")
+    assert said.endswith("score 2: so it seems")
 
 
 async def test_judge_that_cannot_judge_is_refused() -> None:
     fake = OpenAIFake(lambda body: "I like it")
-    sentence = "domains.d.judge cannot judge: the judge said no score: 'I like it'"
+    sentence = "domains.d.judge cannot judge: the judge's reply has no score: 'I like it'"
     with in_thread(fake.app) as url, pytest.raises(RecipeError, match=re.escape(sentence)):
         await trial(verifier="judge", judge={"url": url})
 

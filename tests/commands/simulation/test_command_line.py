@@ -151,9 +151,9 @@ def test_missing_basis_is_reported(arguments: tuple[str, ...], said: str) -> Non
         ("[engine]\nsteps = 1.0\n[trainer]\ntoken_s = 1.0\n", "engine must be a table with step_s"),
         ("[engine]\nstep_s = -1.0\n[trainer]\ntoken_s = 1.0\n", "engine.step_s must not be negative"),
         ("[engine]\nstep_s = 'x'\n[trainer]\ntoken_s = 1.0\n", "Expected `float`"),
-        ("[engine]\nstep_s = 1.0\n[trainer]\ntoken_s = 1.0\n[answers]\nlengths = 4\n", "answers has lengths"),
+        ("[engine]\nstep_s = 1.0\n[trainer]\ntoken_s = 1.0\n[answers]\nlengths = 4\n", "answers may hold only lengths"),
         ("[engine]\nstep_s = 1.0\n[trainer]\ntoken_s = 1.0\n", "give --lengths"),
-        ("[engine]\nstep_s = 1.0\n[trainer]\ntoken_s = 1.0\n[answers]\nlengths = 'long'\n", "lengths are fixed:"),
+        ("[engine]\nstep_s = 1.0\n[trainer]\ntoken_s = 1.0\n[answers]\nlengths = 'long'\n", "lengths must be fixed:"),
     ],
 )
 def test_error_in_a_table_names_its_place(table: str, said: str, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipelinerl.commands.top.command_line import top
+from pipelinerl.commands.live_views import top
 from pipelinerl.commands.top.run_follower import RunFollower, source_of
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.errors import UserError

@@ -12,7 +12,7 @@ import pytest
 from pipelinerl.controller.decisions.evaluator import holds_updates
 from pipelinerl.controller.decisions.giving_up import waiting_for
 from pipelinerl.controller.decisions.status import assignment_of
-from pipelinerl.controller.state.inputs import (
+from pipelinerl.controller.state.inputs_and_effects import (
     EngineRegistered,
     EngineRemoved,
     EngineRestarted,

@@ -14,9 +14,8 @@ from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.elastic import Want, changed, verdict, weighed
 from pipelinerl.controller.decisions.engine_decisions import to_stop
 from pipelinerl.controller.service.journal import Decision
-from pipelinerl.controller.state.elastic import ElasticMemory, ElasticRule, Figures
 from pipelinerl.controller.state.fleet import EngineLifecycle
-from pipelinerl.controller.state.inputs import (
+from pipelinerl.controller.state.inputs_and_effects import (
     AnyInput,
     EngineDrainAsked,
     EngineIdle,
@@ -28,7 +27,7 @@ from pipelinerl.controller.state.inputs import (
     ReportReceived,
     StopAsked,
 )
-from pipelinerl.controller.state.run_state import RunState
+from pipelinerl.controller.state.run_state import ElasticMemory, ElasticRule, Figures, RunState
 from pipelinerl.enums import Elasticity
 from pipelinerl.errors import RecipeError
 from pipelinerl.messages import CanaryChecked, ConsumedReport, Published, StepDone, TrainerReady

@@ -11,7 +11,7 @@ from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.directives import publication_due
 from pipelinerl.controller.decisions.engine_decisions import removal_reason, to_stop
 from pipelinerl.controller.state.fleet import EngineLifecycle
-from pipelinerl.controller.state.inputs import (
+from pipelinerl.controller.state.inputs_and_effects import (
     AnyInput,
     EngineAnswered,
     EngineDrainAsked,

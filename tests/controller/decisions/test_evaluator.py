@@ -15,7 +15,7 @@ from pipelinerl.controller.decisions.evaluator import holds_updates
 from pipelinerl.controller.decisions.giving_up import waiting_for
 from pipelinerl.controller.decisions.status import EngineWatch, run_status
 from pipelinerl.controller.state.evaluation import EvaluationResult, EvaluationSet
-from pipelinerl.controller.state.inputs import (
+from pipelinerl.controller.state.inputs_and_effects import (
     Effect,
     EngineAnswered,
     EngineDrainAsked,

@@ -13,7 +13,7 @@ from inference_contract.errors import ContextExceeded, Persistence
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.giving_up import last_word, waiting_for
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
-from pipelinerl.controller.state.inputs import (
+from pipelinerl.controller.state.inputs_and_effects import (
     AnyInput,
     Effect,
     End,
@@ -497,4 +497,4 @@ def test_run_waits_for_an_engine_with_weights_until_it_proves_them() -> None:
     run.begin()
     state = run.controller.state
     state.fleet.on_published(ENGINE, 0, membership=state.fleet.membership)
-    assert waiting_for(state, now=1.0) == f"{ENGINE} to prove its weights to the trainer"
+    assert waiting_for(state, now=1.0) == f"{ENGINE} to pass the trainer's canary check"

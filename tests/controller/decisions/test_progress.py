@@ -9,7 +9,7 @@ import pytest
 from pipelinerl.controller.decisions import controller as controller_module
 from pipelinerl.controller.decisions.directives import publication_due
 from pipelinerl.controller.decisions.giving_up import waiting_for
-from pipelinerl.controller.state.inputs import KnobsPatched, Ticked
+from pipelinerl.controller.state.inputs_and_effects import KnobsPatched, Ticked
 from pipelinerl.controller.state.run_state import ControllerSettings, RunState
 from pipelinerl.training.rollouts.admission import GroupOutcome
 from tests.controller.unfair_world import UnfairWorld, played, unfair_world

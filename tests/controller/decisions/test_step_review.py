@@ -14,7 +14,7 @@ from pipelinerl.controller.decisions.step_review import (
     note_stages,
     step_taken,
 )
-from pipelinerl.controller.state.inputs import Record
+from pipelinerl.controller.state.inputs_and_effects import Record
 from pipelinerl.controller.state.run_state import FIRST_STEPS, WINDOW, DomainCounts, RunState, WatchedStep
 from pipelinerl.messages import ActorAlive, ConsumedReport, GroupOutdated, GroupStages, StepDone, VerifierFigures
 from tests.controller.world import knobs

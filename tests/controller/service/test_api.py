@@ -15,7 +15,7 @@ from pipelinerl.controller.service import api
 from pipelinerl.controller.service.api import MOST_SERVICES, create_api
 from pipelinerl.controller.service.journal import JOURNAL, Journal
 from pipelinerl.controller.service.service import ControllerService, Start, VerifierLeases
-from pipelinerl.controller.state.inputs import EngineRegistered
+from pipelinerl.controller.state.inputs_and_effects import EngineRegistered
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.messages import DIRECTIVES
 from pipelinerl.observability.events import EventLog

@@ -6,7 +6,7 @@ import random
 
 import msgspec
 
-from pipelinerl.controller.state.inputs import EngineRegistered, Send
+from pipelinerl.controller.state.inputs_and_effects import EngineRegistered, Send
 from pipelinerl.messages import Checkpointed, TrainerReady
 from tests.controller.world import ENGINE, World, controller
 

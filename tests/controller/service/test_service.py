@@ -15,8 +15,8 @@ import pytest
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.journal import JOURNAL, Journal
 from pipelinerl.controller.service.service import ControllerService
-from pipelinerl.controller.state.elastic import ElasticRule
-from pipelinerl.controller.state.inputs import EngineRegistered, EngineRemoved, KnobsPatched
+from pipelinerl.controller.state.inputs_and_effects import EngineRegistered, EngineRemoved, KnobsPatched
+from pipelinerl.controller.state.run_state import ElasticRule
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.messages import (
     DIRECTIVES,

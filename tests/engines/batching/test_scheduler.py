@@ -6,8 +6,8 @@ import pytest
 
 from inference_contract.errors import InvalidRequest, Overloaded
 from pipelinerl import rng
+from pipelinerl.engines.batching.model_runner import Capacity, Moves, Scheduler
 from pipelinerl.engines.batching.sample_loop import CacheRoom
-from pipelinerl.engines.batching.scheduler import Capacity, Moves, Scheduler
 from pipelinerl.engines.batching.sequence import Request
 
 

@@ -15,10 +15,9 @@ from inference_contract.errors import Dirty, EngineStopped, InvalidRequest
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, EngineState
 from inference_contract.weights import DType, OnUpdate, ParameterSpec, WeightLayout
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.batching.scheduler import Capacity
+from pipelinerl.engines.batching.model_runner import Capacity
 from pipelinerl.engines.batching.sequence import Detokenizer, Request, Sequence
-from pipelinerl.engines.external.core_loop import CoreLoop
-from pipelinerl.engines.external.engine_core import CoreModel, Sampled, Step, sample_id
+from pipelinerl.engines.external.core_loop import CoreLoop, CoreModel, Sampled, Step, sample_id
 from tests.fakes.engine_options import engine_options
 from tests.patience import PATIENCE_S
 

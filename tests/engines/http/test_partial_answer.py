@@ -17,7 +17,7 @@ from inference_contract.schemas import (
     FinishReason,
     StreamOptions,
 )
-from pipelinerl.engines.http.partial_answer import PartialAnswer
+from pipelinerl.engines.http.pool import PartialAnswer
 from pipelinerl.errors import EngineUnreachable
 
 ASKED = ChatCompletionRequest(

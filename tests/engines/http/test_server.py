@@ -235,7 +235,7 @@ async def test_closing_server_sends_waiting_clients_to_another_engine() -> None:
             while not (await client.metrics(served))["running_sequences"]:
                 await asyncio.sleep(0.005)
             process.send_signal(signal.SIGTERM)
-            with pytest.raises(EngineStopped, match="send it to another one"):
+            with pytest.raises(EngineStopped, match="send it to another"):
                 await asking
         assert process.wait(SOON_S) in (0, -signal.SIGTERM)
 

@@ -26,9 +26,7 @@ from pipelinerl.engines.batching.sequence import TopTokens
 from pipelinerl.engines.bigram.engine import sample_rows
 from pipelinerl.engines.jax import engine as jax_engine
 from pipelinerl.engines.jax.program import PromptAttention
-from pipelinerl.engines.jax.runner import Buckets, JaxRunner
-from pipelinerl.engines.jax.sampling import add_to_logits, sample
-from pipelinerl.engines.jax.weights import JaxWeights
+from pipelinerl.engines.jax.runner import Buckets, JaxRunner, JaxWeights, add_to_logits, sample
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch import engine as torch_engine
 from pipelinerl.enums import WeightFormat

@@ -220,7 +220,7 @@ async def test_commit_timeout_names_the_progress(setting: Setting) -> None:
     await setting.send(buckets=1)
     await setting.has_come(64)
     with pytest.raises(
-        DeadlineExceeded, match=r"rank 0 has not sent all within 0.1 s, received so far: 64 of 128 bytes"
+        DeadlineExceeded, match=r"rank 0 has not sent everything within 0.1 s, received so far: 64 of 128 bytes"
     ):
         await setting.phase(UpdatePhase.COMMIT, timeout_s=0.1)
     trainer = setting.trainer
@@ -293,7 +293,7 @@ async def test_failed_swap_is_dirty_until_the_version_is_published_again(setting
     await setting.phase(UpdatePhase.PREPARE)
     await setting.send()
     setting.target.error = RuntimeError("device lost")
-    with pytest.raises(Dirty, match=r"the swap to 0.1 broke off"):
+    with pytest.raises(Dirty, match=r"the swap to 0.1 failed midway"):
         await setting.phase(UpdatePhase.COMMIT)
     assert setting.receiver.dirty is not None
     assert await setting.phase(UpdatePhase.PREPARE) is UpdateStatus.PREPARED
@@ -461,7 +461,9 @@ async def test_commit_timeout_names_the_progress_of_a_pull(setting: Setting) -> 
     setting.receiver = WeightReceiver(setting.target, pull=_Pull(waits=True))
     await setting.phase(UpdatePhase.PREPARE, **PULL)
     await setting.has_come(64)
-    with pytest.raises(DeadlineExceeded, match=r"the parameter server has not sent all within 0.2 s, .* 64 of 128"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"the parameter server has not sent everything within 0.2 s, .* 64 of 128"
+    ):
         await setting.phase(UpdatePhase.COMMIT, timeout_s=0.2)
     assert await setting.phase(UpdatePhase.ABORT) is UpdateStatus.ABORTED
 

@@ -18,7 +18,7 @@ from typing import Any, final
 import msgspec
 
 from pipelinerl.controller.decisions.controller import Controller
-from pipelinerl.controller.state.inputs import (
+from pipelinerl.controller.state.inputs_and_effects import (
     AnyInput,
     Effect,
     EngineRegistered,

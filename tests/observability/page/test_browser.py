@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -15,7 +15,6 @@ from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
-from benchmarks.open_pages import now_question, run_question
 from pipelinerl.observability.events import EventLog
 from tests.commands.watch.run_files import ServedPage, keep, loaded, of_episode, served_page, write, written_run
 from tests.fakes.live_run import endless_run, launched
@@ -32,6 +31,13 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 STEPS: Final = 12
 SCREENS: Final = ("now", "steer", "timeline", "samples", "compare")
+ROWS: Final = 1000
+#: Figures that the screen charts for every run, in their order.
+CHARTED: Final = (
+    "reward", "accuracy", "staleness_mean", "staleness_max", "entropy", "grad_norm", "loss", "step_s", "wait_s",
+    "sampled_tokens", "tokens", "clip_fraction", "ess", "mismatch_numerics_p95", "mismatch_staleness_p95",
+    "mismatch_cache_p95", "learning_rate",
+)  # fmt: skip
 
 #: Visible texts and controls with a contrast below 4.5 (WCAG 2, relative luminance), composed over their background.
 CONTRASTS: Final = """() => {
@@ -83,6 +89,22 @@ DRAWN: Final = """(canvas) => {
   const { width, height } = canvas;
   return width > 0 && canvas.getContext("2d").getImageData(0, 0, width, height).data.some((each) => each > 0);
 }"""
+
+
+def run_question(run: int = 0) -> tuple[str, dict[str, str]]:
+    """Return path and query of the page's request for the run's facts."""
+    return "/api/run", {"run": str(run)}
+
+
+def now_question(facts: Mapping[str, Any], rows: Mapping[str, Any] | None = None) -> tuple[str, dict[str, str]]:
+    """Return path and query of the Now screen's request, for a run of these facts and a page that holds these rows."""
+    domains = [f"domain/{name}/{figure}" for name in facts["domains"][:8] for figure in ("accuracy", "reward")]
+    known = set(facts["metrics"])
+    metrics = [name for name in (*CHARTED, *domains) if name in known]
+    query = {"run": str(facts["run"]), "window": "20", "metrics": ",".join(metrics) or "reward", "points": str(ROWS)}
+    if rows is not None and rows["count"]:
+        query |= {"since": str(rows["last"]), "marked": str(rows["marked"])}
+    return "/api/now", query
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import unicodedata
 
 import pytest
 
-from pipelinerl.observability.samples.visible import visible
+from pipelinerl.observability.samples.record import visible
 
 
 @pytest.mark.parametrize(

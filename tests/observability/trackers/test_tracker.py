@@ -11,8 +11,7 @@ from typing import Any, final
 
 import pytest
 
-from pipelinerl.observability.trackers.backends import TensorBoardTracker
-from pipelinerl.observability.trackers.tracker import Bookmark, TrackerFeed
+from pipelinerl.observability.trackers.tracker import Bookmark, TensorBoardTracker, TrackerFeed
 from tests.observability.timeline.events_of_a_run import event, run, step
 from tests.observability.trackers.event_files import points, series
 

@@ -15,8 +15,7 @@ import pytest
 
 from pipelinerl.errors import CheckpointError
 from pipelinerl.messages import CheckpointDelayed, Checkpointed, ControlMessage
-from pipelinerl.training.checkpoints.checkpoint import Capture, CheckpointStore
-from pipelinerl.training.checkpoints.checkpointing import Checkpointing
+from pipelinerl.training.checkpoints.checkpoint import Capture, Checkpointing, CheckpointStore
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
 from pipelinerl.training.checkpoints.manifest import Retention
 from tests.fakes.checkpoints import capture, model_directory, state_of

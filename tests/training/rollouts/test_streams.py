@@ -18,12 +18,12 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.streams import CROSS_ENTROPY, DomainLoss, DomainLosses, Loss, StreamedObjective
 from pipelinerl.rng import generator
 from pipelinerl.roles.wiring import demonstrations_of, losses_of, objective_of, setting_of
+from pipelinerl.training.forward_passes import ForwardPasses
 from pipelinerl.training.rollouts.batch import MiniBatching, build, signal_of, teacher
 from pipelinerl.training.rollouts.demonstrations import DemonstrationStream
 from pipelinerl.training.rollouts.packing import with_columns
-from pipelinerl.training.step.forward_passes import ForwardPasses
-from pipelinerl.training.step.train_step import TrainStep
-from pipelinerl.training.step.update import Critic
+from pipelinerl.training.train_step import TrainStep
+from pipelinerl.training.update import Critic
 from pipelinerl.types import Outcome, RolloutGroup
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.host_weights import bytes_of

@@ -116,7 +116,7 @@ def test_closed_store_fails_waiting_and_late_joins(rendezvous: Rendezvous) -> No
     for join in waiting:
         with pytest.raises(UpdateError, match="generation 1"):
             join.result(SOON_S)
-    with pytest.raises(UpdateError, match=f"127.0.0.1:{rendezvous.port} as rank 2 of 4 broke: .*refused"):
+    with pytest.raises(UpdateError, match=f"127.0.0.1:{rendezvous.port} as rank 2 of 4 failed: .*refused"):
         _joining(rendezvous, 2, size=4).result(SOON_S)
 
 
@@ -128,7 +128,7 @@ def test_leaving_rank_fails_the_receive_at_once(rendezvous: Rendezvous, connecti
     time.sleep(0.1)
     began = time.monotonic()
     root.close()
-    with pytest.raises(UpdateError, match="a broadcast in group 'g' generation 1 broke"):
+    with pytest.raises(UpdateError, match="a broadcast in group 'g' generation 1 failed"):
         receiving.result(PATIENCE_S)
     assert time.monotonic() - began < SOON_S
 
@@ -136,14 +136,14 @@ def test_leaving_rank_fails_the_receive_at_once(rendezvous: Rendezvous, connecti
 @BOTH_WAYS
 def test_silent_rank_fails_the_receive_at_the_deadline(rendezvous: Rendezvous, connections: Connections | None) -> None:
     root, leaf = _pair(rendezvous, connections=connections)
-    with pytest.raises(DeadlineError, match="without every rank in time"):
+    with pytest.raises(DeadlineError, match="timed out, not every rank took part"):
         leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + 0.4)
     assert root is not None
 
 
 def test_rank_that_does_not_receive_fails_the_send_at_the_deadline(rendezvous: Rendezvous) -> None:
     root, leaf = _pair(rendezvous)
-    with pytest.raises(DeadlineError, match="without every rank in time"):
+    with pytest.raises(DeadlineError, match="timed out, not every rank took part"):
         root.broadcast(torch.zeros(2**25, dtype=torch.uint8), deadline=time.monotonic() + 0.4)
     assert leaf is not None
 
@@ -152,7 +152,7 @@ def test_broadcast_after_leaving_is_rejected(rendezvous: Rendezvous) -> None:
     root, _ = _pair(rendezvous)
     root.close()
     root.close()
-    with pytest.raises(UpdateError, match="was left"):
+    with pytest.raises(UpdateError, match=r"this process (has )?left"):
         root.broadcast(torch.zeros(1, dtype=torch.uint8), deadline=time.monotonic() + 1)
 
 
@@ -191,7 +191,7 @@ def test_rank_leaves_after_a_failed_broadcast_and_peers_fail_at_once(rendezvous:
     root, leaf = _pair(rendezvous)
     with pytest.raises(DeadlineError):
         leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + 0.2)
-    with pytest.raises(UpdateError, match="was left"):
+    with pytest.raises(UpdateError, match=r"this process (has )?left"):
         leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + PATIENCE_S)
     began = time.monotonic()
     with pytest.raises(UpdateError):

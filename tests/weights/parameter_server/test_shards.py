@@ -101,7 +101,7 @@ def test_server_serves_only_its_own_shard(servers: list[str]) -> None:
                 if status == 206:
                     assert answer.content == flat(1, MANY)[start:end].tobytes()
                 else:
-                    assert f"which is shard {1 - number} of 2" in answer.json()["error"]["message"]
+                    assert f"which holds shard {1 - number} of 2" in answer.json()["error"]["message"]
         whole = httpx.get(servers[number] + "/weights/1/1", headers={"authorization": f"Bearer {TOKEN}"})
         assert whole.status_code == 400, "nobody may take a part for the whole"
 

@@ -15,10 +15,9 @@ from inference_contract.engine import Engine
 from inference_contract.schemas import Continuation
 from inference_contract.weights import WeightLayout
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
+from pipelinerl.engines.batching.model_runner import Capacity
 from pipelinerl.engines.batching.sample_loop import UNTRAINED
-from pipelinerl.engines.batching.scheduler import Capacity
-from pipelinerl.engines.external.core_loop import CoreLoop
-from pipelinerl.engines.external.engine_core import CoreModel, EngineCore, label_of
+from pipelinerl.engines.external.core_loop import CoreLoop, CoreModel, EngineCore, label_of
 from pipelinerl.engines.external.server.server_core import ServerApi, ServerCore, ServerHttp, ServerModel
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import AddressError, EngineUnreachable, ModelError

@@ -35,7 +35,7 @@ import orjson
 
 from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.sequence import Request, Sequence
-from pipelinerl.engines.external.engine_core import Sampled, Step, label_of, named_by, sample_id
+from pipelinerl.engines.external.core_loop import Sampled, Step, label_of, named_by, sample_id
 from pipelinerl.errors import EngineUnreachable, PipelineError
 from pipelinerl.system import http_client
 
@@ -378,7 +378,7 @@ class ServerHttp:
                             return
                         yield orjson.loads(data)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise EngineUnreachable(f"POST {self.url}{path} broke off: {_reason(error)}") from error
+            raise EngineUnreachable(f"POST {self.url}{path} was interrupted: {_reason(error)}") from error
         raise EngineUnreachable(f"POST {self.url}{path}: the stream ended without data: [DONE]; is the server closing?")
 
     async def _call(

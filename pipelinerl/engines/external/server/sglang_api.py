@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from inference_contract.errors import InvalidRequest
 from inference_contract.weights import OnUpdate, WeightLayout
 from pipelinerl.engines.batching.sequence import Request, Sequence
-from pipelinerl.engines.external.engine_core import refuse_beyond, sample_id
+from pipelinerl.engines.external.core_loop import refuse_beyond, sample_id
 from pipelinerl.engines.external.server.server_core import Chunk, LabelSpan, ServerHttp, ServerModel
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
 from pipelinerl.errors import EngineUnreachable, ModelError

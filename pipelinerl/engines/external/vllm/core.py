@@ -31,7 +31,7 @@ from inference_contract.weights import DType, OnUpdate, WeightLayout
 from pipelinerl.engines.batching.model_runner import top_tokens
 from pipelinerl.engines.batching.sample_loop import UNTRAINED
 from pipelinerl.engines.batching.sequence import Request, Sequence, TopTokens
-from pipelinerl.engines.external.engine_core import Sampled, Step, label_of, named_by, refuse_beyond, sample_id
+from pipelinerl.engines.external.core_loop import Sampled, Step, label_of, named_by, refuse_beyond, sample_id
 from pipelinerl.engines.external.vllm.limits import check_continued, check_request, sampling_of, structure_of
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory

@@ -20,12 +20,16 @@ from inference_contract.engine import Engine
 from inference_contract.schemas import Continuation
 from inference_contract.weights import Backend
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
+from pipelinerl.engines.batching.model_runner import Capacity
 from pipelinerl.engines.batching.sample_loop import LoopBuilder
-from pipelinerl.engines.batching.scheduler import Capacity
-from pipelinerl.engines.external.core_loop import CoreLoop
-from pipelinerl.engines.external.engine_core import CoreModel, EngineCore
-from pipelinerl.engines.external.vllm.limits import check_experts_on_cpu, check_experts_on_gpu
-from pipelinerl.engines.external.vllm.options import check_fields, check_names, check_on_cpu
+from pipelinerl.engines.external.core_loop import CoreLoop, CoreModel, EngineCore
+from pipelinerl.engines.external.vllm.limits import (
+    check_experts_on_cpu,
+    check_experts_on_gpu,
+    check_fields,
+    check_names,
+    check_on_cpu,
+)
 from pipelinerl.engines.external.worker.torch_shared_bytes import check_room
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
 from pipelinerl.engines.options import EngineOptions

@@ -16,7 +16,7 @@ from typing import Any, Final, final
 
 from inference_contract.weights import OnUpdate, WeightLayout
 from pipelinerl.engines.batching.sequence import Request, Sequence
-from pipelinerl.engines.external.engine_core import refuse_beyond, sample_id
+from pipelinerl.engines.external.core_loop import refuse_beyond, sample_id
 from pipelinerl.engines.external.server.server_core import Chunk, LabelSpan, ServerHttp, ServerModel
 from pipelinerl.engines.external.vllm.engine import check_version
 from pipelinerl.engines.external.vllm.limits import check_continued, check_request, sampling_of, structure_of

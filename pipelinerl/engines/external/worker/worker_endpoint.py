@@ -168,7 +168,7 @@ class WorkerEndpoint:
         """
         with self._guard:
             if self._left:
-                raise UpdateError(f"{self._name} was left")
+                raise UpdateError(f"this process has left {self._name}")
             self._waits = True
         try:
             self._line.sendall(json.dumps(order).encode() + b"\n")

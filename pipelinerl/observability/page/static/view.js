@@ -5,7 +5,7 @@ import { element, render, useEffect, useMemo, useRef, useState } from "./render.
 import { templates } from "./template.js";
 
 // Control, format, surrogate, private and unassigned characters, and line separators, except for ordinary layout.
-// The same as in `pipelinerl.observability.samples.visible`.
+// The same as `visible` in `pipelinerl.observability.samples.record`.
 const HIDDEN = /[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\p{Zl}\p{Zp}]/gu;
 const READ_ALOUD = ["title", "aria-label", "label", "placeholder"];
 

@@ -82,9 +82,9 @@ def why_not_varlen(facts: AttentionFacts) -> str | None:
     """Return the first reason against the kernel, or None."""
     multiple, most = _WIDTHS
     if facts.device != "cuda":
-        return f"the device is {facts.device}, and the kernel is CUDA's"
+        return f"the device is {facts.device}, and the kernel needs CUDA"
     if facts.precision is not Precision.BF16:
-        return f"the precision is {facts.precision}, and the kernel computes in bf16"
+        return f"the precision is {facts.precision}, and the kernel needs bf16"
     if not facts.has_kernel:
         return "this torch was built without flash attention"
     if facts.capability is not None and facts.capability < _CAPABILITY:
@@ -92,7 +92,7 @@ def why_not_varlen(facts: AttentionFacts) -> str | None:
         return f"the GPU's compute capability is {has}, and the kernel needs {needs}"
     if len(facts.widths) != 1:
         widths = ", ".join(map(str, sorted(facts.widths))) or "unknown"
-        return f"the model's heads are of several widths ({widths}), and the kernel takes one"
+        return f"the model's heads are of several widths ({widths}), and the kernel needs one"
     (width,) = facts.widths
     if width % multiple or width > most:
         return f"the model's heads are {width} wide, and the kernel takes multiples of {multiple} up to {most}"

@@ -28,10 +28,9 @@ from inference_contract.conformance.trainer import weights
 from inference_contract.errors import EngineStopped
 from inference_contract.schemas import ChatCompletionRequest, EngineState, FinishReason
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.batching.scheduler import Capacity
+from pipelinerl.engines.batching.model_runner import Capacity
 from pipelinerl.engines.batching.sequence import Request, Sequence
-from pipelinerl.engines.external.core_loop import CoreLoop
-from pipelinerl.engines.external.engine_core import CoreModel, EngineCore
+from pipelinerl.engines.external.core_loop import CoreLoop, CoreModel, EngineCore
 from pipelinerl.engines.external.server.server_core import ServerCore, ServerHttp
 from pipelinerl.engines.external.server.sglang_api import SglangServerApi
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes

@@ -130,13 +130,13 @@ def test_rank_0_notices_at_once_that_the_engine_left(setting: Setting) -> None:
         for _ in range(2):
             root.broadcast(torch.zeros(2**22, dtype=torch.uint8), deadline=began + PATIENCE_S)
     assert time.monotonic() - began < SOON_S
-    with pytest.raises(UpdateError, match="was left"):
+    with pytest.raises(UpdateError, match=r"this process (has )?left"):
         endpoint.broadcast(setting.memory, deadline=time.monotonic() + 1)
 
 
 def test_silent_rank_0_hits_the_deadline_and_a_leaving_one_is_noticed_at_once(setting: Setting) -> None:
     root, endpoint = setting.pair()
-    with pytest.raises(DeadlineError, match="without every rank in time"):
+    with pytest.raises(DeadlineError, match="timed out, not every rank took part"):
         endpoint.broadcast(setting.memory, deadline=time.monotonic() + 0.3)
     root.close()
     root, endpoint = setting.pair()

@@ -32,15 +32,15 @@ HEADS = HeadShapes(4, 2, frozenset({16}))
         ({}, None),
         ({"capability": (8, 0), "widths": frozenset({256})}, None),
         ({"capability": None}, None),
-        ({"device": "cpu", "capability": None}, "the device is cpu, and the kernel is CUDA's"),
-        ({"precision": Precision.FP32}, "the precision is fp32, and the kernel computes in bf16"),
+        ({"device": "cpu", "capability": None}, "the device is cpu, and the kernel needs CUDA"),
+        ({"precision": Precision.FP32}, "the precision is fp32, and the kernel needs bf16"),
         ({"has_kernel": False}, "this torch was built without flash attention"),
         ({"capability": (7, 5)}, "the GPU's compute capability is 7.5, and the kernel needs 8.0"),
         (
             {"widths": frozenset({128, 64})},
-            "the model's heads are of several widths (64, 128), and the kernel takes one",
+            "the model's heads are of several widths (64, 128), and the kernel needs one",
         ),
-        ({"widths": frozenset()}, "the model's heads are of several widths (unknown), and the kernel takes one"),
+        ({"widths": frozenset()}, "the model's heads are of several widths (unknown), and the kernel needs one"),
         ({"widths": frozenset({100})}, "the model's heads are 100 wide, and the kernel takes multiples of 8 up to 256"),
         ({"widths": frozenset({512})}, "the model's heads are 512 wide, and the kernel takes multiples of 8 up to 256"),
     ],
@@ -115,7 +115,7 @@ def test_trainer_logs_its_choice_and_rejects_an_unusable_kernel(model_path, capl
 
     with caplog.at_level(logging.INFO, "pipelinerl"):
         started()
-    assert "attention: buckets of segments of similar length (the device is cpu, and the kernel is CUDA's)" in (
+    assert "attention: buckets of segments of similar length (the device is cpu, and the kernel needs CUDA)" in (
         caplog.messages
     )
     with pytest.raises(SpecError, match=r'^options\.attention = "varlen" is not possible: the device is cpu, and'):

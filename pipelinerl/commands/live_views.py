@@ -1,0 +1,100 @@
+"""The commands that show runs as they go: `watch` serves the live page, `top` draws in the terminal, also over ssh."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from ipaddress import ip_address
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipelinerl.commands.engines import Run
+from pipelinerl.errors import UserError
+
+if TYPE_CHECKING:
+    from pipelinerl.commands.watch.access import SharedLink
+
+
+def watch(
+    runs: Annotated[list[Path], typer.Argument(help="Directories of runs, such as runs/tiny; several are compared.")],
+    port: Annotated[int, typer.Option(help="Port to serve on; 0 takes a free one.")] = 0,
+    host: Annotated[str, typer.Option(help="Address to serve on; any but loopback is open to the network.")] = (
+        "127.0.0.1"
+    ),
+    read_only: Annotated[bool, typer.Option("--read-only", help="No link can change the run.")] = False,
+    share: Annotated[
+        bool, typer.Option("--share", help="Also print a permanent read-only link for any number of browsers.")
+    ] = False,
+) -> None:
+    """Show live, finished or crashed runs in the browser, and change live ones. Ctrl-C ends the server, not the run."""
+    from pipelinerl.commands.watch.access import PageLinks, SharedLink, lasting_link, new_token
+    from pipelinerl.commands.watch.server import create_page
+    from pipelinerl.commands.watch.watched_run import watched_runs
+    from pipelinerl.system.http_service import serve, url_of
+    from pipelinerl.system.machine import outward_address
+
+    watched = watched_runs(runs)
+    shared = lasting_link(runs[0]) if share else SharedLink("")
+    with _listening(host, port, shared.port) as bound:
+        bound_host, taken = bound.getsockname()[:2]
+        address = url_of(outward_address() if ip_address(bound_host).is_unspecified else host, taken)
+        links = PageLinks(lambda key: typer.echo(f"watch at {address}/?key={key}"))
+        # Cookies are shared by all ports of a host. A name with the port lets a browser open the pages of several
+        # servers.
+        cookie = f"pipelinerl_{taken}"
+        app = create_page(
+            watched, token=new_token(), links=links, cookie=cookie, read_only=read_only, share_key=shared.key
+        )
+        links.offer()
+        if share:
+            typer.echo(f"share at {address}/?share={shared.key}")
+            for line in _about_share(
+                runs[0], SharedLink(shared.key, taken), is_local=ip_address(bound_host).is_loopback
+            ):
+                typer.echo(f"  {line}")
+        serve(app, bound)
+
+
+def _listening(host: str, port: int, port_before: int) -> socket.socket:
+    """Return a listening socket. If `port` is 0, try `port_before`, the port of the last permanent link, first."""
+    from pipelinerl.errors import AddressError
+    from pipelinerl.system.http_service import listen
+
+    if port == 0 and port_before:
+        try:
+            return listen(host, port_before)
+        except AddressError:
+            pass
+    return listen(host, port)
+
+
+def _about_share(run_dir: Path, share: SharedLink, *, is_local: bool) -> Iterator[str]:
+    """Store the permanent link for next time; yield sentences on who can open it and for how long."""
+    from pipelinerl.commands.watch.access import keep_link
+
+    if keep_link(run_dir, share):
+        yield f"read-only, and the same next time; remove {run_dir / 'share.json'} to invalidate it"
+    else:
+        yield f"read-only, until Ctrl-C: {run_dir} cannot be written to"
+    if is_local:
+        yield "only this machine can open it; add --host 0.0.0.0 for your network, or use a tunnel"
+
+
+def top(run: Run) -> None:
+    """Show a run in the terminal and change its knobs while it is live; q quits."""
+    if find_spec("textual") is None:
+        raise UserError("pipelinerl top needs textual, which is not installed; pip install 'pipelinerl[top]'")
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UserError(f"pipelinerl top needs a terminal; try pipelinerl status {run}")
+    from pipelinerl.commands.top.run_follower import RunFollower, source_of
+    from pipelinerl.commands.top.textual_app import show
+
+    follower = RunFollower(source_of(run))
+    try:
+        show(follower)
+    finally:
+        follower.close()

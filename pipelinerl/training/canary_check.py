@@ -1,0 +1,246 @@
+"""Proof that an engine computes the same as the trainer with the weights that were published to it.
+
+The engine answers a canary prompt. The trainer, which holds those weights until the proof has ended, computes log-probs
+of the engine's own tokens. There is no stored figure to compare with, and engines need not sample the same tokens: the
+check compares the probabilities that both sides give to these tokens. A digest proves that the bytes arrived; this
+check proves that they are used. Weights loaded under a wrong name, tied wrongly or quantised wrongly have the right
+digest.
+
+| waits for | unblocked by | or, at the latest |
+|---|---|---|
+| the canary's answer | the engine | `deadline_s`, for a queue may stand before it |
+| the trainer's log-probs | the current step, on the trainer's thread | – |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Protocol, final
+
+import numpy as np
+
+from inference_contract.errors import ContractError, Overloaded, Persistence
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, ModelList
+from pipelinerl.enums import RoutingReplay
+from pipelinerl.errors import EngineUnreachable
+from pipelinerl.numerics.routed_experts import of_context, off_the_wire
+from pipelinerl.training.rollouts.packing import alone
+from pipelinerl.types import Outcome, Priority, Rollout, Turn, Verdict, VersionSpan
+from pipelinerl.weights.publisher import PublishReport
+from trainer_contract.errors import BatchError, NonFiniteError
+from trainer_contract.types import Float32, MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """The allowed distance of an engine's log-probs from the trainer's, in nats: of the worst token, and of the
+    mean.
+    """
+
+    worst: float = math.inf
+    mean: float = math.inf
+
+    def __str__(self) -> str:
+        """Return the bounds that there are, as a message has them."""
+        worst = [f"{self.worst:g} nats"] if math.isfinite(self.worst) else []
+        mean = [f"{self.mean:g} nats on average"] if math.isfinite(self.mean) else []
+        return " and ".join(worst + mean) or "any number of nats"
+
+
+#: By the precision of the engine's weights or arithmetic. Two float32 implementations of one decoder differ by
+#: rounding, 1e-5 at most in our tests. Coarser weights are judged by the mean: for int8 rollouts it is 0.02 on average
+#: and 0.08 in the worst step of `bench tis`, while single rare tokens differ by up to 7. Wrong weights differ by nats
+#: throughout.
+TOLERANCES: Final[Mapping[str, Tolerance]] = {
+    "float32": Tolerance(worst=1e-4),
+    "float16": Tolerance(mean=0.05),
+    "bfloat16": Tolerance(mean=0.1),
+    "int8": Tolerance(mean=0.3),
+    "int4": Tolerance(mean=1.5),
+}
+#: For float32 weights of a mixture of experts: of two experts that are equal but for rounding each side may choose
+#: another, which changes single tokens a lot and the mean little.
+ROUTED_APART: Final = Tolerance(mean=0.05)
+
+_PAUSE_S: Final = 0.1
+
+#: Returns the trainer's log-probs [T] of a micro-batch.
+Forward = Callable[[MicroBatch], Awaitable[Float32]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """The prompt that an engine must answer, and the allowed distance of its log-probs from the trainer's.
+
+    With `routing_replay` the trainer computes a mixture's tokens with the engine's experts, so a choice between two
+    nearly equal experts does not count as a difference of weights.
+    """
+
+    messages: tuple[ChatMessage, ...]
+    tolerance: Tolerance
+    samples: int = 8
+    tokens: int = 32
+    deadline_s: float = 60.0
+    routing_replay: RoutingReplay = RoutingReplay.OFF
+
+    def request(self, version: int) -> ChatCompletionRequest:
+        """Return the request: sampled from the model's own distribution, with a seed of its own for each version."""
+        return ChatCompletionRequest(
+            messages=list(self.messages),
+            n=self.samples,
+            max_tokens=self.tokens,
+            temperature=1.0,
+            seed=version,
+            return_token_ids=True,
+            return_routed_experts=self.routing_replay is RoutingReplay.ROLLOUT,
+            priority=Priority.PROOF,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryFindings:
+    """Results by URL: the largest difference in nats, the reason of a mismatch, or the reason why there is no result.
+
+    For engines in `permanent` a retry would not produce a result.
+    """
+
+    worst: dict[str, float] = field(default_factory=dict)
+    mismatched: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    permanent: set[str] = field(default_factory=set)
+
+
+class CanaryEngines(Protocol):
+    """The part of `EngineClient` that a proof needs."""
+
+    async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
+        """Return one whole completion."""
+        ...
+
+    async def models(self, url: str) -> ModelList:
+        """GET /v1/models."""
+        ...
+
+
+class CanaryChecker(Protocol):
+    """A checker of the weights that were published to engines."""
+
+    async def check(self, urls: Iterable[str], published: PublishReport, forward: Forward) -> CanaryFindings:
+        """Check each engine; `forward` computes with exactly the published weights."""
+        ...
+
+
+class _Mismatched(Exception):
+    """The engine's answer is wrong; the message says how."""
+
+
+@final
+class LogprobCanaryChecker:
+    """`CanaryChecker` that compares log-probs."""
+
+    def __init__(self, canary: Canary, engines: CanaryEngines) -> None:
+        self._canary = canary
+        self._engines = engines
+
+    async def check(self, urls: Iterable[str], published: PublishReport, forward: Forward) -> CanaryFindings:
+        """Check all engines concurrently; see `CanaryChecker`."""
+        findings = CanaryFindings()
+
+        async def one(url: str) -> None:
+            try:
+                async with asyncio.timeout(self._canary.deadline_s):
+                    await self._check_digest(url, published.digest)
+                    completion = await self._answer(url, published.version)
+                findings.worst[url] = await self._judged(completion, published, forward)
+            except _Mismatched as error:
+                findings.mismatched[url] = str(error)
+            except TimeoutError:
+                findings.failed[url] = f"the canary had no answer within {self._canary.deadline_s:g} s"
+            except (ContractError, EngineUnreachable) as error:
+                if isinstance(error, ContractError) and error.persistence is Persistence.PERMANENT:
+                    findings.permanent.add(url)
+                findings.failed[url] = f"the canary was not answered: {error}"
+
+        await asyncio.gather(*(one(url) for url in urls))
+        return findings
+
+    async def _check_digest(self, url: str, digest: str) -> None:
+        served = {card.digest for card in (await self._engines.models(url)).data}
+        if digest and served != {digest}:
+            raise _Mismatched(f"the digest of its weights must be {digest}, it reports {', '.join(map(str, served))}")
+
+    async def _answer(self, url: str, version: int) -> ChatCompletion:
+        while True:
+            try:
+                return await self._engines.chat(url, self._canary.request(version))
+            except Overloaded:
+                await asyncio.sleep(_PAUSE_S)
+
+    async def _judged(self, completion: ChatCompletion, published: PublishReport, forward: Forward) -> float:
+        """Return the largest difference. Raises `_Mismatched` if it is too large, or if the answer is incomplete."""
+        if completion.epoch != published.epoch:
+            raise _Mismatched(
+                f"the canary must be sampled in epoch {published.epoch}, its answer is of {completion.epoch}"
+            )
+        batch = micro_batch_of(completion, version=published.version)
+        try:
+            expected = await forward(batch)
+        except BatchError as error:
+            raise _Mismatched(f"the trainer cannot compute its answer: {error}") from error
+        except NonFiniteError as error:
+            raise _Mismatched(f"the trainer has no log-probs to compare with: {error}") from error
+        differences = np.abs(batch.behavior_logprobs - expected)[batch.loss_mask]
+        worst, mean = float(differences.max()), float(differences.mean())
+        allowed = self._canary.tolerance
+        if not (worst <= allowed.worst and mean <= allowed.mean):
+            raise _Mismatched(
+                f"log-probs of {differences.size} canary tokens must be within {allowed} of the trainer's; the worst "
+                f"is {worst:.3g} off, the mean {mean:.3g}"
+            )
+        return worst
+
+
+def micro_batch_of(completion: ChatCompletion, *, version: int) -> MicroBatch:
+    """Return a canary's answer as a micro-batch, with the engine's log-probs in `behavior_logprobs`.
+
+    Raises:
+        _Mismatched: there is no choice; or it has no tokens, invalid ids, or tokens of another version than `version`.
+    """
+    if not completion.choices:
+        raise _Mismatched("the canary must be answered with at least one choice, its answer has none")
+    return alone([_rollout(completion, choice, version) for choice in completion.choices])
+
+
+def _rollout(completion: ChatCompletion, choice: Choice, version: int) -> Rollout:
+    prompt, tokens, logprobs = completion.prompt_token_ids, choice.token_ids, choice.token_logprobs
+    if not prompt or not tokens or logprobs is None or len(logprobs) != len(tokens):
+        raise _Mismatched(
+            f"the canary must be answered with token ids and their log-probs; choice {choice.index} is not"
+        )
+    if choice.version_spans != [(version, len(tokens))]:
+        raise _Mismatched(f"the canary must be sampled by version {version}, its spans are {choice.version_spans}")
+    try:
+        context_ids, sampled_ids = np.array(prompt, np.int32), np.array(tokens, np.int32)
+    except OverflowError as error:
+        raise _Mismatched(
+            f"the canary must be answered with token ids, choice {choice.index} has others: {error}"
+        ) from None
+    prompt_routed, routed = completion.prompt_routed_experts, choice.routed_experts
+    turn = Turn(
+        context_token_ids=context_ids,
+        token_ids=sampled_ids,
+        behavior_logprobs=np.array(logprobs, np.float32),
+        spans=(VersionSpan(version, len(tokens)),),
+        routed_experts=None if routed is None else off_the_wire(routed),
+        context_routed_experts=None if prompt_routed is None else of_context(prompt_routed),
+    )
+    return Rollout(
+        turns=(turn,),
+        verdict=Verdict(outcome=Outcome.CORRECT, reward=0.0),
+        finish_reason=choice.finish_reason.value,
+        temperature=1.0,
+        epoch=completion.epoch,
+    )

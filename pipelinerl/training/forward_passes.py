@@ -1,0 +1,229 @@
+"""The forward passes before a step, each made only if an objective or the entropy meter needs its column.
+
+    old_logprobs   the policy, at the weights that sampled each token or at those from which the step starts; or the
+                   sampler's own, as the recipe chooses
+    ref_logprobs   the reference: a worker with the run's initial weights, which never steps; or a domain's teacher
+    values         the critic, before it learns from this step
+
+Replayed routing applies to the policy's passes. Reference and critic are other models, whose routers choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, islice, zip_longest
+from typing import Final, Protocol, final
+
+import numpy as np
+
+from pipelinerl.enums import OldLogprobs
+from pipelinerl.numerics.entropy_probe import EntropyProbe
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.streams import Loss
+from pipelinerl.training.rollouts.batch import TrainBatch
+from pipelinerl.training.rollouts.packing import SegmentTable, alone, prefixes, with_columns
+from pipelinerl.training.weight_history import WeightHistory
+from pipelinerl.types import Rollout
+from trainer_contract.errors import NonFiniteError
+from trainer_contract.trainer import Trainer
+from trainer_contract.types import Bool, Float32, MicroBatch
+
+#: Computes a column of all micro-batches of a step.
+Pass = Callable[[Sequence[MicroBatch]], list[Float32]]
+
+
+class Teacher(Protocol):
+    """A frozen model that gives log-probs: a trainer that never steps, or an engine."""
+
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
+        """Return the log-probs f32 [T] of each micro-batch's tokens at their temperatures; 0 at segment starts."""
+        ...
+
+    def close(self) -> None:
+        """Free what it holds."""
+        ...
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardPasses:
+    """The workers that compute each column. A pass without a worker is rejected when the recipe is read.
+
+    `teachers` has those of domains that are distilled from another model than the reference. `history` is set if
+    `old_logprobs` are those at the sampling weights.
+    """
+
+    policy: Trainer
+    critic: Trainer | None = None
+    reference: Teacher | None = None
+    teachers: Mapping[str, Teacher] = field(default_factory=dict)
+    old_logprobs: OldLogprobs = OldLogprobs.RECOMPUTE
+    history: WeightHistory | None = None
+
+    def plan(
+        self, needs: Iterable[str], batch: TrainBatch | None = None, *, objective: PolicyObjective | None = None
+    ) -> Mapping[str, Pass]:
+        """Return the passes for `needs`, by the name of their column, in the order in which they are made.
+
+        Args:
+            batch: of the micro-batches, if its domains take several losses. objective: of those that earn rewards.
+        """
+        old: dict[OldLogprobs, Pass] = {
+            OldLogprobs.SAMPLING_WEIGHTS: self._at_sampling_weights,
+            OldLogprobs.RECOMPUTE: self.policy.forward,
+            OldLogprobs.BEHAVIOR: lambda batches: [batch.behavior_logprobs for batch in batches],
+        }
+        passes = {"old_logprobs": old[self.old_logprobs]}
+        if batch is not None and batch.losses.others:
+            refers = objective is not None and "ref_logprobs" in objective.passes
+            passes["ref_logprobs"] = lambda batches: self._by_domain(batch, batches, refers=refers)
+        elif self.reference is not None:
+            reference = self.reference
+            passes["ref_logprobs"] = lambda batches: reference.forward(unrouted(batches))
+        if self.critic is not None:
+            critic = self.critic
+            passes["values"] = lambda batches: critic.forward(unrouted(batches))
+        wanted = frozenset(needs)
+        return {name: call for name, call in passes.items() if name in wanted}
+
+    def _at_sampling_weights(self, batches: Sequence[MicroBatch]) -> list[Float32]:
+        """Return the policy's log-probs [T] of each token in the loss mask at the weights that sampled it; 0 elsewhere.
+
+        Versions are computed one by one, each on the tokens up to its last one in the rollouts that it sampled. A
+        rollout of one version costs one pass, a rollout of n versions n passes of rising length.
+        """
+        assert self.history is not None, "old_logprobs at the sampling weights need a history of them"
+        columns = [np.zeros(batch.num_tokens, np.float32) for batch in batches]
+        sampled = np.concatenate([_versions(batch)[batch.loss_mask] for batch in batches])
+        for version in np.unique(sampled).tolist():
+            tokens = [batch.loss_mask & (_versions(batch) == version) for batch in batches]
+            _fill(columns, batches, tokens, partial(self.policy.forward_at, weights=self.history.weights(version)))
+        return columns
+
+    def _by_domain(self, batch: TrainBatch, batches: Sequence[MicroBatch], *, refers: bool) -> list[Float32]:
+        """Return the log-probs [T] of each token by the model with which its domain's loss compares; 0 without one.
+
+        Args:
+            refers: whether the run's objective reads the reference.
+        """
+        taught: dict[int, tuple[Teacher, set[str]]] = {}
+        for domain in {group.domain for group in batch.groups}:
+            own = self.teachers.get(domain, self.reference) if batch.losses.of(domain) is Loss.REF_KL else None
+            teacher = self.reference if refers and batch.losses.of(domain) is Loss.RL else own
+            if teacher is not None:
+                taught.setdefault(id(teacher), (teacher, set()))[1].add(domain)
+        columns = [np.zeros(each.num_tokens, np.float32) for each in batches]
+        domains = [batch.domains_of(number) for number in range(len(batches))]
+        for teacher, names in taught.values():
+            its = [np.array([domain in names for domain in of]) for of in domains]
+            tokens = [each.loss_mask & mask[each.segment_ids] for each, mask in zip(batches, its, strict=True)]
+            _fill(columns, unrouted(batches), tokens, teacher.forward)
+        return columns
+
+
+def _fill(
+    columns: Sequence[Float32],
+    batches: Sequence[MicroBatch],
+    tokens: Sequence[Bool],
+    forward: Callable[[list[MicroBatch]], list[Float32]],
+) -> None:
+    """Write the log-probs of some `tokens` [T] of each micro-batch into the columns; compute only what they need."""
+    touched = [number for number, its in enumerate(tokens) if its.any()]
+    parts = [prefixes(batches[number], through=tokens[number]) for number in touched]
+    found = forward([part.micro_batch for part in parts]) if parts else []
+    for number, part, logprobs in zip(touched, parts, found, strict=True):
+        its: Bool = tokens[number]
+        columns[number][its] = logprobs[its[part.kept]]
+
+
+def unrouted(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Return the micro-batches for another model than the one that sampled: its own routers choose."""
+    return [
+        batch if batch.routed_experts is None else with_columns(batch, {"routed_experts": None}) for batch in batches
+    ]
+
+
+def _versions(batch: MicroBatch) -> np.ndarray:
+    assert batch.behavior_versions is not None, "packing gives every micro-batch its versions"
+    return batch.behavior_versions
+
+
+#: One rollout in `_ONE_IN` is measured.
+_ONE_IN: Final = 16
+#: The name of the figure.
+EXACT_ENTROPY: Final = "exact_entropy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredEntropy:
+    """The entropy of one step.
+
+    Attributes:
+        figures: the mean, in nats per sampled token; {} if nothing was measured.
+        of_tokens: by rollout of the batch, the entropy of each of its sampled tokens, f32 [N]; {} if the trainer only
+            reports the mean.
+    """
+
+    figures: dict[str, float] = field(default_factory=dict)
+    of_tokens: Mapping[int, Float32] = field(default_factory=dict)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EntropyMeter:
+    """Measures every step whose version is divisible by `interval_steps`; 0 for none.
+
+    `kept(version, groups)` returns which groups of the step that makes the version are in the sample log.
+    """
+
+    interval_steps: int = 0
+    kept: Callable[[int, int], Sequence[int]] = lambda version, groups: ()
+
+    def measure(self, policy: Trainer, batch: TrainBatch) -> MeasuredEntropy:
+        """Measure at the weights from which the step starts. No gradient may be accumulated before, and none is
+        left.
+        """
+        if self.interval_steps == 0 or batch.producing % self.interval_steps:
+            return MeasuredEntropy()
+        rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+        chosen, probe = self._chosen(batch), EntropyProbe()
+        measured_rollouts = [rollouts[row] for row in chosen]
+        micro_batch = alone(measured_rollouts)
+        try:
+            (measured,) = policy.backward([micro_batch], probe)
+        except NonFiniteError:  # the step finds the cause and reports it
+            return MeasuredEntropy()
+        finally:
+            policy.discard_gradient()
+        return MeasuredEntropy(
+            figures={EXACT_ENTROPY: measured.loss},
+            of_tokens=dict(zip(chosen, _by_rollout(measured_rollouts, probe.seen), strict=False)),
+        )
+
+    def _chosen(self, batch: TrainBatch) -> list[int]:
+        """Return rows of rollouts that the step computes, whatever their length."""
+        computed = {row for number in range(len(batch.packed)) for row in batch.rollouts_of(number)}
+        members = sorted(computed)
+        count, ends = -(-len(members) // _ONE_IN), np.cumsum([len(group.rollouts) for group in batch.groups]).tolist()
+        kept = (
+            [row for row in range(ends[number] - len(batch.groups[number].rollouts), ends[number]) if row in computed]
+            for number in self.kept(batch.producing, len(batch.groups))
+        )
+        in_turn = (row for row in chain.from_iterable(zip_longest(*kept)) if row is not None)
+        looked_at = list(islice(in_turn, (count + 1) // 2))
+        others = [member for member in members if member not in looked_at]
+        spaced = others[:: -(-len(others) // (count - len(looked_at)))] if count > len(looked_at) else []
+        return sorted(looked_at + spaced)
+
+
+def _by_rollout(rollouts: Sequence[Rollout], seen: Sequence[Float32]) -> list[Float32]:
+    """Return the entropies of each rollout, turn after turn; none unless the probe has seen all tokens."""
+    lengths = [rollout.num_sampled_tokens for rollout in rollouts]
+    if len(seen) != 1 or len(seen[0]) != sum(lengths):
+        return []
+    table = SegmentTable.of(rollouts)
+    entropies = np.empty_like(seen[0])
+    entropies[table.rows(range(len(table.owners)))] = seen[0]
+    return np.split(entropies, np.cumsum(lengths)[:-1])

@@ -1,0 +1,220 @@
+"""`Publishing`: at most one publication of weights under way during the step, and the report of how it went.
+
+`StreamAnnouncer` announces a version once, on a stream, to all engines that follow it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from typing import Final, final
+
+import msgspec
+from pydantic import ValidationError
+
+from inference_contract.errors import ContractError, from_wire
+from inference_contract.weights import OnUpdate, WeightUpdateRequest, WeightUpdateResponse
+from pipelinerl.errors import PipelineError, UpdateError
+from pipelinerl.messages import (
+    ANNOUNCEMENTS,
+    TAKEN,
+    CanaryChecked,
+    Directive,
+    Published,
+    WeightsAnnounced,
+    WeightsTaken,
+    decode_taken,
+    encode_struct,
+)
+from pipelinerl.streams.stream import START, Stream, fresh_number
+from pipelinerl.training.canary_check import CanaryChecker
+from pipelinerl.training.rollouts.rollout_reader import ControllerLink
+from pipelinerl.weights.publisher import Publication, Publisher, PublishReport, wire_layout
+from trainer_contract.trainer import Trainer
+from trainer_contract.types import Float32, MicroBatch
+
+log = logging.getLogger("pipelinerl")
+
+
+@final
+class Publishing:
+    """Takes the trainer's weights to the engines, and has those prove them that the controller does not trust yet.
+
+    The trainer computes on meanwhile, and changes its weights only after `finish`:
+
+        await publishing.begin(directive, version)  # begins a task:
+            await link.raise_if_fenced()
+            await publisher.publish(publication)
+            await link.report(Published(...))
+            await canary_checker.check(directive.to_verify, report, forward)
+            await link.report(CanaryChecked(...))
+        step.accumulate(batch)                   # reads the weights, too
+        await publishing.finish()                # the task has ended: the engines have them
+        step.apply(accumulated)                  # changes them
+
+    A publication that fails is reported, engine by engine; training continues.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        link: ControllerLink,
+        publisher: Publisher,
+        canary_checker: CanaryChecker,
+        *,
+        worker: Executor,
+        on_update: OnUpdate,
+        timeout_s: float,
+    ) -> None:
+        """`worker` is the thread on which the trainer computes; `timeout_s` bounds a publication."""
+        self._trainer = trainer
+        self._link = link
+        self._publisher = publisher
+        self._canary_checker = canary_checker
+        self._worker = worker
+        self._layout = wire_layout(trainer.weight_layout())
+        self._on_update = on_update
+        self._timeout_s = timeout_s
+        self._under_way: asyncio.Task[None] | None = None
+
+    async def begin(self, directive: Directive, version: int) -> None:
+        """Publish the weights as they are to the engines that the directive names, once the one before has ended."""
+        await self.finish()
+        publication = Publication(
+            version=version,
+            epoch=directive.epoch,
+            layout=self._layout,
+            weights=self._trainer.gather_weights,
+            engines=directive.publish_to,
+            membership=directive.membership,
+            on_update=self._on_update,
+            timeout_s=self._timeout_s,
+        )
+        self._under_way = asyncio.create_task(self._publish(publication, directive))
+
+    async def finish(self) -> None:
+        """Wait for the publication under way, if any: weights may change only afterwards."""
+        if self._under_way is not None:
+            task, self._under_way = self._under_way, None
+            await task
+
+    async def raise_if_failed(self) -> None:
+        """Raise what has ended the publication under way, if anything has that is not an engine's."""
+        if self._under_way is not None and self._under_way.done():
+            await self.finish()
+
+    async def close(self) -> None:
+        """Leave the weight group."""
+        await self._publisher.close()
+
+    async def _publish(self, publication: Publication, directive: Directive) -> None:
+        await self._link.raise_if_fenced()
+        try:
+            report = await self._publisher.publish(publication)
+        except UpdateError as error:
+            log.error("publication of version %d failed: %s", publication.version, error)
+            report = PublishReport.failure(publication, error)
+        await self._link.report(
+            Published(
+                epoch=report.epoch,
+                model_version=report.version,
+                membership=publication.membership,
+                pauses_s=dict(report.pauses_s),
+                failed=dict(report.failed),
+                permanent=sorted(report.permanent),
+                blameless=sorted(report.blameless),
+                send_s=report.send_s,
+                total_s=report.total_s,
+                directive=directive.answers,
+            )
+        )
+        if requested := [url for url in directive.to_verify if url in report.pauses_s]:
+            findings = await self._canary_checker.check(requested, report, self._forward)
+            await self._link.report(
+                CanaryChecked(
+                    epoch=report.epoch,
+                    model_version=report.version,
+                    membership=publication.membership,
+                    worst=findings.worst,
+                    mismatched=findings.mismatched,
+                    failed=findings.failed,
+                    permanent=sorted(findings.permanent),
+                )
+            )
+
+    async def _forward(self, batch: MicroBatch) -> Float32:
+        loop = asyncio.get_running_loop()
+        (predictions,) = await loop.run_in_executor(self._worker, self._trainer.forward, [batch])
+        return predictions
+
+
+#: The version that an engine serves now, or the reason why it does not serve the new one.
+_Outcome = WeightUpdateResponse | ContractError | PipelineError
+
+_MOST: Final = 4096
+_BLOCK_S: Final = 1.0
+
+
+@final
+class StreamAnnouncer:
+    """Announcer of one trainer. Used from one event loop, one announcement at a time."""
+
+    def __init__(self, stream: Stream, *, quiet_s: float = 5.0) -> None:
+        self._stream = stream
+        self._quiet_s = quiet_s
+        self._offset = START
+        self._follow: set[str] = set()
+
+    async def tell(
+        self, prepare: WeightUpdateRequest, engines: Sequence[str], *, left_out: Sequence[str], deadline: float
+    ) -> dict[str, _Outcome]:
+        """Announce an update; see `Announcer`. Answers in `taken` to an earlier trainer are read too."""
+        before = self._offset
+        while await self._heard(block_s=0.0):
+            pass
+        awaited = self._follow.intersection(engines)
+        if not awaited:
+            return {}
+        announced = WeightsAnnounced(prepare=prepare.model_dump_json(exclude_none=True).encode(), left_out=[*left_out])
+        number = fresh_number(await self._stream.last_id(ANNOUNCEMENTS))
+        await self._stream.append(ANNOUNCEMENTS, [encode_struct(announced)], first_id=number)
+        answers: dict[str, _Outcome] = {}
+        heard_at = time.monotonic()
+        while awaited and (now := time.monotonic()) < (until := min(deadline, heard_at + self._quiet_s)):
+            for taken in await self._heard(block_s=min(_BLOCK_S, until - now)):
+                if taken.url in awaited and (taken.epoch, taken.version) == (prepare.epoch, prepare.version):
+                    answers[taken.url] = _answer(taken)
+                    awaited.discard(taken.url)
+                    heard_at = time.monotonic()
+        if awaited:
+            log.warning("%d engines that follow announcements have not reported; sending them requests", len(awaited))
+            self._follow -= awaited
+        await self._stream.trim(ANNOUNCEMENTS, before=f"{number}-0")
+        await self._stream.trim(TAKEN, before=before)  # later trainers read it
+        return answers
+
+    async def _heard(self, *, block_s: float) -> list[WeightsTaken]:
+        """Return what engines have said since the last call."""
+        found = []
+        for entry in await self._stream.read({TAKEN: self._offset}, count=_MOST, block_s=block_s):
+            self._offset = entry.entry_id
+            try:
+                found.append(decode_taken(entry.payload))
+            except msgspec.DecodeError:
+                log.error("skipping an unreadable report of an engine's weights: %s", entry.entry_id)
+        self._follow |= {taken.url for taken in found}
+        return found
+
+
+def _answer(taken: WeightsTaken) -> _Outcome:
+    try:
+        if not taken.error:
+            return WeightUpdateResponse.model_validate_json(taken.answer)
+        told: object = json.loads(taken.error)
+    except (ValidationError, ValueError):
+        told = None
+    return from_wire(taken.status, told)

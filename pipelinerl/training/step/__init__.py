@@ -1,1 +1,0 @@
-"""One optimizer step: forward passes, gradient, checks, figures."""

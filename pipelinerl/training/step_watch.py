@@ -1,0 +1,562 @@
+"""The training loop's reports on how groups end and what each step consists of.
+
+Watching has no influence on training. Between two steps it keeps a tally and one group as an example.
+
+`TrainingSamples` are the groups of a step that readers see. A few groups are drawn by seed and step, so that the choice
+is unbiased and a repeated run shows the same ones. One of the groups filtered since the last step represents all of
+them. Everything but the draw, including the decoding, runs on the log's thread. Tokens are kept as they were sampled
+and trained on.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from types import MappingProxyType
+from typing import Final, NamedTuple, Self, TypeVar, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_contract.schemas import FinishReason
+from pipelinerl.observability.logs import without_secrets
+from pipelinerl.observability.samples.record import (
+    AnswerRecord,
+    AnswerTokens,
+    SampleGroup,
+    SampleKind,
+    TokenTexts,
+    TurnRecord,
+)
+from pipelinerl.observability.samples.sample_log import SampleLog
+from pipelinerl.rng import generator
+from pipelinerl.training.rollouts.admission import GroupOutcome
+from pipelinerl.training.rollouts.batch import TrainBatch
+from pipelinerl.types import ROOT, Outcome, Rollout, RolloutGroup, Turn
+from trainer_contract.types import Float32, LossStats, MicroBatch
+
+#: Number of reasons counted separately in a step: those of a user's filter may all differ.
+MOST_REASONS: Final = 20
+OTHER_REASONS: Final = "other reasons"
+
+
+@final
+@dataclass(slots=True)
+class DomainTallies:
+    """Tallies since the last step, by domain and tag."""
+
+    _domains: dict[str, Tally] = field(default_factory=dict)
+    _tags: dict[str, Tally] = field(default_factory=dict)
+
+    def add(self, groups: Iterable[RolloutGroup]) -> None:
+        """Count groups that were trained or filtered."""
+        for group in groups:
+            self._merge(group, Tally.of(group))
+
+    def add_stale(self, group: RolloutGroup) -> None:
+        """Count a group that was too old."""
+        self._merge(group, Tally(stale=1))
+
+    def take(self) -> StepFigures:
+        """Return the figures and reset the tallies."""
+        domains, tags = self._domains, _bounded(self._tags)
+        self._domains, self._tags = {}, {}
+        return StepFigures(_figures(domains), _figures(tags))
+
+    def _merge(self, group: RolloutGroup, counts: Tally) -> None:
+        self._domains.setdefault(group.domain, Tally()).merge(counts)
+        for tag in dict.fromkeys(group.problem.tags[:_MOST_OF_A_GROUP]):
+            self._tags.setdefault(tag, Tally()).merge(counts)
+
+
+@final
+@dataclass(slots=True)
+class StepWatch:
+    """Recorder of what ends between two steps; `samples` is None if no samples are kept."""
+
+    samples: TrainingSamples | None = None
+    _tallies: DomainTallies = field(default_factory=DomainTallies)
+    _filtered: Counter[str] = field(default_factory=Counter)
+    _example: tuple[RolloutGroup, str] | None = None
+
+    def ended(self, groups: Iterable[RolloutGroup], fate: GroupOutcome, why: str) -> None:
+        """Record groups that ended without training: filtered for the reason `why`, or stale."""
+        for group in groups:
+            if fate is GroupOutcome.STALE:
+                self._tallies.add_stale(group)
+                continue
+            self._tallies.add([group])
+            self._filtered[why if why in self._filtered or len(self._filtered) < MOST_REASONS else OTHER_REASONS] += 1
+            self._example = (group, why)
+
+    def stepped(
+        self,
+        batch: TrainBatch,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        version: int,
+        losses: Sequence[LossStats | None] = (),
+        entropies: Mapping[int, Float32] = MappingProxyType({}),
+    ) -> StepFigures:
+        """Return the figures since the last step, and write samples of the step that made `version`.
+
+        Args:
+            micro_batches: those of the batch, with the advantages on which they trained.
+            losses: of each at the weights from which the step started, if known.
+            entropies: of the sampled tokens of some rollouts at these weights.
+        """
+        self._tallies.add(batch.groups)
+        if self.samples is not None:
+            filtered = None
+            if self._example is not None:
+                group, why = self._example
+                filtered = FilteredGroups(counts=dict(self._filtered), example=group, why=why)
+            self.samples.write(version, _rollouts(batch, micro_batches, losses, entropies), filtered)
+        self._filtered, self._example = Counter(), None
+        return self._tallies.take()
+
+
+def _rollouts(
+    batch: TrainBatch,
+    micro_batches: Sequence[MicroBatch],
+    losses: Sequence[LossStats | None],
+    entropies: Mapping[int, Float32],
+) -> StepRollouts:
+    advantages, trained = mean_advantages(batch, micro_batches)
+    return StepRollouts(
+        groups=batch.groups,
+        shaped=batch.scored.rewards,
+        advantages=advantages,
+        trained=trained,
+        tokens_of=lambda row: _tokens_of(row, batch, micro_batches, losses, entropies),
+    )
+
+
+def _tokens_of(
+    row: int,
+    batch: TrainBatch,
+    micro_batches: Sequence[MicroBatch],
+    losses: Sequence[LossStats | None],
+    entropies: Mapping[int, Float32],
+) -> TrainedTokens | None:
+    own = batch.segments.of_rollout(row)
+    start, length = int(batch.scored.lengths[:row].sum()), int(batch.scored.lengths[row])
+    advantages, logprobs = np.zeros(length, np.float32), np.zeros(length, np.float32)
+    trained, has_logprobs = False, bool(losses)
+    for number, (packed, micro_batch) in enumerate(zip(batch.packed, micro_batches, strict=True)):
+        loss = losses[number] if losses else None
+        for place, member in enumerate(packed.members):
+            if member not in own:
+                continue
+            first, end = np.searchsorted(micro_batch.segment_ids, (place, place + 1)).tolist()
+            mask, rows = micro_batch.loss_mask[first:end], batch.segments.rows([member]) - start
+            trained = True
+            advantages[rows] = micro_batch.advantages[first:end][mask]
+            if loss is None:
+                has_logprobs = False
+            else:
+                logprobs[rows] = loss.predictions[first:end][mask]
+    if not trained:
+        return None
+    return TrainedTokens(
+        advantages=advantages, logprobs=logprobs if has_logprobs else None, entropies=entropies.get(row)
+    )
+
+
+def mean_advantages(
+    batch: TrainBatch, micro_batches: Sequence[MicroBatch]
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Return the mean advantage over each rollout's sampled tokens [B], and whether the rollout was in the step [B].
+
+    A rollout left out of the packing because its advantages are all zero has 0; one that may not learn has NaN.
+    """
+    sums, trained = np.zeros(len(batch.learns)), np.zeros(len(batch.learns), bool)
+    for number, micro_batch in enumerate(micro_batches):
+        rollouts = np.array(batch.rollouts_of(number))
+        of_tokens = rollouts[micro_batch.segment_ids[micro_batch.loss_mask]]
+        sums += np.bincount(of_tokens, micro_batch.advantages[micro_batch.loss_mask], minlength=len(sums))
+        trained[rollouts] = True
+    means = sums / np.maximum(batch.scored.lengths, 1)
+    return np.where(trained | batch.learns, means, np.nan), trained
+
+
+#: Number of tags with figures of their own in a step, by rollouts; the rest are counted together.
+MOST_TAGS: Final = 50
+#: Name of the remaining tags.
+OTHER_TAGS: Final = "other"
+#: Bound of the counted tags of a group, and of the parts of a reward.
+_MOST_OF_A_GROUP: Final = 16
+
+
+class StepFigures(NamedTuple):
+    """Figures by name, for each domain and each tag."""
+
+    by_domain: dict[str, dict[str, float]]
+    by_tag: dict[str, dict[str, float]]
+
+
+@final
+@dataclass(slots=True)
+class Tally:
+    """Counts over groups of one kind."""
+
+    groups: int = 0
+    stale: int = 0
+    judged_groups: int = 0
+    all_right: int = 0
+    all_wrong: int = 0
+    judged: int = 0
+    right: int = 0
+    truncated: int = 0
+    reward: float = 0.0
+    episodes: int = 0
+    turns: int = 0
+    begun: Counter[str] = field(default_factory=Counter)
+    parts: dict[str, tuple[float, int]] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, group: RolloutGroup) -> Self:
+        """Return the counts of one group that was trained or filtered."""
+        counts, judged, right, wrong = cls(groups=1), 0, 0, 0
+        for rollout in group.rollouts:
+            verdict = rollout.verdict
+            outcome = verdict.outcome
+            counts.lengths.append(rollout.num_sampled_tokens)
+            counts.truncated += rollout.finish_reason == FinishReason.LENGTH
+            if rollout.turns and rollout.turns[0].agent:
+                counts.episodes += 1
+                counts.turns += len(rollout.turns)
+                counts.begun.update(turn.begins for turn in rollout.turns if turn.begins)
+            is_right, is_wrong = outcome is Outcome.CORRECT, outcome is Outcome.WRONG
+            if is_right or is_wrong or outcome.is_judgement:
+                judged += 1
+                right += is_right
+                wrong += is_wrong
+                counts.reward += verdict.reward
+                for name, reward in verdict.parts[:_MOST_OF_A_GROUP]:
+                    total, count = counts.parts.get(name, (0.0, 0))
+                    counts.parts[name] = (total + reward, count + 1)
+        counts.judged, counts.right = judged, right
+        counts.judged_groups = int(judged > 0)
+        counts.all_right, counts.all_wrong = int(judged > 0 and right == judged), int(judged > 0 and wrong == judged)
+        return counts
+
+    def merge(self, other: Tally) -> None:
+        """Add the counts of another tally."""
+        self.groups += other.groups
+        self.stale += other.stale
+        self.judged_groups += other.judged_groups
+        self.all_right += other.all_right
+        self.all_wrong += other.all_wrong
+        self.judged += other.judged
+        self.right += other.right
+        self.truncated += other.truncated
+        self.reward += other.reward
+        self.lengths += other.lengths
+        self.episodes += other.episodes
+        self.turns += other.turns
+        self.begun += other.begun
+        for name, (total, count) in other.parts.items():
+            before, number = self.parts.get(name, (0.0, 0))
+            self.parts[name] = (before + total, number + count)
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures of the module's table by name, without those that have no count."""
+        rollouts = len(self.lengths)
+        figures: dict[str, float] = {
+            "rollouts": rollouts,
+            "groups": self.groups,
+            "stale_groups": self.stale,
+            "stale": self.stale / max(1, self.stale + self.groups),
+        }
+        if rollouts:
+            figures["length_mean"] = sum(self.lengths) / rollouts
+            figures["length_p95"] = _percentile(sorted(self.lengths), 0.95)
+            figures["truncated"] = self.truncated / rollouts
+            figures["unjudged"] = 1 - self.judged / rollouts
+        if self.episodes:
+            figures["turns"] = self.turns / self.episodes
+            figures["segments"] = self.begun.total() / self.episodes
+            figures |= {f"segments.{reason}": count for reason, count in sorted(self.begun.items())}
+        if self.judged:
+            figures["reward"] = self.reward / self.judged
+            figures["accuracy"] = self.right / self.judged
+            figures["all_right"] = self.all_right / self.judged_groups
+            figures["all_wrong"] = self.all_wrong / self.judged_groups
+            figures |= {f"reward.{name}": total / count for name, (total, count) in self.parts.items()}
+        return figures
+
+
+def _percentile(rising: Sequence[int], share: float) -> float:
+    """Return numpy's percentile, linearly interpolated. numpy takes fifty times as long for short lists."""
+    place = share * (len(rising) - 1)
+    below = int(place)
+    above = min(below + 1, len(rising) - 1)
+    return rising[below] + (rising[above] - rising[below]) * (place - below)
+
+
+def _bounded(tags: Mapping[str, Tally]) -> dict[str, Tally]:
+    """Return the tags with most rollouts, by name, and the others as one."""
+    ranked = sorted(tags, key=lambda tag: (-len(tags[tag].lengths), tag))
+    kept = {tag: tags[tag] for tag in sorted(ranked[:MOST_TAGS])}
+    for tag in ranked[MOST_TAGS:]:
+        kept.setdefault(OTHER_TAGS, Tally()).merge(tags[tag])
+    return kept
+
+
+def _figures(tallies: Mapping[str, Tally]) -> dict[str, dict[str, float]]:
+    return {name: tally.figures() for name, tally in tallies.items()}
+
+
+T = TypeVar("T")
+
+#: Returns the text of token ids, special tokens included.
+Decode = Callable[[Sequence[int]], str]
+
+#: Bound of a group's tags that are kept, and of the parts of a reward.
+_MOST: Final = 16
+#: Number of different tokens whose texts are cached.
+_MOST_TEXTS: Final = 2**16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilteredGroups:
+    """The groups that were filtered since the last step: counts by reason, and the last group."""
+
+    counts: Mapping[str, int]
+    example: RolloutGroup
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedTokens:
+    """The sampled tokens of one rollout in its step, f32 [N], turn after turn.
+
+    Attributes:
+        logprobs: the trainer's; None if the policy stood still.
+        entropies: of the distributions from which they were sampled; None if not measured.
+    """
+
+    advantages: Float32
+    logprobs: Float32 | None
+    entropies: Float32 | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRollouts:
+    """The results of a step's rollouts, [B] each, group after group.
+
+    Attributes:
+        shaped: rewards from which advantages were computed. advantages: means over the tokens; NaN if there is none.
+        trained: True if the rollout had a gradient.
+        tokens_of: the tokens of a rollout by its number; None if it had no gradient.
+    """
+
+    groups: Sequence[RolloutGroup]
+    shaped: NDArray[np.float64]
+    advantages: NDArray[np.float64]
+    trained: NDArray[np.bool_]
+    tokens_of: Callable[[int], TrainedTokens | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trained:
+    """The results of one rollout."""
+
+    shaped: float | None = None
+    advantage: float | None = None
+    trained: bool = False
+    tokens: TrainedTokens | None = None
+
+
+_UNTRAINED: Final = _Trained()
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSamples:
+    """Writer of samples of the steps to a log."""
+
+    log: SampleLog
+    decode: Decode
+    seed: int
+    groups_per_step: int
+    _texts: dict[int, str] = field(default_factory=dict)
+
+    def write(self, version: int, step: StepRollouts, filtered: FilteredGroups | None) -> None:
+        """Write some groups of the step that made `version`, and a group that was filtered before it."""
+        chosen = drawn(self.seed, version, len(step.groups), self.groups_per_step)
+        now = time.time()
+        ends = np.cumsum([len(group.rollouts) for group in step.groups]).tolist()
+        picked = [
+            (group := step.groups[number], [self._part(step, row) for row in _rows(ends[number], group)])
+            for number in sorted(chosen)
+        ]
+        self.log.put(lambda: self._made(version, picked, filtered, now))
+
+    def _part(self, step: StepRollouts, row: int) -> _Trained:
+        return _Trained(
+            shaped=_finite(step.shaped[row]),
+            advantage=_finite(step.advantages[row]),
+            trained=bool(step.trained[row]),
+            tokens=step.tokens_of(row),
+        )
+
+    def _made(
+        self,
+        version: int,
+        picked: Sequence[tuple[RolloutGroup, Sequence[_Trained]]],
+        filtered: FilteredGroups | None,
+        now: float,
+    ) -> Iterator[SampleGroup]:
+        for group, parts in picked:
+            answers = tuple(
+                self._answer(rollout, version, _prompt(group), part)
+                for rollout, part in zip(group.rollouts, parts, strict=True)
+            )
+            yield self._group(SampleKind.TRAINED, group, version, answers, now)
+        if filtered is not None:
+            group = filtered.example
+            answers = tuple(self._answer(rollout, version, _prompt(group)) for rollout in group.rollouts)
+            yield self._group(
+                SampleKind.FILTERED, group, version, answers, now, why=filtered.why, counts=filtered.counts
+            )
+
+    def _group(
+        self,
+        kind: SampleKind,
+        group: RolloutGroup,
+        version: int,
+        answers: tuple[AnswerRecord, ...],
+        now: float,
+        *,
+        why: str = "",
+        counts: Mapping[str, int] | None = None,
+    ) -> SampleGroup:
+        context = _prompt(group).tolist()
+        return SampleGroup(
+            kind=kind,
+            step=version,
+            time=now,
+            group_id=group.group_id,
+            domain=group.domain,
+            problem_id=group.problem.problem_id,
+            tags=group.problem.tags[:_MOST],
+            prompt=self.decode(context),
+            prompt_tokens=self._tokens(context),
+            ground_truth=group.problem.ground_truth,
+            answers=answers,
+            why=why,
+            filtered=dict(counts or {}),
+        )
+
+    def _answer(
+        self, rollout: Rollout, version: int, prompt: NDArray[np.int32], part: _Trained = _UNTRAINED
+    ) -> AnswerRecord:
+        verdict, (first, *later) = rollout.verdict, rollout.turns
+        tokens = [first.token_ids, *(each for turn in later for each in (turn.context_token_ids, turn.token_ids))]
+        token_ids: list[int] = np.concatenate(tokens).tolist()
+        return AnswerRecord(
+            text=self.decode(token_ids),
+            outcome=verdict.outcome.value,
+            reward=_finite(verdict.reward) if verdict.outcome.is_judgement else None,
+            reason=without_secrets(verdict.reason),
+            parts=tuple((part.name, part.reward) for part in verdict.parts[:_MOST] if math.isfinite(part.reward)),
+            shaped=part.shaped,
+            advantage=part.advantage,
+            length=rollout.num_sampled_tokens,
+            finish_reason=rollout.finish_reason,
+            spans=tuple((span.model_version, span.num_tokens) for turn in rollout.turns for span in turn.spans),
+            staleness=version - rollout.oldest_version,
+            trained=part.trained,
+            tokens=self._columns(rollout, token_ids, part.tokens),
+            turns=self._turns(rollout, prompt) if len(rollout.turns) > 1 else (),
+        )
+
+    def _turns(self, rollout: Rollout, prompt: NDArray[np.int32]) -> tuple[TurnRecord, ...]:
+        """Return the turns of an episode, without the group's prompt, which is stored once."""
+        parents = rollout.parents or range(ROOT, len(rollout.turns) - 1)
+        segment_of = {turn: number for number, each in enumerate(rollout.segments, 1) for turn in each.trained}
+        return tuple(
+            TurnRecord(
+                context=self._context(turn, prompt),
+                text=self.decode(turn.token_ids.tolist()),
+                agent=turn.agent,
+                length=len(turn.token_ids),
+                reward=turn.reward,
+                segment=segment_of[number],
+                begins=turn.begins,
+                continues=parent + 1,
+            )
+            for number, (turn, parent) in enumerate(zip(rollout.turns, parents, strict=True))
+        )
+
+    def _context(self, turn: Turn, prompt: NDArray[np.int32]) -> str:
+        its = turn.context_token_ids
+        return "" if np.array_equal(its, prompt) else self.decode(its.tolist())
+
+    def _columns(self, rollout: Rollout, token_ids: Sequence[int], trained: TrainedTokens | None) -> AnswerTokens:
+        """Return the columns of an answer; `token_ids` are all tokens after the prompt."""
+        gaps = [0, *(len(turn.context_token_ids) for turn in rollout.turns[1:])]
+        counts = [len(turn.token_ids) for turn in rollout.turns]
+
+        def spread(values: Sequence[T]) -> tuple[T | None, ...]:
+            """Return the values at the sampled tokens, and None at tokens of the environment."""
+            if len(counts) == 1:
+                return tuple(values)
+            rest = iter(values)
+            parts = zip(gaps, counts, strict=True)
+            return tuple(each for gap, count in parts for each in (*(None,) * gap, *islice(rest, count)))
+
+        versions = [span.model_version for turn in rollout.turns for span in turn.spans for _ in range(span.num_tokens)]
+        logprobs = [each for turn in rollout.turns for each in turn.behavior_logprobs.tolist()]
+        ours = [] if trained is None or trained.logprobs is None else trained.logprobs.tolist()
+        entropies = [] if trained is None or trained.entropies is None else trained.entropies.tolist()
+        deltas = [a - b for a, b in zip(ours, logprobs, strict=False)]
+        return AnswerTokens(
+            tokens=self._tokens(token_ids),
+            versions=spread(versions),
+            logprobs=spread(_told(logprobs, "%.7g")),
+            deltas=spread(_told(deltas, "%.3g")) if deltas else (),
+            advantages=spread(_told(trained.advantages.tolist(), "%.4g")) if trained is not None else (),
+            entropies=spread(_told(entropies, "%.4g")) if entropies else (),
+        )
+
+    def _tokens(self, token_ids: Sequence[int]) -> TokenTexts:
+        return TokenTexts(ids=tuple(token_ids), texts=tuple(map(self._text, token_ids)))
+
+    def _text(self, token_id: int) -> str:
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self.decode([token_id]).encode(errors="replace").decode()
+            if len(self._texts) < _MOST_TEXTS:
+                self._texts[token_id] = text
+        return text
+
+
+def drawn(seed: int, version: int, groups: int, most: int) -> list[int]:
+    """Return the numbers of the groups that are kept of the step that makes a version."""
+    chosen: list[int] = generator(seed, "samples", version).permutation(groups)[:most].tolist()
+    return chosen
+
+
+def _prompt(group: RolloutGroup) -> NDArray[np.int32]:
+    return group.rollouts[0].turns[0].context_token_ids
+
+
+def _rows(end: int, group: RolloutGroup) -> range:
+    return range(end - len(group.rollouts), end)
+
+
+def _told(values: Sequence[float], form: str) -> list[float | None]:
+    """Return the values with the digits that readers need, to keep records small."""
+    return [float(form % value) if math.isfinite(value) else None for value in values]
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

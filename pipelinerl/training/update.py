@@ -1,0 +1,215 @@
+"""Updates of the policy and of its critic: one optimizer step of a batch, and the figures of all steps.
+
+Figures of a step are over every token of every update, at the log-probs on which its loss was evaluated: a rollout that
+trains in two epochs counts twice. Comparisons of engine and trainer use the first update alone, since only its
+log-probs come from the weights with which the step begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from statistics import fmean
+from typing import Final, final
+
+import numpy as np
+
+from pipelinerl.numerics import causes
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.statistics import cuts, statistics, trained_tokens
+from pipelinerl.objective.streams import Loss, only
+from pipelinerl.objective.tokens import Tokens
+from pipelinerl.objective.value_loss import ValueLoss, value_statistics
+from pipelinerl.training.rollouts.batch import MiniBatch, TrainBatch
+from pipelinerl.training.schedule import CONSTANT, LearningRateSchedule
+from trainer_contract.trainer import Trainer
+from trainer_contract.types import Float32, LossStats, MicroBatch, StepStats
+
+#: KL from π_old in nats per sampled token, by K3; `training.target_kl` bounds it.
+KL_OLD: Final = "kl_old"
+#: Figures of the tokens that are reported for each update.
+_TOLD: Final = (KL_OLD, "clip_fraction", "truncated_fraction", "ratio_max", "ess")
+
+
+class BatchEnd(StrEnum):
+    """The reason why a batch of several optimizer steps ended."""
+
+    WHOLE = "whole"
+    """All were made."""
+    KL = "kl"
+    """The next mini-batch's KL from π_old exceeded its bound."""
+    NOT_FINITE = "not_finite"
+    """The next mini-batch was not finite: what is left of the batch trains nothing."""
+
+    def figures(self, updates: Sequence[Update]) -> dict[str, float]:
+        """Return the end as figures of the step with these updates."""
+        return {
+            "optimizer_steps": float(len(updates)),
+            "ended_by_kl": float(self is BatchEnd.KL),
+            "ended_not_finite": float(self is BatchEnd.NOT_FINITE),
+        }
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradient:
+    """The losses of the backward passes over a mini-batch. There are none while the policy stands still.
+
+    `cross_entropy` is that of the demonstrations, in nats per token; None without any.
+    """
+
+    mini_batch: MiniBatch
+    losses: list[LossStats]
+    value_losses: list[LossStats]
+    cross_entropy: float | None = None
+
+    @property
+    def batch(self) -> TrainBatch:
+        """The packed rollouts of the mini-batch."""
+        return self.mini_batch.batch
+
+    @property
+    def trained(self) -> list[MicroBatch]:
+        """The micro-batches on which the policy was trained."""
+        return self.batch.micro_batches if self.losses else []
+
+    @property
+    def logprobs(self) -> list[Float32]:
+        """The policy's log-probs of each micro-batch, at the weights before the update."""
+        return [loss.predictions for loss in self.losses]
+
+    def kl_from_old(self, objective: PolicyObjective) -> float | None:
+        """Return K3 in nats per token; None if the batch has no old log-probs."""
+        return statistics(objective, trained_tokens(self.trained, self.logprobs)).get(KL_OLD)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """An optimizer step with the gradient, and the critic's step if there is a critic."""
+
+    gradient: Gradient
+    policy: StepStats
+    critic: StepStats | None
+
+    def figures(self, objective: PolicyObjective) -> dict[str, float]:
+        """Return the figures of this update; epochs and mini-batches are counted from 1."""
+        gradient, tokens = self.gradient, _tokens([self])
+        measured = statistics(gradient.batch.losses.objective(objective), tokens)
+        return {
+            "epoch": gradient.mini_batch.epoch + 1.0,
+            "mini_batch": gradient.mini_batch.number + 1.0,
+            "loss": _loss(gradient.losses),
+            "grad_norm": self.policy.grad_norm,
+            "learning_rate": self.policy.learning_rate,
+            "tokens": float(sum(batch.loss_mask.sum() for batch in gradient.trained)),
+            **{name: measured[name] for name in _TOLD if name in measured},
+            **({"value_loss": _loss(gradient.value_losses)} if self.critic else {}),
+        }
+
+
+def figures_of(updates: Sequence[Update], objective: PolicyObjective, *, held_version: int) -> dict[str, float]:
+    """Return the figures of a step with these updates, which began with the weights `held_version`."""
+    tokens, first = _tokens(updates), updates[0].gradient
+    streamed = first.batch.losses.objective(objective)
+    compared = causes.sampled_tokens(first.trained, first.logprobs)
+    found = {
+        **statistics(streamed, tokens),
+        **causes.figures(compared, held_version=held_version, cuts=cuts(streamed, _tokens(updates[:1]))),
+    }
+    if len(updates) > 1 and (sampled := causes.sampled_tokens(_trained(updates), _logprobs(updates))) is not None:
+        found |= causes.by_age(held_version - sampled.versions, cuts(streamed, tokens))
+    return {
+        **found,
+        **_of_critic(updates),
+        **_of_sending(updates),
+        **_of_demonstrations(updates),
+        "loss": fmean(_loss(update.gradient.losses) for update in updates),
+        "grad_norm": fmean(update.policy.grad_norm for update in updates),
+        "learning_rate": updates[-1].policy.learning_rate,
+        "micro_batches": float(sum(len(update.gradient.batch.packed) for update in updates)),
+    }
+
+
+def _of_sending(updates: Sequence[Update]) -> dict[str, float]:
+    shares = [update.policy.sent_share for update in updates if update.policy.sent_share is not None]
+    return {"sent_share": fmean(shares)} if shares else {}
+
+
+def _of_demonstrations(updates: Sequence[Update]) -> dict[str, float]:
+    losses = [update.gradient.cross_entropy for update in updates if update.gradient.cross_entropy is not None]
+    return {"ce_loss": fmean(losses)} if losses else {}
+
+
+def _of_critic(updates: Sequence[Update]) -> dict[str, float]:
+    made = [update.critic for update in updates if update.critic is not None]
+    if not made:
+        return {}
+    losses = [update.gradient.value_losses for update in updates]
+    batches = [only(batch, Loss.RL) for update in updates for batch in update.gradient.batch.micro_batches]
+    return {
+        **value_statistics(batches, [loss.predictions for each in losses for loss in each]),
+        "value_loss": fmean(_loss(each) for each in losses),
+        "value_grad_norm": fmean(step.grad_norm for step in made),
+        "value_learning_rate": made[-1].learning_rate,
+    }
+
+
+def _tokens(updates: Sequence[Update]) -> Tokens | None:
+    return trained_tokens(_trained(updates), _logprobs(updates))
+
+
+def _trained(updates: Sequence[Update]) -> list[MicroBatch]:
+    return [batch for update in updates for batch in update.gradient.trained]
+
+
+def _logprobs(updates: Sequence[Update]) -> list[Float32]:
+    return [logprobs for update in updates for logprobs in update.gradient.logprobs]
+
+
+def _loss(losses: Sequence[LossStats]) -> float:
+    return float(sum(loss.loss for loss in losses))
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Critic:
+    """The worker, its loss, and the warm-up during which the policy waits for it.
+
+    Its rate is the peak times `schedule` of the run's optimizer steps, including those of its warm-up.
+
+    During the warm-up the policy stands still: its optimizer steps have no token, its weights stay equal to the bit,
+    and its version rises. One version per step keeps everything that depends on versions simple: pacing by staleness,
+    one checkpoint and one report per step, exactly-once. The cost is the publication of unchanged weights, and a
+    staleness that looks slightly too high.
+    """
+
+    worker: Trainer
+    loss: ValueLoss
+    learning_rate: float
+    schedule: LearningRateSchedule = CONSTANT
+    warmup_steps: int = 0
+
+    def warms_up(self, version: int) -> bool:
+        """Return whether the policy stands still in the step that follows `version`."""
+        return version < self.warmup_steps
+
+    def weighed(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return the micro-batches with equal weights of all tokens that take the run's objective, whatever its
+        aggregation; the loss mask leaves the others out.
+        """
+        rewarded = [only(batch, Loss.RL) for batch in micro_batches]
+        total = sum(int(batch.loss_mask.sum()) for batch in rewarded)
+        return [
+            replace(
+                batch,
+                weights=(batch.loss_mask / np.float32(max(total, 1))).astype(np.float32),
+                routed_experts=None,  # they belong to the policy
+            )
+            for batch in rewarded
+        ]
+
+    def apply(self, step: int) -> StepStats:
+        """Make the critic's optimizer step number `step` of the run, from 0."""
+        return self.worker.optimizer_step(learning_rate=self.learning_rate * self.schedule.factor(step))

@@ -1,0 +1,142 @@
+"""The weights that may have sampled tokens of acceptable rollouts, in host memory.
+
+    publish v ──▶ keep v, forget versions below v + 1 − k ──▶ forward pass of a step at each version in its batch
+
+Only published weights sample, so only those are kept: about k/j of the k versions from which a rollout may come. A
+version names one set of weights, also in a checkpoint, since rollouts of an abandoned epoch are rejected before their
+weights are needed.
+
+The history follows k: it shrinks at the first publication after k fell and grows after k rose. A version that was
+dropped by then, or that a checkpoint was written without, cannot be restored. Its rollouts end as stale, and the log
+says why. Other weights are never used in its place.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, Self, final
+
+import numpy as np
+from safetensors import SafetensorError, deserialize
+
+from pipelinerl.errors import CheckpointError, RecordError
+from pipelinerl.training.checkpoints.manifest import write_weights
+from pipelinerl.types import RolloutGroup
+from trainer_contract.errors import StateError
+from trainer_contract.host_weights import check_weights, copied
+from trainer_contract.trainer import Trainer
+from trainer_contract.types import HostWeights, ParameterInfo
+
+log = logging.getLogger("pipelinerl")
+_PREFIX: Final = "version-"
+
+
+@final
+class WeightHistory:
+    """Copies of one policy's weights, by version. A copy never changes, so weights that were read stay valid."""
+
+    def __init__(
+        self,
+        layout: Sequence[ParameterInfo],
+        held: Mapping[int, HostWeights] = MappingProxyType({}),
+    ) -> None:
+        self._layout = tuple(layout)
+        self._held = dict(held)
+        self._missed: set[int] = set()
+
+    @property
+    def versions(self) -> list[int]:
+        """The versions that are held, ascending."""
+        return sorted(self._held)
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory of the copies."""
+        return sum(data.nbytes for weights in self._held.values() for data in weights.values())
+
+    def figures(self) -> dict[str, float]:
+        """Return the history's figures for a step."""
+        return {"history_versions": float(len(self._held)), "history_bytes": float(self.num_bytes)}
+
+    def keep(self, trainer: Trainer, *, version: int, acceptance: float) -> None:
+        """Copy the trainer's weights, which are about to sample, and drop those that no step may need any more.
+
+        Args:
+            version: v, of the weights.
+            acceptance: k; the next step, which makes version v + 1, takes nothing older than v + 1 − k.
+        """
+        before = len(self._held)
+        for older in [held for held in self._held if held < version + 1 - acceptance]:
+            del self._held[older]
+        if version not in self._held:
+            self._held[version] = copied(trainer.gather_weights())
+        if len(self._held) > before:
+            log.info(
+                "weights of %d versions are kept for old_logprobs: %d to %d, %.1f MiB on the host",
+                len(self._held),
+                min(self._held),
+                version,
+                self.num_bytes / 2**20,
+            )
+
+    def weights(self, version: int) -> HostWeights:
+        """Return the weights of one version.
+
+        Raises:
+            RecordError: they are not held.
+        """
+        if version not in self._held:
+            raise RecordError(
+                f"the weights of version {version} are no longer kept, so log-probs at them cannot be computed; "
+                f"kept are {', '.join(map(str, self.versions)) or 'none'}"
+            )
+        return self._held[version]
+
+    def covers(self, group: RolloutGroup) -> bool:
+        """Return whether the weights of all its tokens are held. The log names each missing version once."""
+        versions = {span.model_version for one in group.rollouts for turn in one.turns for span in turn.spans}
+        missing = versions - self._held.keys()
+        if missing - self._missed:
+            log.warning(
+                "weights of version %s are not kept, so their samples cannot train and count as stale: "
+                "k was lower when they were made, or the checkpoint was written without them",
+                ", ".join(map(str, sorted(missing))),
+            )
+        self._missed |= missing
+        return not missing
+
+    # --- in a checkpoint -------------------------------------------------------------------------------------------
+
+    def saver(self) -> Callable[[Path], None]:
+        """Return a function that writes a file below a directory for each version that is held now, whenever it is
+        called.
+        """
+        return partial(_save, self._layout, dict(self._held))
+
+    @classmethod
+    def restored(cls, path: Path, layout: Sequence[ParameterInfo]) -> Self:
+        """Return the history saved below `path`; an empty one if nothing was.
+
+        Raises:
+            CheckpointError: a file is damaged, or of another model.
+        """
+        files = sorted(path.glob(f"{_PREFIX}*.safetensors"))
+        return cls(layout, {int(file.stem.removeprefix(_PREFIX)): _read(file, layout) for file in files})
+
+
+def _save(layout: Sequence[ParameterInfo], held: Mapping[int, HostWeights], path: Path) -> None:
+    for version, weights in held.items():
+        write_weights(path / f"{_PREFIX}{version:06d}.safetensors", layout, weights.items())
+
+
+def _read(file: Path, layout: Iterable[ParameterInfo]) -> HostWeights:
+    try:
+        weights = {name: np.frombuffer(tensor["data"], np.uint8) for name, tensor in deserialize(file.read_bytes())}
+        check_weights(weights, tuple(layout))
+    except (OSError, SafetensorError, StateError) as error:
+        raise CheckpointError(f"{file} cannot be used: {error}; choose another checkpoint") from error
+    return weights

@@ -1,0 +1,217 @@
+"""Canary checks: real trainers and engines agree, and each kind of error is reported as a mismatch with its numbers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference_contract.errors import Overloaded
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, ModelList
+from pipelinerl.engines.bigram import engine as bigram_engine
+from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.engines.http.server import create_app
+from pipelinerl.engines.options import EngineOptions
+from pipelinerl.errors import EngineUnreachable
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.models.tiny_decoder import char_tokenizer
+from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.training.canary_check import TOLERANCES, Canary, CanaryFindings, LogprobCanaryChecker
+from pipelinerl.types import Priority
+from pipelinerl.weights.publisher import PublishReport
+from tests.fakes.served import in_thread
+from trainer_contract.errors import NonFiniteError
+from trainer_contract.types import Float32, MicroBatch, TrainerSpec
+
+CANARY = Canary(messages=(ChatMessage(role="user", content="abc"),), tolerance=TOLERANCES["float32"], deadline_s=10.0)
+
+
+def published(*, version: int = 0, epoch: int = 0, digest: str = "") -> PublishReport:
+    return PublishReport(version=version, epoch=epoch, digest=digest, send_s=0.0, total_s=0.0, pauses_s={}, failed={})
+
+
+def model(path: Path, *, seed: int) -> Path:
+    tokenizer = char_tokenizer(alphabet="abcdefghijklmnopqrstuvwxyz ")
+    BigramModel.random(len(tokenizer), seed=seed).save(path)
+    tokenizer.save_pretrained(str(path), save_jinja_files=False)
+    return path
+
+
+class Twisted:
+    """An engine whose answers are altered in transit; satisfies `CanaryEngines`."""
+
+    def __init__(self, client: EngineClient, twist: Any = lambda completion: completion) -> None:
+        self._client = client
+        self._twist = twist
+
+    async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
+        twisted: ChatCompletion = self._twist(await self._client.chat(url, request))
+        return twisted
+
+    async def models(self, url: str) -> ModelList:
+        return await self._client.models(url)
+
+
+class World:
+    """A trainer, and an engine behind HTTP that started from the model of a seed."""
+
+    def __init__(self, url: str, client: EngineClient, trainer: BigramTrainer) -> None:
+        self.url, self.client, self.trainer = url, client, trainer
+
+    async def forward(self, batch: MicroBatch) -> Float32:
+        return self.trainer.forward([batch])[0]
+
+    async def findings(
+        self, *, twist: Any = lambda completion: completion, canary: Canary = CANARY, **report: Any
+    ) -> CanaryFindings:
+        canary_checker = LogprobCanaryChecker(canary, Twisted(self.client, twist))
+        return await canary_checker.check([self.url], published(**report), self.forward)
+
+
+@asynccontextmanager
+async def world(tmp_path: Path, *, engine_seed: int = 0) -> AsyncIterator[World]:
+    trainer = BigramTrainer()
+    trainer.init_worker(TrainerSpec(model_path=model(tmp_path / "trainer", seed=0)))
+    served = model(tmp_path / "engine", seed=engine_seed)
+    engine = bigram_engine.from_options(
+        EngineOptions(model_path=served, model_id="bigram", slots=8, max_waiting=64, context_length=64)
+    )
+    with in_thread(create_app(engine, token=None)) as url:
+        async with EngineClient() as client:
+            yield World(url, client, trainer)
+
+
+async def test_equal_weights_pass_and_others_fail_with_numbers(tmp_path: Path) -> None:
+    async with world(tmp_path / "same") as same:
+        findings = await same.findings()
+        assert findings.worst[same.url] < 1e-5 and not findings.mismatched and not findings.failed
+    async with world(tmp_path / "other", engine_seed=1) as other:
+        (reason,) = (await other.findings()).mismatched.values()
+        assert reason.startswith("log-probs of ") and "within 0.0001 nats of the trainer's" in reason
+        assert "inf" not in reason and "the worst is" in reason
+
+
+@pytest.mark.parametrize(("off", "is_proven"), [(0.25, True), (0.35, False)])
+async def test_coarse_weights_are_judged_by_the_mean(tmp_path: Path, off: float, is_proven: bool) -> None:
+    """All tokens are off by the same amount."""
+
+    def twist(completion: ChatCompletion) -> ChatCompletion:
+        choices = [
+            choice.model_copy(update={"token_logprobs": [x - off for x in choice.token_logprobs or ()]})
+            for choice in completion.choices
+        ]
+        return completion.model_copy(update={"choices": choices})
+
+    canary = replace(CANARY, tolerance=TOLERANCES["int8"])
+    async with world(tmp_path) as made:
+        assert (made.url in (await made.findings(twist=twist, canary=canary)).worst) == is_proven
+
+
+def _choices(**changes: Any) -> Any:
+    def twist(completion: ChatCompletion) -> ChatCompletion:
+        choices: list[Choice] = [choice.model_copy(update=changes) for choice in completion.choices]
+        return completion.model_copy(update={"choices": choices})
+
+    return twist
+
+
+def _tokens(token: int) -> Any:
+    """Replace every sampled token by this one."""
+
+    def twist(completion: ChatCompletion) -> ChatCompletion:
+        choices = [
+            choice.model_copy(update={"token_ids": [token] * len(choice.token_ids or ())})
+            for choice in completion.choices
+        ]
+        return completion.model_copy(update={"choices": choices})
+
+    return twist
+
+
+@pytest.mark.parametrize(
+    ("twist", "report", "sentence"),
+    [
+        (_choices(), {"version": 1}, "must be sampled by version 1, its spans are"),
+        (_choices(), {"epoch": 2}, "must be sampled in epoch 2, its answer is of 0"),
+        (_choices(), {"digest": "abc"}, "the digest of its weights must be abc, it reports"),
+        (_choices(token_ids=None), {}, "token ids and their log-probs; choice 0 is not"),
+        (_choices(token_ids=[]), {}, "choice 0 is not"),
+        (_choices(token_logprobs=[-0.1]), {}, "choice 0 is not"),
+        (_choices(version_spans=[(0, 1), (1, 3)]), {}, "must be sampled by version 0"),
+        (_tokens(10_000), {}, "the trainer cannot compute its answer: token_ids must lie in 0.."),
+        (_tokens(-1), {}, "the trainer cannot compute its answer: token_ids must lie in 0.."),
+        (_tokens(2**31), {}, "the canary must be answered with token ids, choice 0 has others"),
+        (_tokens(2**70), {}, "the canary must be answered with token ids, choice 0 has others"),
+        (lambda completion: completion.model_copy(update={"choices": []}), {}, "at least one choice"),
+    ],
+)
+async def test_invalid_answer_is_a_mismatch(tmp_path: Path, twist: Any, report: dict[str, Any], sentence: str) -> None:
+    async with world(tmp_path) as made:
+        findings = await made.findings(twist=twist, **report)
+        assert sentence in findings.mismatched[made.url] and not findings.worst
+
+
+async def test_non_finite_log_probs_are_not_accepted(tmp_path: Path) -> None:
+    async with world(tmp_path) as made:
+
+        def nan(completion: ChatCompletion) -> ChatCompletion:
+            lengths = [len(choice.token_ids or ()) for choice in completion.choices]
+            choices = [
+                choice.model_copy(update={"token_logprobs": [float("nan")] * length})
+                for choice, length in zip(completion.choices, lengths, strict=True)
+            ]
+            return completion.model_copy(update={"choices": choices})
+
+        assert "the worst is nan off" in (await made.findings(twist=nan)).mismatched[made.url]
+
+        async def broken(batch: MicroBatch) -> Float32:
+            raise NonFiniteError("logprobs")
+
+        findings = await LogprobCanaryChecker(CANARY, made.client).check([made.url], published(), broken)
+        assert "the trainer has no log-probs to compare with" in findings.mismatched[made.url]
+
+
+class Reluctant:
+    """An engine that rejects, hangs or is absent; satisfies `CanaryEngines`."""
+
+    def __init__(self, *outcomes: Exception | float) -> None:
+        self.outcomes = list(outcomes)
+
+    async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
+        outcome = self.outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        await asyncio.sleep(outcome)
+        raise AssertionError
+
+    async def models(self, url: str) -> ModelList:
+        return ModelList(data=[])
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "sentence"),
+    [
+        ((EngineUnreachable("gone"),), "the canary was not answered: gone"),
+        ((Overloaded("full"), Overloaded("full"), EngineUnreachable("gone")), "the canary was not answered: gone"),
+        ((9.0,), "the canary had no answer within 0.5 s"),
+    ],
+)
+async def test_missing_answer_is_not_a_mismatch(outcomes: tuple[Exception | float, ...], sentence: str) -> None:
+    canary = Canary(messages=CANARY.messages, tolerance=TOLERANCES["float32"], deadline_s=0.5)
+
+    async def never(batch: MicroBatch) -> Float32:
+        raise AssertionError
+
+    findings = await LogprobCanaryChecker(canary, Reluctant(*outcomes)).check(["http://a"], published(), never)
+    assert findings == CanaryFindings(failed={"http://a": sentence})
+
+
+def test_every_version_is_requested_with_different_noise() -> None:
+    first, second = CANARY.request(1), CANARY.request(2)
+    assert first.seed != second.seed and first.temperature == 1.0 and first.top_p == 1.0 and first.top_k == 0
+    assert first.priority < min(Priority.EVALUATION, Priority.TRAINING), "the engine has no work before it is proven"

@@ -1,0 +1,112 @@
+"""The exact entropy equals that of the distributions, on any trainer, and measuring it changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.objective.presets import resolve
+from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.training.forward_passes import EXACT_ENTROPY, EntropyMeter, ForwardPasses
+from pipelinerl.training.rollouts.batch import TrainBatch, build
+from pipelinerl.training.train_step import TrainStep
+from pipelinerl.types import ROOT
+from tests.fakes.rollouts import episode, group
+from trainer_contract.types import OptimizerSpec, TrainerSpec
+
+VOCAB = 7
+OBJECTIVE = resolve("grpo")
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> TrainerSpec:
+    BigramModel.random(VOCAB, seed=4).save(tmp_path / "model")
+    return TrainerSpec(model_path=tmp_path / "model", optimizer=OptimizerSpec(eps=1.0, grad_clip=0.0))
+
+
+def worker(spec: TrainerSpec) -> BigramTrainer:
+    made = BigramTrainer()
+    made.init_worker(spec)
+    return made
+
+
+def batch(groups: int = 20, *, producing: int = 1) -> TrainBatch:
+    made = [group(index) for index in range(groups)]
+    return build(made, objective=OBJECTIVE, token_budget=64, producing=producing)
+
+
+def test_figure_is_the_mean_entropy_over_sampled_tokens(spec: TrainerSpec) -> None:
+    made = worker(spec)
+    (_, logits), *_ = made.gather_weights()
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    logprobs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    entropy = -(np.exp(logprobs) * logprobs).sum(axis=1)
+    expected = entropy[[2, 3]].mean()  # each rollout samples 3 and 4 after the prompt 1, 2
+    assert EntropyMeter(1).measure(made, batch()).figures == {EXACT_ENTROPY: pytest.approx(expected, rel=1e-5)}
+
+
+def test_kept_answers_are_measured_first_with_every_token(spec: TrainerSpec) -> None:
+    made = worker(spec)
+    (_, logits), *_ = made.gather_weights()
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    logprobs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    entropy = -(np.exp(logprobs) * logprobs).sum(axis=1)
+    asked = []
+
+    def kept(version: int, groups: int) -> list[int]:
+        asked.append((version, groups))
+        return [7, 19]
+
+    told = EntropyMeter(1, kept).measure(made, batch(40, producing=3))  # 80 rollouts: 5 are measured
+    assert asked == [(3, 40)]
+    assert {14, 15, 38} < told.of_tokens.keys() and len(told.of_tokens) == 5, "in turn, three of five"
+    for tokens in told.of_tokens.values():
+        np.testing.assert_allclose(tokens, entropy[[2, 3]], rtol=1e-5)
+    everyone = np.concatenate(list(told.of_tokens.values()))
+    assert told.figures[EXACT_ENTROPY] == pytest.approx(everyone.mean(), rel=1e-6)
+    assert len(EntropyMeter(1).measure(made, batch(40)).of_tokens) == 5, "as many where none is kept"
+
+
+def test_entropies_of_a_branching_episode_are_in_turn_order(spec: TrainerSpec) -> None:
+    made = worker(spec)
+    (_, logits), *_ = made.gather_weights()
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    logprobs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    entropy = -(np.exp(logprobs) * logprobs).sum(axis=1)
+    turns = [((0, 1), (2,)), ((3,), (4,)), ((5, 6), (0, 2)), ((4,), (1,))]
+    # Two agents alternate, so the segments are turns 0 and 2, and turns 1 and 3.
+    forked = episode(turns, (ROOT, ROOT, 0, 1))
+    groups = [replace(group(0), rollouts=(forked, episode(turns, reward=0.0)))]
+    told = EntropyMeter(1).measure(made, build(groups, objective=OBJECTIVE, token_budget=64, producing=1))
+    np.testing.assert_allclose(told.of_tokens[0], entropy[[1, 3, 6, 0, 4]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8, 9, 33])
+@pytest.mark.parametrize("most", [0, 1, 2, 50])
+def test_number_of_measured_rollouts_does_not_depend_on_kept_answers(spec: TrainerSpec, groups: int, most: int) -> None:
+    meter = EntropyMeter(1, lambda version, count: range(count)[:most])
+    told = meter.measure(worker(spec), batch(groups)).of_tokens
+    assert len(told) in {-(-2 * groups // 16), -(-2 * groups // 16) - 1} and len(told) >= 1
+
+
+def test_step_is_bit_identical_with_and_without_the_meter(spec: TrainerSpec) -> None:
+    results = []
+    for meter in (EntropyMeter(0), EntropyMeter(1)):
+        step = TrainStep(passes=ForwardPasses(policy=worker(spec)), entropy=meter)
+        figures = [step.apply(step.accumulate(batch(), OBJECTIVE), learning_rates=[0.1]).figures for _ in range(3)]
+        (_, weights), *_ = step.passes.policy.gather_weights()
+        results.append((figures, weights.tobytes()))
+    (without, plain), (with_it, measured) = results
+    assert plain == measured
+    assert [each.pop(EXACT_ENTROPY) > 0 for each in with_it] == [True] * 3 and with_it == without
+
+
+def test_entropy_is_measured_every_n_steps(spec: TrainerSpec) -> None:
+    step = TrainStep(passes=ForwardPasses(policy=worker(spec)), entropy=EntropyMeter(3))
+    batches = [batch(producing=version) for version in range(1, 8)]
+    figures = [step.apply(step.accumulate(each, OBJECTIVE), learning_rates=[0.1]).figures for each in batches]
+    assert [EXACT_ENTROPY in each for each in figures] == [False, False, True, False, False, True, False]

@@ -1,0 +1,279 @@
+"""Batches of several optimizer steps against PPO written out, on every backend, and how such batches end early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipelinerl import rng
+from pipelinerl.enums import OldLogprobs
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.value_loss import ValueLoss
+from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.trainers.jax.trainer import JaxTrainer
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.training.finite_check import NonFiniteStep
+from pipelinerl.training.forward_passes import ForwardPasses
+from pipelinerl.training.rollouts.batch import MiniBatching, build
+from pipelinerl.training.schedule import LearningRateSchedule
+from pipelinerl.training.train_step import StepResult, TrainStep
+from pipelinerl.training.update import Critic
+from pipelinerl.types import RolloutGroup
+from tests.fakes.rollouts import group, rollout
+from trainer_contract.errors import NonFiniteError
+from trainer_contract.trainer import Trainer
+from trainer_contract.types import Device, Head, OptimizerSpec, StepStats, TrainerSpec
+
+VOCAB, EPSILON, BATCHES = 24, 0.02, 3
+DEALING = MiniBatching(epochs=2, mini_batches=3, seed=11)
+OBJECTIVE = resolve(
+    {
+        "preset": "grpo",
+        "adv": {"scale": "none"},
+        "grad1": {"over": "old", "epsilon_low": EPSILON, "epsilon_high": EPSILON},
+    }
+)
+#: eps is large enough that rounding errors of the gradient remain rounding errors of the weights.
+OPTIMIZER = OptimizerSpec(betas=(0.9, 0.95), eps=1e-3, grad_clip=0.5)
+#: Learning rates of a batch's optimizer steps, all different.
+RATES = [1e-2 / (1 + n) for n in range(DEALING.updates)]
+
+
+def batch_of(number: int) -> list[RolloutGroup]:
+    """Return seven ragged groups of three; one has equal rewards. Token 0 is padding for torch's embedding."""
+    draw, made = rng.generator(number, "epochs"), []
+    for index in range(7):
+        rewards = (1.0, 1.0, 1.0) if index == 4 else (0.0, 1.0, float(draw.uniform()))
+        rollouts = [
+            rollout(
+                reward=reward,
+                prompt=draw.integers(1, VOCAB, int(draw.integers(2, 5))).tolist(),
+                sampled=draw.integers(1, VOCAB, int(draw.integers(1, 9))).tolist(),
+            )
+            for reward in rewards
+        ]
+        made.append(replace(group(index), rollouts=tuple(rollouts)))
+    return made
+
+
+# --- Schulman et al. 2017, Algorithm 1, rollout by rollout ------------------------------------------------------------
+
+#: Log-probs [L] of the sampled tokens of a rollout, differentiable.
+LogProbs = Callable[[list[int], list[int]], torch.Tensor]
+
+
+def oracle(logprobs: LogProbs, parameters: list[torch.nn.Parameter]) -> list[tuple[float, float]]:
+    """Train with PPO written out; return loss and gradient norm of each optimizer step.
+
+    `MiniBatching.dealt` gives the mini-batches. The reported loss excludes clipped tokens, which are constants in it,
+    as `ClippedRatio` does.
+    """
+    optimizer = torch.optim.AdamW(
+        parameters, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, weight_decay=OPTIMIZER.weight_decay
+    )
+    told = []
+    for number in range(1, BATCHES + 1):
+        groups = batch_of(number)
+        rollouts = [
+            [(r.turns[0].context_token_ids.tolist(), r.turns[0].token_ids.tolist()) for r in g.rollouts] for g in groups
+        ]
+        rewards = [[r.verdict.reward for r in g.rollouts] for g in groups]
+        advantages = [[reward - sum(each) / len(each) for reward in each] for each in rewards]
+        with torch.no_grad():  # π_old is computed once, before the batch's first optimizer step
+            old = [[logprobs(*one) for one in members] for members in rollouts]
+        sizes = [0 if i == 4 else sum(len(p) + len(s) for p, s in rollouts[i]) for i in range(7)]
+        rates = iter(RATES)
+        for epoch in range(DEALING.epochs):
+            for part in DEALING.dealt(sizes, producing=number, epoch=epoch):
+                loss, unclipped = torch.zeros((), dtype=parameters[0].dtype), 0.0
+                for i in part:
+                    for one, before, advantage in zip(rollouts[i], old[i], advantages[i], strict=True):
+                        ratio = (logprobs(*one) - before).exp()
+                        clipped = ratio.clamp(1 - EPSILON, 1 + EPSILON)
+                        surrogate = torch.minimum(ratio * advantage, clipped * advantage)
+                        loss = loss - surrogate.mean() / (3 * len(part))
+                        its = ratio.detach() * advantage
+                        unclipped -= float((its * (its <= surrogate.detach())).mean()) / (3 * len(part))
+                optimizer.zero_grad()
+                loss.backward()
+                norm = float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.grad_clip))
+                optimizer.param_groups[0]["lr"] = next(rates)
+                optimizer.step()
+                told.append((unclipped, norm))
+    return told
+
+
+@dataclass
+class Subject:
+    """A backend and its oracle's model; `oracle_weights` returns the weights by name after `oracle` has run."""
+
+    trainer: Trainer
+    logprobs: LogProbs
+    parameters: dict[str, torch.nn.Parameter]
+
+
+def of_bigram(path: Path) -> Subject:
+    BigramModel.random(VOCAB, seed=4).save(path)
+    trainer = BigramTrainer()
+    trainer.init_worker(TrainerSpec(model_path=path, optimizer=OPTIMIZER))
+    ((name, table),) = trainer.gather_weights()
+    logits = torch.nn.Parameter(torch.tensor(table, dtype=torch.float64))
+
+    def logprobs(prompt: list[int], sampled: list[int]) -> torch.Tensor:
+        rows = torch.log_softmax(logits[[prompt[-1], *sampled[:-1]]], dim=-1)
+        return rows[range(len(sampled)), sampled]
+
+    return Subject(trainer, logprobs, {name: logits})
+
+
+def of_decoder(path: Path, trainer: Trainer) -> Subject:
+    shape = DecoderShape(hidden=16, layers=1, heads=2, kv_heads=1, intermediate=24, vocab=VOCAB, max_positions=32)
+    model = random_decoder(shape, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(5.0)
+    model.save_pretrained(path)
+    trainer.init_worker(TrainerSpec(model_path=path, device=Device.CPU, optimizer=OPTIMIZER))
+
+    def logprobs(prompt: list[int], sampled: list[int]) -> torch.Tensor:
+        logits = model(torch.tensor([prompt + sampled])).logits[0, len(prompt) - 1 : -1]
+        return torch.log_softmax(logits.float(), dim=-1)[range(len(sampled)), sampled]
+
+    return Subject(trainer, logprobs, dict(model.named_parameters()))
+
+
+@pytest.fixture(params=["bigram", "torch", "jax"])
+def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]:
+    made = of_bigram(tmp_path) if request.param == "bigram" else None
+    if made is None:
+        made = of_decoder(tmp_path, TorchTrainer() if request.param == "torch" else JaxTrainer())
+    yield made
+    made.trainer.close()
+
+
+def taken(step: TrainStep, number: int, objective: PolicyObjective = OBJECTIVE, **fields: Any) -> StepResult:
+    """Train on the batch with this number, which produces the version of the same number."""
+    mini_batching = fields.pop("mini_batching", DEALING)
+    batch = build(batch_of(number), objective=objective, token_budget=48, producing=number, mini_batching=mini_batching)
+    rates = fields.pop("learning_rates", RATES)[: mini_batching.updates]
+    return step.apply(step.accumulate(batch, objective), learning_rates=rates)
+
+
+def test_epochs_and_mini_batches_equal_ppo_written_out(subject: Subject) -> None:
+    step, ours, clipped, kls = TrainStep(passes=ForwardPasses(policy=subject.trainer)), [], [], []
+    for number in range(1, BATCHES + 1):
+        figures, updates = taken(step, number)
+        assert [(u["epoch"], u["mini_batch"]) for u in updates] == [(e, m) for e in (1, 2) for m in (1, 2, 3)]
+        assert [u["learning_rate"] for u in updates] == RATES
+        ours += [(u["loss"], u["grad_norm"]) for u in updates]
+        clipped += [u["clip_fraction"] for u in updates]
+        kls += [u["kl_old"] for u in updates]
+        assert figures["optimizer_steps"] == 6 and figures["ended_by_kl"] == 0
+        assert figures["loss"] == pytest.approx(np.mean([u["loss"] for u in updates]))
+    expected = oracle(subject.logprobs, list(subject.parameters.values()))
+    (losses, norms), (its_losses, its_norms) = np.transpose(ours), np.transpose(expected)
+    np.testing.assert_allclose(losses, its_losses, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(norms, its_norms, rtol=1e-5)
+    weights = {name: np.asarray(array) for name, array in subject.trainer.gather_weights()}
+    for name, parameter in subject.parameters.items():
+        if name in weights:
+            np.testing.assert_allclose(weights[name], parameter.detach().numpy(), rtol=0, atol=1e-6, err_msg=name)
+    assert subject.trainer.model_version == 6 * BATCHES, "the contract counts optimizer steps"
+    assert max(clipped[1:6]) > 0.1 and clipped[0] == 0.0, "clipping over old is real, once weights have moved"
+    assert kls[0] < 1e-12 < 1e-6 < kls[5]
+
+
+# --- how a batch ends ----------------------------------------------------------------------------------------------
+
+
+def bigram_step(path: Path, trainer: Trainer | None = None) -> TrainStep:
+    return TrainStep(passes=ForwardPasses(policy=trainer or of_bigram(path).trainer))
+
+
+def test_batch_ends_before_a_step_that_starts_too_far_from_old(tmp_path: Path) -> None:
+    free = taken(bigram_step(tmp_path), 1, learning_rates=[0.1] * 6).updates
+    bound = (free[2]["kl_old"] + max(u["kl_old"] for u in free[:2])) / 2
+    assert free[2]["kl_old"] > bound > free[1]["kl_old"]
+    step = bigram_step(tmp_path)
+    ended = taken(step, 1, mini_batching=replace(DEALING, target_kl=bound), learning_rates=[0.1] * 6)
+    assert ended.updates == free[:2]
+    assert (ended.figures["optimizer_steps"], ended.figures["ended_by_kl"]) == (2, 1)
+    assert step.passes.policy.model_version == 2
+    again = taken(step, 2, mini_batching=replace(DEALING, target_kl=1e-12), learning_rates=[0.1] * 6)
+    assert len(again.updates) == 1, "the first is always made, and no gradient was left behind"
+
+
+def test_kl_bound_computes_old_log_probs_that_the_objective_does_not_read(tmp_path: Path) -> None:
+    objective = resolve("pipelinerl")
+    mini_batching = replace(DEALING, target_kl=1e9)
+    assert "kl_old" in taken(bigram_step(tmp_path), 1, objective, mini_batching=mini_batching).updates[0]
+    assert "kl_old" not in taken(bigram_step(tmp_path), 1, objective).updates[0]
+
+
+def test_batch_ends_after_the_last_given_learning_rate(tmp_path: Path) -> None:
+    """A replay uses this to end a batch where the run ended it."""
+    assert len(taken(bigram_step(tmp_path), 1, learning_rates=[0.1] * 4).updates) == 4
+
+
+class Breaking:
+    """A bigram trainer whose gradient overflows at one optimizer step."""
+
+    def __init__(self, inner: Trainer, at: int) -> None:
+        self._inner, self._at = inner, at
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def optimizer_step(self, *, learning_rate: float) -> StepStats:
+        if self._inner.model_version == self._at:
+            self._inner.discard_gradient()
+            raise NonFiniteError("the gradient's norm is inf")
+        return self._inner.optimizer_step(learning_rate=learning_rate)
+
+
+def test_non_finite_step_ends_a_started_batch_and_skips_an_unstarted_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = of_bigram(tmp_path).trainer
+    broken: Any = Breaking(inner, at=4)
+    figures, updates = taken(bigram_step(tmp_path, broken), 1)
+    assert (len(updates), figures["ended_not_finite"], figures["optimizer_steps"]) == (4, 1, 4)
+    assert "step 1 ends after 4 optimizer steps: model's gradient of groups" in caplog.text
+    before = next(iter(inner.gather_weights()))[1].copy()
+    with pytest.raises(NonFiniteStep):
+        taken(bigram_step(tmp_path, broken), 2)
+    assert np.array_equal(next(iter(inner.gather_weights()))[1], before)
+
+
+def test_critic_makes_as_many_steps_each_on_its_mini_batch(tmp_path: Path) -> None:
+    step, values = bigram_step(tmp_path), BigramTrainer()
+    values.init_worker(TrainerSpec(model_path=tmp_path, head=Head.VALUE, optimizer=OPTIMIZER))
+    schedule = LearningRateSchedule(warmup_steps=12, steps=12, shape="constant", final_fraction=1.0)
+    critic = Critic(worker=values, loss=ValueLoss(clip=1e-4), learning_rate=0.12, schedule=schedule, warmup_steps=1)
+    step = TrainStep(passes=replace(step.passes, critic=values), critic=critic)
+    before = next(iter(step.passes.policy.gather_weights()))[1].copy()
+    objective = resolve({"preset": "ppo", "grad1": {"over": "old"}})
+    figures, updates = taken(step, 1, objective)
+    assert np.array_equal(next(iter(step.passes.policy.gather_weights()))[1], before), "the policy stands still"
+    assert values.model_version == 6 and figures["value_learning_rate"] == pytest.approx(0.06)
+    assert figures["value_loss"] == pytest.approx(np.mean([u["value_loss"] for u in updates]))
+    figures, updates = taken(step, 2, objective)
+    assert not np.array_equal(next(iter(step.passes.policy.gather_weights()))[1], before)
+    assert figures["value_learning_rate"] == pytest.approx(0.12)
+
+
+def test_kl_is_measured_from_the_samplers_log_probs_if_they_are_old(tmp_path: Path) -> None:
+    step = bigram_step(tmp_path)
+    step = TrainStep(passes=replace(step.passes, old_logprobs=OldLogprobs.BEHAVIOR))
+    ended = taken(step, 1, mini_batching=replace(DEALING, target_kl=1e-3))
+    assert len(ended.updates) == 1 and ended.updates[0]["kl_old"] > 1e-3, "the sampler said -0.5 of every token"

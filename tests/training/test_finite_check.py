@@ -1,0 +1,186 @@
+"""Non-finite values are detected and named with their groups, and leave weights and gradients unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.value_loss import ValueLoss
+from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.training.finite_check import NonFiniteStep
+from pipelinerl.training.forward_passes import ForwardPasses
+from pipelinerl.training.rollouts.batch import build
+from pipelinerl.training.train_step import TrainStep
+from pipelinerl.training.update import Critic
+from pipelinerl.types import RolloutGroup
+from tests.fakes.rollouts import group, rollout
+from trainer_contract.errors import NonFiniteError, ProtocolError
+from trainer_contract.trainer import Trainer
+from trainer_contract.types import Head, TrainerSpec
+
+VOCAB = 7
+POISONED = 6
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> TrainerSpec:
+    BigramModel.random(VOCAB, seed=4).save(tmp_path / "model")
+    return TrainerSpec(model_path=tmp_path / "model")
+
+
+def worker(spec: TrainerSpec, **fields: Any) -> BigramTrainer:
+    made = BigramTrainer()
+    made.init_worker(replace(spec, **fields))
+    return made
+
+
+def groups(*, reward: float = 1.0, logprob: float = -1.5) -> list[RolloutGroup]:
+    """Return three groups; a rollout of the middle one, order 6, may be poisoned."""
+    bad = replace(
+        group(POISONED), rollouts=(rollout(reward=reward, logprob=logprob), rollout(reward=0.0, sampled=[5, 6, 1]))
+    )
+    return [group(4), bad, group(9)]
+
+
+@contextmanager
+def refused(what: str, groups: list[int]) -> Iterator[None]:
+    """Assert that the block raises `NonFiniteStep` for this cause."""
+    with pytest.raises(NonFiniteStep) as caught:
+        yield
+    assert (caught.value.what, caught.value.groups) == (what, groups)
+
+
+class Overflowing:
+    """A term whose value is finite but whose gradient is not."""
+
+    needs: frozenset[str] = frozenset()
+    formula = ""
+
+    def value(self, tokens: Any) -> Any:
+        return tokens.logprobs * 0
+
+    def pullback(self, tokens: Any, cotangent: Any) -> Any:
+        return np.where(tokens.advantages > 0.9, np.inf, 0.0)
+
+
+def broken_gradient(objective: PolicyObjective) -> PolicyObjective:
+    return replace(objective, grad2=Overflowing())
+
+
+@pytest.mark.parametrize("budget", [1, 1000])
+@pytest.mark.parametrize(
+    ("what", "poisoned"),
+    [
+        ("rewards", {"reward": float("nan")}),
+        ("rewards", {"reward": float("inf")}),
+        ("behavior_logprobs", {"logprob": float("nan")}),
+        ("behavior_logprobs", {"logprob": float("-inf")}),
+        ("is_weight", {"logprob": -120.0}),
+    ],
+    ids=["a reward of NaN", "an infinite reward", "a log-prob of NaN", "an infinite log-prob", "a ratio overflows"],
+)
+def test_non_finite_value_is_named_with_its_group(
+    what: str, poisoned: dict[str, float], budget: int, spec: TrainerSpec
+) -> None:
+    policy = worker(spec)
+    step, objective = TrainStep(passes=ForwardPasses(policy=in_fp32(policy))), resolve("pipelinerl")
+    batch = build(groups(**poisoned), objective=objective, token_budget=budget, producing=1)
+    with refused(what, [POISONED]):
+        step.accumulate(batch, objective)
+    with pytest.raises(ProtocolError):
+        policy.optimizer_step(learning_rate=0.1)
+    sound = build(groups(), objective=objective, token_budget=budget, producing=1)
+    step.apply(step.accumulate(sound, objective), learning_rates=[0.1])
+    assert policy.model_version == 1, "training goes on"
+
+
+@pytest.mark.parametrize("adv", [{"scale": "none"}, {"kind": "reward_to_go", "kl": 0.1}], ids=["early", "late"])
+def test_advantage_beyond_fp32_is_named(adv: dict[str, Any], spec: TrainerSpec) -> None:
+    objective = resolve({"preset": "grpo", "adv": adv})
+    step = TrainStep(passes=ForwardPasses(policy=worker(spec), reference=worker(spec)))
+    batch = build(groups(reward=1e300), objective=objective, token_budget=1000, producing=1)
+    with refused("advantages", [POISONED]):
+        step.accumulate(batch, objective)
+
+
+def in_fp32(policy: BigramTrainer) -> Trainer:
+    """Wrap the float64 bigram trainer so that it rejects values that overflow in fp32."""
+
+    class Narrow:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(policy, name)
+
+        def backward(self, micro_batches: Any, objective: PolicyObjective) -> Any:
+            for number, micro_batch in enumerate(micro_batches):
+                if (np.abs(micro_batch.behavior_logprobs) > 88).any():
+                    raise NonFiniteError("the loss is inf", number=number)
+            return policy.backward(micro_batches, objective)
+
+    narrow: Any = Narrow()
+    return narrow
+
+
+def test_overflowing_gradient_is_named_after_the_loss(spec: TrainerSpec) -> None:
+    step, objective = TrainStep(passes=ForwardPasses(policy=worker(spec))), broken_gradient(resolve("grpo"))
+    before = worker(spec)
+    batch = build(groups(), objective=objective, token_budget=1, producing=1)
+    found = step.accumulate(batch, objective)
+    with np.errstate(all="ignore"), refused("loss gradient", [4]):
+        step.apply(found, learning_rates=[0.1])
+    assert step.passes.policy.model_version == 0
+    ((_, table),), ((_, untouched),) = step.passes.policy.gather_weights(), before.gather_weights()
+    np.testing.assert_array_equal(table, untouched)
+
+
+def spoil(made: BigramTrainer) -> None:
+    made._state.table[:] = np.nan  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("role", "column"), [("reference", "ref_logprobs"), ("critic", "values")])
+def test_worker_with_broken_weights_is_named_by_its_column(role: str, column: str, spec: TrainerSpec) -> None:
+    reference, values = worker(spec), worker(spec, head=Head.VALUE)
+    spoil(reference if role == "reference" else values)
+    critic = Critic(worker=values, loss=ValueLoss(), learning_rate=0.1)
+    step = TrainStep(passes=ForwardPasses(policy=worker(spec), critic=values, reference=reference), critic=critic)
+    objective = resolve({"preset": "ppo", "grad2": "kl"})
+    batch = build(groups(), objective=objective, token_budget=1000, producing=1)
+    with refused(column, [4, POISONED, 9]):
+        step.accumulate(batch, objective)
+
+
+def test_policy_with_broken_weights_is_named(spec: TrainerSpec) -> None:
+    policy = worker(spec)
+    spoil(policy)
+    objective = resolve("pipelinerl")
+    batch = build(groups(), objective=objective, token_budget=1000, producing=1)
+    with refused("logprobs", [4, POISONED, 9]):
+        TrainStep(passes=ForwardPasses(policy=policy)).accumulate(batch, objective)
+
+
+def test_no_update_is_applied_if_the_critics_gradient_is_not_finite(spec: TrainerSpec) -> None:
+    policy, values = worker(spec), worker(spec, head=Head.VALUE)
+    critic = Critic(worker=values, loss=ValueLoss(), learning_rate=0.1)
+    step = TrainStep(passes=ForwardPasses(policy=policy, critic=values), critic=critic)
+    objective = resolve("ppo")
+    found = step.accumulate(build(groups(), objective=objective, token_budget=1000, producing=1), objective)
+    values._state.gradient[0] = np.inf  # type: ignore[union-attr, index]
+    with refused("critic's gradient", [4, POISONED, 9]):
+        step.apply(found, learning_rates=[0.1])
+    assert (policy.model_version, values.model_version) == (0, 0)
+    for each in (policy, values):
+        with pytest.raises(ProtocolError):
+            each.optimizer_step(learning_rate=0.1)
+
+
+def test_message_names_the_cause_and_the_groups() -> None:
+    assert str(NonFiniteStep("rewards", [3])) == "rewards of group 3"
+    assert str(NonFiniteStep("is_weight", [3, 7])) == "is_weight of groups 3, 7"

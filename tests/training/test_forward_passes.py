@@ -1,0 +1,187 @@
+"""`old_logprobs` at the sampling weights: each token at its own version, against a plain loop, and the cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelinerl import rng
+from pipelinerl.enums import OldLogprobs
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
+from pipelinerl.objective.presets import resolve
+from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.training.forward_passes import ForwardPasses
+from pipelinerl.training.rollouts.batch import TrainBatch, build
+from pipelinerl.training.rollouts.packing import prefixes
+from pipelinerl.training.train_step import TrainStep
+from pipelinerl.training.weight_history import WeightHistory
+from pipelinerl.types import ROOT, Rollout, RolloutGroup
+from tests.fakes.rollouts import group, rollout
+from trainer_contract.trainer import Trainer
+from trainer_contract.types import Device, Float32, HostWeights, MicroBatch, TrainerSpec
+
+VOCAB = 16
+OBJECTIVE = resolve("ppo_recomputed")
+
+
+@pytest.fixture(params=["bigram", "torch"])
+def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Trainer:
+    made: Trainer = BigramTrainer()
+    if request.param == "torch":
+        shape = DecoderShape(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=VOCAB, max_positions=64)
+        random_decoder(shape).save_pretrained(tmp_path / "model")
+        made = TorchTrainer()
+    else:
+        BigramModel.random(VOCAB, seed=1).save(tmp_path / "model")
+    made.init_worker(
+        TrainerSpec(model_path=tmp_path / "model", device=Device.CPU if request.param == "torch" else Device.AUTO)
+    )
+    return made
+
+
+def sampled(seed: int, spans: Sequence[tuple[int, int]], *, turns: int = 1, reward: float = 1.0) -> Rollout:
+    """Return random tokens; every turn has these spans, with environment text between turns."""
+    draw = rng.generator(seed, "passes")
+    number = sum(count for _, count in spans)
+    parts = [
+        rollout(
+            prompt=draw.integers(0, VOCAB, 3).tolist(),
+            sampled=draw.integers(0, VOCAB, number).tolist(),
+            spans=spans,
+            logprob=-2.0,
+        ).turns[0]
+        for _ in range(turns)
+    ]
+    return replace(rollout(reward=reward), turns=tuple(parts))
+
+
+def mixed() -> list[RolloutGroup]:
+    """Return rollouts of one version, of two and of all three."""
+    members = [
+        sampled(1, [(0, 5)]),
+        sampled(2, [(0, 2), (1, 3)], reward=0.0),
+        sampled(3, [(0, 1), (1, 4), (2, 2)], turns=2),
+        sampled(4, [(2, 6)], reward=0.0),
+        sampled(5, [(1, 4)]),
+    ]
+    return [replace(group(0), rollouts=tuple(members))]
+
+
+def in_one_batch(groups: Sequence[RolloutGroup], *, budget: int = 1000, producing: int = 3) -> TrainBatch:
+    return build(groups, objective=OBJECTIVE, token_budget=budget, producing=producing)
+
+
+def warmed_up(trainer: Trainer, *, steps: int) -> tuple[TrainStep, dict[int, list[Float32]]]:
+    """Return a step whose history holds versions 0 to `steps`, and each version's predictions for `mixed()`."""
+    history = WeightHistory(trainer.weight_layout())
+    step = TrainStep(
+        passes=ForwardPasses(policy=trainer, old_logprobs=OldLogprobs.SAMPLING_WEIGHTS, history=history),
+    )
+    alone = [in_one_batch([replace(group(0), rollouts=(one,))]).micro_batches[0] for one in mixed()[0].rollouts]
+    predicted = {}
+    for version in range(steps + 1):
+        step.will_sample(version, acceptance=8)
+        predicted[version] = trainer.forward(alone)
+        if version < steps:
+            fresh = [replace(group(0), rollouts=(sampled(9, [(version, 5)]), sampled(8, [(version, 4)], reward=0.0)))]
+            found = step.accumulate(in_one_batch(fresh, producing=version + 1), OBJECTIVE)
+            step.apply(found, learning_rates=[0.05])
+    return step, predicted
+
+
+@pytest.mark.parametrize("budget", [1, 20, 1000])
+def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(trainer: Trainer, budget: int) -> None:
+    step, predicted = warmed_up(trainer, steps=2)
+    batch = in_one_batch(mixed(), budget=budget)
+    found = step.accumulate(batch, OBJECTIVE)
+    compared = 0
+    for packed, made in zip(batch.packed, found.micro_batches, strict=True):
+        assert made.old_logprobs is not None and made.behavior_versions is not None
+        for segment, member in enumerate(packed.members):
+            its = np.flatnonzero(made.segment_ids == segment)
+            for place, t in enumerate(its.tolist()):
+                expected = predicted[int(made.behavior_versions[t])][member][place] if made.loss_mask[t] else 0.0
+                np.testing.assert_allclose(made.old_logprobs[t], expected, rtol=0, atol=2e-6)
+                compared += bool(made.loss_mask[t])
+    assert compared == sum(one.num_sampled_tokens for one in mixed()[0].rollouts)
+    moved = np.abs(predicted[2][0] - predicted[0][0]).max()
+    assert moved > 1e-2, "the versions must differ, or it is not tried"
+
+
+@pytest.mark.parametrize("budget", [1, 1000])
+def test_each_turn_of_a_branching_episode_uses_its_own_weights(trainer: Trainer, budget: int) -> None:
+    step, _ = warmed_up(trainer, steps=2)
+    history = step.passes.history
+    assert history is not None
+    spans = ([(0, 3)], [(0, 1), (1, 2)], [(2, 4)], [(1, 2)])
+    turns = [sampled(seed, its).turns[0] for seed, its in enumerate(spans)]
+    forked = replace(sampled(1, [(0, 5)]), turns=tuple(turns), parents=(ROOT, 0, 0, ROOT))
+    batch = in_one_batch([replace(group(0), rollouts=(forked, sampled(2, [(1, 4)], reward=0.0)))], budget=budget)
+    found = step.accumulate(batch, OBJECTIVE)
+    compared = 0
+    for made in found.micro_batches:
+        assert made.old_logprobs is not None and made.behavior_versions is not None
+        for version in range(3):
+            its = made.loss_mask & (made.behavior_versions == version)
+            (expected,) = trainer.forward_at([made], history.weights(version))
+            np.testing.assert_allclose(made.old_logprobs[its], expected[its], rtol=0, atol=2e-6)
+            compared += int(its.sum())
+        assert not made.old_logprobs[~made.loss_mask].any()
+    assert compared == 12 + 4, "each sampled token once"
+
+
+@pytest.mark.parametrize("trainer", ["torch"], indirect=True)  # the bigram trains at higher precision than it serves
+def test_lockstep_old_logprobs_are_bit_identical_to_the_gradient_pass(trainer: Trainer) -> None:
+    """The recomputation and the gradient pass use the same forward graph and the same weights."""
+    step, _ = warmed_up(trainer, steps=2)
+    fresh = [replace(group(0), rollouts=tuple(sampled(seed, [(2, 3 + seed)], reward=seed % 2) for seed in range(6)))]
+    found = step.accumulate(in_one_batch(fresh), OBJECTIVE)
+    for made, loss in zip(found.micro_batches, found.first.losses, strict=True):
+        assert made.old_logprobs is not None
+        assert made.old_logprobs[made.loss_mask].tobytes() == loss.predictions[made.loss_mask].tobytes()
+
+
+class Counting:
+    """A bigram trainer that records the number of tokens of each forward pass at given weights."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.worker = trainer
+        self.tokens: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.worker, name)
+
+    def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
+        self.tokens.append(sum(batch.num_tokens for batch in micro_batches))
+        return self.worker.forward_at(micro_batches, weights)
+
+
+def test_version_computes_only_the_tokens_it_needs(trainer: Trainer) -> None:
+    """A version computes only rollouts that it sampled from, each up to the version's last token."""
+    step, _ = warmed_up(trainer, steps=2)
+    counting = Counting(trainer)
+    plan = replace(step.passes, policy=counting).plan(["old_logprobs"])
+    plan["old_logprobs"](in_one_batch(mixed(), budget=20).micro_batches)
+    third = 3 + 7 + 3  # tokens before the second sampled part of the two-turn rollout
+    assert counting.tokens == [8 + 5 + third + 1, 8 + third + 5 + 7, third + 7 + 9]
+
+
+def test_prefixes_form_a_separate_micro_batch() -> None:
+    batch = in_one_batch(mixed()).micro_batches[0]
+    assert prefixes(batch, through=batch.position_ids >= 0).micro_batch is batch
+    assert batch.behavior_versions is not None
+    tokens = batch.loss_mask & (batch.behavior_versions == 1)
+    part, kept = prefixes(batch, through=tokens)
+    assert part.num_segments == 3 and part.num_tokens == kept.sum()
+    np.testing.assert_array_equal(part.token_ids, batch.token_ids[kept])
+    starts = np.flatnonzero(part.position_ids == 0)
+    np.testing.assert_array_equal(part.segment_ids[starts], [0, 1, 2])
+    ends = np.append(starts[1:], part.num_tokens) - 1
+    assert tokens[kept][ends].all(), "each ends with a token that was asked for"

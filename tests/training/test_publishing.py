@@ -1,0 +1,187 @@
+"""Weight versions announced by a stream: followers take them, silence ends the wait, failures keep their class."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from inference_contract.errors import DigestMismatch, LayoutMismatch
+from inference_contract.weights import (
+    OnUpdate,
+    Transport,
+    UpdatePhase,
+    UpdateStatus,
+    WeightUpdateRequest,
+    WeightUpdateResponse,
+)
+from pipelinerl.engines.weights.announced_updates import AnnouncedUpdates
+from pipelinerl.messages import ANNOUNCEMENTS, TAKEN, WeightsTaken, encode_struct
+from pipelinerl.streams.memory_stream import MemoryStream
+from pipelinerl.training.publishing import StreamAnnouncer
+from tests.patience import PATIENCE_S
+
+A, B, C = "http://a:1", "http://b:1", "http://c:1"
+
+
+class Taking:
+    """An engine's weight-update interface: it records requests and may reject them."""
+
+    def __init__(self, refusal: LayoutMismatch | DigestMismatch | None = None) -> None:
+        self.refusal = refusal
+        self.asked: list[WeightUpdateRequest] = []
+        self.serves = 0
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
+
+    async def request_weight_update(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
+        self.asked.append(request)
+        await self.may_go_on.wait()
+        if self.refusal is not None:
+            raise self.refusal
+        if request.version == self.serves:
+            status = UpdateStatus.ALREADY_SERVING
+        elif request.phase is UpdatePhase.PREPARE:
+            status = UpdateStatus.PREPARED
+        else:
+            self.serves, status = request.version, UpdateStatus.COMMITTED
+        return WeightUpdateResponse(status=status, version=self.serves, epoch=1, pause_s=0.25)
+
+
+@asynccontextmanager
+async def following(stream: MemoryStream, **engines: Taking) -> AsyncIterator[None]:
+    """Let the engines `http://NAME:1` follow the stream, and wait until they have reported it."""
+    tasks = [
+        asyncio.create_task(AnnouncedUpdates(engine, stream, url=f"http://{name}:1").run())
+        for name, engine in engines.items()
+    ]
+    async with asyncio.timeout(PATIENCE_S):
+        while await stream.length(TAKEN) < len(engines):
+            await asyncio.sleep(0)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def prepare(version: int, **fields: object) -> WeightUpdateRequest:
+    known = {"sources": ("http://s0:1", "http://s1:1"), "layout_id": "l", "digest": "d", "timeout_s": 7.0}
+    return WeightUpdateRequest(
+        phase=UpdatePhase.PREPARE, version=version, epoch=1, transport=Transport.PULL, **(known | fields)
+    )
+
+
+async def tell(
+    announcer: StreamAnnouncer, version: int, *engines: str, left_out: tuple[str, ...] = ()
+) -> dict[str, object]:
+    deadline = time.monotonic() + PATIENCE_S
+    return dict(await announcer.tell(prepare(version), engines, left_out=left_out, deadline=deadline))
+
+
+async def test_every_following_engine_takes_a_version_and_reports_it() -> None:
+    stream, a, b = MemoryStream(), Taking(), Taking()
+    announcer = StreamAnnouncer(stream, quiet_s=PATIENCE_S)
+    async with following(stream, a=a, b=b):
+        for version in (1, 2):
+            answers = await tell(announcer, version, A, B, C)
+            assert answers == {
+                url: WeightUpdateResponse(status=UpdateStatus.COMMITTED, version=version, epoch=1, pause_s=0.25)
+                for url in (A, B)
+            }, "who does not follow is neither waited for nor spoken for"
+    assert (a.serves, b.serves) == (2, 2)
+    asked, commit = a.asked[2:]
+    assert set(asked.sources or ()) == {"http://s0:1", "http://s1:1"} and asked.layout_id == "l"
+    assert (commit.phase, commit.digest, commit.timeout_s) == (UpdatePhase.COMMIT, "d", 7.0)
+    assert commit.on_update is OnUpdate.CONTINUE
+    assert await stream.length(ANNOUNCEMENTS) == 1, "what is over is trimmed"
+
+
+async def test_engines_are_spread_over_the_replicas() -> None:
+    stream, engines = MemoryStream(), {f"e{number}": Taking() for number in range(16)}
+    async with following(stream, **engines):
+        await tell(StreamAnnouncer(stream, quiet_s=PATIENCE_S), 1, *(f"http://{name}:1" for name in engines))
+    assert {(engine.asked[0].sources or ("",))[0] for engine in engines.values()} == {"http://s0:1", "http://s1:1"}
+
+
+async def test_engine_that_already_serves_the_version_gets_no_commit() -> None:
+    stream, a = MemoryStream(), Taking()
+    a.serves = 1
+    async with following(stream, a=a):
+        (answer,) = (await tell(StreamAnnouncer(stream, quiet_s=PATIENCE_S), 1, A)).values()
+    assert isinstance(answer, WeightUpdateResponse) and answer.status is UpdateStatus.ALREADY_SERVING
+    assert [request.phase for request in a.asked] == [UpdatePhase.PREPARE]
+
+
+@pytest.mark.parametrize("refusal", [LayoutMismatch("another model", param="layout"), DigestMismatch("other bytes")])
+async def test_rejection_is_returned_with_its_original_class(refusal: LayoutMismatch | DigestMismatch) -> None:
+    stream, a, b = MemoryStream(), Taking(refusal), Taking()
+    async with following(stream, a=a, b=b):
+        answers = await tell(StreamAnnouncer(stream, quiet_s=PATIENCE_S), 1, A, B)
+    assert type(answers[A]) is type(refusal) and str(answers[A]) == str(refusal)
+    assert isinstance(answers[B], WeightUpdateResponse)
+
+
+async def test_excluded_engine_keeps_its_weights() -> None:
+    stream, a, b = MemoryStream(), Taking(), Taking()
+    announcer = StreamAnnouncer(stream, quiet_s=PATIENCE_S)
+    async with following(stream, a=a, b=b):
+        assert set(await tell(announcer, 1, A, left_out=(B,))) == {A}
+        assert set(await tell(announcer, 2, A, B)) == {A, B}
+    assert [request.version for request in b.asked] == [2, 2]
+
+
+async def test_silent_engine_is_not_awaited_until_it_reports_again() -> None:
+    stream, a, b = MemoryStream(), Taking(), Taking()
+    announcer = StreamAnnouncer(stream, quiet_s=0.05)
+    async with following(stream, a=a, b=b):
+        b.may_go_on.clear()
+        assert await tell(announcer, 1, B) == {}
+        b.may_go_on.set()
+        async with asyncio.timeout(PATIENCE_S):
+            while b.serves != 1:
+                await asyncio.sleep(0)
+        announcer = StreamAnnouncer(stream, quiet_s=PATIENCE_S)
+        assert set(await tell(announcer, 2, A, B)) == {A, B}
+
+
+async def test_newest_of_several_announcements_is_taken() -> None:
+    stream, a = MemoryStream(), Taking()
+    announcer = StreamAnnouncer(stream, quiet_s=0.0)
+    async with following(stream, a=a):
+        a.may_go_on.clear()
+        for version in (1, 2, 3):
+            assert await tell(announcer, version, A) == {}
+            await stream.append(TAKEN, [encode_struct(WeightsTaken(url=A))])
+            async with asyncio.timeout(PATIENCE_S):
+                while not a.asked:
+                    await asyncio.sleep(0)
+        a.may_go_on.set()
+        async with asyncio.timeout(PATIENCE_S):
+            while a.serves != 3:
+                await asyncio.sleep(0)
+    assert [request.version for request in a.asked] == [1, 1, 3, 3]
+
+
+async def test_unreadable_entries_are_skipped_by_both_sides() -> None:
+    stream, a = MemoryStream(), Taking()
+    async with following(stream, a=a):
+        for name in (ANNOUNCEMENTS, TAKEN):
+            await stream.append(name, [b"\xff", b""])
+        assert set(await tell(StreamAnnouncer(stream, quiet_s=PATIENCE_S), 1, A)) == {A}
+
+
+async def test_report_without_an_answer_is_a_failure() -> None:
+    stream = MemoryStream()
+    announcer = StreamAnnouncer(stream, quiet_s=PATIENCE_S)
+    await stream.append(TAKEN, [encode_struct(WeightsTaken(url=A))])
+    telling = asyncio.create_task(tell(announcer, 1, A))
+    async with asyncio.timeout(PATIENCE_S):
+        while not await stream.length(ANNOUNCEMENTS):
+            await asyncio.sleep(0)
+    await stream.append(TAKEN, [encode_struct(WeightsTaken(url=A, epoch=1, version=1, answer=b"{}"))])
+    assert isinstance((await telling)[A], Exception)

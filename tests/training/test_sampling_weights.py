@@ -1,0 +1,155 @@
+"""Old log-probs at the sampling weights against the real engine, which receives new weights while it samples.
+
+With fresh caches every token of every version agrees with its sampler to 1e-5. So any mismatch of `old_logprobs` that
+the monitor reports is due to numerics. With caches that older weights wrote (`continue`), only tokens after an update
+differ. That difference comes from the age of the cache, which no pass with one version's weights can reproduce.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+
+from inference_contract.schemas import ChatCompletionRequest
+from inference_contract.weights import OnUpdate
+from pipelinerl import rng
+from pipelinerl.config.recipe import MODELS
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
+from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.torch.engine import from_options
+from pipelinerl.enums import OldLogprobs
+from pipelinerl.numerics.causes import figures, sampled_tokens
+from pipelinerl.objective.presets import resolve
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.training.forward_passes import ForwardPasses
+from pipelinerl.training.rollouts.batch import build
+from pipelinerl.training.train_step import Accumulated, TrainStep
+from pipelinerl.training.weight_history import WeightHistory
+from pipelinerl.types import Outcome, Rollout, RolloutGroup, Turn, Verdict, VersionSpan
+from tests.fakes.rollouts import group, rollout
+from trainer_contract.types import Device, TrainerSpec
+
+MODEL = MODELS / "tiny_speller"
+VERSIONS = 3
+TOLERANCE = 1e-5
+OBJECTIVE = resolve("ppo_recomputed")
+
+
+@pytest.fixture(scope="module")
+def step() -> TrainStep:
+    """Return a policy at version 2, with the weights of versions 0, 1 and 2, which differ clearly."""
+    policy = TorchTrainer()
+    policy.init_worker(TrainerSpec(model_path=MODEL, device=Device.CPU))
+    history = WeightHistory(policy.weight_layout())
+    passes = ForwardPasses(policy=policy, old_logprobs=OldLogprobs.SAMPLING_WEIGHTS, history=history)
+    made = TrainStep(passes=passes)
+    draw = rng.generator(0, "sampling weights")
+    for version in range(VERSIONS):
+        made.will_sample(version, acceptance=VERSIONS)
+        if version < VERSIONS - 1:
+            rollouts = tuple(
+                rollout(reward=reward, sampled=draw.integers(5, 50, 20).tolist(), version=version, logprob=-2.0)
+                for reward in (0.0, 1.0)
+            )
+            trained(made, [replace(group(version), rollouts=rollouts)], producing=version + 1)
+    return made
+
+
+def trained(step: TrainStep, groups: list[RolloutGroup], *, producing: int) -> None:
+    found = step.accumulate(build(groups, objective=OBJECTIVE, token_budget=2048, producing=producing), OBJECTIVE)
+    step.apply(found, learning_rates=[3e-3])
+
+
+async def sample(history: WeightHistory, on_update: OnUpdate, seed: int, *, samples: int) -> list[Rollout]:
+    """Sample sixteen long answers, `samples` per prompt, from an engine that gets versions 1 and 2 during sampling."""
+    options = EngineOptions(
+        model_path=MODEL, model_id="m", slots=8, max_waiting=64, context_length=64, device=Device.CPU, threads=1
+    )
+    engine = cast(BatchingEngine, from_options(options))
+    await engine.start()
+    draw = rng.generator(seed, "requests")
+    requests = [
+        ChatCompletionRequest(
+            prompt_token_ids=draw.integers(5, 57, 9).tolist(),
+            n=samples,
+            max_tokens=48,
+            temperature=(0.8, 1.3)[number % 2],
+            seed=number,
+            return_token_ids=True,
+        )
+        for number in range(16 // samples)
+    ]
+    answers = [asyncio.create_task(engine.complete(request)) for request in requests]
+    for version in range(1, VERSIONS):
+        engine.staging()[:] = torch.from_numpy(np.concatenate(list(history.weights(version).values())))
+        engine.finish_staging()
+        until = engine.metrics().generated_tokens_total + 64
+        while engine.metrics().generated_tokens_total < until and not all(each.done() for each in answers):
+            await asyncio.sleep(0.001)
+        await engine.commit(version=version, epoch=1, digest=str(version), on_update=on_update)
+    done = await asyncio.gather(*answers)
+    await engine.close()
+    return [
+        Rollout(
+            turns=(
+                Turn(
+                    context_token_ids=np.array(request.prompt_token_ids, np.int32),
+                    token_ids=np.array(choice.token_ids, np.int32),
+                    behavior_logprobs=np.array(choice.token_logprobs, np.float32),
+                    spans=tuple(VersionSpan(*span) for span in choice.version_spans or ()),
+                ),
+            ),
+            verdict=Verdict(outcome=Outcome.CORRECT, reward=float(sum(choice.token_ids) % 7)),
+            finish_reason="stop",
+            temperature=request.temperature,
+        )
+        for request, answer in zip(requests, done, strict=True)
+        for choice in answer.choices
+    ]
+
+
+def in_flight(step: TrainStep, on_update: OnUpdate, *, samples: int) -> list[RolloutGroup]:
+    """Return rollouts of three versions, some mixed; retry if a busy machine let them end before the updates."""
+    assert step.passes.history is not None
+    for attempt in range(5):
+        rollouts = asyncio.run(sample(step.passes.history, on_update, attempt, samples=samples))
+        spans = [one.turns[0].spans for one in rollouts]
+        if {span.model_version for each in spans for span in each} == set(range(VERSIONS)) and max(map(len, spans)) > 1:
+            return [replace(group(0), rollouts=tuple(rollouts))]
+    raise AssertionError("the updates came after the engine had sampled")
+
+
+def accumulated(step: TrainStep, groups: list[RolloutGroup]) -> Accumulated:
+    found = step.accumulate(build(groups, objective=OBJECTIVE, token_budget=2048, producing=VERSIONS), OBJECTIVE)
+    step.passes.policy.discard_gradient()
+    return found
+
+
+def test_old_logprobs_equal_the_samplers_for_every_token_and_version(step: TrainStep) -> None:
+    found = accumulated(step, in_flight(step, OnUpdate.RECOMPUTE_KV, samples=4))
+    tokens = sampled_tokens(found.micro_batches, [loss.predictions for loss in found.first.losses])
+    assert tokens is not None and tokens.old_logprobs is not None
+    assert np.bincount(tokens.versions, minlength=VERSIONS).min() > 0
+    assert np.abs(tokens.old_logprobs - tokens.behavior_logprobs).max() <= TOLERANCE
+    told = figures(tokens, held_version=VERSIONS - 1, cuts={})
+    causes = [name.split("_")[2] for name in told if name.startswith("old_mismatch") and name.endswith("_max")]
+    assert {"staleness", "numerics"} <= {*causes}
+    assert all(told[f"old_mismatch_{cause}_max"] <= TOLERANCE for cause in causes)
+    assert told["mismatch_staleness_max"] > 1000 * TOLERANCE, "the versions must differ, or it is not tried"
+    assert told["mismatch_numerics_max"] <= TOLERANCE
+
+
+def test_stale_caches_change_only_tokens_after_an_update(step: TrainStep) -> None:
+    # Use one sample per prompt: samples that share a prompt and start after an update would read its old cache.
+    found = accumulated(step, in_flight(step, OnUpdate.CONTINUE, samples=1))
+    tokens = sampled_tokens(found.micro_batches, [loss.predictions for loss in found.first.losses])
+    assert tokens is not None and tokens.old_logprobs is not None
+    difference = np.abs(tokens.old_logprobs - tokens.behavior_logprobs)
+    updated = tokens.versions != tokens.turn_versions
+    assert difference[~updated].max() <= TOLERANCE
+    assert difference[updated].max() > 10 * TOLERANCE

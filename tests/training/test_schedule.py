@@ -1,0 +1,28 @@
+"""The learning rate at chosen steps, against hand-computed values."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipelinerl.training.schedule import LearningRateSchedule
+
+
+@pytest.mark.parametrize(
+    ("shape", "step", "factor"),
+    [
+        ("constant", 0, 0.25),
+        ("constant", 3, 1.0),
+        ("constant", 99, 1.0),
+        ("linear", 4, 1.0),
+        ("linear", 9, 0.55),
+        ("linear", 14, 0.1),
+        ("cosine", 9, 0.55),
+        ("cosine", 14, 0.1),
+        ("cosine", 99, 0.1),
+    ],
+)
+def test_factor_matches_hand_computed_values(shape: str, step: int, factor: float) -> None:
+    schedule = LearningRateSchedule(warmup_steps=4, steps=14, shape=shape, final_fraction=0.1)  # type: ignore[arg-type]
+    if shape == "constant":
+        schedule = LearningRateSchedule(warmup_steps=4, steps=14, shape="constant", final_fraction=0.0)
+    assert schedule.factor(step) == pytest.approx(factor)

@@ -1,0 +1,127 @@
+"""The gradient of a whole step in torch, fp32: packing, split and order change it only by rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipelinerl import rng
+from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
+from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.value_loss import ValueLoss
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.training.forward_passes import ForwardPasses
+from pipelinerl.training.rollouts.batch import build
+from pipelinerl.training.train_step import TrainStep
+from pipelinerl.training.update import Critic
+from pipelinerl.types import ROOT, Rollout, RolloutGroup
+from tests.fakes.rollouts import as_roots, episode, group, rollout
+from trainer_contract.types import Device, Head, TrainerSpec
+
+VOCAB = 24
+PPO = {"preset": "ppo", "adv": {"kl": 0.1}, "grad1": {"over": "old"}, "grad2": "kl"}
+CHOICES = ["pipelinerl", "grpo_kl", "dapo", "gspo", "gmpo", "ppo_tis", "reinforce_plus_plus", "decoupled_ppo", PPO]
+
+
+def groups() -> list[RolloutGroup]:
+    """Return four groups of three rollouts with 3 to 40 tokens."""
+    draw, made = rng.generator(2, "torch_invariance"), []
+    for index in range(4):
+        rollouts = [
+            rollout(
+                reward=reward,
+                prompt=draw.integers(0, VOCAB, int(draw.integers(2, 8))).tolist(),
+                sampled=draw.integers(0, VOCAB, int(draw.integers(1, 33))).tolist(),
+                logprob=-float(draw.uniform(2.5, 4.0)),
+            )
+            for reward in (0.0, 1.0, float(draw.uniform()))
+        ]
+        made.append(replace(group(index), rollouts=tuple(rollouts)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> TrainStep:
+    """Return a step with a policy, a slightly trained critic, and a reference with different weights."""
+    shape = DecoderShape(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=VOCAB, max_positions=64)
+    workers: list[Any] = []
+    for seed, head in ((0, Head.POLICY), (1, Head.VALUE), (2, Head.POLICY)):
+        path: Path = tmp_path_factory.mktemp("model")
+        random_decoder(shape, seed=seed).save_pretrained(path)
+        workers.append(TorchTrainer())
+        workers[-1].init_worker(TrainerSpec(model_path=path, device=Device.CPU, head=head))
+    policy, critic, reference = workers
+    nudged = rng.generator(3, "value_head").normal(scale=0.1, size=(1, 32))
+    critic._worker.model.value_head.weight.data.copy_(torch.from_numpy(nudged))
+    return TrainStep(
+        passes=ForwardPasses(policy=policy, critic=critic, reference=reference),
+        critic=Critic(worker=critic, loss=ValueLoss(), learning_rate=0.1),
+    )
+
+
+def gradients(step: TrainStep, choice: Any, *, budget: int, of: Sequence[RolloutGroup]) -> dict[str, torch.Tensor]:
+    """Return the gradients of policy and critic by name, and clear them in the workers."""
+    objective = resolve(choice)
+    if "values" not in objective.passes:
+        step = TrainStep(passes=replace(step.passes, critic=None))
+    step.accumulate(build(of, objective=objective, token_budget=budget, producing=1), objective)
+    made = {}
+    for role, worker in (("policy", step.passes.policy), ("critic", step.passes.critic)):
+        if isinstance(worker, TorchTrainer):
+            named = worker._worker.named_parameters()
+            made |= {f"{role} {name}": p.grad.clone() for name, p in named if p.grad is not None}
+            worker.discard_gradient()
+    return made
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_gradient_is_invariant_to_packing_split_and_order(choice: Any, step: TrainStep) -> None:
+    of = partial(gradients, step, choice)
+    expected = of(budget=10_000, of=groups())
+    scale = {
+        role: max(g.abs().max() for name, g in expected.items() if name.startswith(role)) for role in _roles(expected)
+    }
+    assert all(size > 1e-4 for size in scale.values())
+    for got in (of(budget=1, of=groups()), of(budget=60, of=groups()), of(budget=60, of=groups()[::-1])):
+        assert got.keys() == expected.keys()
+        for name, gradient in got.items():
+            tolerance = 1e-6 * max(1.0, float(scale[name.split()[0]]))
+            np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=tolerance, err_msg=name)
+
+
+def _roles(made: dict[str, torch.Tensor]) -> set[str]:
+    return {name.split()[0] for name in made}
+
+
+def episodes(stored: Callable[[Rollout], Rollout] = lambda one: one) -> list[RolloutGroup]:
+    """Return two groups of three episodes: linear, with two replies to one answer, and with two conversations."""
+    draw, made = rng.generator(5, "torch_episodes"), []
+    for index in range(2):
+        rollouts = []
+        for parents, reward in (((), 0.0), ((ROOT, 0, 0, 2), 1.0), ((ROOT, ROOT, 0, 1), float(draw.uniform()))):
+            turns = [
+                (draw.integers(0, VOCAB, int(draw.integers(2, 6))), draw.integers(0, VOCAB, int(draw.integers(1, 9))))
+                for _ in range(4)
+            ]
+            one = episode([(c.tolist(), s.tolist()) for c, s in turns], parents, reward=reward, logprob=-3.0)
+            rollouts.append(stored(one))
+        made.append(replace(group(index), rollouts=tuple(rollouts)))
+    return made
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_gradient_does_not_depend_on_how_an_episode_is_stored(choice: Any, step: TrainStep) -> None:
+    expected = gradients(step, choice, budget=10_000, of=episodes())
+    assert all(gradient.abs().max() > 0 for name, gradient in expected.items() if name.endswith("norm.weight"))
+    for stored, budget in ((as_roots, 10_000), (as_roots, 1), (lambda one: one, 60)):
+        got = gradients(step, choice, budget=budget, of=episodes(stored))
+        assert got.keys() == expected.keys()
+        for name, gradient in got.items():
+            np.testing.assert_allclose(gradient, expected[name], rtol=1e-4, atol=1e-6, err_msg=name)

@@ -1,0 +1,270 @@
+"""One step on real workers: forward passes, advantages against loops, and gradients invariant to packing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelinerl import rng
+from pipelinerl.enums import NoSignal, OldLogprobs, Truncated
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.objective import catalogue
+from pipelinerl.objective.adv import GAE
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.value_loss import ValueLoss
+from pipelinerl.staleness import StalenessBounds
+from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.training.forward_passes import ForwardPasses
+from pipelinerl.training.rollouts.admission import ConsumedLedger, Lineage
+from pipelinerl.training.rollouts.batch import build, learns_from_equals, teacher
+from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
+from pipelinerl.training.schedule import LearningRateSchedule
+from pipelinerl.training.train_step import Accumulated, TrainStep
+from pipelinerl.training.update import Critic
+from pipelinerl.types import Outcome, Rollout, RolloutGroup, Turn
+from tests.fakes.rollouts import group, rollout
+from trainer_contract.trainer import Trainer
+from trainer_contract.types import Float32, Head, MicroBatch, OptimizerSpec, TrainerSpec
+
+VOCAB = 7
+PPO = {"preset": "ppo", "adv": {"kl": 0.1}, "grad2": "kl", "grad1": {"over": "old"}}
+PRESETS = ["ppo", PPO, "grpo", "grpo_kl", "gspo", "gmpo", "ppo_tis", "dapo", "reinforce_plus_plus", "decoupled_ppo"]
+
+
+def two_turns(draw: np.random.Generator, reward: float) -> Rollout:
+    """Return a rollout in which the environment speaks twice."""
+    turns: list[Turn] = []
+    for _ in range(2):
+        one = rollout(
+            prompt=draw.integers(0, VOCAB, 2).tolist(),
+            sampled=draw.integers(0, VOCAB, int(draw.integers(1, 5))).tolist(),
+            logprob=-float(draw.uniform(1, 3)),
+        )
+        turns += one.turns
+    return replace(rollout(reward=reward), turns=tuple(turns))
+
+
+def groups() -> list[RolloutGroup]:
+    draw = rng.generator(5, "step")
+    made = [
+        replace(group(index), rollouts=tuple(two_turns(draw, reward) for reward in rewards))
+        for index, rewards in enumerate([(0.0, 1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 0.5, 1.0)])
+    ]
+    unjudged = replace(rollout(sampled=[1, 2, 3]), verdict=replace(rollout().verdict, outcome=Outcome.TIMEOUT))
+    return [*made, replace(group(3), rollouts=(two_turns(draw, 1.0), unjudged, two_turns(draw, 0.0)))]
+
+
+class Counting:
+    """A bigram trainer that counts its forward passes."""
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        self.worker = BigramTrainer()
+        self.worker.init_worker(spec)
+        self.forwards = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.worker, name)
+
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
+        self.forwards += len(micro_batches)
+        return self.worker.forward(micro_batches)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> TrainerSpec:
+    BigramModel.random(VOCAB, seed=4).save(tmp_path / "model")
+    return TrainerSpec(model_path=tmp_path / "model", optimizer=OptimizerSpec(eps=1.0, grad_clip=0.0))
+
+
+def practised_critic(spec: TrainerSpec, *, warmup_steps: int = 0) -> Critic:
+    """Return a critic with non-zero values."""
+    worker = Counting(replace(spec, head=Head.VALUE))
+    worker.worker._state.table = rng.generator(8, "values").normal(size=VOCAB)  # type: ignore[union-attr]
+    return Critic(worker=worker, loss=ValueLoss(), learning_rate=0.1, warmup_steps=warmup_steps)  # type: ignore[arg-type]
+
+
+def step_of(spec: TrainerSpec, *, warmup_steps: int = 0, old: OldLogprobs = OldLogprobs.RECOMPUTE) -> TrainStep:
+    """Return a step with a policy, a critic and a reference with different weights."""
+    other = spec.model_path.with_name("reference")
+    BigramModel.random(VOCAB, seed=9).save(other)
+    critic = practised_critic(spec, warmup_steps=warmup_steps)
+    reference: Any = Counting(replace(spec, model_path=other))
+    policy: Any = Counting(spec)
+    passes = ForwardPasses(policy=policy, critic=critic.worker, reference=reference, old_logprobs=old)
+    return TrainStep(passes=passes, critic=critic)
+
+
+def without_critic(step: TrainStep) -> TrainStep:
+    return TrainStep(passes=replace(step.passes, critic=None))
+
+
+def fitting(step: TrainStep, objective: PolicyObjective) -> TrainStep:
+    return step if "values" in objective.passes else without_critic(step)
+
+
+def accumulated(
+    step: TrainStep, objective: PolicyObjective, *, budget: int, of: Sequence[RolloutGroup], producing: int = 1
+) -> Accumulated:
+    batch = build(of, objective=objective, token_budget=budget, producing=producing)
+    return step.accumulate(batch, objective)
+
+
+def weights(worker: Trainer | None) -> np.ndarray:
+    assert worker is not None
+    ((_, table),) = worker.gather_weights()
+    return np.array(table)
+
+
+@pytest.mark.parametrize("choice", PRESETS, ids=str)
+def test_packing_split_and_order_do_not_change_the_gradient(choice: Any, spec: TrainerSpec) -> None:
+    objective = resolve(choice)
+
+    def stepped(budget: int, of: Sequence[RolloutGroup]) -> tuple[list[np.ndarray], float, int]:
+        step = fitting(step_of(spec), objective)
+        made = accumulated(step, objective, budget=budget, of=of)
+        figures = step.apply(made, learning_rates=[0.1]).figures
+        tables = [weights(worker) for worker in (step.passes.policy, step.critic and step.critic.worker) if worker]
+        return tables, figures["grad_norm"], len(made.micro_batches)
+
+    expected, norm, _ = stepped(1000, groups())
+    assert norm > 1e-4
+    for budget, of in ((1, groups()), (30, groups()), (30, groups()[::-1])):
+        tables, its_norm, parts = stepped(budget, of)
+        assert parts > 1 and its_norm == pytest.approx(norm, rel=1e-6)
+        for table, wanted in zip(tables, expected, strict=True):
+            np.testing.assert_allclose(table, wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", catalogue.PRESETS)
+def test_batch_without_signal_is_a_step_of_zero_gradient(name: str, spec: TrainerSpec) -> None:
+    """Terms that do not depend on the group's rewards (a critic, a barrier) keep their gradient."""
+    objective = resolve(name, max_tokens=8)
+    waiting = Batcher(
+        ledger=ConsumedLedger(),
+        lineage=Lineage(1, 0),
+        no_signal=NoSignal.TRAIN,
+        teaches=teacher(objective, {}, Truncated.TRAIN),
+    )
+    for index in range(2):
+        waiting.offer(group(index, (1.0, 1.0)))
+    taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=StalenessBounds(1, 1))
+    assert taken is not None
+    step = fitting(step_of(spec), objective)
+    figures = step.apply(accumulated(step, objective, budget=1000, of=taken), learning_rates=[0.1]).figures
+    assert np.isfinite(figures["grad_norm"])
+    assert figures["grad_norm"] == pytest.approx(0.0, abs=1e-9) or learns_from_equals(objective, {})
+
+
+@pytest.mark.parametrize("budget", [1, 25, 1000])
+def test_advantages_and_returns_equal_loops_over_rollouts(budget: int, spec: TrainerSpec) -> None:
+    """Compute each rollout separately, token by token, from columns of the workers."""
+    objective = replace(resolve(PPO), adv=GAE(kl=0.1))
+    step = step_of(spec)
+    batch = build(groups(), objective=objective, token_budget=budget, producing=1)
+    found = step.accumulate(batch, objective)
+    raw: list[np.ndarray] = []
+    for packed, micro_batch in zip(batch.packed, found.micro_batches, strict=True):
+        ends = np.flatnonzero(np.diff(micro_batch.segment_ids, append=-1))
+        for member, first, last in zip(packed.members, np.append(0, ends[:-1] + 1), ends + 1, strict=True):
+            inside = slice(first, last)
+            mask = micro_batch.loss_mask[inside]
+            value, old, ref = (
+                getattr(micro_batch, name)[inside][mask].astype(float)
+                for name in ("values", "old_logprobs", "ref_logprobs")
+            )
+            reward = [r for g in groups() for r in g.rollouts][member].verdict.reward
+            advantage, following, total = np.zeros(len(value)), 0.0, 0.0
+            for t in reversed(range(len(value))):
+                earned = (reward if t == len(value) - 1 else 0.0) - 0.1 * (old[t] - ref[t])
+                total = earned + following - value[t] + 0.95 * total
+                advantage[t], following = total, value[t]
+            np.testing.assert_allclose(micro_batch.returns[inside][mask], advantage + value, atol=1e-6)  # type: ignore[index]
+            raw.append(np.stack((advantage, micro_batch.advantages[inside][mask])))
+    plain, whitened = np.concatenate(raw, axis=1)
+    np.testing.assert_allclose(whitened, (plain - plain.mean()) / (plain.std() + 1e-8), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("choice", "old", "expected"),
+    [
+        ("grpo", OldLogprobs.RECOMPUTE, (0, 0, 0)),
+        ("ppo_recomputed", OldLogprobs.RECOMPUTE, (1, 0, 0)),
+        ("ppo_recomputed", OldLogprobs.BEHAVIOR, (0, 0, 0)),
+        ("grpo_kl", OldLogprobs.RECOMPUTE, (0, 0, 1)),
+        ("ppo", OldLogprobs.RECOMPUTE, (0, 1, 0)),
+        (PPO, OldLogprobs.RECOMPUTE, (1, 1, 1)),
+    ],
+    ids=str,
+)
+def test_only_needed_forward_passes_are_made(
+    choice: Any, old: OldLogprobs, expected: tuple[int, int, int], spec: TrainerSpec
+) -> None:
+    objective = resolve(choice)
+    step = step_of(spec, old=old)
+    made = accumulated(fitting(step, objective), objective, budget=1000, of=groups())
+    workers: list[Any] = [step.passes.policy, step.passes.critic, step.passes.reference]
+    assert tuple(worker.forwards for worker in workers) == expected
+    if old is OldLogprobs.BEHAVIOR:
+        assert made.micro_batches[0].old_logprobs is made.micro_batches[0].behavior_logprobs
+
+
+def test_policy_is_frozen_during_critic_warmup(spec: TrainerSpec) -> None:
+    step, objective = step_of(spec, warmup_steps=2), resolve("ppo")
+    assert step.critic is not None
+    for version in (1, 2, 3):
+        before = weights(step.passes.policy), weights(step.critic.worker)
+        made = accumulated(step, objective, budget=30, of=groups(), producing=version)
+        figures = step.apply(made, learning_rates=[0.1]).figures
+        assert step.passes.policy.model_version == version
+        stands = np.array_equal(weights(step.passes.policy), before[0])
+        assert (stands, figures["learning_rate"]) == ((True, 0.0) if version <= 2 else (False, 0.1))
+        assert not np.array_equal(weights(step.critic.worker), before[1])
+        assert figures["value_loss"] > 0 and figures["value_grad_norm"] > 0
+
+
+def test_critic_learning_rate_follows_its_own_schedule(spec: TrainerSpec) -> None:
+    step, objective = step_of(spec), resolve("ppo")
+    assert step.critic is not None
+    schedule = LearningRateSchedule(warmup_steps=2, steps=4, shape="linear", final_fraction=0.0)
+    scheduled = TrainStep(passes=step.passes, critic=replace(step.critic, schedule=schedule))
+    rates = []
+    for version in range(1, 5):
+        made = accumulated(scheduled, objective, budget=30, of=groups(), producing=version)
+        figures = scheduled.apply(made, learning_rates=[0.3]).figures
+        rates.append((figures["value_learning_rate"], figures["learning_rate"]))
+    assert rates == [(0.1 / 2, 0.3), (0.1, 0.3), (0.1, 0.3), (0.1 / 2, 0.3)]
+
+
+def test_kl_coefficient_column_scales_the_gradient(spec: TrainerSpec) -> None:
+    norms = []
+    for beta in (0.0, 0.5, 5.0):
+        objective = resolve({"preset": "grpo", "grad2": {"kind": "kl", "beta": beta}})
+        step = without_critic(step_of(spec))
+        figures = step.apply(accumulated(step, objective, budget=30, of=groups()), learning_rates=[0.1]).figures
+        norms.append(figures["grad_norm"])
+    assert norms[0] < norms[1] < norms[2]
+    assert norms[2] == pytest.approx(10 * norms[1], rel=0.5), "the penalty outweighs the rest"
+
+
+def test_critic_learns_the_return(spec: TrainerSpec) -> None:
+    """Every rollout has reward 1, so every state has value 1."""
+    step = step_of(replace(spec, optimizer=OptimizerSpec(grad_clip=0.0)), warmup_steps=100)
+    earning = [replace(g, rollouts=tuple(r for r in g.rollouts if r.verdict.reward == 1.0)) for g in groups()[:3]]
+    errors = []
+    for _ in range(40):
+        figures = step.apply(accumulated(step, resolve("ppo"), budget=30, of=earning), learning_rates=[0.1]).figures
+        errors.append(figures["value_error"])
+    assert errors[0] > 0.5 and errors[-1] < 0.1
+
+
+def test_equal_rewards_train_without_a_group_mean_baseline() -> None:
+    teaching = {
+        name: learns_from_equals(resolve(name), {}) for name in ("ppo", "grpo_kl", "decoupled_ppo", "grpo", "rloo")
+    }
+    assert teaching == {"ppo": True, "grpo_kl": True, "decoupled_ppo": True, "grpo": False, "rloo": False}

@@ -1,0 +1,106 @@
+"""NCCL groups fail by an error, in time, and never by ending the process."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+
+from inference_contract.weights import Backend
+from pipelinerl.errors import UpdateError
+from pipelinerl.system.background import in_background
+from pipelinerl.weights.broadcast.collective import Collective, connect_nccl, wait_for_nccl
+from tests.fakes.nccl_library import FailedWork, NcclLibrary
+from tests.patience import PATIENCE_S, SOON_S
+
+CPU = torch.device("cpu")
+
+
+class _Done:
+    def is_completed(self) -> bool:
+        return True
+
+    def exception(self) -> Any:
+        return None
+
+    def wait(self) -> bool:
+        return True
+
+
+def _connect(library: NcclLibrary, timeout_s: float = PATIENCE_S) -> Any:
+    return connect_nccl(library, None, rank=0, size=2, device=CPU, timeout_s=timeout_s)
+
+
+def test_watchdog_is_off_only_while_the_group_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    group = _connect(NcclLibrary(_Done()))
+    assert group.variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert group.variables["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+    assert group.blocking == 0 and not group.aborted.is_set()
+
+
+def test_missing_rank_fails_the_connection_at_the_deadline_and_aborts() -> None:
+    library, began = NcclLibrary(_Done(), connects=False), time.monotonic()
+    with pytest.raises(RuntimeError, match="NCCL timed out"):
+        _connect(library, timeout_s=0.2)
+    assert library.group.aborted.is_set() and time.monotonic() - began < SOON_S
+
+
+def test_failed_connection_is_aborted() -> None:
+    library = NcclLibrary(FailedWork())
+    with pytest.raises(RuntimeError, match="remote process exited"):
+        _connect(library)
+    assert library.group.aborted.is_set()
+
+
+def test_failed_broadcast_is_an_error_and_aborts_the_group() -> None:
+    group = NcclLibrary(FailedWork()).ProcessGroupNCCL(None, 0, 2, NcclLibrary(_Done()).ProcessGroupNCCL.Options())
+    collective = Collective(group, None, backend=Backend.NCCL, name="group 'g'")
+    with pytest.raises(UpdateError, match="remote process exited"):
+        collective.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + PATIENCE_S)
+    assert group.aborted.is_set()
+    with pytest.raises(UpdateError, match=r"this process (has )?left"):
+        collective.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + PATIENCE_S)
+
+
+def test_broadcast_that_another_thread_aborts_is_an_error() -> None:
+    class _Aborted(_Done):
+        def is_completed(self) -> bool:
+            return bool(group.aborted.is_set())  # the kernel ends, and nothing has failed
+
+    library = NcclLibrary(_Aborted())
+    group = library.ProcessGroupNCCL(None, 0, 2, library.ProcessGroupNCCL.Options())
+    collective = Collective(group, None, backend=Backend.NCCL, name="group 'g'")
+    deadline = time.monotonic() + PATIENCE_S
+    sending = in_background("send", lambda: collective.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=deadline))
+    collective.close()
+    with pytest.raises(UpdateError, match=r"this process (has )?left"):
+        sending.result(PATIENCE_S)
+
+
+def test_gloo_work_that_failed_is_complete_and_an_error() -> None:
+    """A real work whose peer died shows what `is_completed` alone cannot tell."""
+    store = torch.distributed.HashStore()
+    make = lambda rank: torch.distributed.ProcessGroupGloo(store, rank, 2, _gloo_options())  # noqa: E731
+    joins = [in_background(f"rank-{rank}", lambda rank=rank: make(rank)) for rank in (0, 1)]  # type: ignore[misc]
+    pair: list[Any] = [join.result(PATIENCE_S) for join in joins]
+    joins.clear()
+    work = pair[1].broadcast([torch.zeros(4, dtype=torch.uint8)], torch.distributed.BroadcastOptions())
+    del pair[0]
+    with pytest.raises(RuntimeError, match=r"pair\.cc"):
+        wait_for_nccl(work, deadline=time.monotonic() + PATIENCE_S)
+    assert work.is_completed()
+
+
+def _gloo_options() -> Any:
+    options: Any = torch.distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # type: ignore[call-arg]
+    options._threads = 1
+    return options

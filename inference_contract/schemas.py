@@ -220,9 +220,8 @@ class ChatCompletionRequest(Wire):
             name). Row i of a choice's `routed_experts` belongs to the token before the i-th new token, at the step
             that sampled the latter. `prompt_routed_experts` cover all prompt tokens except the last. An engine
             without support rejects it.
-        return_prompt_logprobs: return `prompt_logprobs`, the log-prob of each token of the prompt given those before
-            it, under softmax(logits / temperature); other sampling parameters do not change them. Needs a temperature
-            above 0, and no stream. An engine without support rejects it.
+        return_prompt_logprobs: return `prompt_logprobs`: the log-prob of each token of the prompt under softmax(logits
+            / temperature). Needs a temperature above 0, and no stream. An engine without support rejects it.
         priority: among queued requests, the lowest value starts first. An engine that cannot order its queue treats
             every priority as 0.
         user: accepted for OpenAI's clients, without effect.
@@ -344,13 +343,9 @@ class ChatCompletionRequest(Wire):
         return self
 
     @model_validator(mode="after")
-    def _experts_of_known_tokens(self) -> Self:
+    def _extra_columns_can_be_told(self) -> Self:
         if self.return_routed_experts and not self.return_token_ids:
             raise ValueError("return_routed_experts needs the token ids; set return_token_ids=true too")
-        return self
-
-    @model_validator(mode="after")
-    def _logprobs_of_a_whole_prompt(self) -> Self:
         if self.return_prompt_logprobs and (self.stream or not self.temperature):
             raise ValueError("return_prompt_logprobs needs a temperature above 0 and stream=false")
         return self

@@ -4,7 +4,8 @@ The answer is the content of the last `<answer>` tags, else the whole text. Task
 code are rejected. Fast scorers run in the caller's process. A worker process with a deadline runs scorers that have
 turned out slow, and any scorer if the answer is much longer than the true answer.
 
-Slowness is measured in processor time: in elapsed time, any scorer is occasionally slow on a busy machine. A worker
+Slowness is measured in processor time: in elapsed time, any scorer is occasionally slow on a busy machine. Reading
+processor time is a system call, so it is read only from the scoring after one that took long by the clock. A worker
 costs the actor several times as much as a fast scorer does. A verdict's `answer` has outer spaces removed. If the
 scorer fails on an answer but gives the true answer its full score, the answer is wrong.
 """
@@ -66,6 +67,7 @@ class ReasoningGym:
         self._scorers: dict[str, Scorer] = {}
         self._loading: dict[str, asyncio.Future[Scorer]] = {}
         self._slow: set[str] = set()
+        self._doubted: set[str] = set()
         self._not_quick: Counter[str] = Counter()
         self._last: tuple[Problem | None, _Entry] = None, _Entry("", "", {}, 0)
         self._pool = WorkerPool(
@@ -106,9 +108,13 @@ class ReasoningGym:
         scorer, answer = self._scorers.get(name), extract_answer(completion_text)
         if scorer is None or name in self._slow or len(answer) > _MUCH_LONGER * len(problem.ground_truth) + _AND_SOME:
             return None
-        began = time.thread_time()
+        measured = name in self._doubted
+        began, began_elapsed = time.thread_time() if measured else 0.0, time.perf_counter()
         verdict = _verdict(_scored(scorer, index, answer, problem.ground_truth), answer)
-        self._note(name, time.thread_time() - began)
+        if measured:
+            self._note(name, time.thread_time() - began)
+        elif time.perf_counter() - began_elapsed > _QUICK_S:
+            self._doubted.add(name)
         return verdict
 
     async def close(self) -> None:
@@ -127,8 +133,10 @@ class ReasoningGym:
         return self._last[1]
 
     def _note(self, name: str, seconds: float) -> None:
-        """Record the time for which a scoring blocked the event loop."""
+        """Record the processor time for which a scoring blocked the event loop."""
         self._not_quick[name] = self._not_quick[name] + 1 if seconds > _QUICK_S else 0
+        if seconds <= _QUICK_S:
+            self._doubted.discard(name)
         if seconds > _LONG_S or self._not_quick[name] >= _NOT_QUICK:
             self._slow.add(name)
 

@@ -269,20 +269,28 @@ async def test_much_longer_answer_is_scored_in_a_worker():
 
 
 @pytest.mark.parametrize(
-    ("cpu_ms", "slow"),
-    [([1.9] * 50, False), ([4, 4, 1, 4, 4], False), ([1, 4, 4, 4], True), ([1, 60], True)],
-    ids=["quick", "two at a time", "three in a row", "one that takes long"],
+    ("cpu_ms", "waits_ms", "slow"),
+    [
+        ([1.9] * 50, 0, False),
+        ([1.9] * 50, 100, False),
+        ([4, 4, 4, 1, 4, 4, 4], 0, False),
+        ([1, 4, 4, 4, 4], 0, True),
+        ([1, 60, 60], 0, True),
+    ],
+    ids=["quick", "quick on a busy machine", "three at a time", "four in a row", "two that take long"],
 )
 async def test_scorer_counts_as_slow_by_processor_time_and_not_elapsed_time(
-    cpu_ms: list[float], slow: bool, monkeypatch: pytest.MonkeyPatch
+    cpu_ms: list[float], waits_ms: float, slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verifier, taken = ReasoningGym(), iter(cpu_ms)
-    clock_s = 0.0
+    clock_s = elapsed_s = 0.0
     monkeypatch.setattr(time, "thread_time", lambda: clock_s)
+    monkeypatch.setattr(time, "perf_counter", lambda: elapsed_s)
 
     def scorer(index: int, answer: str) -> float:
-        nonlocal clock_s
-        clock_s += next(taken) / 1000
+        nonlocal clock_s, elapsed_s
+        spent_s = next(taken) / 1000
+        clock_s, elapsed_s = clock_s + spent_s, elapsed_s + spent_s + waits_ms / 1000
         return 1.0
 
     metadata = {"task": "spell_backward", "parameters": {}, "index": 1}

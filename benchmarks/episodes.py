@@ -103,6 +103,7 @@ def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2), only: Sequence
             took = each["seconds"]
             name = f"guess_letter, seed {each['seed']}: seconds of training to {LEARNT}"
             rows.append(Row(name, "never" if took is None else took, "<= 60", took is not None and took <= 60))
+            rows.append(Row(f"guess_letter, seed {each['seed']}: processor seconds of the run", each["processor_s"]))
         payload["learning"] = learnt
     print_table("episodes", rows)
     write_record("episodes", payload, quick=quick)
@@ -112,7 +113,10 @@ def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2), only: Sequence
 
 
 def learning(seed: int) -> dict[str, Any]:
-    """Return the mean reward of the first and last steps, and the seconds of training until `LEARNT`."""
+    """Return the mean reward of the first and last steps, the seconds of training until `LEARNT`, and the processor
+    seconds of the whole run.
+    """
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory(prefix="guess-letter-") as folder:
         changes = games.guessing(Path(folder) / "model")
         history = train(Job("guess_letter", seed, str(EXAMPLE), changes), judged=False).history
@@ -120,7 +124,9 @@ def learning(seed: int) -> dict[str, Any]:
     means = [fmean(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1)]
     clock = training_clock(history)
     reached = next((clock[place + WINDOW - 1] for place, mean in enumerate(means) if mean >= LEARNT), None)
-    return {"seed": seed, "first": means[0], "last": means[-1], "best": max(means), "seconds": reached}
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    processor_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"seed": seed, "first": means[0], "last": means[-1], "seconds": reached, "processor_s": processor_s}
 
 
 # --- engines below a crowd of episodes --------------------------------------------------------------------------------

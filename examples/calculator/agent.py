@@ -36,14 +36,14 @@ def calculated(arguments: str) -> str:
 
 
 async def run(task, client):
-    """1 for the right number after a call, 0.3 for the right call alone, 0.1 for any call of the calculator."""
+    """1 for the right number after a call, 0.3 for the right call alone, 0.1 for any other call."""
     messages = list(task.messages)
     answer = await client.chat(messages, tools=[TOOL])
-    calls = [call for call in answer.tool_calls if call["function"]["name"] == "calculator"]
-    if len(calls) != 1 or len(answer.tool_calls) != 1:
+    if len(answer.tool_calls) != 1:
         return 0.0
-    (call,) = calls
-    result = calculated(call["function"]["arguments"])
+    (call,) = answer.tool_calls
+    known = call["function"]["name"] == "calculator"
+    result = calculated(call["function"]["arguments"]) if known else "error: no such tool"
     messages += [answer, {"role": "tool", "tool_call_id": call["id"], "content": result}]
     answer = await client.chat(messages, tools=[TOOL])
     if answer.content.strip() == task.ground_truth:

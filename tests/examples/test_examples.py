@@ -163,7 +163,7 @@ def text(content):
     return Answer(content=content, tool_calls=[])
 
 assert reward(text("713")) == (0.0, None), "an answer without a call earns nothing"
-assert reward(call("23 * 31", name="division")) == (0.0, None), "no other tool is offered"
+assert reward(call("23 * 31", name="division"), text("1")) == (0.1, "error: no such tool")
 assert reward(call("23 * 31"), text(" 713")) == (1.0, "713")
 assert reward(call("23 * 31"), text("712")) == (0.3, "713")
 assert reward(call("23 * 32"), text("736")) == (0.1, "736")

@@ -5,6 +5,7 @@ must have one of these outcomes, or it is lost:
 
     trained      in the lineage of the final weights, exactly once
     duplicate    an earlier copy of the same order in the stream was trained
+    late         the order had ended before: its actor had reported a failure, and died before it acknowledged the order
     abandoned    the weights that sampled it were lost with a trainer; the order is issued again
     forgotten    the killed server had not written it: under `appendfsync everysec` it may delay a write while the disk
                  is busy, and loses the end of its history. The order is issued again
@@ -15,6 +16,7 @@ Every issued order ends once or is in flight: the ledger balances. Each seed is 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -127,6 +129,7 @@ class Findings:
     def __init__(self, cluster: Cluster, forgotten: set[int]) -> None:
         self.made = sorted(cluster.witnessed("made"), key=lambda group: group["entry"])
         self._forgotten = forgotten
+        self._failed = {event["order_id"]: event["time"] for event in reversed(cluster.events("group_failed"))}
         self._began = {event["epoch"]: event["model_version"] for event in cluster.events("trainer_ready")}
         latest = CheckpointStore(cluster.directory / "checkpoints", keep=2, model_directory=cluster.model).latest()
         offset = latest[1].offsets.get(PARTITION, "0-0") if latest is not None else "0-0"
@@ -167,7 +170,8 @@ class Findings:
                 continue  # this copy or an earlier copy of the same order was trained
             abandoned = any(later > group["epoch"] and began < group["newest"] for later, began in self._began.items())
             waiting = copy is None and entry in self._waiting
-            if not (abandoned or waiting or entry in self._forgotten):
+            late = self._failed.get(f"prompt-{index:06d}", math.inf) < group["time"]
+            if not (late or abandoned or waiting or entry in self._forgotten):
                 yield (
                     index,
                     f"its group {entry} was acknowledged, and "

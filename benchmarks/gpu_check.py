@@ -116,14 +116,19 @@ def _part(part: str, folder: Path, scale: Scale, device: torch.device, result: C
 
 
 def check(
-    device: torch.device, scale: Scale, chosen: Sequence[str], done: Callable[[Mapping[str, Any]], None]
+    device: torch.device,
+    scale: Scale,
+    chosen: Sequence[str],
+    done: Callable[[Mapping[str, Any]], None],
+    model: Path | None = None,
 ) -> Checked:
     """Run the parts one after the other on one model directory; `done` receives the results after each."""
     rows: list[Row] = []
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        save_model(scale, folder)
+        folder = model or Path(name)
+        if model is None:
+            save_model(scale, folder)
         for part in chosen:
             began = time.monotonic()
             print(f"gpu_check: {part} …", file=sys.stderr, flush=True)
@@ -137,7 +142,12 @@ def check(
 
 
 def run(
-    quick: bool = False, *, only: Sequence[str] = tuple(CHECKS), device: str = "cuda", results: Path | None = None
+    quick: bool = False,
+    *,
+    only: Sequence[str] = tuple(CHECKS),
+    device: str = "cuda",
+    results: Path | None = None,
+    model: Path | None = None,
 ) -> int:
     """Check the parts, print and record; return the exit status."""
     if device == "cuda" and not torch.cuda.is_available():
@@ -152,7 +162,7 @@ def run(
             payload = {"quick": quick, "device": describe(kind), "checks": {**known, **outcomes}}
             write_record("gpu_check", payload, folder=where)
 
-    rows, outcomes = check(kind, QUICK if quick else FULL, only, record)
+    rows, outcomes = check(kind, QUICK if quick else FULL, only, record, model)
     failed = any("failed" in result for result in outcomes.values())
     if rehearsal:
         rows = [row if row.name.endswith(" failed") else replace(row, met=None) for row in rows]
@@ -179,8 +189,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a tiny decoder and few rounds")
     parser.add_argument("--only", nargs="+", choices=tuple(CHECKS), default=tuple(CHECKS), help="these parts")
     parser.add_argument("--results", type=Path, help="folder of the record (default: benchmarks/results; cpu: none)")
+    parser.add_argument("--model", type=Path, help="a model directory of the check's shape (default: a new one)")
     given = parser.parse_args(arguments)
-    return run(given.quick, only=given.only, device=given.device, results=given.results)
+    return run(given.quick, only=given.only, device=given.device, results=given.results, model=given.model)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import os
 import signal
 from collections.abc import Iterator
 from functools import partial
-from shutil import rmtree
+from shutil import rmtree, which
 from tempfile import mkdtemp
 
 import hypothesis
@@ -38,6 +38,9 @@ _JAX_CACHE = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
+
+# Without a GPU, triton interprets its kernels. It reads this when it is imported.
+os.environ.setdefault("TRITON_INTERPRET", "0" if which("nvidia-smi") else "1")
 
 # A shell's background job ignores Ctrl-C, and so do its child processes; but tests send Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -18,8 +18,9 @@ from trainer_contract.types import WeightDType
 
 #: Most padded tokens of one prefill forward of the torch engine.
 PREFILL_TOKENS: Final = 16384
-#: Bytes for each logit of a decode step: the sampler's fp32 copies, and the fp64 sums and the sort of top-p.
-_SAMPLING_BYTES: Final = 64
+#: Bytes for each logit of a decode step: the sampler's fp32 copies, and the fp64 sums and the sort of top-p; and what a
+#: captured step keeps for itself, which samples without top-p.
+_SAMPLING_BYTES: Final = 64 + 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

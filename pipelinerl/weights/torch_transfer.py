@@ -5,7 +5,7 @@ their own, so they wait neither for training nor for decoding. On the host, the 
 same code: `stream_for` returns the form that fits. A host with few cores hashes before it sends, since a second thread
 would take its time from the first, and read the bytes from a colder cache.
 
-No GPU has run `CudaStream`.
+`CudaStream` ran on one H100.
 """
 
 from __future__ import annotations

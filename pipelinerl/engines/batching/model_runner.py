@@ -214,6 +214,11 @@ class RowTable:
         """Return the noise in [0, 1) with which `rows` sample their next token."""
         return rng.uniform(self._noise_keys[rows], self._num_sampled[rows])
 
+    def keep_whole(self, rows: slice) -> bool:
+        """Return whether none of `rows` truncates or changes its distribution, or reports likeliest tokens."""
+        truncates = self.any_min_p or bool((self.top_k[rows] > 0).any() or (self.top_p[rows] < 1).any())
+        return not (truncates or self.any_change or self.most_top)
+
     def advance(self, rows: slice, sampled: NDArray[Any]) -> None:
         """Advance `rows` by one position: each row feeds its token in `sampled` (int, one for each row) next."""
         self.feeds[rows] = sampled

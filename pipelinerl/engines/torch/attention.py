@@ -6,12 +6,11 @@ cache's plan. Supported are scaling, sliding windows and soft caps. An architect
 
 from __future__ import annotations
 
-import inspect
+from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import varlen as torch_varlen
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -67,8 +66,12 @@ def attend_decode(
 ) -> Tensor:
     """Attend with one query per fed row [K, Hq, 1, D] over blocks [N, H, size, D] → [K, 1, Hq, D]."""
     rows, q_heads, _, head_dim = query.shape
-    if plan.reading is CacheReading.KERNEL and softcap is None:
-        out = _attend_blocks(query[:, :, 0], keys, values, plan, window, scale)
+    if plan.reading is CacheReading.KERNEL:
+        from pipelinerl.engines.torch.paged_attention import attend_blocks  # triton, which comes with CUDA's torch
+
+        out = attend_blocks(
+            query[:, :, 0], keys, values, plan.table, plan.positions, window=window, scale=scale, softcap=softcap
+        )
         return out.view(rows, 1, q_heads, head_dim)
     mask = plan.mask(window, query.dtype)
     # The queries that share a key head form the rows of one product.
@@ -85,38 +88,11 @@ def attend_decode(
     return out.reshape(rows, 1, q_heads, head_dim)
 
 
-def _attend_blocks(
-    query: Tensor, keys: Tensor, values: Tensor, plan: DecodePlan, window: int | None, scale: float
-) -> Tensor:
-    """Attend with queries [K, Hq, D] by torch's kernel, which reads blocks [N, H, size, D] by their table."""
-    used, starts, table = plan.for_kernel
-    out = torch_varlen.varlen_attn(
-        query,
-        keys.transpose(1, 2),
-        values.transpose(1, 2),
-        starts,
-        None,
-        1,
-        plan.length,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != keys.shape[1],
-        seqused_k=used,
-        block_table=table,
-    )
-    assert isinstance(out, Tensor), "without return_aux the kernel returns one tensor"
-    return out
-
-
 def reading_for(device: torch.device, dtype: torch.dtype) -> CacheReading:
-    """Return how a decode step reads the blocks on `device` in `dtype`.
-
-    The kernel needs `block_table`, which torch has from 2.12 on. It has not been run on a GPU here.
-    """
+    """Return how a decode step reads the blocks on `device` in `dtype`."""
     if device.type == "cpu":
         return CacheReading.IN_PLACE if dtype is torch.float32 else CacheReading.GATHERED
-    can = "block_table" in inspect.signature(getattr(torch_varlen, "varlen_attn", reading_for)).parameters
-    return CacheReading.KERNEL if can and dtype in (torch.bfloat16, torch.float16) else CacheReading.GATHERED
+    return CacheReading.KERNEL if find_spec("triton") else CacheReading.GATHERED
 
 
 def attend_prefill(

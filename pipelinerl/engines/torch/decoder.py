@@ -80,6 +80,16 @@ class LlamaForward:
         # rotate_half(x) · sin = roll(x, D/2) · (−sin, sin): the table includes the sign.
         self._cos: Tensor = cos[0]
         self._sin: Tensor = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
+        self._project, self._finish = self._projected, self._finished
+
+    def compile(self) -> None:
+        """Make the first forward compile what surrounds attention, for any number of tokens.
+
+        Results are rounded where the uncompiled forward rounds.
+        """
+        settings: Any = {"dynamic": True, "options": {"emulate_precision_casts": True}}
+        self._project = torch.compile(self._projected, **settings)
+        self._finish = torch.compile(self._finished, **settings)
 
     @staticmethod
     def fits(model: Any) -> bool:
@@ -105,22 +115,28 @@ class LlamaForward:
         cos, sin = self._cos[flat][:, None], self._sin[flat][:, None]  # [B · T, 1, D]
         x = embedding(token_ids.reshape(-1), self._embedding).float()
         for index, layer in enumerate(self._layers):
-            h = self._normed(x, layer.input_norm)
-            query = self._rotated(layer.query(h), self._heads, layer.query_norm, cos, sin)
-            key = self._rotated(layer.key(h), self._kv_heads, layer.key_norm, cos, sin)
-            value = layer.value(h).view(batch, length, self._kv_heads, self._head_dim)
-            keys, values = cache.update(
-                key.view(batch, length, self._kv_heads, self._head_dim).transpose(1, 2), value.transpose(1, 2), index
-            )
-            query = query.view(batch, length, self._heads, self._head_dim).transpose(1, 2)
+            projected = self._project(x, layer, cos, sin)
+            query, key, value = (each.view(batch, length, -1, self._head_dim).transpose(1, 2) for each in projected)
+            keys, values = cache.update(key, value, index)
             if isinstance(plan, DecodePlan):
                 attended = attend_decode(query, keys, values, plan, layer.window, layer.scale)
             else:
                 attended = attend_prefill(query, keys, values, layer.window, layer.scale)
-            x = x + layer.output(attended.reshape(batch * length, -1))
-            h = self._normed(x, layer.post_norm)
-            x = x + layer.down(silu(layer.gate(h)).mul_(layer.up(h)))
+            x = self._finish(x, attended.reshape(batch * length, -1), layer)
         return x
+
+    def _projected(self, x: Tensor, layer: _Layer, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [N, Hq, D], keys and values [N, H · D] of a layer's input [N, d]."""
+        h = self._normed(x, layer.input_norm)
+        query = self._rotated(layer.query(h), self._heads, layer.query_norm, cos, sin)
+        key = self._rotated(layer.key(h), self._kv_heads, layer.key_norm, cos, sin)
+        return query, key, layer.value(h)
+
+    def _finished(self, x: Tensor, attended: Tensor, layer: _Layer) -> Tensor:
+        """Return a layer's result [N, d] from its input [N, d] and its attention [N, Hq · D]."""
+        x = x + layer.output(attended)
+        h = self._normed(x, layer.post_norm)
+        return x + layer.down(silu(layer.gate(h)).mul_(layer.up(h)))
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         if weight.dtype is torch.float32:

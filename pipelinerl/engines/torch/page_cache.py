@@ -10,7 +10,7 @@ before each forward, says how the forward uses the cache:
 
 `BlockTable` says which blocks belong to which row. How a decode step reads them depends on device and dtype:
 
-    KERNEL     `varlen_attn` reads the blocks by their table: CUDA in half precision
+    KERNEL     `paged_attention` reads the blocks by their table: CUDA
     IN_PLACE   all blocks in use are read where they lie, each with the queries of its rows, and only scores are put
                in the order of the rows: fp32 on a CPU, where a copy of the keys would cost more than the products
     GATHERED   keys and values are first copied into the order of the rows: everything else
@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -36,10 +35,8 @@ from torch import Tensor
 from pipelinerl.engines.torch.block_sections import BlockSections
 from pipelinerl.engines.torch.blocks import BlockTable, Copies
 
-#: Tokens of a block on a CPU. Shorter blocks cost more products, longer ones waste more of their last block.
-CPU_BLOCK: Final = 32
-#: Tokens of a block on a GPU: the kernel's blocks are multiples of this.
-GPU_BLOCK: Final = 256
+#: Tokens of a block. Shorter blocks cost more products, longer ones waste more of their last block.
+BLOCK: Final = 32
 
 #: The largest fraction of decoding rows left after deduplication at which its copies are worthwhile.
 _MOST_LEFT: Final = 7 / 8
@@ -98,13 +95,6 @@ class DecodePlan:
         """Expand fed rows [K, …] to all rows [B, …]."""
         return fed if self.of_row is None else fed.index_select(0, self.of_row)
 
-    @cached_property
-    def for_kernel(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The kernel's lengths i32 [K], boundaries of queries i32 [K + 1], and table i32 [K, n]."""
-        used = (self.positions[:, 0] + 1).to(torch.int32)
-        starts = torch.arange(len(used) + 1, dtype=torch.int32, device=used.device)
-        return used, starts, self.table.to(torch.int32)
-
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Return an additive mask [K, 1, 1, length]: -inf after a row's position and before its window."""
         known = self._masks.get(window)
@@ -131,14 +121,14 @@ class CacheShape:
     size: int
 
     @classmethod
-    def of(cls, config: Any, device: torch.device) -> CacheShape:
+    def of(cls, config: Any) -> CacheShape:
         """Return the cache shape of a model with the text configuration `config`."""
         return cls(
             layers=config.num_hidden_layers,
             heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
             query_heads=config.num_attention_heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            size=GPU_BLOCK if device.type == "cuda" else CPU_BLOCK,
+            size=BLOCK,
         )
 
     def block_bytes(self, dtype: torch.dtype) -> int:
@@ -162,7 +152,8 @@ class _Layout:
 class PageCache:
     """Keys and values [blocks, heads, size, head_dim] of each layer.
 
-    On a CPU the number of blocks in memory doubles as they are needed; on a GPU all are allocated at once.
+    On a CPU the number of blocks in memory doubles as they are needed. On a GPU all are allocated at once, and one
+    more, `spare`, into which rows without a sequence write.
     """
 
     #: Read by transformers; False because shapes change from step to step.
@@ -174,7 +165,8 @@ class PageCache:
         self.table = table
         self.reading = reading
         self._shape, self._device = shape, device
-        self._present = table.num_blocks if device.type == "cuda" else min(64, table.num_blocks)
+        self.spare = table.num_blocks
+        self._present = table.num_blocks + 1 if device.type == "cuda" else min(64, table.num_blocks)
         sizes = (self._present, shape.heads, shape.size, shape.head_dim)
         self._keys = [torch.zeros(sizes, dtype=dtype, device=device) for _ in range(shape.layers)]
         self._values = [torch.zeros(sizes, dtype=dtype, device=device) for _ in range(shape.layers)]
@@ -224,6 +216,19 @@ class PageCache:
             sections=layout.sections,
             first=layout.first,
             of_row=layout.of_row,
+        )
+        return self.plan
+
+    def plan_on_device(self, positions: Tensor, table: Tensor) -> DecodePlan:
+        """Plan a forward from tensors that a graph reads: `positions` i64 [K, 1], and blocks `table` i64 [K, n]."""
+        size, heads = self._shape.size, torch.arange(self._shape.heads, device=self._device)
+        block = table.gather(1, positions // size)
+        self.plan = DecodePlan(
+            positions=positions,
+            entries=((block * self._shape.heads + heads) * size + positions % size).view(-1),
+            table=table,
+            length=table.shape[1] * size,
+            reading=self.reading,
         )
         return self.plan
 

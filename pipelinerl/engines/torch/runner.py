@@ -23,14 +23,19 @@ from pipelinerl.engines.memory_budget import PREFILL_TOKENS
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.attention import reading_for
 from pipelinerl.engines.torch.blocks import BlockTable, tokens_of
+from pipelinerl.engines.torch.decode_graphs import DecodeGraphs, Inputs
+from pipelinerl.engines.torch.decoder import LlamaForward
 from pipelinerl.engines.torch.forward import ForwardKind, forward_of
-from pipelinerl.engines.torch.page_cache import AlikeRows, CacheShape, PageCache
+from pipelinerl.engines.torch.page_cache import AlikeRows, CacheReading, CacheShape, PageCache
 from pipelinerl.engines.torch.quantized import QuantizedWeights
 from pipelinerl.engines.torch.sampling import add_to_logits, sample
 from pipelinerl.engines.torch.weights import TorchWeights
 from pipelinerl.enums import WeightFormat
 from pipelinerl.models import torch_routers
 from trainer_contract.types import Experts
+
+#: From this size of the weights on, a GPU's engine compiles the forward: 15 seconds that larger models win back.
+_COMPILED_FROM: Final = 2 * 10**8
 
 _NO_TOP: Final[Mapping[int, TopTokens]] = MappingProxyType({})
 
@@ -71,7 +76,7 @@ class TorchRunner:
         self._forward = forward_of(model, forward, context_length=options.context_length)
         routing = torch_routers.shape_of(model)
         self.route_log = None if routing is None else torch_routers.TorchRouteLog(model, routing)
-        shape = CacheShape.of(text, self._device)
+        shape = CacheShape.of(text)
         self._block_bytes = shape.block_bytes(parameter.dtype)
         self._table = BlockTable(
             rows=options.slots,
@@ -87,6 +92,16 @@ class TorchRunner:
             device=self._device,
             reading=reading_for(self._device, parameter.dtype),
         )
+        self._graphs: DecodeGraphs | None = None
+        if (
+            self._device.type == "cuda"
+            and isinstance(self._forward, LlamaForward)
+            and isinstance(self._weights, TorchWeights)
+            and self._cache.reading is CacheReading.KERNEL
+        ):
+            self._graphs = DecodeGraphs(self._forward, self._cache, self._weights, rows=options.slots)
+            if self.layout.num_bytes >= _COMPILED_FROM:
+                self._forward.compile()
         self._prefill_tokens = prefill_tokens
         self._rows = RowTable(options.slots)
         self.top_logprobs = _NO_TOP
@@ -228,13 +243,21 @@ class TorchRunner:
         if not self.reserve(num_rows):
             raise RuntimeError("the cache has no room for the next token; preempt a row before the step")
         self._table.tokens[self._all_rows[used], positions] = feeds
+        self.top_logprobs = _NO_TOP
         alike = None if self._alike is None else self._alike.step(feeds, positions)
-        plan = self._cache.plan_decode(positions, alike)
-        fed = self._on_device((feeds if alike is None else feeds[alike.first])[:, None])
-        logits = plan.to_rows(self._forward.logits(fed, plan.positions, self._cache, plan))
+        if self._graphs is not None:
+            logits = self._graphs.run(Inputs(feeds, positions, rows.temperature[used], rows.noise(used)))
+            if rows.keep_whole(used):
+                token_ids, logprobs = self._graphs.sampled(num_rows)
+                rows.advance(used, token_ids)
+                return token_ids.tolist(), logprobs.tolist()
+        else:
+            plan = self._cache.plan_decode(positions, alike)
+            fed = self._on_device((feeds if alike is None else feeds[alike.first])[:, None])
+            logits = plan.to_rows(self._forward.logits(fed, plan.positions, self._cache, plan))
         if rows.any_change:
             logits = add_to_logits(logits, rows.changes)
-        token_ids, logprobs, top_ids, top_logprobs = sample(
+        drawn = sample(
             logits,
             temperature=torch.from_numpy(rows.temperature[used]),
             top_k=torch.from_numpy(rows.top_k[used]),
@@ -243,15 +266,14 @@ class TorchRunner:
             min_p=torch.from_numpy(rows.min_p[used]) if rows.any_min_p else None,
             most_top=rows.most_top,
         )
-        self.top_logprobs = _NO_TOP
-        if top_ids is not None and top_logprobs is not None:
-            self.top_logprobs = rows.top_of(top_ids.cpu().numpy(), top_logprobs.cpu().numpy())
+        if drawn.top_ids is not None and drawn.top_logprobs is not None:
+            self.top_logprobs = rows.top_of(drawn.top_ids.cpu().numpy(), drawn.top_logprobs.cpu().numpy())
         if self.route_log is not None and self.route_log.is_on:
             routed = self.route_log.take()
             self.route_log.decoded = routed if alike is None else routed[alike.of_row]
-        sampled = token_ids.cpu()
+        sampled = drawn.token_ids.cpu()
         rows.advance(used, sampled.numpy())
-        return sampled.tolist(), logprobs.tolist()
+        return sampled.tolist(), drawn.logprobs.tolist()
 
     def _begin(self, rows: Sequence[int]) -> None:
         """Record that these rows hold the same tokens as one another."""

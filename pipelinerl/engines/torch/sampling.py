@@ -75,15 +75,27 @@ def sample(
             top_p[rows].to(logits.device),
             None if min_p is None else min_p[rows].to(logits.device),
         )
-    # In a row without a distribution the search ends beyond the last token.
-    token_ids = _inverse_cdf(logprobs, noise.to(logits.device)).clamp_max_(logprobs.shape[1] - 1)
-    if any_greedy:
-        token_ids = torch.where(greedy.to(logits.device), logprobs.argmax(dim=-1), token_ids)
-    chosen = logprobs.gather(1, token_ids[:, None])[:, 0]
+    drawn = _draw(logprobs, noise.to(logits.device), greedy.to(logits.device) if any_greedy else None)
     if not most_top:
-        return Sample(token_ids, chosen)
+        return drawn
     top, top_ids = logprobs.topk(min(most_top, logprobs.shape[1]), dim=-1)
-    return Sample(token_ids, chosen, top_ids, top)
+    return Sample(drawn.token_ids, drawn.logprobs, top_ids, top)
+
+
+def sample_whole(logits: Tensor, *, temperature: Tensor, noise: Tensor) -> Sample:
+    """Sample as `sample` does where no row truncates; all arguments are on one device, and the host decides nothing."""
+    greedy = temperature == 0
+    scale = torch.where(greedy, 1.0, temperature).float()
+    return _draw(torch.log_softmax(logits.float() / scale[:, None], dim=-1), noise, greedy)
+
+
+def _draw(logprobs: Tensor, noise: Tensor, greedy: Tensor | None) -> Sample:
+    """Draw a token of each row [B, V]; in `greedy` rows, the likeliest."""
+    # In a row without a distribution the search ends beyond the last token.
+    token_ids = _inverse_cdf(logprobs, noise).clamp_max_(logprobs.shape[1] - 1)
+    if greedy is not None:
+        token_ids = torch.where(greedy, logprobs.argmax(dim=-1), token_ids)
+    return Sample(token_ids, logprobs.gather(1, token_ids[:, None])[:, 0])
 
 
 def add_to_logits(logits: Tensor, changes: LogitChanges) -> Tensor:

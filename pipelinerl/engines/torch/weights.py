@@ -47,6 +47,7 @@ class TorchWeights:
         self.layout = layout_of(model)
         self._parameters = dict(model.named_parameters())
         self._device = next(iter(self._parameters.values())).device
+        self._views: dict[int, dict[str, Tensor]] = {}  # by the address of the buffer in which they lie
         self._staged: Tensor | None = None
         self._current = self._buffer()
         offset = 0
@@ -61,6 +62,11 @@ class TorchWeights:
     def spare_bytes(self) -> int:
         """Bytes of a further set of weights: none, `staging` itself is served."""
         return 0
+
+    @property
+    def address(self) -> int:
+        """Where the serving parameters lie: one of two places, in turn."""
+        return self._current.data_ptr()
 
     def staging(self) -> Tensor:
         """Return uint8 [layout.num_bytes], which the model does not read; allocated at the first call."""
@@ -81,5 +87,10 @@ class TorchWeights:
         return torch.empty(self.layout.num_bytes, dtype=torch.uint8, device=self._device)
 
     def _point_at(self, buffer: Tensor) -> None:
-        for name, values in parameters_in(buffer, self.layout):
+        views = self._views.get(buffer.data_ptr())
+        if views is None:
+            views = dict(parameters_in(buffer, self.layout))
+            if all(each.untyped_storage().data_ptr() == buffer.data_ptr() for each in views.values()):  # no copies
+                self._views[buffer.data_ptr()] = views
+        for name, values in views.items():
             self._parameters[name].data = values

@@ -5,6 +5,7 @@ options.mesh = { dp_shard = 2, cp = 2 }
 options.gradients = "divided"
 options.experts = "parallel"
 options.attention = "buckets"
+options.compile = false
 options.lora = { rank = 16, alpha = 32, targets = "all-linear", dropout = 0 }
 options.optimizer = { moments = "bf16", place = "host" }
 # set by `pipelinerl run`:
@@ -36,6 +37,7 @@ class TorchOptions:
     gradients: GradientSum = GradientSum.WHOLE
     experts: ExpertWeights = ExpertWeights.GATHERED
     attention: SegmentAttention = SegmentAttention.AUTO
+    compile: bool | None = None
     lora: LoraOptions | None = None
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     distributed: Distributed | None = None
@@ -53,6 +55,7 @@ class TorchOptions:
             gradients=gradients_of(options),
             experts=experts_of(options),
             attention=attention_of(options),
+            compile=compile_of(options),
             lora=lora,
             optimizer=optimizer,
         )
@@ -80,6 +83,7 @@ def checked(options: Mapping[str, Any]) -> tuple[ProcessMesh, LoraOptions | None
     gradients_of(options)
     experts_of(options)
     attention_of(options)
+    compile_of(options)
     return mesh_of(options), lora_of(options), optimizer_of(options)
 
 
@@ -99,6 +103,20 @@ def experts_of(options: Mapping[str, Any]) -> ExpertWeights:
 def attention_of(options: Mapping[str, Any]) -> SegmentAttention:
     """Return the `attention` option. Raises SpecError if it is no `SegmentAttention`."""
     return one_of(SegmentAttention, options.get("attention", SegmentAttention.AUTO), "options.attention")
+
+
+def compile_of(options: Mapping[str, Any]) -> bool | None:
+    """Return the `compile` option, or None if the trainer chooses.
+
+    Raises:
+        SpecError: it is no boolean, or the trainer has several processes.
+    """
+    value = options.get("compile")
+    if value is not None and not isinstance(value, bool):
+        raise SpecError(f"options.compile must be true or false, got {value!r}")
+    if value and mesh_of(options).size > 1:
+        raise SpecError("options.compile is for a trainer of one process, but options.mesh has several; leave it out")
+    return value
 
 
 def mesh_of(options: Mapping[str, Any]) -> ProcessMesh:

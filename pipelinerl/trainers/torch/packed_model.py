@@ -14,7 +14,8 @@ from typing import Any, Final, NamedTuple, cast, final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipelinerl.errors import ModelError
 from pipelinerl.models import torch_routers
@@ -22,11 +23,14 @@ from pipelinerl.models.checkpoint import Part, load_model, load_structure
 from pipelinerl.models.weight_reader import WeightReader
 from pipelinerl.numerics.torch_logprobs import LOGITS_AT_ONCE, token_predictions
 from pipelinerl.trainers.torch.experts import follow_autocast
-from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION, AttentionPlan
+from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION, AttentionPlan, attend
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.shared_beginnings import Reading
 from trainer_contract.errors import SpecError
 from trainer_contract.types import HeadMeasure
+
+#: From this number of parameters on, a GPU's trainer compiles the layers: half a minute that larger models win back.
+COMPILED_FROM: Final = 10**8
 
 #: Relative tolerance of the probe: covers rounding, far below the effect of a leak between segments.
 _PROBE_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
@@ -108,6 +112,20 @@ class PackedModel(nn.Module):
     def save(self, path: Path, weights: Mapping[str, Tensor]) -> None:
         """Write a Hugging Face model directory with these parameter values."""
         save_model(self.model, path, {**self._buffers_saved, **weights})
+
+
+def compile_layers(model: nn.Module, *, gradient_checkpointing: bool) -> None:
+    """Make the first pass compile each layer, except for its attention, for any number of tokens.
+
+    Norms, rotations, gates and conversions then run in few kernels, which keep fewer intermediate results. Results are
+    rounded where uncompiled layers round. Torch compiles nothing around a checkpoint, so there each part of a layer is
+    compiled by itself.
+    """
+    AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attend))
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            for part in layer.children() if gradient_checkpointing else (layer,):
+                part.compile(dynamic=True, options={"emulate_precision_casts": True})
 
 
 def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:

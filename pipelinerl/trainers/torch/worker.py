@@ -24,9 +24,9 @@ from pipelinerl.trainers.torch.lora.adapters import Adapters
 from pipelinerl.trainers.torch.lora.lora_options import share_of
 from pipelinerl.trainers.torch.optimizer.adamw import ParameterOptimizer, adamw, restored_state
 from pipelinerl.trainers.torch.optimizer.optimizer_options import StatePlace, optimizer_of
-from pipelinerl.trainers.torch.options import attention_of
+from pipelinerl.trainers.torch.options import attention_of, compile_of
 from pipelinerl.trainers.torch.packed.planner import planning
-from pipelinerl.trainers.torch.packed_model import PackedModel
+from pipelinerl.trainers.torch.packed_model import COMPILED_FROM, PackedModel, compile_layers
 from pipelinerl.trainers.torch.passes import PassSetting, broken_loss, evaluate, predicted, require_finite
 from pipelinerl.trainers.torch.transfers import to_device
 from pipelinerl.trainers.torch.value_model import PackedValueModel
@@ -87,6 +87,10 @@ class TorchWorker:
         is_half = spec.precision is Precision.BF16
         masters = loaded.move_to(accelerator.device, masters=options.place if is_half else StatePlace.DEVICE)
         trained, weights = loaded.trained, loaded.weights
+        compiled = compile_of(spec.options)
+        if compiled if compiled is not None else _is_worth_compiling(loaded.model, accelerator.device):
+            log.info("layers: compiled during the first pass")
+            compile_layers(loaded.model, gradient_checkpointing=spec.gradient_checkpointing)
         if loaded.adapters is not None:
             log.info("LoRA: %s", share_of(*loaded.adapters.counts))
         model = accelerator.prepare(loaded.model)
@@ -238,6 +242,12 @@ def _accelerator(spec: TrainerSpec) -> Accelerator:
     if spec.memory_share is not None and accelerator.device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(spec.memory_share)
     return accelerator
+
+
+def _is_worth_compiling(model: PackedModel | PackedValueModel, device: torch.device) -> bool:
+    """Return whether compiled layers soon win back the time of compiling; experts' layers are not worth it."""
+    count = sum(each.numel() for each in model.parameters())
+    return device.type == "cuda" and model.routing is None and count >= COMPILED_FROM
 
 
 @contextmanager

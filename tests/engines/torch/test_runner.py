@@ -7,7 +7,8 @@ forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -59,6 +60,7 @@ ARCHITECTURES: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "gemma2_softcap": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**_BASE, head_dim=16, sliding_window=6)),
 }
 TIED = {"qwen2_tied", "gpt2", "gemma2_softcap"}
+READINGS = [each for each in CacheReading if each is not CacheReading.KERNEL or find_spec("triton") is not None]
 STRAIGHT = {"qwen2_tied", "qwen2_untied", "qwen2_window", "qwen3", "llama", "llama3_rope"}
 
 
@@ -78,8 +80,8 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in ARCHITECTURES}
 
 
-def _runner(path: Path, forward: ForwardKind = ForwardKind.AUTO) -> TorchRunner:
-    model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
+def _runner(path: Path, forward: ForwardKind = ForwardKind.AUTO, device: str = "cpu") -> TorchRunner:
+    model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device(device))
     return TorchRunner(model, engine_options(slots=8, context_length=CONTEXT), forward=forward)
 
 
@@ -132,13 +134,13 @@ def _reference(model: hf.PreTrainedModel, row: Row) -> tuple[list[int], list[flo
     return tokens[len(row.prompt) :], logprobs
 
 
-def _agree(path: Path, rows: Sequence[Row]) -> None:
-    """Assert that every token equals the reference's, and every log-prob within 1e-5."""
+def _agree(path: Path, rows: Sequence[Row], within: float = 1e-5) -> None:
+    """Assert that every token equals the reference's, and every log-prob is within this difference."""
     model = hf.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     for row in rows:
         token_ids, logprobs = _reference(model, row)
         assert row.token_ids == token_ids
-        assert row.logprobs == pytest.approx(logprobs, abs=1e-5)
+        assert row.logprobs == pytest.approx(logprobs, abs=within)
 
 
 def _prompt(seed: int, length: int) -> list[int]:
@@ -341,8 +343,8 @@ def test_next_turn_computes_only_its_new_tokens(directories: dict[str, Path], na
 
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2_softcap"])
 def test_rows_agree_however_they_are_read(directories: dict[str, Path], name: str) -> None:
-    """In place, or gathered by the table: rows that share blocks, rows of one block, and blocks that were spread."""
-    for reading in (CacheReading.IN_PLACE, CacheReading.GATHERED):
+    """Rows that share blocks, rows of one block, and blocks that were spread; on a CPU the kernel is interpreted."""
+    for reading in READINGS:
         runner = _runner(directories[name])
         runner._cache.reading = reading
         short = [Row(_prompt(i, 5), noise_key=i) for i in range(6)]
@@ -355,6 +357,62 @@ def test_rows_agree_however_they_are_read(directories: dict[str, Path], name: st
         runner.place([row.state(index) for index, row in enumerate(rows)])
         _decode(runner, rows, 12)
         _agree(directories[name], [*short, *rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_gpu_agrees_while_rows_come_and_go(directories: dict[str, Path], name: str) -> None:
+    """Rows of several lengths join, leave and move across two swaps of weights; some of them truncate."""
+    path = directories[name]
+    runner = _runner(path, device="cuda")
+    assert (runner._graphs is not None) == (name in STRAIGHT)
+    rows = [Row(_prompt(i, length), noise_key=i) for i, length in enumerate((9, 40, 4, 31, 1))]
+    rows.append(Row(_prompt(7, 33), temperature=0.0))
+    _start(runner, rows)
+    _decode(runner, rows, 10)
+    for steps in (3, 30):
+        runner.staging().copy_(_bytes_of(path, runner))
+        runner.finish_staging()
+        runner.swap()
+        _decode(runner, rows, steps)
+    ended = rows[1]
+    runner.release([1])
+    runner.move([5], [1])
+    rows = [rows[0], rows[5], *rows[2:5]]
+    _decode(runner, rows, 5)
+    late = Row(_prompt(8, 20), temperature=0.5, noise_key=3)
+    _start(runner, [late], at=5)
+    runner.place([replace(_next(rows[2], 2), top_k=3)])
+    _decode(runner, [*rows, late], 5)
+    _agree(path, [row for row in (*rows, ended, late) if row is not rows[2]], within=1e-4)
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3"])
+@pytest.mark.filterwarnings("ignore")  # of torch's own compiler
+def test_compiled_forward_agrees(directories: dict[str, Path], name: str, device: str) -> None:
+    runner = _runner(directories[name], device=device)
+    assert isinstance(runner._forward, LlamaForward)
+    runner._forward.compile()
+    rows = [Row(_prompt(i, length), noise_key=i) for i, length in enumerate((9, 40, 2))]
+    _start(runner, rows)
+    _decode(runner, rows, 5)
+    _agree(directories[name], rows, within=1e-5 if device == "cpu" else 1e-4)
+
+
+def _bytes_of(path: Path, runner: TorchRunner) -> torch.Tensor:
+    """Return the weights of a directory as an update sends them."""
+    weights = dict(load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cuda")).named_parameters())
+    parts = [weights[spec.name].detach().contiguous().view(-1).view(torch.uint8) for spec in runner.layout.parameters]
+    return torch.cat(parts)
+
+
+def _next(row: Row, index: int) -> RowState:
+    """Return the state with which a running row continues."""
+    position = len(row.prompt) + len(row.token_ids) - 1
+    return replace(row.state(index), token_id=row.token_ids[-1], position=position, num_sampled=len(row.token_ids))
 
 
 def test_late_sibling_takes_prompt_from_a_running_row(directories: dict[str, Path]) -> None:

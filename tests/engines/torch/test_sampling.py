@@ -12,7 +12,7 @@ from pipelinerl import rng
 from pipelinerl.engines.batching.logit_changes import LogitChange, LogitChanges
 from pipelinerl.engines.batching.model_runner import RowState
 from pipelinerl.engines.bigram.engine import sample_rows
-from pipelinerl.engines.torch.sampling import add_to_logits, sample
+from pipelinerl.engines.torch.sampling import add_to_logits, sample, sample_whole
 
 
 def _both(
@@ -187,3 +187,18 @@ def test_row_without_distribution_gets_nan_and_others_are_sampled(
     assert token_ids[1] in range(vocab) and logprobs[1].isnan()
     assert token_ids[::2].tolist() == healthy_ids[::2].tolist()
     assert logprobs[::2].tolist() == healthy_logprobs[::2].tolist() and logprobs[::2].isfinite().all()
+
+
+@pytest.mark.parametrize("vocab", [50, 5000])
+def test_sampling_on_one_device_equals_sampling_with_the_hosts_choices(vocab: int) -> None:
+    """At several temperatures, greedy among them; a row without a distribution leaves the others as they are."""
+    random = rng.generator(vocab, "whole")
+    logits = torch.from_numpy(np.float32(random.standard_normal((64, vocab)) * 3))
+    logits[5, 3] = torch.nan
+    temperature = torch.tensor([0.0, 0.5, 1.0, 2.0] * 16)
+    noise = torch.from_numpy(random.random(64))
+    zeros = torch.zeros(64, dtype=torch.int64)
+    expected = sample(logits, temperature=temperature, top_k=zeros, top_p=torch.ones(64), noise=noise)
+    found = sample_whole(logits, temperature=temperature.double(), noise=noise)
+    assert found.token_ids.tolist() == expected.token_ids.tolist()
+    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-6, rtol=0, equal_nan=True)

@@ -2,8 +2,8 @@
 
 There is no padding and there are no buckets. If segments share a prefix, queries cover each computed token once, while
 keys and values cover each segment whole. A segment's own tokens are its last, and the kernel aligns the causal triangle
-to the end of the keys. So a segment costs its own queries times its keys. This has not been run on a GPU yet;
-`planner.py` tests the kernel before use.
+to the end of the keys. So a segment costs its own queries times its keys. `planner.py` tests the kernel before
+use.
 """
 
 from __future__ import annotations

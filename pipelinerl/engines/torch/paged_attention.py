@@ -1,0 +1,169 @@
+"""Attention of a decode step over the blocks of `PageCache`, as a Triton kernel for CUDA.
+
+A program attends with the queries of one row that share a key head, tile by tile, with a running softmax in fp32
+(FlashAttention 2, 2307.08691, algorithm 1). With few rows, a row's tiles are split among several programs, whose
+results a second kernel joins (Flash-Decoding). Lengths and blocks are read from memory, so a captured graph stays valid
+while sequences grow.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: Tokens of a tile, half as many for wide heads.
+_TILE: Final = 64
+#: A step should have about this many programs, a few for each multiprocessor.
+_PROGRAMS: Final = 512
+_MOST_SPLITS: Final = 32
+
+
+def attend_blocks(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    *,
+    window: int | None,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attend with queries [K, Hq, D] over blocks [N, H, size, D] → [K, Hq, D].
+
+    Args:
+        table: i64 [K, n], each row's blocks in order.
+        positions: i64 [K, 1], of the queries; a row attends to the tokens up to its own.
+        window: attend to the last `window` of these tokens only.
+    """
+    rows, q_heads, head_dim = query.shape
+    _, heads, size, _ = keys.shape
+    group = q_heads // heads
+    tile = _TILE if head_dim <= 128 else _TILE // 2
+    splits = min(_MOST_SPLITS, max(1, _PROGRAMS // (rows * heads)), -(-table.shape[1] * size // tile))
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    parts = out if splits == 1 else query.new_empty((rows, q_heads, splits, head_dim), dtype=torch.float32)
+    weights = query.new_empty((rows, q_heads, splits), dtype=torch.float32)
+    padded = max(16, triton.next_power_of_2(head_dim))  # a product takes at least 16
+    _attend[(rows, heads, splits)](
+        query,
+        keys,
+        values,
+        table,
+        positions,
+        parts,
+        weights,
+        scale,
+        softcap or 0.0,
+        window or 0,
+        query.stride(0),
+        query.stride(1),
+        table.stride(0),
+        HEADS=heads,
+        GROUP=group,
+        QUERIES=max(16, triton.next_power_of_2(group)),
+        SIZE=size,
+        WIDTH=head_dim,
+        PADDED=padded,
+        TILE=tile,
+        SPLITS=splits,
+        WINDOWED=window is not None,
+        CAPPED=softcap is not None,
+    )
+    if splits > 1:
+        _join[(rows * q_heads,)](
+            parts, weights, out, WIDTH=head_dim, PADDED=padded, SPLITS=splits, ROOM=triton.next_power_of_2(splits)
+        )
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend(  # type: ignore[no-untyped-def]
+    query,
+    keys,
+    values,
+    table,
+    positions,
+    parts,
+    weights,
+    scale,
+    softcap,
+    window,
+    query_row,
+    query_head,
+    table_row,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(positions + row).to(tl.int32) + 1
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(length - window, 0)
+    begin, end = first // TILE, tl.cdiv(length, TILE)
+    share = tl.cdiv(end - begin, SPLITS)
+    begin += split * share
+    end = tl.minimum(begin + share, end)
+    member, across = tl.arange(0, QUERIES), tl.arange(0, PADDED)
+    present = (member < GROUP)[:, None] & (across < WIDTH)[None, :]
+    own = query + row * query_row + (head * GROUP + member)[:, None] * query_head + across[None, :]
+    q = tl.load(own, mask=present, other=0.0)
+    most = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    sums = tl.zeros([QUERIES, PADDED], tl.float32)
+    for tile in range(begin, end):
+        token = tile * TILE + tl.arange(0, TILE)
+        seen = token < length
+        if WINDOWED:
+            seen = seen & (token >= first)
+        block = tl.load(table + row * table_row + token // SIZE, mask=seen, other=0)
+        entry = (block * HEADS + head) * SIZE + token % SIZE
+        there = seen[:, None] & (across < WIDTH)[None, :]
+        k = tl.load(keys + entry[:, None] * WIDTH + across[None, :], mask=there, other=0.0)
+        v = tl.load(values + entry[:, None] * WIDTH + across[None, :], mask=there, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if CAPPED:
+            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        larger = tl.maximum(most, tl.max(scores, 1))
+        faded, exps = tl.exp(most - larger), tl.exp(scores - larger[:, None])
+        total = total * faded + tl.sum(exps, 1)
+        sums = sums * faded[:, None] + tl.dot(exps.to(v.dtype), v, input_precision="ieee")
+        most = larger
+    sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]  # a split without tiles has no weight
+    place = ((row * HEADS + head) * GROUP + member) * SPLITS + split
+    tl.store(parts + place[:, None] * WIDTH + across[None, :], sums.to(parts.dtype.element_ty), mask=present)
+    if SPLITS > 1:
+        tl.store(weights + place, most + tl.log(tl.where(total == 0.0, 1.0, total)), mask=member < GROUP)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _join(  # type: ignore[no-untyped-def]
+    parts,
+    weights,
+    out,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    query, split, across = tl.program_id(0), tl.arange(0, ROOM), tl.arange(0, PADDED)
+    logs = tl.load(weights + query * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
+    shares = tl.exp(logs - tl.max(logs, 0))
+    shares = shares / tl.sum(shares, 0)
+    there = (split < SPLITS)[:, None] & (across < WIDTH)[None, :]
+    each = tl.load(parts + (query * SPLITS + split)[:, None] * WIDTH + across[None, :], mask=there, other=0.0)
+    joined = tl.sum(each * shares[:, None], 0)
+    tl.store(out + query * WIDTH + across, joined.to(out.dtype.element_ty), mask=across < WIDTH)

@@ -1,0 +1,70 @@
+"""The kernel over blocks against attention by its definition in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton exists for Linux alone")
+from pipelinerl.engines.torch.paged_attention import attend_blocks
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (None, 5.0)])
+@pytest.mark.parametrize(
+    ("rows", "q_heads", "heads", "width", "size", "blocks"),
+    [(3, 4, 2, 8, 32, 5), (2, 14, 2, 64, 32, 9), (5, 8, 8, 80, 16, 3), (2, 16, 1, 128, 64, 4), (1, 8, 2, 256, 32, 6)],
+)
+def test_kernel_equals_the_definition(
+    rows: int,
+    q_heads: int,
+    heads: int,
+    width: int,
+    size: int,
+    blocks: int,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    """Rows of one token, of whole blocks and of any length, in fp32; on a GPU in bf16, too."""
+    draw = torch.Generator().manual_seed(rows)
+    keys, values = (torch.randn(rows * blocks + 3, heads, size, width, generator=draw) for _ in range(2))
+    query = torch.randn(rows, q_heads, width, generator=draw)
+    table = torch.randperm(len(keys), generator=draw)[: rows * blocks].view(rows, blocks)
+    positions = torch.randint(0, blocks * size, (rows, 1), generator=draw)
+    positions[0], positions[-1] = 0, blocks * size - 1
+    scale = width**-0.5
+    for dtype, within in [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)][: 1 + (DEVICE.type == "cuda")]:
+        given = [each.to(DEVICE, dtype) for each in (query, keys, values)]
+        found = attend_blocks(
+            *given, table.to(DEVICE), positions.to(DEVICE), window=window, scale=scale, softcap=softcap
+        )
+        expected = _attended(*(each.double().cpu() for each in given), table, positions, window, scale, softcap)
+        torch.testing.assert_close(found.double().cpu(), expected, atol=within, rtol=0)
+
+
+def _attended(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    results = []
+    for row, own in enumerate(table):
+        length = int(positions[row]) + 1
+        key, value = (
+            each[own].transpose(0, 1).flatten(1, 2)[:, :length].repeat_interleave(query.shape[1] // each.shape[1], 0)
+            for each in (keys, values)
+        )
+        scores = torch.einsum("hd,hnd->hn", query[row], key) * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        if window is not None:
+            scores[:, : max(0, length - window)] = -torch.inf
+        results.append(torch.einsum("hn,hnd->hd", scores.softmax(-1), value))
+    return torch.stack(results)

@@ -158,7 +158,6 @@ def measure(*, rounds: int, window_s: float) -> dict[str, Any]:
     ratios = {f"{mode} / alone": timings.ratio(mode, Mode.ALONE) for mode in (Mode.TRAINING, Mode.PUBLISHING)}
     rows = [Row(name, ratio, ">= 0.90 (goal 0.98)", ratio.median >= 0.90) for name, ratio in ratios.items()]
     rows += [Row(f"    tokens/s, {mode}", timings.median(mode)) for mode in Mode]
-    rows += [Row(f"    steps per window, {mode}", per_window[mode]) for mode in (Mode.TRAINING, Mode.PUBLISHING)]
     print_table("engine_busy: tokens/s of the engine while the trainer trains on another core", rows)
     return {
         "ratios": {name: ratio.as_dict() for name, ratio in ratios.items()},

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 import psutil
 
@@ -39,17 +39,14 @@ def run(quick: bool = False) -> None:
         live.wait(_LEARNED)
         windows = [_window(live, steps) for _ in range(count)]
     spent = [each for each, _ in windows]
-    parts = sorted({part for each in spent for part in each}, key=lambda part: -spent[0].get(part, 0.0))
-    shares = {part: bootstrap_median([each.get(part, 0.0) / sum(each.values()) for each in spent]) for part in parts}
     plumbing = bootstrap_median([1 - sum(each[part] for part in _COMPUTES) / sum(each.values()) for each in spent])
     actor = bootstrap_median([1e3 * each["actor"] / rollouts for each, rollouts in windows])
-    rows = [Row(f"{part}: share of the run's processor time", share) for part, share in shares.items()]
-    rows.append(Row("plumbing: all but engine and trainer", plumbing, f"<= {_MOST}", plumbing.median <= _MOST))
-    rows.append(Row("actor's processor time of a rollout, ms", actor, f"<= {_ACTOR_MS}", actor.median <= _ACTOR_MS))
+    rows = [
+        Row("plumbing: all but engine and trainer", plumbing, f"<= {_MOST}", plumbing.median <= _MOST),
+        Row("actor's processor time of a rollout, ms", actor, f"<= {_ACTOR_MS}", actor.median <= _ACTOR_MS),
+    ]
     print_table("plumbing", rows)
-    payload: dict[str, Any] = {"plumbing": plumbing.as_dict(), "actor_ms": actor.as_dict()}
-    payload["shares"] = {part: share.as_dict() for part, share in shares.items()}
-    write_record("plumbing", payload, quick=quick)
+    write_record("plumbing", {"plumbing": plumbing.as_dict(), "actor_ms": actor.as_dict()}, quick=quick)
 
 
 @final

@@ -141,7 +141,6 @@ def rows(load: Load, timings: Paired, size: float) -> list[Row]:
     """Return the table of one load."""
     speed_up = timings.ratio("ours", "pickled")
     return [
-        *(Row(f"{arm}, rollouts/s", timings.median(arm)) for arm in timings.samples),
         Row("ours / pickled", speed_up, f">= {MIN_SPEED_UP:g}", speed_up.low >= MIN_SPEED_UP),
         Row("bytes per sampled token", size, f"<= {MAX_BYTES_PER_TOKEN:g}", size <= MAX_BYTES_PER_TOKEN),
     ]

@@ -153,8 +153,6 @@ def run(quick: bool = False) -> None:
         name, middle, large = f"{num_bytes / 1e6:.1f} MB", size is DebugSize.MB_24, size is DebugSize.MB_310
         median = {key: float(np.median(values)) * 1e3 for key, values in samples.items()}
         rows += [
-            Row(f"{name}: step / longest / control [ms]", _listed(median, "step", "longest", "control")),
-            Row(f"{name}: memcpy / pause / whole update [ms]", _listed(median, "memcpy", "pause", "total")),
             Row(f"{name}: (longest - control) / step", in_steps, *(("<= 1", in_steps.median <= 1) if middle else ())),
             Row(f"{name}: extra / memcpy", extra, *(("<= 0.1", extra.median <= 0.1) if large else ())),
             Row(f"{name}: engine's own pause / memcpy", pause),
@@ -169,7 +167,3 @@ def run(quick: bool = False) -> None:
         }
     print_table("update_pause: how long tokens stop for new weights", rows)
     write_record("update_pause", payload, quick=quick)
-
-
-def _listed(median: dict[str, float], *names: str) -> str:
-    return " / ".join(f"{median[name]:.2f}" for name in names)

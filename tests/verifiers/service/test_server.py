@@ -160,7 +160,7 @@ async def test_equal_answers_are_judged_once_by_a_deterministic_verifier(
     ("body", "status", "code", "words"),
     [
         (request("1", protocol=99), 409, wire.OTHER_PROTOCOL, "protocol must be 1, got 99"),
-        (request("1", domain="maths"), 404, wire.UNKNOWN_DOMAIN, "must be one of kept, words"),
+        (request("1", domain="maths"), 404, wire.UNKNOWN_DOMAIN, "must be one of those judged here: kept, words"),
         (request("1", rules="r2"), 409, wire.OTHER_RULES, "by another recipe"),
         (request(), 422, "invalid_request_error", "length >= 1"),
         (request("1").replace(b'"answers"', b'"answer"'), 422, "invalid_request_error", "answers"),

@@ -1,0 +1,51 @@
+"""Log-probs of given tokens are those with which a row samples them, with the weights that serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelinerl.config.recipe import MODELS
+from pipelinerl.engines.batching.model_runner import Prefill, RowState
+from pipelinerl.engines.torch.engine import load_runner
+from pipelinerl.enums import WeightFormat
+from tests.fakes.engine_options import engine_options
+from trainer_contract.types import WeightDType
+
+PROMPT = [5, 9, 3, 17]
+
+
+def sampled(runner: Any, temperature: float) -> tuple[list[int], list[float]]:
+    """Return 12 sampled tokens and their log-probs."""
+    runner.prefill([Prefill(PROMPT[:-1], [0])])
+    runner.place([RowState(0, PROMPT[-1], 3, noise_key=7, temperature=temperature, top_p=1.0, top_k=0)])
+    steps = [runner.decode(1) for _ in range(12)]
+    runner.release([0])
+    return [tokens[0] for tokens, _ in steps], [logprobs[0] for _, logprobs in steps]
+
+
+@pytest.mark.parametrize("weights", [WeightFormat.NATIVE, WeightFormat.INT8])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_given_tokens_have_the_log_probs_of_sampled_ones(weights: WeightFormat, temperature: float) -> None:
+    options = engine_options(model_path=MODELS / "tiny_speller", dtype=WeightDType.FLOAT32, weights=weights)
+    runner = load_runner(options)
+    tokens, logprobs = sampled(runner, temperature)
+    found = runner.scorer([*PROMPT, *tokens], temperature)
+    assert found[0] == 0.0 and len(found) == len(PROMPT) + len(tokens)
+    np.testing.assert_allclose(found[len(PROMPT) :], logprobs, atol=1e-5)
+    assert runner.scorer([5], temperature) == [0.0]
+    assert sampled(runner, temperature) == (tokens, logprobs), "scoring leaves rows and cache as they are"
+
+
+def test_log_probs_of_given_tokens_follow_a_weight_update() -> None:
+    runner = load_runner(engine_options(model_path=MODELS / "tiny_speller", dtype=WeightDType.FLOAT32))
+    before = runner.scorer(PROMPT, 1.0)
+    staging = runner.staging().view(-1)
+    staging.zero_()  # all weights 0: every token is equally likely
+    runner.finish_staging()
+    runner.swap()
+    found = runner.scorer(PROMPT, 1.0)
+    np.testing.assert_allclose(found[1:], -np.log(runner.vocab_size), atol=1e-6)
+    assert found != before

@@ -55,7 +55,7 @@ class ProblemSummary(NamedTuple):
 
 _UNNAMED: Final = ProblemSummary()
 
-#: The most characters of a text that is only kept for users.
+#: The most characters of a text that is only kept for display.
 MOST_SHOWN: Final = 1000
 
 

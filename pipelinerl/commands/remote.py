@@ -1,4 +1,4 @@
-"""Access to a live run: its controller, by the run's directory or a URL, and its engines, by any OpenAI client."""
+"""Connections to a live run: to its controller by directory or URL, and to its engines with any OpenAI client."""
 
 from __future__ import annotations
 

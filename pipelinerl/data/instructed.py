@@ -225,7 +225,7 @@ def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
 
 
 def _composed(parameters: _Parameters, noise: np.random.Generator, request: str) -> list[Asked]:
-    """Draw instructions whose kinds do not exclude one another, up to the drawn number."""
+    """Draw compatible instructions: a random number of them, and fewer if too few kinds are compatible."""
     wanted = _up_to(noise, parameters.min_instructions, parameters.max_instructions)
     chosen: list[str] = []
     for place in noise.permutation(len(parameters.kinds)):

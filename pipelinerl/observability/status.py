@@ -300,7 +300,7 @@ def format_duration(seconds: float) -> str:
 #: The media type of the text.
 PROMETHEUS_TYPE: Final = "text/plain; version=0.0.4"
 
-#: Samples of one metric: values by their labels, each a tuple of (label, value).
+#: `Labels` are (name, value) pairs; `Samples` maps each set of labels of one metric to its value.
 Labels = tuple[tuple[str, str], ...]
 Samples = Mapping[Labels, float]
 

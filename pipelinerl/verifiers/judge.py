@@ -113,9 +113,9 @@ class _Vote(NamedTuple):
 
 @final
 class Judge:
-    """A `GroupVerifier` that asks a model.
+    """A `GroupVerifier` that has a language model grade answers.
 
-    It calls `open_server` at the first answer, on the event loop that judges.
+    The first answer to grade calls `open_server`, on the event loop of that call.
     """
 
     def __init__(

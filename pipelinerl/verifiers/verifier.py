@@ -201,7 +201,7 @@ class WeightedSum:
         self._correct_at = correct_at
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Judge by every part; a judgement's seconds are the sum over the parts."""
+        """Run every part's verifier and combine their verdicts; the seconds are the sum over the parts."""
         judged = await asyncio.gather(*(part.verifier.judge(problem, answers) for part in self._parts))
         return [self._sum(judgements) for judgements in zip(*judged, strict=True)]
 

@@ -50,7 +50,7 @@ async def test_different_manifest_for_the_prepared_version_is_rejected(setting: 
             await setting.phase(UpdatePhase.PREPARE, **{"bucket_bytes": 64, **other})
 
 
-async def test_aborted_prepare_that_no_broadcast_follows_ends_soon(setting: Setting) -> None:
+async def test_prepare_that_is_aborted_before_a_broadcast_ends_without_its_peers(setting: Setting) -> None:
     """The engine has entered no collective yet, so it need not wait for a peer to leave."""
     await setting.join(1)
     await setting.phase(UpdatePhase.PREPARE, pieces_key=KEY, timeout_s=PATIENCE_S)

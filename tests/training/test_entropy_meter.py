@@ -49,7 +49,7 @@ def test_figure_is_the_mean_entropy_over_sampled_tokens(spec: TrainerSpec) -> No
     assert EntropyMeter(1).measure(made, batch()).figures == {EXACT_ENTROPY: pytest.approx(expected, rel=1e-5)}
 
 
-def test_kept_answers_are_measured_first_with_every_token(spec: TrainerSpec) -> None:
+def test_entropy_of_kept_groups_is_measured_first_and_for_each_token(spec: TrainerSpec) -> None:
     made = worker(spec)
     (_, logits), *_ = made.gather_weights()
     shifted = logits - logits.max(axis=1, keepdims=True)

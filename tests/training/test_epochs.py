@@ -200,7 +200,7 @@ def bigram_step(path: Path, trainer: Trainer | None = None) -> TrainStep:
     return TrainStep(passes=ForwardPasses(policy=trainer or of_bigram(path).trainer))
 
 
-def test_batch_ends_before_a_step_that_starts_too_far_from_old(tmp_path: Path) -> None:
+def test_batch_ends_once_the_kl_from_the_old_policy_exceeds_its_limit(tmp_path: Path) -> None:
     free = taken(bigram_step(tmp_path), 1, learning_rates=[0.1] * 6).updates
     bound = (free[2]["kl_old"] + max(u["kl_old"] for u in free[:2])) / 2
     assert free[2]["kl_old"] > bound > free[1]["kl_old"]

@@ -106,7 +106,7 @@ async def test_worker_of_a_slow_question_gets_a_low_priority(pool: Callable[...,
     assert (await one.ask("who"))[1] == own
 
 
-async def test_question_of_usual_duration_is_not_slow(pool: Callable[..., WorkerPool]) -> None:
+async def test_request_of_usual_duration_keeps_the_priority_of_its_worker(pool: Callable[..., WorkerPool]) -> None:
     one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
     found = [await one.ask(["spin", 0.6]) for _ in range(4)]
     assert [priority for _, priority in found][1:] == [own] * 3

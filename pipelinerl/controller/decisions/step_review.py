@@ -293,7 +293,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-#: The fewest groups of a domain on which it counts as having lost its signal; matters for domains with a small share.
+#: A domain counts as having lost its signal only after this many groups, so that a small share is no reason.
 _LEAST_GROUPS: Final = 16
 #: The run counts as solved if at least this share of its groups without signal had only correct answers.
 _SOLVED: Final = 0.9

@@ -239,7 +239,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
-        """Run one step of rows 0..num_rows-1."""
+        """Decode one token for each of rows 0..num_rows-1; return the token ids and their log-probs."""
         rows, used = self._rows, slice(0, num_rows)
         feeds, positions = rows.feeds[used], rows.positions[used]
         if not self.reserve(num_rows):

@@ -25,7 +25,7 @@ MOST_NUMBERS: Final = 2**25
 MOST_FIGURES: Final = 2048
 _MOST_NAME: Final = 200
 _ROWS: Final = 4096
-#: Fields of a step that are not figures.
+#: Fields that say which step it was, and when; they are not drawn as curves.
 _PLACES: Final = frozenset({"time", "elapsed_s", "step", "model_version", "decision", "epoch"})
 _LARGEST: Final = 1e300
 _PLACE: Final = ("step", "elapsed_s", "samples", "tokens")

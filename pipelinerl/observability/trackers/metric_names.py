@@ -55,7 +55,7 @@ STEP_METRICS: Final[Mapping[str, str]] = {
     "step_s": "perf/step_s",
     "publish_wait_s": "perf/publish_wait_s",
 }
-#: Fields of `engines` events, as means since the previous step, and of the `publish` event before the step.
+#: Fields of `engines` events, as means since the previous step.
 ENGINE_METRICS: Final[Mapping[str, str]] = {
     "tokens_per_s": "perf/tokens_per_s",
     "occupancy": "perf/engine_occupancy",

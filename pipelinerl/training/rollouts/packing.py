@@ -139,8 +139,8 @@ class SegmentTable:
         return np.concatenate([np.arange(ends[i] - lengths[i], ends[i]) for i in self.trained_turns(number)])
 
 
-#: Work of attention per token and preceding token, relative to the rest of the model's work per token: 1/(6·d) at the
-#: hidden width d = 2048. It only affects how rollouts are distributed to the parts of a trainer.
+#: Cost of one pair of query and key in attention, as a fraction of a token's other cost: 1/(6·d) for d = 2048. It only
+#: balances rollouts among the micro-batches that a trainer computes at once.
 _ATTENTION: Final = 1 / 12288
 
 

@@ -27,7 +27,7 @@ from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, R
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox, default_slots, isolation_of
 from pipelinerl.verifiers.oubliette.slot import Isolation
 
-#: Number of attempts at an attack whose run received no processor, since such a run proves nothing.
+#: Tries of an attack whose run got no processor time, since such a run proves nothing.
 _TRIES: Final = 5
 #: Time that the kernel may need to end the remaining processes of a guest that has ended.
 _LEFT_BEHIND_S: Final = 60.0

@@ -254,7 +254,7 @@ def test_engine_that_failed_its_canary_is_retried_at_once_by_a_new_trainer(fleet
     assert fleet.answered(B, version=3)
 
 
-def test_engine_that_accepts_weights_but_never_proves_them_is_expelled(fleet: Fleet) -> None:
+def test_engine_whose_canary_always_fails_is_expelled(fleet: Fleet) -> None:
     for failures in range(1, fleet.updates_to_expulsion + 1):
         assert lifecycle(fleet, B) is EngineLifecycle.JOINING
         fleet.on_published(B, 3, membership=fleet.membership)

@@ -429,7 +429,7 @@ async def test_top_k_beyond_vocabulary_keeps_every_token(engine: BatchingEngine,
     assert [state.top_k for state in placed] == [0, 0, gate.vocab_size - 1]
 
 
-async def test_abort_ends_running_samples_with_their_tokens(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_aborted_samples_return_the_tokens_sampled_so_far(engine: BatchingEngine, gate: GatedRunner) -> None:
     running = await _started(engine, gate, _ask(7, n=4, max_tokens=12))
     waiting = await _submitted(engine, _ask(8, max_tokens=2))
     await _steps(engine, gate, 2)

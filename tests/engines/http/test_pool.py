@@ -395,7 +395,7 @@ async def test_rejection_by_a_named_engine_is_final() -> None:
     assert client.calls == [("a", 4)]
 
 
-async def test_named_engine_may_be_finishing_but_not_gone() -> None:
+async def test_pinned_request_reaches_a_draining_engine_and_fails_once_it_is_removed() -> None:
     outcomes: list[Any] = [Overloaded("full"), None]
     pool = EnginePool(Script(a=lambda: outcomes.pop(0), b=lambda: None))
     waiting = asyncio.create_task(pool.complete(ask(), engine="a"))

@@ -78,7 +78,7 @@ def test_rows_run_out_of_blocks_without_an_error() -> None:
 
 
 @pytest.mark.parametrize("keeps_few", [False, True])
-def test_blocks_follow_a_plain_record_through_random_events(keeps_few: bool) -> None:
+def test_block_table_equals_a_plain_model_after_random_operations(keeps_few: bool) -> None:
     """Each block of a row holds the row's tokens in order, whoever shares it, and free blocks are in no row."""
     random = np.random.default_rng(0)
     blocks, stored = table(14, keeps_few=keeps_few), np.full((14, SIZE), -1)

@@ -415,7 +415,7 @@ def _next(row: Row, index: int) -> RowState:
     return replace(row.state(index), token_id=row.token_ids[-1], position=position, num_sampled=len(row.token_ids))
 
 
-def test_late_sibling_takes_prompt_from_a_running_row(directories: dict[str, Path]) -> None:
+def test_late_sample_reuses_the_prompt_of_a_running_row(directories: dict[str, Path]) -> None:
     path = directories["qwen2_tied"]
     runner = _runner(path)
     rows = [Row(_prompt(1, 9), noise_key=1)]

@@ -302,7 +302,7 @@ async def test_failed_swap_is_dirty_until_the_version_is_published_again(setting
     assert setting.receiver.dirty is None
 
 
-async def test_rejected_swap_is_not_dirty(setting: Setting) -> None:
+async def test_rejected_swap_leaves_the_receiver_clean(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE)
     await setting.send()

@@ -57,7 +57,7 @@ def test_attention_stays_within_segments(at_once, monkeypatch):
 
 @pytest.mark.slow  # the interpreter is slow
 @pytest.mark.parametrize("axes", [{}, {"fsdp": 2, "tensor": 2}], ids=["one device", "rows and heads divided"])
-def test_tpu_kernel_and_its_gradient_agree_in_the_interpreter(axes):
+def test_interpreted_tpu_kernel_and_gradient_equal_dense_attention(axes):
     lengths, heads = ((100, 28, 90, 3), (4, 2, 2)) if axes else ((60, 28, 30), (2, 1, 1))
     arrays, ids = random_rows(lengths, heads=heads, width=16, multiple=2 if axes else 1, least_columns=128)
     outward = jnp.asarray(generator(1, "attention").normal(size=arrays[0].shape), jnp.float32)

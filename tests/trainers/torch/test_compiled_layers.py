@@ -47,7 +47,7 @@ def test_compiled_layers_are_no_less_exact(kind, device, model_path, micro_batch
 @pytest.mark.parametrize(
     ("options", "message"), [({"compile": "yes"}, "true or false"), ({"compile": True, "mesh": {"dp_shard": 2}}, "one")]
 )
-def test_impossible_compilation_is_rejected(options, message, model_path):
+def test_invalid_compile_options_are_rejected(options, message, model_path):
     spec = TrainerSpec(model_path=model_path("qwen3"), device=Device.CPU, options=options)
     with pytest.raises(SpecError, match=message):
         TorchTrainer().init_worker(spec)

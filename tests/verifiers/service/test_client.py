@@ -187,7 +187,7 @@ async def test_answers_are_masked_with_the_reason_if_every_service_fails(
         ((lease("http://127.0.0.1:1", rules="r2"),), "by another recipe than this actor's"),
     ],
 )
-async def test_answers_are_masked_if_no_service_judges_the_domain_by_these_rules(
+async def test_answers_are_masked_if_no_service_has_the_domain_and_the_recipe(
     leases: Sequence[Any], words: str
 ) -> None:
     async with client(grace_s=0.2) as services:

@@ -67,7 +67,7 @@ def planning(
 
 
 def facts_of(device: torch.device, *, precision: Precision, widths: frozenset[int]) -> AttentionFacts:
-    """Collect the facts of this machine."""
+    """Return what decides whether the kernel can be used here: device, precision and head widths."""
     is_here = device.type == "cuda" and torch.cuda.is_available()
     return AttentionFacts(
         device=device.type,

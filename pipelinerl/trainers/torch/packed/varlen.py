@@ -1,9 +1,8 @@
 """Attention over packed segments in one kernel, `torch.nn.attention.varlen.varlen_attn`, which takes their boundaries.
 
 There is no padding and there are no buckets. If segments share a prefix, queries cover each computed token once, while
-keys and values cover each segment whole. A segment's own tokens are its last, and the kernel aligns the causal triangle
-to the end of the keys. So a segment costs its own queries times its keys. `planner.py` tests the kernel before
-use.
+keys and values cover each segment whole. A segment's unshared tokens come last, and the causal mask is aligned to the
+end of the keys, so its cost is its unshared tokens times all of its tokens. `planner.py` tests the kernel before use.
 """
 
 from __future__ import annotations

@@ -329,7 +329,7 @@ class TrainingLoop:
         )
 
     async def _ask(self, question: Question) -> None:
-        """Send `question` to the controller, and process groups and directives that arrive until its answer is applied."""
+        """Send `question` to the controller, and process what arrives until its answer is applied."""
         async for arrivals in self._link.wait_for_answer(question):
             await self._take_in(arrivals)
 

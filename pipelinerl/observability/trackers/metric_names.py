@@ -62,6 +62,7 @@ ENGINE_METRICS: Final[Mapping[str, str]] = {
     "running": "perf/running_sequences",
     "waiting": "perf/waiting_sequences",
 }
+#: Fields of the `publish` event before the step.
 PUBLISH_METRICS: Final[Mapping[str, str]] = {"pause_s": "perf/update_pause_s", "total_s": "perf/publish_s"}
 #: Fields of an `evaluation` event, below `eval/<set>/`; the k of pass@k and maj@k come from the recipe.
 EVALUATION_METRICS: Final = ("accuracy", "low", "high", "length_mean", "truncated", "unjudged")

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from inference_contract.errors import ContractError
 from inference_contract.weights import Backend
 from pipelinerl import registry
 from pipelinerl.commands.findings.model import (
@@ -29,8 +31,10 @@ from pipelinerl.config.sections import ModelSection
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.data.mixture import Mixture
 from pipelinerl.data.problems import Split, check_source
+from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.engines.http.engine_teacher import TEACHER_TOKEN
 from pipelinerl.enums import OldLogprobs, Overdue
-from pipelinerl.errors import ModelError, RecipeError
+from pipelinerl.errors import EngineUnreachable, ModelError, RecipeError
 from pipelinerl.models import bigram
 from pipelinerl.models.checkpoint import (
     check_directory,
@@ -60,6 +64,7 @@ from pipelinerl.roles.wiring import (
     knobs_of,
     losses_of,
     objective_of,
+    references_of,
     servers_of,
     setting_of,
     training_problems,
@@ -228,8 +233,26 @@ def _objective_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     for domain in config.domains if losses_of(config).others else ():
         if domain.weight:
             yield "loss", f"{domain.name}: {_loss(domain, config)}"
+    for place in dict.fromkeys(references_of(config, objective).values()):
+        if is_url(place):
+            yield asyncio.run(_teacher_tried(place, longest=config.engine.context_length))
     for sentence in doubts(objective, setting_of(config)):
         yield "warning", f"objective.{sentence}"
+
+
+async def _teacher_tried(url: str, *, longest: int) -> tuple[str, str]:
+    """Describe the engine that is a teacher or the reference, or warn that it cannot score `longest` tokens."""
+    async with EngineClient(token=os.environ.get(TEACHER_TOKEN)) as client:
+        try:
+            card = (await client.models(url)).data[0]
+        except (ContractError, EngineUnreachable) as error:
+            return "warning", f"the teacher {url} does not answer now, and the trainer will need it: {error}"
+    if card.context_length <= longest:
+        return "warning", (
+            f"the teacher {url} reads at most {card.context_length} tokens, and prompt and answer may have {longest}; "
+            f"start it with engine.context_length={longest + 1}"
+        )
+    return "teacher", f"{url} serves {card.id}, up to {card.context_length} tokens"
 
 
 def _loss(domain: DomainSection, config: RunConfig) -> str:

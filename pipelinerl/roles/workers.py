@@ -7,13 +7,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, final
+from typing import final
 
 from pipelinerl import registry
 from pipelinerl.config.learning import CriticSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection, shared_values
-from pipelinerl.engines.http.engine_teacher import EngineTeacher
+from pipelinerl.engines.http.engine_teacher import TEACHER_TOKEN, EngineTeacher
 from pipelinerl.enums import OldLogprobs
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.objective.objective import PolicyObjective
@@ -30,9 +30,6 @@ from pipelinerl.training.weight_history import WeightHistory
 from trainer_contract.errors import SpecError, StateError
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Head, TrainerSpec
-
-#: The environment variable with the bearer token of engines that are teachers.
-TEACHER_TOKEN: Final = "PIPELINERL_TEACHER_TOKEN"
 
 
 @final

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from inference_contract.conformance import CheckOutcome, run
+from pipelinerl.commands.check import findings
 from pipelinerl.config.recipe import MODELS, load
 from pipelinerl.engines.http.engine_teacher import EngineTeacher
 from pipelinerl.errors import EngineUnreachable
@@ -101,6 +102,24 @@ def test_step_with_teachers_by_domain_is_the_same_here_and_over_the_engine(url: 
     assert here["kl_teacher"] == pytest.approx(there["kl_teacher"], abs=1e-5)
     assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=1e-4) and here["grad_norm"] > 1e-3
     assert "kl_reference" not in here
+
+
+def test_check_asks_the_teacher_for_its_model_and_context(url: str) -> None:
+    def said(address: str, context: int) -> list[tuple[str, str]]:
+        config = load(
+            "tiny",
+            [
+                *('domains.long_words.loss="ref_kl"', f'domains.long_words.teacher="{address}"'),
+                f"engine.context_length={context}",
+            ],
+        )
+        return [(part, text) for part, text in findings(config) if "teacher" in part or text.startswith("the teacher")]
+
+    assert said(url, 32) == [("teacher", f"{url} serves {TEACHER}, up to 48 tokens")]
+    ((part, text),) = said(url, 48)
+    assert part == "warning" and text.endswith("start it with engine.context_length=49")
+    ((part, text),) = said("http://127.0.0.1:9", 32)
+    assert part == "warning" and "does not answer now" in text
 
 
 def test_teacher_that_cannot_answer_is_named_with_its_reason(url: str) -> None:

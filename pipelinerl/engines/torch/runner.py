@@ -219,6 +219,8 @@ class TorchRunner:
         """Compute the prompts together from position `start`; return the number of tokens of each, with padding."""
         lengths = [len(prefill.token_ids) for prefill in batch]
         longest = max(lengths) - start
+        if self._graphs is not None:  # torch compiles a single token by itself, which would delay its request
+            longest = max(longest, 2)
         token_ids = np.zeros((len(batch), longest), dtype=np.int64)
         for index, prefill in enumerate(batch):
             token_ids[index, : lengths[index] - start] = prefill.token_ids[start:]

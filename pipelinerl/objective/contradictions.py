@@ -56,12 +56,12 @@ def contradictions(objective: PolicyObjective) -> Iterator[str]:
                 "adv must give a sequence one advantage with a ratio of whole sequences (grad1): take "
                 "group_relative, or reward_to_go with discount 1 and without kl"
             )
-        if credits_turns(adv):
+        if credits_turns(adv) and not isinstance(adv, RoleBaseline):
             yield (
                 "adv.credit must be episode with a ratio of whole sequences (grad1): its tokens share one advantage; "
                 "take a ratio of tokens"
             )
-        if isinstance(adv, CovarianceClipped):
+        if isinstance(adv, CovarianceClipped | RoleBaseline):
             yield "adv must give a sequence one advantage with a ratio of whole sequences (grad1): take group_relative"
 
 
@@ -145,6 +145,8 @@ def _without_effect_in_groups(adv: Advantage, key: str, size: int) -> Iterator[s
             f"adv.keep ({adv.keep}) must be below {key} ({size}): as it is every rollout of a group is "
             "kept, and nothing is filtered"
         )
+    if isinstance(adv, CovarianceClipped) and size == 1:
+        yield f"adv covariance_clipped needs groups, and {key} is 1: every advantage would be 0; raise it"
     if isinstance(adv, GroupRelative) and size == 1:
         if adv.baseline is not Baseline.NONE:
             yield (

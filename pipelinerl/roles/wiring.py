@@ -23,7 +23,7 @@ from pipelinerl.enums import OldLogprobs, RoutingReplay
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.model_shape import replayed_routing
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.objective.adv import Decoupled, credits_turns
+from pipelinerl.objective.adv import Decoupled, RoleBaseline, credits_turns
 from pipelinerl.objective.contradictions import Setting, without_effect
 from pipelinerl.objective.kl_control import kl_coefficient
 from pipelinerl.objective.objective import PolicyObjective
@@ -159,7 +159,13 @@ def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]
             )
         if domain.reward is None or not domain.reward.shaping.rescales:
             continue
-        if credits_turns(objective.adv):
+        by_role = isinstance(objective.adv, RoleBaseline)
+        if by_role and domain.has_environment:
+            yield (
+                f"domains.{domain.name}.reward: mean, std, low, high and scale change a rollout's reward and not the "
+                'rewards of its turns, which objective.adv = "role_baseline" reads; leave them out'
+            )
+        elif credits_turns(objective.adv) and not by_role:
             yield (
                 f"domains.{domain.name}.reward: mean, std, low, high and scale change a rollout's reward and not the "
                 'rewards of its turns, which objective.adv.credit = "turns" reads; leave them out, or take "episode"'

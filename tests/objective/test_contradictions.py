@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ RECOMPUTED = Setting(group_sizes={"sampling.group_size": 16}, max_tokens=8, step
         ),
         ({"preset": "gfpo"}, LONE, "adv.keep (8) must be below sampling.group_size (1)"),
         ({"preset": "grpo"}, LONE, "adv.baseline mean needs groups, and sampling.group_size is 1"),
+        ({"preset": "clip_cov"}, LONE, "adv covariance_clipped needs groups"),
         ({"preset": "rloo"}, LONE, "adv.baseline leave_one_out needs groups"),
         ({"preset": "reinforce_plus_plus"}, LONE, "adv.baseline mean needs groups"),
         ({"preset": "grpo", "adv": {"baseline": "none"}}, LONE, "adv.scale std needs groups"),
@@ -43,6 +45,7 @@ def test_slot_without_effect_is_reported(table: dict[str, Any], setting: Setting
     "table",
     [
         {"preset": "decoupled_ppo"},
+        {"preset": "rae"},
         {"preset": "grpo", "adv": {"baseline": "none", "scale": "none"}},
         {"preset": "grpo", "adv": {"baseline": "none", "scale": "batch"}},
     ],
@@ -83,3 +86,9 @@ def test_rarely_intended_settings_are_doubts(table: dict[str, Any], setting: Set
 def test_sound_settings_raise_no_doubt(name: str) -> None:
     assert list(doubts(resolve(name, max_tokens=8), PLAIN)) == []
     assert list(doubts(resolve(name), PLAIN)) == []
+
+
+def test_penalty_of_kl_cov_is_doubted_where_a_batch_is_one_optimizer_step() -> None:
+    said = list(doubts(resolve("kl_cov"), RECOMPUTED))
+    assert any(sentence.startswith("grad2 kl_cov penalises the distance to π_old") for sentence in said)
+    assert not list(doubts(resolve("kl_cov"), replace(RECOMPUTED, updates=4)))

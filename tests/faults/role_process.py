@@ -43,9 +43,8 @@ from pipelinerl.messages import REPORTS, ROLLOUTS, StepDone, decode_report
 from pipelinerl.roles import actor_role, controller_role, engine_role, process, trainer_role
 from pipelinerl.streams.records import decode_group
 from pipelinerl.streams.stream import Entry, Stream
-from pipelinerl.training import loop
+from pipelinerl.training import loop, publishing
 from pipelinerl.training.checkpoints import checkpoint, checkpoint as checkpoint_fence
-from pipelinerl.training.publish import publishing
 from pipelinerl.training.rollouts import admission, rollout_reader
 from pipelinerl.training.rollouts.batch import TrainBatch
 from pipelinerl.types import Outcome, Problem, RolloutGroup, Turn, Verdict, VersionSpan

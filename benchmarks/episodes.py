@@ -1,4 +1,4 @@
-"""Measure episodes: engines stay busy below a thousand with slow tools, and a game of several turns is learnt.
+"""Measure episodes: engines stay busy below a thousand with slow tools, and a game of several turns trains.
 
     busy       `Crowd`: groups of episodes through an actor's gateway, episode hosts and engine pool, to engines of
                paced decode steps. After each answer a tool takes 0.01 to 60 s, log-uniformly: seven on average. A

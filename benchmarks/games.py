@@ -1,4 +1,4 @@
-"""What `episodes` plays: the lightest model of `examples/guess_letter`, and an environment with slow tools."""
+"""Games of the benchmark `episodes`: `examples/guess_letter` with a bigram model, and one with slow tools."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def engine(options: EngineOptions) -> Engine:
 
 @final
 class PacedRunner:
-    """A model runner whose decode steps of so many rows take `decode_s` seconds."""
+    """A model runner whose decode step of n rows takes `decode_s(n)` seconds."""
 
     def __init__(self, runner: BigramRunner, decode_s: Callable[[int], float]) -> None:
         self._runner = runner

@@ -33,7 +33,7 @@ def _continued(
     given = {"messages": messages, "continue_token_ids": list(ids), "continue_from": first_new}
     completion = answered(session, "continue_", **given, **fields)
     if completion is None:
-        raise NotOffered("the engine rejects continue_token_ids: a conversation is rendered anew in each turn")
+        raise NotOffered("the engine rejects continue_token_ids: each turn renders the whole conversation again")
     return completion
 
 
@@ -47,7 +47,7 @@ def _appends(session: Session, messages: Sequence[Any], **fields: Any) -> list[i
 
 def conversation_continues_exactly(session: Session) -> None:
     """A continued conversation begins with the given tokens, whatever text its answer has in the messages; sampling
-    goes on from all of its tokens.
+    continues after all of its tokens.
     """
     messages = [*MESSAGES, _said("1"), *_NEXT]
     whole = _appends(session, messages)

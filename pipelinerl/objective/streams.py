@@ -147,7 +147,7 @@ class DomainLosses:
         return tuple(loss for loss in _OWN if any(each.loss is loss for each in self.by_domain.values()))
 
     def objective(self, rl: PolicyObjective) -> PolicyObjective | StreamedObjective:
-        """Return the run's objective, with the other streams beside it if there are any."""
+        """Return the run's objective, joined with those of the other streams if there are any."""
         return StreamedObjective(rl, self.others) if self.others else rl
 
     @property

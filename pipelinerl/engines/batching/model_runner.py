@@ -247,7 +247,7 @@ class RowTable:
 
 # --- rows and the waiting queue ---------------------------------------------------------------------------------------
 
-#: Of this many sequences that run, one may need a further block before the next admission.
+#: Admission leaves one free block per this many running sequences, which may need it in the next step.
 _SPARE: Final = 8
 
 

@@ -22,7 +22,7 @@ from pipelinerl.engines.torch.weights import TorchWeights
 
 
 class Inputs(NamedTuple):
-    """What a step reads of each row: its next token, its position, its temperature and its noise, all [B]."""
+    """Inputs of a step, all [B]: each row's next token, its position, its temperature and its noise."""
 
     feeds: NDArray[Any]
     positions: NDArray[Any]

@@ -2,8 +2,8 @@
 
 The run plays `examples/guess_letter` on two engines: three turns an episode, hints in between, and weights that change
 in mid-episode. Its model is a bigram, or the shipped character model with the torch engine and trainer (`uses_torch`).
-An engine, the process of the environment, the actor or the trainer is killed while episodes are open. Afterwards these
-hold, beside the promises of `role_killed`:
+An engine, the process of the environment, the actor or the trainer is killed while episodes are open. Afterwards the
+promises of `role_killed` hold, and these:
 
     tokens       a step's loss has each token that the model sampled in its rollouts exactly once
     versions     the log-prob of each token is that by the published weights of its span's version (bigram)

@@ -24,7 +24,7 @@ from trainer_contract.types import Float32, MicroBatch
 
 #: The environment variable with the bearer token of engines that are teachers.
 TEACHER_TOKEN: Final = "PIPELINERL_TEACHER_TOKEN"
-#: Requests in flight; the engine batches them.
+#: The most requests in flight at once.
 _AT_ONCE: Final = 64
 _AGAIN_S: Final = 1.0
 

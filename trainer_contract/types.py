@@ -61,6 +61,15 @@ class HeadPrecision(StrEnum):
     """Products and sums in at least fp32, with hidden states and weights as they are."""
 
 
+class Kernels(StrEnum):
+    """Kernels of the forward pass, shared by engine and trainer."""
+
+    FAST = "fast"
+    """The fastest ones. A token's last bits depend on the tokens that are computed with it."""
+    BATCH_INVARIANT = "batch_invariant"
+    """A token has the same bits in every batch, so that log-probs of engine and trainer are equal."""
+
+
 class Device(StrEnum):
     """The device of a trainer or an engine; a backend rejects a device that it does not support."""
 
@@ -133,6 +142,7 @@ class TrainerSpec:
     seed: int = 0
     precision: Precision = Precision.FP32
     head_precision: HeadPrecision = HeadPrecision.MODEL
+    kernels: Kernels = Kernels.FAST
     device: Device = Device.AUTO
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     gradient_checkpointing: bool = False

@@ -24,7 +24,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
 from pipelinerl.system.files import from_home
 from pipelinerl.types import Sampling
-from trainer_contract.types import Device, HeadPrecision, OptimizerSpec, Precision, Rounding, WeightDType
+from trainer_contract.types import Device, HeadPrecision, Kernels, OptimizerSpec, Precision, Rounding, WeightDType
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
 
@@ -72,6 +72,8 @@ class ModelSection(Section):
     """A directory in Hugging Face format, or `shipped:<name>`."""
     head_precision: HeadPrecision = HeadPrecision.MODEL
     """Precision of the output layer, in engine and trainer: like the other layers, or `fp32` (MiniMax-M1)."""
+    kernels: Kernels = Kernels.FAST
+    """Kernels of engine and trainer: the fastest, or `batch_invariant`, for log-probs that are equal to the bit."""
 
     @property
     def resolved(self) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 from pipelinerl.enums import Receiver, WeightFormat
 from pipelinerl.errors import ModelError
 from pipelinerl.weights.pull import PullSource
-from trainer_contract.types import Device, HeadPrecision, WeightDType
+from trainer_contract.types import Device, HeadPrecision, Kernels, WeightDType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,7 @@ class EngineOptions:
         wire_dtype: the dtype in which the trainer sends weights; None: `dtype`.
         weights: storage format of the weights of linear layers.
         head_precision: precision of the output layer; the trainer must use the same.
+        kernels: of the forward; the trainer must use the same.
         device: where the model runs.
         devices: the number of devices that share one engine's model.
         memory_share: largest share of each GPU's memory that the engine takes; None sets no bound. Not for CPUs.
@@ -47,6 +48,7 @@ class EngineOptions:
     wire_dtype: WeightDType | None = None
     weights: WeightFormat = WeightFormat.NATIVE
     head_precision: HeadPrecision = HeadPrecision.MODEL
+    kernels: Kernels = Kernels.FAST
     device: Device = Device.AUTO
     devices: int = 1
     memory_share: float | None = None
@@ -121,6 +123,13 @@ class EngineOptions:
             raise ModelError(
                 f"{engine} computes the output layer in the model's dtype, {self.dtype}; set "
                 "model.head_precision=model, which also applies to the trainer, or engine.dtype=float32"
+            )
+
+    def check_fast_kernels(self, engine: str) -> None:
+        """Raise `ModelError` if results must not depend on the batch, which `engine` cannot promise."""
+        if self.kernels is Kernels.BATCH_INVARIANT:
+            raise ModelError(
+                f"{engine} has no batch-invariant kernels; use engine.type torch on a CPU, or leave out model.kernels"
             )
 
     def check_no_memory_share(self, engine: str) -> None:

@@ -19,8 +19,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
+from pipelinerl.numerics import batch_invariant
 from pipelinerl.numerics.dither_torch import rounded
-from trainer_contract.types import HeadMeasure, Rounding
+from trainer_contract.types import HeadMeasure, Kernels, Rounding
 
 #: Number of logits held at once: 64 MiB in fp32. A batch that fits is computed in one piece, without recomputation.
 LOGITS_AT_ONCE: Final = 2**24
@@ -179,25 +180,41 @@ def _measured(measure: HeadMeasure, logits: Tensor, normaliser: Tensor) -> Tenso
     return -(logprobs.exp() * logprobs).sum(dim=-1)
 
 
-def to_fp32(model: Any, *, served: torch.dtype, rounding: Rounding = Rounding.NEAREST) -> None:
+def to_fp32(
+    model: Any,
+    *,
+    served: torch.dtype,
+    rounding: Rounding = Rounding.NEAREST,
+    kernels: Kernels = Kernels.FAST,
+) -> None:
     """Make the output layer of a Hugging Face `model` return fp32 logits, whatever its input dtype.
 
     Args:
         served: dtype of the weights that engines hold. A trainer's fp32 weights are rounded to it here; the gradient
             ignores the rounding (straight-through).
         rounding: the same rounding as for weights sent to engines.
+        kernels: of the product.
     """
     head = model.get_output_embeddings()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    head.forward = Fp32Head(head, served, rounding, names)
+    product = batch_invariant.product if kernels is Kernels.BATCH_INVARIANT else linear
+    head.forward = Fp32Head(head, served, rounding, names, product)
 
 
 @final
 class Fp32Head:
     """Replaces the forward method of an output layer. It reads the parameters at each call, so they may be replaced."""
 
-    def __init__(self, layer: Any, served: torch.dtype, rounding: Rounding, names: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        layer: Any,
+        served: torch.dtype,
+        rounding: Rounding,
+        names: Mapping[int, str],
+        product: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    ) -> None:
         self._layer = layer
+        self._product = product
         self._served = served
         self._rounding = rounding
         self._weight_name = names[id(layer.weight)]
@@ -208,7 +225,7 @@ class Fp32Head:
         weight, bias = self._layer.weight, self._layer.bias
         with torch.autocast(hidden.device.type, enabled=False):
             its_bias = None if bias is None else self._exact(bias, self._bias_name)
-            return linear(hidden.float(), self._exact(weight, self._weight_name), its_bias)
+            return self._product(hidden.float(), self._exact(weight, self._weight_name), its_bias)
 
     def _exact(self, parameter: Tensor, name: str) -> Tensor:
         """Return the parameter in fp32, after rounding it to the dtype that engines hold."""

@@ -19,7 +19,7 @@ from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import RecipeError
 from pipelinerl.models.checkpoint import model_dtype
 from pipelinerl.training.canary_check import TOLERANCES
-from trainer_contract.types import HeadPrecision, Precision, WeightDType
+from trainer_contract.types import HeadPrecision, Kernels, Precision, WeightDType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,5 +70,12 @@ def dtypes_of(config: RunConfig) -> Dtypes:
             "model.head_precision=fp32 needs the same head in trainer and engine, but it is sent in weights.dtype "
             f"{wire}, and the engine rounds it to engine.dtype {engine}; set"
             f" weights.dtype={engine} or engine.dtype={wire}"
+        )
+    computes = WeightDType.FLOAT32 if config.trainer.precision is Precision.FP32 else WeightDType.BFLOAT16
+    if config.model.kernels is Kernels.BATCH_INVARIANT and {wire, engine} != {computes}:
+        raise RecipeError(
+            f"model.kernels=batch_invariant needs the same dtype in trainer and engine, got trainer.precision "
+            f"{config.trainer.precision}, weights.dtype {wire} and engine.dtype {engine}; set weights.dtype={computes} "
+            f"and engine.dtype={computes}"
         )
     return Dtypes(model=model, wire=wire, engine=engine)

@@ -55,6 +55,7 @@ def build_engine(identity: Identity) -> Engine:
         "dtype": dtypes_of(config).engine,
         "wire_dtype": dtypes_of(config).wire,
         "head_precision": config.model.head_precision,
+        "kernels": config.model.kernels,
         "threads": config.launch.threads,
         "seed": config.run.seed,
         "pull": WeightPuller(token=identity.token),

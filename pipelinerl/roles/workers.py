@@ -16,6 +16,7 @@ from pipelinerl.config.sections import ModelSection, shared_values
 from pipelinerl.engines.http.engine_teacher import TEACHER_TOKEN, EngineTeacher
 from pipelinerl.enums import OldLogprobs
 from pipelinerl.errors import ModelError, RecipeError
+from pipelinerl.models.checkpoint import model_dtype
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.roles.dtypes import sent_in
@@ -29,7 +30,7 @@ from pipelinerl.training.update import Critic
 from pipelinerl.training.weight_history import WeightHistory
 from trainer_contract.errors import SpecError, StateError
 from trainer_contract.trainer import Trainer
-from trainer_contract.types import Head, TrainerSpec
+from trainer_contract.types import Head, TrainerSpec, WeightDType
 
 
 @final
@@ -126,6 +127,12 @@ def _frozen(config: RunConfig, place: str) -> Teacher:
     if is_url(place):
         return EngineTeacher(place, token=os.environ.get(TEACHER_TOKEN))
     spec = replace(spec_of(config, restore_from=None), model_path=_model(config, place or None))
+    try:
+        own = model_dtype(spec.model_path)
+    except ModelError as error:
+        raise ModelError(f"reference: {error}") from error
+    if spec.gather_dtype in (None, own):  # engines would hold the same weights, without rounding
+        spec = replace(spec, gather_dtype=WeightDType.FLOAT32)
     return _worker(config, "reference", spec)
 
 
@@ -145,6 +152,7 @@ def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
         model_path=config.model.resolved,
         seed=config.run.seed,
         head_precision=config.model.head_precision,
+        kernels=config.model.kernels,
         gather_dtype=sent_in(config),
         rounding=config.weights.rounding,
         optimizer=config.optimizer.spec,

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.parity import BF16_P95, FP32_MAX, Arm, Parity, measure, model_in
-from trainer_contract.types import HeadPrecision, Precision
+from trainer_contract.types import HeadPrecision, Kernels, Precision
 
 
-def found(folder: Path, precision: Precision, head: HeadPrecision) -> Parity:
-    arm = Arm(precision=precision, head=head)
+def found(folder: Path, precision: Precision, head: HeadPrecision, kernels: Kernels = Kernels.FAST) -> Parity:
+    arm = Arm(precision=precision, head=head, kernels=kernels)
     parity = measure(model_in(folder, arm.dtype), arm, prompts=9)
     assert parity.switched > 0, "no sample was in flight when the weights changed"
     assert min(each.num_tokens for each in parity.versions.values()) > 100
@@ -33,3 +33,12 @@ def test_engine_and_trainer_in_bf16_agree_at_p95(tmp_path: Path, head: HeadPreci
     states.
     """
     assert found(tmp_path, Precision.BF16, head).all_tokens.p95 <= BF16_P95
+
+
+@pytest.mark.parametrize("head", HeadPrecision)
+@pytest.mark.parametrize("precision", Precision)
+def test_batch_invariant_engine_and_trainer_have_equal_bits(
+    tmp_path: Path, precision: Precision, head: HeadPrecision
+) -> None:
+    parity = found(tmp_path, precision, head, Kernels.BATCH_INVARIANT)
+    assert parity.bit_equal == 1.0

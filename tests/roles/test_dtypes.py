@@ -103,6 +103,10 @@ def test_weights_are_sent_in_the_directorys_dtype_unless_engines_keep_float32(
             ["model.head_precision=fp32", "weights.dtype=float32"],
             "model.head_precision=fp32 needs the same head .* set weights.dtype=bfloat16 or engine.dtype=float32",
         ),
+        (
+            ["model.kernels=batch_invariant", "engine.dtype=float32", "trainer.precision=bf16"],
+            "needs the same dtype .* engine.dtype float32; set weights.dtype=bfloat16 and engine.dtype=bfloat16",
+        ),
     ],
 )
 def test_contradictory_dtypes_are_rejected(tmp_path: Path, overrides: list[str], sentence: str) -> None:

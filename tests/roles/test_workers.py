@@ -26,7 +26,16 @@ from pipelinerl.training.train_step import TrainStep
 from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.conformance.probes import weights_of
-from trainer_contract.types import Device, HeadPrecision, OptimizerSpec, Precision, Rounding, TrainerSpec, WeightDType
+from trainer_contract.types import (
+    Device,
+    HeadPrecision,
+    Kernels,
+    OptimizerSpec,
+    Precision,
+    Rounding,
+    TrainerSpec,
+    WeightDType,
+)
 
 VOCAB = 16
 
@@ -126,7 +135,7 @@ def test_every_key_of_the_recipe_reaches_the_backend() -> None:
         "torch",
         "/a/model",
         run={"seed": 3},
-        model={"path": "/a/model", "head_precision": "fp32"},
+        model={"path": "/a/model", "head_precision": "fp32", "kernels": "batch_invariant"},
         trainer=trainer | {"options": {"mesh": 2}, "memory_share": 0.5},
         weights={"dtype": "bfloat16"},
         optimizer={"learning_rate": 0.01, "betas": [0.5, 0.6], "eps": 1e-3, "weight_decay": 0.7, "grad_clip": 0.8},
@@ -137,6 +146,7 @@ def test_every_key_of_the_recipe_reaches_the_backend() -> None:
         seed=3,
         precision=Precision.BF16,
         head_precision=HeadPrecision.FP32,
+        kernels=Kernels.BATCH_INVARIANT,
         device=Device.CUDA,
         optimizer=OptimizerSpec(betas=(0.5, 0.6), eps=1e-3, weight_decay=0.7, grad_clip=0.8),
         gradient_checkpointing=True,

@@ -39,6 +39,7 @@ def from_options(options: EngineOptions) -> Engine:
         ModelError: weights are to be quantised, or the model has no usable tokenizer.
     """
     options.check_native_weights("the JAX engine")
+    options.check_fast_kernels("the JAX engine")
     options.check_no_options("the JAX engine")
     if options.threads is not None:  # XLA reads the variable once, at the first computation
         os.environ.setdefault("NPROC", str(options.threads))

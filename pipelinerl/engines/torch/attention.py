@@ -16,6 +16,8 @@ from transformers import AttentionInterface
 
 from pipelinerl.engines.torch.page_cache import CacheReading, DecodePlan, PrefillPlan, in_order
 from pipelinerl.errors import ModelError
+from pipelinerl.numerics import batch_invariant
+from trainer_contract.types import Kernels
 
 NAME: Final = "pipelinerl_rows"
 
@@ -30,7 +32,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    plan: PrefillPlan | DecodePlan,
+    plan: PrefillPlan | DecodePlan | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -52,7 +54,8 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(plan, DecodePlan):
         return attend_decode(query, key, value, plan, sliding_window, scale, softcap), None
-    return attend_prefill(query, key, value, sliding_window, scale, softcap), None
+    reading = plan.reading if plan is not None else CacheReading.GATHERED
+    return attend_prefill(query, key, value, reading, sliding_window, scale, softcap), None
 
 
 def attend_decode(
@@ -73,6 +76,9 @@ def attend_decode(
             query[:, :, 0], keys, values, plan.table, plan.positions, window=window, scale=scale, softcap=softcap
         )
         return out.view(rows, 1, q_heads, head_dim)
+    if plan.reading is CacheReading.TILES:
+        key, value = in_order(keys, plan.table), in_order(values, plan.table)
+        return batch_invariant.attend(query, key, value, plan.positions, window=window, scale=scale, softcap=softcap)
     mask = plan.mask(window, query.dtype)
     # The queries that share a key head form the rows of one product.
     grouped = query.reshape(rows, keys.shape[1], -1, head_dim)
@@ -88,15 +94,23 @@ def attend_decode(
     return out.reshape(rows, 1, q_heads, head_dim)
 
 
-def reading_for(device: torch.device, dtype: torch.dtype) -> CacheReading:
+def reading_for(device: torch.device, dtype: torch.dtype, kernels: Kernels) -> CacheReading:
     """Return how a decode step reads the blocks on `device` in `dtype`."""
+    if kernels is Kernels.BATCH_INVARIANT:
+        return CacheReading.TILES
     if device.type == "cpu":
         return CacheReading.IN_PLACE if dtype is torch.float32 else CacheReading.GATHERED
     return CacheReading.KERNEL if find_spec("triton") else CacheReading.GATHERED
 
 
 def attend_prefill(
-    query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float, softcap: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    reading: CacheReading,
+    window: int | None,
+    scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute causal attention of prompts: the last T of L tokens [P, Hq, T, D] over key and value [P, H, L, D].
 
@@ -104,6 +118,9 @@ def attend_prefill(
         [P, T, Hq, D].
     """
     length, before, shared = query.shape[2], key.shape[2] - query.shape[2], query.shape[1] // key.shape[1]
+    if reading is CacheReading.TILES:
+        own = torch.arange(before, before + length)[None]
+        return batch_invariant.attend(query, key, value, own, window=window, scale=scale, softcap=softcap)
     windowed = window is not None and before + length > window
     if softcap is None and not windowed and before == 0:
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shared > 1)

@@ -21,7 +21,9 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 from pipelinerl.engines.torch.attention import attend_decode, attend_prefill
 from pipelinerl.engines.torch.page_cache import DecodePlan, PageCache, PrefillPlan
 from pipelinerl.engines.torch.quantized import QuantizedLinear
+from pipelinerl.numerics.batch_invariant import InvariantLinear
 from pipelinerl.numerics.torch_logprobs import Fp32Head
+from trainer_contract.types import Kernels
 
 _FAMILY: Final = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 #: Rotary embeddings that depend on the position alone, so that a table can hold them.
@@ -38,7 +40,7 @@ class _Linear(NamedTuple):
         return linear(x, self.weight, self.bias)
 
 
-_Product = _Linear | QuantizedLinear | Fp32Head  # [B, in] → [B, out]
+_Product = _Linear | QuantizedLinear | Fp32Head | InvariantLinear  # [B, in] → [B, out]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,9 @@ class _Layer:
 class LlamaForward:
     """The forward of one model. Only for models that `fits` accepts."""
 
-    def __init__(self, model: Any, *, context_length: int) -> None:
+    def __init__(self, model: Any, *, context_length: int, kernels: Kernels = Kernels.FAST) -> None:
         config, backbone = model.config, model.model
+        self._is_fast = kernels is Kernels.FAST  # else norms and rotations are those of transformers' modules
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
         self._head_dim: int = backbone.layers[0].self_attn.head_dim
@@ -106,7 +109,7 @@ class LlamaForward:
     def logits(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: DecodePlan) -> Tensor:
         """Return logits [K, V] after one token for each fed row [K, 1]."""
         x = self._hidden(token_ids, positions, cache, plan)
-        hidden = rms_norm(x, (x.shape[1],), self._norm.float(), self._eps)
+        hidden = self._rms_norm(x, self._norm.float())
         return self._head(hidden if isinstance(self._head, Fp32Head) else hidden.to(self._norm.dtype))
 
     def _hidden(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: PrefillPlan | DecodePlan) -> Tensor:
@@ -121,7 +124,7 @@ class LlamaForward:
             if isinstance(plan, DecodePlan):
                 attended = attend_decode(query, keys, values, plan, layer.window, layer.scale)
             else:
-                attended = attend_prefill(query, keys, values, layer.window, layer.scale)
+                attended = attend_prefill(query, keys, values, plan.reading, layer.window, layer.scale)
             x = self._finish(x, attended.reshape(batch * length, -1), layer)
         return x
 
@@ -139,24 +142,33 @@ class LlamaForward:
         return x + layer.down(silu(layer.gate(h)).mul_(layer.up(h)))
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        if weight.dtype is torch.float32:
-            return rms_norm(x, (x.shape[1],), weight, self._eps)
-        return rms_norm(x, (x.shape[1],), weight.float(), self._eps).to(weight.dtype)
+        return self._rms_norm(x, weight.float()).to(weight.dtype)
 
     def _rotated(self, x: Tensor, heads: int, norm: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
         dtype = x.dtype
         x = x.view(-1, heads, self._head_dim)
         if norm is not None and dtype is torch.float32:
-            x = rms_norm(x, (self._head_dim,), norm, self._eps)
+            x = self._rms_norm(x, norm)
         elif norm is not None:  # Qwen3's own norm rounds before it scales
-            x = rms_norm(x.float(), (self._head_dim,), None, self._eps).to(dtype) * norm.float()
-        rotated = torch.addcmul(x * cos, x.roll(self._head_dim // 2, dims=-1), sin)
+            x = self._rms_norm(x.float(), None).to(dtype) * norm.float()
+        turned = x.roll(self._head_dim // 2, dims=-1)
+        rotated = torch.addcmul(x * cos, turned, sin) if self._is_fast else x * cos + turned * sin
         return rotated.to(dtype)
+
+    def _rms_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        if self._is_fast:
+            return rms_norm(x, (x.shape[-1],), weight, self._eps)
+        normed = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self._eps)
+        return normed if weight is None else normed * weight
 
 
 def _linear(module: nn.Linear) -> _Product:
     forward: object = module.forward
-    return forward if isinstance(forward, QuantizedLinear | Fp32Head) else _Linear(module.weight, module.bias)
+    return (
+        forward
+        if isinstance(forward, QuantizedLinear | Fp32Head | InvariantLinear)
+        else _Linear(module.weight, module.bias)
+    )
 
 
 def _layer(layer: Any) -> _Layer:

@@ -18,8 +18,8 @@ from pipelinerl.engines.torch.weights import TorchWeights
 from pipelinerl.errors import ModelError
 from pipelinerl.models.model_shape import read_shape
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.numerics import torch_logprobs
-from trainer_contract.types import Device, HeadPrecision
+from pipelinerl.numerics import batch_invariant, torch_logprobs
+from trainer_contract.types import Device, HeadPrecision, Kernels
 
 
 def from_options(options: EngineOptions) -> Engine:
@@ -30,6 +30,8 @@ def from_options(options: EngineOptions) -> Engine:
     """
     options.check_one_device("the torch engine")
     options.check_no_options("the torch engine")
+    if options.kernels is Kernels.BATCH_INVARIANT:
+        options.check_native_weights("a torch engine with batch-invariant kernels")
     tokenizer = ChatTokenizer.load(options.model_path)
     return BatchingEngine(
         options, load=lambda: load_runner(options), tokenizer=tokenizer, endpoints=endpoints_of(options)
@@ -53,6 +55,8 @@ def load_runner(
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     device, dtype = _device(options.device), getattr(torch, options.dtype.value)
+    if options.kernels is Kernels.BATCH_INVARIANT and device.type != "cpu":
+        raise ModelError(f"model.kernels=batch_invariant runs on a CPU, and the device is {device.type}; leave it out")
     share = options.memory_share if device.type == "cuda" else None
     if share is not None:  # this process then fails before it harms others on the GPU
         torch.cuda.set_per_process_memory_fraction(share)
@@ -61,13 +65,20 @@ def load_runner(
     text = config.get_text_config()
     options.check_context(getattr(text, "max_position_embeddings", None))
     if options.head_precision is HeadPrecision.FP32:
-        torch_logprobs.to_fp32(model, served=dtype)
+        torch_logprobs.to_fp32(model, served=dtype, kernels=options.kernels)
+    if options.kernels is Kernels.BATCH_INVARIANT:
+        batch_invariant.use_in(model)
     weights = served_weights(model, options.weights)
     if device.type == "cuda" and cache_bytes is None:
         memory = _memory_of(device, share)
         cache_bytes = _budget(weights, options).cache_within(memory, context_length=options.context_length)
     runner = TorchRunner(model, options, weights=weights, forward=forward, cache_bytes=cache_bytes)
     runner.warm_up()
+    if options.kernels is Kernels.BATCH_INVARIANT and not batch_invariant.probed(runner.decoded_in_batch):
+        raise ModelError(
+            f"the model in {options.model_path} computes a token differently in other batches on this machine; leave "
+            "out model.kernels"
+        )
     return runner
 
 

@@ -18,7 +18,7 @@ from pipelinerl.engines.torch.decoder import LlamaForward
 from pipelinerl.engines.torch.page_cache import DecodePlan, PageCache, PrefillPlan
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import load_model
-from trainer_contract.types import WeightDType
+from trainer_contract.types import Kernels, WeightDType
 
 
 class Forward(Protocol):
@@ -40,10 +40,10 @@ class ForwardKind(StrEnum):
     MODULES = "modules"
 
 
-def forward_of(model: nn.Module, kind: ForwardKind, *, context_length: int) -> Forward:
+def forward_of(model: nn.Module, kind: ForwardKind, *, context_length: int, kernels: Kernels = Kernels.FAST) -> Forward:
     """Return the forward of `model` for sequences of at most `context_length` tokens."""
     if kind is ForwardKind.AUTO and LlamaForward.fits(model):
-        return LlamaForward(model, context_length=context_length)
+        return LlamaForward(model, context_length=context_length, kernels=kernels)
     return ModuleForward(model)
 
 

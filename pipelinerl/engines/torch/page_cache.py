@@ -14,6 +14,7 @@ before each forward, says how the forward uses the cache:
     IN_PLACE   all blocks in use are read where they lie, each with the queries of its rows, and only scores are put
                in the order of the rows: fp32 on a CPU, where a copy of the keys would cost more than the products
     GATHERED   keys and values are first copied into the order of the rows: everything else
+    TILES      as GATHERED, with attention whose bits do not depend on the batch (`numerics.batch_invariant`)
 
 `AlikeRows` records which rows hold the same tokens, so that a decode step computes their next token once. The answers
 of a group often begin alike, especially under a confident policy. Only the linear layers, most of a step on a CPU, see
@@ -50,6 +51,7 @@ class CacheReading(StrEnum):
     KERNEL = "kernel"
     IN_PLACE = "in_place"
     GATHERED = "gathered"
+    TILES = "tiles"
 
 
 @final
@@ -65,6 +67,7 @@ class PrefillPlan:
     entries: Tensor
     start: int
     before: Tensor
+    reading: CacheReading
 
 
 @final
@@ -198,6 +201,7 @@ class PageCache:
             entries=self._entries(np.concatenate(blocks), np.concatenate(offsets)),
             start=start,
             before=self._to(table.table[firsts, : start // size]),
+            reading=self.reading,
         )
         return self.plan
 

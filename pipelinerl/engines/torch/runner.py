@@ -74,7 +74,7 @@ class TorchRunner:
         parameter = next(model.parameters())
         self._device = parameter.device
         self._weights = weights or served_weights(model, options.weights)
-        self._forward = forward_of(model, forward, context_length=options.context_length)
+        self._forward = forward_of(model, forward, context_length=options.context_length, kernels=options.kernels)
         routing = torch_routers.shape_of(model)
         self.route_log = None if routing is None else torch_routers.TorchRouteLog(model, routing)
         self.scorer = PromptScorer(model)
@@ -92,7 +92,7 @@ class TorchRunner:
             self._table,
             dtype=parameter.dtype,
             device=self._device,
-            reading=reading_for(self._device, parameter.dtype),
+            reading=reading_for(self._device, parameter.dtype, options.kernels),
         )
         self._graphs: DecodeGraphs | None = None
         if (
@@ -238,6 +238,20 @@ class TorchRunner:
         self.prefill([Prefill([0, 0], [0])])
         self.place([RowState(0, 0, 2, 0, temperature=1.0, top_p=1.0, top_k=0)])
         self.decode(1)
+
+    def decoded_in_batch(self, count: int) -> tuple[list[int], list[float]]:
+        """Decode a token of a fixed prompt, in a batch of as many rows as there are up to `count`; return the result.
+
+        Run it before any request: the rows and their cache are cleared.
+        """
+        rows = list(range(min(count, self.slots)))
+        prompts = [[token % self.vocab_size for token in range(1 + row, 4 + row + row % 5)] for row in rows]
+        self.prefill([Prefill(prompt, [row]) for row, prompt in zip(rows, prompts, strict=True)])
+        self.place([RowState(row, 1, len(prompts[row]), 0, temperature=1.0, top_p=1.0, top_k=0) for row in rows])
+        token_ids, logprobs = self.decode(len(rows))
+        self.clear(rows)
+        self.release(rows)
+        return token_ids[:1], logprobs[:1]
 
     @torch.inference_mode()
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:

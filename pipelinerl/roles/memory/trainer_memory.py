@@ -9,6 +9,9 @@ keys, I the MLP's:
     in bf16    the residual stream and the norms' inputs stay fp32; each linear layer keeps its input once more,
                and its weight in bf16 until its backward pass
 
+If engines round weights, passes compute with the rounded ones, which exist in addition: in bf16 those of linear layers,
+which then need no casts, and in fp32 the others.
+
 If the optimizer's state is on the host, the moments are there, and in bf16 also the fp32 masters of linear layers. The
 device then holds bf16 weights in place of these masters, and passes make no further bf16 copies of them.
 
@@ -74,6 +77,7 @@ class TrainerMemory:
             "activations": self._activations,
             "logits": self._logits,
             "casts": self._casts,
+            "served": self._served,
             "gather": self._gather,
         }
         return {name: size for name, size in sizes.items() if size}
@@ -172,10 +176,31 @@ class TrainerMemory:
 
         With checkpointing, only one layer's copies exist at a time.
         """
-        if self.checkpointing and self._is_half and not self._keeps_base_in_bf16:
-            outer = self.shape.vocab * self.shape.hidden
-            return 2 * max(0, outer + self._layer - self._rounded)
-        return 2 * (self.shape.multiplied - self._rounded) if self._is_half and not self._keeps_base_in_bf16 else 0
+        if not self._is_half or self._keeps_base_in_bf16:
+            return 0
+        in_bf16 = max(self._rounded, self._narrow)
+        if self.checkpointing:
+            return 2 * max(0, self.shape.vocab * self.shape.hidden + self._layer - in_bf16)
+        return 2 * (self.shape.multiplied - in_bf16)
+
+    @property
+    def _narrow(self) -> int:
+        """Number of parameters that passes read in bf16, from the weights as engines hold them."""
+        is_whole = self._is_half and not self.rank and self.shards == 1
+        return self.shape.products if is_whole and self.wire is WeightDType.BFLOAT16 else 0
+
+    @property
+    def _served(self) -> int:
+        """Bytes of the policy's weights as engines hold them, if engines round them: passes compute with these.
+
+        On a mesh the shards hold them meanwhile, and a copy keeps the shards' own values.
+        """
+        if self.rank or self.wire is WeightDType.FLOAT32:
+            return 0
+        count = self.shape.count
+        if self.shards > 1:
+            return 4 * count // self.shards
+        return BYTES[self.wire] * (count - self._rounded) + 4 * (count - self._narrow)
 
     @property
     def _activations(self) -> int:

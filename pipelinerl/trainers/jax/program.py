@@ -52,25 +52,28 @@ class TrainerProgram:
     logits_at_once: int = LOGITS_AT_ONCE
 
     def fetch(self, own: dict[str, Array]) -> dict[str, Array]:
-        """Cast weights before gathering them along the `fsdp` axis, so that bf16 halves the traffic."""
+        """Cast weights before gathering them along the `fsdp` axis, so that bf16 halves the traffic.
+
+        A policy's weights are rounded as in the engines; the gradient passes straight through the rounding.
+        """
         table = {parameter.name: parameter for parameter in self.config.parameters}
         fetched = {}
         for name, array in own.items():
             whole = jax_mesh.gathered(self.mesh, table.get(name) or table[LAYER + name])
-            fetched[name] = lax.with_sharding_constraint(array.astype(self.compute), whole)
+            fetched[name] = lax.with_sharding_constraint(self._served(array).astype(self.compute), whole)
         return fetched
 
-    def output_layer(self, weights: Weights) -> Array:
-        """Return the output layer [V, D].
+    def _served(self, array: Array) -> Array:
+        served = jnp.finfo(self.config.dtype)
+        if self.config.scalar_head or served.bits >= jnp.finfo(self.compute).bits:
+            return array
+        return array + lax.stop_gradient(lax.reduce_precision(array, served.nexp, served.nmant) - array)
 
-        With `HeadPrecision.FP32` it is fp32, and its values are rounded as in the engines; the gradient passes straight
-        through the rounding.
-        """
+    def output_layer(self, weights: Weights) -> Array:
+        """Return the output layer [V, D]; with `HeadPrecision.FP32` in fp32."""
         if self.head is HeadPrecision.MODEL:
             return output_embedding(weights, fetch=self.fetch)
-        exact = output_embedding(weights, fetch=replace(self, compute=jnp.float32).fetch)
-        served = jnp.finfo(self.config.dtype)
-        return exact + lax.stop_gradient(lax.reduce_precision(exact, served.nexp, served.nmant) - exact)
+        return output_embedding(weights, fetch=replace(self, compute=jnp.float32).fetch)
 
     def values(self, weights: Weights, hidden: Array) -> Array:
         """Return values f32 [R, C] of hidden states [R, C, D]; always computed in fp32, as in the torch trainer."""

@@ -52,6 +52,7 @@ from trainer_contract.types import (
     Float32,
     Head,
     HostWeights,
+    Kernels,
     LossStats,
     MicroBatch,
     Objective,
@@ -248,6 +249,10 @@ def read_spec(spec: TrainerSpec) -> tuple[JaxOptions, DecoderConfig]:
     Raises:
         SpecError: this trainer does not support an option, the head or the model.
     """
+    if spec.kernels is Kernels.BATCH_INVARIANT:
+        raise SpecError(
+            "the JAX trainer has no batch-invariant kernels; leave out model.kernels, or use trainer.type torch"
+        )
     options = JaxOptions.of(spec.options, gradient_checkpointing=spec.gradient_checkpointing)
     try:
         config = read_config(spec.model_path)

@@ -17,7 +17,7 @@ from pipelinerl import rng
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import model_dtype, weights_digest
 from pipelinerl.models.weight_reader import WeightReader
-from pipelinerl.numerics import torch_logprobs
+from pipelinerl.numerics import batch_invariant, torch_logprobs
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.lora.adapters import Adapters
 from pipelinerl.trainers.torch.lora.lora_options import lora_of
@@ -32,6 +32,7 @@ from trainer_contract.types import (
     Device,
     Head,
     HeadPrecision,
+    Kernels,
     Precision,
     TrainerSpec,
     WeightDType,
@@ -107,6 +108,19 @@ class LoadedModel(NamedTuple):
             weights[name].grad_dtype = torch.float32
         self.model.probe(device, torch.bfloat16 if found else torch.float32)
         return found
+
+    def use_bf16_in_passes(self) -> frozenset[str]:
+        """Let parameters hold bf16 in passes, where autocast would round them to it; return their names.
+
+        Their gradients are accumulated in fp32.
+        """
+        if self.gather_dtype is not torch.bfloat16 or self.adapters is not None:
+            return frozenset()
+        rounded = rounded_in_passes(self.model.model)
+        names = frozenset(name for name, parameter in self.weights.items() if parameter in rounded)
+        for name in names:
+            self.weights[name].grad_dtype = torch.float32
+        return names
 
     def divided(
         self,
@@ -230,8 +244,10 @@ def _load(
         return PackedValueModel.load(source, gradient_checkpointing=spec.gradient_checkpointing)
     model, reader = load_for_training(source, gradient_checkpointing=spec.gradient_checkpointing)
     if spec.head_precision is HeadPrecision.FP32:
-        torch_logprobs.to_fp32(model, served=served, rounding=spec.rounding)
-    return PackedModel(model), reader
+        torch_logprobs.to_fp32(model, served=served, rounding=spec.rounding, kernels=spec.kernels)
+    if spec.kernels is Kernels.BATCH_INVARIANT:
+        batch_invariant.use_in(model)
+    return PackedModel(model, kernels=spec.kernels), reader
 
 
 def rounded_in_passes(model: PreTrainedModel) -> set[Tensor]:
@@ -241,9 +257,13 @@ def rounded_in_passes(model: PreTrainedModel) -> set[Tensor]:
     converted to fp32. A bf16 parameter whose gradient is accumulated in fp32 gives the same bits for both, without a
     second, rounded copy. Passes do not round embeddings and vectors, so these stay fp32.
 
-    An output layer with our own forward (`to_fp32`) reads its weight in fp32, so it is excluded.
+    An output layer in fp32 (`to_fp32`) reads its weight in fp32, so it is excluded.
     """
-    linear = [each for each in model.modules() if isinstance(each, nn.Linear | Conv1D) and "forward" not in vars(each)]
+    linear = [
+        each
+        for each in model.modules()
+        if isinstance(each, nn.Linear | Conv1D) and not isinstance(vars(each).get("forward"), torch_logprobs.Fp32Head)
+    ]
     embedded: set[Tensor] = {each.weight for each in model.modules() if isinstance(each, nn.Embedding)}
     return {each.weight for each in linear} - embedded
 

@@ -16,7 +16,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,7 @@ from trainer_contract.errors import NonFiniteError, RankError, SpecError
 from trainer_contract.types import (
     Device,
     Float32,
+    Head,
     HostWeights,
     LossStats,
     MicroBatch,
@@ -108,7 +109,7 @@ class MeshWorker:
             loaded = load(spec)
             text = loaded.config.get_text_config()
             refuse_heads(text.num_attention_heads, mesh.cp)
-            attention = planning(attention_of(spec.options), spec.precision, device, text.to_dict())
+            attention = planning(attention_of(spec.options), spec.precision, device, text.to_dict(), spec.kernels)
         if rank == 0:
             _log_start(loaded, attention)
         with in_agreement():
@@ -127,6 +128,19 @@ class MeshWorker:
 
     def forward(self, batches: Sequence[MicroBatch], rounds: int) -> list[Float32]:
         """Return the predictions of this rank's micro-batches, finite or not; ranks that share one return the same."""
+        with self._computing_as_engines():
+            return self._forward(batches, rounds)
+
+    def _computing_as_engines(self) -> AbstractContextManager[None]:
+        """See `TorchWorker`."""
+        rounds = self.loaded.gather_dtype is not torch.float32 and self.spec.head is Head.POLICY
+        if not rounds or self.loaded.adapters is not None:
+            return nullcontext()
+        return self.model.lent(
+            self.base_names, lambda name: self._source(self.model.shards, name, GatheredKind.WEIGHTS).detach()
+        )
+
+    def _forward(self, batches: Sequence[MicroBatch], rounds: int) -> list[Float32]:
         try:
             predictions = [predicted(self.model, self.setting, batch) for batch in batches]
             for _ in range(rounds - len(batches)):
@@ -140,7 +154,7 @@ class MeshWorker:
         adapters = self.loaded.adapters
         off = nullcontext() if adapters is None else adapters.off()  # lent weights include merged adapters
         with off, self.model.lent(self.base_names, self._sent(weights)):
-            return self.forward(batches, rounds)
+            return self._forward(batches, rounds)
 
     def backward(self, batches: Sequence[MicroBatch], rounds: int, objective: Objective) -> list[LossStats]:
         """Accumulate gradients of this rank's micro-batches, each with a token in its loss mask; return the losses.
@@ -149,7 +163,8 @@ class MeshWorker:
             NonFiniteError: raised on every rank; `number` is the first of the round, in round-robin order over ranks.
         """
         if self.loaded.adapters is None:
-            return self._backward(batches, rounds, objective)
+            with self._computing_as_engines():
+                return self._backward(batches, rounds, objective)
         seed_dropout(self.spec, model_version=self.model_version, rank=self.rank)
         with self.loaded.adapters.dropping_out():
             return self._backward(batches, rounds, objective)

@@ -21,13 +21,14 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models import torch_routers
 from pipelinerl.models.checkpoint import Part, load_model, load_structure
 from pipelinerl.models.weight_reader import WeightReader
+from pipelinerl.numerics import batch_invariant
 from pipelinerl.numerics.torch_logprobs import LOGITS_AT_ONCE, token_predictions
 from pipelinerl.trainers.torch.experts import follow_autocast
 from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION, AttentionPlan, attend
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.shared_beginnings import Reading
 from trainer_contract.errors import SpecError
-from trainer_contract.types import HeadMeasure
+from trainer_contract.types import HeadMeasure, Kernels
 
 #: From this number of parameters on, a GPU's trainer compiles the layers: half a minute that larger models win back.
 COMPILED_FROM: Final = 10**8
@@ -40,9 +41,12 @@ _PROBE_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 class PackedModel(nn.Module):
     """Log-probs of packed tokens under a causal language model."""
 
-    def __init__(self, model: PreTrainedModel, *, logits_at_once: int = LOGITS_AT_ONCE) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, logits_at_once: int = LOGITS_AT_ONCE, kernels: Kernels = Kernels.FAST
+    ) -> None:
         super().__init__()
         self.model = model
+        self._kernels = kernels
         self._buffers_saved = persistent_buffers(model)
         self._logits_at_once = logits_at_once
         self.routing = torch_routers.shape_of(model)
@@ -92,7 +96,7 @@ class PackedModel(nn.Module):
 
         Raises:
             SpecError: a layer mixes segments, or the model changes logits after its output layer, which `forward` would
-                miss.
+                miss, or kernels should be batch-invariant and are not.
         """
         if self._replay is not None:
             self._replay.tell(None)
@@ -104,6 +108,24 @@ class PackedModel(nn.Module):
         if (logits - direct).abs().max() > _PROBE_TOLERANCE[products] * logits.abs().max():
             name = type(self.model).__name__
             raise SpecError(f"{name} changes logits after its output layer, which is not supported; use another model")
+        if self._kernels is Kernels.BATCH_INVARIANT and not batch_invariant.probed(
+            lambda count: self._probed_in_batch(count, device, products)
+        ):
+            raise SpecError(
+                f"{type(self.model).__name__} computes a token differently in other batches on this machine; leave out "
+                "model.kernels"
+            )
+
+    def _probed_in_batch(self, count: int, device: torch.device, products: torch.dtype) -> bytes:
+        """Return the logits of a segment that is packed with a second segment of `count` tokens, as bytes."""
+        positions = np.concatenate((np.arange(3), np.arange(count))).astype(np.int32)
+        tokens = (positions + 1) % self.model.config.get_text_config().vocab_size
+        token_ids = torch.from_numpy(np.stack((tokens, positions)).astype(np.int64)).to(device)
+        with computing_in(products, device):
+            segments = SegmentPlan.of(positions, device, kernels=self._kernels)
+            hidden = hidden_states(self.model.base_model, token_ids, segments)
+            logits = self.model.get_output_embeddings()(hidden)
+        return logits[:3].float().cpu().numpy().tobytes()
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters under Hugging Face's names, tied ones once."""

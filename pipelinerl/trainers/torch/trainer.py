@@ -20,12 +20,13 @@ from pipelinerl.trainers.torch.leader import MeshLeader
 from pipelinerl.trainers.torch.options import TorchOptions
 from pipelinerl.trainers.torch.worker import TorchWorker
 from trainer_contract.batch import check, check_measures
-from trainer_contract.errors import ProtocolError
+from trainer_contract.errors import ProtocolError, SpecError
 from trainer_contract.host_weights import check_weights
 from trainer_contract.trainer import started
 from trainer_contract.types import (
     Float32,
     HostWeights,
+    Kernels,
     LossStats,
     MicroBatch,
     Objective,
@@ -65,6 +66,11 @@ class TorchTrainer:
         """Load the model from `spec.model_path`, or model, optimizer and random state from `spec.restore_from`."""
         options = TorchOptions.of(spec.options)
         several = options.distributed is not None
+        if spec.kernels is Kernels.BATCH_INVARIANT and (several or options.lora or options.compile):
+            raise SpecError(
+                "model.kernels = batch_invariant is for a trainer of one process, without adapters or compiled layers; "
+                "leave out options.mesh, options.lora and options.compile, or model.kernels"
+            )
         self._state = MeshLeader.started(spec, options) if several else TorchWorker.started(spec)
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from trainer_contract.errors import NonFiniteError
 from trainer_contract.types import (
     Device,
     Float32,
+    Head,
     HostWeights,
     LossStats,
     MicroBatch,
@@ -68,6 +69,10 @@ class TorchWorker:
     random: torch_state.RandomState
     #: Parameters of the optimizer by name: all of `own`, or adapters.
     trained: Mapping[str, torch.nn.Parameter]
+    #: Parameters that passes under autocast use in bf16 alone.
+    narrow: frozenset[str] = frozenset()
+    #: The weights of this version as engines hold them, once a pass or an engine has asked for them.
+    served: Mapping[str, Tensor] | None = None
     adapters: Adapters | None = None
     base_digest: str = ""
     model_version: int = 0
@@ -82,7 +87,9 @@ class TorchWorker:
         accelerator = _accelerator(spec)
         loaded, options = load(spec), optimizer_of(spec.options)
         text = loaded.config.get_text_config()
-        attention = planning(attention_of(spec.options), spec.precision, accelerator.device, text.to_dict())
+        attention = planning(
+            attention_of(spec.options), spec.precision, accelerator.device, text.to_dict(), spec.kernels
+        )
         log.info("attention: %s", attention.description)
         is_half = spec.precision is Precision.BF16
         masters = loaded.move_to(accelerator.device, masters=options.place if is_half else StatePlace.DEVICE)
@@ -108,6 +115,7 @@ class TorchWorker:
             masters=masters,
             random=torch_state.RandomState.now(),
             trained=trained,
+            narrow=loaded.use_bf16_in_passes() if is_half else frozenset(),
             adapters=loaded.adapters,
             base_digest=loaded.base_digest,
         )
@@ -142,21 +150,52 @@ class TorchWorker:
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
         """See `Trainer.forward`."""
+        with self._computing_as_engines():
+            return self._forward(batches)
+
+    def _forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
         predictions = []
         for batch in batches:
             predictions.append(predicted(self.model, self.setting, batch))
             require_finite(predictions[-1])
         return predictions
 
+    def _computing_as_engines(self) -> AbstractContextManager[None]:
+        """Return a context in which the parameters hold the weights as engines do.
+
+        Engines that round weights sample from another policy than the fp32 weights. The gradient ignores the rounding
+        (straight-through). Adapters are merged before rounding, so a trainer with adapters computes with its own.
+        """
+        if self.gather_dtype is torch.float32 or self.adapters is not None or self.spec.head is not Head.POLICY:
+            return nullcontext()
+        served = self._served()
+        return _lent(self.named_parameters(), lambda name, _: served[name], narrow=self.narrow)
+
+    def _served(self) -> Mapping[str, Tensor]:
+        """Return the weights of this version as engines hold them; in fp32 the trainer's own memory."""
+        if self.served is None:
+            self.served = {name: self._rounded(name, own) for name, own in self.own.items()}
+        return self.served
+
+    def _rounded(self, name: str, own: Tensor) -> Tensor:
+        if self.gather_dtype is not own.dtype or self.spec.rounding is Rounding.DITHERED:
+            own = self.masters.get(name, own)
+        return rounded(own, self.gather_dtype, self.spec.rounding, name=name)
+
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
         """Run `forward` through the same modules, whose parameters temporarily hold the given weights."""
         off = nullcontext() if self.adapters is None else self.adapters.off()  # lent weights include merged adapters
-        with off, _lent(self.named_parameters(), weights, dtype=self.gather_dtype):
-            return self.forward(batches)
+
+        def held(name: str, own: Tensor) -> Tensor:
+            return torch.from_numpy(weights[name]).view(self.gather_dtype).view(own.shape)
+
+        with off, _lent(self.named_parameters(), held, narrow=self.narrow):
+            return self._forward(batches)
 
     def backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
         """Evaluate each micro-batch on the tokens of its loss mask and accumulate its gradient."""
-        with nullcontext() if self.adapters is None else self.adapters.dropping_out():
+        dropping = nullcontext() if self.adapters is None else self.adapters.dropping_out()
+        with self._computing_as_engines(), dropping:
             return self._backward(batches, objective)
 
     def _backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
@@ -184,6 +223,7 @@ class TorchWorker:
             raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are unchanged")
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+        self.served = None
         before = None if self.probe is None else self.probe.read()
         self.optimizer.step()
         seen = None if self.probe is None or before is None else self.probe.share(before, self.probe.read())
@@ -204,11 +244,11 @@ class TorchWorker:
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield detached tensors; for an fp32 model that is trained whole, the trainer's own memory."""
+        if self.adapters is None:
+            yield from self._served().items()
+            return
         for name, own in self.own.items():
-            if self.gather_dtype is not own.dtype or self.spec.rounding is Rounding.DITHERED:
-                own = self.masters.get(name, own)
-            value = own if self.adapters is None else self.adapters.merged(name, own)
-            yield name, rounded(value, self.gather_dtype, self.spec.rounding, name=name)
+            yield name, rounded(self.adapters.merged(name, own), self.gather_dtype, self.spec.rounding, name=name)
 
     def save_state(self, path: Path) -> None:
         """Write a Hugging Face model directory, optimizer and random state into the directory `path`."""
@@ -252,7 +292,10 @@ def _is_worth_compiling(model: PackedModel | PackedValueModel, device: torch.dev
 
 @contextmanager
 def _lent(
-    parameters: Iterable[tuple[str, torch.nn.Parameter]], weights: HostWeights, *, dtype: torch.dtype
+    parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    values_of: Callable[[str, Tensor], Tensor],
+    *,
+    narrow: Collection[str],
 ) -> Iterator[None]:
     """Temporarily give each parameter other values, and always restore its storage.
 
@@ -260,14 +303,14 @@ def _lent(
     are one parameter, so both change.
 
     Args:
-        weights: bytes of every parameter, checked against the layout.
-        dtype: dtype of `weights`.
+        values_of: returns the values for a parameter, from its name and its own values.
+        narrow: names of the parameters that hold bf16 meanwhile.
     """
     own = {name: (parameter, parameter.data) for name, parameter in parameters}
     try:
         for name, (parameter, data) in own.items():
-            values = torch.from_numpy(weights[name]).view(dtype).view(data.shape)
-            parameter.data = to_device(values, data.device, data.dtype)
+            dtype = torch.bfloat16 if name in narrow else data.dtype
+            parameter.data = to_device(values_of(name, data), data.device, dtype)
         yield
     finally:
         for parameter, data in own.values():

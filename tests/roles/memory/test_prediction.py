@@ -95,6 +95,18 @@ def test_optimizer_state_is_counted_on_the_device_or_the_host(large):
     assert "with trainer.options.optimizer.place=host (" in advice
 
 
+def test_rounded_weights_of_engines_are_counted_where_passes_use_them(large):
+    shape = read_shape(large)
+    plain = TrainerMemory(shape=shape, precision=Precision.BF16, tokens=4096, trained=4096)
+    assert "served" not in plain.parts, "engines hold fp32"
+    rounds = replace(plain, wire=WeightDType.BFLOAT16)
+    assert rounds.parts["served"] == 2 * shape.count + 4 * (shape.count - shape.products)
+    assert "casts" in plain.parts and "casts" not in rounds.parts
+    assert "served" not in replace(rounds, rank=16).parts
+    assert replace(rounds, shards=8).parts["served"] == 4 * shape.count // 8
+    assert replace(rounds, place=StatePlace.HOST).parts["served"] == 6 * (shape.count - shape.products)
+
+
 def test_70b_model_is_predicted_quickly_without_weights(large):
     began = time.process_time()
     shape = read_shape(large)

@@ -253,12 +253,20 @@ def test_weights_are_gathered_in_the_directorys_dtype(model_path, tmp_path, micr
     trainer = started(path)
     assert {info.dtype for info in trainer.weight_layout()} == {"bfloat16"}
     assert {array.dtype for _, array in trainer.gather_weights()} == {jnp.dtype("bfloat16")}
-    # Engines hold the rounded output layer; with fp32 arithmetic on it, the log-probs equal theirs.
-    served, batch = started(path, head_precision=HeadPrecision.FP32), micro_batch(tempered=False)
-    np.testing.assert_array_equal(served.forward([batch])[0], trainer.forward([batch])[0])
-    for each in (served, trainer):  # like a step, this makes weights that bf16 cannot represent
-        each._worker.weights = {name: 1.001 * array for name, array in each._worker.weights.items()}
-    assert 0 < np.abs(served.forward([batch])[0] - trainer.forward([batch])[0]).max() < 0.1
+
+
+@pytest.mark.parametrize("head", HeadPrecision)
+def test_passes_use_weights_as_engines_hold_them(model_path, tmp_path, micro_batch, head):
+    path = tmp_path / "bf16"
+    AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(path)
+    trainer, batch = started(path, head_precision=head), micro_batch()
+    trainer.backward([batch], OBJECTIVE)
+    trainer.optimizer_step(learning_rate=1e-3)
+    served = copied(trainer.gather_weights())
+    (got,) = trainer.forward([batch])
+    np.testing.assert_array_equal(got, trainer.forward_at([batch], served)[0])
+    (stats,) = trainer.backward([batch], OBJECTIVE)
+    np.testing.assert_allclose(stats.predictions[batch.loss_mask], got[batch.loss_mask], rtol=0, atol=1e-5)
 
 
 def test_overflowing_gradient_is_cleared(model_path, micro_batch):

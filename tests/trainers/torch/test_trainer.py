@@ -1,6 +1,7 @@
 """The torch trainer: the conformance kit on several architectures, a padded reference, and exactness."""
 
 import json
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from trainer_contract.conformance import Status, run
 from trainer_contract.conformance.probes import TrainerUnderTest
 from trainer_contract.errors import NonFiniteError, ProtocolError, SpecError, StateError
 from trainer_contract.host_weights import copied
-from trainer_contract.types import Device, Head, OptimizerSpec, Precision, Rounding, TrainerSpec
+from trainer_contract.types import Device, Head, Kernels, OptimizerSpec, Precision, Rounding, TrainerSpec
 
 VOCAB = 48
 NAMES = ("qwen2", "qwen3", "llama", "mistral", "gpt2", "qwen3_moe")
@@ -113,18 +114,28 @@ def test_equal_calls_give_equal_bits(model_path, micro_batch):
         assert first == second
 
 
-def test_given_weights_are_used_as_engines_hold_them(model_path, micro_batch, tmp_path):
-    """The masters of a bf16 model are finer than the served weights; the served weights count."""
+@pytest.mark.parametrize("rounding", Rounding)
+@pytest.mark.parametrize("precision", Precision)
+def test_passes_use_weights_as_engines_hold_them(model_path, micro_batch, tmp_path, precision, rounding):
+    """The masters of a bf16 model are finer than the served weights."""
     AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(tmp_path)
-    trainer, batch = started(tmp_path), micro_batch()
-    trainer.backward([batch], OBJECTIVE)
-    trainer.optimizer_step(learning_rate=1e-3)
+    trainer, batch = started(tmp_path, precision=precision, rounding=rounding), micro_batch()
+    before = trainer.forward([batch])[0].tobytes()
+    for _ in range(3):
+        trainer.backward([batch], OBJECTIVE)
+        trainer.optimizer_step(learning_rate=1e-3)
+    masters = {name: own.clone() for name, own in trainer._worker.own.items()}
     served = copied(trainer.gather_weights())
-    (got,) = trainer.forward_at([batch], served)
-    assert got.tobytes() != trainer.forward([batch])[0].tobytes()
-    for _, parameter in trainer._worker.named_parameters():
-        parameter.data = parameter.data.bfloat16().float()
-    assert got.tobytes() == trainer.forward([batch])[0].tobytes()
+    assert any((masters[name] != masters[name].bfloat16()).any() for name in masters)
+    (got,) = trainer.forward([batch])
+    assert got.tobytes() != before
+    assert got.tobytes() == trainer.forward_at([batch], served)[0].tobytes()
+    (stats,) = trainer.backward([batch], OBJECTIVE)
+    inside = batch.loss_mask
+    np.testing.assert_array_equal(stats.predictions[inside], got[inside])
+    for name, parameter in trainer._worker.named_parameters():
+        assert torch.equal(parameter, masters[name])
+        assert parameter.grad is not None and parameter.grad.dtype is torch.float32
 
 
 def test_checkpointing_and_chunked_vocabulary_change_no_result(model_path, micro_batch):
@@ -326,3 +337,21 @@ def test_three_workers_share_a_process(model_path, micro_batch):
     norms = [worker.optimizer_step(learning_rate=1e-3).grad_norm for worker in (alone, first, *others)]
     assert norms[0] == norms[1] and all(norm > 0 for norm in norms)
     assert alone.forward([batch])[0].tobytes() == first.forward([batch])[0].tobytes()
+
+
+@pytest.mark.parametrize("options", [{"lora": {"rank": 2}}, {"compile": True}])
+def test_batch_invariant_kernels_are_refused_where_bits_would_differ(model_path, options):
+    with pytest.raises(SpecError, match=r"batch_invariant .* leave out options\.mesh, options\.lora and options"):
+        started(model_path("llama"), kernels=Kernels.BATCH_INVARIANT, options=options)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_segment_has_the_same_bits_alone_and_packed_with_batch_invariant_kernels(model_path, micro_batch, name):
+    trainer, batch = started(model_path(name), kernels=Kernels.BATCH_INVARIANT), micro_batch()
+    (packed,) = trainer.forward([batch])
+    np.testing.assert_allclose(packed, started(model_path(name)).forward([batch])[0], rtol=0, atol=1e-5)
+    first = int(np.flatnonzero(batch.position_ids == 0)[1])
+    columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    cut = {name: column[:first] for name, column in columns.items() if isinstance(column, np.ndarray)}
+    (alone,) = trainer.forward([replace(batch, **cut, num_segments=1)])
+    assert alone.tobytes() == packed[:first].tobytes()

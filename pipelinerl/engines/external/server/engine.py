@@ -51,6 +51,7 @@ def _engine(options: EngineOptions, speak: Speak, continuation: Continuation) ->
     options.check_no_options("the adapter of a server that you started with options of its own")
     options.check_no_memory_share("the adapter of a server")
     options.check_native_weights("the adapter of a server")
+    options.check_fast_kernels("the adapter of a server")
     options.check_head_of_the_model("the server")
     tokenizer = ChatTokenizer.load(options.model_path)
 

@@ -64,6 +64,7 @@ def from_options(options: EngineOptions) -> Engine:
         ModelError: the options ask for an unsupported feature, or another vLLM version is installed.
     """
     options.check_native_weights("the vLLM engine")
+    options.check_fast_kernels("the vLLM engine")
     options.check_receives_where_it_is("the vLLM engine")
     options.check_head_of_the_model("the vLLM engine")
     check_names(options.options)

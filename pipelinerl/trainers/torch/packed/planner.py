@@ -26,7 +26,8 @@ from pipelinerl.trainers.torch.packed.attention_choice import (
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct
 from pipelinerl.trainers.torch.packed.varlen import VarlenKernel, VarlenPlan, torch_kernel
-from trainer_contract.types import Precision
+from trainer_contract.errors import SpecError
+from trainer_contract.types import Kernels, Precision
 
 #: Inputs of the trial: segment lengths, the number of tokens that the second segment shares with the first, and
 #: windows.
@@ -46,7 +47,11 @@ class Planning(NamedTuple):
 
 
 def planning(
-    requested: SegmentAttention, precision: Precision, device: torch.device, config: Mapping[str, Any]
+    requested: SegmentAttention,
+    precision: Precision,
+    device: torch.device,
+    config: Mapping[str, Any],
+    kernels: Kernels = Kernels.FAST,
 ) -> Planning:
     """Choose the planner for a trainer on this device.
 
@@ -54,8 +59,14 @@ def planning(
         config: the configuration of the model's text part.
 
     Raises:
-        SpecError: the kernel was requested but cannot be used.
+        SpecError: the kernel was requested but cannot be used, or batch-invariant kernels are not on a CPU.
     """
+    if kernels is Kernels.BATCH_INVARIANT:
+        if device.type != "cpu":
+            raise SpecError(
+                f"model.kernels = batch_invariant runs on a CPU, and the device is {device.type}; leave it out"
+            )
+        return Planning(partial(SegmentPlan.of, kernels=kernels), "buckets of segments, in batch-invariant tiles")
     heads = HeadShapes.of(config)
     why_not = why_not_varlen(facts_of(device, precision=precision, widths=heads.widths))
     if chosen(requested, why_not) is SegmentAttention.VARLEN:

@@ -17,8 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipelinerl.numerics import batch_invariant
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Sums
+from trainer_contract.types import Kernels
 
 #: Upper lengths of buckets, each a quarter above the previous: padding adds at most a factor of 1.25² to attention.
 _EDGES: Final = np.unique(np.ceil(16 * 1.25 ** np.arange(64)).astype(np.int64))
@@ -36,6 +38,7 @@ class SegmentPlan:
         sums: sums over the rows of tokens that several segments share; None if none is shared.
         is_first: bool [P, 1, 1], False for padding and copies; None if the packed layout equals the padded one.
         group: the processes that divide the K tokens outside attention, or None.
+        kernels: of the attention.
     """
 
     buckets: tuple[tuple[int, int], ...]
@@ -44,6 +47,7 @@ class SegmentPlan:
     sums: Sums | None
     is_first: Tensor | None
     group: SequenceGroup | None = None
+    kernels: Kernels = Kernels.FAST
 
     @classmethod
     def of(
@@ -52,6 +56,8 @@ class SegmentPlan:
         device: torch.device,
         distinct: Distinct | None = None,
         group: SequenceGroup | None = None,
+        *,
+        kernels: Kernels = Kernels.FAST,
     ) -> SegmentPlan:
         """Plan for packed segments; `position_ids` [T] restart at 0 in each.
 
@@ -85,28 +91,38 @@ class SegmentPlan:
             sums=sums,
             is_first=None if packed else torch.from_numpy(is_first).to(device)[:, None, None],
             group=group,
+            kernels=kernels,
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None) -> Tensor:
         """See `AttentionPlan.attend`; computed bucket by bucket."""
         q, k, v = (self.pad(x) for x in (query, key, value))
-        outputs, start, has_groups = [], 0, q.shape[1] != k.shape[1]
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        outputs, start = [], 0
         for count, length in self.buckets:
             rows = slice(start, start + count * length)
-            bucket_q, bucket_k, bucket_v = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
-            whole = window is None or length <= window
-            out = torch.nn.functional.scaled_dot_product_attention(
-                bucket_q,
-                bucket_k,
-                bucket_v,
-                attn_mask=None if whole else _band(length, window, q.device),
-                is_causal=whole,
-                scale=scale,
-                enable_gqa=has_groups,
-            )
-            outputs.append(out.transpose(1, 2).flatten(0, 1))
+            bucket = [x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v)]
+            outputs.append(self._attend_bucket(*bucket, window=window, scale=scale).flatten(0, 1))
             start = rows.stop
         return self.unpad(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+
+    def _attend_bucket(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float) -> Tensor:
+        """Return attention [n, T, H, d] of segments [n, H, T, d] of one length."""
+        length = query.shape[2]
+        if self.kernels is Kernels.BATCH_INVARIANT:
+            positions = torch.arange(length)[None]
+            return batch_invariant.attend(query, key, value, positions, window=window, scale=scale)
+        whole = window is None or length <= window
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if whole else _band(length, window, query.device),
+            is_causal=whole,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out.transpose(1, 2)
 
     def pad(self, packed: Tensor) -> Tensor:
         """Convert [K, h, d] to [P, h, d]."""

@@ -40,7 +40,7 @@ from tests.fakes.engine_options import engine_options
 from tests.fakes.kit_updates import certain_of, choices_of, logprobs_of, opened, publish, reference, trainer_of
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
-from trainer_contract.types import HeadPrecision
+from trainer_contract.types import HeadPrecision, Kernels
 
 CONTEXT = 256
 #: Retries of tests with two concurrent requests, which fail if a busy machine delays one until the other has ended.
@@ -135,6 +135,7 @@ def test_unsupported_vllm_version_is_rejected(version: str) -> None:
     [
         ({"weights": WeightFormat.INT8}, "serves native weights only"),
         ({"dtype": "bfloat16", "head_precision": HeadPrecision.FP32}, "head_precision=model"),
+        ({"kernels": Kernels.BATCH_INVARIANT}, r"no batch-invariant kernels; .*leave out model\.kernels"),
     ],
 )
 def test_unsupported_options_are_rejected_before_start(options: dict[str, Any], says: str, tmp_path: Path) -> None:

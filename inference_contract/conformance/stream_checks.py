@@ -10,7 +10,7 @@ from inference_contract.conformance.chat_checks import stoppable
 from inference_contract.conformance.session import NotOffered, Session
 from inference_contract.schemas import AssistantMessage, ChatCompletionChunk, Choice, FinishReason
 
-#: The most streams to abandon until one is left early enough and freed, and the most samples per stream.
+#: The most streams that the check abandons, and the most samples per stream.
 _LEAVINGS: Final = 8
 _MOST_SAMPLES: Final = 64
 
@@ -64,7 +64,7 @@ def stream_equals_whole(session: Session) -> None:
 
 
 def stream_equals_whole_with_stop(session: Session) -> None:
-    """Text that turns out to start a stop string is never streamed."""
+    """Streamed text never contains the beginning of a stop string."""
     seed, _, stop = stoppable(session)
     whole = session.chat(seed=seed, stop=[stop]).choices[0]
     streamed = gathered(session.stream(seed=seed, stop=[stop]))[0]
@@ -110,7 +110,6 @@ def disconnect_frees_a_stream(session: Session) -> None:
 
 
 def _await_idle(session: Session) -> None:
-    """Wait until no sequence runs."""
     deadline = time.monotonic() + session.timeout_s
     while running := session.running_sequences():
         assert time.monotonic() < deadline, (

@@ -2,17 +2,16 @@
 
 There are two ways to read, with different guarantees:
 
-- By offset (`read`): the reader keeps its position in its own checkpoint. Rollouts are read this way. Entries that
-  were read after the last checkpoint are read again after a restart. Together with deduplication by group id this
-  gives exactly-once processing.
-- By consumer group (`claim` / `acknowledge`): consumers share the work. A dead consumer's entries are claimed by
-  others after `reclaim_idle_s`, or at once by the restarted consumer (`held`). A consumer with a long task renews its
-  claim (`renew`). Prompt orders are read this way: at least once, and orders are idempotent.
+- By offset (`read`): the reader keeps its position in its own checkpoint and, after a restart, reads later entries
+  again. Rollouts are read this way; deduplication by group id then gives exactly-once processing.
+- By consumer group (`claim` / `acknowledge`): consumers share the work, at least once. A dead consumer's entries are
+  claimed by others after `reclaim_idle_s`, or at once by the restarted consumer (`held`). A consumer with a long task
+  renews its claim (`renew`). Prompt orders, which are idempotent, are read this way.
 
 Entry ids are `"<number>-<number>"` and increase. A producer that chooses its ids can safely repeat an append after a
 lost response: appending the same id, or a lower one, is a no-op. With ids chosen by the server, an append happens at
 least once. A killed server loses only the end of its history across all streams (with `appendfsync everysec` at most
-the last two seconds). It never loses an append while keeping the acknowledgement that followed.
+the last two seconds), so it never keeps an acknowledgement and loses an append before it.
 """
 
 from __future__ import annotations
@@ -41,22 +40,18 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """A guard against superseded writers, passed once an id with a number above `number` is appended to `stream`."""
+    """A guard against a superseded writer: the fence is passed once an id above `number` is appended to `stream`."""
 
     stream: str
     number: int
 
     def passed(self) -> FencedError:
-        """Return the error for a writer that has been superseded."""
+        """Return the error for the superseded writer."""
         return FencedError(f"a newer writer than {self.number} has taken over {self.stream}; this one stops")
 
 
 def parse_id(entry_id: str) -> tuple[int, int]:
-    """Parse an entry id into two numbers; pairs of these numbers sort in the order of the ids.
-
-    Raises:
-        ValueError: the id is not of the form `"<number>-<number>"`.
-    """
+    """Parse `"<number>-<number>"` into two numbers, which sort in the order of the ids. Raises `ValueError`."""
     number, dash, sequence = entry_id.partition("-")
     if not (dash and number.isascii() and number.isdigit() and sequence.isascii() and sequence.isdigit()):
         raise ValueError(f"an entry id must be '<number>-<number>', got {entry_id!r}")
@@ -66,8 +61,8 @@ def parse_id(entry_id: str) -> tuple[int, int]:
 def fresh_number(last_id: str) -> int:
     """Return the first number for a producer that (re)starts: above the last id, and not below the clock in µs.
 
-    The clock matters if the server lost its last second. Its `last_id` is then below ids that a reader may already have
-    passed, and an entry with such an id would never be read.
+    If the server lost its last second, `last_id` is below ids that a reader may already have passed; without the clock,
+    the reader would miss new entries with such ids.
     """
     return max(parse_id(last_id)[0] + 1, time.time_ns() // 1000)
 
@@ -120,18 +115,14 @@ class Stream(Protocol):
         ...
 
     async def room(self, stream: str) -> int:
-        """Return the number of entries that fit before the stream is full; at 0 the producer should wait.
+        """Return the number of entries that fit before the stream is full. At 0 the producer should wait.
 
-        The producer must respect the bound: an append beyond it is kept, since nothing is dropped silently.
+        Appends beyond this bound still succeed: nothing is dropped silently.
         """
         ...
 
     async def trim(self, stream: str, *, before: str, fence: Fence | None = None) -> None:
-        """Drop entries with ids below `before`; with a fence, check the fence and trim atomically.
-
-        Raises:
-            FencedError: the fence has been passed; nothing was dropped.
-        """
+        """Drop entries with ids below `before`. Raise `FencedError` and drop nothing if the fence was passed."""
         ...
 
     async def streams(self, prefix: str) -> list[str]:
@@ -148,7 +139,7 @@ DEAD_LETTERS: Final = "dead-letters"
 
 @final
 class DeadLetters:
-    """Stores unreadable records; `counts` holds the number per stream since this process started."""
+    """Store of unreadable records; `counts` holds the number per stream since this process started."""
 
     def __init__(self, streams: Stream) -> None:
         self.counts: Final[Counter[str]] = Counter()

@@ -3,13 +3,12 @@
     trainer ── broadcast, pull ──▶ this process: staged bytes ── the api's own way ──▶ server
     actor   ── contract ─────────▶ this process ── one streamed request per sample ──────▶ server
 
-A server reports which weights sampled which tokens only when a sample ends. A token is therefore delivered at once only
-if no update has begun since its sample began. Any other token waits for the sample's end, and then gets the version
-that the server reports. The version is never inferred from a token's arrival time.
+A server reports only at the end of a sample which weights sampled which tokens. A token is therefore delivered at once
+only if no update has begun since its sample began. Any other token waits for the sample's end and the server's report.
+The version is never inferred from a token's arrival time.
 
-Unexpected behaviour of the server ends the engine, because it is then unknown which weights would sample. Examples are
-a status other than 200, a broken stream, and weights loaded by another client. A server that stops responding ends the
-engine too.
+The engine ends if the server stops responding or behaves unexpectedly (a status other than 200, a broken stream,
+weights from another client), because it is then unknown which weights would sample.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -44,7 +43,7 @@ _HEALTH: Final = "/health"
 _LEAVE_S: Final = 3.0
 #: Interval between health checks of a server with running samples.
 _ASK_EVERY_S: Final = 5.0
-#: The longest time without a response or an event. A busy server still responds, from another process.
+#: The longest time without a response or an event; even a busy server responds, from another process.
 _SILENCE_S: Final = 60.0
 
 
@@ -81,8 +80,7 @@ class ServerApi(Protocol):
     async def open(self, label: str) -> ServerModel:
         """Check that the server can be used, and name its weights `label`.
 
-        Raises:
-            ModelError: the server was started with wrong flags; the message names the right ones.
+        Raises `ModelError` if the server was started with wrong flags; the message names the right ones.
         """
         ...
 
@@ -100,13 +98,11 @@ class ServerApi(Protocol):
         ...
 
     def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:
-        """Return the new tokens of an event; `known` tokens came with earlier events. Raises `EngineUnreachable`."""
+        """Return the new tokens of an event, after `known` tokens of earlier events. Raises `EngineUnreachable`."""
         ...
 
     async def pause(self, on_update: OnUpdate) -> None:
-        """Stop sampling between two steps. `abort` ends running samples; with `drain`, the caller has already let them
-        end.
-        """
+        """Stop between two steps. `abort` ends running samples; before `drain`, the caller waits for their end."""
         ...
 
     async def resume(self) -> None:
@@ -143,7 +139,7 @@ class ServerCore:
     """A server and its samples; satisfies `EngineCore`.
 
     Args:
-        serving: (epoch, version) of the server's weights, as `api` has named them on the server.
+        serving: (epoch, version) of the server's weights, whose label `api` has set on the server.
         silence_s: the time without any response after which the server counts as failed.
         ask_every_s: the interval between health checks while samples are running.
     """
@@ -198,7 +194,7 @@ class ServerCore:
         return step
 
     async def pause(self, on_update: OnUpdate) -> None:
-        """Stop between two steps; from now on, tokens of running samples are held back until their sample ends."""
+        """Stop between two steps; tokens of running samples are then held back until their sample ends."""
         if on_update is OnUpdate.DRAIN:
             await asyncio.gather(*self._following.values(), return_exceptions=True)
         self._updates += 1
@@ -232,10 +228,10 @@ class ServerCore:
             await self._http.close()
 
     async def _watch(self) -> None:
-        """Check the server's health while there are samples, and end the engine if it stops responding."""
+        """Check the server's health while there are samples, and end the engine if the server stops responding."""
         while self._following:
             await asyncio.sleep(self._ask_every_s)
-            if await self._http.answers(_HEALTH, timeout_s=self._silence_s / 2):  # half: one call may be lost
+            if await self._http.answers(_HEALTH, timeout_s=self._silence_s / 2):  # half, so that one call may fail
                 self._sign_of_life_at = time.monotonic()
             elif time.monotonic() - self._sign_of_life_at > self._silence_s:
                 self._steps.put_nowait(
@@ -286,11 +282,9 @@ class ServerCore:
 
 
 def _checked(sample: _Sample, spans: list[LabelSpan]) -> list[LabelSpan]:
-    """Return the server's version spans of a sample, if they are consistent with its tokens and with this run's
-    weights.
+    """Return the server's version spans of a sample.
 
-    Raises:
-        EngineUnreachable: they are not.
+    Raises `EngineUnreachable` if the spans contradict the sample's tokens or the weights that this run loaded.
     """
     count = len(sample.token_ids)
     edges = [0, *(span.end for span in spans)]
@@ -316,16 +310,12 @@ _SHOWN: Final = 300
 
 @final
 class ServerHttp:
-    """HTTP client of one stock server: JSON calls with deadlines, and streams of events.
+    """HTTP client of one stock server: JSON calls with deadlines, and streams of events without.
 
     Used from the event loop that created it. Any unexpected response becomes an `EngineUnreachable` that names the call
-    and the response. The next event of a stream has no deadline; `ServerCore` cancels the stream when the server stops
-    responding.
+    and the response. `ServerCore` cancels a stream when the server stops responding.
 
-    Creating it sets this process's limit on open files to the maximum, since every sample holds a connection.
-
-    Args:
-        token: the server's API key, if it needs one.
+    Creating it raises this process's limit on open files to the maximum, since every sample holds a connection.
     """
 
     def __init__(self, url: str, *, token: str | None = None) -> None:
@@ -355,7 +345,7 @@ class ServerHttp:
             return False
 
     async def post(self, path: str, body: Any = None, *, timeout_s: float = CALL_S, may_fail: bool = False) -> Any:
-        """POST a JSON body. Return the JSON of a response with status 200, or None if its content is not JSON.
+        """POST a JSON body; return the JSON of a response with status 200, or None for other content.
 
         With `may_fail`, no other call reuses the connection, because uvicorn closes it after a server error.
         """
@@ -364,8 +354,7 @@ class ServerHttp:
     async def events(self, path: str, body: Any) -> AsyncIterator[dict[str, Any]]:
         """POST a body and yield the JSON of each server-sent event until `[DONE]`, without a deadline.
 
-        Raises:
-            EngineUnreachable: the server rejected the request, is unreachable, or the stream broke off.
+        Raises `EngineUnreachable` if the server rejects the request, is unreachable, or breaks the stream off.
         """
         try:
             endless = http_client.call_timeout(math.inf)

@@ -1,8 +1,7 @@
 """`VllmCore`: all uses of vLLM's engine core in one file, for the one release series that it supports.
 
-vLLM's `AsyncLLM` is a client of the same core, and is not used here. It adds a tokenizer, text, stop strings and a
-stream per request, which this project already has. And it drops the version of the weights behind each step's tokens,
-which this project needs.
+vLLM's `AsyncLLM` is a client of the same core, but drops the version of the weights behind each step's tokens, which
+this project needs.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
 
-#: Timeout in seconds before the core's process is killed; it has no state worth waiting for.
+#: Seconds before the core's process is killed; it has no state worth waiting for.
 _CORE_ENDS_S: Final = 1.0
 
 #: Most tokens of a step on CPU, unless a single prompt is longer.
@@ -86,14 +85,11 @@ class VllmCore:
     ) -> Self:
         """Start the core's process, which loads the model, and connect its worker for the weight group.
 
-        `layout` describes the weights that the core loads. The shared memory has further room, behind these weights,
-        for an update in another dtype. `cache_bytes` is the memory for keys and values; None lets vLLM measure the free
-        memory of the device.
+        Blocks the event loop until the core runs. `layout` describes the weights that the core loads; behind them, the
+        shared memory has room for an update in another dtype. `cache_bytes` is the memory for keys and values; None
+        lets vLLM measure the free memory of the device.
 
-        Blocks the event loop until the core runs.
-
-        Raises:
-            ModelError: vLLM cannot serve this model here.
+        Raises `ModelError` if vLLM cannot serve this model here.
         """
         if options.device not in ("auto", current_platform.device_type):
             raise ModelError(
@@ -127,7 +123,7 @@ class VllmCore:
     # --- samples -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidRequest` for values that vLLM would silently replace, and for features that its core lacks."""
+        """Raise `InvalidRequest` for values that vLLM would silently replace, and for features that it lacks."""
         check_request(request)
         check_continued(request)
         refuse_beyond(request, _OFFERED, "this engine")
@@ -143,9 +139,8 @@ class VllmCore:
         """Begin all samples of one request in the same step, so that a request alone on the engine is reproducible."""
         requests = [self._client.add_request_async(_order(each, salt)) for each in sequences]
         if len(requests) > 1:
-            # The pause makes the core begin the samples together: it handles calls in order, each as it arrives. But
-            # the core answers the pause only when it has no samples left, even if the pause has already ended. The
-            # answer is therefore not awaited here, which would serialise requests and prevent updates in flight.
+            # The core handles calls in order, so a pause makes it begin the samples together. The core answers the
+            # pause only when it has no samples left. Waiting for that here would serialise requests.
             pausing = asyncio.ensure_future(self.pause(OnUpdate.CONTINUE))
             self._unanswered.add(pausing)
             pausing.add_done_callback(self._answered)
@@ -173,7 +168,7 @@ class VllmCore:
     # --- weights -------------------------------------------------------------------------------------------------
 
     async def pause(self, on_update: OnUpdate) -> None:
-        """Stop between two steps; `on_update` selects whether running samples are kept, aborted or awaited first."""
+        """Stop between two steps; `on_update` decides if running samples are kept, aborted or awaited first."""
         await self._client.pause_scheduler_async(mode=_PAUSES[on_update], clear_cache=False)
 
     async def resume(self) -> None:
@@ -230,7 +225,6 @@ def _order(sequence: Sequence, salt: str) -> EngineCoreRequest:
 
 
 def _grammar_of(request: Request) -> StructuredOutputsParams | None:
-    """Return the grammar for the request's `response_format`, or None if the request has none."""
     if request.response_format is None:
         return None
     grammar = StructuredOutputsParams(**structure_of(request)["structured_outputs"])
@@ -281,8 +275,7 @@ def _arguments(options: EngineOptions, cache_bytes: int | None = None) -> AsyncE
         seed=options.seed % 2**31,
         max_model_len=options.context_length,
         max_num_seqs=options.slots,
-        # Splitting a prompt would crash vLLM on CPU: it rewinds the random generator after a part of a prompt, which
-        # CPU generators do not support.
+        # On CPU, vLLM crashes if it splits a prompt: it then rewinds the random generator, which CPUs do not support.
         enable_chunked_prefill=not current_platform.is_cpu(),
         max_num_batched_tokens=max(options.context_length, _CPU_STEP) if current_platform.is_cpu() else None,
         tensor_parallel_size=options.devices,
@@ -300,7 +293,6 @@ def _arguments(options: EngineOptions, cache_bytes: int | None = None) -> AsyncE
 
 
 def _sentence(error: Exception) -> str:
-    """Return vLLM's objection to its arguments in one line."""
     if isinstance(error, ValidationError):
         return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
     return str(error).partition("\n")[0]

@@ -43,14 +43,13 @@ log = logging.getLogger("pipelinerl")
 #: The release series for which `core.VllmCore` is written.
 SERIES: Final = "0.32."
 
-#: Size of the queue in shared memory by which vLLM's core feeds the workers of several devices; measured: about 240
-#: MiB.
+#: Shared memory for the queue by which vLLM's core feeds the workers of several devices; measured: about 240 MiB.
 _QUEUE_BYTES: Final = 256 * 2**20
 #: The tokens per block of the cache: vLLM's own default on CPU.
 _BLOCK: Final = 128
 
 _CPUINFO: Final = Path("/proc/cpuinfo")
-#: For each dtype, CPU flags any of which means fast matrix products in it; `bf16` and `asimdhp` are Arm's names.
+#: Any of these CPU flags means fast matrix products in the dtype; `bf16` and `asimdhp` are Arm's names.
 _FLAGS: Final = {
     "bfloat16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
     "float16": frozenset({"avx512_fp16", "amx_fp16", "asimdhp"}),
@@ -60,8 +59,7 @@ _FLAGS: Final = {
 def from_options(options: EngineOptions) -> Engine:
     """Return the engine that a recipe describes; its `start` loads the model in another process.
 
-    Raises:
-        ModelError: the options ask for an unsupported feature, or another vLLM version is installed.
+    Raises `ModelError` for options that request an unsupported feature, and for another vLLM version.
     """
     options.check_native_weights("the vLLM engine")
     options.check_receives_where_it_is("the vLLM engine")
@@ -97,7 +95,7 @@ def check_version(version: str) -> None:
 
 
 def _installed() -> tuple[str, str]:
-    """Return name and version of the distribution that provides `vllm`; vLLM's build for CPUs has another name."""
+    """Return name and version of the distribution that provides `vllm`; the CPU build has another name."""
     for name in importlib.metadata.packages_distributions().get("vllm", []):
         return name, importlib.metadata.version(name)
     return "", ""
@@ -108,9 +106,7 @@ def _built_for_cpu() -> bool:
 
 
 def slow_on_cpu(dtype: str) -> str | None:
-    """Return why the installed vLLM is slow in `dtype` on this machine; None if it is fast or runs on another
-    device.
-    """
+    """Return why the installed vLLM is slow in `dtype` on this CPU; None if it is fast or runs on another device."""
     return slow_here(dtype) if _built_for_cpu() else None
 
 
@@ -182,10 +178,10 @@ def _prepare_environment(options: EngineOptions) -> None:
     }
     if _built_for_cpu():
         wanted |= {
-            # Threads that are bound to cores and busy-wait would block a small machine's cores.
+            # Threads that busy-wait on fixed cores would block a small machine.
             "OMP_NUM_THREADS": str(options.threads or 1),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            # Otherwise the sampler compiles its unused token ranks, which takes as long as loading the model.
+            # Compiling the sampler's token ranks, which are unused, takes as long as loading the model.
             "TORCHDYNAMO_DISABLE": "1",
         }
     for name, value in wanted.items():

@@ -35,7 +35,7 @@ from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 
 
 def serve_endpoints(path: Path, staged: Tensor, device: torch.device) -> None:
-    """Connect to the engine at `path`, and from then on serve its endpoints on threads.
+    """Connect to the engine at `path`, and serve its endpoints on threads from then on.
 
     Args:
         staged: u8 [all bytes of a version] on the host, mapped by both processes.
@@ -83,7 +83,7 @@ class _Membership:
                     self._line.sendall(json.dumps(self._answer(order)).encode() + b"\n")
             finally:
                 self._leave()
-                with suppress(OSError):  # `_read`'s file keeps the socket open, and the engine would wait
+                with suppress(OSError):  # `_read`'s file keeps the socket open; without a shutdown the engine waits
                     self._line.shutdown(socket.SHUT_RDWR)
 
     def _read(self) -> None:
@@ -150,8 +150,7 @@ def lead_group(meeting: Rendezvous, *, name: str, world_size: int, timeout_s: fl
     The other ranks call `init_process_group(init_method="tcp://…")` with a group name. The store prefixes must match
     those of torch's `_new_process_group_helper`.
 
-    Raises:
-        DeadlineError: the ranks have not joined within `timeout_s`.
+    Raises `DeadlineError` if the ranks have not joined within `timeout_s`.
     """
     patience = timedelta(seconds=timeout_s)
     try:
@@ -176,7 +175,7 @@ def main(line: int, memory: int) -> None:
 
         python -m pipelinerl.engines.external.worker.torch_endpoint LINE MEMORY      inherited file descriptors
 
-    This process receives no weights itself. It ends when the engine closes LINE, its socket, or dies.
+    This process receives no weights itself. It ends when the engine dies or closes the socket LINE.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap the forked processes automatically
     staged = torch.from_numpy(np.frombuffer(mmap.mmap(memory, os.fstat(memory).st_size), np.uint8))

@@ -1,7 +1,7 @@
 """`SharedBytes`: a flat buffer that several local processes map, so that weights pass between them without a copy.
 
-The buffer has a name only until the other side has attached. From then on it lives exactly as long as the processes
-that map it, however they end.
+The buffer has a name only until the other side has attached. Then it lives exactly as long as the processes that map
+it, however they end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipelinerl.errors import ModelError
 
-#: A file system in memory. On systems without it, a file in the temporary directory is used, cached by the system.
+#: A file system in memory; systems without it use a file in the temporary directory.
 _MEMORY: Final = Path("/dev/shm")
 
 
@@ -65,11 +65,9 @@ class SharedBytes:
             undone.pop_all()
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve the first `num_bytes` of `further`; repeating is a no-op. A write to unreserved memory may kill the
-        process.
+        """Reserve the first `num_bytes` of `further`: a write to unreserved memory may kill the process.
 
-        Raises:
-            OSError: there is not enough memory.
+        Repeating is a no-op. Raises `OSError` if there is not enough memory.
         """
         os.posix_fallocate(self._descriptor, len(self.tensor), num_bytes)
 

@@ -213,10 +213,7 @@ def has_error_shape(body: Any) -> bool:
 
 
 def from_wire(status: int, body: Any) -> ContractError:
-    """Rebuild an engine's error from the HTTP status and the decoded JSON body, as an instance of its class.
-
-    A body without the error shape gives a plain `ContractError`.
-    """
+    """Rebuild an engine's error as its own class; a body without the error shape gives a plain `ContractError`."""
     if not has_error_shape(body):
         return ContractError(f"expected a contract error body, got HTTP {status} with another body")
     error = body["error"]

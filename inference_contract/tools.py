@@ -17,10 +17,7 @@ _ARGUMENTS: Final = TypeAdapter(dict[str, Any])
 
 
 class FunctionDefinition(Wire):
-    """A function that the model may call. `parameters` is a JSON schema.
-
-    `strict` has no effect: the model writes the arguments freely, so the caller must validate them.
-    """
+    """A function that the model may call, with a JSON schema that is not enforced, whatever `strict` says."""
 
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None

@@ -169,10 +169,7 @@ class WeightLayout(Wire):
         return ranges
 
     def pieces(self, bucket_bytes: int) -> list[tuple[int, int]]:
-        """Return the byte ranges [start, end) that are sent as one collective each: buckets, cut to `bucket_bytes`.
-
-        Both sides derive the pieces from the layout, so the ranges are never sent.
-        """
+        """Return byte ranges [start, end), one per collective: buckets cut to `bucket_bytes`, alike on both sides."""
         return [piece for start, end in self.buckets(bucket_bytes) for piece in cut(start, end, bucket_bytes)]
 
     def agreement(self, bucket_bytes: int) -> str:
@@ -195,10 +192,7 @@ class WeightLayout(Wire):
         return [_joined(sorted(ranges)) for ranges in owned]
 
     def difference(self, other: WeightLayout, *, converted: Collection[DType] = ()) -> str | None:
-        """Describe the first relevant difference of `other` in one sentence, or return None.
-
-        A parameter may also have a dtype in `converted` in place of this layout's.
-        """
+        """Describe the first relevant difference of `other`, or return None; dtypes in `converted` are allowed too."""
         if self.layout_id == other.layout_id:
             return None
         ours = {p.name: p for p in self.parameters}
@@ -224,7 +218,6 @@ def cut(start: int, end: int, most: int) -> list[tuple[int, int]]:
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge adjacent ranges of a sorted list."""
     joined: list[tuple[int, int]] = []
     for start, end in ranges:
         first = joined.pop()[0] if joined and joined[-1][1] == start else start
@@ -233,10 +226,7 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class UpdatePhase(StrEnum):
-    """Phases of a weight update.
-
-    PREPARE and COMMIT are separate so that no engine enters a collective that another engine has rejected.
-    """
+    """Phases of a weight update. PREPARE ensures that no engine enters a collective that another engine rejects."""
 
     PREPARE = "prepare"
     COMMIT = "commit"
@@ -244,7 +234,7 @@ class UpdatePhase(StrEnum):
 
 
 def can_be_looked_up(url: str) -> str:
-    """Return the URL unchanged; raise ValueError if its host cannot be resolved by any resolver."""
+    """Return the URL unchanged; raise ValueError if no resolver could resolve its host."""
     try:
         address = urlsplit(url)
         (address.hostname or "").encode("idna")

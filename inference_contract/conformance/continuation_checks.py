@@ -118,8 +118,7 @@ def stop_string_may_span_the_prefix(session: Session) -> None:
 
 def _stopped(session: Session, **fields: Any) -> tuple[Choice, Choice, int] | None:
     """Return an answer that a stop string ends, the same answer continued before its last token, and the prefix length.
-
-    Greedy answers may repeat one character. Such an answer is allowed: it ends at its second token with an empty text.
+    A greedy answer may repeat one character, and then ends at its second token with an empty text.
     """
     text = session.chat(**fields).choices[0].message.content
     stop = text[1:3]

@@ -45,7 +45,7 @@ def _appends(session: Session, messages: Sequence[Any], **fields: Any) -> list[i
 
 
 def conversation_continues_exactly(session: Session) -> None:
-    """A continued conversation keeps the given tokens exactly, and its answer is sampled from all its tokens."""
+    """A continued conversation keeps the given tokens exactly, and the next answer is sampled after all of them."""
     messages = [*MESSAGES, _said("1"), *_NEXT]
     whole = _appends(session, messages)
     first = session.chat(seed=3, ignore_eos=True)
@@ -104,10 +104,7 @@ def _end_token(session: Session) -> int:
 
 
 def _with_call(session: Session) -> tuple[list[int], list[int], list[int]] | None:
-    """Return the tokens of a conversation in three parts: the prompt, a call as the answer, and the rest.
-
-    None if the engine rejects tools.
-    """
+    """Return a conversation's tokens as prompt, answer that is a call, and rest; None if tools are rejected."""
     messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [CALL]}, *_RESULT]
     if answered(session, "tools", "messages", tools=[TOOL], messages=messages) is None:
         return None
@@ -157,7 +154,6 @@ def _is_the_call(message: AssistantMessage, reason: FinishReason) -> None:
 
 
 def _gathered(session: Session, **fields: Any) -> tuple[AssistantMessage, list[FinishReason]]:
-    """Return the message of a stream with one choice, and its finish reasons."""
     text, calls, reasons = "", list[ToolCall](), list[FinishReason]()
     for part in (part for chunk in session.stream(**fields) for part in chunk.choices):
         text += part.delta.content or ""

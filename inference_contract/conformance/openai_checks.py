@@ -111,7 +111,6 @@ def response_format_is_enforced_or_refused(session: Session) -> None:
 
 
 def _top(session: Session, **fields: Any) -> list[TokenLogprob] | None:
-    """Return OpenAI's records of a greedy answer, with the likeliest tokens of each step."""
     completion = answered(
         session, "top_logprobs", *fields, temperature=0.0, logprobs=True, top_logprobs=8, ignore_eos=True, **fields
     )
@@ -189,7 +188,7 @@ def short_model_name_is_accepted(session: Session) -> None:
 
 
 def completions_route_is_served_or_absent(session: Session) -> None:
-    """`/v1/completions` samples the same as the chat route, and answers several prompts in order; or it answers 404."""
+    """`/v1/completions` gives the same samples as the chat route, for several prompts in order; or it answers 404."""
     prompt = prompt_of(session.chat())
     fields: dict[str, Any] = {"max_tokens": 4, "seed": 5, "return_token_ids": True}
     response = session.post(routes.COMPLETIONS, {"prompt": [prompt, prompt], "n": 2, "logprobs": 0, **fields})
@@ -268,7 +267,7 @@ def _of_tokens(choice: Choice, like: RoutedExperts) -> None:
 
 
 def prompt_logprobs_are_returned_or_refused(session: Session) -> None:
-    """`return_prompt_logprobs` gives prompt tokens the log-probs of sampling them; or the field is rejected by name."""
+    """`return_prompt_logprobs` gives the log-probs with which the tokens would be sampled; or it is rejected."""
     sampled = session.chat(n=1, seed=5, max_tokens=8, temperature=0.7, ignore_eos=True)
     choice = sampled.choices[0]
     known, logprobs = [*prompt_of(sampled), *ids_of(choice)], choice.token_logprobs or []

@@ -64,7 +64,7 @@ def stream_equals_whole(session: Session) -> None:
 
 
 def stream_equals_whole_with_stop(session: Session) -> None:
-    """Streamed text never contains the beginning of a stop string."""
+    """No part of a stop string that ends the sample is ever streamed."""
     seed, _, stop = stoppable(session)
     whole = session.chat(seed=seed, stop=[stop]).choices[0]
     streamed = gathered(session.stream(seed=seed, stop=[stop]))[0]
@@ -97,7 +97,7 @@ def disconnect_frees_a_stream(session: Session) -> None:
         at_leaving = session.generated_tokens() - before
         _await_idle(session)
         if at_leaving > whole / 2:
-            # Too few tokens are left to distinguish no stop from a stop a few steps late: request more samples.
+            # Too few tokens are left to distinguish a late stop from no stop, so request more samples.
             n = min(2 * n, _MOST_SAMPLES)
             continue
         after_leaving = session.generated_tokens() - before - at_leaving

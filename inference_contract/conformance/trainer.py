@@ -64,7 +64,6 @@ def digest(data: torch.Tensor) -> str:
 
 
 def _listening_store(host: str) -> tuple[Any, int]:
-    """Start a store on a free port of `host`; return both."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     # Pass our own listening socket: a store that opens one itself listens on every address.

@@ -300,9 +300,8 @@ def drain_finishes_running_samples(session: Session) -> None:
 class LoadedUpdate:
     """An update and the answers to requests sent during it.
 
-    Attributes:
-        before_commit: tokens of these answers that `old` sampled before COMMIT; a lower bound, since counts may lag.
-        after_commit: tokens sampled by `new` since COMMIT was answered.
+    `before_commit` counts these answers' tokens that `old` sampled before COMMIT, a lower bound since counts may lag;
+    `after_commit` counts tokens that `new` sampled after COMMIT was answered.
     """
 
     old: int
@@ -364,7 +363,6 @@ def _send_and_commit(session: Session, version: int, *, tag: int) -> None:
 
 
 def _sent(session: Session, *, tag: int) -> str:
-    """Broadcast the weights of `tag` for a prepared update; return their digest."""
     from inference_contract.conformance.trainer import digest, weights
 
     trainer = kit_trainer(session)

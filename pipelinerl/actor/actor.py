@@ -98,7 +98,7 @@ class GroupLimiter:
         self._freed.set()
 
     def resize(self, limit: int) -> None:
-        """Change the limit. Tasks above a lower limit finish first."""
+        """Change the limit; if it is lower, running tasks finish before new ones start."""
         self._limit = limit
         self._freed.set()
 
@@ -138,10 +138,7 @@ class Actor:
         self._freshness.follow(current=model_version, k=k)
 
     async def run(self) -> None:
-        """Work until cancelled; orders in flight are left to this actor's next start, or to another actor.
-
-        Raises `FencedError`, inside an ExceptionGroup, if another actor of this name was started.
-        """
+        """Work until cancelled. Raises `FencedError` in an ExceptionGroup if another actor of this name starts."""
         partition = await RolloutWriter.begin(self._stream, actor=self.settings.name)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._flush(partition))
@@ -275,8 +272,6 @@ class Actor:
 
 @final
 class _Progress:
-    """`GroupProgress` of one prompt order, which updates the actor's reports and counters."""
-
     def __init__(self, actor: Actor, order: PromptOrder, begun: Callable[[], None]) -> None:
         self._actor = actor
         self._order = order

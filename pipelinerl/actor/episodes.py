@@ -89,8 +89,8 @@ class EpisodeDomain:
 class PlayedEpisode:
     """A finished episode and its judgement.
 
-    `is_counted` is False if the loss of the episode's host is already counted by another episode; otherwise one lost
-    host would look like an environment that always fails.
+    `is_counted` is False if another episode already counts the loss of their host. Otherwise one lost host would look
+    like an environment that always fails.
     """
 
     episode: Episode
@@ -100,7 +100,7 @@ class PlayedEpisode:
 
 @final
 class Episodes:
-    """`GroupMaker` for domains with an environment. `attempts` bounds the tries of a turn that weight updates abort."""
+    """`GroupMaker` for domains with an environment; tries a turn up to `attempts` times if weight updates abort it."""
 
     def __init__(
         self, gateway: Gateway, sampler: Sampler, domains: Mapping[str, EpisodeDomain], *, attempts: int
@@ -132,10 +132,7 @@ class Episodes:
         return [_made(order, each) for each in told]
 
     async def play(self, order: PromptOrder, sample: int, progress: GroupProgress) -> PlayedEpisode:
-        """Play one episode, a second time if its host is lost; return it with its judgement.
-
-        Raises `ContractError` or `PipelineError` if no engine could answer one of its turns.
-        """
+        """Play one episode, once more if its host is lost; raise if no engine could answer one of its turns."""
         domain, began = self.domains[order.problem.domain], time.monotonic()
         episode, lost = Episode(order, sample, domain.limits), HostLost("")
         for _ in range(_LIVES):
@@ -150,7 +147,6 @@ class Episodes:
     async def _verdict_of(
         self, order: PromptOrder, episode: Episode, domain: EpisodeDomain, progress: GroupProgress
     ) -> Verdict:
-        """Play an episode and return its verdict. Raises `HostLost`, and the same errors as `play`."""
         began = time.monotonic()
         task = Task.of(order.problem, seed=rng.key(order.seed, "environment", episode.sample))
         async with self._gateway.open(episode, self._turn_of(order, episode, progress), domain.tools) as opened:
@@ -172,14 +168,12 @@ class Episodes:
         return timed_out(domain.limits.timeout_s) if ended is None else await _verdict(order, episode, ended, domain)
 
     def _warn_of_overridden(self, domain: str, episode: Episode) -> None:
-        """Warn, once per domain and parameter, of a sampling parameter that the agent sets without effect."""
         for name in episode.overridden:
             if (domain, name) not in self._warned:
                 self._warned.add((domain, name))
                 log.warning("domain %s: %s of its agent has no effect; the recipe decides on sampling", domain, name)
 
     def _warn_of_segments(self, domain: str, episode: Episode) -> None:
-        """Warn, once per domain and reason, that episodes take several segments, which cost more to train."""
         for reason in {turn.new_segment for turn in episode.turns} & _COSTLY:
             if (domain, str(reason)) not in self._warned:
                 self._warned.add((domain, str(reason)))
@@ -237,7 +231,7 @@ class Episodes:
 
 @final
 class _GroupAge:
-    """`GroupProgress` of one group's episodes. The group's age counts from its first turn; later turns keep it."""
+    """`GroupProgress` of one group's episodes. The group's age counts from its first turn, not from later ones."""
 
     def __init__(self, progress: GroupProgress) -> None:
         self._progress = progress
@@ -257,9 +251,7 @@ class _GroupAge:
 
 
 async def _all(work: Sequence[Coroutine[None, None, PlayedEpisode]]) -> list[PlayedEpisode]:
-    """Return the results in order. The first failure cancels the other episodes and is raised, not in an
-    ExceptionGroup.
-    """
+    """Return the results in order. The first failure cancels the other episodes and is raised alone, not as a group."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))

@@ -33,10 +33,7 @@ class Filtering:
         return self._tally.by_domain.get(_NAME, VerifierFigures())
 
     async def refusal(self, order: PromptOrder, made: Sequence[MadeRollout]) -> str:
-        """Return the filter's reason to refuse the group, or "" if the group is kept.
-
-        Groups for evaluation, and groups in which the verifier failed on every answer, are not filtered.
-        """
+        """Return the filter's reason to refuse the group, or ""; evaluations and unjudged groups are not filtered."""
         if self._filter is None or order.purpose is not Purpose.TRAINING:
             return ""
         verdicts = [each.rollout.verdict for each in made]

@@ -18,10 +18,8 @@ class Sampler(Protocol):
     async def complete(
         self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = "", near: str = ""
     ) -> Answered:
-        """Return the answer of the named `engine`, or of any engine, after retries; raise if all engines failed.
-
-        `near` is preferred while it is not much busier than other engines. `begun` is called whenever an engine samples
-        the request from its first token.
+        """Return the answer of the named `engine`, or of any engine, after retries; raise if all engines failed. `near`
+        is preferred while it is not much busier than others. `begun` is called for each start from the first token.
         """
         ...
 

@@ -55,9 +55,8 @@ def rollouts_of(
 ) -> list[MadeRollout]:
     """Return the single-turn rollouts of an order's verified answers.
 
-    Raises:
-        RecordError: the engine left out what a rollout needs (token ids, log-probs, version spans, with `replay` the
-            routed experts), or the parts do not fit together.
+    Raises `RecordError` if the engine left out token ids, log-probs, version spans or (with `replay`) routed experts,
+    or if the parts do not fit together.
     """
     routed_prompts = _routed_prompts(order, answers) if replay is RoutingReplay.ROLLOUT else {}
     return [
@@ -117,10 +116,7 @@ class RolloutWriter:
 
 
 def _routed_prompts(order: PromptOrder, answers: Sequence[Answer]) -> dict[int, Experts]:
-    """Return the experts of the prompts' tokens, keyed by the `id()` of the completion that reports them.
-
-    Raises `RecordError` if a completion does not report what was requested.
-    """
+    """Return the experts of prompt tokens by `id()` of the completion; raise `RecordError` if any are missing."""
     found: dict[int, Experts] = {}
     for completion, choice in ((answer.completion, answer.choice) for answer in answers):
         prompt, told = completion.prompt_token_ids or [], completion.prompt_routed_experts

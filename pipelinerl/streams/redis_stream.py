@@ -295,11 +295,9 @@ class RedisStream:
         return await self._blocking(lambda _: command, 0.0)
 
     async def _blocking(self, command: _Command, block_s: float) -> Any:
-        """Run a command until the server answers; block for `block_s` in total, across reconnects.
-
-        Raises:
-            AddressError: the server was unreachable, or did not answer, for `timeout_s`.
-            _RefusedError: the server answered with an error, or was full for `full_timeout_s`.
+        """Run a command until the server answers; block for `block_s` in total, across reconnects. Raises
+        `AddressError` after `timeout_s` without an answer, and `_RefusedError` for an error or after `full_timeout_s`
+        without space.
         """
         unblocked = time.monotonic() + block_s
         away_since, full_since, pause = None, None, 0.005
@@ -331,7 +329,7 @@ class RedisStream:
                 ) from error
             except (RedisConnectionError, RedisTimeoutError, OSError) as error:
                 now = time.monotonic()
-                # An attempt longer than any connect was connected and blocked: the server has only now gone away.
+                # An attempt that outlasted the connect timeout was connected, so the server has gone away only now.
                 if away_since is None or now - began > self._timeout_s / 2:
                     away_since, pause = now, 0.005
                 left_s = away_since + self._timeout_s - now
@@ -397,9 +395,9 @@ def _chunks(payloads: Sequence[bytes]) -> list[tuple[int, int]]:
 
 
 async def open_stream(url: str, *, namespace: str, timeout_s: float = 10.0, max_length: int = 100_000) -> Stream:
-    """Open `memory://`, a new and empty server in this process, or `redis://…`; arguments as for `RedisStream.connect`.
-
-    Raises `AddressError` if the address is malformed, no server answers, or the password is rejected.
+    """Open `memory://`, a new and empty server in this process, or `redis://…`, with the arguments of
+    `RedisStream.connect`. Raises `AddressError` if the address is malformed, no server answers, or the password is
+    rejected.
     """
     scheme = url.partition("://")[0]
     if scheme == "memory":

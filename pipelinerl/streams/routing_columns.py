@@ -32,7 +32,6 @@ class TurnRouting(NamedTuple):
 
 def routing_columns(turns: Sequence[Turn], turn_contexts: Sequence[int]) -> dict[str, NDArray[Any]]:
     """Return the routing columns of these turns; empty if no turn has routing. `turn_contexts` numbers the contexts.
-
     Raises `RecordError` if only some turns have routing, or if arrays have inconsistent models or lengths.
     """
     if False not in {turn.routed_experts is None and turn.context_routed_experts is None for turn in turns}:
@@ -65,14 +64,10 @@ def turn_routing(
     turn_contexts: Sequence[int],
     context_lengths: Sequence[int],
 ) -> list[TurnRouting]:
-    """Split the columns into views per turn.
+    """Split the columns into views per turn; raise `ValueError` if they lack the form that `routing_columns` creates.
 
-    Args:
-        lengths: the number of sampled tokens of each turn.
-        turn_contexts: the index of each turn's context.
-        context_lengths: the number of tokens of each context.
-
-    Raises `ValueError` if one column is missing, or if the columns do not have the form that `routing_columns` creates.
+    `lengths` are the numbers of sampled tokens per turn, `turn_contexts` the index of each turn's context, and
+    `context_lengths` the numbers of tokens per context.
     """
     sampled, contexts = columns.get(SAMPLED), columns.get(CONTEXTS)
     if sampled is None and contexts is None:

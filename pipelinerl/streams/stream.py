@@ -59,25 +59,20 @@ def parse_id(entry_id: str) -> tuple[int, int]:
 
 
 def fresh_number(last_id: str) -> int:
-    """Return the first number for a producer that (re)starts: above the last id, and not below the clock in µs.
-
-    If the server lost its last second, `last_id` is below ids that a reader may already have passed; without the clock,
-    the reader would miss new entries with such ids.
+    """Return the first number for a producer that (re)starts: above the last id, and not below the clock in µs. The
+    clock matters if the server lost its last second: readers may already have passed ids above `last_id`.
     """
     return max(parse_id(last_id)[0] + 1, time.time_ns() // 1000)
 
 
 class Stream(Protocol):
-    """Named logs on one server. Waits are bounded by `block_s`; an unreachable server raises `AddressError`.
-
-    A full server is retried, for minutes if necessary; then a `PipelineError` carries the server's message.
+    """Named logs on one server. Waits are bounded by `block_s`. An unreachable server raises `AddressError`. A full one
+    is retried, for minutes if necessary, and then raises `PipelineError`.
     """
 
     async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
-        """Append in order, in one round trip; return the number of new entries.
-
-        With `first_id`, payload i gets the id `f"{first_id + i}-0"`; ids that are not above the stream's last are
-        skipped.
+        """Append in order, in one round trip; return the number of new entries. With `first_id`, payload i gets the id
+        `f"{first_id + i}-0"`; ids that are not above the stream's last are skipped.
         """
         ...
 
@@ -93,8 +88,7 @@ class Stream(Protocol):
         self, stream: str, *, group: str, consumer: str, count: int, block_s: float, reclaim_idle_s: float
     ) -> list[Entry]:
         """Claim up to `count` entries: first those that any consumer held longer than `reclaim_idle_s`, then new ones.
-
-        Wait up to `block_s` for the first entry. The group is created at the stream's beginning on demand.
+        Wait up to `block_s` for the first. The group is created at the stream's beginning on demand.
         """
         ...
 
@@ -115,10 +109,7 @@ class Stream(Protocol):
         ...
 
     async def room(self, stream: str) -> int:
-        """Return the number of entries that fit before the stream is full. At 0 the producer should wait.
-
-        Appends beyond this bound still succeed: nothing is dropped silently.
-        """
+        """Return the number of entries that fit until the stream is full; appends beyond that still succeed."""
         ...
 
     async def trim(self, stream: str, *, before: str, fence: Fence | None = None) -> None:

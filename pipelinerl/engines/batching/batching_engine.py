@@ -157,7 +157,7 @@ class BatchingEngine:
         self._waiters: dict[str, tuple[Request, Callable[[Delivery], None]]] = {}
         self._numbers = itertools.count()
         self._model: ServedModel | None = None
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenise")  # one thread: one long text in memory
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenise")  # one, to hold one long text at a time
         self._is_closing = False
         self._events: asyncio.AbstractEventLoop
 
@@ -257,7 +257,6 @@ class BatchingEngine:
             yield usage_chunk(request, work, model, version)
 
     async def _work(self, chat: ChatCompletionRequest, *, streams: bool) -> Request:
-        """Convert a chat request to the sample loop's `Request`. Raises as `complete` does."""
         model = self._started()
         if self._is_closing:
             raise EngineStopped(_CLOSING)
@@ -379,10 +378,7 @@ class BatchingEngine:
         self._started().finish_staging()
 
     async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
-        """Serve the weights in `staging` from the next decode step on; return the pause of decoding in seconds.
-
-        `digest` is unused here: the receiver has already compared it.
-        """
+        """Serve the staged weights from the next step on; return the pause in seconds. `digest` is not needed here."""
         return await asyncio.wrap_future(self._loop.commit(version=version, epoch=epoch, on_update=on_update))
 
     def serving(self) -> tuple[int, int]:
@@ -482,10 +478,7 @@ def logit_change(chat: ChatCompletionRequest, vocab_size: int) -> LogitChange | 
 def refuse_oversized(
     messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition], text: str, model: ServedModel
 ) -> None:
-    """Raise `ContextExceeded` before tokenising a prompt that is too long for any tokenizer.
-
-    A message has at least one token, and a token has at most `_LONGEST_TOKEN` characters on average.
-    """
+    """Raise `ContextExceeded`, before tokenising, for a prompt with too many characters or messages to fit."""
     most = model.context_length * _LONGEST_TOKEN
     length = len(text) + sum(map(_characters, messages))
     length += sum(len(tool.model_dump_json(exclude_none=True)) for tool in tools)
@@ -507,10 +500,7 @@ def _characters(message: ChatMessage) -> int:
 
 
 def room_after(prompt: list[int], model: ServedModel, param: str) -> int:
-    """Return the number of tokens that may follow `prompt`.
-
-    Raises `ContextExceeded` if there is no room for a token, and `InvalidRequest` if the prompt is empty.
-    """
+    """Return the number of tokens that may follow `prompt`; raise if there is no room, or if it is empty."""
     room = model.context_length - len(prompt)
     if not prompt:
         raise InvalidRequest("the prompt must have at least one token, got none", param=param)
@@ -540,10 +530,7 @@ def add_samples(
     new_text: Callable[[], TextWindow | None],
     vocab_size: int,
 ) -> None:
-    """Add the requested samples to `work`; `new_text` builds the text window of a sample that needs one.
-
-    Raises `InvalidRequest` if a prefix has already ended or has tokens outside the vocabulary.
-    """
+    """Add the requested samples to `work`; raise `InvalidRequest` if a prefix has ended or has unknown tokens."""
     if chat.prefixes is None:
         for key in rng.sample_keys(seed, chat.n).tolist():
             work.add_sequence(key, new_text())

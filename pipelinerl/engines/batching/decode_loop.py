@@ -138,10 +138,7 @@ class DecodeLoop:
             self._changed.notify()
 
     def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> Future[float]:
-        """Swap to the staged weights between two steps; the future's result is the pause in seconds.
-
-        Raises `EngineStopped` while the engine is closing, and `UpdateInProgress` while another commit drains its rows.
-        """
+        """Swap to the staged weights; return a future of the pause in s. Raises `EngineStopped`, `UpdateInProgress`."""
         with self._changed:
             if not self.is_alive:
                 raise EngineStopped("the engine is closing, without a swap to the new weights")
@@ -205,7 +202,7 @@ class DecodeLoop:
         self._free(rows, moves)
 
     def _withdrawn(self, request: Request) -> list[int]:
-        """Count a request's unfinished samples as aborted; return its rows, for the caller to retire under the lock."""
+        """Count a request's unfinished samples as aborted and return its rows to retire. The caller holds the lock."""
         if not request.unfinished:
             return []
         self.totals.aborted_sequences += request.unfinished
@@ -307,7 +304,6 @@ class DecodeLoop:
         return finished
 
     def _ended(self, sequences: Iterable[Sequence]) -> list[Request]:
-        """Count samples as finished; return requests whose last sample has ended."""
         finished = []
         with self._changed:
             for sequence in sequences:
@@ -329,7 +325,6 @@ class DecodeLoop:
             self._deliver(step)
 
     def _free(self, rows: Iterable[int], moves: Moves) -> None:
-        """Free the cache of `rows`, which have ended, and move the last rows into the holes."""
         self._runner.release(list(rows))
         if moves.sources:
             self._runner.move(moves.sources, moves.targets)

@@ -131,12 +131,8 @@ def top_tokens(token_ids: NDArray[Any], logprobs: NDArray[Any], count: int) -> T
 
 @final
 class RowTable:
-    """Arrays [rows] on the host, one for each field of `RowState`; a runner reads slices of these arrays.
-
-    Every decode step returns to the host anyway, so keeping the arrays on the device would save nothing.
-
-    Args:
-        ids: dtype of token ids, positions and `top_k`, which go to the model or to its sampler.
+    """Arrays [rows] on the host, one per field of `RowState`, which a runner slices; `ids` is the dtype of ids and
+    positions. Every decode step returns to the host anyway, so arrays on the device would save nothing.
     """
 
     def __init__(self, rows: int, *, ids: DTypeLike = np.int64) -> None:
@@ -172,7 +168,6 @@ class RowTable:
             self._place_extras(rows, states)
 
     def _place_extras(self, rows: list[int], states: Items[RowState]) -> None:
-        """Set the rarely used parameters; skipped while no row uses any of them."""
         self.min_p[rows] = [state.min_p for state in states]
         self.num_top[rows] = [state.num_top for state in states]
         self.any_min_p, self.most_top = bool(self.min_p.any()), int(self.num_top.max())
@@ -199,7 +194,7 @@ class RowTable:
         return rng.uniform(self._noise_keys[rows], self._num_sampled[rows])
 
     def keep_whole(self, rows: slice) -> bool:
-        """Return whether none of `rows` truncates or changes its distribution, or reports likeliest tokens."""
+        """Return True if all of `rows` sample from the unchanged distribution and report no likeliest tokens."""
         truncates = self.any_min_p or bool((self.top_k[rows] > 0).any() or (self.top_p[rows] < 1).any())
         return not (truncates or self.any_change or self.most_top)
 
@@ -212,7 +207,7 @@ class RowTable:
             self.changes.count(sampled)
 
     def top_of(self, token_ids: NDArray[Any], logprobs: NDArray[Any]) -> dict[int, TopTokens]:
-        """Return the likeliest tokens of each row that reports any; the arguments are [B, most_top], for all rows."""
+        """Return the likeliest tokens by row, for rows that report any; both arguments are [B, most_top]."""
         return {
             int(row): top_tokens(token_ids[row], logprobs[row], int(self.num_top[row]))
             for row in self.num_top[: len(token_ids)].nonzero()[0]
@@ -257,12 +252,7 @@ class Capacity:
     waiting: int
 
     def check(self, samples: int, *, running: int, waiting: int) -> None:
-        """Raise unless a request of `samples` samples can be queued now.
-
-        Raises:
-            InvalidRequest: the samples would not fit even into an idle engine.
-            Overloaded: the samples do not fit now.
-        """
+        """Raise `InvalidRequest` if `samples` samples could never fit, and `Overloaded` if they do not fit now."""
         most = self.running + self.waiting
         if samples > most:
             raise InvalidRequest(
@@ -281,10 +271,8 @@ class Capacity:
 class Scheduler:
     """The rows and the waiting queue.
 
-    Args:
-        capacity: the samples that may run, one row each, and those that may wait beyond the free rows.
-        prefill_tokens: most prompt tokens admitted at once, so that many prompts cannot starve decoding; a single
-            longer prompt is admitted alone.
+    `prefill_tokens` is the most prompt tokens admitted at once, so that many prompts cannot starve decoding; a single
+    longer prompt is admitted alone.
     """
 
     def __init__(self, capacity: Capacity, prefill_tokens: int) -> None:
@@ -308,10 +296,8 @@ class Scheduler:
         self.num_waiting += samples
 
     def admit(self, room: CacheRoom | None = None, *, new: bool = True) -> list[Admission]:
-        """Give free rows to preempted sequences, then, if `new`, to requests: lowest `priority` first, then longest
-        waiting.
-
-        `room` bounds the blocks that they take; the first sequence of an idle engine always fits.
+        """Give free rows to preempted sequences and, if `new`, to requests: lowest `priority`, then longest waiting
+        first. `room` bounds the blocks that they take; the first sequence of an idle engine always fits.
         """
         admissions: list[Admission] = []
         budget, blocks = self._prefill_tokens, _Blocks(room, running=len(self.running))
@@ -401,10 +387,7 @@ class Scheduler:
 
 @final
 class _Blocks:
-    """The blocks that one call of `admit` may still give out.
-
-    Some blocks are left to running sequences, so that these are not preempted at once.
-    """
+    """The blocks that one call of `admit` may give out, without those reserved for running sequences."""
 
     def __init__(self, room: CacheRoom | None, *, running: int) -> None:
         self._room, self._running = room, running

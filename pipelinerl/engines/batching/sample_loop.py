@@ -60,10 +60,9 @@ class RouteLog(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CacheRoom:
-    """The blocks of a paged cache.
+    """The blocks of a paged cache, of `size` tokens each.
 
     Attributes:
-        blocks: the number of all blocks, of `size` tokens each.
         free: blocks that rows may still take, including blocks cached for later prompts.
         reused_tokens: prompt tokens whose keys and values were found in the cache, since the start.
     """
@@ -171,10 +170,7 @@ class SampleLoop(Protocol):
         ...
 
     def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> Future[float]:
-        """Serve the staged weights from a later step on; the future's result is the pause in seconds.
-
-        Raises `EngineStopped` while the engine is closing, and `UpdateInProgress` while another commit is pending.
-        """
+        """Serve the staged weights soon; return a future of the pause in s. Raises as `DecodeLoop.commit` does."""
         ...
 
 

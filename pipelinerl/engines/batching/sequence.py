@@ -140,10 +140,7 @@ class Sequence:
             self._marks.append((version, len(self.token_ids)))
 
     def spans(self, start: int = 0, end: int | None = None) -> list[Span]:
-        """Return (model_version, num_tokens) runs of the tokens [start, end), by default of all tokens.
-
-        Versions of existing tokens never change, so any thread may call this.
-        """
+        """Return (model_version, num_tokens) runs of tokens [start, end), by default all; any thread may call this."""
         upto = len(self.token_ids) if end is None else end
         marks = list(self._marks)
         nexts = [at for _, at in marks[1:]] + [upto]
@@ -154,10 +151,8 @@ class Sequence:
         return [(version, count) for version, count in counted if count > 0]
 
     def certain(self) -> tuple[FinishReason | None, int]:
-        """Return the finish reason, if any, and the number of tokens that any thread may read with their log-probs.
-
-        The count leaves out the last token of a running sample: it may end the sample, and is then reported with the
-        finish reason.
+        """Return the finish reason, if any, and the number of tokens that any thread may read. The last token of a
+        running sample is left out: it may end the sample, and is then reported with the finish reason.
         """
         reason = self.finish_reason  # read the finish reason first: once it is set, no token is added
         return reason, max(len(self.logprobs) - (reason is None), 0)
@@ -243,8 +238,7 @@ class Request:
 def extend(running: list[Sequence], token_ids: list[int], logprobs: list[float]) -> list[int]:
     """Append one step's tokens; set the finish reason of samples that ended, and return their rows, ascending.
 
-    The end-of-turn token is kept: it was sampled, so it is trained on. This is one plain loop, because it runs once per
-    token of the engine.
+    The end-of-turn token is kept, because it was sampled and is trained on.
     """
     ended = []
     for row, sequence in enumerate(running):
@@ -350,10 +344,7 @@ def _prompt_routed(request: Request) -> RoutedExperts | None:
 
 
 def _answer(chat: ChatCompletionRequest, sequence: Sequence, decoder: Decoder) -> ParsedAnswer:
-    """Return the whole text of a sample and, if tools are offered, the calls in this text.
-
-    The ids of calls are a function of the sampled tokens and of the prompt's length.
-    """
+    """Return the text and its tool calls; the ids of calls are a function of tokens and the prompt's length."""
     text, tools = _text(sequence, decoder), offered_tools(chat)
     if not tools:
         return ParsedAnswer(text)
@@ -440,10 +431,7 @@ def token_chunk(
 
 @final
 class NewTokens:
-    """Reader of the tokens sampled since the last `take`, while the loop's thread appends more.
-
-    The text of a choice is sent once, when the choice ends.
-    """
+    """Reader of the tokens sampled since the last `take`; a choice's text is sent once, when the choice ends."""
 
     def __init__(self, chat: ChatCompletionRequest, request: Request, model: str, decoder: Decoder) -> None:
         self.version = 0

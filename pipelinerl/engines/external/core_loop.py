@@ -71,7 +71,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The results of one step. `serving` is the (epoch, version) that sampled its tokens; None if there are none."""
+    """The results of one step; `serving` is the (epoch, version) of its weights, or None for a step without tokens."""
 
     serving: tuple[int, int] | None
     samples: list[Sampled]
@@ -282,10 +282,7 @@ class CoreLoop:
                 self._events.call_soon_threadsafe(self._withdraw, request)
 
     def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> Future[float]:
-        """Serve the staged weights from the next step on; the future's result is the pause in seconds.
-
-        Raises `EngineStopped` while the engine is closing, and `UpdateInProgress` while another commit drains samples.
-        """
+        """Serve the staged weights; return a future of the pause in s. Raises `EngineStopped`, `UpdateInProgress`."""
         with self._guard:
             if not self.is_alive:
                 raise EngineStopped("the engine is closing, without a swap to the new weights")
@@ -343,7 +340,6 @@ class CoreLoop:
             self._deliver([Delivery(request, is_last=True, error=stopped) for request in requests])
 
     def _send(self, work: Coroutine[Any, Any, None]) -> None:
-        """Call the core in the background, without waiting for the result."""
         task = self._events.create_task(work)
         self._sending.add(task)
         task.add_done_callback(self._sent)
@@ -437,7 +433,6 @@ class CoreLoop:
     def _extended(
         self, sequence: Sequence, sample: Sampled, serving: tuple[int, int]
     ) -> list[tuple[Request, SampledToken]]:
-        """Append the tokens of a step, and end the sample if it has ended; return the tokens to stream."""
         new_tokens = []
         if sample.token_ids:
             epoch, version = serving

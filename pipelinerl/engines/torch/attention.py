@@ -1,7 +1,7 @@
 """Attention over `PageCache`, registered with transformers, so that any model's own modules run on it unchanged.
 
-transformers builds no mask for an unknown implementation, which suits this one: masks are made once per step from the
-cache's plan. Supported are scaling, sliding windows and soft caps. An architecture that needs more is rejected.
+transformers builds no mask for an unknown implementation, so masks come from the cache's plan, once per step. Scaling,
+sliding windows and soft caps are supported; an architecture that needs more is rejected.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention by transformers' interface: query [B, Hq, T, D], key and value [B, H, L, D] → [B, T, Hq, D].
-
-    Raises:
-        ModelError: the architecture needs a term that is not implemented here.
+    Raises `ModelError` if the architecture needs a term that is not implemented here.
     """
     unsupported = [name for name in _REFUSED if kwargs.get(name) is not None]
     if sliding_window is None and getattr(module, "layer_type", None) == "sliding_attention":
@@ -74,7 +72,7 @@ def attend_decode(
         )
         return out.view(rows, 1, q_heads, head_dim)
     mask = plan.mask(window, query.dtype)
-    # The queries that share a key head form the rows of one product.
+    # Queries that share a key head form the rows of one product.
     grouped = query.reshape(rows, keys.shape[1], -1, head_dim)
     if plan.sections is not None:
         out = plan.sections.attend(grouped, keys, values, mask, scale, softcap)
@@ -98,11 +96,7 @@ def reading_for(device: torch.device, dtype: torch.dtype) -> CacheReading:
 def attend_prefill(
     query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """Compute causal attention of prompts: the last T of L tokens [P, Hq, T, D] over key and value [P, H, L, D].
-
-    Returns:
-        [P, T, Hq, D].
-    """
+    """Attend causally with the last T of L tokens: query [P, Hq, T, D], key and value [P, H, L, D] → [P, T, Hq, D]."""
     length, before, shared = query.shape[2], key.shape[2] - query.shape[2], query.shape[1] // key.shape[1]
     windowed = window is not None and before + length > window
     if softcap is None and not windowed and before == 0:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 #: Tokens of a tile, half as many for wide heads.
 _TILE: Final = 64
-#: A step should have about this many programs, a few for each multiprocessor.
+#: The target number of programs of a step, a few for each multiprocessor.
 _PROGRAMS: Final = 512
 _MOST_SPLITS: Final = 32
 
@@ -35,10 +35,8 @@ def attend_blocks(
 ) -> Tensor:
     """Attend with queries [K, Hq, D] over blocks [N, H, size, D] → [K, Hq, D].
 
-    Args:
-        table: i64 [K, n], each row's blocks in order.
-        positions: i64 [K, 1], of the queries; a row attends to the tokens up to its own.
-        window: attend to the last `window` of these tokens only.
+    `table` i64 [K, n] lists each row's blocks in order. A row attends to the tokens up to its query's position, in
+    `positions` i64 [K, 1], or to the last `window` of these.
     """
     rows, q_heads, head_dim = query.shape
     _, heads, size, _ = keys.shape

@@ -1,7 +1,7 @@
 """`TorchWeights`: a model's parameters as views of one flat byte buffer, with a second buffer for the next version.
 
-`staging` has exactly the bytes of the layout, back to back. `swap` re-points every parameter and copies nothing, so its
-cost depends on their number and not on their size. There are never more than two copies of the weights.
+`swap` re-points every parameter and copies nothing, so its cost does not depend on the size of the weights. There are
+never more than two copies of the weights.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from inference_contract.weights import DType, ParameterSpec, WeightLayout
 
 
 def layout_of(model: nn.Module) -> WeightLayout:
-    """Return the layout of the model's parameters, with tied ones once, under their first name, as trainers send
-    them.
-    """
+    """Return the layout of the model's parameters, with tied ones once, under their first name, as trainers do."""
     return WeightLayout(
         parameters=tuple(
             ParameterSpec(name=name, shape=tuple(p.shape), dtype=DType(str(p.dtype).removeprefix("torch.")))
@@ -32,7 +30,7 @@ def parameters_in(buffer: Tensor, layout: WeightLayout) -> Iterator[tuple[str, T
     offset = 0
     for spec in layout.parameters:
         part = buffer[offset : offset + spec.num_bytes]
-        # A layout of mixed dtypes may leave a parameter misaligned; a misaligned parameter is copied.
+        # With mixed dtypes a parameter may be misaligned; a view needs alignment, so copy it.
         part = part if offset % spec.dtype.itemsize == 0 else part.clone()
         dtype: torch.dtype = getattr(torch, spec.dtype.value)
         yield spec.name, part.view(dtype).view(spec.shape)
@@ -60,12 +58,12 @@ class TorchWeights:
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes of a further set of weights: none, `staging` itself is served."""
+        """Bytes of a further set of weights: none, because `staging` itself is served."""
         return 0
 
     @property
     def address(self) -> int:
-        """Where the serving parameters lie: one of two places, in turn."""
+        """The address of the serving parameters, one of two that alternate."""
         return self._current.data_ptr()
 
     def staging(self) -> Tensor:

@@ -98,7 +98,6 @@ async def _started(options: EngineOptions, speak: Speak) -> tuple[EngineCore, Co
 
 
 def _check(options: EngineOptions, served: ServerModel) -> None:
-    """Raise `ModelError` unless the server runs the model with the recipe's dtype and context length."""
     if served.dtype != options.dtype:
         raise ModelError(
             f"engine.dtype must be the server's, {served.dtype}, got {options.dtype}; or start the server with --dtype "

@@ -78,10 +78,7 @@ class ServerApi(Protocol):
     """Client of one kind of server. All its exceptions are `PipelineError`s."""
 
     async def open(self, label: str) -> ServerModel:
-        """Check that the server can be used, and name its weights `label`.
-
-        Raises `ModelError` if the server was started with wrong flags; the message names the right ones.
-        """
+        """Check that the server can be used, and name its weights `label`. Raises `ModelError` for wrong flags."""
         ...
 
     @property
@@ -124,8 +121,6 @@ class ServerApi(Protocol):
 
 @dataclass(slots=True)
 class _Sample:
-    """A running sample: its tokens so far, and the number of tokens already delivered."""
-
     name: str
     label: str
     updates: int
@@ -228,7 +223,6 @@ class ServerCore:
             await self._http.close()
 
     async def _watch(self) -> None:
-        """Check the server's health while there are samples, and end the engine if the server stops responding."""
         while self._following:
             await asyncio.sleep(self._ask_every_s)
             if await self._http.answers(_HEALTH, timeout_s=self._silence_s / 2):  # half, so that one call may fail
@@ -282,10 +276,7 @@ class ServerCore:
 
 
 def _checked(sample: _Sample, spans: list[LabelSpan]) -> list[LabelSpan]:
-    """Return the server's version spans of a sample.
-
-    Raises `EngineUnreachable` if the spans contradict the sample's tokens or the weights that this run loaded.
-    """
+    """Return the server's version spans. Raises `EngineUnreachable` if they contradict tokens or loaded weights."""
     count = len(sample.token_ids)
     edges = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != edges[:-1] or edges[-1] != count or edges != sorted(set(edges)):
@@ -310,12 +301,10 @@ _SHOWN: Final = 300
 
 @final
 class ServerHttp:
-    """HTTP client of one stock server: JSON calls with deadlines, and streams of events without.
+    """HTTP client of one stock server: JSON calls with deadlines, and streams of events without; for one event loop.
 
-    Used from the event loop that created it. Any unexpected response becomes an `EngineUnreachable` that names the call
-    and the response. `ServerCore` cancels a stream when the server stops responding.
-
-    Creating it raises this process's limit on open files to the maximum, since every sample holds a connection.
+    An unexpected response becomes an `EngineUnreachable` that names call and response. Creating the client raises this
+    process's limit on open files to the maximum, since every sample holds a connection.
     """
 
     def __init__(self, url: str, *, token: str | None = None) -> None:
@@ -345,17 +334,13 @@ class ServerHttp:
             return False
 
     async def post(self, path: str, body: Any = None, *, timeout_s: float = CALL_S, may_fail: bool = False) -> Any:
-        """POST a JSON body; return the JSON of a response with status 200, or None for other content.
-
-        With `may_fail`, no other call reuses the connection, because uvicorn closes it after a server error.
+        """POST a JSON body; return the JSON of a response with status 200, or None for other content. With `may_fail`,
+        no other call reuses the connection, because uvicorn closes it after a server error.
         """
         return await self._call("POST", path, body, timeout_s, headers={"connection": "close"} if may_fail else {})
 
     async def events(self, path: str, body: Any) -> AsyncIterator[dict[str, Any]]:
-        """POST a body and yield the JSON of each server-sent event until `[DONE]`, without a deadline.
-
-        Raises `EngineUnreachable` if the server rejects the request, is unreachable, or breaks the stream off.
-        """
+        """POST a body and yield the JSON of each server-sent event until `[DONE]`. Raises `EngineUnreachable`."""
         try:
             endless = http_client.call_timeout(math.inf)
             async with self._session.post(self.url + path, json=body, timeout=endless) as answer:

@@ -61,12 +61,7 @@ class SglangServerApi:
         self._retracted = False
 
     async def open(self, label: str) -> ServerModel:
-        """Check that the server can be used, form the group, and name the server's weights.
-
-        Raises:
-            ModelError: the server was started with wrong flags; the message names the right ones.
-            EngineUnreachable: the server does not respond.
-        """
+        """Check the server's flags, form the group, and name its weights. Raises `ModelError`, `EngineUnreachable`."""
         info = await self._http.get("/server_info")
         if info["dp_size"] != 1 or info["pp_size"] != 1:
             raise ModelError(

@@ -61,10 +61,7 @@ _PAUSES: Final = {
 
 @final
 class VllmCore:
-    """A running vLLM core; satisfies `EngineCore`.
-
-    Every method but `close` raises vLLM's `EngineDeadError` if the core's process has died.
-    """
+    """A running vLLM core; satisfies `EngineCore`. If its process has died, all but `close` raise `EngineDeadError`."""
 
     def __init__(self, client: Any, staged: Any, endpoints: WorkerEndpointFactory) -> None:
         self._client = client
@@ -83,12 +80,11 @@ class VllmCore:
         *,
         cache_bytes: int | None = None,
     ) -> Self:
-        """Start the core's process, which loads the model, and connect its worker for the weight group.
+        """Start the core's process, which loads the model, and connect its worker for the weight group; blocks the
+        event loop.
 
-        Blocks the event loop until the core runs. `layout` describes the weights that the core loads; behind them, the
-        shared memory has room for an update in another dtype. `cache_bytes` is the memory for keys and values; None
-        lets vLLM measure the free memory of the device.
-
+        `layout` describes the weights that the core loads; behind them, the shared memory has room for an update in
+        another dtype. `cache_bytes` is the memory for keys and values; None lets vLLM measure the device's free memory.
         Raises `ModelError` if vLLM cannot serve this model here.
         """
         if options.device not in ("auto", current_platform.device_type):
@@ -275,7 +271,7 @@ def _arguments(options: EngineOptions, cache_bytes: int | None = None) -> AsyncE
         seed=options.seed % 2**31,
         max_model_len=options.context_length,
         max_num_seqs=options.slots,
-        # On CPU, vLLM crashes if it splits a prompt: it then rewinds the random generator, which CPUs do not support.
+        # On CPU, vLLM crashes if it splits a prompt, because CPU generators cannot be rewound.
         enable_chunked_prefill=not current_platform.is_cpu(),
         max_num_batched_tokens=max(options.context_length, _CPU_STEP) if current_platform.is_cpu() else None,
         tensor_parallel_size=options.devices,

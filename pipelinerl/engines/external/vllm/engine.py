@@ -57,10 +57,7 @@ _FLAGS: Final = {
 
 
 def from_options(options: EngineOptions) -> Engine:
-    """Return the engine that a recipe describes; its `start` loads the model in another process.
-
-    Raises `ModelError` for options that request an unsupported feature, and for another vLLM version.
-    """
+    """Return a recipe's engine, whose `start` loads the model in another process. Raises `ModelError`."""
     options.check_native_weights("the vLLM engine")
     options.check_receives_where_it_is("the vLLM engine")
     options.check_head_of_the_model("the vLLM engine")
@@ -111,10 +108,8 @@ def slow_on_cpu(dtype: str) -> str | None:
 
 
 def slow_here(dtype: str, *, cpuinfo: Path = _CPUINFO) -> str | None:
-    """Return why this CPU is slow in `dtype` and the remedy; None if it is fast or unknown.
-
-    A model in bfloat16 is half as large and may still be many times slower: without AVX512-BF16 or AMX, every product
-    converts both factors to float32 first.
+    """Return why this CPU is slow in `dtype` and the remedy; None if it is fast or unknown. Without AVX512-BF16 or AMX,
+    every product in bfloat16 first converts both factors to float32, which is many times slower.
     """
     wanted, known = _FLAGS.get(dtype), _flags(cpuinfo)
     if wanted is None or not known or wanted & known:
@@ -126,7 +121,6 @@ def slow_here(dtype: str, *, cpuinfo: Path = _CPUINFO) -> str | None:
 
 
 def _flags(cpuinfo: Path) -> frozenset[str]:
-    """Return the flags of the first CPU in `cpuinfo`; empty if the system does not list them."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -168,7 +162,6 @@ def loop_of(options: EngineOptions, endpoints: WorkerEndpointFactory) -> LoopBui
 
 
 def _prepare_environment(options: EngineOptions) -> None:
-    """Set the environment variables that vLLM and its processes read; the user's own values stay."""
     wanted = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # forking is unsafe: this process has threads
         "VLLM_CONFIGURE_LOGGING": "0",

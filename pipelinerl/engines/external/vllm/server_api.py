@@ -55,12 +55,7 @@ class VllmServerApi:
         self._orders = False  # True if the server schedules waiting requests by priority
 
     async def open(self, label: str) -> ServerModel:
-        """Check that the server can be used, and name its weights.
-
-        Raises:
-            ModelError: the server was started with wrong flags; the message names the right ones.
-            EngineUnreachable: the server does not respond.
-        """
+        """Check the server's flags, and name its weights. Raises `ModelError`, `EngineUnreachable`."""
         check_version(str((await self._http.get("/version"))["version"]))
         config = (await self._known("/server_info?config_format=json"))["vllm_config"]
         for wanted, flag in _lacking(config):
@@ -173,7 +168,6 @@ class VllmServerApi:
 
 
 def _lacking(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each shortcoming of the server's configuration with the flag that fixes it."""
     transfer = config["weight_transfer_config"]
     backend = transfer["backend"] if transfer else "none"
     if backend != BACKEND:
@@ -183,5 +177,5 @@ def _lacking(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if mode != "processed_logprobs":
         yield f"report log-probs of the distribution it samples from, it reports {mode}", _PROCESSED
     if config["device_config"]["device"] == "cpu" and config["scheduler_config"]["enable_chunked_prefill"]:
-        # vLLM rewinds the random generator after a part of a prompt, which CPU generators do not support.
+        # After a part of a prompt, vLLM rewinds the random generator, which is impossible on a CPU.
         yield "not split prompts on a CPU, where a seeded sample would then crash it", "--no-enable-chunked-prefill"

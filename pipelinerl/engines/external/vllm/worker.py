@@ -59,8 +59,7 @@ class StagedWeights:
             path: name of the shared bytes, of which there are `num_bytes`.
             layout: `WeightLayout` in JSON; it describes the first bytes.
             owner: id of the engine's process; this process ends when the owner ends, for any reason.
-            endpoints: socket path of the engine; the first worker connects there to serve the endpoint in the weight
-                group.
+            endpoints: socket path at which the first worker connects to serve the endpoint in the weight group.
         """
         threading.Thread(target=_end_with, args=(owner,), name="owner", daemon=True).start()
         self._pipelinerl_layout = WeightLayout.model_validate_json(layout)
@@ -76,10 +75,7 @@ class StagedWeights:
 
 
 def load_into(model: Any, staged: Tensor, layout: WeightLayout) -> None:
-    """Load the parameters in `staged` into `model`, in place.
-
-    Raises `RuntimeError` if a parameter of the model got no values; the model must then not serve.
-    """
+    """Load the parameters in `staged` into `model`, in place. Raises `RuntimeError` if a parameter gets no values."""
     with torch.no_grad():
         loaded = model.load_weights(parameters_in(staged, layout))
     missing = {name for name, _ in model.named_parameters()} - loaded if loaded is not None else set()

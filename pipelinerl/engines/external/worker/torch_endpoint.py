@@ -35,12 +35,7 @@ from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 
 
 def serve_endpoints(path: Path, staged: Tensor, device: torch.device) -> None:
-    """Connect to the engine at `path`, and serve its endpoints on threads from then on.
-
-    Args:
-        staged: u8 [all bytes of a version] on the host, mapped by both processes.
-        device: this worker's device.
-    """
+    """Connect to the engine at `path` and serve its endpoints on threads; both processes map `staged` u8."""
     line = socket.socket(socket.AF_UNIX)
     line.connect(str(path))
     in_background("endpoints", lambda: _serve(line, staged, device))
@@ -62,8 +57,6 @@ def serve_membership(line: socket.socket, staged: Tensor, device: torch.device) 
 
 @final
 class _Membership:
-    """One endpoint, from the order to join until the engine closes the socket."""
-
     def __init__(self, line: socket.socket, staged: Tensor, device: torch.device) -> None:
         self._line = line
         self._staged = staged
@@ -145,12 +138,10 @@ dist: Any = torch.distributed
 
 
 def lead_group(meeting: Rendezvous, *, name: str, world_size: int, timeout_s: float) -> Collective:
-    """Form the gloo group `name`; blocks until every other rank has joined at `meeting`.
+    """Form the gloo group `name`; block until every other rank has joined at `meeting`, or raise `DeadlineError`.
 
     The other ranks call `init_process_group(init_method="tcp://…")` with a group name. The store prefixes must match
     those of torch's `_new_process_group_helper`.
-
-    Raises `DeadlineError` if the ranks have not joined within `timeout_s`.
     """
     patience = timedelta(seconds=timeout_s)
     try:

@@ -45,12 +45,7 @@ class SharedBytes:
     """uint8 `tensor` [num_bytes] in memory that others can map by `path`, followed by `further` [further]."""
 
     def __init__(self, num_bytes: int, *, further: int = 0) -> None:
-        """Reserve the memory of `tensor`; `further` uses no memory until `reserve`.
-
-        Raises:
-            ModelError: shared memory is too small; the message names the remedy.
-            OSError: there is not enough memory.
-        """
+        """Reserve the memory of `tensor`; `further` uses none until `reserve`. Raises `ModelError` or `OSError`."""
         check_room(num_bytes)
         descriptor, path = tempfile.mkstemp(prefix="pipelinerl-", dir=_MEMORY if _MEMORY.is_dir() else None)
         self.path = Path(path)
@@ -65,10 +60,7 @@ class SharedBytes:
             undone.pop_all()
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve the first `num_bytes` of `further`: a write to unreserved memory may kill the process.
-
-        Repeating is a no-op. Raises `OSError` if there is not enough memory.
-        """
+        """Reserve the first `num_bytes` of `further`, or raise `OSError`: using other memory may kill the process."""
         os.posix_fallocate(self._descriptor, len(self.tensor), num_bytes)
 
     def forget_name(self) -> None:

@@ -63,10 +63,7 @@ class SharedRoom(Protocol):
 
 @final
 class WorkerEndpointFactory:
-    """Factory of endpoints in a worker, for `backends` that its device can use.
-
-    Satisfies `EndpointFactory` once the worker has connected.
-    """
+    """Factory of endpoints in a worker, for `backends`; satisfies `EndpointFactory` once the worker has connected."""
 
     def __init__(self, backends: frozenset[Backend]) -> None:
         self._backends = backends
@@ -79,10 +76,7 @@ class WorkerEndpointFactory:
 
     @contextmanager
     def accept_worker(self) -> Iterator[Path]:
-        """Yield the path at which the worker connects, by `torch_endpoint.serve_endpoints`, before the block ends.
-
-        Raises `UpdateError` if the worker has not connected.
-        """
+        """Yield the path at which a worker must `serve_endpoints` before the block ends, or raise `UpdateError`."""
         # The folder is private to this user, so only this user's processes can connect.
         with tempfile.TemporaryDirectory(prefix="pipelinerl-") as folder, socket.socket(socket.AF_UNIX) as door:
             path = Path(folder) / "endpoint"
@@ -218,11 +212,8 @@ class OwnProcess:
           OwnProcess ─────── starts ────────▶ torch_endpoint ───── forks ────▶ a thread ── Collective ── rank 0
               └─ WorkerEndpoint ── orders, answers, memory that both map ───────┘
 
-    The cost is a process that holds torch, and one more copy of each piece, from the shared memory to the staging
-    buffer.
-
-    Satisfies `EndpointFactory`. The nursery ends with this object; if it was killed, the next membership starts
-    another.
+    The cost is a process that holds torch, and one more copy of each piece. The nursery process ends with this object;
+    if it was killed, the next membership starts another.
     """
 
     def __init__(self) -> None:
@@ -234,7 +225,6 @@ class OwnProcess:
         self._line, self._end = self._nursery()
 
     def _nursery(self) -> tuple[socket.socket, Callable[[], object]]:
-        """Start a nursery; return the socket to it and the function that ends it."""
         ours, theirs = socket.socketpair()
         inherited = (theirs.fileno(), self._memory)
         command = [sys.executable, "-m", _NURSERY, *map(str, inherited)]

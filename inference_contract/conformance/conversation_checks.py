@@ -63,7 +63,7 @@ def conversation_continues_exactly(session: Session) -> None:
 
 
 def tail_is_that_of_the_full_rendering(session: Session) -> None:
-    """If the known tokens are those of the template, a continued prompt equals the rendering of all messages."""
+    """A continued prompt equals the rendering of all messages if the known tokens are those of the template."""
     one, two = (_appends(session, [*MESSAGES, _said(digit), *_NEXT]) for digit in ("3", "4"))
     different = [place for place, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]]
     if len(one) != len(two) or len(different) != 1:

@@ -1,11 +1,11 @@
-"""A private Valkey or Redis server for runs that have no address of another one.
+"""A private Valkey or Redis server, for runs that are not given the address of one.
 
     command(directory, port) ─▶ argv     for a launcher that starts roles itself; `server_url`, `answers` go with it
     EmbeddedRedis(directory)             starts, stops and restarts the same server
 
-The server listens on the loopback interface only, with a generated password (files 0600 in a 0700 directory). It writes
-every acknowledged command to an append-only file, evicts nothing, and exits with its parent. All its files are in its
-directory: redis.conf, password, log, appendonlydir/.
+The server listens on the loopback interface, and with `command` on a `host` too, with a generated password (files 0600
+in a 0700 directory). It writes every acknowledged command to an append-only file, evicts nothing, and exits with its
+parent. All its files are in its directory: redis.conf, password, log, appendonlydir/.
 
 | waits for | at most | unblocked by |
 |---|---|---|

@@ -11,7 +11,7 @@ There are two ways to read, with different guarantees:
 Entry ids are `"<number>-<number>"` and increase. A producer that chooses its ids can safely repeat an append after a
 lost response: appending the same id, or a lower one, is a no-op. With ids chosen by the server, an append happens at
 least once. A killed server loses only the end of its history across all streams (with `appendfsync everysec` at most
-the last two seconds), so it never keeps an acknowledgement and loses an append before it.
+the last two seconds). No acknowledgement therefore outlives an append that came before it.
 """
 
 from __future__ import annotations

@@ -177,8 +177,8 @@ class BlockTable:
     # --- order ---------------------------------------------------------------------------------------------------
 
     def gather(self) -> Copies | None:
-        """If the blocks in use are spread too far, number them from 0 on and return the copies that this needs. Reading
-        all blocks up to the last one in use is then nearly as cheap as reading only those in use.
+        """Number the blocks in use from 0 on if they are spread too far; return the copies that this needs. Reading all
+        blocks up to the last one in use is then nearly as cheap as reading only those in use.
         """
         used = self._uses > 0
         last, count = int(used.nonzero()[0][-1]) + 1 if self.in_use else 0, self.in_use

@@ -285,7 +285,6 @@ async def _verdict(order: PromptOrder, episode: Episode, ended: EpisodeEnd, doma
 
 
 def _with_more(verdict: Verdict, of_turns: float, domain: EpisodeDomain) -> Verdict:
-    """Add `of_turns`, the sum of the turns' rewards, to the verdict's reward."""
     if not of_turns or not verdict.outcome.is_judgement:
         return verdict
     reward = verdict.reward + of_turns

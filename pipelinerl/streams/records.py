@@ -86,8 +86,6 @@ class KindedMessage(NamedTuple):
 
 
 class _Column(NamedTuple):
-    """An additional column: its name, numpy dtype string (`<i4`) and shape."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]

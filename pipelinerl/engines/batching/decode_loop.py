@@ -138,7 +138,10 @@ class DecodeLoop:
             self._changed.notify()
 
     def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> Future[float]:
-        """Swap to the staged weights; return a future of the pause in s. Raises `EngineStopped`, `UpdateInProgress`."""
+        """Swap to the staged weights between two steps; return a future of the pause in seconds.
+
+        Raises `EngineStopped` while the engine is closing, and `UpdateInProgress` while another commit is pending.
+        """
         with self._changed:
             if not self.is_alive:
                 raise EngineStopped("the engine is closing, without a swap to the new weights")

@@ -170,7 +170,7 @@ class SampleLoop(Protocol):
         ...
 
     def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> Future[float]:
-        """Serve the staged weights soon; return a future of the pause in s. Raises as `DecodeLoop.commit` does."""
+        """Serve the staged weights; return a future of the pause in seconds. Raises as `DecodeLoop.commit` does."""
         ...
 
 

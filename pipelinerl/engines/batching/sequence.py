@@ -100,7 +100,6 @@ class TextWindow:
         return self._stopped
 
     def _held_back(self) -> int:
-        """Return the length of the longest suffix of the text that may begin a stop string."""
         for length in range(min(self._longest_stop - 1, len(self.text)), 0, -1):
             if any(stop.startswith(self.text[-length:]) for stop in self._stops):
                 return length

@@ -282,7 +282,7 @@ class CoreLoop:
                 self._events.call_soon_threadsafe(self._withdraw, request)
 
     def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> Future[float]:
-        """Serve the staged weights; return a future of the pause in s. Raises `EngineStopped`, `UpdateInProgress`."""
+        """Serve the staged weights; return a future of the pause in seconds. Raises as `DecodeLoop.commit` does."""
         with self._guard:
             if not self.is_alive:
                 raise EngineStopped("the engine is closing, without a swap to the new weights")

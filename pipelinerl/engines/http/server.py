@@ -123,7 +123,6 @@ def _invalid(error: ValidationError) -> InvalidRequest:
 
 
 async def _unless_gone(work: Awaitable[Any], receive: Receive) -> Any:
-    """Return the result of `work`, or cancel it if the client disconnects first."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(receive())
     try:

@@ -39,7 +39,7 @@ class GroupEndpoint(Protocol):
         ...
 
     def broadcast(self, tensor: Any, *, deadline: float) -> None:
-        """Receive into a flat part of the staging buffer until `deadline` (monotonic s). An error leaves the group."""
+        """Receive into a flat part of the staging buffer until `deadline` (monotonic s). Any error leaves the group."""
         ...
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class EndpointFactory(Protocol):
         ...
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:
-        """Return flat uint8 [num_bytes] next to `staging`, for conversion. Raises `InvalidRequest` without memory."""
+        """Return flat uint8 [num_bytes] like `staging`, for conversion. Raises `InvalidRequest` if memory is short."""
         ...
 
     def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:

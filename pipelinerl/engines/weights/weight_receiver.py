@@ -258,7 +258,6 @@ class WeightReceiver:
         return _in_pieces(sent, request.bucket_bytes)
 
     def _inlet(self, wire: WeightLayout) -> WeightSink:
-        """Return the buffer for the update: the staging buffer itself, or a separate one for other dtypes."""
         target, ours = self._target, self._target.layout
         if wire.layout_id == ours.layout_id:
             return WeightSink(ours, target.staging(), target.finish_staging)

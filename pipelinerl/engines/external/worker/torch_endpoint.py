@@ -162,11 +162,11 @@ def lead_group(meeting: Rendezvous, *, name: str, world_size: int, timeout_s: fl
 
 
 def main(line: int, memory: int) -> None:
-    """Fork a process for each group membership, whose socket arrives over `line`; see `OwnProcess`.
+    """Fork a process for each group membership, whose socket arrives over the socket `line`; see `OwnProcess`.
 
         python -m pipelinerl.engines.external.worker.torch_endpoint LINE MEMORY      inherited file descriptors
 
-    This process receives no weights itself. It ends when the engine dies or closes the socket LINE.
+    This process receives no weights itself. It ends when the engine dies or closes the socket.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap the forked processes automatically
     staged = torch.from_numpy(np.frombuffer(mmap.mmap(memory, os.fstat(memory).st_size), np.uint8))

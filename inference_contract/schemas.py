@@ -44,7 +44,7 @@ _IDLE_IN_MESSAGE: Final[Mapping[str, tuple[Any, ...]]] = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "provider_specific_fields": ({}, {"refusal": None}),  # from litellm
+    "provider_specific_fields": ({}, {"refusal": None}),  # litellm sends this field
     "reasoning": (),
     "refusal": (),
     "tool_calls": ([],),
@@ -276,7 +276,7 @@ class ChatCompletionRequest(Wire):
     @field_validator("top_k", mode="before")
     @classmethod
     def _every_token(cls, top_k: Any) -> Any:
-        return 0 if top_k == -1 else top_k  # vLLM's value for all tokens
+        return 0 if top_k == -1 else top_k  # in vLLM's API, -1 keeps all tokens
 
     @field_validator("temperature")
     @classmethod

@@ -63,7 +63,7 @@ class ToolCall(Wire):
     def for_template(self) -> dict[str, Any]:
         """Return the call in the form that chat templates expect; valid JSON arguments become an object."""
         arguments: Any = self.function.arguments
-        with suppress(ValidationError):  # arguments are not a JSON object: templates render the text unchanged
+        with suppress(ValidationError):  # if the arguments are no JSON object, templates get the text
             arguments = _ARGUMENTS.validate_json(arguments)
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 

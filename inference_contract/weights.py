@@ -162,7 +162,7 @@ class WeightLayout(Wire):
         """Return byte ranges [start, end) of whole parameters, at most `bucket_bytes` unless a single one is larger."""
         ends, ranges, start = self.ends, [], 0
         while start < self.num_bytes:
-            following = bisect_right(ends, start)  # the first parameter that is not empty
+            following = bisect_right(ends, start)  # index of the next parameter that is not empty
             last = max(bisect_right(ends, start + bucket_bytes) - 1, following)
             ranges.append((start, ends[last]))
             start = ends[last]

@@ -204,7 +204,7 @@ class Load:
         self._asking = [self._threads.submit(self._run) for _ in range(_ASKERS)]
         while not self.sampled() and time.monotonic() < deadline:
             if any(request.done() for request in self._asking):
-                break  # A request failed; __exit__ raises its error.
+                break  # a request failed; `__exit__` raises the error
             time.sleep(0.001)
         return self
 

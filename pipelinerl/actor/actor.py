@@ -238,7 +238,7 @@ class Actor:
     async def _flush(self, partition: RolloutWriter) -> None:
         outbox = self._outbox
         while True:
-            await outbox.ready.wait()  # set when an order ends, and by every heartbeat
+            await outbox.ready.wait()  # the event is set when an order ends, and by every heartbeat
             outbox.ready.clear()
             groups, outbox.groups = outbox.groups, []
             reports, outbox.reports = outbox.reports, []

@@ -31,7 +31,7 @@ from pipelinerl.verifiers.user_code import verdict_of
 from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, failed, graded, timed_out
 
 if TYPE_CHECKING:
-    from pipelinerl.environments.gateway import Gateway, SampleTurn  # needs the server libraries
+    from pipelinerl.environments.gateway import Gateway, SampleTurn  # the gateway needs the server libraries
     from pipelinerl.environments.tool_loop import Toolbox
 
 log = logging.getLogger("pipelinerl")

@@ -134,7 +134,7 @@ def budget_of(
 
 def _prefill_bytes(shape: ModelShape, tokens: int, size: int) -> int:
     residual = 3 * shape.hidden  # the residual stream, its norm, and the layer's result
-    attention = 4 * (shape.heads + shape.kv_heads) * shape.head_dim  # queries, keys and values, before and after RoPE
+    attention = 4 * (shape.heads + shape.kv_heads) * shape.head_dim  # queries, keys, values, with and without RoPE
     return tokens * size * (residual + max(attention, 3 * shape.intermediate))
 
 

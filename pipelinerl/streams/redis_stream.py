@@ -93,7 +93,7 @@ class RedisStream:
         self._prefix = f"{namespace}:"
         self._timeout_s = timeout_s
         self._full_timeout_s = full_timeout_s
-        self._is_full = False  # according to the server's last answer
+        self._is_full = False  # True if the server's last answer was that it is full
         self._walked: dict[tuple[str, str], float] = {}
         for command in _RAW_ANSWERS:
             client.set_response_callback(command, _as_it_came)
@@ -279,7 +279,7 @@ class RedisStream:
         try:
             await self._call("XGROUP", "CREATE", key, group, "0", "MKSTREAM")
         except _RefusedError as error:
-            if not str(error).startswith("BUSYGROUP"):  # another consumer created it first
+            if not str(error).startswith("BUSYGROUP"):  # BUSYGROUP: another consumer has created the group
                 raise
 
     def _entries(self, answer: list[Any] | None) -> list[Entry]:

@@ -238,7 +238,7 @@ class BatchingEngine:
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
         self._submit(work, deliveries.put_nowait)
         try:
-            delivery = await deliveries.get()  # the decode thread always delivers a step, the end, or its own shutdown
+            delivery = await deliveries.get()  # always ends: the loop delivers a step, the end or an error
             version = delivery.tokens[0].version if delivery.tokens else self._loop.serving[1]
             if delivery.error is None:
                 yield first_chunk(request, work, model, version)
@@ -318,7 +318,7 @@ class BatchingEngine:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            raise EngineStopped(_CLOSING) from None  # `close` cancelled the queued job
+            raise EngineStopped(_CLOSING) from None  # `close` has cancelled the queued tokenisation
         except TemplateNameError as error:
             raise InvalidRequest(str(error), param="chat_template_kwargs") from error
         except UnshownFieldError as error:
@@ -339,7 +339,7 @@ class BatchingEngine:
             self._loop.cancel(work)
 
     def _deliver_from_thread(self, deliveries: list[Delivery]) -> None:
-        try:  # inlines `pipelinerl.system.background.tell` to save a call per token
+        try:  # a copy of `pipelinerl.system.background.tell`, to save a call per token
             self._events.call_soon_threadsafe(self._deliver, deliveries)
         except RuntimeError:
             if not self._events.is_closed():

@@ -83,7 +83,7 @@ class DecodeLoop:
         self._cancelled: list[Request] = []
         self._commit: _Commit | None = None
         self._streams = 0
-        self._routing_requests = 0  # requests that return their routing
+        self._routing_requests = 0  # number of open requests that return their routing
         self._stopping = False
         self._scheduler: Scheduler
         self._runner: ModelRunner
@@ -150,7 +150,7 @@ class DecodeLoop:
                     f"the swap to {self._commit.epoch}.{self._commit.version} still waits for running samples to end"
                 )
             self._commit = _Commit(version, epoch, on_update)
-            self._commit.pause_s.set_running_or_notify_cancel()  # so that the future cannot be cancelled
+            self._commit.pause_s.set_running_or_notify_cancel()  # a running future cannot be cancelled
             self._changed.notify()
             return self._commit.pause_s
 
@@ -168,14 +168,14 @@ class DecodeLoop:
                 if self._scheduler.running:
                     self._step()
                 self.totals.busy_s += time.perf_counter() - began
-        finally:  # also after the model's exception, which threading's excepthook reports
+        finally:  # runs after an exception too, which threading's excepthook reports
             self._end()
 
     def _loaded(self) -> bool:
         try:
             self._runner = self._load()
             self._scheduler = self._build_scheduler(self._runner)
-        except BaseException as error:  # any exception goes to the caller that waits for `ready`
+        except BaseException as error:  # pass any exception to the caller that waits for `ready`
             self.ready.set_exception(error)
             return False
         self.ready.set_result(self._runner)

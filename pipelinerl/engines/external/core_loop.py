@@ -219,13 +219,13 @@ class CoreLoop:
         self._ready: Future[ServedModel] = Future()
         self._guard = threading.Lock()
         self._requests: dict[str, Request] = {}  # accepted requests that are not answered yet
-        self._num_open = 0  # unfinished samples of `_requests`
+        self._num_open = 0  # number of unfinished samples of `_requests`
         self._stopping = False
         self._commit: Future[float] | None = None
         self._open: dict[str, Sequence] = {}  # samples in the core; used only by the thread
-        self._counted_at = 0.0  # `totals.busy_s` is counted up to this time; used only by the thread
+        self._counted_at = 0.0  # the time up to which `totals.busy_s` is counted; used only by the thread
         self._sending: set[asyncio.Task[None]] = set()
-        self._turn = asyncio.Lock()  # held while samples are added, and while the core is paused
+        self._turn = asyncio.Lock()  # lock held while samples are added, and while the core is paused
         self._core: EngineCore
         self._events: asyncio.AbstractEventLoop
         self._stepping: asyncio.Task[None] | None = None  # the task that waits for the core's next step
@@ -298,14 +298,14 @@ class CoreLoop:
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        finally:  # also when the core has died, which threading's excepthook reports
+        finally:  # runs after the core's death too, which threading's excepthook reports
             self._end()
 
     async def _serve(self) -> None:
         self._events = asyncio.get_running_loop()
         try:
             self._core, model = await self._start_core()
-        except BaseException as error:  # any exception goes to the caller that waits for `start`
+        except BaseException as error:  # pass any exception to the caller that waits for `start`
             self._end()
             self._ready.set_exception(error)
             return
@@ -316,9 +316,9 @@ class CoreLoop:
             while not self._stopping:
                 self._take(await self._core.next_step())
         except asyncio.CancelledError:
-            pass  # `stop` was called
+            pass  # `stop` cancels this task
         finally:
-            self._end()  # first, because closing a broken core takes long
+            self._end()  # before the core's `close`, which takes long for a broken core
             await self._core.close()
 
     def _interrupt(self) -> None:
@@ -333,7 +333,7 @@ class CoreLoop:
             requests, self._requests, self._num_open = list(self._requests.values()), {}, 0
             commit = self._commit
         if commit is not None:  # answered here, because the event loop may close before the swap's task runs
-            with suppress(InvalidStateError):  # already answered or cancelled
+            with suppress(InvalidStateError):  # the commit's future may already have a result or be cancelled
                 commit.set_exception(EngineStopped("the engine closed before the swap was done"))
         stopped = EngineStopped("the engine closed during this request; send it to another engine")
         if requests:
@@ -347,7 +347,7 @@ class CoreLoop:
     def _sent(self, task: asyncio.Task[None]) -> None:
         self._sending.discard(task)
         if not task.cancelled():
-            task.exception()  # mark the exception as seen; a dead core also fails `next_step`
+            task.exception()  # mark the exception as retrieved; `next_step` reports a dead core
 
     # --- samples -------------------------------------------------------------------------------------------------
 
@@ -463,7 +463,7 @@ class CoreLoop:
         task = self._events.create_task(swap())
 
         def swapped(task: asyncio.Task[float]) -> None:
-            with suppress(InvalidStateError):  # already answered by `_end` or cancelled
+            with suppress(InvalidStateError):  # `_end` or a cancellation may have completed the future
                 if task.cancelled():
                     answer.cancel()
                 elif error := task.exception():
@@ -487,7 +487,7 @@ class CoreLoop:
         core, served, began = self._core, False, time.perf_counter()
         try:
             await core.pause(on_update)
-            began = time.perf_counter()  # measure from here: steps before the pause do not count
+            began = time.perf_counter()  # the pause begins here, after the steps that had to end first
             await core.load_staged(epoch, version)
             if on_update is OnUpdate.RECOMPUTE_KV:
                 await core.forget_cache()

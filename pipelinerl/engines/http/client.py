@@ -155,7 +155,7 @@ async def _accepted(call: str, answer: Awaitable[tuple[int, bytes]], timeout_s: 
     """Return the body of a response with status 200; raise `ContractError` or `EngineUnreachable` otherwise."""
     try:
         status, content = await answer
-    except (ConnectionError, TimeoutError, ValueError) as error:  # ValueError: the host name is invalid
+    except (ConnectionError, TimeoutError, ValueError) as error:  # an invalid host name is a ValueError
         raise _unreachable(call, error, timeout_s) from error
     if status != 200:
         raise _refusal(call, status, content)

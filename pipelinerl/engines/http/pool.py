@@ -91,7 +91,7 @@ class _Sample:
 
     def choice(self, index: int) -> Choice:
         assert self.finish_reason is not None
-        return Choice(  # validation is faster than `model_construct` up to hundreds of tokens
+        return Choice(  # up to hundreds of tokens, validation is faster than `model_construct`
             index=index,
             message=AssistantMessage(content=self.text, tool_calls=self.calls or None),
             finish_reason=self.finish_reason,
@@ -157,7 +157,7 @@ class PartialAnswer:
             prefixes = [AnswerPrefix(index=i, token_ids=list(sample.token_ids)) for i, sample in missing.items()]
             changes |= {"messages": None, "prompt": None, "prompt_token_ids": self._prompt}
             changes |= {"n": len(missing), "prefixes": prefixes}
-            changes |= {"continue_token_ids": None, "continue_from": None}  # the prompt's tokens are already known
+            changes |= {"continue_token_ids": None, "continue_from": None}  # `prompt_token_ids` replace these
         return self._request.model_copy(update=changes)
 
     def take(self, chunk: ChatCompletionChunk, *, url: str) -> bool:
@@ -220,7 +220,7 @@ class LeastBusy:
     def __init__(self, ties: str = "") -> None:
         self._ties = ties
         self._tokens: Counter[str] = Counter()
-        self._rank: dict[str, tuple[int, str]] = {}  # only engines that may be picked
+        self._rank: dict[str, tuple[int, str]] = {}  # keys are the engines that may be picked
         self._heap: list[tuple[int, tuple[int, str]]] = []
 
     @property
@@ -337,7 +337,7 @@ class EnginePool:
         self._offers: dict[str, Continuation] = {}
         self._serving: frozenset[str] = frozenset()
         self._known: frozenset[str] = frozenset()  # engines that serve or may finish requests
-        self._load = LeastBusy(ties)  # counts every engine with running requests, serving or not
+        self._load = LeastBusy(ties)  # counts requests on engines that no longer serve, too
         self._suspect_until: dict[str, float] = {}
         self._running: dict[str, set[asyncio.Timeout]] = {}
         self._named: Counter[str] = Counter()
@@ -386,7 +386,7 @@ class EnginePool:
         refused, faults = dict[str, ContractError](), Counter[str]()
         answer = PartialAnswer(request, interval_s=self._interval_s)
         while (remaining := deadline - time.monotonic()) > 0:
-            if answer.is_whole:  # only the end of the stream was missing
+            if answer.is_whole:  # all samples ended before the stream broke off
                 return Answered(answer.completion(), engine_used, answer.tokens_kept, answer.tokens_resampled)
             url = self._choice(engine, refused, near)
             if url is None:
@@ -492,7 +492,7 @@ class EnginePool:
                     if not answer.is_whole:
                         raise EngineUnreachable(f"{url} ended a stream before all of its choices had ended")
                     return answer.completion()
-            answer.forget()  # the continuation would come from weights of another epoch
+            answer.forget()  # start over, because this engine's weights are of another epoch
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch < self._min_epoch:

@@ -35,7 +35,7 @@ def from_options(options: EngineOptions) -> Engine:
     """
     options.check_native_weights("the JAX engine")
     options.check_no_options("the JAX engine")
-    if options.threads is not None:  # XLA reads `NPROC` once, at the first computation
+    if options.threads is not None:  # XLA reads NPROC at its first computation
         os.environ.setdefault("NPROC", str(options.threads))
     tokenizer = ChatTokenizer.load(options.model_path)
     return BatchingEngine(

@@ -290,7 +290,7 @@ def sample(
         truncates: True if any row has a top-k, top-p or min-p that could drop a token.
         num_top: the number of likeliest tokens to report; each number compiles a separate program.
     """
-    with jax.enable_x64(True):  # for this call; otherwise JAX converts fp64 to fp32
+    with jax.enable_x64(True):  # only for this call: JAX otherwise converts fp64 to fp32
         return _sample(logits, temperature, top_k, top_p, min_p, noise, truncates=truncates, num_top=num_top)
 
 
@@ -420,7 +420,8 @@ class JaxWeights:
         staged = {}
         for parameter in self._config.parameters:
             parts = [self._array(name, parameter.shape) for name in parameter.names]
-            stacked = parts[0].copy() if parameter.layers is None else np.stack(parts)  # JAX on a CPU keeps this memory
+            # JAX on a CPU keeps using this memory, so it must be a copy of the staging buffer.
+            stacked = parts[0].copy() if parameter.layers is None else np.stack(parts)
             staged[parameter.name] = jax.block_until_ready(jax.device_put(stacked, self._place(parameter)))
         self._staged = staged
 

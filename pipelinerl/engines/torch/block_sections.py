@@ -67,7 +67,7 @@ class BlockSections:
         blocks = table[rows, columns]
         last = int(table.max()) + 1
         firsts = np.full(last, -1)
-        firsts[blocks[::-1]] = np.arange(len(blocks))[::-1]  # backwards, so that the first pair of each block remains
+        firsts[blocks[::-1]] = np.arange(len(blocks))[::-1]  # assign backwards, so that each block keeps its first pair
         used = (firsts >= 0).nonzero()[0]
         selected = None
         if len(used) <= _SPARSE * last:
@@ -92,7 +92,7 @@ class BlockSections:
         heads_of, groups_of = np.arange(heads), np.arange(group)
         each = np.arange(per_block)
         to_blocks = ((rows[owners, None] * per_block + each) * width + columns[owners, None]).reshape(-1)
-        base = table * per_block  # padding repeats a row's first block, whose scores are finite and then masked
+        base = table * per_block  # padding repeats a row's first block; its scores are masked
         stride = np.full_like(base, group)
         shared = shared_queries = None
         total = count * per_block
@@ -111,7 +111,7 @@ class BlockSections:
             total += more.size
         places = base[..., None, None] + stride[..., None, None] * heads_of[:, None] + groups_of  # [K, n, H, G]
         to_rows = places.transpose(0, 2, 3, 1).reshape(-1)
-        places[np.arange(width) >= counts[:, None]] = total  # the row of zeros behind all blocks
+        places[np.arange(width) >= counts[:, None]] = total  # padding refers to the row of zeros after all blocks
         to_sums = places.transpose(1, 0, 2, 3).reshape(-1)
         return cls(
             selected=selected,

@@ -73,7 +73,7 @@ class BlockTable:
         self._uses: NDArray[np.int32] = np.zeros(blocks, dtype=np.int32)
         self._free = list(range(blocks))
         self._kept: OrderedDict[int, None] = OrderedDict()
-        self._entries: dict[_Key, tuple[int, int]] = {}  # key: the entry's number and its block
+        self._entries: dict[_Key, tuple[int, int]] = {}  # each entry's number and block, by key
         self._keys: dict[int, _Key] = {}  # keys of indexed blocks
         self._number = 0
 
@@ -184,7 +184,7 @@ class BlockTable:
         last, count = int(used.nonzero()[0][-1]) + 1 if self.in_use else 0, self.in_use
         if last < max(_FEW, _MOST_SPREAD * count):
             return None
-        limit = min(count + max(_FEW // 4, count // 4), self.num_blocks)  # leaves room for further blocks
+        limit = min(count + max(_FEW // 4, count // 4), self.num_blocks)  # the blocks in use, and room for some more
         kept = np.zeros(self.num_blocks, dtype=bool)
         kept[list(self._kept)] = True
         in_the_way = kept[:limit].nonzero()[0]
@@ -213,7 +213,7 @@ class BlockTable:
             self._set(row, new[own.blocks].tolist() if own.blocks else own.blocks)
         taken = self._uses > 0
         taken[list(self._kept)] = True
-        self._free = (~taken).nonzero()[0].tolist()  # ascending, so it is a heap
+        self._free = (~taken).nonzero()[0].tolist()  # an ascending list is a heap
 
     # --- blocks --------------------------------------------------------------------------------------------------
 

@@ -39,8 +39,8 @@ class DecodeGraphs:
         self._rows = rows
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._host, self._given = _pinned(4, rows), _on_device(4, rows)  # the fields of `Inputs`
-        self._answers, self._results = _pinned(2, rows), _on_device(2, rows)  # token ids and log-probs
+        self._host, self._given = _pinned(4, rows), _on_device(4, rows)  # one row for each of the four `Inputs`
+        self._answers, self._results = _pinned(2, rows), _on_device(2, rows)  # one row for token ids, one for log-probs
         blocks = cache.table.table.shape[1]
         self._table = torch.full((rows, blocks), cache.spare, dtype=torch.int64, device="cuda")
         self._table_is_of: tuple[int, int] | None = None
@@ -114,7 +114,7 @@ def padded_rows(count: int, most: int) -> int:
 
 
 def _pinned(fields: int, rows: int) -> Tensor:
-    return torch.zeros((fields, rows), dtype=torch.float64, pin_memory=True)  # holds token ids and f32 exactly
+    return torch.zeros((fields, rows), dtype=torch.float64, pin_memory=True)  # fp64 holds token ids and f32 exactly
 
 
 def _on_device(fields: int, rows: int) -> Tensor:

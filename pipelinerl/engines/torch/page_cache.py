@@ -184,7 +184,8 @@ class PageCache:
         for prompt, (own, length) in enumerate(zip(rows, lengths, strict=True)):
             places = np.arange(start, length)
             for row in own:
-                mine = places if row == own[0] else places[places >= length // size * size]  # full blocks are shared
+                # Full blocks are shared, so rows after the first store only their last block.
+                mine = places if row == own[0] else places[places >= length // size * size]
                 sources.append(prompt * longest + mine - start)
                 blocks.append(table.table[row, mine // size])
                 offsets.append(mine % size)

@@ -45,7 +45,7 @@ class TorchWeights:
         self.layout = layout_of(model)
         self._parameters = dict(model.named_parameters())
         self._device = next(iter(self._parameters.values())).device
-        self._views: dict[int, dict[str, Tensor]] = {}  # by the address of the buffer in which they lie
+        self._views: dict[int, dict[str, Tensor]] = {}  # views of the parameters by the address of their buffer
         self._staged: Tensor | None = None
         self._current = self._buffer()
         offset = 0
@@ -53,7 +53,8 @@ class TorchWeights:
             source = parameter.detach().contiguous().view(-1).view(torch.uint8)
             self._current[offset : offset + source.numel()] = source
             offset += source.numel()
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)  # free it before the next
+            # Free this parameter's memory before the next one is copied.
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
         self._point_at(self._current)
 
     @property
@@ -88,7 +89,8 @@ class TorchWeights:
         views = self._views.get(buffer.data_ptr())
         if views is None:
             views = dict(parameters_in(buffer, self.layout))
-            if all(each.untyped_storage().data_ptr() == buffer.data_ptr() for each in views.values()):  # no copies
+            # Reuse views in later swaps, but not copies of misaligned parameters.
+            if all(each.untyped_storage().data_ptr() == buffer.data_ptr() for each in views.values()):
                 self._views[buffer.data_ptr()] = views
         for name, values in views.items():
             self._parameters[name].data = values

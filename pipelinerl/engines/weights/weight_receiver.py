@@ -217,7 +217,7 @@ class WeightReceiver:
         if update is not None:
             self._drop()
             await self._end_of_receive(update, request.timeout_s)
-            self._check_transport(request)  # the group may have been left meanwhile
+            self._check_transport(request)  # check again, because the group may have been left during the wait
         self._update = self._armed(request, self._inlet(wire))
         return self._answer(UpdateStatus.PREPARED)
 

@@ -151,7 +151,7 @@ class ServerCore:
         self._api = api
         self._http = http
         self._label = label_of(*serving)
-        self._updates = 0  # the number of updates begun
+        self._updates = 0  # number of updates that have begun
         self._steps: asyncio.Queue[Step | PipelineError] = asyncio.Queue()
         self._following: dict[str, asyncio.Task[None]] = {}
         self._silence_s = silence_s
@@ -218,7 +218,7 @@ class ServerCore:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._api.close()
         except PipelineError:
-            pass  # the server is already gone
+            pass  # the server has already ended, so there is nothing to undo
         finally:
             await self._http.close()
 

@@ -34,7 +34,7 @@ _PAUSES: Final = {
     OnUpdate.CONTINUE: "in_place",
     OnUpdate.RECOMPUTE_KV: "retract",
     OnUpdate.ABORT: "abort",
-    OnUpdate.DRAIN: "in_place",  # no sample is running at this point
+    OnUpdate.DRAIN: "in_place",  # a drain leaves no running sample, so any mode will do
 }
 _LONG_S: Final = 600.0
 _JOIN_S: Final = 60.0
@@ -74,7 +74,7 @@ class SglangServerApi:
                 "--enable-deterministic-inference"
             )
         self._ranks = int(info["tp_size"])
-        await self.resume()  # ends a pause that an earlier client left
+        await self.resume()  # end the pause that an earlier client may have left
         await self._form_group()
         await self._succeeds("/update_weight_version", {"new_version": label, "abort_all_requests": False})
         models = await self._http.get("/v1/models")
@@ -156,7 +156,7 @@ class SglangServerApi:
     async def load_staged(self, label: str) -> None:
         """Broadcast the parameters, in the order announced to the server."""
         if self._group is None:
-            await self._form_group()  # the broadcast of an earlier load failed
+            await self._form_group()  # a failed broadcast has left no usable group
         group = self._group
         assert group is not None
         specs = self._layout.parameters

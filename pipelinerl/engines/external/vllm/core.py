@@ -146,7 +146,7 @@ class VllmCore:
     def _answered(self, pausing: asyncio.Future[None]) -> None:
         self._unanswered.discard(pausing)
         if not pausing.cancelled():
-            pausing.exception()  # mark the exception as seen; a dead core also fails `next_step`
+            pausing.exception()  # mark the exception as retrieved; `next_step` reports a dead core
 
     async def abort(self, sample_ids: list[str]) -> None:
         """End these samples and free their memory; they produce no more output."""
@@ -190,7 +190,7 @@ def _sampled(output: EngineCoreOutput) -> Sampled:
     logprobs = [] if chosen is None else chosen.logprobs[:, 0].tolist()
     tokens = output.new_token_ids
     top: list[TopTokens] = []
-    if chosen is not None and chosen.logprobs.shape[1] > 1:  # column 0 is the sampled token, then the likeliest
+    if chosen is not None and chosen.logprobs.shape[1] > 1:  # column 0 is the sampled token, others the likeliest
         top = [
             top_tokens(row_ids[1:], row[1:], len(row))
             for row_ids, row in zip(chosen.logprob_token_ids, chosen.logprobs, strict=True)
@@ -224,7 +224,7 @@ def _grammar_of(request: Request) -> StructuredOutputsParams | None:
     if request.response_format is None:
         return None
     grammar = StructuredOutputsParams(**structure_of(request)["structured_outputs"])
-    grammar._backend = _GRAMMARS  # set by vLLM's own processor, which is not used here
+    grammar._backend = _GRAMMARS  # vLLM's own request processor, unused here, would set this field
     return grammar
 
 
@@ -265,7 +265,7 @@ def _arguments(options: EngineOptions, cache_bytes: int | None = None) -> AsyncE
     ours = partial(
         AsyncEngineArgs,
         model=str(options.model_path),
-        skip_tokenizer_init=False,  # grammars need the tokenizer
+        skip_tokenizer_init=False,  # structured output needs the tokenizer
         structured_outputs_config={"backend": _GRAMMARS},
         dtype=options.dtype,
         seed=options.seed % 2**31,
@@ -278,10 +278,10 @@ def _arguments(options: EngineOptions, cache_bytes: int | None = None) -> AsyncE
         kv_cache_memory_bytes=cache_bytes,
         enable_prefix_caching=True,
         scheduling_policy="priority",
-        generation_config="vllm",  # otherwise defaults of the model would change sampling
-        logprobs_mode="processed_logprobs",  # log-probs of the distribution sampled from
-        async_scheduling=False,  # so that each step's outputs carry the version of the weights
-        enforce_eager=current_platform.is_cpu(),  # compiling needs a C++ compiler and half a minute
+        generation_config="vllm",  # ignore the model's own sampling defaults
+        logprobs_mode="processed_logprobs",  # report log-probs of the distribution sampled from
+        async_scheduling=False,  # each step's outputs must carry the version of the weights
+        enforce_eager=current_platform.is_cpu(),  # on a CPU, compiling needs a C++ compiler and half a minute
         worker_extension_cls="pipelinerl.engines.external.vllm.worker.StagedWeights",
         disable_log_stats=True,
     )

@@ -64,7 +64,7 @@ def from_options(options: EngineOptions) -> Engine:
     check_names(options.options)
     check_version(_installed()[1])
     if options.options:
-        _prepare_environment(options)  # before vLLM is imported, which reads it
+        _prepare_environment(options)  # set before vLLM is imported, because the import reads it
         check_fields(options.options)
     if _built_for_cpu():
         check_on_cpu(options.options)
@@ -138,12 +138,13 @@ def loop_of(options: EngineOptions, endpoints: WorkerEndpointFactory) -> LoopBui
         model = load_skeleton(options.model_path, dtype=options.dtype)
         layout = layout_of(model)
         text: Any = model.config.get_text_config()
-        check_room(layout.num_bytes + (_QUEUE_BYTES if options.devices > 1 else 0))  # the start takes minutes
+        # Fail before vLLM's start, which takes minutes.
+        check_room(layout.num_bytes + (_QUEUE_BYTES if options.devices > 1 else 0))
         _prepare_environment(options)
         from pipelinerl.engines.external.vllm.core import VllmCore
 
         here, cache_bytes = options, None
-        if _built_for_cpu():  # vLLM limits its share of GPU memory only
+        if _built_for_cpu():  # vLLM's memory share applies to GPUs only
             here, cache_bytes = replace(options, memory_share=None), _cache_bytes(options, text)
         core = await VllmCore.start(here, layout, endpoints, cache_bytes=cache_bytes)
         return core, CoreModel(

@@ -36,7 +36,7 @@ _PAUSES: Final = {
     OnUpdate.CONTINUE: "keep",
     OnUpdate.RECOMPUTE_KV: "keep",
     OnUpdate.ABORT: "abort",
-    OnUpdate.DRAIN: "keep",  # no sample is running at this point
+    OnUpdate.DRAIN: "keep",  # a drain leaves no running sample, so any mode will do
 }
 #: Timeout in seconds of slow calls: a pause waits for the current step, a load for the copy of all bytes.
 _LONG_S: Final = 600.0
@@ -60,7 +60,8 @@ class VllmServerApi:
         config = (await self._known("/server_info?config_format=json"))["vllm_config"]
         for wanted, flag in _lacking(config):
             raise ModelError(f"the vLLM server at {self._http.url} must {wanted}; start it with {flag}")
-        self._orders = config["scheduler_config"]["policy"] == "priority"  # otherwise it accepts only priority 0
+        # With another policy, the server accepts only priority 0.
+        self._orders = config["scheduler_config"]["policy"] == "priority"
         # End the pause and the update session that an earlier client may have left: either would block this one.
         await self._http.post("/resume")
         await self._end_session(label)

@@ -34,7 +34,7 @@ def _leave_unpacked(layer: nn.Module, remove_weight: bool) -> None:
     weight: Any = layer.weight
     if weight.ndim == 2:
         layer.__dict__["cpu_linear"] = nn.functional.linear
-    else:  # a convolution or experts
+    else:  # convolutions and experts need vLLM's own packing
         _pack(layer, remove_weight)
 
 
@@ -89,5 +89,5 @@ def _end_with(owner: int) -> None:
         ended = os.pidfd_open(owner)
     except ProcessLookupError:
         os._exit(1)
-    select.select([ended], [], [])  # readable once the process has ended
+    select.select([ended], [], [])  # the descriptor is readable once the process has ended
     os._exit(1)

@@ -30,7 +30,7 @@ from inference_contract.weights import Backend, InitProcessGroupRequest
 from pipelinerl.engines.weights.group_member import joined
 from pipelinerl.errors import DeadlineError, PipelineError
 from pipelinerl.system.background import in_background
-from pipelinerl.weights.broadcast import collective  # noqa: F401  imported before the forks, not after each
+from pipelinerl.weights.broadcast import collective  # noqa: F401  imported here once, instead of in each forked process
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 
 
@@ -98,7 +98,7 @@ class _Membership:
                 self._receive(*order["receive"], deadline=time.monotonic() + order["timeout_s"])
         except PipelineError as error:
             return {"error": "deadline" if isinstance(error, DeadlineError) else "broke", "message": str(error)}
-        except RuntimeError as error:  # the device is out of memory, or failed
+        except RuntimeError as error:  # the device is out of memory, or has failed
             reason = str(error).partition("\n")[0]
             return {
                 "error": "broke",
@@ -108,7 +108,7 @@ class _Membership:
 
     def _join(self, request: InitProcessGroupRequest) -> None:
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # applies to this thread only
+            torch.cuda.set_device(self._device)  # CUDA's current device is per thread
         group = joined(request)
         with self._guard:
             self._group = group

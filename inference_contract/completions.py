@@ -1,7 +1,7 @@
 """Types of `/v1/completions`, OpenAI's older route for prompts without a chat template.
 
-Each prompt is converted to one `ChatCompletionRequest`. All fields not listed in `CompletionRequest` therefore mean the
-same on both routes.
+Each prompt becomes one `ChatCompletionRequest`; fields that `CompletionRequest` does not list mean the same on both
+routes.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _PROMPTS: Final = "must be a text, a list of texts, token ids, or a list of toke
 class CompletionRequest(BaseModel):
     """OpenAI's completion request; all other fields are those of `ChatCompletionRequest`.
 
-    `logprobs` is the number of likeliest tokens to report for each sampled token. A control token spelled out in a text
-    prompt is tokenised as plain text; send token ids to use control tokens. Fields that apply only to chats
-    (`messages`, `tools`, …) must be null.
+    `logprobs` is the number of likeliest tokens to report per sampled token. A text prompt that spells out a control
+    token is tokenised as plain text; send token ids to use control tokens. Fields for chats only (`messages`, `tools`,
+    …) must be null.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
@@ -73,11 +73,7 @@ class CompletionRequest(BaseModel):
         return stream
 
     def chats(self) -> list[ChatCompletionRequest]:
-        """Return one chat request per prompt.
-
-        Raises:
-            pydantic.ValidationError: a field is invalid.
-        """
+        """Return one chat request per prompt. Raises `pydantic.ValidationError` if a field is invalid."""
         fields: dict[str, Any] = {"max_tokens": self.max_tokens, "stream": self.stream} | (self.model_extra or {})
         if self.logprobs is not None:
             fields |= {"logprobs": True, "top_logprobs": self.logprobs}
@@ -129,7 +125,7 @@ class TextCompletion(Wire):
 
 
 def whole_text(answers: Sequence[ChatCompletion]) -> TextCompletion:
-    """Merge the answers to all prompts into one."""
+    """Merge the answers to all prompts into one answer."""
     first, n = answers[0], len(answers[0].choices)
     return TextCompletion(
         id=first.id,
@@ -151,7 +147,7 @@ def whole_text(answers: Sequence[ChatCompletion]) -> TextCompletion:
 
 
 def part_of_text(chunk: ChatCompletionChunk) -> TextCompletion:
-    """Convert one chat chunk to a chunk of the answer to a single prompt."""
+    """Convert one chunk of a streamed chat answer to `/v1/completions`; a stream has only one prompt."""
     return TextCompletion(
         id=chunk.id,
         created=chunk.created,

@@ -48,17 +48,11 @@ class Engine(Protocol):
         ...
 
     async def complete(self, request: ChatCompletionRequest) -> ChatCompletion:
-        """Sample all choices and return when the last has finished.
-
-        Cancellation frees the request's resources.
-        """
+        """Sample all choices and return when the last has finished. Cancellation frees the request's resources."""
         ...
 
     def stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
-        """Sample all choices and yield new tokens as they arrive.
-
-        Closing the iterator frees the request's resources.
-        """
+        """Sample all choices and yield new tokens as they arrive. Closing the iterator frees the resources."""
         ...
 
     def model_card(self) -> ModelCard:

@@ -120,8 +120,8 @@ class Conflict(ContractError):
 class StaleGeneration(Conflict):
     """The process group is older than the one already joined.
 
-    `known` holds the joined `generation`, and the latest `epoch` whose weights this engine has accepted. A trainer of
-    that epoch or a later one continues with a higher generation.
+    `known` holds the joined `generation` and the latest `epoch` whose weights this engine has accepted. A trainer of
+    this epoch or a later one continues with a higher generation.
     """
 
     code = "stale_generation"
@@ -134,7 +134,7 @@ class StaleVersion(Conflict):
 
 
 class UpdateInProgress(Conflict):
-    """Another update is being received."""
+    """Another update is being received, or waits for its commit."""
 
     code = "update_in_progress"
 
@@ -146,10 +146,7 @@ class NotPrepared(Conflict):
 
 
 class LayoutMismatch(ContractError):
-    """The announced parameters do not fit the model.
-
-    They differ from the model's in name, order or shape, or have a dtype that the engine does not convert.
-    """
+    """The announced parameters differ from the model's in name, order or shape, or have an unsupported dtype."""
 
     status = 422
     code = "layout_mismatch"
@@ -179,10 +176,7 @@ class DigestMismatch(ContractError):
 
 
 class PeerLost(ContractError):
-    """Another rank of the process group left or died.
-
-    The old weights stay in service, and the group must be formed again.
-    """
+    """Another rank of the process group left or died; the old weights stay in service, and a new group is needed."""
 
     status = 502
     code = "peer_lost"
@@ -219,12 +213,7 @@ def has_error_shape(body: Any) -> bool:
 
 
 def from_wire(status: int, body: Any) -> ContractError:
-    """Return the error that an engine answered with, as an instance of its original class.
-
-    Args:
-        status: HTTP status of the answer.
-        body: decoded JSON body; a body without the error shape gives a plain `ContractError`.
-    """
+    """Rebuild an engine's error as its own class; a body without the error shape gives a plain `ContractError`."""
     if not has_error_shape(body):
         return ContractError(f"expected a contract error body, got HTTP {status} with another body")
     error = body["error"]

@@ -24,8 +24,8 @@ _Size = Annotated[int, Field(ge=0, lt=2**31)]
 class RoutedExperts(Wire):
     """Expert indices [tokens, layers, top_k], in the order in which the router chose them.
 
-    `layers` counts the layers with a router, from first to last. `data` is the base64 encoding of the indices, little
-    endian, in C order. Each index takes one byte if a layer has at most 256 experts, else two.
+    `layers` counts the layers with a router. `data` is the base64 encoding of the indices in C order, little endian,
+    with one byte per index if a layer has at most 256 experts, else two.
     """
 
     dtype: Literal["uint8", "uint16"]
@@ -47,7 +47,7 @@ class RoutedExperts(Wire):
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens covered."""
+        """The number of tokens that have expert indices here."""
         return self.shape[0]
 
     @property
@@ -66,10 +66,7 @@ class RoutedExperts(Wire):
 
     @classmethod
     def joined(cls, parts: Sequence[RoutedExperts]) -> RoutedExperts:
-        """Concatenate parts along the token axis.
-
-        There must be at least one part, and all must have the dtype and shape of the first.
-        """
+        """Concatenate one or more parts along the token axis; all must have the same dtype, layers and top_k."""
         first = parts[0]
         tokens = sum(part.num_tokens for part in parts)
         return cls.of(first.dtype, (tokens, *first.shape[1:]), b"".join(part.content for part in parts))

@@ -1,8 +1,7 @@
 """Wire types of chat completions and of engine state; `weights` has those of weight updates.
 
-All types are immutable, validated and closed. A field that an engine would ignore is rejected by name. A field that
-clients send by default, at a value that changes nothing, is accepted and dropped. Shapes are in elements, times in
-seconds, sizes in bytes.
+All types are immutable and validated. A field that an engine would ignore is rejected by name, except that fields which
+clients send by default are dropped at values that change nothing. Times are in seconds, sizes in bytes.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ from inference_contract.wire import Wire
 
 # --- fields that do not change the answer -----------------------------------------------------------------------------
 #
-# OpenAI's and vLLM's clients, and libraries built on them, fill in optional fields. Each field below is accepted and
-# dropped at the listed values and at `null`. At any other value it is rejected by name, because the engine would
-# otherwise ignore it; fields that are listed nowhere are rejected too.
+# Clients of OpenAI and vLLM fill in optional fields. Each field below is accepted and dropped at `null` and at the
+# listed values. Any other value is rejected by name, because the engine would ignore it.
 
-#: OpenAI's own bookkeeping, accepted at any value: it does not change the answer there either.
+#: Fields for OpenAI's bookkeeping, accepted at any value: they never change the answer.
 _TAGS: Final = frozenset({"metadata", "prompt_cache_key", "safety_identifier"})
 
-#: Fields of a chat request.
+#: Idle fields of a chat request.
 _IDLE_IN_REQUEST: Final[Mapping[str, tuple[Any, ...]]] = {
     # OpenAI's fields
     "audio": (), "function_call": ("none", "auto"), "functions": ([],), "modalities": (["text"],), "prediction": (),
@@ -41,18 +39,18 @@ _IDLE_IN_REQUEST: Final[Mapping[str, tuple[Any, ...]]] = {
     "thinking_token_budget": (), "truncate_prompt_tokens": (), "use_beam_search": (False,),
 }  # fmt: skip
 
-#: Fields of a message: parts of an answer that clients send back within the conversation.
+#: Idle fields of a message, in answers that clients send back within the conversation.
 _IDLE_IN_MESSAGE: Final[Mapping[str, tuple[Any, ...]]] = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "provider_specific_fields": ({}, {"refusal": None}),  # from litellm
+    "provider_specific_fields": ({}, {"refusal": None}),  # litellm sends this field
     "reasoning": (),
     "refusal": (),
     "tool_calls": ([],),
 }
 
-#: Fields of `stream_options`.
+#: Idle fields of `stream_options`.
 _IDLE_IN_STREAM: Final[Mapping[str, tuple[Any, ...]]] = {
     "continuous_usage_stats": (False,),
     "include_obfuscation": (False,),
@@ -62,7 +60,7 @@ _IDLE_IN_STREAM: Final[Mapping[str, tuple[Any, ...]]] = {
 def without_idle(fields: Any, known: Container[str], idle: Mapping[str, tuple[Any, ...]]) -> Any:
     """Return `fields` without null `known` fields and without idle fields at an idle value.
 
-    A value that is no mapping is returned unchanged; the schema rejects it.
+    A value that is not a mapping is returned unchanged, for the schema to reject.
     """
     if not isinstance(fields, dict):
         return fields
@@ -77,7 +75,7 @@ def without_idle(fields: Any, known: Container[str], idle: Mapping[str, tuple[An
 
 # --- chat completions --------------------------------------------------------------------------------------------
 
-#: Engines sample in float32 and count in int32. Values outside these bounds cannot be represented there (0 is special).
+#: Bounds within which engines sample in float32 and count in int32. A temperature of 0 is allowed too: it is greedy.
 LEAST_TEMPERATURE: Final = 1e-5
 LEAST_TOP_P: Final = 1e-6
 MOST_TOP_K: Final = 2**31 - 1
@@ -85,11 +83,11 @@ MOST_TOP_K: Final = 2**31 - 1
 MOST_SAMPLES: Final = 1024
 #: The largest absolute value of `priority`.
 MOST_PRIORITY: Final = 2**31 - 1
-#: Limits of one request, or of one token.
+#: Limits of one request: offered tools, tokens with a bias, and likeliest tokens reported per sampled token.
 MOST_TOOLS: Final = 1024
 MOST_BIASED_TOKENS: Final = 1024
 MOST_TOP_LOGPROBS: Final = 20
-#: The largest absolute values of a token's bias and of the two penalties.
+#: The largest absolute value of a token's bias, and of a presence or frequency penalty.
 MOST_BIAS: Final = 100.0
 MOST_PENALTY: Final = 2.0
 
@@ -97,9 +95,9 @@ MOST_PENALTY: Final = 2.0
 class ChatMessage(Wire):
     """One message of a conversation.
 
-    A `content` that is a list of text parts, OpenAI's other form, is joined to one text with newlines. An assistant's
-    `content` may be null if it has `tool_calls`, and becomes empty. A `tool` message holds the result of the call that
-    `tool_call_id` names. `reasoning_content` is an assistant's thinking, which the chat template may render.
+    A `content` that is a list of text parts, OpenAI's other form, is joined with newlines. An assistant's `content` may
+    be null if it has `tool_calls`, and becomes empty. A `tool` message holds the result of the call `tool_call_id`.
+    `reasoning_content` is an assistant's thinking, which the chat template may render.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -151,10 +149,10 @@ _MAY_BE_NULL: Final = frozenset(_ROLE_OF_FIELD)
 class StreamOptions(Wire):
     """OpenAI's `stream_options`, plus a minimum interval between chunks.
 
-    With `interval_s`, chunks are at least that many seconds apart, except the last. Each chunk carries everything
-    sampled since the previous one, for all choices. The engine then pays the cost of a chunk once per interval, not
-    once per token. The text of a choice may be held back until the choice ends. Its newest token is held back until it
-    is known not to end the choice.
+    With `interval_s`, chunks are at least that many seconds apart, except the last, and each carries the new tokens of
+    all choices. The engine then pays for a chunk once per interval instead of once per token. A choice's newest token
+    is held back until the engine knows that it does not end the choice; the text may be held back until the choice
+    ends.
     """
 
     include_usage: bool = False
@@ -174,14 +172,14 @@ class AnswerPrefix(Wire):
 
 
 class Continuation(StrEnum):
-    """An engine's support for `prefixes` and `stream_options.interval_s`; an engine supports both or neither."""
+    """The engine's support for `prefixes` and `stream_options.interval_s`; an engine supports both or neither."""
 
     NONE = "none"
     """Neither field is supported: the client restarts the answer."""
     OWN_NOISE = "own_noise"
-    """Continues with fresh noise: a valid sample, but not the one that the first engine would have given."""
+    """The rest is sampled with fresh noise: a valid answer, but not the one that the first engine would have given."""
     SAME_NOISE = "same_noise"
-    """Continues with the noise of the remaining positions: with the same weights, the uninterrupted answer."""
+    """The rest is sampled with the noise of the first engine: with the same weights, the answer is the same."""
 
 
 class ChatCompletionRequest(Wire):
@@ -203,41 +201,34 @@ class ChatCompletionRequest(Wire):
         temperature: divides the logits; 0 is greedy.
         top_p: keep the smallest set of likeliest tokens with at least this total probability.
         top_k: number of likeliest tokens to keep; 0, or more than the vocabulary, keeps all.
-        min_p: drops tokens less likely than this share of the likeliest token; applied with `top_k`, before
-            `top_p`.
+        min_p: drop tokens less likely than this share of the likeliest token; applied with `top_k`, before `top_p`.
         frequency_penalty: lowers a token's logit per occurrence among the choice's sampled tokens.
         presence_penalty: lowers a token's logit once if the choice has sampled the token.
         logit_bias: added to logits by token id; like the penalties, applied before the temperature.
         stop: texts that end a choice; the answer is cut before the first of them.
-        ignore_eos: no token ends a sample (vLLM's name). The sample continues to `max_tokens`, to the end of the
-            context or to a stop string. It equals the sample without `ignore_eos` up to the end of the latter.
+        ignore_eos: let a sample continue past end-of-turn tokens, to `max_tokens`, the end of the context or a stop
+            string (vLLM's name). The tokens up to the first end-of-turn token are unchanged.
         seed: seed of the sampling noise; None lets the engine choose.
         logprobs: return OpenAI's record of each token, with the `top_logprobs` likeliest tokens.
         stream: answer with server-sent events; see `stream_options`.
-        return_token_ids: return `prompt_token_ids`, and `token_ids`, `token_logprobs`, `version_spans` of each
-            choice.
-        return_routed_experts: return the experts that a mixture-of-experts model chose for each token (vLLM's
-            name). Row i of a choice's `routed_experts` belongs to the token before the i-th new token, at the step
-            that sampled the latter. `prompt_routed_experts` cover all prompt tokens except the last. An engine
-            without support rejects it.
-        return_prompt_logprobs: return `prompt_logprobs`: the log-prob of each token of the prompt under softmax(logits
-            / temperature). Needs a temperature above 0, and no stream. An engine without support rejects it.
-        priority: among queued requests, the lowest value starts first. An engine that cannot order its queue treats
-            every priority as 0.
+        return_token_ids: return `prompt_token_ids`, and each choice's `token_ids`, `token_logprobs`, `version_spans`.
+        return_routed_experts: return the experts that a mixture-of-experts model chose for each token (vLLM's name).
+            Row i of a choice's `routed_experts` belongs to the token before the i-th new token, at the step that
+            sampled the latter. `prompt_routed_experts` cover all prompt tokens except the last. Engines may reject it.
+        return_prompt_logprobs: return `prompt_logprobs`: the log-prob of each prompt token under softmax(logits /
+            temperature). Needs a temperature above 0, and no stream. Engines may reject it.
+        priority: the lowest value leaves the queue first. An engine with an unordered queue ignores priorities.
         user: accepted for OpenAI's clients, without effect.
-        prefixes: requests the rest of an answer: `n` samples, each by its index, with the tokens that were sampled
-            already, which count towards `max_tokens`. The answer has the new tokens with their log-probs and spans.
-            Its text is that of the whole answer, and a stop string may span old and new tokens. A prefix that has
-            already ended is rejected.
-        chat_template_kwargs: variables for the chat template, as in vLLM (Qwen3's `enable_thinking`). Templates
-            that do not use a variable, and engines without templates, ignore it. Variables that the engine sets
-            itself cannot be overridden.
-        continue_token_ids: extends a conversation exactly at the token level. These are the tokens of the
-            conversation up to the end of the assistant message `messages[continue_from - 1]`. The prompt is these
-            ids, followed by what the chat template writes after that answer. If the template does not simply
-            append, the prompt is the rendering of all `messages`; `prompt_token_ids` of the answer shows which of
-            the two was used.
-        continue_from: index of the first message that is new with respect to `continue_token_ids`.
+        prefixes: requests the rest of an answer: `n` samples, each by its index, with the tokens sampled so far, which
+            count towards `max_tokens`. The answer has the text of the whole answer, but only the new tokens, log-probs
+            and spans. A stop string may span old and new tokens. A prefix that has already ended is rejected.
+        chat_template_kwargs: variables for the chat template, as in vLLM (Qwen3's `enable_thinking`); unused ones are
+            ignored. Variables that the engine sets itself cannot be overridden.
+        continue_token_ids: the exact tokens of a conversation up to the end of the assistant message
+            `messages[continue_from - 1]`. The prompt is these tokens, then the rendering of the later messages. If the
+            template cannot append, the prompt is the rendering of all `messages`; `prompt_token_ids` of the answer
+            shows the prompt that was used.
+        continue_from: index of the first message after `continue_token_ids`.
     """
 
     model: str | None = None
@@ -285,7 +276,7 @@ class ChatCompletionRequest(Wire):
     @field_validator("top_k", mode="before")
     @classmethod
     def _every_token(cls, top_k: Any) -> Any:
-        return 0 if top_k == -1 else top_k  # vLLM's value for all tokens
+        return 0 if top_k == -1 else top_k  # in vLLM's API, -1 keeps all tokens
 
     @field_validator("temperature")
     @classmethod
@@ -375,7 +366,7 @@ class ChatCompletionRequest(Wire):
 
 
 class FinishReason(StrEnum):
-    """The reason that a choice ended."""
+    """Reasons for the end of a choice."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -383,7 +374,7 @@ class FinishReason(StrEnum):
     TOOL_CALLS = "tool_calls"
 
 
-#: (model_version, num_tokens), run-length encoded, oldest first: the weights that sampled each token.
+#: (model_version, num_tokens): a run of tokens sampled by one version of the weights. Runs are listed oldest first.
 Span = tuple[int, int]
 
 
@@ -518,8 +509,8 @@ class ChatCompletionChunk(Wire):
 class ModelCard(Wire):
     """A served model: OpenAI's card plus the facts that a trainer needs to update it.
 
-    `layout` describes the parameters as the engine stores them. An update may also send any parameter in a dtype of
-    `converts`; the engine casts it. `digest` is that of the received bytes.
+    `layout` describes the parameters as the engine stores them. An update may also send parameters in a dtype of
+    `converts`; the engine casts them. `digest` is that of the last update's bytes.
     """
 
     id: str
@@ -566,7 +557,7 @@ class EngineMetrics(Wire):
         running_sequences: sequences that are decoded now.
         waiting_sequences: sequences in the queue.
         slots: most sequences decoded at once.
-        decode_steps_total: decode steps; `occupied_slot_steps_total` sums the running sequences over them.
+        decode_steps_total: decode steps; `occupied_slot_steps_total` sums the running sequences over these steps.
         busy_s_total: seconds in which the engine had work.
         last_update_pause_s: seconds that the last weight update stopped decoding.
         last_update_receive_s: seconds that receiving the last weight update took.
@@ -574,7 +565,7 @@ class EngineMetrics(Wire):
         cache_bytes: memory of the KV cache.
         cache_used_share: share of the blocks of a paged cache that running sequences hold.
         reused_prompt_tokens_total: prompt tokens whose keys and values were found in the cache.
-        preemptions_total: times that a running sequence had to wait because the cache was full.
+        preemptions_total: preemptions of running sequences because the cache was full.
     """
 
     running_sequences: int = 0

@@ -12,15 +12,12 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_vali
 
 from inference_contract.wire import Wire
 
-#: Validate a JSON object, at a nesting depth that templates can handle.
+#: Parser of a JSON object that limits the nesting depth to what templates can handle.
 _ARGUMENTS: Final = TypeAdapter(dict[str, Any])
 
 
 class FunctionDefinition(Wire):
-    """A function that the model may call. `parameters` is a JSON schema.
-
-    `strict` is accepted and has no effect: the model writes the arguments freely, so the caller has to validate them.
-    """
+    """A function that the model may call, with a JSON schema that is not enforced, whatever `strict` says."""
 
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
@@ -58,18 +55,15 @@ class ToolCall(Wire):
     @model_validator(mode="before")
     @classmethod
     def _without_index(cls, fields: Any) -> Any:
-        """Drop `index`, which clients keep from stream chunks; the list already has that order."""
+        """Drop `index`, which clients copy from stream chunks."""
         return (
             {name: value for name, value in fields.items() if name != "index"} if isinstance(fields, dict) else fields
         )
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call in the form that chat templates expect.
-
-        The arguments become an object if they are valid JSON.
-        """
+        """Return the call in the form that chat templates expect; valid JSON arguments become an object."""
         arguments: Any = self.function.arguments
-        with suppress(ValidationError):  # arguments are not a JSON object: templates render the text unchanged
+        with suppress(ValidationError):  # if the arguments are no JSON object, templates get the text
             arguments = _ARGUMENTS.validate_json(arguments)
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
@@ -91,7 +85,7 @@ class ToolCallDelta(Wire):
 
 
 class NamedSchema(Wire):
-    """A named JSON schema. An engine that accepts it enforces it, whatever `strict` says."""
+    """A named JSON schema. An engine that accepts `response_format` enforces it, whatever `strict` says."""
 
     model_config = ConfigDict(serialize_by_alias=True)
 

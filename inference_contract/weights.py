@@ -21,13 +21,12 @@ from inference_contract.wire import Wire
 # --- process group -----------------------------------------------------------------------------------------------
 
 
-#: The most pieces of one update: each costs a collective, or a byte range to remember.
+#: The most pieces of one update: each costs a collective, or the memory of a byte range.
 MAX_PIECES: Final = 2**20
 
-#: Limits on epochs, versions and generations that no run reaches, and the most by which one request may raise them.
-#: An engine never accepts a lower number, so a single wrong one could lock all other trainers out for good. Epochs
-#: count the trainers of a run, versions count its steps. A trainer numbers its groups by (epoch, set of engines,
-#: attempt), with 2⁴⁰ numbers per epoch.
+#: Limits on epochs, versions and generations, and the most by which one request may raise each of them. An engine
+#: never accepts a lower number again, so without limits one wrong request could lock out all trainers. Epochs count a
+#: run's trainers, versions count its steps. Group generations encode (epoch, set of engines, attempt), 2⁴⁰ per epoch.
 MOST_EPOCH: Final = 2**21
 MOST_VERSION: Final = 2**40
 MOST_GENERATION: Final = 2**62
@@ -47,31 +46,25 @@ class Backend(StrEnum):
 
 
 class Connections(StrEnum):
-    """The connections between the ranks of a gloo group; if omitted, gloo connects all pairs."""
+    """Connection patterns of a gloo group; without one, gloo connects all pairs of ranks."""
 
     TREE = "tree"
-    """Connect only the ranks that exchange data in a broadcast from rank 0. With gloo's lazy initialisation, rank 0
-    broadcasts one byte, which opens the connections. A rank has joined when it has received the byte."""
+    """Connect only the ranks that exchange data in a broadcast from rank 0. gloo connects lazily: rank 0 broadcasts one
+    byte to open the connections, and a rank has joined when it has received that byte."""
 
 
 class InitProcessGroupRequest(Wire):
-    """Join the process group `group` as `rank` of `world_size` (rank 0 is the trainer).
+    """Join the process group `group` as `rank` of `world_size`; rank 0 is the trainer.
 
     `generation` orders memberships. Joining the same generation again is a no-op. A higher one replaces the group once
-    it has formed. A lower one is rejected with `stale_generation`, which reports the generation joined. A failed join
-    changes nothing, except that its generation cannot be used again. A generation more than `MOST_GENERATION_STEP`
-    above the joined one is rejected.
+    it has formed, unless it is more than `MOST_GENERATION_STEP` higher, which is rejected. A lower one is rejected with
+    `stale_generation`, which reports the generation joined. A failed join changes nothing, but uses up its generation.
 
     Attributes:
-        group: name of the group.
-        backend: collective library.
-        rendezvous_host: host of the trainer's TCP store, which is open before any engine is asked to join. If a
-            rank is missing and the group cannot form, the trainer closes the store; joins that still wait there
-            then fail at once.
-        rendezvous_port: port of the store.
+        rendezvous_host: host of the trainer's TCP store. If a rank is missing, the trainer closes the store, and all
+            waiting joins fail at once.
+        rendezvous_port: port of the store, which is open before any engine is asked to join.
         rank: this engine's rank, 1 or above.
-        world_size: number of ranks, including the trainer.
-        generation: number of the membership.
         connections: connection pattern of a gloo group; None lets gloo connect all pairs.
         timeout_s: longest wait for the other ranks.
     """
@@ -137,7 +130,7 @@ class ParameterSpec(Wire):
 
 
 class WeightLayout(Wire):
-    """All parameters of a model in the order of their bytes on the wire, back to back, without padding."""
+    """All parameters of a model, in the order of their bytes on the wire: back to back, without padding."""
 
     parameters: tuple[ParameterSpec, ...] = Field(min_length=1)
 
@@ -151,7 +144,7 @@ class WeightLayout(Wire):
 
     @cached_property
     def layout_id(self) -> str:
-        """Digest of names, order, shapes and dtypes; it replaces the layout once an engine knows the layout."""
+        """Digest of names, order, shapes and dtypes; engines that know the layout accept it in place of the layout."""
         rows = [[p.name, list(p.shape), p.dtype.value] for p in self.parameters]
         return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()[:32]
 
@@ -166,39 +159,29 @@ class WeightLayout(Wire):
         return self.ends[-1]
 
     def buckets(self, bucket_bytes: int) -> list[tuple[int, int]]:
-        """Return the byte ranges [start, end) of parameters that are gathered together.
-
-        Whole parameters are collected up to `bucket_bytes`; a larger parameter forms a bucket of its own.
-        """
+        """Return byte ranges [start, end) of whole parameters, at most `bucket_bytes` unless a single one is larger."""
         ends, ranges, start = self.ends, [], 0
         while start < self.num_bytes:
-            following = bisect_right(ends, start)  # the first parameter that is not empty
+            following = bisect_right(ends, start)  # index of the next parameter that is not empty
             last = max(bisect_right(ends, start + bucket_bytes) - 1, following)
             ranges.append((start, ends[last]))
             start = ends[last]
         return ranges
 
     def pieces(self, bucket_bytes: int) -> list[tuple[int, int]]:
-        """Return the byte ranges [start, end) that are sent as one collective each.
-
-        These are the buckets, with larger ones cut to `bucket_bytes`. Both sides derive the ranges from the layout, so
-        they are never sent.
-        """
+        """Return byte ranges [start, end), one per collective: buckets cut to `bucket_bytes`, alike on both sides."""
         return [piece for start, end in self.buckets(bucket_bytes) for piece in cut(start, end, bucket_bytes)]
 
     def agreement(self, bucket_bytes: int) -> str:
-        """Return the text that sender and receivers compare before a broadcast.
-
-        It determines the length of all `pieces`.
-        """
+        """Return the text that sender and receivers compare before a broadcast: it fixes the lengths of `pieces`."""
         return f"{self.layout_id} {bucket_bytes}"
 
     def shards(self, count: int, bucket_bytes: int) -> list[list[tuple[int, int]]]:
         """Return the byte ranges [start, end) of each of `count` servers, in order; together they cover the model.
 
         Buckets are assigned largest first (ties: the earlier one) to the shard with the fewest bytes so far (ties: the
-        first). So no parameter is cut, shards are about equal, and a sender that walks the layout in order keeps all
-        servers busy. Adjacent ranges are merged.
+        first), and adjacent ranges are merged. So no parameter is cut, and shards are about equal. A sender that walks
+        the layout in order keeps all servers busy.
         """
         owned: list[list[tuple[int, int]]] = [[] for _ in range(count)]
         least = [(0, number) for number in range(count)]
@@ -209,10 +192,7 @@ class WeightLayout(Wire):
         return [_joined(sorted(ranges)) for ranges in owned]
 
     def difference(self, other: WeightLayout, *, converted: Collection[DType] = ()) -> str | None:
-        """Describe the first relevant difference of `other` from this layout in one sentence, or return None.
-
-        Dtypes in `converted` are accepted in place of this layout's.
-        """
+        """Describe the first relevant difference of `other`, or return None; dtypes in `converted` are allowed too."""
         if self.layout_id == other.layout_id:
             return None
         ours = {p.name: p for p in self.parameters}
@@ -238,7 +218,6 @@ def cut(start: int, end: int, most: int) -> list[tuple[int, int]]:
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge adjacent ranges; the input is sorted."""
     joined: list[tuple[int, int]] = []
     for start, end in ranges:
         first = joined.pop()[0] if joined and joined[-1][1] == start else start
@@ -247,7 +226,7 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class UpdatePhase(StrEnum):
-    """Phases of a weight update. Two exchanges ensure that no engine enters a collective that another has rejected."""
+    """Phases of a weight update. PREPARE ensures that no engine enters a collective that another engine rejects."""
 
     PREPARE = "prepare"
     COMMIT = "commit"
@@ -255,7 +234,7 @@ class UpdatePhase(StrEnum):
 
 
 def can_be_looked_up(url: str) -> str:
-    """Return the URL unchanged; raise ValueError if its host cannot be resolved by any resolver."""
+    """Return the URL unchanged; raise ValueError if no resolver could resolve its host."""
     try:
         address = urlsplit(url)
         (address.hostname or "").encode("idna")
@@ -293,11 +272,11 @@ class OnUpdate(StrEnum):
     """Treatment of running sequences when new weights are committed."""
 
     CONTINUE = "continue"
-    """Keep the KV cache and continue (PipelineRL); spans record the switch."""
+    """Keep the KV cache and continue (PipelineRL); spans record the change of version."""
     RECOMPUTE_KV = "recompute_kv"
     """Recompute the cache of every running sequence with the new weights (LlamaRL), then continue."""
     ABORT = "abort"
-    """End every running sequence with finish_reason `abort` (RLAX: one version per rollout; the actor resubmits)."""
+    """End every running sequence with finish_reason `abort`; the actor resubmits (RLAX: one version per rollout)."""
     DRAIN = "drain"
     """Admit no new sequences and let the running ones finish with the old weights first."""
 
@@ -305,40 +284,32 @@ class OnUpdate(StrEnum):
 class WeightUpdateRequest(Wire):
     """One phase of the update to weights (`epoch`, `version`).
 
-    `prepare` carries the manifest (`layout`, or the `layout_id` of one sent before) and arms the receiver. It is
-    answered as soon as the manifest is accepted; the broadcast may start once every engine has answered. `commit`
-    carries the digest of the bytes sent and is answered when the new weights serve. `abort` drops staged weights. If
-    their broadcast has not finished, rank 0 leaves the group, which ends the receive, and the next update needs a
-    higher generation.
+    `prepare` carries the manifest (`layout`, or the `layout_id` of one sent before) and arms the receiver; the
+    broadcast may start once every engine has answered. `commit` carries the digest of the bytes sent and is answered
+    when the new weights serve. `abort` drops staged weights; if their broadcast has not finished, rank 0 leaves the
+    group, which ends the receive, and the next update needs a higher generation.
 
     Broadcast: rank 0 sends one collective of uint8 per range of `WeightLayout.pieces(bucket_bytes)`, in order. gloo
-    kills a receiving process whose piece is longer than expected. `pieces_key` prevents this: if given, rank 0 writes
-    `WeightLayout.agreement(bucket_bytes)` under this key of the rendezvous store, below `<group>/<generation>`, just
-    before it sends. An engine enters a collective only after it has read a value equal to its own. A PREPARE without a
-    broadcast therefore leaves no engine waiting in a collective.
+    kills a receiving process whose piece is longer than expected. `pieces_key` prevents this: just before it sends,
+    rank 0 writes `WeightLayout.agreement(bucket_bytes)` under this key of the rendezvous store, below
+    `<group>/<generation>`. An engine enters a collective only after it has read a value equal to its own.
 
-    Pull: the engine starts to fetch when it answers `prepare`, from `routes.WEIGHTS` below a source. It fetches the
-    bytes whole or in ranges (`Range: bytes=a-b`, answered with 206), with the bearer token that the engine itself
-    requires. If a source fails, the engine tries the next. `prepare` must contain the digest and needs no group. After
-    an `abort` no further action is needed. A `prepare` of a later version drops uncommitted bytes of an earlier one.
+    Pull: after it answers `prepare`, the engine fetches the bytes from `routes.WEIGHTS` below a source, whole or in
+    ranges (`Range: bytes=a-b`, answered with 206), with the bearer token that the engine itself requires. If a source
+    fails, the engine tries the next. `prepare` must contain the digest and needs no group; a `prepare` of a later
+    version drops uncommitted bytes of an earlier one. Nothing needs to follow an `abort`.
 
     Attributes:
-        phase: `prepare`, `commit` or `abort`.
         version: version of the new weights; it only rises, by at most `MOST_VERSION_STEP` above the engine's.
         epoch: epoch of the trainer; it only rises, by at most `MOST_EPOCH_STEP` above the engine's.
-        transport: `broadcast` or `pull`.
-        group: process group of the broadcast; required in PREPARE of a broadcast.
-        generation: generation of the group; required in PREPARE of a broadcast.
+        group: process group of the broadcast; required in PREPARE of a broadcast, as is its `generation`.
         pieces_key: key of the rendezvous store for the agreement on pieces, see above.
         sources: base URLs of servers that hold the same bytes, in order of preference.
         shards: used in place of `sources` if no server holds all bytes. The servers of shard i hold the ranges
             `WeightLayout.shards(n, bucket_bytes)[i]`, which are requested by their offsets in the whole.
         layout: the manifest; PREPARE needs either `layout` or `layout_id`.
-        layout_id: id of a layout that the engine knows.
         bucket_bytes: size of the buckets that `WeightLayout` forms.
-        on_update: treatment of running sequences at COMMIT.
-        digest: XXH3-128 of all bytes in the order of the layout, in hexadecimal. Required in COMMIT, and in PREPARE
-            of a pull.
+        digest: XXH3-128 of all bytes in layout order, in hexadecimal; required in COMMIT, and in PREPARE of a pull.
         timeout_s: longest wait of the phase for peers. In PREPARE it bounds a whole pull, or the gap between two
             pieces of a broadcast.
     """
@@ -388,9 +359,6 @@ class WeightUpdateResponse(Wire):
     """The weights that the engine serves after the phase, and the cost of the update.
 
     Attributes:
-        status: outcome of the phase.
-        version: version of the served weights.
-        epoch: epoch of the served weights.
         digest: digest of the served weights' bytes, if they came from an update.
         pause_s: time that no sequence could decode.
         receive_s: time to receive the bytes, during which decoding continues.

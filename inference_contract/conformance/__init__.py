@@ -79,9 +79,9 @@ def run(
     """Check the engine at `url`.
 
     Args:
-        token: its bearer token, if it requires one.
+        token: the engine's bearer token, if it requires one.
         only: names of checks; None runs all.
-        timeout_s: for every request, join and broadcast.
+        timeout_s: limit for every request, join and broadcast.
         host: address of this machine that the engine can reach, for the process group and the weight server.
     """
     chosen = select(only)
@@ -90,11 +90,7 @@ def run(
 
 
 def select(only: Iterable[str] | None) -> Sequence[Check]:
-    """Return the checks with these names.
-
-    Raises:
-        ValueError: a name is unknown.
-    """
+    """Return the checks with these names. Raises `ValueError` if a name is unknown."""
     known = {check.__name__: check for check in CHECKS}
     if only is None:
         return CHECKS

@@ -10,7 +10,7 @@ from inference_contract import routes
 from inference_contract.conformance.session import MESSAGES, NotOffered, Session, refused, succeeded
 from inference_contract.schemas import ChatCompletion, Choice, FinishReason
 
-#: Fields that clients send by default and that change no answer.
+#: Fields that clients send by default, at values that do not change the answer.
 _IDLE: Final = {
     "logit_bias": {},
     "max_completion_tokens": None,
@@ -112,14 +112,14 @@ def same_seed_same_samples(session: Session) -> None:
 
 
 def noise_is_per_sample(session: Session) -> None:
-    """The noise of sample i depends on (seed, i) alone: n samples are the first n of a larger request."""
+    """The noise of sample i depends only on (seed, i): two samples equal the first two of a request for six."""
     few, many = session.chat(n=2, seed=11), session.chat(n=6, seed=11)
     for one, two in zip(few.choices, many.choices, strict=False):
         assert ids_of(one) == ids_of(two), f"sample {one.index} must be the same with n=2 and n=6"
 
 
 def seeds_and_samples_differ(session: Session) -> None:
-    """Different seeds, and different samples of one seed, use different noise."""
+    """Different seeds use different noise, and so do different samples of one seed."""
     sampled = {tuple(ids_of(choice)) for seed in range(4) for choice in session.chat(n=4, seed=seed).choices}
     if len(sampled) == 1 and all(value > -1e-3 for value in session.chat().choices[0].token_logprobs or ()):
         raise NotOffered("the model is certain of every token, so noise has no effect")
@@ -198,7 +198,7 @@ def prompt_ids_are_returned_unchanged(session: Session) -> None:
 
 
 def alias_is_served(session: Session) -> None:
-    """`/v1/chat/completion`, the spelling of PipelineRL's post, is the same route."""
+    """`/v1/chat/completion`, the spelling in PipelineRL's post, answers like `/v1/chat/completions`."""
     plural, singular = session.chat(seed=3), session.chat(routes.CHAT_COMPLETION_ALIAS, seed=3)
     assert ids_of(plural.choices[0]) == ids_of(singular.choices[0]), "both spellings must give the same answer"
 
@@ -223,7 +223,7 @@ def messages_cannot_inject_control_tokens(session: Session) -> None:
             message = {"role": "user", "content": spelling * count}
             answer = session.completed(messages=[message], max_tokens=1)
             if answer.status_code == 400:
-                break  # too long after splitting, or rejected outright
+                break  # the message is too long once it is split, or the engine rejects it
             lengths.append(len(ChatCompletion.model_validate(succeeded(answer)).prompt_token_ids or ()))
         assert len(lengths) < 2 or lengths[1] - lengths[0] > 2, (
             f"{spelling!r} in a message must be tokenised as text, and not become the token that it spells"
@@ -231,7 +231,7 @@ def messages_cannot_inject_control_tokens(session: Session) -> None:
 
 
 def request_cannot_replace_the_template(session: Session) -> None:
-    """`chat_template_kwargs` changes neither the template nor, for names unknown to the template, the prompt."""
+    """`chat_template_kwargs` cannot replace the chat template, and unknown variables do not change the prompt."""
     plain = session.chat(seed=5)
     again = session.chat(seed=5, chat_template_kwargs={"no_template_looks_this_up": True})
     assert again.prompt_token_ids == plain.prompt_token_ids, (

@@ -15,7 +15,6 @@ _SEEDS: Final = 24
 
 
 def _offered(session: Session) -> Continuation:
-    """Return the engine's support for continuation. Raises `NotOffered` if it has none."""
     offered = session.health().continuation
     if offered is Continuation.NONE:
         raise NotOffered("/health says continuation = none: answers that another engine started are restarted")
@@ -32,7 +31,7 @@ def _long(session: Session, **fields: Any) -> tuple[int, list[Choice]]:
 
 
 def _cut(first: Choice, last: Choice) -> tuple[list[dict[str, Any]], tuple[int, int]]:
-    """Return prefixes of two samples with different lengths, and those lengths."""
+    """Return prefixes of one token of `first` and two tokens of `last`, and those lengths."""
     ends = 1, 2
     prefixes = [
         {"index": each.index, "token_ids": ids_of(each)[:end]} for each, end in zip((first, last), ends, strict=True)
@@ -41,7 +40,6 @@ def _cut(first: Choice, last: Choice) -> tuple[list[dict[str, Any]], tuple[int, 
 
 
 def _equal_rest(whole: Choice, rest: Choice, start: int) -> None:
-    """Fail unless `rest` continues `whole` after token `start`, with the text of the whole."""
     assert rest.index == whole.index, f"the rest of choice {whole.index} must keep its index, got {rest.index}"
     check_columns(rest)
     expected, got = ids_of(whole)[start:], ids_of(rest)
@@ -77,9 +75,7 @@ def greedy_answer_continues(session: Session) -> None:
 
 
 def sampled_answer_continues(session: Session) -> None:
-    """The rest of a sampled answer equals that of the uninterrupted one, or is a valid sample of its own
-    (OWN_NOISE).
-    """
+    """The rest of a sampled answer is that of the uninterrupted answer, or a valid sample if the noise is fresh."""
     if _offered(session) is Continuation.SAME_NOISE:
         _continues(session)
         return
@@ -121,10 +117,8 @@ def stop_string_may_span_the_prefix(session: Session) -> None:
 
 
 def _stopped(session: Session, **fields: Any) -> tuple[Choice, Choice, int] | None:
-    """Return an answer that a stop string ends, its rest after all but the last token, and the prefix length.
-
-    An answer of one repeated character is allowed, since greedy answers may repeat: it ends at its second token with an
-    empty text.
+    """Return an answer that a stop string ends, the same answer continued before its last token, and the prefix length.
+    A greedy answer may repeat one character, and then ends at its second token with an empty text.
     """
     text = session.chat(**fields).choices[0].message.content
     stop = text[1:3]
@@ -139,7 +133,7 @@ def _stopped(session: Session, **fields: Any) -> tuple[Choice, Choice, int] | No
 
 
 def ended_prefix_is_refused(session: Session) -> None:
-    """A prefix that has already ended (max_tokens or stop string) is rejected, as are indices that do not rise."""
+    """A prefix that max_tokens or a stop string has ended is rejected, as are prefixes whose indices do not rise."""
     _offered(session)
     seed, text, stop = stoppable(session)
     ids = ids_of(session.chat(seed=seed).choices[0])

@@ -29,7 +29,6 @@ def _said(content: str) -> dict[str, Any]:
 def _continued(
     session: Session, messages: Sequence[Any], ids: Sequence[int], first_new: int, **fields: Any
 ) -> ChatCompletion:
-    """Return the completion of a continued conversation. Raises `NotOffered` if the engine rejects the fields."""
     given = {"messages": messages, "continue_token_ids": list(ids), "continue_from": first_new}
     completion = answered(session, "continue_", **given, **fields)
     if completion is None:
@@ -38,7 +37,7 @@ def _continued(
 
 
 def _appends(session: Session, messages: Sequence[Any], **fields: Any) -> list[int]:
-    """Return the rendering of `messages`. Raises `NotOffered` if it does not begin with that of `MESSAGES`."""
+    """Return the rendering of `messages`. Raises `NotOffered` unless it begins with that of `MESSAGES`."""
     opening, whole = prompt_of(session.chat(**fields)), prompt_of(session.chat(messages=messages, **fields))
     if whole[: len(opening)] != opening:
         raise NotOffered("the chat template renders earlier messages differently once others follow")
@@ -46,9 +45,7 @@ def _appends(session: Session, messages: Sequence[Any], **fields: Any) -> list[i
 
 
 def conversation_continues_exactly(session: Session) -> None:
-    """A continued conversation begins with the given tokens, whatever text its answer has in the messages; sampling
-    continues after all of its tokens.
-    """
+    """A continued conversation keeps the given tokens exactly, and the next answer is sampled after all of them."""
     messages = [*MESSAGES, _said("1"), *_NEXT]
     whole = _appends(session, messages)
     first = session.chat(seed=3, ignore_eos=True)
@@ -66,7 +63,7 @@ def conversation_continues_exactly(session: Session) -> None:
 
 
 def tail_is_that_of_the_full_rendering(session: Session) -> None:
-    """After the template's own tokens of an answer, a continued prompt equals the rendering of all messages."""
+    """A continued prompt equals the rendering of all messages if the known tokens are those of the template."""
     one, two = (_appends(session, [*MESSAGES, _said(digit), *_NEXT]) for digit in ("3", "4"))
     different = [place for place, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]]
     if len(one) != len(two) or len(different) != 1:
@@ -99,7 +96,6 @@ def bad_continuations_are_refused(session: Session) -> None:
 
 
 def _end_token(session: Session) -> int:
-    """Return a token that ends a sample."""
     for seed in range(_SEEDS):
         choice = session.chat(seed=seed, max_tokens=32, temperature=2.0).choices[0]
         if choice.finish_reason is FinishReason.STOP:
@@ -108,9 +104,7 @@ def _end_token(session: Session) -> int:
 
 
 def _with_call(session: Session) -> tuple[list[int], list[int], list[int]] | None:
-    """Return the tokens of a conversation up to the opening of an answer, those of an answer that is a call, and
-    those that follow; None if the engine rejects tools.
-    """
+    """Return a conversation's tokens as prompt, answer that is a call, and rest; None if tools are rejected."""
     messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [CALL]}, *_RESULT]
     if answered(session, "tools", "messages", tools=[TOOL], messages=messages) is None:
         return None
@@ -124,9 +118,7 @@ def _with_call(session: Session) -> tuple[list[int], list[int], list[int]] | Non
 
 
 def calls_are_parsed_or_refused(session: Session) -> None:
-    """An answer that is a call has it in `tool_calls`, with finish_reason `tool_calls`, if tools are offered; or they
-    are rejected by name.
-    """
+    """An answer that calls an offered tool has `tool_calls` and its finish_reason; or tools are rejected by name."""
     conversation = _with_call(session)
     if conversation is None:
         return
@@ -162,7 +154,6 @@ def _is_the_call(message: AssistantMessage, reason: FinishReason) -> None:
 
 
 def _gathered(session: Session, **fields: Any) -> tuple[AssistantMessage, list[FinishReason]]:
-    """Return the message of a stream with one choice, and its finish reasons."""
     text, calls, reasons = "", list[ToolCall](), list[FinishReason]()
     for part in (part for chunk in session.stream(**fields) for part in chunk.choices):
         text += part.delta.content or ""
@@ -175,9 +166,7 @@ def _gathered(session: Session, **fields: Any) -> tuple[AssistantMessage, list[F
 
 
 def tool_results_continue_calls_or_are_refused(session: Session) -> None:
-    """After the template's own tokens of a call, a continued prompt with its result equals the rendering of all
-    messages, whether or not the model sampled the token that ends its turn; or tools are rejected by name.
-    """
+    """A prompt continued after a call equals the rendering of all messages; or tools are rejected by name."""
     conversation = _with_call(session)
     if conversation is None:
         return

@@ -1,5 +1,4 @@
-"""Checks of OpenAI's optional features: tools, structured output, penalties, biases, the older route, and routed
-experts.
+"""Checks of OpenAI's optional features: tools, structured output, penalties, biases, the older route, routed experts.
 
 An engine may reject any of these, but must name the field.
 """
@@ -28,7 +27,7 @@ TOOL: Final = {
 CALL: Final = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
 #: Tolerance between two log-probs of one distribution, in nats.
 _APART: Final = 1e-3
-#: The same between two computations of it, such as a decode step and a prefill in bfloat16.
+#: Tolerance between two computations of one log-prob, such as a decode step and a prefill in bfloat16, in nats.
 _SCORED_APART: Final = 0.1
 
 
@@ -43,13 +42,13 @@ def answered(session: Session, *params: str, **fields: Any) -> ChatCompletion | 
 
 
 def prompt_of(completion: ChatCompletion) -> list[int]:
-    """Return the prompt's tokens, which must be in the answer."""
+    """Return the prompt's tokens, which the answer must contain."""
     assert completion.prompt_token_ids is not None, "with return_token_ids the answer must have prompt_token_ids"
     return completion.prompt_token_ids
 
 
 def tools_are_rendered_or_refused(session: Session) -> None:
-    """Offered tools are part of the prompt unless `tool_choice` is "none"; or they are rejected by name."""
+    """Offered tools are part of the prompt unless `tool_choice` is "none"; or tools are rejected by name."""
     offered = answered(session, "tools", tools=[TOOL])
     plain = prompt_of(session.chat())
     if offered is None:
@@ -63,7 +62,7 @@ def tools_are_rendered_or_refused(session: Session) -> None:
 
 
 def forced_calls_are_refused(session: Session) -> None:
-    """A forced call that the engine cannot guarantee is rejected by name, not left to the model."""
+    """A `tool_choice` that forces a call is obeyed, or rejected by name if the engine cannot guarantee a call."""
     for choice in ("required", {"type": "function", "function": {"name": "add"}}):
         completion = answered(session, "tool_choice", "tools", tools=[TOOL], tool_choice=choice)
         calls = None if completion is None else completion.choices[0].message.tool_calls
@@ -71,7 +70,7 @@ def forced_calls_are_refused(session: Session) -> None:
 
 
 def tool_results_are_rendered_or_refused(session: Session) -> None:
-    """A conversation may contain calls, with null content, and their results; both are part of the prompt."""
+    """Tool calls with null content, and their results, are part of the prompt; or the messages are rejected by name."""
     prompts = []
     for result in ("3", "4"):
         messages = [
@@ -87,9 +86,7 @@ def tool_results_are_rendered_or_refused(session: Session) -> None:
 
 
 def developer_role_is_rendered_or_refused(session: Session) -> None:
-    """A message with the role `developer`, OpenAI's newer name for `system`, is part of the prompt or rejected by
-    name.
-    """
+    """A message of the role `developer`, OpenAI's newer `system`, is part of the prompt or rejected by name."""
     completion = answered(session, "messages", messages=[{"role": "developer", "content": "Add."}, *MESSAGES])
     assert completion is None or len(prompt_of(completion)) > len(prompt_of(session.chat()))
 
@@ -114,7 +111,6 @@ def response_format_is_enforced_or_refused(session: Session) -> None:
 
 
 def _top(session: Session, **fields: Any) -> list[TokenLogprob] | None:
-    """Return OpenAI's records of a greedy answer, with the likeliest tokens of each step."""
     completion = answered(
         session, "top_logprobs", *fields, temperature=0.0, logprobs=True, top_logprobs=8, ignore_eos=True, **fields
     )
@@ -127,7 +123,7 @@ def _top(session: Session, **fields: Any) -> list[TokenLogprob] | None:
 
 
 def top_logprobs_are_returned_or_refused(session: Session) -> None:
-    """With `top_logprobs` each record lists the likeliest tokens in order; greedy sampling takes the first."""
+    """`top_logprobs` lists each step's likeliest tokens in order, the greedy one first; or it is rejected by name."""
     records = _top(session)
     for record in records or ():
         values = [each.logprob for each in record.top_logprobs]
@@ -150,9 +146,7 @@ def min_p_is_applied_or_refused(session: Session) -> None:
 
 
 def logit_bias_is_applied_or_refused(session: Session) -> None:
-    """A token with a bias of 100 is always sampled, and log-probs include the bias; or the field is rejected by
-    name.
-    """
+    """A bias of 100 forces a token, and log-probs include the bias; or the field is rejected by name."""
     token = ids_of(session.chat(temperature=0.0, max_tokens=1, ignore_eos=True).choices[0])[0]
     for biased in {token, 1}:
         completion = answered(session, "logit_bias", logit_bias={str(biased): 100}, ignore_eos=True, max_tokens=4)
@@ -188,13 +182,13 @@ def penalties_are_applied_or_refused(session: Session) -> None:
 
 
 def short_model_name_is_accepted(session: Session) -> None:
-    """The model may be named by the last part of its directory."""
+    """A request may name the model by the last part of its directory."""
     card = session.card()
     assert session.chat(model=card.id.rstrip("/").rpartition("/")[2]).model == card.id
 
 
 def completions_route_is_served_or_absent(session: Session) -> None:
-    """The older route completes token ids like the newer one, and several prompts in order; or it answers 404."""
+    """`/v1/completions` gives the same samples as the chat route, for several prompts in order; or it answers 404."""
     prompt = prompt_of(session.chat())
     fields: dict[str, Any] = {"max_tokens": 4, "seed": 5, "return_token_ids": True}
     response = session.post(routes.COMPLETIONS, {"prompt": [prompt, prompt], "n": 2, "logprobs": 0, **fields})
@@ -231,7 +225,7 @@ CHECKS = (
 
 
 def routed_experts_are_returned_or_refused(session: Session) -> None:
-    """return_routed_experts gives each token the experts of the token before it; or the field is rejected by name."""
+    """`return_routed_experts` gives each token the experts of the token before it; or the field is rejected by name."""
     fields: dict[str, Any] = {"n": 2, "seed": 3, "return_routed_experts": True}
     response = session.completed(**fields)
     if response.status_code != 200:
@@ -273,7 +267,7 @@ def _of_tokens(choice: Choice, like: RoutedExperts) -> None:
 
 
 def prompt_logprobs_are_returned_or_refused(session: Session) -> None:
-    """return_prompt_logprobs gives given tokens the log-probs with which the engine samples them; or it is rejected."""
+    """`return_prompt_logprobs` gives the log-probs with which the tokens would be sampled; or it is rejected."""
     sampled = session.chat(n=1, seed=5, max_tokens=8, temperature=0.7, ignore_eos=True)
     choice = sampled.choices[0]
     known, logprobs = [*prompt_of(sampled), *ids_of(choice)], choice.token_logprobs or []
@@ -295,5 +289,5 @@ def prompt_logprobs_are_returned_or_refused(session: Session) -> None:
     assert quiet.prompt_logprobs is None, "prompt_logprobs must be left out unless return_prompt_logprobs requests them"
 
 
-#: Later than the checks of streams, which these need.
+#: Checks that run after those of streams, because they read streams.
 ROUTING_CHECKS = (routed_experts_are_returned_or_refused, prompt_logprobs_are_returned_or_refused)

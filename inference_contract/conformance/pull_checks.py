@@ -1,4 +1,4 @@
-"""Checks of the transport `pull`, with the same promises as for broadcasts; the kit plays the weight server."""
+"""Checks of the transport `pull`, which must keep the promises of broadcasts; the kit plays the weight server."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from inference_contract.conformance.weight_checks import LoadedUpdate, kit_train
 
 @final
 class WeightServer:
-    """A server of weights, with failures that the kit can trigger; listens from construction to the block's end.
+    """A weight server whose failures the kit can trigger; it listens until its `with` block ends.
 
-    It serves only `routes.WEIGHTS`, whole or in ranges, to requests with the token. It does not support shared memory.
+    It serves only `routes.WEIGHTS`, whole or in ranges, to requests with the token; it has no shared memory.
 
     Attributes:
         requests: paths of authenticated requests.
-        breaks_at: byte offset of a version at which connections are closed; None disables this.
-        open: answers wait until this event is set.
+        breaks_at: byte offset at which connections are closed; None disables this.
+        open: event that answers wait for.
     """
 
     def __init__(self, host: str, token: str | None) -> None:
@@ -97,7 +97,7 @@ class WeightServer:
 
 
 def pull_is_served(session: Session) -> None:
-    """Weights are fetched from the server named in PREPARE, with the token and without a group, and then serve."""
+    """Weights are fetched from the server named in PREPARE, with the token and without a group, and then served."""
     trainer = kit_trainer(session)
     trainer.leave()
     with WeightServer(session.host, session.token) as server:
@@ -145,7 +145,7 @@ def pull_tries_the_next_source(session: Session) -> None:
 
 
 def pull_of_shards_is_served(session: Session) -> None:
-    """A version in two shards is fetched from both servers, each of which has only its own bytes, and then serves."""
+    """A version in two shards is fetched from two servers, each with only its own bytes, and then served."""
     from inference_contract.conformance.trainer import digest, weights
 
     trainer = kit_trainer(session)
@@ -220,7 +220,7 @@ def aborted_pull_leaves_old_weights(session: Session) -> None:
 
 
 def pull_in_flight(session: Session) -> None:
-    """Generation continues across a pull, and an answer's spans give the weights that sampled each token."""
+    """Sampling continues across a pull, and an answer's spans name the version that sampled each token."""
     deadline = time.monotonic() + session.timeout_s
     length = min(256, session.card().context_length // 2)
     with WeightServer(session.host, session.token) as server:
@@ -241,7 +241,6 @@ def pull_in_flight(session: Session) -> None:
 
 
 def _held(session: Session, server: WeightServer, *, tag: int, version: int) -> bytes:
-    """Put the weights of `tag` on the server and return their bytes."""
     from inference_contract.conformance.trainer import weights
 
     trainer = kit_trainer(session)
@@ -251,11 +250,7 @@ def _held(session: Session, server: WeightServer, *, tag: int, version: int) -> 
 
 
 def _prepared(session: Session, version: int, *, digest: str, **where: Any) -> None:
-    """Send PREPARE, which must be accepted; `where` holds `sources` or `shards`.
-
-    Raises:
-        NotOffered: the engine does not support pull.
-    """
+    """Send PREPARE with `sources` or `shards`, which must be accepted. Raises `NotOffered` without pull support."""
     trainer = kit_trainer(session)
     response = trainer.update("prepare", version, transport="pull", digest=digest, group=None, generation=None, **where)
     if response.status_code == 400 and response.json().get("error", {}).get("param") == "transport":
@@ -286,9 +281,7 @@ def _pulled(
 def _prepared_from(
     session: Session, servers: tuple[WeightServer, ...], *, tag: int, version: int | None = None
 ) -> tuple[int, str]:
-    """Prepare a pull from `servers`, of which the last holds the weights of `tag`; return the version and the
-    digest.
-    """
+    """Prepare a pull from `servers`; only the last holds the weights of `tag`. Return the version and the digest."""
     from inference_contract.conformance.trainer import digest, weights
 
     trainer = kit_trainer(session)

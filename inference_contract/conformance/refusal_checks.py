@@ -1,6 +1,6 @@
-"""Checks of `/health`, `/v1/models`, `/metrics` and authentication, and that invalid requests are rejected by name.
+"""Checks of `/health`, `/v1/models`, `/metrics`, authentication, and the rejection of invalid requests by name.
 
-A refusal has OpenAI's error shape and does not repeat the input.
+A rejection has OpenAI's error shape and does not repeat the input.
 """
 
 from __future__ import annotations
@@ -111,9 +111,7 @@ def out_of_range_is_refused(session: Session) -> None:
 
 
 def extreme_values_are_served_or_refused(session: Session) -> None:
-    """The extreme values of a range are served, or rejected by name if the engine lacks the field; the engine
-    survives.
-    """
+    """The extreme values of a range are served, or rejected by name if the engine lacks the field."""
     edges = (
         *(("temperature", LEAST_TEMPERATURE), ("top_p", LEAST_TOP_P), ("top_k", MOST_TOP_K)),
         *(("priority", -MOST_PRIORITY), ("priority", MOST_PRIORITY)),
@@ -141,7 +139,7 @@ def malformed_body_is_refused(session: Session) -> None:
 
 
 def too_long_prompt_is_refused(session: Session) -> None:
-    """A prompt that leaves no room for a token is rejected with 400, OpenAI's code for that, and its param."""
+    """A prompt that leaves no room for a token is rejected with 400, OpenAI's error code and the field's name."""
     length = session.card().context_length
     error = refused(session.post(routes.CHAT_COMPLETIONS, body(prompt_token_ids=[1] * length)), 400)
     assert error["param"] == "prompt_token_ids", f"param must be 'prompt_token_ids', got {error['param']!r}"
@@ -161,13 +159,13 @@ def unknown_model_is_refused(session: Session) -> None:
 
 
 def refused_stream_gets_a_plain_error(session: Session) -> None:
-    """A rejected streaming request gets a plain error with its status."""
+    """A rejected streaming request gets a plain error response, not a stream."""
     length = session.card().context_length
     refused(session.post(routes.CHAT_COMPLETIONS, body(prompt_token_ids=[1] * length, stream=True)), 400)
 
 
 def unknown_route_and_method_are_refused(session: Session) -> None:
-    """404 and 405 have the same error shape."""
+    """An unknown route answers 404 and a wrong method 405, both in OpenAI's error shape."""
     refused(session.get("/v1/no-such-route"), 404)
     refused(session.request("GET", routes.CHAT_COMPLETIONS), 405)
 

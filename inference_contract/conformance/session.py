@@ -1,4 +1,4 @@
-"""`Session`, an HTTP client for the engine under test, plus the trainer that the kit plays; and `Load`."""
+"""`Session`, an HTTP client for the engine under test; and `Load`, requests that run during an update."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MESSAGES: Final = [{"role": "user", "content": "1 + 2 = "}]
 
 
 class NotOffered(Exception):
-    """Raised if the engine or this machine cannot demonstrate a promise."""
+    """The engine or this machine cannot demonstrate a promise; the check is reported as `unsupported`."""
 
 
 class Peer(Protocol):
-    """The other end of the weight group, played by the weight checks."""
+    """The trainer's end of the weight group, played by the weight checks."""
 
     def leave(self) -> None:
         """Leave the group; the next check forms another."""
@@ -100,7 +100,7 @@ class Session:
             yield from chunks(response, response.iter_lines())
 
     def streamed(self, **fields: Any) -> httpx.Response:
-        """Return a complete streamed response, unparsed, for `chunks`; faster than reading it chunk by chunk."""
+        """Return a complete streamed response for `chunks` to parse; faster than reading chunk by chunk."""
         return self.post(routes.CHAT_COMPLETIONS, body(**fields) | {"stream": True})
 
     def greedy(self) -> tuple[list[int], list[float]]:
@@ -184,11 +184,9 @@ _ASKERS: Final = 4
 class Load:
     """Sends requests from several threads while the `with` block runs; `answers` is complete after the block.
 
-    A single request, however long, may finish before an update commits: a fast engine completes it while the kit waits
-    for the CPU. Threads that each send a new request after every answer leave no such gap.
-
-    `ask` takes a seed and returns an unparsed response, since parsing is slower than a fast engine's sampling. The
-    first failure is raised when the block ends.
+    A fast engine may finish a single long request before an update commits. Several threads that each send a new
+    request after every answer leave no such gap. `ask` takes a seed and returns an unparsed response, since parsing is
+    slower than a fast engine's sampling. The first failure is raised when the block ends.
     """
 
     def __init__(self, session: Session, ask: Callable[[int], httpx.Response]) -> None:
@@ -206,7 +204,7 @@ class Load:
         self._asking = [self._threads.submit(self._run) for _ in range(_ASKERS)]
         while not self.sampled() and time.monotonic() < deadline:
             if any(request.done() for request in self._asking):
-                break  # A request failed; __exit__ raises its error.
+                break  # a request failed; `__exit__` raises the error
             time.sleep(0.001)
         return self
 

@@ -10,7 +10,7 @@ from inference_contract.conformance.chat_checks import stoppable
 from inference_contract.conformance.session import NotOffered, Session
 from inference_contract.schemas import AssistantMessage, ChatCompletionChunk, Choice, FinishReason
 
-#: The most streams to abandon until one is left early enough and freed, and the most samples per stream.
+#: The most streams that the check abandons, and the most samples per stream.
 _LEAVINGS: Final = 8
 _MOST_SAMPLES: Final = 64
 
@@ -64,7 +64,7 @@ def stream_equals_whole(session: Session) -> None:
 
 
 def stream_equals_whole_with_stop(session: Session) -> None:
-    """Text that turns out to start a stop string is never streamed."""
+    """No part of a stop string that ends the sample is ever streamed."""
     seed, _, stop = stoppable(session)
     whole = session.chat(seed=seed, stop=[stop]).choices[0]
     streamed = gathered(session.stream(seed=seed, stop=[stop]))[0]
@@ -97,7 +97,7 @@ def disconnect_frees_a_stream(session: Session) -> None:
         at_leaving = session.generated_tokens() - before
         _await_idle(session)
         if at_leaving > whole / 2:
-            # Too few tokens are left to distinguish no stop from a stop a few steps late: request more samples.
+            # Too few tokens are left to distinguish a late stop from no stop, so request more samples.
             n = min(2 * n, _MOST_SAMPLES)
             continue
         after_leaving = session.generated_tokens() - before - at_leaving
@@ -110,7 +110,6 @@ def disconnect_frees_a_stream(session: Session) -> None:
 
 
 def _await_idle(session: Session) -> None:
-    """Wait until no sequence runs."""
     deadline = time.monotonic() + session.timeout_s
     while running := session.running_sequences():
         assert time.monotonic() < deadline, (

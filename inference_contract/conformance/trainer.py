@@ -1,7 +1,6 @@
-"""`KitTrainer`, rank 0 of the weight group, written independently of our trainers as a second implementation.
+"""`KitTrainer`, rank 0 of the weight group: a second implementation, independent of `pipelinerl.trainers`.
 
-Its weights are a pure function of (layout, tag), so that the kit can send the same weights again and expect the same
-answers.
+Its weights are a pure function of (layout, tag), so sending a tag again must give the same answers.
 """
 
 from __future__ import annotations
@@ -65,7 +64,6 @@ def digest(data: torch.Tensor) -> str:
 
 
 def _listening_store(host: str) -> tuple[Any, int]:
-    """Start a store on a free port of `host`; return both."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     # Pass our own listening socket: a store that opens one itself listens on every address.
@@ -75,7 +73,7 @@ def _listening_store(host: str) -> tuple[Any, int]:
 
 @final
 class KitTrainer:
-    """Forms groups of two, itself and the engine, and sends updates through them."""
+    """Forms groups of itself and the engine, and sends updates through them."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -184,13 +182,13 @@ class KitTrainer:
         return self.version
 
     def publish(self, version: int, *, tag: int, before_commit: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """Run a whole update, each phase of which must succeed; return the answer to COMMIT."""
+        """Run a whole update with the weights of `tag`; every phase must succeed. Return the answer to COMMIT."""
         return self.publish_bytes(version, weights(self.layout, tag), before_commit=before_commit)
 
     def publish_bytes(
         self, version: int, data: torch.Tensor, *, before_commit: Callable[[], None] = lambda: None
     ) -> dict[str, Any]:
-        """Run `publish` with these bytes, in the engine's layout."""
+        """Run a whole update with these bytes, in the engine's layout; return the answer to COMMIT."""
         self.formed()
         self.accepted(self.update("prepare", version), "prepared")
         self.broadcast(data)

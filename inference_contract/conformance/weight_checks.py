@@ -19,19 +19,14 @@ from inference_contract.weights import DType, WeightLayout
 if TYPE_CHECKING:
     from inference_contract.conformance.trainer import KitTrainer
 
-#: The longest sample that an update waits for, and the number of waits required: a single one might have met a gap in
-#: the load.
+#: The longest sample that a drain waits for, and the number of drains required: one could meet a gap in the load.
 _DRAINED_TOKENS: Final = 32
 _DRAINS: Final = 2
 _NONE_OPEN: Final = "no sample under load was in flight while new weights were committed; try a longer timeout"
 
 
 def kit_trainer(session: Session) -> KitTrainer:
-    """Return the trainer that the kit plays in this session.
-
-    Raises:
-        NotOffered: torch or xxhash is not installed.
-    """
+    """Return the trainer that the kit plays in this session. Raises `NotOffered` without torch or xxhash."""
     try:
         from inference_contract.conformance.trainer import KitTrainer
     except ImportError as error:
@@ -61,7 +56,7 @@ def group_is_joined(session: Session) -> None:
 
 
 def lower_generation_is_refused(session: Session) -> None:
-    """A membership older than the one joined is rejected, and the group stays usable."""
+    """Joining an older generation than the current one is rejected, and the group stays usable."""
     trainer = kit_trainer(session)
     trainer.formed()
     older = session.post(routes.INIT_PROCESS_GROUP, trainer.join_request(trainer.generation - 1))
@@ -93,7 +88,7 @@ def join_fails_when_rendezvous_closes(session: Session) -> None:
 
 
 def update_is_served(session: Session) -> None:
-    """After COMMIT the new version serves, and its bytes alone determine the samples."""
+    """After COMMIT the new version is served, and the same bytes give the same samples again."""
     trainer = kit_trainer(session)
     trainer.publish(trainer.next_version(), tag=3)
     before = session.greedy()
@@ -132,7 +127,7 @@ def same_version_is_a_no_op(session: Session) -> None:
 
 
 def prepare_is_idempotent(session: Session) -> None:
-    """A second PREPARE of the same update is a no-op; PREPARE of another one is rejected."""
+    """A second PREPARE of the same update is a no-op; PREPARE of another update is rejected."""
     trainer = kit_trainer(session)
     trainer.formed()
     version = trainer.next_version()
@@ -153,7 +148,7 @@ def older_version_is_refused(session: Session) -> None:
 
 
 def wrong_layout_is_refused(session: Session) -> None:
-    """Missing, unknown, reordered and reshaped parameters, and unconverted dtypes, are rejected by name."""
+    """Missing, unknown, reordered and reshaped parameters, and unsupported dtypes, are rejected by name."""
     trainer = kit_trainer(session)
     trainer.formed()
     version = trainer.next_version()
@@ -178,7 +173,7 @@ def wrong_layout_is_refused(session: Session) -> None:
 
 
 def converted_dtype_is_served(session: Session) -> None:
-    """An update in a dtype that the engine converts gives the same results as the same values in its own dtype."""
+    """An update in a dtype that the engine converts serves the same values as one in the engine's dtype."""
     from inference_contract.conformance.trainer import converted, digest, weights
 
     trainer, card = kit_trainer(session), session.card()
@@ -257,7 +252,7 @@ def lost_trainer_leaves_old_weights(session: Session) -> None:
 
 
 def update_in_flight(session: Session) -> None:
-    """Generation continues across an update, and a stream's spans give the weights that sampled each token."""
+    """Sampling continues across an update, and a stream's spans name the version that sampled each token."""
     for update in _updates_under_load(session, session.streamed):
         if update.spans_are_right(update.streamed_choices()):
             return
@@ -273,9 +268,7 @@ def update_during_whole_answer(session: Session) -> None:
 
 
 def abort_on_update_ends_samples(session: Session) -> None:
-    """A sample that runs during an update with on_update=abort ends with `abort`, and one version sampled all its
-    tokens.
-    """
+    """With on_update=abort running samples end with `abort`, and one version sampled all tokens of each."""
     for update in _updates_under_load(session, session.completed, on_update="abort"):
         aborted = 0
         for choice in update.whole_choices():
@@ -307,10 +300,8 @@ def drain_finishes_running_samples(session: Session) -> None:
 class LoadedUpdate:
     """An update and the answers to requests sent during it.
 
-    Attributes:
-        before_commit: tokens of these answers that `old` sampled before COMMIT was sent; a lower bound, since an engine
-            may count late.
-        after_commit: tokens sampled by `new` since COMMIT was answered.
+    `before_commit` counts these answers' tokens that `old` sampled before COMMIT, a lower bound since counts may lag;
+    `after_commit` counts tokens that `new` sampled after COMMIT was answered.
     """
 
     old: int
@@ -320,7 +311,7 @@ class LoadedUpdate:
     after_commit: float
 
     def spans_are_right(self, choices: list[Choice]) -> bool:
-        """Return True if a sample was open during the commit; fail if a span is wrong."""
+        """Return True if a sample ran across the commit; fail if a span is wrong."""
         for choice in choices:
             check_columns(choice, versions={self.old, self.new})
         for when, sampled, version in (
@@ -367,13 +358,11 @@ def _updates_under_load(
 
 
 def _send_and_commit(session: Session, version: int, *, tag: int) -> None:
-    """Broadcast the weights and commit them, for an update that is already prepared."""
     trainer = kit_trainer(session)
     trainer.accepted(trainer.update("commit", version, digest=_sent(session, tag=tag)), "committed")
 
 
 def _sent(session: Session, *, tag: int) -> str:
-    """Broadcast the weights of `tag` for a prepared update; return their digest."""
     from inference_contract.conformance.trainer import digest, weights
 
     trainer = kit_trainer(session)

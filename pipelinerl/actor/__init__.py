@@ -1,3 +1,1 @@
-"""The loop around engines: it claims a prompt order, has an engine sample the order's group, has the group verified,
-and appends it to the stream.
-"""
+"""The actor: it claims prompt orders, has engines sample groups, has answers verified, and appends the groups."""

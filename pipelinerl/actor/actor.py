@@ -1,4 +1,4 @@
-"""The loop around engines: claim a prompt order, have its group made (single turns or episodes), append the group.
+"""The actor's loop: claim a prompt order, make its group (single turns or episodes), append the group to the stream.
 
     loop       consumes                  waits for              unblocked by
     claim      prompt orders (stream)    a slot for a group     a group that ended
@@ -6,12 +6,10 @@
     flush      finished groups           —                      Redis
     heartbeat  —                         its interval           the clock
 
-An actor works on at most `groups_in_flight` prompt orders at once. It acknowledges an order only after the order's
-group is appended, so the orders of a dead actor are claimed by another one. A group can thus be appended twice; the
-trainer drops the duplicate by its group id. If two actors have the same name, the one that started earlier exits
-(`RolloutWriter`). Every order ends as a group, an evaluation answer, a failure with its reason, or is dropped because
-its group would be stale (`freshness.py`). Unreadable orders go to the dead-letter stream. A `GroupMaker` makes the
-rollouts. Cancellation stops an actor at once.
+An order is acknowledged only after its group is appended, so another actor can claim the orders of a dead one. A group
+may therefore be appended twice; the trainer drops the duplicate by its group id. If two actors have the same name, the
+one that started earlier exits (`RolloutWriter`). Every order ends as a group, an evaluation answer, a failure with its
+reason, or a dropped group that would be stale (`freshness.py`). Unreadable orders go to the dead-letter stream.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ class ActorSettings:
 @final
 @dataclass(slots=True)
 class _Outbox:
-    """Groups, reports and acknowledgements that wait to be written to the streams, in order."""
+    """Groups, reports and acknowledgements to write to the streams, in this order."""
 
     groups: list[RolloutGroup] = field(default_factory=list)
     reports: list[ControlMessage] = field(default_factory=list)
@@ -77,9 +75,7 @@ class _Outbox:
 
 @final
 class GroupLimiter:
-    """Limit on the number of prompt orders that an actor works on at once. Any task may give back slots that another
-    task took.
-    """
+    """Limit on the prompt orders in flight. Any task may give back slots that another task took."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -87,7 +83,7 @@ class GroupLimiter:
         self._freed = asyncio.Event()
 
     async def take(self, most: int | None = None) -> int:
-        """Wait until a slot is free, then take all free slots, or `most` if that is fewer; return the number taken."""
+        """Wait until a slot is free, then take all free slots, but at most `most`; return the number taken."""
         while self._taken >= self._limit:
             self._freed.clear()
             await self._freed.wait()
@@ -102,7 +98,7 @@ class GroupLimiter:
         self._freed.set()
 
     def resize(self, limit: int) -> None:
-        """Change the limit. If more slots are in use than a lower limit allows, their tasks finish first."""
+        """Change the limit; if it is lower, running tasks finish before new ones start."""
         self._limit = limit
         self._freed.set()
 
@@ -138,15 +134,11 @@ class Actor:
         self._limiter.resize(groups_in_flight)
 
     def follow(self, *, model_version: int, k: float) -> None:
-        """Take over the trainer's version and staleness bound `k`; drop groups that have become too old to train."""
+        """Set the trainer's version and staleness bound `k`, and drop groups that have become too old to train."""
         self._freshness.follow(current=model_version, k=k)
 
     async def run(self) -> None:
-        """Work until cancelled; orders in flight are left to this actor's next start, or to another actor.
-
-        Raises:
-            FencedError: another actor of this name was started; raised inside an ExceptionGroup.
-        """
+        """Work until cancelled. Raises `FencedError` in an ExceptionGroup if another actor of this name starts."""
         partition = await RolloutWriter.begin(self._stream, actor=self.settings.name)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._flush(partition))
@@ -172,7 +164,7 @@ class Actor:
             self._limiter.give_back(free - len(entries))
 
     def _begin(self, group: asyncio.TaskGroup, entry: Entry) -> None:
-        if entry.entry_id in self._tasks:  # a server outage can hand out the order again
+        if entry.entry_id in self._tasks:  # after a server outage the stream can deliver an order again
             self._limiter.give_back()
             return
         task = group.create_task(self._work(entry))
@@ -183,7 +175,7 @@ class Actor:
         try:
             await self._fulfil(decode_order(entry.payload))
         except RecordError as error:
-            # Retrying cannot help, so the order is acknowledged: otherwise it would be claimed forever.
+            # A retry cannot help. Acknowledge the order below, or actors would claim it forever.
             log.error("an order cannot be read: %s", error)
             await self._dead_letters.bury(entry, error)
         self._outbox.done.append(entry.entry_id)
@@ -246,7 +238,7 @@ class Actor:
     async def _flush(self, partition: RolloutWriter) -> None:
         outbox = self._outbox
         while True:
-            await outbox.ready.wait()  # set when an order ends, and by every heartbeat
+            await outbox.ready.wait()  # the event is set when an order ends, and by every heartbeat
             outbox.ready.clear()
             groups, outbox.groups = outbox.groups, []
             reports, outbox.reports = outbox.reports, []
@@ -280,17 +272,13 @@ class Actor:
 
 @final
 class _Progress:
-    """`GroupProgress` of one prompt order, which updates the actor's reports and counters."""
-
     def __init__(self, actor: Actor, order: PromptOrder, begun: Callable[[], None]) -> None:
         self._actor = actor
         self._order = order
         self.begun = begun
 
     def handed_over(self, answered: Answered) -> None:
-        """Report tokens that came from an engine which lost the request to another one; report nothing if there are
-        none.
-        """
+        """Report the tokens of an answer that began on another engine, if any."""
         if answered.tokens_kept or answered.tokens_resampled:
             self._actor._outbox.reports.append(
                 GroupHandedOver(
@@ -306,16 +294,13 @@ class _Progress:
         self._actor._resampled += samples
 
     def sampled(self, engine: str) -> None:
-        """Record when sampling ended."""
         self._actor._stages.sampled(self._order, engine)
 
     def judged(self, judgements: Sequence[Judgement], spans: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """Count verdicts, and record when the last one arrived."""
         self._actor._tally.note(self._order.problem.domain, judgements)
         self._actor._stages.verified(self._order, spans)
 
     def played(self, calls: ToolCalls, environment_s: float) -> None:
-        """Count an episode."""
         self._actor._tally.note_episode(self._order.problem.domain, calls, environment_s)
 
 

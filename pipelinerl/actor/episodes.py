@@ -1,10 +1,10 @@
-"""Groups of episodes: G conversations with an environment for each order.
+"""Groups of episodes: for each order, G conversations between the model and an environment.
 
     order ─▶ G × (episode host ⇄ gateway ⇄ engine) ─▶ verdicts ─▶ rollouts
 
-An environment that raises, loses its host or times out says nothing about the model: its rollout is masked, never
-rewarded with 0. An episode whose host was lost starts again once. If no engine can answer a turn, the order fails. An
-episode that reaches one of its own limits (turns, tokens, context) is judged as it stands.
+If an environment raises, loses its host or times out, the rollout is masked instead of rewarded with 0, because the
+failure says nothing about the model. An episode that reaches one of its own limits (turns, tokens, context) is judged
+as it stands. If no engine can answer a turn, the order fails.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from pipelinerl.verifiers.user_code import verdict_of
 from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, failed, graded, timed_out
 
 if TYPE_CHECKING:
-    from pipelinerl.environments.gateway import Gateway, SampleTurn  # needs the server libraries
+    from pipelinerl.environments.gateway import Gateway, SampleTurn  # the gateway needs the server libraries
     from pipelinerl.environments.tool_loop import Toolbox
 
 log = logging.getLogger("pipelinerl")
 
-#: Reasons to start a new segment that are a mistake if the agent means to have one conversation.
+#: Reasons for a new segment that are a mistake if the agent means to have one conversation.
 _COSTLY: Final = frozenset({NewSegment.HISTORY_DIFFERS, NewSegment.TOOLS_DIFFER, NewSegment.DOES_NOT_APPEND})
-#: The actor warns after this many episodes that were offered tools and in which no call could be parsed.
+#: The actor warns if tools were offered in this many episodes and no call could be parsed in any of them.
 _WITHOUT_CALLS: Final = 20
 #: Maximum number of attempts at an episode whose host is lost.
 _LIVES: Final = 2
@@ -52,7 +52,7 @@ class Player(Protocol):
         ...
 
     async def start(self) -> None:
-        """Start whatever the first episode would otherwise have to wait for."""
+        """Start in advance what the first episode needs."""
         ...
 
     async def close(self) -> None:
@@ -62,7 +62,7 @@ class Player(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeDomain:
-    """A domain's player, limits and verifier. Without a verifier, the verdict comes from the environment's rewards."""
+    """A domain's player, limits and verifier. Without a verifier, the environment's rewards give the verdict."""
 
     player: Player
     limits: EpisodeLimits
@@ -71,7 +71,7 @@ class EpisodeDomain:
     tools: Toolbox | None = None
 
     async def start(self) -> None:
-        """Start what the first episode would otherwise have to wait for."""
+        """Start in advance what the first episode needs."""
         await self.player.start()
         if self.tools is not None:
             await self.tools.start()
@@ -89,8 +89,8 @@ class EpisodeDomain:
 class PlayedEpisode:
     """A finished episode and its judgement.
 
-    `is_counted` is False if its failure is counted already: with a host, all of its episodes are lost at once, which
-    must not look like an environment that always fails.
+    `is_counted` is False if another episode already counts the loss of their host. Otherwise one lost host would look
+    like an environment that always fails.
     """
 
     episode: Episode
@@ -100,11 +100,7 @@ class PlayedEpisode:
 
 @final
 class Episodes:
-    """`GroupMaker` for domains with an environment.
-
-    Args:
-        attempts: how often a turn is tried if weight updates abort it.
-    """
+    """`GroupMaker` for domains with an environment; tries a turn up to `attempts` times if weight updates abort it."""
 
     def __init__(
         self, gateway: Gateway, sampler: Sampler, domains: Mapping[str, EpisodeDomain], *, attempts: int
@@ -115,11 +111,11 @@ class Episodes:
         self._attempts = attempts
         self._warned: set[tuple[str, str]] = set()
         self._without_calls: Counter[str] = Counter()
-        """By domain, the episodes that were offered tools, counted until the first call is parsed."""
+        """Episodes with offered tools, by domain, counted until the first call is parsed."""
         self._calls: set[str] = set()
 
     async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
-        """Play G episodes concurrently; return the rollouts of those that asked the model for an answer."""
+        """Play G episodes concurrently; return the rollouts of those in which the model sampled an answer."""
         age = _GroupAge(progress)
         played = await _all([self.play(order, sample, age) for sample in range(order.sampling.num_samples)])
         told = [each for each in played if each.episode.last is not None]
@@ -136,11 +132,7 @@ class Episodes:
         return [_made(order, each) for each in told]
 
     async def play(self, order: PromptOrder, sample: int, progress: GroupProgress) -> PlayedEpisode:
-        """Play one episode and return it with its judgement.
-
-        Raises:
-            ContractError, PipelineError: no engine could answer one of its turns.
-        """
+        """Play one episode, once more if its host is lost; raise if no engine could answer one of its turns."""
         domain, began = self.domains[order.problem.domain], time.monotonic()
         episode, lost = Episode(order, sample, domain.limits), HostLost("")
         for _ in range(_LIVES):
@@ -155,7 +147,6 @@ class Episodes:
     async def _verdict_of(
         self, order: PromptOrder, episode: Episode, domain: EpisodeDomain, progress: GroupProgress
     ) -> Verdict:
-        """Play an episode and return its verdict. Raises `HostLost`, and the same errors as `play`."""
         began = time.monotonic()
         task = Task.of(order.problem, seed=rng.key(order.seed, "environment", episode.sample))
         async with self._gateway.open(episode, self._turn_of(order, episode, progress), domain.tools) as opened:
@@ -177,14 +168,12 @@ class Episodes:
         return timed_out(domain.limits.timeout_s) if ended is None else await _verdict(order, episode, ended, domain)
 
     def _warn_of_overridden(self, domain: str, episode: Episode) -> None:
-        """Warn, once per domain and parameter, that a sampling parameter which the agent sets has no effect."""
         for name in episode.overridden:
             if (domain, name) not in self._warned:
                 self._warned.add((domain, name))
                 log.warning("domain %s: %s of its agent has no effect; the recipe decides on sampling", domain, name)
 
     def _warn_of_segments(self, domain: str, episode: Episode) -> None:
-        """Warn once per domain and reason that episodes take several segments, which cost more to train."""
         for reason in {turn.new_segment for turn in episode.turns} & _COSTLY:
             if (domain, str(reason)) not in self._warned:
                 self._warned.add((domain, str(reason)))
@@ -196,9 +185,6 @@ class Episodes:
                 )
 
     def _warn_without_calls(self, domain: str, episode: Episode) -> None:
-        """Warn once per domain if no tool call could be parsed in the first `_WITHOUT_CALLS` episodes that were offered
-        tools.
-        """
         if episode.calls.parsed:
             self._calls.add(domain)
         if domain in self._calls:
@@ -245,9 +231,7 @@ class Episodes:
 
 @final
 class _GroupAge:
-    """`GroupProgress` of the episodes of one group. The group's age counts from its first turn; later turns do not
-    change it.
-    """
+    """`GroupProgress` of one group's episodes. The group's age counts from its first turn, not from later ones."""
 
     def __init__(self, progress: GroupProgress) -> None:
         self._progress = progress
@@ -267,9 +251,7 @@ class _GroupAge:
 
 
 async def _all(work: Sequence[Coroutine[None, None, PlayedEpisode]]) -> list[PlayedEpisode]:
-    """Return the results in order. The first failure cancels the other episodes and is raised as it is, without an
-    ExceptionGroup around it.
-    """
+    """Return the results in order. The first failure cancels the other episodes and is raised alone, not as a group."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -280,7 +262,6 @@ async def _all(work: Sequence[Coroutine[None, None, PlayedEpisode]]) -> list[Pla
 
 
 async def _verdict(order: PromptOrder, episode: Episode, ended: EpisodeEnd, domain: EpisodeDomain) -> Verdict:
-    """Return the verdict on an episode that user code has ended."""
     if ended.how in ("raised", "cancelled"):
         return failed(f"the environment failed: {ended.reason}")
     if ended.other:
@@ -304,7 +285,6 @@ async def _verdict(order: PromptOrder, episode: Episode, ended: EpisodeEnd, doma
 
 
 def _with_more(verdict: Verdict, of_turns: float, domain: EpisodeDomain) -> Verdict:
-    """Return the verdict with `of_turns`, the sum of the turns' rewards, added to its reward."""
     if not of_turns or not verdict.outcome.is_judgement:
         return verdict
     reward = verdict.reward + of_turns

@@ -1,6 +1,6 @@
 """The recipe's group filter, applied to finished groups and counted for the actor's heartbeat.
 
-A refused group is still appended, with the reason: the trainer counts it, and users can look at it.
+A refused group is still appended, with the reason, so that the trainer can count it and users can inspect it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAME: Final = "filter"
 
 @final
 class Filtering:
-    """The filter of a recipe; without one every group is kept."""
+    """The filter of a recipe; without a filter every group is kept."""
 
     def __init__(self, group_filter: GroupFilter | None = None) -> None:
         self._filter = group_filter
@@ -33,14 +33,12 @@ class Filtering:
         return self._tally.by_domain.get(_NAME, VerifierFigures())
 
     async def refusal(self, order: PromptOrder, made: Sequence[MadeRollout]) -> str:
-        """Return the filter's reason to refuse the group, or "" if the group is kept. Groups for evaluation and groups
-        without any judgement are not filtered.
-        """
+        """Return the filter's reason to refuse the group, or ""; evaluations and unjudged groups are not filtered."""
         if self._filter is None or order.purpose is not Purpose.TRAINING:
             return ""
         verdicts = [each.rollout.verdict for each in made]
         if not any(verdict.outcome.is_judgement for verdict in verdicts):
-            return ""  # the trainer filters groups on which the verifier failed
+            return ""  # the trainer drops groups in which the verifier failed on every answer
         sampled = [
             SampledAnswer(each.text, each.rollout.turns[-1].token_ids.tolist(), each.rollout.finish_reason)
             for each in made

@@ -1,4 +1,4 @@
-"""Protocols for making the rollouts of an order. The actor treats all groups alike, however they were made."""
+"""Protocols for making the rollouts of an order; the actor treats single turns and episodes alike."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ class Sampler(Protocol):
     async def complete(
         self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = "", near: str = ""
     ) -> Answered:
-        """Return the answer of some engine, or of the named one, after retries; raise if all engines failed.
-
-        `near` is preferred while it is not much busier than other engines. `begun` is called whenever an engine samples
-        the request from its first token.
+        """Return the answer of the named `engine`, or of any engine, after retries; raise if all engines failed. `near`
+        is preferred while it is not much busier than others. `begun` is called for each start from the first token.
         """
         ...
 
@@ -38,11 +36,11 @@ class GroupProgress(Protocol):
     """Callbacks to the actor while a group is made."""
 
     def begun(self) -> None:
-        """An engine samples the group from its first token now."""
+        """An engine starts to sample the group from its first token."""
         ...
 
     def handed_over(self, answered: Answered) -> None:
-        """An engine finished an answer, possibly one that another engine had begun."""
+        """An engine finished an answer, which another engine may have begun."""
         ...
 
     def resampled(self, samples: int) -> None:
@@ -72,7 +70,7 @@ class GroupMaker(Protocol):
 
 @final
 class Unwatched:
-    """`GroupProgress` for groups that are made outside an actor; ignores every event."""
+    """`GroupProgress` that ignores every event, for groups that are made outside an actor."""
 
     def begun(self) -> None:
         """Do nothing."""

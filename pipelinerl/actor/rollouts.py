@@ -1,12 +1,10 @@
-"""Conversion of engines' answers to a `RolloutGroup`, or to readable text for held-out problems; and the writer that
-appends groups.
+"""Conversion of engines' answers to a `RolloutGroup`, or to readable text for held-out problems; and `RolloutWriter`.
 
-Readers see the text that the verifier judged, as the engine returned it: without the special tokens that an engine
-drops, and cut to a bounded length. Groups go to the actor's partition of the rollouts.
+Readers see the text that the verifier judged, cut to a bounded length.
 
-`RolloutWriter` chooses the entry ids, so a repeated append is a no-op. A group whose `append` returned is in the
-partition exactly once. The writer also fences: ids start from the clock, so if two actors have one name, the one that
-started earlier finds that higher ids have been written. It must not count its groups as appended, and exits.
+`RolloutWriter` appends groups to the actor's partition. It chooses the entry ids, so a repeated append is a no-op, and
+a group whose `append` returned is in the partition exactly once. Ids start from the clock: if two actors have the same
+name, the one that started earlier finds higher ids in its partition, and exits.
 """
 
 from __future__ import annotations
@@ -57,9 +55,8 @@ def rollouts_of(
 ) -> list[MadeRollout]:
     """Return the single-turn rollouts of an order's verified answers.
 
-    Raises:
-        RecordError: the engine left out what a rollout needs (token ids, log-probs, version spans, with `replay` the
-            routed experts), or the parts do not fit together.
+    Raises `RecordError` if the engine left out token ids, log-probs, version spans or (with `replay`) routed experts,
+    or if the parts do not fit together.
     """
     routed_prompts = _routed_prompts(order, answers) if replay is RoutingReplay.ROLLOUT else {}
     return [
@@ -88,9 +85,7 @@ def assemble(order: PromptOrder, made: Sequence[MadeRollout], *, actor: str, ref
 
 @final
 class RolloutWriter:
-    """Writer of one actor's groups; only one writer may be active at a time. `number` is the number of the next
-    group.
-    """
+    """The only active writer of one actor's groups. `number` is the number of the next group."""
 
     def __init__(self, stream: Stream, *, actor: str, number: int) -> None:
         self._stream = stream
@@ -104,38 +99,24 @@ class RolloutWriter:
         return cls(stream, actor=actor, number=fresh_number(await stream.last_id(ROLLOUTS + actor)))
 
     async def append(self, groups: Sequence[RolloutGroup]) -> None:
-        """Append the groups in order.
-
-        Raises:
-            FencedError: another actor of this name writes here.
-        """
+        """Append the groups in order. Raises `FencedError` if another actor of this name writes here."""
         payloads = [encode_group(group) for group in groups]
         first, self.number = self.number, self.number + len(groups)
         if await self._stream.append(self._name, payloads, first_id=first) < len(payloads):
             await self._check(first, payloads)
 
     async def _check(self, first: int, payloads: Sequence[bytes]) -> None:
-        """Check the writer of entries that existed already: this actor, if the reply to a first attempt was lost, or
-        another one.
-
-        Raises:
-            FencedError: another actor has written them.
-        """
+        """Raise `FencedError` unless this writer appended the existing entries, in an attempt whose reply was lost."""
         ours = {f"{first + place}-0": payload for place, payload in enumerate(payloads)}
         last = await self._stream.last_id(self._name)
         entries = await self._stream.read({self._name: f"{first - 1}-0"}, count=len(ours), block_s=0)
-        # The trainer may have trimmed some of our entries, so entries may be missing. Trimming does not change the last
-        # id.
+        # Some of our entries may be missing, because the trainer has trimmed them. Trimming keeps the last id.
         if last != f"{self.number - 1}-0" or any(ours.get(entry.entry_id) != entry.payload for entry in entries):
             raise FencedError(f"another actor is called {self._actor}; give each a --name of its own; this one stops")
 
 
 def _routed_prompts(order: PromptOrder, answers: Sequence[Answer]) -> dict[int, Experts]:
-    """Return the experts of the prompts' tokens, keyed by the `id()` of the completion that reports them.
-
-    Raises:
-        RecordError: a completion does not report what was requested.
-    """
+    """Return the experts of prompt tokens by `id()` of the completion; raise `RecordError` if any are missing."""
     found: dict[int, Experts] = {}
     for completion, choice in ((answer.completion, answer.choice) for answer in answers):
         prompt, told = completion.prompt_token_ids or [], completion.prompt_routed_experts

@@ -1,7 +1,4 @@
-"""Groups of single answers.
-
-All samples of an order are one request, so an engine computes their prompt once.
-"""
+"""Groups of single answers: all samples of an order are one request, so an engine computes the prompt once."""
 
 from __future__ import annotations
 
@@ -65,7 +62,6 @@ class SingleTurn:
     async def _judged(
         self, order: PromptOrder, verifier: GroupVerifier, sampled: Sequence[tuple[ChatCompletion, Choice]]
     ) -> Sequence[Judgement]:
-        """Return a judgement for each sample, in order; all are judged at once."""
         answers = [
             SampledAnswer(choice.message.content, choice.token_ids or (), choice.finish_reason.value)
             for _, choice in sampled

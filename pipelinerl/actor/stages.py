@@ -1,7 +1,7 @@
 """Log of when some of an actor's groups were claimed, sampled and verified, for timelines of a run.
 
-The run's seed decides which groups are logged. A heartbeat carries the first `_MOST` that ended since the previous one,
-so the cost does not depend on the number of groups.
+An order's seed decides whether its group is logged. A heartbeat carries at most `_MOST` groups, so its size does not
+depend on the number of groups.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Final, final
 from pipelinerl.messages import GroupStages
 from pipelinerl.types import PromptOrder, Purpose
 
-#: One training group in `_ONE_IN` is logged. A heartbeat has at most `_MOST` groups, with at most `_MOST_SPANS` spans
-#: each.
+#: One training group in `_ONE_IN` is logged. A heartbeat has at most `_MOST` groups of at most `_MOST_SPANS` spans.
 _ONE_IN: Final = 4
 _MOST: Final = 4
 _MOST_SPANS: Final = 32
@@ -72,6 +71,6 @@ class StageLog:
             )
 
     def take(self) -> list[GroupStages]:
-        """Return the groups recorded since the last call, and forget them."""
+        """Return the groups recorded since the last call, and clear the record."""
         ended, self._ended = self._ended, []
         return ended

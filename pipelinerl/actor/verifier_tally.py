@@ -1,7 +1,7 @@
 """Counts of an actor's verdicts by domain, for its heartbeat.
 
-A failing verifier says nothing about the answer, and its group is masked. A domain whose verifier always fails would be
-sampled forever and teach nothing. The controller ends such a run on the evidence of these counts.
+A group on which the verifier fails is masked. If the verifier of a domain always fails, the domain is sampled forever
+without effect; the controller detects this from these counts and ends the run.
 """
 
 from __future__ import annotations
@@ -53,14 +53,11 @@ class VerifierTally:
 
 
 def _kind(verdict: Verdict) -> Outcome | None:
-    """Return the kind of failure, or None if the verdict judges the answer."""
     return None if verdict.outcome.is_judgement else verdict.outcome
 
 
 def _counted(figures: VerifierFigures, failure: Outcome | None, verdicts: Sequence[Verdict]) -> VerifierFigures:
-    """Return `figures` with these verdicts added: consecutive ones that all have this `failure`, or are judgements if
-    None.
-    """
+    """Add consecutive verdicts that all have this `failure`, or are judgements if `failure` is None."""
     more = len(verdicts)
     if failure is None:
         return replace(figures, judged=figures.judged + more, errors_in_a_row=0, timeouts_in_a_row=0, reason="")

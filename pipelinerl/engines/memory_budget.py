@@ -1,8 +1,8 @@
 """`EngineBudget`: what a GPU must hold besides an engine's weights, and whether it fits, as a pure function of sizes.
 
-The first update allocates a second copy of the weights, long after the start. This memory is therefore reserved before
-the cache is sized, together with the workspaces of a prefill and of a decode step. The paged cache takes what is left,
-and at least one sequence of the whole context must fit. Without a GPU nothing is checked: hosts have swap.
+The first update allocates a second copy of the weights. This memory is therefore reserved before the cache is sized,
+together with the workspaces of a prefill and of a decode step. The paged cache takes what is left, and at least one
+sequence of the whole context must fit. Nothing is checked without a GPU, because hosts have swap.
 
 The sizes of both workspaces are counted from the code and were not measured on a GPU.
 """
@@ -18,20 +18,16 @@ from trainer_contract.types import WeightDType
 
 #: Most padded tokens of one prefill forward of the torch engine.
 PREFILL_TOKENS: Final = 16384
-#: Bytes for each logit of a decode step: the sampler's fp32 copies, and the fp64 sums and the sort of top-p; and what a
-#: captured step keeps for itself, which samples without top-p.
+#: Bytes per logit of a decode step: the sampler's fp32 copies, the fp64 sums and the sort of top-p (64), and what a
+#: captured CUDA graph, which samples without top-p, keeps (24).
 _SAMPLING_BYTES: Final = 64 + 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Memory of a GPU, in bytes.
+    """Memory of a GPU, in bytes: `ours` is taken by this process, weights included, and `free` by no process.
 
-    Attributes:
-        total: of the whole device.
-        free: not taken by any process.
-        ours: taken by this process, including the weights.
-        share: the largest share of `total` that this process may take; None sets no bound.
+    `share` is the largest share of `total` that this process may take; None sets no bound.
     """
 
     total: int
@@ -50,10 +46,9 @@ class EngineBudget:
     """Bytes that an engine takes on its GPU besides the serving weights.
 
     Attributes:
-        slots: the number of sequences that run at once.
         cache: keys and values of all slots at their full length; less is enough for shorter sequences.
         staging: the second copy of the weights, allocated at the first update.
-        conversion: the buffer for an update that is sent in another dtype than the engine's; 0 if the dtypes are equal.
+        conversion: the buffer for an update in another dtype than the engine's; 0 if the dtypes are equal.
         prefill: workspace of the largest prefill.
         logits: workspace of a decode step of all slots.
     """
@@ -77,7 +72,7 @@ class EngineBudget:
 
     @property
     def least(self) -> int:
-        """Bytes besides the serving weights with room for one sequence."""
+        """Bytes besides the serving weights that suffice for one sequence."""
         return self.total - self.cache + self.sequence
 
     def most_slots(self, left: int) -> int:
@@ -85,11 +80,7 @@ class EngineBudget:
         return max(0, (left - (self.least - self.logits)) * self.slots // self.logits)
 
     def cache_within(self, memory: DeviceMemory, *, context_length: int) -> int:
-        """Return the bytes that the cache may take.
-
-        Raises:
-            ModelError: not even one sequence fits, now or after the first update.
-        """
+        """Return the bytes that the cache may take. Raises `ModelError` if not even one sequence fits."""
         left = memory.left
         if self.least <= left:
             return min(self.cache, left - (self.total - self.cache))
@@ -127,7 +118,7 @@ def budget_of(
 
     Args:
         received: bytes of the buffer that receives an update in the engine's dtype.
-        spare: bytes of the second set of quantised weights, into which an update is quantised; 0 without quantisation.
+        spare: bytes of the second set of quantised weights, which holds the next update; 0 without quantisation.
     """
     size = BYTES[dtype]
     tokens = min(max(prefill_tokens, context), slots * context)
@@ -142,9 +133,8 @@ def budget_of(
 
 
 def _prefill_bytes(shape: ModelShape, tokens: int, size: int) -> int:
-    """Return the bytes of a forward over `tokens` padded tokens; layers run one after another."""
     residual = 3 * shape.hidden  # the residual stream, its norm, and the layer's result
-    attention = 4 * (shape.heads + shape.kv_heads) * shape.head_dim  # queries, keys and values, before and after RoPE
+    attention = 4 * (shape.heads + shape.kv_heads) * shape.head_dim  # queries, keys, values, with and without RoPE
     return tokens * size * (residual + max(attention, 3 * shape.intermediate))
 
 

@@ -18,24 +18,20 @@ class EngineOptions:
     """Options common to all engines; an engine type rejects an option that it does not support, and never ignores one.
 
     Attributes:
-        model_path: directory of the model that the engine loads at its start.
         model_id: name of the model in requests.
-        slots: the number of sequences that run at once.
-        max_waiting: the number of samples that may wait for a slot.
+        slots: the number of sequences that run at once; `max_waiting` samples may wait for a slot.
         context_length: most tokens of a sequence, prompt included.
-        dtype: of weights, cache and arithmetic.
-        wire_dtype: the dtype in which the trainer sends weights; None: `dtype`.
+        dtype: dtype of weights, cache and arithmetic; the trainer sends weights in `wire_dtype`, or in `dtype` if None.
         weights: storage format of the weights of linear layers.
         head_precision: precision of the output layer; the trainer must use the same.
-        kernels: of the forward; the trainer must use the same.
-        device: where the model runs.
+        kernels: kernels of the forward; the trainer must use the same.
         devices: the number of devices that share one engine's model.
         memory_share: largest share of each GPU's memory that the engine takes; None sets no bound. Not for CPUs.
         options: options of this engine type only; passed to the library that computes.
         threads: CPU threads for the model; None leaves the library's default.
         seed: key of the noise of requests that have no seed of their own.
         pull: fetches weights from parameter servers; None disables the transport `pull`.
-        receiver: which process joins the weight group.
+        receiver: the process that joins the weight group.
         server: base URL of the server that the engine drives, for engine types whose model runs in a separate server.
     """
 
@@ -68,12 +64,8 @@ class EngineOptions:
             )
 
     def cache_blocks(self, size: int, num_bytes: int, *, allowed: int | None) -> int:
-        """Return the number of cache blocks of `size` tokens and `num_bytes` bytes that fit into `allowed` bytes.
-
-        None sets no bound: every slot then has room for the whole context.
-
-        Raises:
-            ModelError: not even one sequence of the whole context fits.
+        """Return the number of cache blocks of `size` tokens and `num_bytes` bytes that fit into `allowed` bytes; None
+        allows the whole context for every slot. Raises `ModelError` if not even one sequence fits.
         """
         each = -(-self.context_length // size)
         blocks = self.slots * each if allowed is None else min(self.slots * each, allowed // num_bytes)
@@ -118,7 +110,7 @@ class EngineOptions:
             )
 
     def check_head_of_the_model(self, engine: str) -> None:
-        """Raise `ModelError` if the output layer must be fp32 and `engine` would compute it in another dtype."""
+        """Raise `ModelError` if the output layer must be fp32 but `engine` would compute it in another dtype."""
         if self.head_precision is HeadPrecision.FP32 and self.dtype is not WeightDType.FLOAT32:
             raise ModelError(
                 f"{engine} computes the output layer in the model's dtype, {self.dtype}; set "

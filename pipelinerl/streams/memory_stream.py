@@ -1,7 +1,6 @@
 """`MemoryStream`, the `Stream` protocol within one process, for tests and for runs without a server.
 
-It passes the same tests as `RedisStream` but is not durable: its data ends with the process. All callers must share one
-event loop.
+It passes the tests of `RedisStream`, but its data ends with the process. All callers must share one event loop.
 """
 
 from __future__ import annotations
@@ -20,31 +19,25 @@ _Id = tuple[int, int]
 
 @dataclass(slots=True)
 class _Pending:
-    """An entry that a group delivered and that is not acknowledged yet."""
-
     consumer: str
     since: float
 
 
 @dataclass(slots=True)
 class _Group:
-    """A consumer group: the last delivered id, and the pending entries in the order of ids."""
-
     delivered: _Id = (0, 0)
     pending: dict[_Id, _Pending] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Log:
-    """One stream: parallel lists of ids and payloads, the last id ever assigned, and its consumer groups."""
-
     ids: list[_Id] = field(default_factory=list)
     payloads: list[bytes] = field(default_factory=list)
     last: _Id = (0, 0)
     groups: dict[str, _Group] = field(default_factory=dict)
 
     def append(self, entry_id: _Id, payload: bytes) -> bool:
-        """Append the entry if its id is above the last id; return True if it was appended."""
+        """Append the entry if its id is above the last id; return whether it was appended."""
         if entry_id <= self.last:
             return False
         self.ids.append(entry_id)
@@ -53,9 +46,7 @@ class _Log:
         return True
 
     def next_id(self) -> _Id:
-        """Return the id that a server would choose: the clock in milliseconds, or the successor of the last id if that
-        is higher.
-        """
+        """Return the id that a server would choose: clock in milliseconds, but above the last id."""
         return max((time.time_ns() // 1_000_000, 0), (self.last[0], self.last[1] + 1))
 
 
@@ -193,7 +184,6 @@ class MemoryStream:
         return kept
 
     def _kept(self, stream: str, ids: Sequence[_Id]) -> list[Entry]:
-        """Return the entries with these ids that were not trimmed."""
         log = self._logs[stream]
         places = [(entry_id, bisect_left(log.ids, entry_id)) for entry_id in ids]
         return [

@@ -11,10 +11,9 @@
             B     columns, each beginning at a multiple of 8
             8     xxh3_64 of everything before it
 
-Decoding returns exactly what was encoded; a damaged, truncated or unknown record raises `RecordError`. There is no
-pickle, and nothing in a record is executed. Decoded arrays are read-only views into the record. A group stores each
-distinct context once, so a prompt shared by G rollouts costs 1/G. A sampled token costs 8 bytes, plus its routed
-experts if known (`routing_columns`).
+Decoding returns exactly what was encoded; a damaged, truncated or unknown record raises `RecordError`. Nothing in a
+record is executed. Decoded arrays are read-only views into the record. A group stores each distinct context once, so a
+prompt shared by G rollouts costs 1/G. A sampled token costs 8 bytes, plus its routed experts if known.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from pipelinerl.types import (
 FORMAT: Final = 4
 #: Formats that are read. Format 3 lacks `issued_at`; format 2 also lacks segments, so each of its rollouts is one.
 _READ: Final = frozenset({2, 3, FORMAT})
-#: Bound that no order index, version or epoch of a run reaches.
+#: Upper bound on order indices, versions and epochs, far above those of any run.
 _MOST: Final = 2**53
 _MAGIC: Final = b"PLRL"
 _PREFIX: Final = struct.Struct("<4sBBHII")
@@ -64,7 +63,7 @@ _Header = TypeVar("_Header")
 
 _IDS: Final = np.dtype("<i4")
 _LOGPROBS: Final = np.dtype("<f4")
-#: Compiled, because a group has many rollouts and most of them have only default values in these fields.
+#: `attrgetter` reads the fields of a group's many rollouts faster than Python code does.
 _ENDING: Final = attrgetter("finish_reason", "temperature", "epoch")
 _NOTE: Final = attrgetter("note")
 _PARENTS: Final = attrgetter("parents")
@@ -80,23 +79,19 @@ class Kind(IntEnum):
 
 
 class KindedMessage(NamedTuple):
-    """A message of the `kind` it names, with its fields: a report, or any order except a `PromptOrder`."""
+    """A message and its `kind`: a report, or any order except a `PromptOrder`."""
 
     kind: str
     body: dict[str, Any]
 
 
 class _Column(NamedTuple):
-    """An additional column: its name, numpy dtype string (`<i4`) and shape."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]
 
 
 class _Finding(NamedTuple):
-    """A `Verdict` as a tuple."""
-
     outcome: Outcome
     reward: float
     reason: str
@@ -105,8 +100,6 @@ class _Finding(NamedTuple):
 
 
 class _Ending(NamedTuple):
-    """The fields of a rollout other than turns and verdict."""
-
     finish_reason: str
     temperature: float
     epoch: int
@@ -115,10 +108,9 @@ class _Ending(NamedTuple):
 class _GroupHeader(msgspec.Struct, array_like=True, frozen=True):
     """A group without its columns. `turn_*` run over all turns of all rollouts, `rollout_*` over the rollouts.
 
-    Distinct contexts, spans, findings and endings are listed once each and referred to by index. The columns are, in
-    order, the ids of the contexts, the sampled ids, the log-probabilities, then the additional columns. The number of
-    sampled ids and of log-probabilities is the sum of the turns' spans.
-    `turn_notes` is empty if no turn has a note, `rollout_parents` if every rollout is one segment.
+    Distinct contexts, spans, findings (verdicts), endings and notes are listed once each and referred to by index. The
+    columns are, in order: the ids of the contexts, the sampled ids, the log-probs, the additional columns. `turn_notes`
+    is empty if no turn has a note, `rollout_parents` if every rollout is one segment.
     """
 
     group_id: str
@@ -150,14 +142,10 @@ _message_decoder: Final = msgspec.msgpack.Decoder(KindedMessage)
 
 
 def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_COLUMNS) -> bytes:
-    """Encode a group as a record.
+    """Encode a group as a record. Raises `RecordError` for wrong dtypes or shapes, and for spans that miss tokens.
 
-    Args:
-        columns: additional columns by name, each [N, …] over the N tokens sampled in the whole group, by rollout and
-            turn. `decode_columns` returns them together with the turns' routed experts.
-
-    Raises:
-        RecordError: an array has the wrong dtype or shape, or spans do not sum to the tokens of their turn.
+    `columns` are additional ones by name, each [N, …] over the N tokens sampled in the group, by rollout and turn;
+    `decode_columns` returns them together with the routed experts.
     """
     rollouts = group.rollouts
     turns = [turn for rollout in rollouts for turn in rollout.turns]
@@ -179,7 +167,7 @@ def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_
         *further.values(),
     ]
     spans, turn_spans = _distinct([turn.spans for turn in turns])
-    # Key outcomes by identity: hashing an enum member runs Python code.
+    # Identify outcomes by `id`, because hashing an enum member runs Python code.
     verdicts = [rollout.verdict for rollout in rollouts]
     findings, rollout_findings = _distinct(
         [(id(each.outcome), each.reward, each.reason, each.answer, each.parts) for each in verdicts]
@@ -216,11 +204,7 @@ def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_
 
 
 def decode_group(record: bytes) -> RolloutGroup:
-    """Decode a group; its arrays are read-only views.
-
-    Raises:
-        RecordError: the record is damaged, truncated, of another kind or format, or inconsistent.
-    """
+    """Decode a group; its arrays are read-only views. Raises `RecordError` for damaged or inconsistent records."""
     header, columns = _open_group(record)
     try:
         lengths = _turn_lengths(header)
@@ -270,10 +254,7 @@ def _routed(header: _GroupHeader, columns: memoryview, turns: list[Turn]) -> lis
 
 
 def decode_columns(record: bytes) -> dict[str, NDArray[Any]]:
-    """Return the additional columns of a group's record by name, each [N, …] over the tokens sampled in the group.
-
-    Routed experts of contexts are [C, …] over the contexts' tokens.
-    """
+    """Return a group's additional columns by name: [N, …] over sampled tokens, `CONTEXTS` over contexts' tokens."""
     header, columns = _open_group(record)
     try:
         return _further_columns(header, columns)
@@ -311,10 +292,7 @@ def decode_order(record: bytes) -> PromptOrder:
 
 
 def named_order(record: bytes) -> int | None:
-    """Return the order index in a group's header, or None if the header is unreadable.
-
-    The rest of the record may be damaged.
-    """
+    """Return the order index in a group's header, or None if the header is unreadable; the rest may be damaged."""
     if len(record) < _PREFIX.size:
         return None
     magic, version, kind, _, header_size, _ = _PREFIX.unpack_from(record)
@@ -327,7 +305,7 @@ def named_order(record: bytes) -> int | None:
 
 
 def encode_message(kind: str, body: Mapping[str, Any]) -> bytes:
-    """Encode a report, or an order other than a prompt order. `body` is plain data: no arrays, no objects."""
+    """Encode a report, or an order other than a prompt order, from plain data: no arrays, no objects."""
     return _seal(Kind.MESSAGE, KindedMessage(kind, dict(body)))
 
 
@@ -338,10 +316,7 @@ def decode_message(record: bytes) -> KindedMessage:
 
 
 def _distinct_contexts(turns: list[Turn]) -> tuple[list[NDArray[np.int32]], list[int]]:
-    """Return the distinct contexts, and for each turn the index of its context.
-
-    Identical arrays skip the comparison.
-    """
+    """Return the distinct contexts, and the index of each turn's context. Identical arrays skip the comparison."""
     contexts: list[NDArray[np.int32]] = []
     by_identity: dict[int, int] = {}
     by_content: dict[bytes, int] = {}
@@ -359,7 +334,7 @@ def _distinct_contexts(turns: list[Turn]) -> tuple[list[NDArray[np.int32]], list
 
 
 def _distinct(keys: list[tuple[Any, ...]]) -> tuple[list[int], list[int]]:
-    """Return the position of each distinct key's first occurrence, and for each key the index of its distinct value."""
+    """Return the position of each distinct key's first occurrence, and for each key the index of its distinct key."""
     numbers: dict[tuple[Any, ...], int] = {}
     firsts: list[int] = []
     chosen: list[int] = []
@@ -372,7 +347,6 @@ def _distinct(keys: list[tuple[Any, ...]]) -> tuple[list[int], list[int]]:
 
 
 def _noted(turns: list[Turn]) -> tuple[list[TurnNote], list[int]]:
-    """Return the distinct notes, and each turn's index into them; two empty lists if no turn has a note."""
     notes = list(map(_NOTE, turns))
     if notes.count(NO_NOTE) == len(notes):
         return [], []
@@ -409,7 +383,6 @@ def _padded(size: int) -> int:
 
 
 def _seal(kind: Kind, header: Any, arrays: Sequence[NDArray[Any]] = ()) -> bytes:
-    """Join prefix, header, columns and digest into one record."""
     try:
         packed = _encoder.encode(header)
     except (TypeError, OverflowError, ValueError) as error:
@@ -423,7 +396,6 @@ def _seal(kind: Kind, header: Any, arrays: Sequence[NDArray[Any]] = ()) -> bytes
 
 
 def _open(record: bytes, expected: Kind) -> tuple[memoryview, memoryview]:
-    """Check a record; return its header and its columns."""
     if len(record) < _PREFIX.size + _DIGEST.size:
         raise RecordError(
             f"a record has at least {_PREFIX.size + _DIGEST.size} bytes, got {len(record)}: it is truncated"
@@ -454,7 +426,7 @@ def _turn_lengths(header: _GroupHeader) -> list[int]:
 
 
 def _refuse_implausible(header: _GroupHeader) -> None:
-    """Raise `ValueError` for numbers that no run reaches and that would be costly for code that counts up to them."""
+    """Raise `ValueError` for numbers that no run reaches and that are costly for code that counts up to them."""
     if not 0 <= header.index < _MOST:
         raise ValueError(f"index {header.index}")
     for span in (span for spans in header.spans for span in spans):
@@ -486,7 +458,6 @@ def _parse(decoder: msgspec.msgpack.Decoder[_Header], header: memoryview) -> _He
 
 
 def _rollouts(header: _GroupHeader, turns: list[Turn]) -> tuple[Rollout, ...]:
-    """Build the rollouts of a group from its turns. Raises `ValueError` or `IndexError` for an inconsistent header."""
     ends = (0, *accumulate(header.rollout_turns))
     if ends[-1] != len(turns):
         raise ValueError(f"{len(turns)} turns, but its rollouts have {ends[-1]}")

@@ -7,9 +7,9 @@
     acknowledge   XACK          length XLEN          trim XTRIM MINID (EVAL)   last_id XINFO STREAM
 
 Commands are retried with exponential backoff while the server is unreachable; after `timeout_s` without an answer an
-`AddressError` names the server. While the server reports a full disk or full memory, commands are retried for at most
-`full_timeout_s`. All commands are safe to repeat: an append with chosen ids skips entries that it already appended. A
-stream `s` is the key `<namespace>:s`; an entry has the single field `p`.
+`AddressError` names the server. They are also retried, for at most `full_timeout_s`, while the server's disk or memory
+is full. All commands are safe to repeat: an append with chosen ids skips entries that it already appended. A stream `s`
+is the key `<namespace>:s`; an entry has the single field `p`.
 
 | waits for | at most | unblocked by |
 |---|---|---|
@@ -47,9 +47,8 @@ from pipelinerl.streams.stream import START, Entry, Fence, Stream, parse_id
 
 log = logging.getLogger("pipelinerl")
 
-# If one payload is rejected (out of memory, say), later ones must not be appended: the retry would then skip the
-# rejected one as "not above the last". A pipeline or MULTI continues after an error; a script can stop. It is also
-# twice as fast.
+# A script, because it can stop at the first payload that is rejected (out of memory, say). A pipeline or MULTI would
+# append the later ones, and the retry would then skip the rejected one as "not above the last".
 _APPEND: Final = """
 local first, added = tonumber(ARGV[1]), 0
 for i = 2, #ARGV do
@@ -71,13 +70,13 @@ if newest and tonumber(string.match(newest[1], '%d+')) > tonumber(ARGV[2]) then 
 return redis.call('XTRIM', KEYS[1], 'MINID', '=', ARGV[1])
 """
 
-#: A script call blocks the server, and a larger one exceeds its caches; so split large appends.
+#: Large appends are split, because a script call blocks the server and a larger one exceeds its caches.
 _MAX_APPEND_BYTES: Final = 1 << 20
-#: Lua's numbers are doubles: above this bound, neighbouring ids would become equal.
+#: Bound on ids: Lua's numbers are doubles, so above it neighbouring ids would become equal.
 _MAX_NUMBER: Final = 1 << 53
 _RAW_ANSWERS: Final = ("XREAD", "XREADGROUP", "XAUTOCLAIM", "XCLAIM", "SCAN")
 
-#: Builds a command, given the milliseconds that it may still block.
+#: A function that builds a command, given the milliseconds that it may still block.
 _Command = Callable[[int], tuple[Any, ...]]
 
 
@@ -94,7 +93,7 @@ class RedisStream:
         self._prefix = f"{namespace}:"
         self._timeout_s = timeout_s
         self._full_timeout_s = full_timeout_s
-        self._is_full = False  # according to its last answer
+        self._is_full = False  # True if the server's last answer was that it is full
         self._walked: dict[tuple[str, str], float] = {}
         for command in _RAW_ANSWERS:
             client.set_response_callback(command, _as_it_came)
@@ -195,7 +194,7 @@ class RedisStream:
             try:
                 entries = await self._reclaim(stream, group, consumer, count, reclaim_idle_s)
                 if not entries:
-                    # Block no longer than an entry needs to become idle, so that it is not overlooked for `block_s`.
+                    # Block no longer than it takes an entry to become idle, so that `_reclaim` finds it in time.
                     left = min(deadline - time.monotonic(), max(reclaim_idle_s, 0.01))
                     entries = self._entries(await self._blocking(command, max(left, 0.0)))
             except _RefusedError as error:
@@ -280,7 +279,7 @@ class RedisStream:
         try:
             await self._call("XGROUP", "CREATE", key, group, "0", "MKSTREAM")
         except _RefusedError as error:
-            if not str(error).startswith("BUSYGROUP"):  # another consumer created it first
+            if not str(error).startswith("BUSYGROUP"):  # BUSYGROUP: another consumer has created the group
                 raise
 
     def _entries(self, answer: list[Any] | None) -> list[Entry]:
@@ -293,15 +292,12 @@ class RedisStream:
         return (Entry(stream, item[0].decode(), item[1][1]) for item in found if item is not None and item[1])
 
     async def _call(self, *command: Any) -> Any:
-        """Run a command that does not block."""
         return await self._blocking(lambda _: command, 0.0)
 
     async def _blocking(self, command: _Command, block_s: float) -> Any:
-        """Run a command until the server answers; block for `block_s` in total, across reconnects.
-
-        Raises:
-            AddressError: the server was unreachable, or did not answer, for `timeout_s`.
-            _RefusedError: the server answered with an error, or was full for `full_timeout_s`.
+        """Run a command until the server answers; block for `block_s` in total, across reconnects. Raises
+        `AddressError` after `timeout_s` without an answer, and `_RefusedError` for an error or after `full_timeout_s`
+        without space.
         """
         unblocked = time.monotonic() + block_s
         away_since, full_since, pause = None, None, 0.005
@@ -333,8 +329,7 @@ class RedisStream:
                 ) from error
             except (RedisConnectionError, RedisTimeoutError, OSError) as error:
                 now = time.monotonic()
-                # An attempt that took longer than any connect was connected and blocked, so the server only went away
-                # now.
+                # An attempt that outlasted the connect timeout was connected, so the server has gone away only now.
                 if away_since is None or now - began > self._timeout_s / 2:
                     away_since, pause = now, 0.005
                 left_s = away_since + self._timeout_s - now
@@ -347,7 +342,6 @@ class RedisStream:
             pause = min(2 * pause, 0.5)
 
     def _report_full(self, error: ResponseError) -> None:
-        """Log the full server once, however many commands fail."""
         if not self._is_full:
             self._is_full = True
             log.warning(
@@ -365,14 +359,14 @@ class RedisStream:
 
 @final
 class _RefusedError(PipelineError):
-    """The server answered with an error; the message begins with the server's own words."""
+    """An error answer of the server; the message begins with the server's own words."""
 
     def __init__(self, answer: str, address: str) -> None:
         super().__init__(f"{answer} (answer of the stream server at {address})")
 
 
 def _is_full_error(error: ResponseError) -> bool:
-    """Return True for a full disk or full memory, which may pass; redis-py has no class for a full disk."""
+    """Return True for a full disk or full memory; redis-py has no class for a full disk."""
     return isinstance(error, OutOfMemoryError) or str(error).startswith("MISCONF")
 
 
@@ -387,7 +381,7 @@ def _block(block_ms: int) -> tuple[Any, ...]:
 
 
 def _chunks(payloads: Sequence[bytes]) -> list[tuple[int, int]]:
-    """Split payloads into ranges of at most `_MAX_APPEND_BYTES`, or of a single larger payload."""
+    """Split payloads into ranges of at most `_MAX_APPEND_BYTES`; a larger payload is a range of its own."""
     bounds, size = [0], 0
     for number, payload in enumerate(payloads):
         if size and size + len(payload) > _MAX_APPEND_BYTES:
@@ -398,20 +392,12 @@ def _chunks(payloads: Sequence[bytes]) -> list[tuple[int, int]]:
 
 
 # --- opening by address -----------------------------------------------------------------------------------------------
-#
-# `memory://` is this process, `redis://…` is a server.
 
 
 async def open_stream(url: str, *, namespace: str, timeout_s: float = 10.0, max_length: int = 100_000) -> Stream:
-    """Open `url`. Each `memory://` call creates a new, empty server; pass the result to every user of it.
-
-    Args:
-        namespace: prefix of all keys on a server, so that several runs can share it.
-        timeout_s: longest outage of the server before an `AddressError`.
-        max_length: bound on the entries of each stream; see `Stream.room`.
-
-    Raises:
-        AddressError: the address is malformed, no server answers, or the password is rejected.
+    """Open `memory://`, a new and empty server in this process, or `redis://…`, with the arguments of
+    `RedisStream.connect`. Raises `AddressError` if the address is malformed, no server answers, or the password is
+    rejected.
     """
     scheme = url.partition("://")[0]
     if scheme == "memory":

@@ -1,7 +1,7 @@
-"""Routed experts as columns of a group's record: for sampled tokens, and for each distinct context once.
+"""Routed experts as columns of a group's record: for sampled tokens, and once for each distinct context.
 
-If G rollouts share a prompt, only the routing of the first is kept; the others' is dropped. A token costs layers ·
-top_k bytes (twice that with more than 256 experts), in addition to 8 for its id and log-prob.
+If G rollouts share a prompt, only the first one's routing of it is kept. A token costs layers · top_k bytes (twice that
+with more than 256 experts), in addition to 8 for its id and log-prob.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipelinerl.errors import RecordError
 from pipelinerl.types import Turn
 from trainer_contract.types import Experts
 
-#: [N, layers, top_k] and [C, layers, top_k], over the N sampled tokens and the C tokens of distinct contexts.
+#: Columns [N, layers, top_k] of the N sampled tokens, and [C, layers, top_k] of the C tokens of distinct contexts.
 SAMPLED: Final = "routed_experts"
 CONTEXTS: Final = "context_routed_experts"
 _DTYPES: Final = (np.dtype(np.uint8), np.dtype("<u2"))
@@ -32,9 +32,7 @@ class TurnRouting(NamedTuple):
 
 def routing_columns(turns: Sequence[Turn], turn_contexts: Sequence[int]) -> dict[str, NDArray[Any]]:
     """Return the routing columns of these turns; empty if no turn has routing. `turn_contexts` numbers the contexts.
-
-    Raises:
-        RecordError: only some turns have routing, or arrays have inconsistent models or lengths.
+    Raises `RecordError` if only some turns have routing, or if arrays have inconsistent models or lengths.
     """
     if False not in {turn.routed_experts is None and turn.context_routed_experts is None for turn in turns}:
         return {}
@@ -66,15 +64,10 @@ def turn_routing(
     turn_contexts: Sequence[int],
     context_lengths: Sequence[int],
 ) -> list[TurnRouting]:
-    """Split the columns into views per turn.
+    """Split the columns into views per turn; raise `ValueError` if they lack the form that `routing_columns` creates.
 
-    Args:
-        lengths: the number of sampled tokens of each turn.
-        turn_contexts: the number of each turn's context.
-        context_lengths: the number of tokens of each context.
-
-    Raises:
-        ValueError: one column is missing, or the columns do not have the form that `routing_columns` creates.
+    `lengths` are the numbers of sampled tokens per turn, `turn_contexts` the index of each turn's context, and
+    `context_lengths` the numbers of tokens per context.
     """
     sampled, contexts = columns.get(SAMPLED), columns.get(CONTEXTS)
     if sampled is None and contexts is None:

@@ -2,17 +2,16 @@
 
 There are two ways to read, with different guarantees:
 
-- By offset (`read`): the reader keeps its position in its own checkpoint. Rollouts are read this way. Entries that
-  were read after the last checkpoint are read again after a restart. Together with deduplication by group id this
-  gives exactly-once processing.
-- By consumer group (`claim` / `acknowledge`): consumers share the work. A dead consumer's entries are claimed by
-  others after `reclaim_idle_s`, or at once by the restarted consumer (`held`). A consumer with a long task renews its
-  claim (`renew`). Prompt orders are read this way: at least once, and orders are idempotent.
+- By offset (`read`): the reader keeps its position in its own checkpoint and, after a restart, reads later entries
+  again. Rollouts are read this way; deduplication by group id then gives exactly-once processing.
+- By consumer group (`claim` / `acknowledge`): consumers share the work, at least once. A dead consumer's entries are
+  claimed by others after `reclaim_idle_s`, or at once by the restarted consumer (`held`). A consumer with a long task
+  renews its claim (`renew`). Prompt orders, which are idempotent, are read this way.
 
 Entry ids are `"<number>-<number>"` and increase. A producer that chooses its ids can safely repeat an append after a
 lost response: appending the same id, or a lower one, is a no-op. With ids chosen by the server, an append happens at
 least once. A killed server loses only the end of its history across all streams (with `appendfsync everysec` at most
-the last two seconds). It never loses an append while keeping the acknowledgement that followed.
+the last two seconds). No acknowledgement therefore outlives an append that came before it.
 """
 
 from __future__ import annotations
@@ -41,22 +40,18 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """A guard against superseded writers, passed once an id with a number above `number` is appended to `stream`."""
+    """A guard against a superseded writer: the fence is passed once an id above `number` is appended to `stream`."""
 
     stream: str
     number: int
 
     def passed(self) -> FencedError:
-        """Return the error for a writer that has been superseded."""
+        """Return the error for the superseded writer."""
         return FencedError(f"a newer writer than {self.number} has taken over {self.stream}; this one stops")
 
 
 def parse_id(entry_id: str) -> tuple[int, int]:
-    """Parse an entry id into two numbers; pairs of these numbers sort in the order of the ids.
-
-    Raises:
-        ValueError: the id is not of the form `"<number>-<number>"`.
-    """
+    """Parse `"<number>-<number>"` into two numbers, which sort in the order of the ids. Raises `ValueError`."""
     number, dash, sequence = entry_id.partition("-")
     if not (dash and number.isascii() and number.isdigit() and sequence.isascii() and sequence.isdigit()):
         raise ValueError(f"an entry id must be '<number>-<number>', got {entry_id!r}")
@@ -64,25 +59,20 @@ def parse_id(entry_id: str) -> tuple[int, int]:
 
 
 def fresh_number(last_id: str) -> int:
-    """Return the first number for a producer that (re)starts: above the last id, and not below the clock in µs.
-
-    The clock matters if the server lost its last second. Its `last_id` is then below ids that a reader may already have
-    passed, and an entry with such an id would never be read.
+    """Return the first number for a producer that (re)starts: above the last id, and not below the clock in µs. The
+    clock matters if the server lost its last second: readers may already have passed ids above `last_id`.
     """
     return max(parse_id(last_id)[0] + 1, time.time_ns() // 1000)
 
 
 class Stream(Protocol):
-    """Named logs on one server. Waits are bounded by `block_s`; an unreachable server raises `AddressError`.
-
-    A full server is retried, for minutes if necessary; then a `PipelineError` carries the server's message.
+    """Named logs on one server. Waits are bounded by `block_s`. An unreachable server raises `AddressError`. A full one
+    is retried, for minutes if necessary, and then raises `PipelineError`.
     """
 
     async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
-        """Append in order, in one round trip; return the number of new entries.
-
-        With `first_id`, payload i gets the id `f"{first_id + i}-0"`; ids that are not above the stream's last are
-        skipped.
+        """Append in order, in one round trip; return the number of new entries. With `first_id`, payload i gets the id
+        `f"{first_id + i}-0"`; ids that are not above the stream's last are skipped.
         """
         ...
 
@@ -98,8 +88,7 @@ class Stream(Protocol):
         self, stream: str, *, group: str, consumer: str, count: int, block_s: float, reclaim_idle_s: float
     ) -> list[Entry]:
         """Claim up to `count` entries: first those that any consumer held longer than `reclaim_idle_s`, then new ones.
-
-        Wait up to `block_s` for the first entry. The group is created at the stream's beginning on demand.
+        Wait up to `block_s` for the first. The group is created at the stream's beginning on demand.
         """
         ...
 
@@ -120,18 +109,11 @@ class Stream(Protocol):
         ...
 
     async def room(self, stream: str) -> int:
-        """Return the number of entries that fit before the stream is full; at 0 the producer should wait.
-
-        The producer must respect the bound: an append beyond it is kept, since nothing is dropped silently.
-        """
+        """Return the number of entries that fit until the stream is full; appends beyond that still succeed."""
         ...
 
     async def trim(self, stream: str, *, before: str, fence: Fence | None = None) -> None:
-        """Drop entries with ids below `before`; with a fence, check the fence and trim atomically.
-
-        Raises:
-            FencedError: the fence has been passed; nothing was dropped.
-        """
+        """Drop entries with ids below `before`. Raise `FencedError` and drop nothing if the fence was passed."""
         ...
 
     async def streams(self, prefix: str) -> list[str]:
@@ -148,7 +130,7 @@ DEAD_LETTERS: Final = "dead-letters"
 
 @final
 class DeadLetters:
-    """Stores unreadable records; `counts` holds the number per stream since this process started."""
+    """Store of unreadable records; `counts` holds the number per stream since this process started."""
 
     def __init__(self, streams: Stream) -> None:
         self.counts: Final[Counter[str]] = Counter()

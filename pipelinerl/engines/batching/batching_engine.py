@@ -1,11 +1,11 @@
 """`BatchingEngine`: an engine over any `SampleLoop`; satisfies `inference_contract.engine.Engine`.
 
-The event loop validates, tokenises and answers requests. A second thread, the sample loop's, owns the model; by default
-the sample loop is a `DecodeLoop` over a `ModelRunner`. The two threads exchange one call per request and one per decode
-step that produced results, so HTTP barely slows decoding.
+The event loop validates, tokenises and answers requests. The sample loop's thread owns the model; by default the sample
+loop is a `DecodeLoop` over a `ModelRunner`. The two threads exchange one call per request and one per decode step that
+produced results, so HTTP barely slows decoding.
 
-Weight updates go through a `WeightReceiver`, which calls this engine as its target. New weights arrive in a second
-buffer while decoding continues; the swap happens between two steps.
+Weight updates go through a `WeightReceiver`. New weights arrive in a second buffer while decoding continues; the swap
+happens between two steps.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class BatchingEngine:
         load: builds the runner of a `DecodeLoop`; called on the decode thread.
         loop: builds another `SampleLoop`; give exactly one of `load` and `loop`.
         endpoints: builds the engine's endpoint in the weight group.
-        continuation: which noise is used to continue an answer that another engine began.
+        continuation: the noise with which the engine continues an answer that another engine began.
         prefill_tokens: most prompt tokens that a `DecodeLoop` admits between two steps.
     """
 
@@ -157,17 +157,14 @@ class BatchingEngine:
         self._waiters: dict[str, tuple[Request, Callable[[Delivery], None]]] = {}
         self._numbers = itertools.count()
         self._model: ServedModel | None = None
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenise")  # one thread: one long text in memory
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenise")  # one, to hold one long text at a time
         self._is_closing = False
         self._events: asyncio.AbstractEventLoop
 
     # --- life ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model and raise whatever `load` raises.
-
-        If this call is cancelled, the loop's thread ends as soon as it has loaded the model.
-        """
+        """Load the model; raise what `load` raises. If cancelled, the loop's thread ends once the model is loaded."""
         self._events = asyncio.get_running_loop()
         loading = self._loop.start()
         try:
@@ -206,9 +203,7 @@ class BatchingEngine:
         return completion(request, work, self._options.model_id, self._tokenizer)
 
     async def stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
-        """Sample all choices and yield new tokens: after each step, or at intervals. Closing the iterator frees the
-        slots.
-        """
+        """Sample all choices and yield new tokens, per step or at intervals. Closing the iterator frees the slots."""
         options = request.stream_options or StreamOptions()
         chunks = self._at_intervals(request, options.interval_s) if options.interval_s else self._at_once(request)
         async with aclosing(chunks):
@@ -218,9 +213,7 @@ class BatchingEngine:
     async def _at_intervals(
         self, request: ChatCompletionRequest, interval_s: float
     ) -> AsyncGenerator[ChatCompletionChunk]:
-        """Yield chunks at intervals, read from the lists that the loop's thread fills; this costs that thread
-        nothing.
-        """
+        """Yield chunks at intervals, from the lists that the loop's thread fills anyway."""
         work = await self._work(request, streams=False)
         new_tokens = NewTokens(request, work, self._options.model_id, self._tokenizer)
         ended: asyncio.Future[Delivery] = self._events.create_future()
@@ -245,7 +238,7 @@ class BatchingEngine:
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
         self._submit(work, deliveries.put_nowait)
         try:
-            delivery = await deliveries.get()  # the decode thread always delivers a step, the end, or its own shutdown
+            delivery = await deliveries.get()  # always ends: the loop delivers a step, the end or an error
             version = delivery.tokens[0].version if delivery.tokens else self._loop.serving[1]
             if delivery.error is None:
                 yield first_chunk(request, work, model, version)
@@ -264,12 +257,6 @@ class BatchingEngine:
             yield usage_chunk(request, work, model, version)
 
     async def _work(self, chat: ChatCompletionRequest, *, streams: bool) -> Request:
-        """Convert a chat request to the sample loop's `Request`.
-
-        Raises:
-            InvalidRequest, UnknownModel, Dirty: as `complete` does.
-            EngineStopped: the engine is closing.
-        """
         model = self._started()
         if self._is_closing:
             raise EngineStopped(_CLOSING)
@@ -313,9 +300,7 @@ class BatchingEngine:
         return work
 
     async def _encoded(self, chat: ChatCompletionRequest, model: ServedModel) -> list[int]:
-        """Tokenise the prompt on a separate thread, because a long text takes seconds and would block the event
-        loop.
-        """
+        """Tokenise the prompt on a separate thread: a long text takes seconds and would block the event loop."""
         messages, tools, text = chat.messages or [], offered_tools(chat), chat.prompt
         refuse_oversized(messages, tools, text or "", model)
         if text:
@@ -333,7 +318,7 @@ class BatchingEngine:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            raise EngineStopped(_CLOSING) from None  # `close` cancelled the queued job
+            raise EngineStopped(_CLOSING) from None  # `close` has cancelled the queued tokenisation
         except TemplateNameError as error:
             raise InvalidRequest(str(error), param="chat_template_kwargs") from error
         except UnshownFieldError as error:
@@ -354,7 +339,7 @@ class BatchingEngine:
             self._loop.cancel(work)
 
     def _deliver_from_thread(self, deliveries: list[Delivery]) -> None:
-        try:  # inlines `pipelinerl.system.background.tell` to save a call per token
+        try:  # a copy of `pipelinerl.system.background.tell`, to save a call per token
             self._events.call_soon_threadsafe(self._deliver, deliveries)
         except RuntimeError:
             if not self._events.is_closed():
@@ -385,9 +370,7 @@ class BatchingEngine:
         return self._started().layout
 
     def staging(self) -> Any:
-        """Return the buffer for the next weights: flat uint8 [layout.num_bytes]. The model does not read it until
-        `commit`.
-        """
+        """Return the buffer for the next weights, flat uint8 [layout.num_bytes], unused until `commit`."""
         return self._started().staging()
 
     def finish_staging(self) -> None:
@@ -395,10 +378,7 @@ class BatchingEngine:
         self._started().finish_staging()
 
     async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
-        """Serve the weights in `staging` from the next decode step on; return the pause of decoding in seconds.
-
-        `digest` is unused: the receiver has already compared it, and remembers it.
-        """
+        """Serve the staged weights from the next step on; return the pause in seconds. `digest` is not needed here."""
         return await asyncio.wrap_future(self._loop.commit(version=version, epoch=epoch, on_update=on_update))
 
     def serving(self) -> tuple[int, int]:
@@ -467,11 +447,10 @@ class BatchingEngine:
 
 # --- checks of a request against the model ----------------------------------------------------------------------------
 #
-# An admitted request has room for at least one token. A prefix that another engine began must be unfinished: it has no
-# token that ends a sample, no stop string, and fewer tokens than the limit. Sample i uses the noise of (seed, i),
-# independent of the other samples in the request.
+# An admitted request has room for at least one token. A prefix from another engine must be unfinished: no token that
+# ends a sample, no stop string, and fewer tokens than the limit. The noise of sample i depends only on (seed, i).
 
-#: An upper bound on a token's average length, in characters; vocabularies have few longer tokens, all spaces or dashes.
+#: Upper bound on a prompt's average token length, in characters; longer tokens are rare, and all spaces or dashes.
 _LONGEST_TOKEN: Final = 128
 
 
@@ -486,11 +465,7 @@ def check_model(chat: ChatCompletionRequest, model_id: str) -> None:
 
 
 def logit_change(chat: ChatCompletionRequest, vocab_size: int) -> LogitChange | None:
-    """Return the request's change to logits, or None if it changes none.
-
-    Raises:
-        InvalidRequest: a token of the bias is outside the vocabulary.
-    """
+    """Return the request's change to logits, or None. Raises `InvalidRequest` for a biased token that is unknown."""
     bias = chat.logit_bias or {}
     if not bias and chat.frequency_penalty == 0 and chat.presence_penalty == 0:
         return None
@@ -503,10 +478,7 @@ def logit_change(chat: ChatCompletionRequest, vocab_size: int) -> LogitChange | 
 def refuse_oversized(
     messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition], text: str, model: ServedModel
 ) -> None:
-    """Raise `ContextExceeded` before tokenising a prompt that cannot fit, judging by its characters.
-
-    A message has at least one token, and the tokens of any tokenizer are shorter than `_LONGEST_TOKEN` on average.
-    """
+    """Raise `ContextExceeded`, before tokenising, for a prompt with too many characters or messages to fit."""
     most = model.context_length * _LONGEST_TOKEN
     length = len(text) + sum(map(_characters, messages))
     length += sum(len(tool.model_dump_json(exclude_none=True)) for tool in tools)
@@ -528,12 +500,7 @@ def _characters(message: ChatMessage) -> int:
 
 
 def room_after(prompt: list[int], model: ServedModel, param: str) -> int:
-    """Return the number of tokens that may follow `prompt`.
-
-    Raises:
-        ContextExceeded: there is no room for a token.
-        InvalidRequest: the prompt is empty.
-    """
+    """Return the number of tokens that may follow `prompt`; raise if there is no room, or if it is empty."""
     room = model.context_length - len(prompt)
     if not prompt:
         raise InvalidRequest("the prompt must have at least one token, got none", param=param)
@@ -548,7 +515,7 @@ def room_after(prompt: list[int], model: ServedModel, param: str) -> int:
 
 
 def check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
-    """Raise `InvalidRequest` unless all token ids are in the model's vocabulary. `token_ids` must not be empty."""
+    """Raise `InvalidRequest` unless all of `token_ids`, at least one, are in the model's vocabulary."""
     lowest, highest = min(token_ids), max(token_ids)
     if lowest < 0 or highest >= model.vocab_size:
         wrong = lowest if lowest < 0 else highest
@@ -563,11 +530,7 @@ def add_samples(
     new_text: Callable[[], TextWindow | None],
     vocab_size: int,
 ) -> None:
-    """Add the requested samples to `work`; `new_text` builds the text window of a sample that needs one.
-
-    Raises:
-        InvalidRequest: a prefix has already ended, or has tokens outside the vocabulary.
-    """
+    """Add the requested samples to `work`; raise `InvalidRequest` if a prefix has ended or has unknown tokens."""
     if chat.prefixes is None:
         for key in rng.sample_keys(seed, chat.n).tolist():
             work.add_sequence(key, new_text())
@@ -585,7 +548,7 @@ def add_samples(
 
 
 def _end_of(prefix: AnswerPrefix, work: Request, *, text: TextWindow | None, vocab_size: int) -> str:
-    """Push the text of `prefix` into the window `text`. Return the reason why no token can follow the prefix, or ""."""
+    """Push the text of `prefix` into the window `text`; return why no token can follow the prefix, or ""."""
     token_ids = prefix.token_ids
     if len(token_ids) >= work.token_limit:
         return f"has {len(token_ids)} tokens of at most {work.token_limit}"

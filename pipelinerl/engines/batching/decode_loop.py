@@ -1,4 +1,4 @@
-"""`DecodeLoop`: the thread that owns the model. It decodes, admits, retires and swaps weights, and never busy-waits.
+"""`DecodeLoop`: the thread that owns the model. It admits, decodes, retires and swaps weights, and never busy-waits.
 
     ┌─▶ drop cancelled ─▶ commit new weights, if due ─▶ admit and prefill ─▶ decode one token per row ─▶ deliver ─┐
     └─────────────────────────────────────────────────────────────────────────────────────────────────────────────┘
@@ -9,12 +9,12 @@
 | the rows to empty, before a `drain` commit | each sample's token limit: decoding continues |
 
 The event loop calls `submit`, `cancel`, `commit` and `stop`. One lock guards the state that these calls share with the
-thread, and the lock is never held while the model runs. Results leave in one batch per step through `deliver`. Every
-request and every commit is answered, however the thread ends.
+thread; it is never held while the model runs. The results of a step leave together, through `deliver`. Every request
+and every commit is answered, however the thread ends.
 
-A request for which the model has no finite distribution is rejected alone: its token is never delivered, and none of
-its values stay in the cache. If a paged cache has no block for a row's next token, the sequence with the fewest tokens
-is preempted. It keeps its tokens; as soon as there is room, the serving weights compute its cache again.
+A request whose logits are not finite is rejected alone: its token is not delivered, and its values are removed from the
+cache. If a paged cache has no block for a row's next token, the sequence with the fewest tokens is preempted. It keeps
+its tokens; as soon as there is room, its cache is recomputed with the serving weights.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class DecodeLoop:
     """Decode loop of one model on one thread.
 
     Args:
-        load: builds the runner; called on the thread, so that the thread makes every call to the array library.
-        scheduler: builds a fresh scheduler, which the lock guards from then on.
+        load: builds the runner; called on the thread, so that all calls to the array library come from one thread.
+        scheduler: builds the scheduler of a runner.
         deliver: hands one step's results to the event loop; called on the thread, must not block.
     """
 
@@ -83,7 +83,7 @@ class DecodeLoop:
         self._cancelled: list[Request] = []
         self._commit: _Commit | None = None
         self._streams = 0
-        self._routing_requests = 0  # requests that return their routing
+        self._routing_requests = 0  # number of open requests that return their routing
         self._stopping = False
         self._scheduler: Scheduler
         self._runner: ModelRunner
@@ -92,10 +92,7 @@ class DecodeLoop:
     # --- called from the event loop ------------------------------------------------------------------------------
 
     def start(self) -> Future[ServedModel]:
-        """Start the thread; the future completes when the model is loaded.
-
-        The future cannot be cancelled: to end the thread, call `stop`.
-        """
+        """Start the thread; the future completes when the model is loaded, and cannot be cancelled."""
         self.ready.set_running_or_notify_cancel()
         self._thread.start()
         return self.ready
@@ -110,7 +107,7 @@ class DecodeLoop:
 
     @property
     def is_alive(self) -> bool:
-        """True while the thread runs and is not stopping."""
+        """True if the thread runs and is not stopping."""
         return self._thread.is_alive() and not self._stopping
 
     @property
@@ -141,11 +138,9 @@ class DecodeLoop:
             self._changed.notify()
 
     def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> Future[float]:
-        """Swap to the staged weights between two steps; the future's result is the pause in seconds.
+        """Swap to the staged weights between two steps; return a future of the pause in seconds.
 
-        Raises:
-            EngineStopped: the engine is closing.
-            UpdateInProgress: another commit still waits for its rows to drain.
+        Raises `EngineStopped` while the engine is closing, and `UpdateInProgress` while another commit is pending.
         """
         with self._changed:
             if not self.is_alive:
@@ -155,7 +150,7 @@ class DecodeLoop:
                     f"the swap to {self._commit.epoch}.{self._commit.version} still waits for running samples to end"
                 )
             self._commit = _Commit(version, epoch, on_update)
-            self._commit.pause_s.set_running_or_notify_cancel()  # a commit cannot be cancelled once it is requested
+            self._commit.pause_s.set_running_or_notify_cancel()  # a running future cannot be cancelled
             self._changed.notify()
             return self._commit.pause_s
 
@@ -173,14 +168,14 @@ class DecodeLoop:
                 if self._scheduler.running:
                     self._step()
                 self.totals.busy_s += time.perf_counter() - began
-        finally:  # also after the model's exception, which threading's excepthook reports
+        finally:  # runs after an exception too, which threading's excepthook reports
             self._end()
 
     def _loaded(self) -> bool:
         try:
             self._runner = self._load()
             self._scheduler = self._build_scheduler(self._runner)
-        except BaseException as error:  # any exception goes to the caller that waits for `ready`
+        except BaseException as error:  # pass any exception to the caller that waits for `ready`
             self.ready.set_exception(error)
             return False
         self.ready.set_result(self._runner)
@@ -210,9 +205,7 @@ class DecodeLoop:
         self._free(rows, moves)
 
     def _withdrawn(self, request: Request) -> list[int]:
-        """Count a request's unfinished samples as aborted; return its rows, which the caller must retire. The caller
-        holds the lock.
-        """
+        """Count a request's unfinished samples as aborted and return its rows to retire. The caller holds the lock."""
         if not request.unfinished:
             return []
         self.totals.aborted_sequences += request.unfinished
@@ -223,7 +216,7 @@ class DecodeLoop:
     def _admit(self) -> None:
         routes = self._runner.route_log
         with self._changed:
-            # A commit that waits for the rows to drain lets only begun sequences run.
+            # While a commit waits for the rows to drain, only sequences that have begun may run.
             admissions = self._scheduler.admit(self._runner.room, new=self._commit is None)
             if routes is not None:
                 routes.is_on = self._routing_requests > 0
@@ -249,14 +242,13 @@ class DecodeLoop:
         self._runner.place([state for each in admissions for state in _row_states(each)])
 
     def _score_prompts(self, computed: Iterable[Admission]) -> None:
-        """Compute the log-probs of the prompts of requests that return them, once."""
         routes, scorer = self._runner.route_log, self._runner.scorer
         for request in (each.request for each in computed):
             if scorer is None or not request.scores_prompt or request.prompt_logprobs is not None:
                 continue
             was_on = routes is not None and routes.is_on
             if routes is not None:
-                routes.is_on = False  # the routing of this forward belongs to no row
+                routes.is_on = False  # this forward pass belongs to no row, so its routing is not recorded
             request.prompt_logprobs = scorer(request.prompt_token_ids, request.temperature)
             if routes is not None:
                 routes.is_on = was_on
@@ -269,7 +261,7 @@ class DecodeLoop:
         self.totals.decode_steps += 1
         self.totals.occupied_slot_steps += len(running)
         routes = self._runner.route_log
-        if routes is not None and routes.is_on:  # before the tokens, so that every visible token has its experts
+        if routes is not None and routes.is_on:  # before `extend`, so that every token in a sequence has its experts
             for sequence, routed in zip(running, routes.decoded, strict=True):
                 if sequence.request.tells_routing:
                     sequence.routed.append(routed)
@@ -292,9 +284,7 @@ class DecodeLoop:
         self._routing_requests += change * request.tells_routing
 
     def _refuse(self, token_ids: list[int], logprobs: list[float]) -> None:
-        """End the requests of rows without a finite log-prob, and remove these rows from `token_ids` and `logprobs` in
-        place.
-        """
+        """End the requests of rows without a finite log-prob, and remove these rows from both lists in place."""
         running = self._scheduler.running
         nonfinite_rows = [row for row, logprob in enumerate(logprobs) if not math.isfinite(logprob)]
         refusals = {running[row].request.request_id: refused(running[row], self.serving) for row in nonfinite_rows}
@@ -309,9 +299,7 @@ class DecodeLoop:
         self._report(list(refusals.values()))
 
     def _finish(self, rows: list[int]) -> list[Request]:
-        """Count the samples in `rows` as finished and free the rows; return the requests whose last sample has now
-        ended.
-        """
+        """Count the samples in `rows` as finished and free the rows; return requests whose last sample has ended."""
         finished = self._ended([self._scheduler.running[row] for row in rows])
         with self._changed:
             moves = self._scheduler.retire(rows)
@@ -319,7 +307,6 @@ class DecodeLoop:
         return finished
 
     def _ended(self, sequences: Iterable[Sequence]) -> list[Request]:
-        """Count samples as finished; return the requests whose last sample has now ended."""
         finished = []
         with self._changed:
             for sequence in sequences:
@@ -331,19 +318,16 @@ class DecodeLoop:
         return finished
 
     def _preempt(self, row: int) -> None:
-        """Make the sequence in `row` wait for room in the cache."""
         self.totals.preemptions += 1
         with self._changed:
             moves = self._scheduler.preempt(row)
         self._free([row], moves)
 
     def _report(self, step: list[Delivery]) -> None:
-        """Deliver one step's results in a single call."""
         if step:
             self._deliver(step)
 
     def _free(self, rows: Iterable[int], moves: Moves) -> None:
-        """Free the cache of `rows`, which have ended, and fill the holes."""
         self._runner.release(list(rows))
         if moves.sources:
             self._runner.move(moves.sources, moves.targets)
@@ -407,11 +391,10 @@ def _held(running: Iterable[Sequence]) -> list[Prefill]:
 
 
 def _keep_routing_of_prompts(computed: Iterable[Admission], routes: RouteLog) -> None:
-    """Store the routing of prompts that were prefilled for the first time."""
     found = iter(routes.prefilled)
     for admission in computed:
         request = admission.request
-        # A prompt of one token needs no prefill, so there is no routing: the first decode step feeds it.
+        # A prompt of one token has no routing, because the first decode step feeds it without a prefill.
         routed = next(found) if len(admission.sequences[0].context) > 1 else routes.decoded[:0]
         if request.tells_routing and request.prompt_routed is None:
             request.prompt_routed = routed[: len(request.prompt_token_ids) - 1]

@@ -1,8 +1,7 @@
 """Per-request changes to logits before sampling: a bias per token, and penalties for tokens already sampled.
 
 Both follow OpenAI's API. If a choice has already sampled token t n > 0 times, the logit of t is lowered by `n *
-frequency_penalty + presence_penalty`. Few rows change any logit, and each of these changes few logits, so the changes
-are kept as (row, token, value). A batch without changes costs one test per step.
+frequency_penalty + presence_penalty`. Changes are rare and sparse, so they are kept as (row, token, value).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class LogitChanges:
         return bool(self._rows)
 
     def place(self, row: int, change: LogitChange | None, sampled: Iterable[int]) -> None:
-        """Set the change of `row`; `sampled` are the tokens that its answer already has."""
+        """Set the change of `row`; `sampled` are the tokens that the row's answer already has."""
         if change is not None:
             self._rows[row] = (change, Counter(sampled))
         elif self._rows:
@@ -65,10 +64,7 @@ class LogitChanges:
                 counts[int(sampled[row])] += 1
 
     def of(self, num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
-        """Return rows [K], tokens [K] and values [K] to add to the logits of rows below `num_rows`.
-
-        No (row, token) pair is repeated.
-        """
+        """Return the changes of rows below `num_rows`: rows [K], tokens [K] (distinct per row) and values [K]."""
         rows: list[int] = []
         tokens: list[int] = []
         values: list[float] = []

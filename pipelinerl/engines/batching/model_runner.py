@@ -1,28 +1,20 @@
 """Rows: `ModelRunner` computes them, `Scheduler` assigns sequences to them.
 
-`ModelRunner` is the only interface between batching and arrays. torch, numpy and JAX each implement it once.
-
-A runner holds `slots` rows. A row is one sequence: its KV cache, the token to feed next, and its sampling parameters.
-Rows in use are always 0..B-1 without holes, so one decode step is one dense batch of B rows. Only `decode` samples.
-`prefill` computes the cache of everything *before* a row's next token, and the row then joins the next step. The same
-function therefore serves new prompts, samples that start later than the rest of their group, and recomputation after a
-weight update.
-
-Every call comes from one thread, except `staging` and `finish_staging`, which any thread may call.
-
-Each row's next token and sampling parameters are kept in a `RowTable`, small arrays on the host. Every decode step
-returns to the host anyway, so keeping them on the device would save nothing; a runner on the CPU reads them in place.
+`ModelRunner` is the only interface between batching and arrays; torch, numpy and JAX each implement it once. A row is
+one sequence: its KV cache, the token to feed next, and its sampling parameters. Rows in use are always 0..B-1 without
+holes, so one decode step is one dense batch of B rows. Only `decode` samples. `prefill` computes the cache of
+everything *before* a row's next token, and the row then joins the next step. This serves new prompts, samples that
+start later than the rest of their group, and recomputation after a weight update. All calls come from one thread,
+except `staging` and `finish_staging`, which any thread may call.
 
 The scheduler works by priority, then first come, first served. It has no arrays and no clock.
 
     submit ─▶ waiting (bounded) ─▶ admit ─▶ running: rows 0..B-1, no holes ─▶ retire
 
-Sequences join and leave at every decode step. The samples of a request that are admitted together share one prefill. A
+Sequences join and leave at every decode step. Samples of a request that are admitted together share one prefill. A
 sample that joins later, because the rows were full, copies the prompt's cache from a running sample of the same
 request, its sibling, if the serving weights computed that cache. Samples that another engine began have different
-prefixes, and are admitted one by one.
-
-When rows end, the last rows move into the holes, so the batch stays dense; each move has a distinct source and target.
+prefixes, and are admitted one by one. When rows end, the last rows move into the holes.
 
 If the model's cache is paged (`CacheRoom`), sequences are admitted while their blocks fit. A running sequence may be
 preempted when the blocks run out; it keeps its tokens, and is admitted again before any request that waits.
@@ -49,7 +41,7 @@ from pipelinerl.engines.batching.sequence import Request, Sequence, TopTokens
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Request to compute the cache of `token_ids` (at positions 0, 1, …) once and copy it to each of `rows`."""
+    """Request to compute the cache of `token_ids`, at positions 0, 1, …, once and to copy it to each of `rows`."""
 
     token_ids: Items[int]
     rows: Items[int]
@@ -61,12 +53,10 @@ class RowState:
 
     Attributes:
         token_id: fed at the next step, at `position`; the cache holds everything before it.
-        noise_key: u64 key of the row's noise; `pipelinerl.rng.uniform(noise_key, t)` is the noise of the t-th sampled
-            token.
-        num_sampled: the number of tokens of the answer that are already sampled, so the next token has t = num_sampled.
-        temperature: 0 is greedy. top_k: 0 keeps every token. top_p: 1 keeps every token. min_p: 0 keeps every token.
+        noise_key: u64 key of the row's noise; `pipelinerl.rng.uniform(noise_key, t)` samples token t of the answer.
+        num_sampled: the number of tokens of the answer that are already sampled: the t of the next token.
+        temperature: 0 is greedy. 0 in top_k, 1 in top_p and 0 in min_p keep every token.
         num_top: the number of likeliest tokens to report.
-        change: the change to the row's logits; None for no change.
         sampled: the tokens of the answer that are already sampled.
     """
 
@@ -101,13 +91,11 @@ class ModelRunner(ServedModel, Protocol):
         ...
 
     def clear(self, rows: Items[int]) -> None:
-        """Overwrite the cache of `rows` with finite numbers, because even masked NaNs spoil attention: 0 · NaN is
-        NaN.
-        """
+        """Overwrite the cache of `rows` with finite numbers: masked NaNs spoil attention, because 0 · NaN is NaN."""
         ...
 
     def prefill(self, prefills: Items[Prefill]) -> None:
-        """Fill the cache of the named rows. The tokens that these rows feed next stay the same."""
+        """Fill the cache of the named rows; the tokens that these rows feed next stay the same."""
         ...
 
     def copy_cache(self, source: int, rows: Items[int], num_tokens: int) -> None:
@@ -119,17 +107,14 @@ class ModelRunner(ServedModel, Protocol):
         ...
 
     def move(self, sources: Items[int], targets: Items[int]) -> None:
-        """Move rows `sources` with all their state to rows `targets`, pairwise; no row is both a source and a
-        target.
-        """
+        """Move rows `sources` with all their state to rows `targets`, pairwise; no row is in both."""
         ...
 
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
         """Run one step of rows 0..num_rows-1; return the sampled token ids and their log-probs.
 
         The log-probs are those of the distribution sampled from. Each row feeds its sampled token at the next step. A
-        row whose logits are no distribution (NaN or +inf among them) has a NaN log-prob and some token of the
-        vocabulary; the other rows are unaffected.
+        row whose logits contain NaN or +inf gets a NaN log-prob and an arbitrary token; the other rows are unaffected.
         """
         ...
 
@@ -146,11 +131,8 @@ def top_tokens(token_ids: NDArray[Any], logprobs: NDArray[Any], count: int) -> T
 
 @final
 class RowTable:
-    """Arrays [rows], one for each field of `RowState`; a runner reads slices of these arrays.
-
-    Args:
-        rows: the number of rows.
-        ids: dtype of token ids, positions and `top_k`, which go to the model or to its sampler.
+    """Arrays [rows] on the host, one per field of `RowState`, which a runner slices; `ids` is the dtype of ids and
+    positions. Every decode step returns to the host anyway, so arrays on the device would save nothing.
     """
 
     def __init__(self, rows: int, *, ids: DTypeLike = np.int64) -> None:
@@ -164,9 +146,9 @@ class RowTable:
         self.changes = LogitChanges()
         self._has_extras = False
         self.any_change = False
-        """True if any row may change a logit, as of the last `place`."""
+        """True if a row may change a logit, as of the last `place`."""
         self.any_min_p = False
-        """True if any row has a `min_p`, as of the last `place`."""
+        """True if a row has a `min_p`, as of the last `place`."""
         self.most_top = 0
         """The largest `num_top`, as of the last `place`."""
         self._num_sampled = np.zeros(rows, dtype=np.int64)
@@ -186,7 +168,6 @@ class RowTable:
             self._place_extras(rows, states)
 
     def _place_extras(self, rows: list[int], states: Items[RowState]) -> None:
-        """Set the rarely used parameters; skipped while no row uses any of them."""
         self.min_p[rows] = [state.min_p for state in states]
         self.num_top[rows] = [state.num_top for state in states]
         self.any_min_p, self.most_top = bool(self.min_p.any()), int(self.num_top.max())
@@ -196,9 +177,7 @@ class RowTable:
         self._has_extras = self.any_change or self.any_min_p or self.most_top > 0
 
     def move(self, sources: Items[int], targets: Items[int]) -> int:
-        """Move rows `sources` to rows `targets`, pairwise; no row is both. Return the longest cache length among the
-        moved rows.
-        """
+        """Move rows `sources` to rows `targets`, pairwise; return the longest cache length among the moved rows."""
         taken, put = list(sources), list(targets)
         for column in (self.feeds, self.positions, self.temperature, self.top_p, self.top_k):
             column[put] = column[taken]
@@ -215,12 +194,12 @@ class RowTable:
         return rng.uniform(self._noise_keys[rows], self._num_sampled[rows])
 
     def keep_whole(self, rows: slice) -> bool:
-        """Return whether none of `rows` truncates or changes its distribution, or reports likeliest tokens."""
+        """Return True if all of `rows` sample from the unchanged distribution and report no likeliest tokens."""
         truncates = self.any_min_p or bool((self.top_k[rows] > 0).any() or (self.top_p[rows] < 1).any())
         return not (truncates or self.any_change or self.most_top)
 
     def advance(self, rows: slice, sampled: NDArray[Any]) -> None:
-        """Advance `rows` by one position: each row feeds its token in `sampled` (int, one for each row) next."""
+        """Advance `rows` by one position: each row feeds its token in `sampled` next."""
         self.feeds[rows] = sampled
         self.positions[rows] += 1
         self._num_sampled[rows] += 1
@@ -228,12 +207,7 @@ class RowTable:
             self.changes.count(sampled)
 
     def top_of(self, token_ids: NDArray[Any], logprobs: NDArray[Any]) -> dict[int, TopTokens]:
-        """Return the likeliest tokens of each row that reports likeliest tokens.
-
-        Args:
-            token_ids: the `most_top` likeliest tokens of every row [B, most_top].
-            logprobs: the log-probs of these tokens [B, most_top].
-        """
+        """Return the likeliest tokens by row, for rows that report any; both arguments are [B, most_top]."""
         return {
             int(row): top_tokens(token_ids[row], logprobs[row], int(self.num_top[row]))
             for row in self.num_top[: len(token_ids)].nonzero()[0]
@@ -247,15 +221,13 @@ class RowTable:
 
 # --- rows and the waiting queue ---------------------------------------------------------------------------------------
 
-#: Admission leaves one free block per this many running sequences, which may need it in the next step.
+#: Admission leaves one free block per this many running sequences, which may need a block in the next step.
 _SPARE: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """`sequences` of one request take `rows`. `sibling` is the row of a running sample whose cache holds the same
-    prompt.
-    """
+    """`sequences` of one request take `rows`. `sibling` is the row of a running sample with the same cached prompt."""
 
     request: Request
     sequences: list[Sequence]
@@ -274,19 +246,13 @@ class Moves:
 @final
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The number of samples that may run at once, and the number that may wait besides."""
+    """The number of samples that may run at once, and the number that may also wait."""
 
     running: int
     waiting: int
 
     def check(self, samples: int, *, running: int, waiting: int) -> None:
-        """Raise unless a request of `samples` samples can be queued while `running` samples run and `waiting` samples
-        wait.
-
-        Raises:
-            InvalidRequest: the samples would not fit even into an idle engine, so waiting does not help.
-            Overloaded: the samples do not fit now.
-        """
+        """Raise `InvalidRequest` if `samples` samples could never fit, and `Overloaded` if they do not fit now."""
         most = self.running + self.waiting
         if samples > most:
             raise InvalidRequest(
@@ -305,10 +271,8 @@ class Capacity:
 class Scheduler:
     """The rows and the waiting queue.
 
-    Args:
-        capacity: the samples that may run, one row each, and those that may wait beyond the free rows.
-        prefill_tokens: most prompt tokens admitted at once, so that a flood of prompts cannot starve decoding; a single
-            longer prompt is still admitted, alone.
+    `prefill_tokens` is the most prompt tokens admitted at once, so that many prompts cannot starve decoding; a single
+    longer prompt is admitted alone.
     """
 
     def __init__(self, capacity: Capacity, prefill_tokens: int) -> None:
@@ -325,22 +289,15 @@ class Scheduler:
         return bool(self._preempted)
 
     def submit(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            InvalidRequest: the request has more samples than rows and queue together can take.
-            Overloaded: the request's samples do not fit in the queue now.
-        """
+        """Queue a request. Raises `InvalidRequest` if it could never fit, and `Overloaded` if it does not fit now."""
         samples = len(request.sequences)
         self._capacity.check(samples, running=len(self.running), waiting=self.num_waiting)
         self._waiting.insert(bisect_right(self._waiting, request.priority, key=_priority), request)
         self.num_waiting += samples
 
     def admit(self, room: CacheRoom | None = None, *, new: bool = True) -> list[Admission]:
-        """Give free rows to preempted sequences, then, if `new`, to waiting requests: lowest `priority` first, then the
-        longest waiting.
-
-        `room` bounds the blocks that they take; the first sequence of an idle engine always fits.
+        """Give free rows to preempted sequences and, if `new`, to requests: lowest `priority`, then longest waiting
+        first. `room` bounds the blocks that they take; the first sequence of an idle engine always fits.
         """
         admissions: list[Admission] = []
         budget, blocks = self._prefill_tokens, _Blocks(room, running=len(self.running))
@@ -392,9 +349,7 @@ class Scheduler:
         return Moves(sources, targets)
 
     def withdraw(self, request: Request) -> list[int]:
-        """Drop the waiting samples of `request`; return the rows of its running samples, which the caller must
-        retire.
-        """
+        """Drop the waiting samples of `request`; return the rows of its running samples, for the caller to retire."""
         if request.started < len(request.sequences) and request in self._waiting:
             self._waiting.remove(request)
             self.num_waiting -= len(request.sequences) - request.started
@@ -432,17 +387,14 @@ class Scheduler:
 
 @final
 class _Blocks:
-    """The blocks that one call of `admit` may still give out.
-
-    A part of them is left to the sequences that run, so that they are not preempted at once.
-    """
+    """The blocks that one call of `admit` may give out, without those reserved for running sequences."""
 
     def __init__(self, room: CacheRoom | None, *, running: int) -> None:
         self._room, self._running = room, running
         self._free = 0 if room is None else room.free
 
     def take(self, tokens: int, count: int) -> int:
-        """Return how many of `count` sequences, which share `tokens` tokens, fit; count their blocks as given out."""
+        """Return how many of `count` sequences, which share `tokens` tokens, fit, and reserve their blocks."""
         if self._room is None:
             return count
         shared = (tokens - 1) // self._room.size

@@ -1,13 +1,13 @@
 """`SampleLoop`: the interface between requests and the component that samples them.
 
-`DecodeLoop` is this project's own loop, over a `ModelRunner`. An engine that batches by itself (vLLM) brings its own
-loop and gets chat, streaming, text, stop strings and weight updates from `BatchingEngine`. A loop runs on its own
-thread and keeps the guarantees of `DecodeLoop`: every request and every commit is answered, however the loop ends;
-results leave through `deliver`; and each token is marked with the weights that sampled it.
+`DecodeLoop` is this project's own loop. An engine that batches by itself (vLLM) brings its own loop and gets chat,
+streaming, text, stop strings and weight updates from `BatchingEngine`. A loop runs on its own thread and gives the
+guarantees of `DecodeLoop`: every request and every commit is answered, however the loop ends, and each token is marked
+with the weights that sampled it.
 
 A loop delivers the results of one step at a time, at most one `Delivery` per request. The text of a streamed token is
-final: it holds no part of a stop string and no incomplete character. The last delivery of a sample always names its
-finish reason.
+final: it holds no part of a stop string and no incomplete character. The last delivery of a sample has its finish
+reason.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class LoopTotals:
     decode_steps: int = 0
     occupied_slot_steps: int = 0
     preemptions: int = 0
-    """Running samples that had to wait because the cache had no room for the next token."""
+    """Preemptions of running samples because the cache had no room for the next token."""
     busy_s: float = 0.0
-    """Seconds that the loop spent on work: prompts, decode steps and commits."""
+    """Seconds spent on work: prompts, decode steps and commits."""
 
 
 class RouteLog(Protocol):
-    """The experts that a mixture-of-experts model chose in its last forward. Recording is on while `is_on` is true."""
+    """The experts that a mixture-of-experts model chose in its last forward pass, recorded while `is_on` is true."""
 
     is_on: bool
 
     @property
     def decoded(self) -> Experts:
-        """The experts of the last decode step's rows [B, layers, top_k], chosen for the token that each row was fed."""
+        """The experts [B, layers, top_k] of the last decode step, chosen for the token that each row was fed."""
         ...
 
     @property
@@ -60,12 +60,11 @@ class RouteLog(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CacheRoom:
-    """The blocks of a paged cache.
+    """The blocks of a paged cache, of `size` tokens each.
 
     Attributes:
-        blocks: the number of all blocks, of `size` tokens each.
-        free: those that rows may still take, blocks kept for later prompts included.
-        reused_tokens: tokens of prompts whose keys and values were found in the cache, since the start.
+        free: blocks that rows may still take, including blocks cached for later prompts.
+        reused_tokens: prompt tokens whose keys and values were found in the cache, since the start.
     """
 
     blocks: int
@@ -114,27 +113,20 @@ class ServedModel(Protocol):
 
     @property
     def scorer(self) -> Callable[[list[int], float], list[float]] | None:
-        """The function that returns the log-probs of a prompt's tokens at a temperature; None without support.
-
-        It is called on the loop's thread, and leaves the rows and their cache as they are.
-        """
+        """The function (tokens, temperature) → log-probs of a prompt, for the loop's thread; None without support."""
         ...
 
     def staging(self) -> Any:
-        """Return the buffer for the next weights: flat uint8 [layout.num_bytes]. The model does not read it until a
-        commit.
-        """
+        """Return the buffer for the next weights, flat uint8 [layout.num_bytes], unused until a commit."""
         ...
 
     def finish_staging(self) -> None:
-        """Convert the filled `staging` to the form that will be served; runs before each commit, while sampling
-        continues.
-        """
+        """Convert the filled `staging` to the form that is served; runs before each commit, during sampling."""
         ...
 
 
 class SampleLoop(Protocol):
-    """Sampler of requests on a thread of its own. The event loop calls these methods; only `stop` blocks."""
+    """Sampler of requests on its own thread. The event loop calls these methods; only `stop` blocks."""
 
     @property
     def totals(self) -> LoopTotals:
@@ -148,7 +140,7 @@ class SampleLoop(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """True while the loop runs and is not stopping."""
+        """True if the loop runs and is not stopping."""
         ...
 
     @property
@@ -178,14 +170,9 @@ class SampleLoop(Protocol):
         ...
 
     def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> Future[float]:
-        """Serve the staged weights from a later step on; the future's result is the pause in seconds.
-
-        Raises:
-            EngineStopped: the engine is closing.
-            UpdateInProgress: another commit has not happened yet.
-        """
+        """Serve the staged weights; return a future of the pause in seconds. Raises as `DecodeLoop.commit` does."""
         ...
 
 
-#: Builds a sample loop; the loop passes its results to the given function.
+#: Builds a sample loop that passes its results to the given function.
 LoopBuilder = Callable[[Callable[[list[Delivery]], None]], SampleLoop]

@@ -1,12 +1,10 @@
 """One request and its samples while they are being generated, the results of each step, and the contract's response.
 
 In a `Sequence`, `token_ids`, `logprobs` and `spans()` always describe the same tokens, and a span names the version of
-the weights that really sampled its tokens. Only the positions at which the version changes are stored, so versions cost
-nothing per step.
+the weights that sampled its tokens. Only the positions at which the version changes are stored.
 
-A `TextWindow` holds the growing text of a sample. It never returns a stop string or text after it, even if the string
-arrives in parts: text that may begin a stop string is held back until later tokens decide. The text of a choice is its
-decoded tokens, without the end-of-turn token, cut before a stop string.
+A `TextWindow` holds the growing text of a sample: its decoded tokens, without the end-of-turn token, cut before a stop
+string. Text that may begin a stop string is held back until later tokens decide.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ TopTokens = list[tuple[int, float]]
 
 
 class Detokenizer(Protocol):
-    """Converter of token ids to text, one at a time; holds back incomplete characters."""
+    """Converter of token ids to text, one token at a time; holds back incomplete characters."""
 
     def push(self, token_id: int) -> str:
         """Return the text that `token_id` completes, possibly empty."""
@@ -60,12 +58,7 @@ class Detokenizer(Protocol):
 
 @final
 class TextWindow:
-    """The growing text of one sample.
-
-    Args:
-        detokenizer: a fresh detokenizer.
-        stops: strings that end the sample; the text is cut before the first stop string in it.
-    """
+    """The growing text of one sample, cut before the first of the strings `stops` that appears in it."""
 
     __slots__ = ("_detokenizer", "_longest_stop", "_shown", "_stopped", "_stops", "text")
 
@@ -82,7 +75,7 @@ class TextWindow:
         return self._append(self._detokenizer.push(token_id))
 
     def close(self) -> None:
-        """End the text: the bytes of an incomplete character are shown as they are."""
+        """End the text; the bytes of an incomplete character are shown as they are."""
         if not self._stopped:
             self._append(self._detokenizer.flush())
             self._stopped = True
@@ -97,8 +90,7 @@ class TextWindow:
     def _append(self, new: str) -> bool:
         if not new:
             return False
-        # A stop string may have begun before the new text, but it ends within the new text, so search from shortly
-        # before it.
+        # A stop string may have begun before the new text, but must end within it.
         start = max(0, len(self.text) - self._longest_stop + 1)
         self.text += new
         ends = [at for at in (self.text.find(stop, start) for stop in self._stops) if at >= 0]
@@ -108,7 +100,6 @@ class TextWindow:
         return self._stopped
 
     def _held_back(self) -> int:
-        """Return the length of the longest suffix of the text that may begin a stop string."""
         for length in range(min(self._longest_stop - 1, len(self.text)), 0, -1):
             if any(stop.startswith(self.text[-length:]) for stop in self._stops):
                 return length
@@ -118,12 +109,12 @@ class TextWindow:
 @final
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """One of the `n` samples of a request. `noise_key` makes its noise independent of the batch it runs in.
+    """One of the `n` samples of a request. Its noise depends on `noise_key`, not on the batch that it runs in.
 
     `prefix` holds the tokens of the answer that another engine has sampled. All other fields describe the tokens
-    sampled by this engine, at most `token_limit`. If the request asks for routing, `routed` has one entry per sampled
-    token: the experts [layers, top_k] of the token before it. They come from the step that sampled the token, even if a
-    later update recomputes the cache. `top` has the likeliest tokens of each step, if the request asks for them.
+    sampled by this engine, at most `token_limit`. If requested, `routed` has one entry per sampled token: the experts
+    [layers, top_k] of the token before it, from the step that sampled the token. If requested, `top` has the likeliest
+    tokens of each step.
 
     `prompt_cache_is_current` is true if the serving weights computed the cache of the prompt, so a sibling may copy it.
     """
@@ -143,16 +134,12 @@ class Sequence:
     _marks: list[tuple[int, int]] = field(default_factory=list)
 
     def mark_version(self, version: int) -> None:
-        """Record that `version` samples from the next token on. Recording the current version again is a no-op."""
+        """Record that `version` samples from the next token on."""
         if not self._marks or self._marks[-1][0] != version:
             self._marks.append((version, len(self.token_ids)))
 
     def spans(self, start: int = 0, end: int | None = None) -> list[Span]:
-        """Return (model_version, num_tokens) runs of the tokens [start, end), by default of all tokens.
-
-        The counts add up to the number of tokens. Versions of existing tokens never change, so any thread may call
-        this.
-        """
+        """Return (model_version, num_tokens) runs of tokens [start, end), by default all; any thread may call this."""
         upto = len(self.token_ids) if end is None else end
         marks = list(self._marks)
         nexts = [at for _, at in marks[1:]] + [upto]
@@ -163,10 +150,8 @@ class Sequence:
         return [(version, count) for version, count in counted if count > 0]
 
     def certain(self) -> tuple[FinishReason | None, int]:
-        """Return the finish reason, if any, and the number of tokens that any thread may read with their log-probs.
-
-        The count leaves out the last token of a running sample: it may end the sample, and is then reported with the
-        finish reason.
+        """Return the finish reason, if any, and the number of tokens that any thread may read. The last token of a
+        running sample is left out: it may end the sample, and is then reported with the finish reason.
         """
         reason = self.finish_reason  # read the finish reason first: once it is set, no token is added
         return reason, max(len(self.logprobs) - (reason is None), 0)
@@ -178,9 +163,7 @@ class Sequence:
 
     @property
     def newest_version(self) -> int:
-        """The newest version that sampled any token; without tokens, the version that was current when the sample
-        ended.
-        """
+        """The newest version that sampled any token; without tokens, the version current when the sample ended."""
         return self._marks[-1][0] if self._marks else 0
 
     def version_of(self, position: int) -> int:
@@ -191,13 +174,13 @@ class Sequence:
 @final
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """One chat completion in progress: a prompt that its samples share.
+    """One chat completion in progress: a prompt and its samples.
 
     `token_limit` is the most tokens of a choice, already cut to the context length; `stop_ids` are the tokens that end
-    a choice earlier. `epoch` is the epoch of the weights with which the request began. `unfinished` counts samples
-    without a finish reason. Waiting requests with the lowest `priority` begin first. If `tells_routing`,
-    `prompt_routed` [tokens - 1, layers, top_k] is the routing of the prompt when it was first computed. If
-    `scores_prompt`, `prompt_logprobs` [tokens] are those of the weights with which the request began.
+    a choice earlier. `epoch` is that of the weights with which the request began. `unfinished` counts samples without a
+    finish reason. Waiting requests with the lowest `priority` begin first. With `tells_routing`, `prompt_routed`
+    [tokens - 1, layers, top_k] is the routing of the prompt when it was first computed. With `scores_prompt`,
+    `prompt_logprobs` [tokens] are those of the weights with which the request began.
     """
 
     request_id: str
@@ -254,8 +237,7 @@ class Request:
 def extend(running: list[Sequence], token_ids: list[int], logprobs: list[float]) -> list[int]:
     """Append one step's tokens; set the finish reason of samples that ended, and return their rows, ascending.
 
-    The end-of-turn token that stops a choice is kept: it was sampled, so it is trained on. This runs once per token of
-    the engine, which is why it is one plain loop.
+    The end-of-turn token is kept, because it was sampled and is trained on.
     """
     ended = []
     for row, sequence in enumerate(running):
@@ -278,10 +260,7 @@ def extend(running: list[Sequence], token_ids: list[int], logprobs: list[float])
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The result of one step for one sample of a streamed request.
-
-    `token_id` is None if the sample ended without a token.
-    """
+    """The result of one step for one streamed sample; `token_id` is None if the sample ended without a token."""
 
     index: int
     text: str
@@ -290,9 +269,9 @@ class SampledToken:
     version: int
     finish_reason: FinishReason | None
     routed: Experts | None = None
-    """The experts [layers, top_k] of the token before `token_id`, if the request asks for routing."""
+    """The experts [layers, top_k] of the token before `token_id`, if requested."""
     top: TopTokens | None = None
-    """The likeliest tokens at the position of `token_id`, if the request asks for them."""
+    """The likeliest tokens at the position of `token_id`, if requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +313,7 @@ def completion(chat: ChatCompletionRequest, request: Request, model: str, decode
 
 
 def usage(request: Request) -> Usage:
-    """Return the token counts of the request so far: of its prompt and of its samples."""
+    """Return the token counts of the request so far."""
     prompt, sampled = len(request.prompt_token_ids), request.num_sampled_tokens
     return Usage(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
 
@@ -354,7 +333,6 @@ def _choice(chat: ChatCompletionRequest, sequence: Sequence, decoder: Decoder) -
 
 
 def _routed(rows: Items[Experts], request: Request) -> RoutedExperts | None:
-    """Return the routing of new tokens, whose rows are [layers, top_k]; None unless the request asks for routing."""
     if not request.tells_routing or request.prompt_routed is None:
         return None
     return on_the_wire(np.stack(rows) if rows else request.prompt_routed[:0])
@@ -365,10 +343,7 @@ def _prompt_routed(request: Request) -> RoutedExperts | None:
 
 
 def _answer(chat: ChatCompletionRequest, sequence: Sequence, decoder: Decoder) -> ParsedAnswer:
-    """Return the whole text of a sample and, if tools are offered, the calls in this text.
-
-    The ids of calls are a function of the sampled tokens and of the prompt's length.
-    """
+    """Return the text and its tool calls; the ids of calls are a function of tokens and the prompt's length."""
     text, tools = _text(sequence, decoder), offered_tools(chat)
     if not tools:
         return ParsedAnswer(text)
@@ -381,7 +356,6 @@ def _reason(reason: FinishReason, answer: ParsedAnswer) -> FinishReason:
 
 
 def _delta(answer: ParsedAnswer, *, role: Literal["assistant"] | None = None) -> Delta:
-    """Return an answer as the delta of a chunk."""
     calls = [
         ToolCallDelta(
             index=place,
@@ -405,7 +379,6 @@ def _text(sequence: Sequence, decoder: Decoder) -> str:
 
 
 def _logprobs(token_ids: Items[int], logprobs: Items[float], top: Items[TopTokens], decoder: Decoder) -> ChoiceLogprobs:
-    """Return OpenAI's log-prob records; `top` is empty if the request does not ask for top log-probs."""
     content = []
     for place, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
         token = decoder.decode([token_id])
@@ -457,10 +430,7 @@ def token_chunk(
 
 @final
 class NewTokens:
-    """Reader of the tokens that were sampled since the last `take`, while the loop's thread appends more.
-
-    Text is sent only once per choice, when the choice ends.
-    """
+    """Reader of the tokens sampled since the last `take`; a choice's text is sent once, when the choice ends."""
 
     def __init__(self, chat: ChatCompletionRequest, request: Request, model: str, decoder: Decoder) -> None:
         self.version = 0
@@ -473,11 +443,7 @@ class NewTokens:
         self._opened = False
 
     def take(self, *, all_of_it: bool) -> ChatCompletionChunk | None:
-        """Return the next chunk, or None if there are no new tokens.
-
-        Args:
-            all_of_it: the request has ended, so all remaining tokens are returned.
-        """
+        """Return the next chunk, or None if there are no new tokens. `all_of_it` is True once the request has ended."""
         choices = []
         for place, sequence in enumerate(self._request.sequences):
             start, (reason, end) = self._sent[place], sequence.certain()
@@ -516,7 +482,7 @@ class NewTokens:
 
 
 def usage_chunk(chat: ChatCompletionRequest, request: Request, model: str, version: int) -> ChatCompletionChunk:
-    """Return the chunk that ends a stream whose `stream_options` ask for usage."""
+    """Return the chunk that ends a stream with its usage, if `stream_options` request it."""
     return _chunk(chat, request, model, version, [], used=usage(request))
 
 

@@ -1,8 +1,7 @@
 """The engine of the numpy bigram model: a complete engine without heavy libraries, exact and deterministic.
 
-All layers above the engines are tested with it. It runs on the same `BatchingEngine` as the torch engine, so its
-batching, version spans, weight updates and HTTP are those of a real engine. Its sampler follows the contract's
-definition row by row, without optimisations.
+Tests of all layers above the engines use it. It runs on the same `BatchingEngine` as the torch engine, so its batching,
+version spans, weight updates and HTTP are real. Its sampler follows the contract's definition row by row.
 """
 
 from __future__ import annotations
@@ -31,11 +30,7 @@ from trainer_contract.types import Device, WeightDType
 
 
 def from_options(options: EngineOptions) -> Engine:
-    """Return the engine that a recipe describes; its `start` loads the model.
-
-    Raises:
-        ModelError: numpy does not support the dtype, device or format, or the model has no usable tokenizer.
-    """
+    """Return the engine that a recipe describes. Raises `ModelError` for options or models without support."""
     if options.dtype is not WeightDType.FLOAT32 or options.device not in (Device.AUTO, Device.CPU):
         raise ModelError(f"the bigram engine runs in float32 on the cpu, got {options.dtype} on {options.device}")
     options.check_native_weights("the bigram engine")
@@ -155,14 +150,11 @@ def sample_rows(
 ) -> tuple[list[int], list[float]]:
     """Sample token ids from logits [B, V] and noise [B] in [0, 1); return them with their log-probs.
 
-    The log-probs are those of the distribution sampled from. Temperature applies first. Then only the `top_k` likeliest
-    tokens and tokens of at least `min_p` times the highest probability are kept. These are renormalised, and only the
-    fewest likeliest tokens that reach `top_p` together are kept. The sampled token is the inverse of the cumulative
-    distribution at the noise. Greedy rows report the distribution at temperature 1. A row whose logits hold NaN or
-    +inf, or nothing above -inf, has no distribution: its log-prob is NaN.
-
-    Args:
-        top: receives the likeliest tokens of the rows that report any.
+    Temperature applies first. Then only the `top_k` likeliest tokens and tokens of at least `min_p` times the highest
+    probability are kept. Of these, renormalised, only the fewest likeliest tokens that reach `top_p` together are kept.
+    The log-probs are those of the resulting distribution; greedy rows report the distribution at temperature 1. The
+    sampled token is the inverse of the cumulative distribution at the noise. A row whose logits contain NaN or +inf, or
+    nothing above -inf, gets a NaN log-prob. `top` receives the likeliest tokens of the rows that report any.
     """
     token_ids, logprobs = [], []
     for row, state in enumerate(states):

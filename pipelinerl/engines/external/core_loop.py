@@ -1,18 +1,16 @@
-"""`CoreLoop`: a `SampleLoop` over an `EngineCore`, which samples in a process of its own.
+"""`CoreLoop`: a `SampleLoop` over an `EngineCore`, which does its own batching in another process.
 
     BatchingEngine ── Request ──▶ this thread ── one core request per sample ──▶ core: schedule, step, sample
           ▲                           │  ▲                                        │
           └──────── Delivery ─────────┘  └───── tokens, log-probs, their version ─┘
 
-An update happens between two steps: pause, load and name the new version, resume. The core reports which weights
-sampled each token, so no token is attributed to weights that did not sample it.
+An `EngineCore` is vLLM's core, or a separate server. An update happens between two steps: pause, load and name the new
+version, resume. The core reports, possibly late, which weights sampled each token, so no token is attributed to other
+weights.
 
 This thread processes every output that has arrived before it continues with a commit. With vLLM's core, all tokens of
 the old version have therefore been counted when the commit is answered. With a server over HTTP this is almost always
 true, but a token may still be on its way.
-
-An `EngineCore` is vLLM's core, or a separate server. It does its own batching. It must report which weights sampled
-each token, but may report it late.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -58,10 +56,9 @@ class Sampled:
 
     Attributes:
         token_ids, logprobs: the tokens that follow those of earlier steps, all sampled by one version.
-        arrived: the number of tokens that the core has sampled since the last step. Their ids may be reported in this
-            step or in a later one.
+        arrived: the number of tokens that the core has sampled since the last step; their ids may be reported later.
         top: for each of `token_ids` the likeliest tokens at its position, at least as many as the request wants.
-        ended: the core stops sampling this sample, for any reason.
+        ended: True if the core stops sampling this sample, for any reason.
     """
 
     sample_id: str
@@ -74,10 +71,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The results of one step.
-
-    `serving` is (epoch, version) of the weights that sampled the step's tokens; None for a step without tokens.
-    """
+    """The results of one step; `serving` is the (epoch, version) of its weights, or None for a step without tokens."""
 
     serving: tuple[int, int] | None
     samples: list[Sampled]
@@ -115,7 +109,7 @@ class CoreModel:
 
     @property
     def scorer(self) -> None:
-        """Always None: cores are not asked for the log-probs of given tokens."""
+        """Always None: cores do not return the log-probs of given tokens."""
         return None
 
     def staging(self) -> Any:
@@ -146,7 +140,7 @@ class EngineCore(Protocol):
         ...
 
     async def pause(self, on_update: OnUpdate) -> None:
-        """Stop between two steps; `on_update` selects whether running samples are kept, aborted or awaited first."""
+        """Stop between two steps; `on_update` decides if running samples are kept, aborted or awaited first."""
         ...
 
     async def resume(self) -> None:
@@ -154,7 +148,7 @@ class EngineCore(Protocol):
         ...
 
     async def load_staged(self, epoch: int, version: int) -> None:
-        """Load the staged weights as this version, which samples from the next step on; the core must be paused."""
+        """Load the staged weights, which sample from the next step on; the core must be paused."""
         ...
 
     async def forget_cache(self) -> None:
@@ -167,9 +161,7 @@ class EngineCore(Protocol):
 
 
 def refuse_beyond(request: Request, offered: frozenset[str], engine: str) -> None:
-    """Raise `InvalidRequest` if the request uses a sampling field that is not in `offered`; the message names
-    `engine`.
-    """
+    """Raise `InvalidRequest` if the request uses a sampling field that is not in `offered`; it names `engine`."""
     change = request.change
     used = {
         "min_p": request.min_p > 0,
@@ -185,7 +177,7 @@ def refuse_beyond(request: Request, offered: frozenset[str], engine: str) -> Non
 
 
 def sample_id(sequence: Sequence) -> str:
-    """Return the name by which the core knows a sample; it never changes."""
+    """Return the name by which the core knows a sample."""
     return f"{sequence.request.request_id}-{sequence.index}"
 
 
@@ -195,7 +187,7 @@ def label_of(epoch: int, version: int) -> str:
 
 
 def named_by(label: str) -> tuple[int, int]:
-    """Return the (epoch, version) of a label. Raises `ValueError` for a label that `label_of` did not make."""
+    """Parse a label of `label_of` into (epoch, version). Raises `ValueError` for any other text."""
     epoch, _, version = label.partition(".")
     return int(epoch), int(version)
 
@@ -206,7 +198,7 @@ class CoreLoop:
 
     Args:
         start_core: starts the core and returns it with the model it serves; awaited on the thread.
-        capacity: the number of samples that the core works on at once, and the number that may wait in it besides.
+        capacity: the number of samples that the core works on at once, and the number that may also wait in it.
         deliver: hands one step's results to the engine; called on the thread, must not block.
         serving: (epoch, version) of the weights that the core loads.
     """
@@ -227,13 +219,13 @@ class CoreLoop:
         self._ready: Future[ServedModel] = Future()
         self._guard = threading.Lock()
         self._requests: dict[str, Request] = {}  # accepted requests that are not answered yet
-        self._num_open = 0  # unfinished samples of `_requests`
+        self._num_open = 0  # number of unfinished samples of `_requests`
         self._stopping = False
         self._commit: Future[float] | None = None
         self._open: dict[str, Sequence] = {}  # samples in the core; used only by the thread
-        self._counted_at = 0.0  # `totals.busy_s` is counted up to this time; used only by the thread
+        self._counted_at = 0.0  # the time up to which `totals.busy_s` is counted; used only by the thread
         self._sending: set[asyncio.Task[None]] = set()
-        self._turn = asyncio.Lock()  # held while samples are added, and while the core is paused
+        self._turn = asyncio.Lock()  # lock held while samples are added, and while the core is paused
         self._core: EngineCore
         self._events: asyncio.AbstractEventLoop
         self._stepping: asyncio.Task[None] | None = None  # the task that waits for the core's next step
@@ -290,12 +282,7 @@ class CoreLoop:
                 self._events.call_soon_threadsafe(self._withdraw, request)
 
     def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> Future[float]:
-        """Serve the staged weights from the next step on; the future's result is the pause in seconds.
-
-        Raises:
-            EngineStopped: the engine is closing.
-            UpdateInProgress: another commit still waits for running samples to end.
-        """
+        """Serve the staged weights; return a future of the pause in seconds. Raises as `DecodeLoop.commit` does."""
         with self._guard:
             if not self.is_alive:
                 raise EngineStopped("the engine is closing, without a swap to the new weights")
@@ -311,14 +298,14 @@ class CoreLoop:
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        finally:  # also when the core has died, which threading's excepthook reports
+        finally:  # runs after the core's death too, which threading's excepthook reports
             self._end()
 
     async def _serve(self) -> None:
         self._events = asyncio.get_running_loop()
         try:
             self._core, model = await self._start_core()
-        except BaseException as error:  # any exception goes to the caller that waits for `start`
+        except BaseException as error:  # pass any exception to the caller that waits for `start`
             self._end()
             self._ready.set_exception(error)
             return
@@ -329,9 +316,9 @@ class CoreLoop:
             while not self._stopping:
                 self._take(await self._core.next_step())
         except asyncio.CancelledError:
-            pass  # `stop` was called
+            pass  # `stop` cancels this task
         finally:
-            self._end()  # first, because closing a broken core takes long
+            self._end()  # before the core's `close`, which takes long for a broken core
             await self._core.close()
 
     def _interrupt(self) -> None:
@@ -345,15 +332,14 @@ class CoreLoop:
             self._stepping = None
             requests, self._requests, self._num_open = list(self._requests.values()), {}, 0
             commit = self._commit
-        if commit is not None:  # here and not in the swap's task, which may never run: the event loop may close first
-            with suppress(InvalidStateError):  # already answered or cancelled
+        if commit is not None:  # answered here, because the event loop may close before the swap's task runs
+            with suppress(InvalidStateError):  # the commit's future may already have a result or be cancelled
                 commit.set_exception(EngineStopped("the engine closed before the swap was done"))
         stopped = EngineStopped("the engine closed during this request; send it to another engine")
         if requests:
             self._deliver([Delivery(request, is_last=True, error=stopped) for request in requests])
 
     def _send(self, work: Coroutine[Any, Any, None]) -> None:
-        """Call the core in the background, without waiting for its answer."""
         task = self._events.create_task(work)
         self._sending.add(task)
         task.add_done_callback(self._sent)
@@ -361,7 +347,7 @@ class CoreLoop:
     def _sent(self, task: asyncio.Task[None]) -> None:
         self._sending.discard(task)
         if not task.cancelled():
-            task.exception()  # mark the exception as seen; a dead core also fails `next_step`
+            task.exception()  # mark the exception as retrieved; `next_step` reports a dead core
 
     # --- samples -------------------------------------------------------------------------------------------------
 
@@ -380,9 +366,8 @@ class CoreLoop:
         """Begin a request's samples once the core is not paused, so that each begins with a single, known version."""
         async with self._turn:
             begun = [sequence for sequence in request.sequences if sample_id(sequence) in self._open]
-            # The salt keeps prompts from reusing a cache that older weights filled. There is one exception: a sample
-            # that still waits in the core when an update arrives keeps the salt of the weights it began with, and
-            # therefore uses the cache of its siblings.
+            # The salt keeps prompts from reusing a cache that older weights filled. The exception is a sample that
+            # waits in the core during an update: it keeps its salt, and therefore uses the cache of its siblings.
             salt = label_of(*self.serving)
             try:
                 await self._core.add(begun, salt=salt)
@@ -412,7 +397,6 @@ class CoreLoop:
                 self._requests.pop(request.request_id, None)
 
     def _take(self, step: Step) -> None:
-        """Count a step's outputs and deliver them."""
         streamed: list[tuple[Request, SampledToken]] = []
         finished: list[Request] = []
         ended: list[str] = []
@@ -440,7 +424,7 @@ class CoreLoop:
         self.totals.decode_steps += sampling > 0
         self.totals.occupied_slot_steps += sampling
         self._close(finished, samples=len(ended))
-        if surplus:  # samples ended by a stop string, which the core does not know
+        if surplus:  # samples that ended at a stop string, which only this process knows
             self._send(self._core.abort(surplus))
         results = deliveries(streamed, finished)
         if results:
@@ -449,13 +433,12 @@ class CoreLoop:
     def _extended(
         self, sequence: Sequence, sample: Sampled, serving: tuple[int, int]
     ) -> list[tuple[Request, SampledToken]]:
-        """Append the tokens of a step, and end the sample if it has ended; return the tokens to stream."""
         new_tokens = []
         if sample.token_ids:
             epoch, version = serving
             sequence.mark_version(version)
             if not any(each.token_ids for each in sequence.request.sequences):
-                sequence.request.epoch = epoch  # that of the first token; later tokens may have a later epoch
+                sequence.request.epoch = epoch  # the epoch of the first token; later tokens may have a later one
         num_top = sequence.request.num_top
         for place, (token_id, logprob) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True)):
             if num_top:
@@ -480,7 +463,7 @@ class CoreLoop:
         task = self._events.create_task(swap())
 
         def swapped(task: asyncio.Task[float]) -> None:
-            with suppress(InvalidStateError):  # already answered by `_end` or cancelled
+            with suppress(InvalidStateError):  # `_end` or a cancellation may have completed the future
                 if task.cancelled():
                     answer.cancel()
                 elif error := task.exception():
@@ -504,7 +487,7 @@ class CoreLoop:
         core, served, began = self._core, False, time.perf_counter()
         try:
             await core.pause(on_update)
-            began = time.perf_counter()  # restart the clock: steps that ran until the pause do not count
+            began = time.perf_counter()  # the pause begins here, after the steps that had to end first
             await core.load_staged(epoch, version)
             if on_update is OnUpdate.RECOMPUTE_KV:
                 await core.forget_cache()
@@ -519,9 +502,7 @@ class CoreLoop:
         return time.perf_counter() - began
 
     def _fail(self, error: ContractError) -> None:
-        """End every sample with `error`: the swap broke off, so it is unknown which weights would continue the
-        samples.
-        """
+        """End every sample with `error`: after a failed swap, the weights of further tokens would be unknown."""
         ids = list(self._open)
         self._open.clear()
         with self._guard:

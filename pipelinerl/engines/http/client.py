@@ -1,7 +1,7 @@
 """`EngineClient`: the client of the inference contract, for one fleet of engines.
 
-An engine's rejection is raised as the class that the engine raised. A request or response that got lost is an
-`EngineUnreachable` that names the URL and the call. Every call has a deadline.
+An engine's rejection is raised as the class that the engine raised. A lost request or response is an
+`EngineUnreachable` that names the call. Every call has a deadline.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from pipelinerl.system.post_connections import FanoutClient
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
-#: Added to the deadline that the engine itself applies, so that the engine's more specific error arrives first.
+#: Added to the engine's own deadline, so that the engine's more specific error arrives first.
 _GRACE_S: Final = 1.0
-#: Shorter than the server's (`http_service.KEEP_ALIVE_S`), so that the client closes idle connections.
+#: Shorter than the server's `http_service.KEEP_ALIVE_S`, so that the client closes idle connections first.
 _KEEP_ALIVE_S: Final = 30.0
 _JSON: Final = MappingProxyType({"content-type": "application/json"})
 _DATA: Final = b"data: "
@@ -41,20 +41,12 @@ _EVENT_END: Final = b"\n\n"
 
 @final
 class EngineClient:
-    """Client that calls engines by base URL (`http://host:port`) and keeps their connections.
-
-    Used from one event loop.
-    """
+    """Client that calls engines by base URL (`http://host:port`) and keeps their connections; for one event loop."""
 
     def __init__(
         self, *, token: str | None = None, chat_timeout_s: float = 600.0, state_timeout_s: float = 5.0
     ) -> None:
-        """
-        Args:
-            token: bearer token of the engines.
-            chat_timeout_s: longest wait for a whole completion.
-            state_timeout_s: longest wait for health, models and metrics.
-        """
+        """Create a client with limits on a whole completion (`chat_timeout_s`) and on polls (`state_timeout_s`)."""
         self._token = token
         self._posts: FanoutClient | None = None
         self._chat_timeout_s = chat_timeout_s
@@ -85,11 +77,8 @@ class EngineClient:
         )
 
     async def stream(self, url: str, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
-        """POST /v1/chat/completions, streamed. Closing the iterator cancels the request on the engine.
-
-        Raises:
-            ContractError: the engine rejected the request, or failed during the stream.
-            EngineUnreachable: the engine cannot be reached, or the stream broke off.
+        """POST /v1/chat/completions, streamed. Closing the iterator cancels the request on the engine. Raises
+        `ContractError` or `EngineUnreachable`, also in mid-stream.
         """
         path, timeout_s = routes.CHAT_COMPLETIONS, self._chat_timeout_s
         call = f"POST {url}{path}"
@@ -129,25 +118,23 @@ class EngineClient:
         return await self._posted(url, routes.REQUEST_WEIGHT_UPDATE, WeightUpdateResponse, request)
 
     async def _polled(self, url: str, path: str) -> bytes:
-        """GET a path and return the body; raises as `_accepted`."""
         timeout_s = self._state_timeout_s
         return await _accepted(f"GET {url}{path}", self._control().get(url, path, timeout_s=timeout_s), timeout_s)
 
     async def _posted(
         self, url: str, path: str, schema: type[Answer], request: InitProcessGroupRequest | WeightUpdateRequest
     ) -> Answer:
-        """Post a request that goes to many engines at once, and return the parsed answer; raises as `_accepted`."""
         timeout_s = request.timeout_s + _GRACE_S
         answer = self._control().post(url, path, self._encoded(request), timeout_s=timeout_s)
         content = await _accepted(f"POST {url}{path}", answer, timeout_s)
         known, same, answered = self._last_answer
-        if known is not schema or same != content:  # a fleet's engines mostly send equal answers
+        if known is not schema or same != content:  # parse equal answers of a fleet's engines only once
             answered = _validated(url + path, schema, content)
             self._last_answer = schema, content, answered
         return answered
 
     async def _whole(self, url: str, path: str, body: bytes) -> tuple[int, bytes]:
-        """Post a request without automatic resending, and return status and body."""
+        """Post a request without automatic resending; return status and body."""
         async with aclosing(self._control().stream(url, path, body, timeout_s=self._chat_timeout_s)) as pieces:
             came = [piece async for piece in pieces]
         return came[-1][0], b"".join(piece for _, piece in came)
@@ -165,16 +152,10 @@ class EngineClient:
 
 
 async def _accepted(call: str, answer: Awaitable[tuple[int, bytes]], timeout_s: float) -> bytes:
-    """Return the body of a response with status 200; raise an error for anything else.
-
-    Raises:
-        ContractError: the engine answered with this error.
-        EngineUnreachable: no answer in time, or an error without the contract's shape, as from a closing server or a
-            proxy.
-    """
+    """Return the body of a response with status 200; raise `ContractError` or `EngineUnreachable` otherwise."""
     try:
         status, content = await answer
-    except (ConnectionError, TimeoutError, ValueError) as error:  # ValueError: the host name is invalid
+    except (ConnectionError, TimeoutError, ValueError) as error:  # an invalid host name is a ValueError
         raise _unreachable(call, error, timeout_s) from error
     if status != 200:
         raise _refusal(call, status, content)
@@ -193,14 +174,12 @@ def _validated(call: str, schema: type[Answer], content: bytes) -> Answer:
 
 
 def _unreachable(call: str, error: Exception, timeout_s: float) -> EngineUnreachable:
-    """Return the error for a failed connection, which may be refused or timed out."""
     if isinstance(error, TimeoutError):
         return EngineUnreachable(f"{call} had no answer within {timeout_s:g} s")
     return EngineUnreachable(f"{call} failed: {str(error) or type(error).__name__}; is the engine running?")
 
 
 def _refusal(call: str, status: int, content: bytes) -> ContractError | EngineUnreachable:
-    """Return the error to raise for a response with a status other than 200."""
     answer = _decoded(content)
     if status >= 500 and not has_error_shape(answer):
         return EngineUnreachable(f"{call} failed: HTTP {status} without the contract's error")
@@ -208,7 +187,7 @@ def _refusal(call: str, status: int, content: bytes) -> ContractError | EngineUn
 
 
 async def _events(pieces: AsyncGenerator[tuple[int, bytes]], call: str) -> AsyncGenerator[bytes]:
-    """Yield the data of server-sent events, of any length, up to `[DONE]`. Another status is raised."""
+    """Yield the data of server-sent events up to `[DONE]`; raise for a status other than 200."""
     status, rest, done = 200, b"", False
     async for status, piece in pieces:
         if status != 200:
@@ -228,7 +207,6 @@ async def _events(pieces: AsyncGenerator[tuple[int, bytes]], call: str) -> Async
 
 
 def _chunk(data: bytes, path: str) -> ChatCompletionChunk:
-    """Return a chunk of a stream; an error in its place is raised."""
     try:
         return ChatCompletionChunk.model_validate_json(data)
     except ValidationError:

@@ -22,7 +22,7 @@ from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import EngineUnreachable
 from trainer_contract.types import Float32, MicroBatch
 
-#: The environment variable with the bearer token of engines that are teachers.
+#: Environment variable for the bearer token of teacher engines.
 TEACHER_TOKEN: Final = "PIPELINERL_TEACHER_TOKEN"
 #: The most requests in flight at once.
 _AT_ONCE: Final = 64
@@ -31,12 +31,7 @@ _AGAIN_S: Final = 1.0
 
 @final
 class EngineTeacher:
-    """A frozen model behind an engine's URL. Its log-probs are those of the tokens at their temperatures.
-
-    Args:
-        url: base URL of the engine. token: its bearer token.
-        timeout_s: the longest time without an answer for one segment; an engine that restarts meanwhile is waited for.
-    """
+    """A frozen model behind an engine's URL. `timeout_s` limits the wait for a segment, even over a restart."""
 
     def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 120.0) -> None:
         self.url = url
@@ -45,17 +40,12 @@ class EngineTeacher:
         self._client = EngineClient(token=token, chat_timeout_s=timeout_s)
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
-        """Return the log-probs f32 [T] of each micro-batch's tokens; 0 at segment starts.
-
-        Raises:
-            EngineUnreachable: the engine gave no answer in time, or rejected a segment, which is too long, or for which
-                it cannot report log-probs.
-        """
+        """Return the log-probs f32 [T] of each micro-batch's tokens, 0 at segment starts; raise `EngineUnreachable`."""
         return self._runner.run(self._forward(micro_batches))
 
     def close(self) -> None:
         """Close the connections."""
-        with ThreadPoolExecutor(1) as thread:  # the caller's thread may run an event loop of its own
+        with ThreadPoolExecutor(1) as thread:  # the caller's thread may already run an event loop
             thread.submit(self._closed).result()
 
     def _closed(self) -> None:
@@ -89,7 +79,6 @@ class EngineTeacher:
         column[start:end] = logprobs
 
     async def _logprobs(self, request: ChatCompletionRequest) -> list[float]:
-        """Return the prompt's log-probs; ask again until the deadline if the engine is unreachable or busy."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:

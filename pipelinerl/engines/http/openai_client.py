@@ -1,8 +1,8 @@
 """`OpenAIServer`: text answers from any server of OpenAI's chat completions.
 
-It sends only OpenAI's own fields, and asks for one sample at a time, since not all servers support `n`. A call that
-fails because the server is busy or unreachable is retried with the same seed until its deadline. The error for a
-rejected request names the URL and quotes the server.
+It sends only OpenAI's own fields, and requests one sample at a time, since not all servers support `n`. If the server
+is busy or unreachable, a call is retried with the same seed until its deadline. The error for a rejected request names
+the URL and quotes the server.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pipelinerl.types import Message, Sampling
 
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
-#: Statuses caused by the server's state and not by the request, so the request is retried.
+#: Statuses caused by the server's state, so that the request is retried.
 _AGAIN: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-#: The length to which a server's error text is cut.
+#: Most characters of a server's error text to quote.
 _QUOTED_CHARS: Final = 300
-#: Seeds are below this bound, because some servers keep a seed in a signed 32-bit integer.
+#: Bound on seeds, because some servers keep a seed in a signed 32-bit integer.
 SEEDS: Final = 2**31
 
 
@@ -45,10 +45,7 @@ class OpenAIServer:
     """Client of one server, used from one event loop."""
 
     def __init__(self, url: str, *, model: str, token: str | None, deadline_s: float) -> None:
-        """Args:
-        url: the base URL without `/v1`.
-        deadline_s: the longest time for one sample, including its retries.
-        """
+        """Create a client for the base `url` without `/v1`; `deadline_s` limits one sample, including its retries."""
         self.url = url
         self.model = model
         self._deadline_s = deadline_s
@@ -67,12 +64,7 @@ class OpenAIServer:
         await self._session.aclose()
 
     async def sample(self, messages: tuple[Message, ...], sampling: Sampling, *, seed: int) -> TextAnswer:
-        """Return one sample of this conversation.
-
-        Raises:
-            EngineUnreachable: the server rejects the request, or answers in another shape.
-            DeadlineError: the server has not answered in time.
-        """
+        """Return one sample of this conversation. Raises `EngineUnreachable` if rejected, `DeadlineError` if late."""
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [{"role": each.role, "content": each.content} for each in messages],
@@ -109,11 +101,7 @@ class OpenAIServer:
 
 
 async def models_at(url: str, *, token: str | None) -> list[dict[str, Any]]:
-    """Return the cards of the models that the server at `url` lists; this project's engines add fields of their own.
-
-    Raises:
-        AddressError: the server does not list a model in OpenAI's shape.
-    """
+    """Return the cards of the models that the server at `url` lists. Raises `AddressError` for any other answer."""
     call = f"GET {url}{routes.MODELS}"
     try:
         async with async_session(url, token=token) as session:
@@ -151,7 +139,6 @@ def _answer_of(answer: Any, url: str) -> TextAnswer:
 
 
 def _quoted(response: httpx.Response) -> str:
-    """Return the server's error message, in OpenAI's shape or as plain text."""
     try:
         message = response.json()["error"]["message"]
     except (json.JSONDecodeError, LookupError, TypeError):

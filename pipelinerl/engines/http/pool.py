@@ -1,15 +1,13 @@
 """`EnginePool`: completes requests on the least busy engine while engines join, fail and leave.
 
-A request is retried until it is answered or its deadline passes, on another engine if there is one. The seed stays the
-same, so an answer does not depend on the number of tries. All samples of a request run on the same engine, which
-computes their prompt once.
+A request is retried with the same seed until it is answered or its deadline passes, on another engine if there is one.
+All samples of a request run on the same engine, which computes their prompt once.
 
 Answers arrive in parts, so the tokens sampled so far survive an engine's failure or removal, and another engine
-continues them (`PartialAnswer`). An engine that cannot continue answers is asked for whole answers instead, from
-the beginning each time. The request also starts over if an engine rejects a continuation, or serves weights of another
-epoch than the answer's. A request that runs on a removed engine is cancelled there and continued on another engine.
+continues them (`PartialAnswer`). The request starts over if an engine cannot continue answers, rejects a continuation,
+or serves weights of another epoch than the answer's.
 
-An engine that rejects a request is not sent that request again, but other engines are, since the engines of a run may
+An engine that rejects a request does not get that request again, but other engines do, since the engines of a run may
 differ. Once all serving engines have rejected the request, the last error is raised. An unspecific fault
 (`internal_error`) counts as a rejection only after `_FAULTS` times, because a closing engine may cause one for any
 request. An engine that fails or misses a request's deadline is suspect for a while, and avoided during that time.
@@ -18,16 +16,6 @@ request. An engine that fails or misses a request's deadline is suspect for a wh
 |---|---|---|
 | an engine that is not suspect | the end of its suspicion, or `update` | the pool's deadline |
 | the completion | the engine, or `update` without it | the pool's deadline, after which the engine is suspect |
-
-`PartialAnswer` is a growing completion, without I/O.
-
-    request ─▶ engine a: chunk, chunk, dies ─▶ `rest` ─▶ engine b: chunk, chunk, end ─▶ `completion`
-
-Received tokens are kept, with their log-probs and versions. The next engine is asked only for the missing part of each
-sample, after the exact prompt tokens of the first engine. Version spans follow the tokens, so the next engine may serve
-an older version than the previous one. Routed experts, if requested, follow the tokens too; those of the prompt come
-from the first engine. All tokens of an answer have the epoch of the weights that began it: weights of another epoch may
-come from a diverging training history, so `take` rejects a continuation by them.
 """
 
 from __future__ import annotations
@@ -66,8 +54,6 @@ from pipelinerl.types import Answered
 
 @dataclass(slots=True)
 class _Sample:
-    """The part of one sample that has been received."""
-
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -104,9 +90,8 @@ class _Sample:
         self.finish_reason = part.finish_reason
 
     def choice(self, index: int) -> Choice:
-        """Return the finished sample as a choice of a whole completion."""
         assert self.finish_reason is not None
-        return Choice(  # validation is faster than `model_construct` up to hundreds of tokens
+        return Choice(  # up to hundreds of tokens, validation is faster than `model_construct`
             index=index,
             message=AssistantMessage(content=self.text, tool_calls=self.calls or None),
             finish_reason=self.finish_reason,
@@ -129,8 +114,14 @@ class _Sample:
 
 @final
 class PartialAnswer:
-    """The part of the answer to `request` that has been received. Engines are asked to send a chunk every
-    `interval_s`.
+    """The received part of an answer to `request`, without I/O. Engines are asked to send a chunk every `interval_s`.
+
+        request ─▶ engine a: chunk, chunk, dies ─▶ `rest` ─▶ engine b: chunk, chunk, end ─▶ `completion`
+
+    The next engine samples only the missing part of each sample, after the exact prompt tokens of the first engine.
+    Version spans follow the tokens, so the next engine may serve an older version. Routed experts of the prompt come
+    from the first engine. All tokens of an answer must have the epoch of the weights that began it, because weights of
+    another epoch may come from a diverging training history.
     """
 
     def __init__(self, request: ChatCompletionRequest, *, interval_s: float) -> None:
@@ -144,7 +135,7 @@ class PartialAnswer:
         self.tokens_kept = 0
         """Tokens of the answer from engines that did not finish it."""
         self.tokens_resampled = 0
-        """Tokens that arrived and were dropped."""
+        """Tokens that were received and dropped."""
 
     @property
     def num_tokens(self) -> int:
@@ -157,10 +148,7 @@ class PartialAnswer:
         return all(sample.finish_reason is not None for sample in self._samples.values())
 
     def rest(self) -> ChatCompletionRequest:
-        """Return the request for the next engine: the original request, or one for the tokens that are still missing.
-
-        Text received so far is dropped, because the next engine sends the text of the whole answer at its end.
-        """
+        """Return the next engine's request: the original one, or one for the missing tokens and the whole text."""
         changes: dict[str, object] = {"stream": True, "stream_options": self._options}
         if self._prompt is not None:
             missing = {index: sample for index, sample in self._samples.items() if sample.finish_reason is None}
@@ -169,15 +157,11 @@ class PartialAnswer:
             prefixes = [AnswerPrefix(index=i, token_ids=list(sample.token_ids)) for i, sample in missing.items()]
             changes |= {"messages": None, "prompt": None, "prompt_token_ids": self._prompt}
             changes |= {"n": len(missing), "prefixes": prefixes}
-            changes |= {"continue_token_ids": None, "continue_from": None}  # the prompt's tokens are already known
+            changes |= {"continue_token_ids": None, "continue_from": None}  # `prompt_token_ids` replace these
         return self._request.model_copy(update=changes)
 
     def take(self, chunk: ChatCompletionChunk, *, url: str) -> bool:
-        """Add a chunk from the engine at `url`; return False if the chunk has another epoch than the earlier chunks.
-
-        Raises:
-            EngineUnreachable: the chunk does not fit the request.
-        """
+        """Add a chunk; return False if its epoch is not that of the answer. Raises `EngineUnreachable` if malformed."""
         if self._last is not None and chunk.epoch != self._last.epoch:
             return False
         if self._prompt is None:
@@ -192,7 +176,7 @@ class PartialAnswer:
         return True
 
     def hand_over(self) -> None:
-        """Record that the current engine has stopped; its tokens are kept for the next one."""
+        """Record that the current engine has stopped; its tokens are kept for the next engine."""
         self.tokens_kept += self.num_tokens - self._handed_over
         self._handed_over = self.num_tokens
 
@@ -220,7 +204,7 @@ class PartialAnswer:
         )
 
 
-#: Stale heap entries are removed once the heap has this many entries per engine.
+#: Most heap entries per engine before stale ones are removed.
 _ENTRIES: Final = 4
 
 
@@ -228,18 +212,15 @@ _ENTRIES: Final = 4
 class LeastBusy:
     """Engines by base URL, with their outstanding tokens; picks the one with the fewest. Pure: no I/O.
 
-    The result equals `min` over all engines, at a cost that hardly grows with their number. Each change adds an entry
-    to a heap; an entry that a later change has made stale is dropped when it reaches the top. Ties are broken by name
-    or, with `ties`, in a pseudorandom order that depends on `ties`.
-
-    Each client counts only its own outstanding tokens. If several clients broke ties in the same order, they would
-    all start with the same engines and leave the others idle.
+    A heap makes the cost almost independent of the number of engines; stale entries are dropped at its top. Ties are
+    broken by name or, with `ties`, in a pseudorandom order. If several clients, which count only their own tokens,
+    broke ties in the same order, they would all start with the same engines.
     """
 
     def __init__(self, ties: str = "") -> None:
         self._ties = ties
         self._tokens: Counter[str] = Counter()
-        self._rank: dict[str, tuple[int, str]] = {}  # only engines that may be picked
+        self._rank: dict[str, tuple[int, str]] = {}  # keys are the engines that may be picked
         self._heap: list[tuple[int, tuple[int, str]]] = []
 
     @property
@@ -266,9 +247,7 @@ class LeastBusy:
             del self._tokens[url]
 
     def pick(self, passed_over: Callable[[str], bool]) -> str | None:
-        """Return the engine with the fewest outstanding tokens, skipping those for which `passed_over` is true; None if
-        none is left.
-        """
+        """Return the engine with the fewest outstanding tokens for which `passed_over` is false, or None."""
         aside: list[tuple[int, tuple[int, str]]] = []
         found = None
         while self._heap:
@@ -288,19 +267,17 @@ class LeastBusy:
         return (rng.key(0, self._ties, url) if self._ties else 0), url
 
     def _sweep(self) -> None:
-        """Rebuild the heap with one current entry per engine."""
         self._heap = [(self._tokens[url], rank) for url, rank in self._rank.items()]
         heapify(self._heap)
 
 
-#: Errors caused by the engine's state and not by the request, which is retried.
+#: Errors caused by the engine's state, so that the request is retried.
 _ELSEWHERE: Final = (Overloaded, Dirty, EngineStopped, DeadlineExceeded, EngineUnreachable)
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
 _DEFAULT_TOKENS: Final = 256
 _FAULTS: Final = 3
-#: A conversation stays on the engine of its earlier turn while that engine has at most this many more outstanding
-#: tokens than the least busy engine.
+#: Most outstanding tokens above those of the least busy engine at which a conversation stays on its engine.
 NEAR_TOKENS: Final = 8192
 
 
@@ -343,13 +320,14 @@ class EnginePool:
         interval_s: float = 1.0,
         ties: str = "",
     ) -> None:
-        """Args:
-        deadline_s: longest time for one request, including all retries. suspect_s: the time for which an engine is
-        avoided after it failed or missed a deadline. min_epoch: answers by weights of an earlier epoch are rejected. In
-        a run it is 1: an engine with epoch 0 has
-            restarted, and serves the weights it started with until the next update.
-        interval_s: the interval at which sampled tokens arrive; 0: only whole answers. ties: determines the order of
-        equally busy engines; see `LeastBusy`.
+        """Create a pool; each request has `deadline_s` for all its tries.
+
+        Args:
+            suspect_s: the time for which an engine is avoided after it failed or missed a deadline.
+            min_epoch: the lowest accepted epoch of weights; 1 in a run, since a restarted engine has epoch 0 until an
+                update.
+            interval_s: the interval at which sampled tokens arrive; 0 requests whole answers.
+            ties: determines the order of equally busy engines; see `LeastBusy`.
         """
         self._client = client
         self._deadline_s = deadline_s
@@ -358,8 +336,8 @@ class EnginePool:
         self._interval_s = interval_s
         self._offers: dict[str, Continuation] = {}
         self._serving: frozenset[str] = frozenset()
-        self._known: frozenset[str] = frozenset()  # serving engines and those that may finish requests
-        self._load = LeastBusy(ties)  # counts every engine with running requests, serving or not
+        self._known: frozenset[str] = frozenset()  # engines that serve or may finish requests
+        self._load = LeastBusy(ties)  # counts requests on engines that no longer serve, too
         self._suspect_until: dict[str, float] = {}
         self._running: dict[str, set[asyncio.Timeout]] = {}
         self._named: Counter[str] = Counter()
@@ -394,11 +372,9 @@ class EnginePool:
     ) -> Answered:
         """Answer `request`. Without a seed in the request, each try draws its own noise.
 
-        `begun` is called whenever a try starts from the beginning, but not when it continues earlier tokens.
-
         With `engine` (base URL), only this engine answers, and it gets no other requests meanwhile. With `near` (base
         URL), that engine answers, since it may have cached the prompt, unless it has over `NEAR_TOKENS` more
-        outstanding tokens than the least busy engine.
+        outstanding tokens than the least busy engine. `begun` is called whenever a try starts without earlier tokens.
 
         Raises:
             ContractError: every serving engine has rejected the request; this is the last engine's error and names it.
@@ -410,7 +386,7 @@ class EnginePool:
         refused, faults = dict[str, ContractError](), Counter[str]()
         answer = PartialAnswer(request, interval_s=self._interval_s)
         while (remaining := deadline - time.monotonic()) > 0:
-            if answer.is_whole:  # the stream broke off after the last choice had ended
+            if answer.is_whole:  # all samples ended before the stream broke off
                 return Answered(answer.completion(), engine_used, answer.tokens_kept, answer.tokens_resampled)
             url = self._choice(engine, refused, near)
             if url is None:
@@ -453,11 +429,7 @@ class EnginePool:
         )
 
     def _choice(self, engine: str, refused: Mapping[str, ContractError], near: str) -> str | None:
-        """Return the engine to try, or None while all candidates are suspect.
-
-        The result is `engine` if given, and otherwise the least busy engine that no running request reserves. Raises as
-        `complete` does, except `DeadlineError`.
-        """
+        """Return `engine`, or the least busy engine that no request reserves; None while all candidates are suspect."""
         if engine and self._known and engine not in self._known:
             raise EngineUnreachable(f"{engine}, the only engine for this request, is no longer part of the run")
         able = self._known & {engine} if engine else self._serving
@@ -520,7 +492,7 @@ class EnginePool:
                     if not answer.is_whole:
                         raise EngineUnreachable(f"{url} ended a stream before all of its choices had ended")
                     return answer.completion()
-            answer.forget()  # the continuation would come from weights of another epoch
+            answer.forget()  # start over, because this engine's weights are of another epoch
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch < self._min_epoch:
@@ -536,5 +508,4 @@ class EnginePool:
 
 
 def _suspicion(error: ContractError | EngineUnreachable, suspect_s: float, pause_s: float) -> float:
-    """Return how long to avoid the engine after `error`: `pause_s` if it is full, `suspect_s` if it failed."""
     return pause_s if isinstance(error, Overloaded) else suspect_s

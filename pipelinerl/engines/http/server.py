@@ -3,10 +3,9 @@
 Every error response has OpenAI's error shape, and none repeats the request's body. Every route is behind
 `http_service`'s guard. A client that disconnects cancels its request.
 
-All routes are plain ASGI on bytes, because every engine of a fleet is called often: one validation of the body, one
-serialisation of the answer, and no layers between. With FastAPI's layers, a phase of a weight update takes 71 µs of the
-engine's CPU time instead of 45, not counting the sockets. A poll of the engine's state takes 127 µs instead of 55.
-Requests for the contract's paths bypass Starlette's router, which answers all others.
+All routes are plain ASGI on bytes and bypass Starlette's router, because every engine of a fleet is called often. With
+FastAPI's layers, a phase of a weight update takes 71 µs of the engine's CPU time instead of 45, without the sockets. A
+poll of the engine's state takes 127 µs instead of 55.
 """
 
 from __future__ import annotations
@@ -46,11 +45,7 @@ class _Disconnected(Exception):
 
 
 def create_app(engine: Engine, *, token: str | None) -> Starlette:
-    """Return the application that serves `engine`, and starts and closes it.
-
-    Args:
-        token: the bearer token that every route but `/health` requires; None disables authentication.
-    """
+    """Return the application that serves `engine`. All routes but `/health` require `token`, if there is one."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -71,7 +66,7 @@ def create_app(engine: Engine, *, token: str | None) -> Starlette:
         ("POST", routes.CHAT_COMPLETION_ALIAS, chat),
         ("POST", routes.COMPLETIONS, _Text(engine)),
     ]
-    # The routes are ASGI instances, for which Starlette checks the method only if `methods` is given.
+    # Starlette checks the method of ASGI instances only if `methods` is given.
     found = [Route(path, endpoint, methods=[method]) for method, path, endpoint in endpoints]
     app = Starlette(routes=found, lifespan=lifespan)
     refuse_in_one_shape(app)
@@ -92,12 +87,7 @@ def _models(engine: Engine) -> str:
 
 
 async def _parsed(schema: type[Body], receive: Receive) -> Body:
-    """Parse the body by `schema` and return it.
-
-    Raises:
-        InvalidRequest: the body is malformed, or against the schema; `param` is the path of the field.
-        HTTPException: the body is too large, or was not received in time.
-    """
+    """Parse the body by `schema`. Raises `InvalidRequest`, or `HTTPException` for a body that is too large or late."""
     body = await _body(receive)
     with _validation():
         return schema.model_validate_json(body)
@@ -116,7 +106,6 @@ async def _body(receive: Receive) -> bytes:
 
 @contextmanager
 def _validation() -> Iterator[None]:
-    """Convert pydantic's validation error to `InvalidRequest`."""
     try:
         yield
     except ValidationError as error:
@@ -124,7 +113,6 @@ def _validation() -> Iterator[None]:
 
 
 def _invalid(error: ValidationError) -> InvalidRequest:
-    """Describe the first validation error in one sentence, without the input that caused it."""
     first = error.errors(include_input=False, include_url=False, include_context=False)[0]
     param = ".".join(str(part) for part in first["loc"]) or None
     more = "" if error.error_count() == 1 else f" (and {error.error_count() - 1} more)"
@@ -135,7 +123,6 @@ def _invalid(error: ValidationError) -> InvalidRequest:
 
 
 async def _unless_gone(work: Awaitable[Any], receive: Receive) -> Any:
-    """Return the result of `work`, which is cancelled if the client disconnects first."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(receive())
     try:
@@ -151,7 +138,7 @@ async def _unless_gone(work: Awaitable[Any], receive: Receive) -> Any:
 
 
 class _Call:
-    """A POST route with a request schema and a response; the work completes even if the client disconnects."""
+    """A POST route with a request schema and a response; its work completes even if the client disconnects."""
 
     def __init__(self, schema: type[Body], verb: Callable[[Body], Awaitable[BaseModel]]) -> None:
         self._schema: type[Any] = schema
@@ -163,8 +150,6 @@ class _Call:
 
 
 class _State:
-    """A GET route that returns the engine's current state."""
-
     def __init__(self, media_type: str, text: Callable[[], str]) -> None:
         self._media_type = media_type
         self._text = text
@@ -174,8 +159,6 @@ class _State:
 
 
 class _Chat:
-    """The route `/v1/chat/completions`, whole or streamed."""
-
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
@@ -189,8 +172,6 @@ class _Chat:
 
 
 class _Text:
-    """The route `/v1/completions`, whole or streamed."""
-
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
@@ -205,7 +186,6 @@ class _Text:
         await _unless_gone(_send_events(self._engine.stream(chats[0]), part_of_text, send), receive)
 
     async def _complete(self, chats: Sequence[ChatCompletionRequest]) -> list[ChatCompletion]:
-        """Return all answers; if one request is rejected, cancel the others."""
         tasks = [asyncio.ensure_future(self._engine.complete(chat)) for chat in chats]
         try:
             return list(await asyncio.gather(*tasks))
@@ -218,9 +198,7 @@ class _Text:
 async def _send_events(
     stream: AsyncIterator[ChatCompletionChunk], shown: Callable[[ChatCompletionChunk], BaseModel], send: Send
 ) -> None:
-    """Send server-sent events. The status is sent with the first chunk, so that an earlier error is a plain error
-    response.
-    """
+    """Send server-sent events. The status waits for the first chunk, so that an earlier error gets its own status."""
     begun = False
     async with aclosing(stream) as chunks:  # type: ignore[type-var]
         try:
@@ -257,8 +235,8 @@ async def _event(send: Send, data: bytes, *, last: bool = False) -> None:
 class _Refusals:
     """Middleware that converts contract errors to responses; paths that are not `served` go to `app`.
 
-    A disconnected client gets no response. A request is cancelled only at the server's shutdown, after its grace
-    period. The response then directs the client to another engine, unless a response has begun.
+    A disconnected client gets no response. If shutdown cancels a request before its response has begun, the response
+    directs the client to another engine.
     """
 
     def __init__(self, app: ASGIApp, served: Mapping[tuple[str, str], ASGIApp]) -> None:

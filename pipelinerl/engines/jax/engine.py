@@ -1,8 +1,7 @@
 """The JAX engine: continuous batching of Llama-family directories, on any device of XLA: CPU, TPU, CUDA.
 
 It loads the same directories with the same decoder as the JAX trainer, so both compute the same numbers. Its weight
-layout is the one that every trainer uses for the same directory. So far it has run on CPUs, including several simulated
-devices. It is written for TPUs but has not run on one.
+layout is that of all trainers. It has run on CPUs, including several simulated devices, but not yet on a TPU.
 """
 
 from __future__ import annotations
@@ -31,17 +30,13 @@ from trainer_contract.types import Device
 
 
 def from_options(options: EngineOptions) -> Engine:
-    """Return the engine that a recipe describes; its `start` compiles the programs.
-
-    Both head precisions give the same results: logits are always fp32, as are norms, softmax and log-probs.
-
-    Raises:
-        ModelError: weights are to be quantised, or the model has no usable tokenizer.
+    """Return the engine that a recipe describes; its `start` compiles the programs. Both head precisions give the same
+    results: logits are always fp32, as are norms, softmax and log-probs. Raises `ModelError`.
     """
     options.check_native_weights("the JAX engine")
     options.check_fast_kernels("the JAX engine")
     options.check_no_options("the JAX engine")
-    if options.threads is not None:  # XLA reads the variable once, at the first computation
+    if options.threads is not None:  # XLA reads NPROC at its first computation
         os.environ.setdefault("NPROC", str(options.threads))
     tokenizer = ChatTokenizer.load(options.model_path)
     return BatchingEngine(
@@ -50,24 +45,15 @@ def from_options(options: EngineOptions) -> Engine:
 
 
 def load_runner(options: EngineOptions, *, cache_bytes: int | None = None) -> JaxRunner:
-    """Return the model with its cache and compiled programs; called on the thread that runs the model.
-
-    Raises as `assembled` does.
-    """
+    """Return the model with its cache and compiled programs, on the thread that runs it. Raises as `assembled` does."""
     runner = assembled(options, cache_bytes=cache_bytes)
     runner.warm_up()
     return runner
 
 
 def assembled(options: EngineOptions, *, cache_bytes: int | None = None) -> JaxRunner:
-    """Return the model with its cache; no program is compiled yet.
-
-    Args:
-        cache_bytes: most memory for keys and values; None sets no bound.
-
-    Raises:
-        ModelError: there is no usable model or device, the context is longer than the model's, or the cache exceeds
-            its budget.
+    """Return the model with its cache of at most `cache_bytes` (None: no bound), without compiled programs. Raises
+    `ModelError` for a model, device or context that is unusable, and for a cache that is too large.
     """
     config = read_config(options.model_path)
     options.check_context(json.loads((options.model_path / "config.json").read_text()).get("max_position_embeddings"))
@@ -90,7 +76,6 @@ _PLATFORM: Final = {Device.AUTO: None, Device.CPU: "cpu", Device.CUDA: "cuda", D
 
 
 def _mesh(options: EngineOptions, config: DecoderConfig) -> Mesh:
-    """Return a mesh of the first devices of this process, along one axis."""
     bound_memory(options.memory_share)
     try:
         devices = jax.local_devices(backend=_PLATFORM[options.device])

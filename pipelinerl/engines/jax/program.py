@@ -1,10 +1,9 @@
 """The device programs of a JAX engine: prompts into the cache, one step of all rows, copies between rows.
 
 The cache has a slot for each row, as long as the context. Every function is compiled once for each shape of its
-arguments and each `length`, which come from the short lists of `jax.buckets`. The number of copied rows is a traced
-argument and not a shape, so it needs no further programs. The cache is donated to each call, so it is changed in place
-and there is never a second copy. Within a step, a layer reads the slots and returns its new entries, which are stored
-once after all layers.
+arguments and each `length`, which come from the short lists of `Buckets`. The number of copied rows is a traced
+argument, so it needs no further programs. The cache is donated to each call, so it is changed in place. Within a step,
+a layer reads the slots and returns its new entries, which are stored once after all layers.
 
 Letters in shapes: B rows of a step, P prompts of T tokens, S slots, C context, L layers, K key-value heads of d numbers
 each, V tokens of the vocabulary.
@@ -28,7 +27,7 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.models.decoder_config import DecoderConfig
 from pipelinerl.models.jax_decoder import grouped_attention, hidden_states, output_embedding
 
-#: The kernel's block size. Prompts whose padded length is not a multiple of it use plain products.
+#: The kernel's block size; prompts of other padded lengths than its multiples use plain products.
 _BLOCK: Final = 128
 
 
@@ -38,10 +37,9 @@ class PromptAttention(StrEnum):
         plain     all scores [P, H, T, T] in fp32: any platform, any length
         flash     `jax.experimental.pallas.ops.tpu.flash_attention`: blocks of scores in on-chip memory
 
-    The kernel is only for prompts, because the scores of a prompt grow with the square of its length. A decode step has
-    one query for each row: its scores are small, reading the cache takes most of its time, and XLA's own fusion handles
-    it on every platform. The kernel has been run in Pallas's TPU interpreter on a CPU, where it agrees with `plain`; it
-    has not run on a TPU.
+    The kernel is only for prompts, because their scores grow with the square of the length. A decode step has one query
+    per row, so reading the cache takes most of its time, and XLA's own fusion handles it. The kernel agrees with
+    `plain` in Pallas's TPU interpreter on a CPU; it has not run on a TPU.
     """
 
     PLAIN = "plain"
@@ -49,9 +47,7 @@ class PromptAttention(StrEnum):
 
     @classmethod
     def on(cls, platform: str, *, devices: int) -> PromptAttention:
-        """Return the implementation for `devices` devices of a platform. Several devices need plain products: XLA
-        cannot split the kernel.
-        """
+        """Return the implementation for `devices` devices of a platform; XLA cannot split the kernel among several."""
         return cls.FLASH if platform == "tpu" and devices == 1 else cls.PLAIN
 
     def causal(self, query: Array, key: Array, value: Array) -> Array:
@@ -60,8 +56,7 @@ class PromptAttention(StrEnum):
         if self is PromptAttention.PLAIN or length % _BLOCK:
             order = jnp.arange(length)
             return grouped_attention(query, key, value, (order[:, None] >= order)[None])
-        # The kernel does not support grouped-query attention, so keys and values are repeated for the queries that
-        # share them.
+        # The kernel lacks grouped-query attention, so repeat keys and values for the queries that share them.
         query, key, value = (
             jnp.repeat(jnp.moveaxis(array, 1, 2), heads // array.shape[2], axis=1) for array in (query, key, value)
         )
@@ -82,9 +77,7 @@ class Cache(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class DecoderProgram:
-    """One decoder and its prompt attention: a static argument of the compiled functions, which are specialised for
-    it.
-    """
+    """One decoder and its prompt attention, for which the compiled functions are specialised."""
 
     config: DecoderConfig
     prompts: PromptAttention
@@ -125,9 +118,7 @@ def prefill(
 
 @partial(jax.jit, static_argnames="length", donate_argnums=0)
 def copy(cache: Cache, sources: Array, targets: Array, count: Array, *, length: int) -> Cache:
-    """Copy the first `length` entries of row `sources[i]` to row `targets[i]`, for i below `count`; both are i32
-    [S].
-    """
+    """Copy the first `length` entries of row `sources[i]` to row `targets[i]`, i below `count`; both are i32 [S]."""
 
     def one(i: Array, cache: Cache) -> Cache:
         return Cache(*(_put(entries, _row(entries, sources[i], length), targets[i]) for entries in cache))
@@ -150,11 +141,8 @@ def clear(cache: Cache, rows: Array, count: Array) -> Cache:
 def decode(
     program: DecoderProgram, weights: Weights, cache: Cache, token_ids: Array, positions: Array, *, length: int
 ) -> tuple[Array, Cache]:
-    """Return logits f32 [B, V] after one token for each of rows 0..B-1, and the updated cache.
-
-    Args:
-        token_ids, positions: i32 [B].
-        length: every row attends only to positions below it.
+    """Return logits f32 [B, V] after one token for each of rows 0..B-1, and the updated cache. `token_ids` and
+    `positions` are i32 [B]; every row attends only to positions below `length`.
     """
     config, batch = program.config, len(token_ids)
     order = jnp.arange(length)
@@ -177,7 +165,6 @@ def decode(
 def _run(
     program: DecoderProgram, weights: Weights, token_ids: Array, positions: Array, attend: Any
 ) -> tuple[Array, Any]:
-    """Run all layers, passing each its index; return the hidden states and the stacked cache entries."""
     with _exact():
         return hidden_states(program.config, weights, token_ids, positions, attend, jnp.arange(program.config.layers))
 

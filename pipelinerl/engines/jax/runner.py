@@ -1,8 +1,8 @@
 """`JaxRunner`: a `ModelRunner` for Llama-family decoders on any device that XLA supports.
 
 The device holds weights and cache; each row's next token and sampling parameters are in a `RowTable` on the host. Every
-call runs programs of `engines.jax.program` at shapes from `engines.jax.buckets`. `warm_up` compiles all programs but
-those of truncated sampling, and new weights never compile anything.
+call runs programs of `engines.jax.program` at the shapes of `Buckets`. `warm_up` compiles all programs but those of
+truncated sampling, and new weights never compile anything.
 """
 
 from __future__ import annotations
@@ -39,17 +39,14 @@ _LEAST_LENGTH: Final = 128
 @final
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The few shapes that an engine runs, since XLA compiles a program for each shape.
+    """The few shapes that an engine runs, since XLA compiles a program for each shape. Sizes are ascending.
 
         rows of a step      16, 32, 64, … slots
         lengths             128, 256, 512, … context: of a step's attention, a padded prompt, a copy
-        prompts at once     1, 4, 16, … of a length, within the prefill's budget of padded tokens
+        prompts at once     1, 4, 16, … for each of `lengths`, within the prefill's budget of padded tokens
 
     Doubling wastes less than half of a step's rows and lengths; prompts are computed only once, so fewer sizes suffice.
-    The number of programs grows with the logarithms of slots and context, and `num_programs` bounds it.
-
-    Sizes are ascending; `prompts[i]` are the numbers of prompts at once for length
-    `lengths[i]`.
+    The number of programs, at most `num_programs`, grows with the logarithms of slots and context.
     """
 
     rows: tuple[int, ...]
@@ -58,9 +55,7 @@ class Buckets:
 
     @classmethod
     def of(cls, *, rows: int, context: int, prefill_tokens: int) -> Self:
-        """Return the sizes for `rows` rows of `context` tokens, and prefills of at most `prefill_tokens` padded
-        tokens.
-        """
+        """Return the sizes for `rows` rows of `context` tokens and prefills of `prefill_tokens` padded tokens."""
         lengths = _doubling(_LEAST_LENGTH, context)
         at_once = [max(1, min(rows, prefill_tokens // length)) for length in lengths]
         prompts = tuple(tuple(4**i for i in range((most.bit_length() + 1) // 2)) for most in at_once)
@@ -73,7 +68,7 @@ class Buckets:
         return steps + sum(map(len, self.prompts)) + len(self.lengths)
 
     def rows_for(self, rows: int) -> int:
-        """Return the number of rows to run for a step of `rows` rows: the smallest compiled size that holds them."""
+        """Return the smallest compiled number of rows that holds `rows` rows."""
         return self.rows[bisect_left(self.rows, rows)]
 
     def length_for(self, length: int) -> int:
@@ -81,12 +76,11 @@ class Buckets:
         return self.lengths[bisect_left(self.lengths, length)]
 
     def prompts_at(self, length: int) -> tuple[int, ...]:
-        """Return the possible numbers of prompts, padded to `length` (one of `lengths`), that run at once."""
+        """Return the possible numbers of prompts at once, padded to `length` (one of `lengths`)."""
         return self.prompts[self.lengths.index(length)]
 
 
 def _doubling(least: int, most: int) -> tuple[int, ...]:
-    """Return least, 2 · least, … below `most`, and then `most` itself."""
     sizes = [least]
     while sizes[-1] < most:
         sizes.append(2 * sizes[-1])
@@ -98,12 +92,9 @@ _NO_TOP: Final[Mapping[int, TopTokens]] = MappingProxyType({})
 
 @final
 class JaxRunner:
-    """A decoder with its cache and sampler.
+    """A decoder with its cache and sampler, which owns `weights` and the donated `cache` from now on.
 
-    Args:
-        weights: owned by the runner from now on.
-        cache: `slots` rows as long as the context; donated to the runner, so the caller may no longer use it.
-        prefill_tokens: most padded tokens of one prefill; a longer prompt runs alone.
+    `prefill_tokens` is the most padded tokens of one prefill; a longer prompt runs alone.
     """
 
     def __init__(
@@ -134,9 +125,7 @@ class JaxRunner:
         self._rows.place(states)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Move rows `sources` with all their state to rows `targets`, pairwise; no row is both a source and a
-        target.
-        """
+        """Move rows `sources` with all their state to rows `targets`, pairwise; no row is in both."""
         self._copy(sources, targets, self._rows.move(sources, targets))
 
     def reserve(self, num_rows: int) -> bool:
@@ -164,7 +153,6 @@ class JaxRunner:
         )
 
     def _padded(self, rows: Sequence[int]) -> NDArray[np.int32]:
-        """Return `rows` padded with zeros to i32 [slots]."""
         padded = np.zeros(self.slots, dtype=np.int32)
         padded[: len(rows)] = rows
         return padded
@@ -190,7 +178,6 @@ class JaxRunner:
             )
 
     def _batches(self, prefills: Sequence[Prefill]) -> Iterator[tuple[int, Sequence[Prefill]]]:
-        """Yield each padded length with prefills padded to that length, at most as many as may run at once."""
         by_length: dict[int, list[Prefill]] = {}
         for prefill in prefills:
             by_length.setdefault(self.buckets.length_for(len(prefill.token_ids)), []).append(prefill)
@@ -199,10 +186,7 @@ class JaxRunner:
             yield from ((length, alike[start : start + most]) for start in range(0, len(alike), most))
 
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
-        """Run one step of rows 0..num_rows-1.
-
-        The number of rows is rounded up to a compiled size; the results of the additional rows are never read.
-        """
+        """Run one step of rows 0..num_rows-1, with additional rows up to a compiled size, whose results are unused."""
         rows, run, used = self._rows, slice(0, self.buckets.rows_for(num_rows)), slice(0, num_rows)
         logits, self._cache = jax_program.decode(
             self._program,
@@ -233,10 +217,7 @@ class JaxRunner:
         return sampled.tolist(), np.asarray(logprobs)[used].tolist()
 
     def warm_up(self) -> None:
-        """Run every program once, except truncated sampling, so that no request waits for a compiler.
-
-        Resets the rows to the unused state.
-        """
+        """Run every program once, except truncated sampling, so that no request waits for a compiler; resets rows."""
         for length in self.buckets.lengths:
             for prompts in self.buckets.prompts_at(length):
                 self.prefill([Prefill([0] * length, [row]) for row in range(prompts)])
@@ -263,29 +244,24 @@ class JaxRunner:
 
 
 def _fitting(count: int, sizes: Sequence[int]) -> int:
-    """Return the smallest of `sizes` that is at least `count`."""
     return next(size for size in sizes if size >= count)
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
 #
-# Temperature, top-k, top-p, inverse CDF, and the log-probs of sampled tokens. A row's token depends only on its logits,
-# parameters and noise. Its log-prob is fp32 and that of the distribution sampled from. For equal logits the token
-# equals that of every other engine, because noise and cumulative sums are fp64 (which a TPU emulates). The caller knows
-# whether any row truncates its distribution; `truncates` selects between a program with truncation and a faster one
-# without.
+# A row's token depends only on its logits, parameters and noise. Its log-prob is fp32 and that of the distribution
+# sampled from. For equal logits the token equals that of every other engine, because noise and cumulative sums are fp64
+# (which a TPU emulates). `truncates` selects between a program with truncation and a faster one without.
 #
-# A row whose logits hold NaN or +inf, or nothing above -inf, has no distribution: its log-prob is NaN and its token is
-# any of the vocabulary; the other rows are unaffected.
+# A row whose logits contain NaN or +inf, or nothing above -inf, gets a NaN log-prob and an arbitrary token; the other
+# rows are unaffected.
 
-#: Number of tokens per block of the cumulative distribution; the search finds the block first, then the token in it.
+#: Tokens per block of the cumulative distribution; the search finds the block first, then the token in it.
 _BLOCK: Final = 1024
 
 
 class SampledBatch(NamedTuple):
-    """Token ids i32 [B] and log-probs f32 [B]; optionally the likeliest ids i32 [B, K] and their log-probs f32 [B,
-    K].
-    """
+    """Token ids i32 [B] and log-probs f32 [B]; optionally, both [B, K] for the likeliest tokens."""
 
     token_ids: Array
     logprobs: Array
@@ -304,34 +280,26 @@ def sample(
     min_p: Any = 0.0,
     num_top: int = 0,
 ) -> SampledBatch:
-    """Sample a token of each row.
-
-    Temperature applies first. Then only the `top_k` likeliest tokens and tokens of at least `min_p` times the highest
-    probability are kept. These are renormalised, and only the fewest likeliest tokens that reach `top_p` together are
-    kept.
+    """Sample a token of each row, with the filters of `bigram.engine.sample_rows`.
 
     Args:
         logits: f32 [B, V].
         temperature: f32 [B]; 0 is greedy, and then the log-probs are those of the whole distribution at temperature 1.
-        top_k: i32 [B], 0 keeps every token. top_p: f32 [B], 1 keeps every token.
+        top_k, top_p, min_p: i32, f32, f32 [B]; 0, 1 and 0 keep every token.
         noise: f64 [B] in [0, 1).
         truncates: True if any row has a top-k, top-p or min-p that could drop a token.
-        min_p: f32 [B], 0 keeps every token.
         num_top: the number of likeliest tokens to report; each number compiles a separate program.
     """
-    with jax.enable_x64(True):  # in this call only; JAX would otherwise convert fp64 to fp32
+    with jax.enable_x64(True):  # only for this call: JAX otherwise converts fp64 to fp32
         return _sample(logits, temperature, top_k, top_p, min_p, noise, truncates=truncates, num_top=num_top)
 
 
 def add_to_logits(logits: Array, changes: LogitChanges, num_rows: int) -> Array:
-    """Return logits f32 [B, V] with the changes of rows below `num_rows` added.
-
-    The number of changes is padded to a power of two, so that few programs are compiled.
-    """
+    """Return logits f32 [B, V] with the changes of rows below `num_rows`, padded so that few programs are compiled."""
     rows, token_ids, values = changes.of(num_rows)
     size = 1 << max(len(rows) - 1, 0).bit_length()
     padding = (0, size - len(rows))
-    # Padding refers to a row that does not exist, so JAX drops it.
+    # JAX drops the padding, because it refers to a row that does not exist.
     rows = np.pad(rows, padding, constant_values=logits.shape[0])
     return _added(logits, rows.astype(np.int32), np.pad(token_ids, padding).astype(np.int32), np.pad(values, padding))
 
@@ -354,13 +322,13 @@ def _sample(
     num_top: int,
 ) -> SampledBatch:
     greedy = temperature == 0
-    # Shift before the division, which magnifies rounding errors: the likeliest token is at exactly 0.
+    # Shift before the division, which magnifies rounding errors, so that the likeliest token is at exactly 0.
     scaled = (logits - logits.max(axis=-1, keepdims=True)) / jnp.where(greedy, 1.0, temperature)[:, None]
     logprobs = scaled - jnp.log(jnp.exp(scaled).sum(axis=-1, keepdims=True))
     if truncates:
         drops = ((top_k > 0) | (top_p < 1) | (min_p > 0)) & ~greedy
         logprobs = jnp.where(drops[:, None], _truncated(logprobs, top_k, top_p, min_p), logprobs)
-    # In a row without a distribution the search may end beyond the vocabulary.
+    # In a row with a NaN the search may end beyond the vocabulary.
     sampled = jnp.minimum(_inverse_cdf(logprobs, noise), logprobs.shape[1] - 1)
     token_ids = jnp.where(greedy, logprobs.argmax(axis=-1), sampled)
     chosen = jnp.take_along_axis(logprobs, token_ids[:, None], axis=1)[:, 0]
@@ -371,9 +339,7 @@ def _sample(
 
 
 def _truncated(logprobs: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
-    """Return log-probs [B, V] after top-k, min-p and top-p, renormalised; dropped tokens have -inf, ties keep the lower
-    id.
-    """
+    """Apply top-k, min-p and top-p to log-probs [B, V], renormalised; dropped tokens get -inf, ties the lower id."""
     order = jnp.argsort(logprobs, axis=-1, descending=True, stable=True)
     ordered = jnp.take_along_axis(logprobs, order, axis=1)
     kept = (jnp.arange(logprobs.shape[1]) < top_k[:, None]) | (top_k == 0)[:, None]
@@ -397,16 +363,16 @@ def _inverse_cdf(logprobs: Array, noise: Array) -> Array:
     block = jnp.sum(ends <= target, axis=-1, keepdims=True)
     before = jnp.where(block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0), axis=1), 0.0)
     inner = jnp.take_along_axis(probs, block[:, :, None], axis=1)[:, 0].astype(jnp.float64).cumsum(axis=-1)
-    # The two sums may round differently at a block's end: stay within the tokens of non-zero probability.
+    # The two sums may round differently at a block's end, so stay within the tokens of non-zero probability.
     rest = jnp.minimum(target - before, jnp.nextafter(inner[:, -1:], jnp.zeros_like(before)))
     return block[:, 0] * width + jnp.sum(inner <= rest, axis=-1)
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
 #
-# `staging` has exactly the bytes of the layout, back to back. Names are Hugging Face's, and the order is that of the
-# JAX and torch trainers. `finish_staging` copies the parameters to the device one at a time, while decoding continues;
-# `swap` exchanges references and copies nothing. Shapes and shardings never change, so updates compile nothing.
+# Names are Hugging Face's, in the order of the JAX and torch trainers. `finish_staging` copies the parameters to the
+# device one at a time, while decoding continues; `swap` only exchanges references. Shapes and shardings never change,
+# so updates compile nothing.
 
 
 def layout_of(config: DecoderConfig, dtype: np.dtype[Any]) -> WeightLayout:
@@ -421,11 +387,9 @@ def layout_of(config: DecoderConfig, dtype: np.dtype[Any]) -> WeightLayout:
 
 @final
 class JaxWeights:
-    """The serving and the staged weights of a decoder.
+    """The serving and the staged weights of a decoder; `place` returns the sharding of a parameter.
 
-    Args:
-        current: the initial weights, stacked over layers, of one dtype.
-        place: returns the sharding of a parameter.
+    `current` holds the initial weights, stacked over layers, of one dtype.
     """
 
     def __init__(
@@ -456,7 +420,8 @@ class JaxWeights:
         staged = {}
         for parameter in self._config.parameters:
             parts = [self._array(name, parameter.shape) for name in parameter.names]
-            stacked = parts[0].copy() if parameter.layers is None else np.stack(parts)  # JAX on a CPU keeps this memory
+            # JAX on a CPU keeps using this memory, so it must be a copy of the staging buffer.
+            stacked = parts[0].copy() if parameter.layers is None else np.stack(parts)
             staged[parameter.name] = jax.block_until_ready(jax.device_put(stacked, self._place(parameter)))
         self._staged = staged
 

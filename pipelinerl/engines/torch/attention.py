@@ -1,7 +1,7 @@
 """Attention over `PageCache`, registered with transformers, so that any model's own modules run on it unchanged.
 
-transformers builds no mask for an unknown implementation, which suits this one: masks are made once per step from the
-cache's plan. Supported are scaling, sliding windows and soft caps. An architecture that needs more is rejected.
+transformers builds no mask for an unknown implementation, so masks come from the cache's plan, once per step. Scaling,
+sliding windows and soft caps are supported; an architecture that needs more is rejected.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention by transformers' interface: query [B, Hq, T, D], key and value [B, H, L, D] → [B, T, Hq, D].
-
-    Raises:
-        ModelError: the architecture needs a term that is not implemented here.
+    Raises `ModelError` if the architecture needs a term that is not implemented here.
     """
     unsupported = [name for name in _REFUSED if kwargs.get(name) is not None]
     if sliding_window is None and getattr(module, "layer_type", None) == "sliding_attention":
@@ -70,7 +68,7 @@ def attend_decode(
     """Attend with one query per fed row [K, Hq, 1, D] over blocks [N, H, size, D] → [K, 1, Hq, D]."""
     rows, q_heads, _, head_dim = query.shape
     if plan.reading is CacheReading.KERNEL:
-        from pipelinerl.engines.torch.paged_attention import attend_blocks  # triton, which comes with CUDA's torch
+        from pipelinerl.engines.torch.paged_attention import attend_blocks  # needs triton, part of CUDA builds of torch
 
         out = attend_blocks(
             query[:, :, 0], keys, values, plan.table, plan.positions, window=window, scale=scale, softcap=softcap
@@ -80,13 +78,13 @@ def attend_decode(
         key, value = in_order(keys, plan.table), in_order(values, plan.table)
         return batch_invariant.attend(query, key, value, plan.positions, window=window, scale=scale, softcap=softcap)
     mask = plan.mask(window, query.dtype)
-    # The queries that share a key head form the rows of one product.
+    # Queries that share a key head form the rows of one product.
     grouped = query.reshape(rows, keys.shape[1], -1, head_dim)
     if plan.sections is not None:
         out = plan.sections.attend(grouped, keys, values, mask, scale, softcap)
         return out.view(rows, 1, q_heads, head_dim)
     key, value = in_order(keys, plan.table), in_order(values, plan.table)
-    if softcap is None:  # sums in fp32 for every dtype
+    if softcap is None:  # torch's attention sums in fp32 for every dtype
         out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
     else:
         scores = _capped(torch.matmul(grouped * scale, key.transpose(2, 3)).float(), softcap).add_(mask)
@@ -112,11 +110,7 @@ def attend_prefill(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """Compute causal attention of prompts: the last T of L tokens [P, Hq, T, D] over key and value [P, H, L, D].
-
-    Returns:
-        [P, T, Hq, D].
-    """
+    """Attend causally with the last T of L tokens: query [P, Hq, T, D], key and value [P, H, L, D] → [P, T, Hq, D]."""
     length, before, shared = query.shape[2], key.shape[2] - query.shape[2], query.shape[1] // key.shape[1]
     if reading is CacheReading.TILES:
         own = torch.arange(before, before + length)[None]

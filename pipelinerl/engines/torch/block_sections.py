@@ -1,12 +1,12 @@
-"""`BlockSections`: which queries meet which block, so that attention of one query per row reads blocks where they lie.
+"""`BlockSections`: which queries meet which block, so that attention of one query per row reads blocks in place.
 
-Scores are computed block by block, and only they are put in the order of the rows: for D dimensions they are D times
-smaller than the keys. The blocks of a step form two sections:
+Scores are computed block by block, and only they are reordered by row: for D dimensions they are D times smaller than
+the keys. The blocks of a step form two sections:
 
     first     every block, with the queries of one of its rows: one product over all blocks in use, in place
     shared    blocks of several rows, with the queries of their other rows, at most 16 at a time
 
-So a prompt that eight answers share is read twice and not eight times.
+So a prompt that eight answers share is read twice, not eight times.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from torch import Tensor
 
 #: The most rows that read one copy of a shared block.
 _AT_ONCE: Final = 16
-#: Blocks in use are copied out, rather than all read in place, if they are at most this fraction of them.
+#: The largest fraction of blocks in use at which these are copied out, instead of reading all blocks in place.
 _SPARSE: Final = 1 / 3
 
 
 class _Pairs(NamedTuple):
-    """Pairs of a row and one of its blocks."""
-
     blocks: NDArray[np.int64]
     rows: NDArray[np.int64]
     columns: NDArray[np.int64]
@@ -42,13 +40,13 @@ class BlockSections:
         selected: the blocks to copy out i64 [N], or None for the first N in place.
         num_blocks: N.
         queries: i64 [N], the row whose queries each block meets.
-        to_rows: i64 [K · H · G · n], for each row, head and block the place of its scores.
+        to_rows: i64 [K · H · G · n], the index of the scores for each row, head and block.
         to_blocks: the inverse, for each block of both sections.
-        to_sums: i64 [n · K · H · G], for each block of each row the place of its weighted values.
-        shared: i64 [S], the blocks of the second section, and `shared_queries` i64 [S · H · M] the row and head of
-            each query; None if no block is shared.
-        only: i64 [K], the block of each row if every row has a single block of its own; the rows then stay in the order
-            of their blocks from queries to results, and the three index tensors are empty.
+        to_sums: i64 [n · K · H · G], the index of the weighted values for each block of each row.
+        shared: i64 [S], the blocks of the second section, and `shared_queries` i64 [S · H · M] the row and head of each
+            query; None if no block is shared.
+        only: i64 [K], the block of each row if every row has a single block of its own; the three index tensors are
+            then empty, because the rows stay in the order of their blocks.
     """
 
     selected: Tensor | None
@@ -69,7 +67,7 @@ class BlockSections:
         blocks = table[rows, columns]
         last = int(table.max()) + 1
         firsts = np.full(last, -1)
-        firsts[blocks[::-1]] = np.arange(len(blocks))[::-1]  # the first pair of each block is written last
+        firsts[blocks[::-1]] = np.arange(len(blocks))[::-1]  # assign backwards, so that each block keeps its first pair
         used = (firsts >= 0).nonzero()[0]
         selected = None
         if len(used) <= _SPARSE * last:
@@ -94,7 +92,7 @@ class BlockSections:
         heads_of, groups_of = np.arange(heads), np.arange(group)
         each = np.arange(per_block)
         to_blocks = ((rows[owners, None] * per_block + each) * width + columns[owners, None]).reshape(-1)
-        base = table * per_block  # padding repeats a row's first block, whose scores are finite and then masked
+        base = table * per_block  # padding repeats a row's first block; its scores are masked
         stride = np.full_like(base, group)
         shared = shared_queries = None
         total = count * per_block
@@ -113,7 +111,7 @@ class BlockSections:
             total += more.size
         places = base[..., None, None] + stride[..., None, None] * heads_of[:, None] + groups_of  # [K, n, H, G]
         to_rows = places.transpose(0, 2, 3, 1).reshape(-1)
-        places[np.arange(width) >= counts[:, None]] = total  # the row of zeros behind all blocks
+        places[np.arange(width) >= counts[:, None]] = total  # padding refers to the row of zeros after all blocks
         to_sums = places.transpose(1, 0, 2, 3).reshape(-1)
         return cls(
             selected=selected,
@@ -129,10 +127,8 @@ class BlockSections:
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float | None
     ) -> Tensor:
-        """Attend with queries [K, H, G, D] over blocks [.., H, size, D], additive mask [K, 1, 1, n · size].
-
-        Returns:
-            [K, H, G, D].
+        """Attend with queries [K, H, G, D] over blocks [.., H, size, D] → [K, H, G, D]. The additive `mask` has the
+        shape [K, 1, 1, n · size].
         """
         rows, heads, group, head_dim = query.shape
         size, first = keys.shape[2], self.num_blocks * heads * group
@@ -181,9 +177,8 @@ def _products(one: Tensor, other: Tensor, out: Tensor, scale: float = 1.0) -> No
 
 
 def _by_block(pairs: _Pairs) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:
-    """Return the blocks [S] to read, for each pair its index in them and its place there, and the number of places M.
-
-    A block with more pairs than `_AT_ONCE` is read several times.
+    """Return the blocks [S] to read, each pair's index in these and place there, and the number of places M. A block
+    with more pairs than `_AT_ONCE` is read several times.
     """
     order = np.argsort(pairs.blocks, kind="stable")
     ordered = pairs.blocks[order]

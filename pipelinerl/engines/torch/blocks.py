@@ -1,16 +1,16 @@
 """`BlockTable`: which blocks of the cache hold each row's keys and values, and which blocks later prompts may reuse.
 
 A block holds the keys and values of a fixed number of tokens. A row's table lists its blocks in order; the last one is
-its own, and full blocks may be shared by several rows. Full blocks are filed by content: each entry is keyed by the
-entry before it and by its own tokens, so a lookup compares tokens and never trusts a hash. Prompt tokens and sampled
-tokens are filed alike: the next turn of an episode finds the whole conversation up to its last full block.
+the row's own, and full blocks may be shared by several rows. Full blocks are indexed by content: each entry is keyed by
+the entry before it and by its own tokens, so a lookup compares tokens and never trusts a hash. Prompt tokens and
+sampled tokens are indexed alike, so the next turn of an episode finds the whole conversation up to its last full block.
 
-Only blocks computed wholly with the serving weights are filed. `forget`, called at a swap, empties the files: a row in
-flight keeps its blocks, but whatever it computes from then on follows keys and values of older weights, so none of its
-blocks is filed again. A turn that begins after an update therefore recomputes its conversation, as a new prompt does.
+Only blocks computed wholly with the serving weights are indexed. `forget`, called at a swap, empties the index. A row
+in flight keeps its blocks, but none of these is indexed again, because it follows keys and values of older weights. A
+turn that begins after an update therefore recomputes its conversation, as a new prompt does.
 
-A filed block without a row is kept until its room is needed; the least recently used one goes first, and the end of a
-beginning before its start. This module holds numbers alone; `PageCache` owns the tensors.
+An indexed block without a row is kept until its memory is needed. The least recently used one is evicted first, and of
+one sequence the last block first. This module holds numbers alone; `PageCache` owns the tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 #: Key of an entry: the number of the entry before it (0 for none), and its tokens i32 as bytes.
 _Key = tuple[int, bytes]
 
-#: Blocks in use may be spread over this many times their number before they are moved together.
+#: The largest spread of the blocks in use, as a multiple of their number, before they are moved together.
 _MOST_SPREAD: Final = 4 / 3
 #: Fewer blocks than this are never moved together.
 _FEW: Final = 32
@@ -42,7 +42,7 @@ class Copies(NamedTuple):
 
 @dataclass(slots=True)
 class _Row:
-    """`filed`: the numbers of the entries of the row's first full blocks; None if older weights computed the row."""
+    """`filed`: index entries of the row's first full blocks, by number; None if older weights computed the row."""
 
     blocks: list[int]
     filed: list[int] | None
@@ -50,13 +50,9 @@ class _Row:
 
 @final
 class BlockTable:
-    """The blocks of `rows` rows of at most `context` tokens.
+    """The blocks of `rows` rows of at most `context` tokens; at least one row of the whole context must fit.
 
-    Args:
-        blocks: the number of blocks; at least one row of the whole context must fit.
-        size: tokens of a block.
-        keeps_few: keep at most as many unused blocks as were ever in use at once, so that the memory of a cache that
-            grows on demand stays near what the rows need.
+    With `keeps_few`, a cache that grows on demand keeps at most as many unused blocks as were ever in use at once.
     """
 
     def __init__(self, *, rows: int, context: int, blocks: int, size: int, keeps_few: bool) -> None:
@@ -67,35 +63,34 @@ class BlockTable:
         self.counts: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
         self.tokens: NDArray[np.int32] = np.zeros((rows, context), dtype=np.int32)
         self.changes = 0
-        """Grows whenever a table changes."""
+        """Counter of changes of the table."""
         self.in_use = 0
         """The number of blocks that belong to rows."""
         self.reused_tokens = 0
-        """Tokens of prompts whose keys and values were found, summed over all prompts."""
+        """Prompt tokens whose keys and values were found, summed over all prompts."""
         self._keeps_few, self._most_in_use = keeps_few, 0
         self._rows = [_Row([], []) for _ in range(rows)]
         self._uses: NDArray[np.int32] = np.zeros(blocks, dtype=np.int32)
         self._free = list(range(blocks))
         self._kept: OrderedDict[int, None] = OrderedDict()
-        self._entries: dict[_Key, tuple[int, int]] = {}  # key: the entry's number and its block
-        self._keys: dict[int, _Key] = {}  # of filed blocks
+        self._entries: dict[_Key, tuple[int, int]] = {}  # each entry's number and block, by key
+        self._keys: dict[int, _Key] = {}  # keys of indexed blocks
         self._number = 0
 
     @property
     def free(self) -> int:
-        """The number of blocks that rows may still take, those kept for later prompts included."""
+        """The number of blocks that rows may still take, including blocks kept for later prompts."""
         return len(self._free) + len(self._kept)
 
     # --- rows ----------------------------------------------------------------------------------------------------
 
     def find(self, tokens: NDArray[np.int32]) -> list[int]:
-        """Return the blocks of the longest filed beginning of `tokens` [T]."""
+        """Return the indexed blocks that hold the longest prefix of `tokens` [T]."""
         return [self._entries[key][1] for key in self._found(tokens)]
 
     def begin(self, rows: Sequence[int], tokens: NDArray[np.int32], *, reuses: bool = True) -> int:
         """Give empty `rows` blocks for `tokens` [T]; return the number of tokens whose blocks are already computed.
-
-        The full blocks are shared by the rows and filed at once: the caller computes them before anybody reads them.
+        Full blocks are shared and indexed at once, so the caller must compute them before they are read.
         """
         keys = self._found(tokens) if reuses else []
         filed = [self._entries[key][0] for key in keys]
@@ -142,10 +137,10 @@ class BlockTable:
         return True
 
     def release(self, row: int, num_tokens: int) -> None:
-        """Take a row's blocks back, of which the first `num_tokens` tokens are computed; filed blocks are kept."""
+        """Free a row's blocks, of which the first `num_tokens` tokens are computed; indexed blocks are kept."""
         own = self._rows[row]
         self._file(row, min(num_tokens // self.size, len(own.blocks)))
-        for block in reversed(own.blocks):  # the end of a beginning is evicted before its start
+        for block in reversed(own.blocks):  # so that later blocks of a sequence are evicted before earlier ones
             self._let_go(block)
         own.filed = []
         self._set(row, [])
@@ -160,7 +155,7 @@ class BlockTable:
             self._set(row, self._rows[row].blocks)
 
     def forget(self) -> None:
-        """Empty the files, because other weights serve; rows keep their blocks, which are never filed again."""
+        """Empty the index, because other weights serve; rows keep their blocks, which are never indexed again."""
         self._entries.clear()
         self._keys.clear()
         for block in self._kept:
@@ -170,7 +165,7 @@ class BlockTable:
             row.filed = None if row.blocks else []
 
     def spoil(self, row: int) -> list[int]:
-        """Strike a row's blocks from the files, because they may hold numbers that are not finite; return them."""
+        """Remove a row's blocks, which may hold numbers that are not finite, from the index; return these blocks."""
         own = self._rows[row]
         own.filed = None
         for block in own.blocks:
@@ -182,15 +177,14 @@ class BlockTable:
     # --- order ---------------------------------------------------------------------------------------------------
 
     def gather(self) -> Copies | None:
-        """Number the blocks in use from 0 on if they are spread too far; return the copies that this needs.
-
-        CacheReading all blocks up to the last one in use is then nearly as cheap as reading those in use.
+        """Number the blocks in use from 0 on if they are spread too far; return the copies that this needs. Reading all
+        blocks up to the last one in use is then nearly as cheap as reading only those in use.
         """
         used = self._uses > 0
         last, count = int(used.nonzero()[0][-1]) + 1 if self.in_use else 0, self.in_use
         if last < max(_FEW, _MOST_SPREAD * count):
             return None
-        limit = min(count + max(_FEW // 4, count // 4), self.num_blocks)  # leaves room for the blocks to come
+        limit = min(count + max(_FEW // 4, count // 4), self.num_blocks)  # the blocks in use, and room for some more
         kept = np.zeros(self.num_blocks, dtype=bool)
         kept[list(self._kept)] = True
         in_the_way = kept[:limit].nonzero()[0]
@@ -219,7 +213,7 @@ class BlockTable:
             self._set(row, new[own.blocks].tolist() if own.blocks else own.blocks)
         taken = self._uses > 0
         taken[list(self._kept)] = True
-        self._free = (~taken).nonzero()[0].tolist()  # ascending, so it is a heap
+        self._free = (~taken).nonzero()[0].tolist()  # an ascending list is a heap
 
     # --- blocks --------------------------------------------------------------------------------------------------
 
@@ -241,7 +235,6 @@ class BlockTable:
         return keys
 
     def _file(self, row: int, full: int) -> None:
-        """File the first `full` blocks of a row, unless older weights computed some of it."""
         own = self._rows[row]
         if own.filed is None:
             return

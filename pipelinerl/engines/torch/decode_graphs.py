@@ -2,8 +2,8 @@
 
 A step is hundreds of kernels of a few microseconds each, and the host takes longer to launch them than the device to
 run them. A graph launches all at once. Its tensors have fixed addresses, so there is one graph for each number of rows,
-rounded up, and for each of the two places of the weights; each is captured when it is first needed, in tens of
-milliseconds. Rows without a sequence write to the cache's spare block.
+rounded up, and for each of the two weight buffers; each is captured on first use, in tens of milliseconds. Rows without
+a sequence write to the cache's spare block.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class DecodeGraphs:
         self._rows = rows
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._host, self._given = _pinned(4, rows), _on_device(4, rows)  # the fields of `Inputs`
-        self._answers, self._results = _pinned(2, rows), _on_device(2, rows)  # token ids and log-probs
+        self._host, self._given = _pinned(4, rows), _on_device(4, rows)  # one row for each of the four `Inputs`
+        self._answers, self._results = _pinned(2, rows), _on_device(2, rows)  # one row for token ids, one for log-probs
         blocks = cache.table.table.shape[1]
         self._table = torch.full((rows, blocks), cache.spare, dtype=torch.int64, device="cuda")
         self._table_is_of: tuple[int, int] | None = None
@@ -63,7 +63,7 @@ class DecodeGraphs:
         return self._logits[:count]
 
     def sampled(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the token ids [count] and the log-probs of the last step, of samples that truncate nothing."""
+        """Return the token ids [count] and the log-probs of the last step; only for rows that truncate nothing."""
         self._answers.copy_(self._results, non_blocking=True)
         torch.cuda.current_stream().synchronize()
         token_ids, logprobs = self._answers.numpy()[:, :count]
@@ -106,16 +106,15 @@ class DecodeGraphs:
 
 
 def padded_rows(count: int, most: int) -> int:
-    """Return the number of rows of the graph for `count` rows: a power of two from 2 to 32, then a multiple of 32.
-
-    A single row would be compiled by itself.
+    """Return the number of rows of the graph for `count` rows: a power of two from 2 to 32, then a multiple of 32. The
+    minimum is 2, because torch compiles a single row separately.
     """
     padded = max(2, 1 << (count - 1).bit_length()) if count <= 32 else -(-count // 32) * 32
     return min(padded, most)
 
 
 def _pinned(fields: int, rows: int) -> Tensor:
-    return torch.zeros((fields, rows), dtype=torch.float64, pin_memory=True)  # holds token ids and f32 exactly
+    return torch.zeros((fields, rows), dtype=torch.float64, pin_memory=True)  # fp64 holds token ids and f32 exactly
 
 
 def _on_device(fields: int, rows: int) -> Tensor:

@@ -1,12 +1,12 @@
 """A module-free forward of the Llama family (Llama, Qwen2, Qwen3) over the model's own parameters.
 
 With few rows in a step, transformers' modules spend more time in Python than in arithmetic. This forward calls the same
-operations directly, on tokens that stay flat throughout. It reads the parameters in place, so a swap of weights reaches
-it as it reaches the modules; tests hold both to the same log-probs.
+operations directly, and reads the parameters in place, so a swap of weights reaches it too. Tests hold both to the same
+log-probs.
 
 In half precision it rounds exactly where a trainer under autocast rounds. Linear layers and attention are in the
 model's dtype; the residual stream, norms and rotations are in fp32. transformers' modules in half precision round after
-each of them.
+each of these.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ _STATIC_ROPE: Final = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 class _Linear(NamedTuple):
-    """Weight [out, in] and bias of a linear layer."""
-
     weight: Tensor
     bias: Tensor | None
 
@@ -45,7 +43,7 @@ _Product = _Linear | QuantizedLinear | Fp32Head | InvariantLinear  # [B, in] →
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer's parameter objects, whose data a swap re-points."""
+    """One layer's parameter objects; a swap changes the data that they refer to."""
 
     input_norm: Tensor
     query: _Product
@@ -64,7 +62,7 @@ class _Layer:
 
 @final
 class LlamaForward:
-    """The forward of one model. Only for models that `fits` accepts."""
+    """The forward of one model; only for models that `fits` accepts."""
 
     def __init__(self, model: Any, *, context_length: int, kernels: Kernels = Kernels.FAST) -> None:
         config, backbone = model.config, model.model
@@ -80,16 +78,13 @@ class LlamaForward:
         positions = torch.arange(context_length, device=self._embedding.device)[None]
         cos, sin = backbone.rotary_emb(self._embedding[:1].float(), positions)
         half = self._head_dim // 2
-        # rotate_half(x) · sin = roll(x, D/2) · (−sin, sin): the table includes the sign.
+        # The table includes the sign, because rotate_half(x) · sin = roll(x, D/2) · (−sin, sin).
         self._cos: Tensor = cos[0]
         self._sin: Tensor = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
         self._project, self._finish = self._projected, self._finished
 
     def compile(self) -> None:
-        """Make the first forward compile what surrounds attention, for any number of tokens.
-
-        Results are rounded where the uncompiled forward rounds.
-        """
+        """Compile all but attention at the first forward, for any number of tokens, with unchanged rounding."""
         settings: Any = {"dynamic": True, "options": {"emulate_precision_casts": True}}
         self._project = torch.compile(self._projected, **settings)
         self._finish = torch.compile(self._finished, **settings)

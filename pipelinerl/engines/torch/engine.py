@@ -23,11 +23,7 @@ from trainer_contract.types import Device, HeadPrecision, Kernels
 
 
 def from_options(options: EngineOptions) -> Engine:
-    """Return the engine that a recipe describes; its `start` loads the model.
-
-    Raises:
-        ModelError: several devices or library options are set, or the model has no usable tokenizer.
-    """
+    """Return the engine that a recipe describes; its `start` loads the model. Raises `ModelError`."""
     options.check_one_device("the torch engine")
     options.check_no_options("the torch engine")
     if options.kernels is Kernels.BATCH_INVARIANT:
@@ -45,8 +41,8 @@ def load_runner(
 
     Args:
         forward: the module-free forward where the model fits it, or always transformers' modules.
-        cache_bytes: most memory for keys and values. None: on a CPU there is no bound; a GPU's cache takes what is left
-            beside everything that the engine will ever take, the second copy of the weights included.
+        cache_bytes: most memory for keys and values. None sets no bound on a CPU. On a GPU, the cache then takes what
+            remains after everything else that the engine needs, including the second copy of the weights.
 
     Raises:
         ModelError: there is no usable model or device, the model's context is too short, not even one sequence of the
@@ -58,7 +54,7 @@ def load_runner(
     if options.kernels is Kernels.BATCH_INVARIANT and device.type != "cpu":
         raise ModelError(f"model.kernels=batch_invariant runs on a CPU, and the device is {device.type}; leave it out")
     share = options.memory_share if device.type == "cuda" else None
-    if share is not None:  # this process then fails before it harms others on the GPU
+    if share is not None:  # so that this process fails before it harms others on the GPU
         torch.cuda.set_per_process_memory_fraction(share)
     model = load_for_decoding(options.model_path, dtype=options.dtype, device=device)
     config: Any = model.config

@@ -1,7 +1,7 @@
 """The model's forward pass over `PageCache`: loading, and the choice between two forwards with the same results.
 
-`ModuleForward` runs transformers' own modules and serves any architecture; `LlamaForward` (in `decoder`) is a faster,
-module-free forward for the most common family.
+`ModuleForward` runs transformers' own modules and serves any architecture; `LlamaForward` (in `decoder`) is faster, for
+the most common family.
 """
 
 from __future__ import annotations
@@ -68,11 +68,7 @@ class ModuleForward:
 
 
 def load_for_decoding(path: Path, *, dtype: WeightDType, device: torch.device) -> nn.Module:
-    """Load the causal language model in the directory `path`, ready for `TorchRunner`.
-
-    Raises:
-        ModelError: there is no usable model, or the architecture has attention that cannot be replaced.
-    """
+    """Load the causal language model in `path` for `TorchRunner`. Raises `ModelError` for unsupported attention."""
     try:
         model = load_model(path, dtype=dtype, attention=torch_attention.NAME)
     except KeyError as error:  # transformers' error for models whose attention is not replaceable

@@ -11,14 +11,14 @@ before each forward, says how the forward uses the cache:
 `BlockTable` says which blocks belong to which row. How a decode step reads them depends on device and dtype:
 
     KERNEL     `paged_attention` reads the blocks by their table: CUDA
-    IN_PLACE   all blocks in use are read where they lie, each with the queries of its rows, and only scores are put
-               in the order of the rows: fp32 on a CPU, where a copy of the keys would cost more than the products
+    IN_PLACE   blocks are read in place, each with the queries of its rows, and only scores are put in the order of
+               the rows: fp32 on a CPU, where a copy of the keys would cost more than the products
     GATHERED   keys and values are first copied into the order of the rows: everything else
     TILES      as GATHERED, with attention whose bits do not depend on the batch (`numerics.batch_invariant`)
 
-`AlikeRows` records which rows hold the same tokens, so that a decode step computes their next token once. The answers
-of a group often begin alike, especially under a confident policy. Only the linear layers, most of a step on a CPU, see
-fewer tokens. The trainer does the same to a micro-batch (`trainers.torch.packed.shared_beginnings`).
+`AlikeRows` finds rows that hold the same tokens, so that a decode step computes their next token once. The answers of a
+group often begin alike, especially under a confident policy. Only the linear layers, most of a step on a CPU, benefit.
+The trainer does the same to a micro-batch (`trainers.torch.packed.shared_beginnings`).
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from torch import Tensor
 from pipelinerl.engines.torch.block_sections import BlockSections
 from pipelinerl.engines.torch.blocks import BlockTable, Copies
 
-#: Tokens of a block. Shorter blocks cost more products, longer ones waste more of their last block.
+#: Tokens of a block. Shorter blocks need more products, longer ones waste more memory at their end.
 BLOCK: Final = 32
 
-#: The largest fraction of decoding rows left after deduplication at which its copies are worthwhile.
+#: Rows are deduplicated only if at most this fraction of them remains, because the copies cost time.
 _MOST_LEFT: Final = 7 / 8
-#: The number of distinguishable new beginnings, far more than begin between two steps.
+#: Lineages of new rows repeat after this many, far more than begin between two steps.
 _BEGINNINGS: Final = 2**20
 
 
 class CacheReading(StrEnum):
-    """How a decode step reads the blocks."""
+    """Ways in which a decode step reads the blocks."""
 
     KERNEL = "kernel"
     IN_PLACE = "in_place"
@@ -59,7 +59,7 @@ class CacheReading(StrEnum):
 class PrefillPlan:
     """Plan that stores token `sources` i64 [N] of the prompts [P · T] in `entries` i64 [N · H].
 
-    Entries count a layer's cache viewed as [blocks · H · size, D]. The prompts follow `start` tokens, which lie in the
+    Entries index a layer's cache viewed as [blocks · H · size, D]. The prompts follow `start` tokens, which lie in the
     blocks `before` i64 [P, start / size].
     """
 
@@ -73,15 +73,15 @@ class PrefillPlan:
 @final
 @dataclass(frozen=True)
 class DecodePlan:
-    """One token for each of B rows; the model is fed the K rows `first` i64 [K], and `of_row` i64 [B] maps each row to
-    one of these; both None: all B are fed.
+    """One token for each of B rows, of which the model is fed K.
 
     Attributes:
         positions: i64 [K, 1] of the fed rows.
         entries: i64 [B · H], the entries that this step writes, as in `PrefillPlan`.
-        table: i64 [K, L / size], the blocks of the fed rows, filled up with a row's first block.
+        table: i64 [K, L / size], the blocks of the fed rows, padded with a row's first block.
         length: L, a multiple of the blocks' size; no row attends beyond it.
         sections: set if `reading` is `IN_PLACE`.
+        first: i64 [K], the fed rows; `of_row` i64 [B] maps each row to one of these. Both are None if all B are fed.
     """
 
     positions: Tensor
@@ -155,11 +155,11 @@ class _Layout:
 class PageCache:
     """Keys and values [blocks, heads, size, head_dim] of each layer.
 
-    On a CPU the number of blocks in memory doubles as they are needed. On a GPU all are allocated at once, and one
-    more, `spare`, into which rows without a sequence write.
+    On a CPU the number of blocks in memory doubles on demand. On a GPU all are allocated at once, and one more,
+    `spare`, into which rows without a sequence write.
     """
 
-    #: Read by transformers; False because shapes change from step to step.
+    #: For transformers; False because shapes change from step to step.
     is_compileable = False
 
     def __init__(
@@ -181,16 +181,14 @@ class PageCache:
     def plan_prefill(
         self, rows: Sequence[Sequence[int]], lengths: Sequence[int], start: int, longest: int
     ) -> PrefillPlan:
-        """Plan a forward of prompts of `lengths` tokens from position `start` on, padded to `longest` tokens.
-
-        Each prompt is stored in the blocks of its `rows`.
-        """
+        """Plan a forward of prompts of `lengths` tokens from `start` on, padded to `longest`, into blocks of `rows`."""
         size, table = self._shape.size, self.table
         sources, blocks, offsets = [], [], []
         for prompt, (own, length) in enumerate(zip(rows, lengths, strict=True)):
             places = np.arange(start, length)
             for row in own:
-                mine = places if row == own[0] else places[places >= length // size * size]  # full blocks are shared
+                # Full blocks are shared, so rows after the first store only their last block.
+                mine = places if row == own[0] else places[places >= length // size * size]
                 sources.append(prompt * longest + mine - start)
                 blocks.append(table.table[row, mine // size])
                 offsets.append(mine % size)
@@ -266,9 +264,8 @@ class PageCache:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values [.., H, T, D] as planned; return those to attend to.
-
-        These are the prompts' own [P, H, start + T, D] for a prefill, and all blocks [N, H, size, D] for a decode step.
+        """Store a layer's new keys and values [.., H, T, D] as planned; return those to attend to: the prompts' own [P,
+        H, start + T, D] for a prefill, and all blocks [N, H, size, D] for a decode step.
         """
         keys, values, plan = self._keys[layer_idx], self._values[layer_idx], self.plan
         head_dim = self._shape.head_dim
@@ -289,7 +286,7 @@ class PageCache:
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0; transformers only uses it for default positions, and positions are always given here."""
+        """Return 0; transformers uses it only for default positions, which this engine never needs."""
         return 0
 
     def copy(self, copies: Copies) -> None:
@@ -308,7 +305,6 @@ class PageCache:
             tensor.index_fill_(0, present, 0.0)
 
     def _entries(self, blocks: NDArray[np.int64], offsets: NDArray[np.int64]) -> Tensor:
-        """Return the entries [N · H] of tokens [N] at `offsets` of `blocks`."""
         entries = (blocks[:, None] * self._shape.heads + self._heads) * self._shape.size + offsets[:, None]
         return self._to(entries.reshape(-1))
 
@@ -324,7 +320,7 @@ class PageCache:
             for layer, tensor in enumerate(tensors):
                 grown = tensor.new_zeros((self._present, *tensor.shape[1:]))
                 grown[:old] = tensor
-                tensors[layer] = grown  # layer by layer: the old tensor is freed before the next grows
+                tensors[layer] = grown  # layer by layer, so that each old tensor is freed before the next one grows
 
 
 def in_order(blocks: Tensor, table: Tensor) -> Tensor:
@@ -336,12 +332,7 @@ def in_order(blocks: Tensor, table: Tensor) -> Tensor:
 
 
 class DuplicateRows(NamedTuple):
-    """Map of B rows to K distinct ones.
-
-    Attributes:
-        first: i64 [K], the first row of each set of equal rows.
-        of_row: i64 [B], for each row the index of its set in `first`.
-    """
+    """Map of B rows to K distinct ones: `first` i64 [K] are rows, `of_row` i64 [B] are indices into `first`."""
 
     first: NDArray[np.int64]
     of_row: NDArray[np.int64]
@@ -349,10 +340,8 @@ class DuplicateRows(NamedTuple):
 
 @final
 class AlikeRows:
-    """Tracker of rows that hold the same tokens.
-
-    Rows with the same tokens have the same lineage, a number: after a step, the first row with these tokens; before the
-    first step, a number beyond all rows.
+    """Tracker of rows that hold the same tokens. Such rows have the same lineage, a number: after a step, the first row
+    with these tokens; before the first step, a number beyond all rows.
     """
 
     def __init__(self, rows: int) -> None:

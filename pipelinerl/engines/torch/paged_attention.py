@@ -17,7 +17,7 @@ from torch import Tensor
 
 #: Tokens of a tile, half as many for wide heads.
 _TILE: Final = 64
-#: A step should have about this many programs, a few for each multiprocessor.
+#: The target number of programs of a step, a few for each multiprocessor.
 _PROGRAMS: Final = 512
 _MOST_SPLITS: Final = 32
 
@@ -35,10 +35,8 @@ def attend_blocks(
 ) -> Tensor:
     """Attend with queries [K, Hq, D] over blocks [N, H, size, D] → [K, Hq, D].
 
-    Args:
-        table: i64 [K, n], each row's blocks in order.
-        positions: i64 [K, 1], of the queries; a row attends to the tokens up to its own.
-        window: attend to the last `window` of these tokens only.
+    `table` i64 [K, n] lists each row's blocks in order. A row attends to the tokens up to its query's position, in
+    `positions` i64 [K, 1], or to the last `window` of these.
     """
     rows, q_heads, head_dim = query.shape
     _, heads, size, _ = keys.shape
@@ -48,7 +46,7 @@ def attend_blocks(
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     parts = out if splits == 1 else query.new_empty((rows, q_heads, splits, head_dim), dtype=torch.float32)
     weights = query.new_empty((rows, q_heads, splits), dtype=torch.float32)
-    padded = max(16, triton.next_power_of_2(head_dim))  # a product takes at least 16
+    padded = max(16, triton.next_power_of_2(head_dim))  # Triton's matrix product needs sizes of at least 16
     _attend[(rows, heads, splits)](
         query,
         keys,
@@ -135,14 +133,14 @@ def _attend(  # type: ignore[no-untyped-def]
         v = tl.load(values + entry[:, None] * WIDTH + across[None, :], mask=there, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
-            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
+            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # softcap · tanh(scores / softcap)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         larger = tl.maximum(most, tl.max(scores, 1))
         faded, exps = tl.exp(most - larger), tl.exp(scores - larger[:, None])
         total = total * faded + tl.sum(exps, 1)
         sums = sums * faded[:, None] + tl.dot(exps.to(v.dtype), v, input_precision="ieee")
         most = larger
-    sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]  # a split without tiles has no weight
+    sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]  # avoid 0 / 0 in a split without tiles
     place = ((row * HEADS + head) * GROUP + member) * SPLITS + split
     tl.store(parts + place[:, None] * WIDTH + across[None, :], sums.to(parts.dtype.element_ty), mask=present)
     if SPLITS > 1:

@@ -5,20 +5,18 @@
 
 The scheme is symmetric and dynamic (W8A8, the INT8 rollout of the TIS note, Yao et al. 2025). Both factors are i8 and
 their product is exact in i32, so a token's result does not depend on the rest of the batch. Embeddings, norms, biases
-and the output head keep the model's dtype: the head is often the embedding, and its error would directly affect the
-logits.
+and the output head keep the model's dtype, because the head's error would directly affect the logits.
 
-Activations are quantised for speed. torch's weight-only product is a plain loop for float32 on a CPU, up to 40 times
-slower than a float32 product, and dequantising before each product is slower than not quantising at all. The dynamic
-product is 2 to 4 times faster than float32 from a width of about 512 on. Narrower models are slowed down by the
-overhead of the calls.
+Activations are quantised for speed: on a CPU, torch's weight-only product is up to 40 times slower than a float32
+product. The dynamic product is 2 to 4 times faster than float32 from a width of about 512 on; narrower models are
+slowed down by the overhead of the calls.
 
 The layout and the digest of an update are those of the unquantised model. `finish_staging` quantises the received
-weights while decoding continues, so `swap` re-points and copies nothing.
+weights while decoding continues, so `swap` copies nothing.
 
-Memory: let the linear layers have L bytes in the model's dtype, and all other parameters R bytes. The served weights
-take L/4 + R in float32, or L/2 + R in bfloat16. From the first update on there are two such sets and a staging buffer
-of L + R: in float32 1.5 L + 3 R in all, where unquantised weights take 2 L + 2 R.
+Memory, with L bytes of linear layers and R bytes of other parameters in the model's dtype: the served weights take L/4
++ R in float32, or L/2 + R in bfloat16. From the first update on there are two such sets and a staging buffer of L + R:
+in float32 1.5 L + 3 R in all, where unquantised weights take 2 L + 2 R.
 """
 
 from __future__ import annotations
@@ -35,19 +33,18 @@ from pipelinerl.engines.torch.weights import layout_of, parameters_in
 from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import ModelError
 
-#: Largest quantised weight of each format; activations always use eight bits.
+#: The largest quantised weight of each format; activations always use eight bits.
 _LEVELS: Final[Mapping[WeightFormat, int]] = {WeightFormat.INT8: 127, WeightFormat.INT4: 7}
 #: CUDA's integer product needs at least this many rows, and sizes that are multiples of eight.
 _CUDA_ROWS: Final = 17
 _CUDA_MULTIPLE: Final = 8
-#: The number of weights quantised at once: small enough that the intermediates mostly stay in the cache.
+#: The number of weights quantised at once, small enough that intermediate results mostly stay in the CPU's cache.
 _BLOCK: Final = 1 << 20
 
 
 def quantize(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Return values i8 [R, C] within ±levels and steps f32 [R, 1], such that `x` [R, C] ≈ values · steps.
-
-    A row with a NaN or an infinity has a non-finite step, so the result is non-finite too.
+    """Return values i8 [R, C] within ±levels and steps f32 [R, 1], such that `x` [R, C] ≈ values · steps. A row with a
+    NaN or an infinity has a non-finite step, so the result is non-finite too.
     """
     step = torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True, dtype=torch.float32)
     step = step.div_(levels).clamp_min_(torch.finfo(torch.float32).tiny)
@@ -57,7 +54,7 @@ def quantize(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
 @final
 @dataclass(frozen=True, slots=True)
 class QuantizedLinear:
-    """Forward of a linear layer: weight i8 [out, in], scale f32 [out], bias [out]; a swap re-points their data."""
+    """Forward of a linear layer: weight i8 [out, in], scale f32 [out], bias [out]; a swap changes their data."""
 
     weight: Tensor
     scale: Tensor
@@ -72,7 +69,6 @@ class QuantizedLinear:
         return y.view(*x.shape[:-1], -1)
 
     def _product(self, values: Tensor) -> Tensor:
-        """Return the product i32 [B, out] of i8 [B, in]."""
         rows = values.shape[0]
         if values.is_cuda and rows < _CUDA_ROWS:
             return torch._int_mm(pad(values, (0, 0, 0, _CUDA_ROWS - rows)), self.weight.t())[:rows]
@@ -81,13 +77,9 @@ class QuantizedLinear:
 
 @final
 class QuantizedWeights:
-    """The serving and the staged parameters of a model whose linear layers it quantises in place.
-
-    It owns the model's parameters, like `TorchWeights`.
-
-    Raises:
-        ModelError: there is no linear layer but the head, linear layers share their weights, or CUDA has no product of
-            their sizes.
+    """The serving and the staged parameters of `model`, which it owns and whose linear layers it quantises in place.
+    Raises `ModelError` if no linear layers can be quantised, if they share weights, or if CUDA has no product of their
+    sizes.
     """
 
     def __init__(self, model: nn.Module, weights: WeightFormat) -> None:
@@ -142,13 +134,12 @@ class QuantizedWeights:
                 steps.copy_(step[:, 0])
 
     def swap(self) -> None:
-        """Serve the set that was staged; the set that served so far becomes the staging set."""
+        """Serve the staged set; the set that served before becomes the staging set."""
         for name, parameter in self._served.items():
             parameter.data, self._spare[name] = self._spare[name], parameter.data
 
 
 def _linears(model: Any, names: list[str]) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the name and layer of those `names` that are a linear layer's weight, except the head."""
     head = model.get_output_embeddings()
     for name in names:
         owner, _, attribute = name.rpartition(".")
@@ -166,7 +157,6 @@ def _check_sizes(name: str, module: nn.Linear) -> None:
 
 
 def _replace(module: Any, levels: int) -> None:
-    """Replace a linear layer's weights by integers, and its forward by one that uses them."""
     values, step = quantize(module.weight.detach(), levels)
     module.weight = nn.Parameter(values, requires_grad=False)
     module.scale = nn.Parameter(step[:, 0], requires_grad=False)

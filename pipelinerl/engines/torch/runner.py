@@ -1,7 +1,7 @@
 """`TorchRunner`: a `ModelRunner` for any Hugging Face causal language model, on CPU or CUDA.
 
-The model's forward comes from `engines.torch.forward`; attention and cache are this project's. Each row's next token
-and sampling parameters are in a `RowTable` on the host; on the CPU the model reads it in place.
+The forward comes from `engines.torch.forward`. Each row's next token and sampling parameters are in a `RowTable` on the
+host; on the CPU the model reads it in place.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pipelinerl.enums import WeightFormat
 from pipelinerl.models import torch_routers
 from trainer_contract.types import Experts
 
-#: From this size of the weights on, a GPU's engine compiles the forward: 15 seconds that larger models win back.
+#: The least size of the weights, in bytes, at which a GPU's engine compiles the forward, which takes 15 s.
 _COMPILED_FROM: Final = 2 * 10**8
 
 _NO_TOP: Final[Mapping[int, TopTokens]] = MappingProxyType({})
@@ -47,13 +47,10 @@ class TorchRunner:
 
     Args:
         model: from `load_for_decoding`; its parameters belong to the runner from now on.
-        options: the number of rows, their length, and the storage format of linear layers.
-        weights: of the model, from `served_weights`; None: made here.
-        cache_bytes: most memory for keys and values; None: what all rows of the whole context take.
+        weights: the model's weights, from `served_weights`; None creates them.
+        cache_bytes: most memory for keys and values; None allows room for the whole context in all rows, and too little
+            for one row raises `ModelError`.
         prefill_tokens: most padded tokens of one prefill forward; a longer prompt runs alone.
-
-    Raises:
-        ModelError: the cache does not hold one row of the whole context.
     """
 
     def __init__(
@@ -108,8 +105,7 @@ class TorchRunner:
         self._rows = RowTable(options.slots)
         self.top_logprobs = _NO_TOP
         self._all_rows = np.arange(options.slots)
-        # Only on CPU: a GPU takes as long to read its weights for one row as for all, so computing fewer rows saves
-        # nothing.
+        # Fewer rows save time only on a CPU: a GPU takes as long to read its weights for one row as for all.
         self._alike = AlikeRows(options.slots) if self._device.type == "cpu" else None
 
     @property
@@ -133,7 +129,7 @@ class TorchRunner:
     def place(self, states: Sequence[RowState]) -> None:
         """Set the next token and the sampling parameters of the named rows."""
         self._rows.place(states)
-        self._begin([state.row for state in states if state.position == 0])  # rows without a prefill
+        self._begin([state.row for state in states if state.position == 0])  # a prompt of one token has no prefill
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Move whole rows; no row is both a source and a target. Their blocks stay where they are."""
@@ -155,7 +151,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def clear(self, rows: Sequence[int]) -> None:
-        """Set the blocks of `rows` to zero, and strike them from the files."""
+        """Set the blocks of `rows` to zero, and remove them from the index of reusable blocks."""
         for row in rows:
             self._cache.clear(self._table.spoil(row))
 
@@ -171,13 +167,12 @@ class TorchRunner:
 
     @torch.inference_mode()
     def prefill(self, prefills: Sequence[Prefill]) -> None:
-        """Fill the cache of the named rows, batching prompts of similar length after their cached beginnings.
-
-        A prompt whose beginning another prompt computes waits for it and reuses it.
+        """Fill the cache of the named rows, batching prompts of similar length after their cached prefixes. A prompt
+        whose prefix another prompt computes waits for it and reuses it.
         """
         self.release([row for prefill in prefills for row in prefill.rows if self._table.counts[row]])
         log = self.route_log if self.route_log is not None and self.route_log.is_on else None
-        if log is not None:  # needs every token: no cache reuse
+        if log is not None:  # without cache reuse, because the routing of every token is needed
             self._prefill_told(prefills, log)
             return
         waiting = [(prefill, tokens_of(prefill.token_ids)) for prefill in prefills]
@@ -199,7 +194,6 @@ class TorchRunner:
             waiting = later
 
     def _prefill_told(self, prefills: Sequence[Prefill], log: torch_routers.TorchRouteLog) -> None:
-        """Prefill without reusing the cache, and record the routing of each prompt in `log`."""
         for prefill in prefills:
             self._begin_prompt(prefill, tokens_of(prefill.token_ids), reuses=False)
         routed: dict[int, Experts] = {}
@@ -219,7 +213,7 @@ class TorchRunner:
         """Compute the prompts together from position `start`; return the number of tokens of each, with padding."""
         lengths = [len(prefill.token_ids) for prefill in batch]
         longest = max(lengths) - start
-        if self._graphs is not None:  # torch compiles a single token by itself, which would delay its request
+        if self._graphs is not None:  # torch compiles a single token separately, which would delay its request
             longest = max(longest, 2)
         token_ids = np.zeros((len(batch), longest), dtype=np.int64)
         for index, prefill in enumerate(batch):
@@ -230,11 +224,7 @@ class TorchRunner:
         return longest
 
     def warm_up(self) -> None:
-        """Run each kind of forward once, so that an unsupported model fails at load time and not in service.
-
-        Raises:
-            ModelError: the architecture needs a feature that the attention or the cache does not support.
-        """
+        """Run each kind of forward once, so that an unsupported model raises `ModelError` at load time."""
         self.prefill([Prefill([0, 0], [0])])
         self.place([RowState(0, 0, 2, 0, temperature=1.0, top_p=1.0, top_k=0)])
         self.decode(1)
@@ -294,7 +284,6 @@ class TorchRunner:
         return sampled.tolist(), drawn.logprobs.tolist()
 
     def _begin(self, rows: Sequence[int]) -> None:
-        """Record that these rows hold the same tokens as one another."""
         if self._alike is not None:
             self._alike.begin(rows)
 
@@ -312,7 +301,7 @@ class TorchRunner:
         self._weights.finish_staging()
 
     def swap(self) -> None:
-        """Make the staged weights current; nothing that older ones computed is reused from now on."""
+        """Make the staged weights current; cached results of older weights are not reused from now on."""
         self._weights.swap()
         self._table.forget()
 

@@ -1,10 +1,8 @@
 """Sampling of a batch of logits in torch: temperature, top-k, top-p, inverse CDF, and the log-probs of sampled tokens.
 
 A row's token depends only on its logits, parameters and noise. Its log-prob is fp32 and that of the distribution
-sampled from. Rows that keep every token cost nothing extra if others truncate.
-
-A row whose logits hold NaN or +inf, or nothing above -inf, has no distribution: its log-prob is NaN and its token is
-any of the vocabulary; the other rows are unaffected.
+sampled from. Rows that keep every token cost nothing extra if others truncate. A row whose logits contain NaN or +inf,
+or nothing above -inf, gets a NaN log-prob and an arbitrary token; the other rows are unaffected.
 """
 
 from __future__ import annotations
@@ -16,14 +14,12 @@ from torch import Tensor
 
 from pipelinerl.engines.batching.logit_changes import LogitChanges
 
-#: Width of the blocks of the cumulative distribution; the search finds the block first, then the token in it.
+#: Tokens per block of the cumulative distribution; the search finds the block first, then the token in it.
 _BLOCK = 1024
 
 
 class Sample(NamedTuple):
-    """Token ids i64 [B] and log-probs f32 [B]; optionally the likeliest ids i64 [B, K] and their log-probs f32 [B,
-    K].
-    """
+    """Token ids i64 [B] and log-probs f32 [B]; optionally, both [B, K] for the likeliest tokens."""
 
     token_ids: Tensor
     logprobs: Tensor
@@ -41,18 +37,13 @@ def sample(
     min_p: Tensor | None = None,
     most_top: int = 0,
 ) -> Sample:
-    """Sample a token of each row.
-
-    Temperature applies first. Then only the `top_k` likeliest tokens and those of at least `min_p` times the highest
-    probability are kept. Of these, renormalised, the fewest that reach `top_p` are kept.
+    """Sample a token of each row, with the filters of `bigram.engine.sample_rows`.
 
     Args:
-        logits: [B, V], any float dtype.
-        temperature: f32 [B], 0 is greedy, which reports the whole distribution at temperature 1.
-        top_k: i64 [B], 0 keeps every token. top_p: f32 [B], 1 keeps every token.
+        logits: [B, V], any float dtype. The other tensors are on the CPU or on the device of the logits.
+        temperature: f32 [B]; 0 is greedy, which reports the whole distribution at temperature 1.
+        top_k, top_p, min_p: i64, f32, f32 [B]; 0, 1 and 0 keep every token, as does None for `min_p`.
         noise: f64 [B] in [0, 1).
-        min_p: f32 [B], 0 keeps every token; None if it does so in every row. All of these are on the CPU or on the
-            device of the logits.
         most_top: the number of likeliest tokens to report.
     """
     greedy = temperature == 0
@@ -83,15 +74,14 @@ def sample(
 
 
 def sample_whole(logits: Tensor, *, temperature: Tensor, noise: Tensor) -> Sample:
-    """Sample as `sample` does where no row truncates; all arguments are on one device, and the host decides nothing."""
+    """Sample as `sample` does without truncation; all tensors are on one device, and none is read by the host."""
     greedy = temperature == 0
     scale = torch.where(greedy, 1.0, temperature).float()
     return _draw(torch.log_softmax(logits.float() / scale[:, None], dim=-1), noise, greedy)
 
 
 def _draw(logprobs: Tensor, noise: Tensor, greedy: Tensor | None) -> Sample:
-    """Draw a token of each row [B, V]; in `greedy` rows, the likeliest."""
-    # In a row without a distribution the search ends beyond the last token.
+    # In a row with a NaN the search ends beyond the last token.
     token_ids = _inverse_cdf(logprobs, noise).clamp_max_(logprobs.shape[1] - 1)
     if greedy is not None:
         token_ids = torch.where(greedy, logprobs.argmax(dim=-1), token_ids)
@@ -121,10 +111,7 @@ def _truncate(logprobs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | No
 
 
 def _inverse_cdf(logprobs: Tensor, noise: Tensor) -> Tensor:
-    """Return each row's first token whose cumulative probability exceeds `noise` times the total. Sums are fp64.
-
-    It may be beyond the last token if the total is NaN.
-    """
+    """Return each row's first token whose cumulative probability (fp64) exceeds `noise` · total; NaN may overshoot."""
     probs = logprobs.exp()
     batch, vocab = probs.shape
     if vocab <= _BLOCK:
@@ -136,6 +123,6 @@ def _inverse_cdf(logprobs: Tensor, noise: Tensor) -> Tensor:
     block = torch.searchsorted(ends, target, right=True).clamp_max_(ends.shape[1] - 1)
     rest = target - torch.where(block > 0, ends.gather(1, (block - 1).clamp_min(0)), 0.0)
     inner = probs.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].cumsum(dim=-1, dtype=torch.float64)
-    # The two sums may round differently at a block's end: stay within the tokens of non-zero probability.
+    # The two sums may round differently at a block's end, so stay within the tokens of non-zero probability.
     within = torch.searchsorted(inner, torch.minimum(rest, inner[:, -1:].nextafter(inner.new_zeros(1))), right=True)
     return (block * _BLOCK + within)[:, 0]

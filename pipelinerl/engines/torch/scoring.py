@@ -22,14 +22,11 @@ class PromptScorer:
 
     @torch.inference_mode()
     def __call__(self, token_ids: Sequence[int], temperature: float) -> list[float]:
-        """Return log π(token | tokens before it) of each token, at this temperature; 0 for the first.
-
-        Takes room for the logits of the whole prompt [P, V], in the model's dtype.
-        """
+        """Return each token's log-prob given the tokens before it, 0 for the first; needs memory for logits [P, V]."""
         if len(token_ids) < 2:
             return [0.0] * len(token_ids)
         tokens = torch.tensor(token_ids, device=self._device)
-        # Without the plan of a cache, `attention.attend` is causal over the prompt alone.
+        # Without a plan, `attention.attend` is causal over the prompt and uses no cache.
         output: Any = self._model(
             input_ids=tokens[None, :-1],
             position_ids=torch.arange(len(tokens) - 1, device=self._device)[None],
@@ -41,6 +38,5 @@ class PromptScorer:
 
 
 def _of(logits: Tensor, targets: Tensor, temperature: float) -> list[float]:
-    """Return the log-probs of `targets` [N] under softmax(logits [N, V] / temperature)."""
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1).gather(1, targets[:, None])
     return logprobs[:, 0].tolist()

@@ -1,7 +1,7 @@
 """`TorchWeights`: a model's parameters as views of one flat byte buffer, with a second buffer for the next version.
 
-`staging` has exactly the bytes of the layout, back to back. `swap` re-points every parameter and copies nothing, so its
-cost depends on their number and not on their size. There are never more than two copies of the weights.
+`swap` re-points every parameter and copies nothing, so its cost does not depend on the size of the weights. There are
+never more than two copies of the weights.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from inference_contract.weights import DType, ParameterSpec, WeightLayout
 
 
 def layout_of(model: nn.Module) -> WeightLayout:
-    """Return the layout of the model's parameters, with tied ones once, under their first name, as trainers send
-    them.
-    """
+    """Return the layout of the model's parameters, with tied ones once, under their first name, as trainers do."""
     return WeightLayout(
         parameters=tuple(
             ParameterSpec(name=name, shape=tuple(p.shape), dtype=DType(str(p.dtype).removeprefix("torch.")))
@@ -32,7 +30,7 @@ def parameters_in(buffer: Tensor, layout: WeightLayout) -> Iterator[tuple[str, T
     offset = 0
     for spec in layout.parameters:
         part = buffer[offset : offset + spec.num_bytes]
-        # A layout of mixed dtypes may leave a parameter misaligned; a misaligned parameter is copied.
+        # With mixed dtypes a parameter may be misaligned; a view needs alignment, so copy it.
         part = part if offset % spec.dtype.itemsize == 0 else part.clone()
         dtype: torch.dtype = getattr(torch, spec.dtype.value)
         yield spec.name, part.view(dtype).view(spec.shape)
@@ -47,7 +45,7 @@ class TorchWeights:
         self.layout = layout_of(model)
         self._parameters = dict(model.named_parameters())
         self._device = next(iter(self._parameters.values())).device
-        self._views: dict[int, dict[str, Tensor]] = {}  # by the address of the buffer in which they lie
+        self._views: dict[int, dict[str, Tensor]] = {}  # views of the parameters by the address of their buffer
         self._staged: Tensor | None = None
         self._current = self._buffer()
         offset = 0
@@ -55,17 +53,18 @@ class TorchWeights:
             source = parameter.detach().contiguous().view(-1).view(torch.uint8)
             self._current[offset : offset + source.numel()] = source
             offset += source.numel()
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)  # free it before the next
+            # Free this parameter's memory before the next one is copied.
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
         self._point_at(self._current)
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes of a further set of weights: none, `staging` itself is served."""
+        """Bytes of a further set of weights: none, because `staging` itself is served."""
         return 0
 
     @property
     def address(self) -> int:
-        """Where the serving parameters lie: one of two places, in turn."""
+        """The address of the serving parameters, one of two that alternate."""
         return self._current.data_ptr()
 
     def staging(self) -> Tensor:
@@ -90,7 +89,8 @@ class TorchWeights:
         views = self._views.get(buffer.data_ptr())
         if views is None:
             views = dict(parameters_in(buffer, self.layout))
-            if all(each.untyped_storage().data_ptr() == buffer.data_ptr() for each in views.values()):  # no copies
+            # Reuse views in later swaps, but not copies of misaligned parameters.
+            if all(each.untyped_storage().data_ptr() == buffer.data_ptr() for each in views.values()):
                 self._views[buffer.data_ptr()] = views
         for name, values in views.items():
             self._parameters[name].data = values

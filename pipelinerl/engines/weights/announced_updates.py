@@ -2,9 +2,9 @@
 
     trainer ── `announcements`: PREPARE, once for all ──▶ engine: PREPARE, pull, COMMIT ── `taken` ──▶ trainer
 
-An announced version runs through the same two requests, PREPARE and COMMIT, that a trainer could send to the engine. If
-several announcements have arrived, only the newest is taken. Unreadable ones are skipped. The follower reports in
-`taken` when it starts, and after each version.
+An announced version runs through the same two requests, PREPARE and COMMIT, that a trainer could send to the engine. Of
+several announcements only the newest readable one is pulled. The follower reports in `taken` when it starts, and after
+each version.
 
 | waits for | unblocked by |
 |---|---|
@@ -50,11 +50,7 @@ class AnnouncedUpdates:
         self._url = url
 
     async def run(self) -> None:
-        """Follow announcements until cancelled.
-
-        Raises:
-            AddressError: the stream server cannot be reached.
-        """
+        """Follow announcements until cancelled. Raises `AddressError` if the stream server cannot be reached."""
         offset = await self._stream.last_id(ANNOUNCEMENTS)
         await self._say(WeightsTaken(url=self._url))
         while True:
@@ -65,7 +61,6 @@ class AnnouncedUpdates:
                     await self._say(await self._taken(prepare))
 
     def _newest(self, entries: list[Entry]) -> WeightUpdateRequest | None:
-        """Return the PREPARE of the last readable announcement, unless it excludes this engine."""
         for entry in reversed(entries):
             try:
                 announced = decode_announcement(entry.payload)

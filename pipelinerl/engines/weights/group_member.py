@@ -32,65 +32,41 @@ from pipelinerl.system.background import in_background_soon, settled, tell
 
 
 class GroupEndpoint(Protocol):
-    """A rank's endpoint in a group that has formed, such as `pipelinerl.weights.broadcast.collective.Collective`.
-
-    One thread at a time uses it; `close` may be called from another.
-    """
+    """A rank's endpoint in a formed group, such as `Collective`. One thread uses it, but any may call `close`."""
 
     def expect(self, key: str, *, deadline: float) -> str:
-        """Return the text that rank 0 announces as `key`, until `deadline` (monotonic seconds).
-
-        Raises:
-            DeadlineError, UpdateError: as `Collective.expect`.
-        """
+        """Return rank 0's announcement under `key`, until `deadline` (monotonic s). Raises as `broadcast` does."""
         ...
 
     def broadcast(self, tensor: Any, *, deadline: float) -> None:
-        """Receive into `tensor`, a flat part of the engine's staging buffer, until `deadline` (monotonic seconds).
-
-        Raises:
-            DeadlineError, UpdateError: as `Collective.broadcast`; this rank has then left the group.
-        """
+        """Receive into a flat part of the staging buffer until `deadline` (monotonic s). Any error leaves the group."""
         ...
 
     def close(self) -> None:
-        """Leave the group. Twice is a no-op."""
+        """Leave the group. Repeating is a no-op."""
         ...
 
 
 class EndpointFactory(Protocol):
-    """Factory of an engine's endpoints, in a process that can reach its staged weights: by default the engine's own.
-
-    `worker_endpoint` has the factories for models in other processes.
-    """
+    """Factory of an engine's endpoints, in a process that can reach its staged weights: by default the engine's own."""
 
     def reaches(self, backend: Backend, staging: Any) -> bool:
-        """True if groups of `backend` can deliver bytes into `staging`."""
+        """Return True if groups of `backend` can deliver bytes into `staging`."""
         ...
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:
-        """Return a flat uint8 [num_bytes] buffer next to `staging`, for bytes that need conversion.
-
-        Raises:
-            InvalidRequest: there is not enough memory.
-        """
+        """Return flat uint8 [num_bytes] like `staging`, for conversion. Raises `InvalidRequest` if memory is short."""
         ...
 
     def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:
-        """Join a group; blocks until every rank has joined.
-
-        Raises:
-            DeadlineError, UpdateError: as `Collective.join`.
-        """
+        """Join a group; blocks until every rank has joined. Raises as `Collective.join` does."""
         ...
 
 
 @final
 class _InProcess:
-    """Factory of endpoints in the engine's process, which receive straight into its staging buffer."""
-
     def reaches(self, backend: Backend, staging: Any) -> bool:
-        """True if the backend can deliver into `staging`: NCCL goes from GPU to GPU."""
+        """Return True if the backend can deliver into `staging`: NCCL goes from GPU to GPU."""
         return backend is not Backend.NCCL or str(getattr(staging, "device", "cpu")).startswith("cuda")
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:
@@ -109,7 +85,7 @@ IN_PROCESS: Final[EndpointFactory] = _InProcess()
 
 def joined(request: InitProcessGroupRequest) -> Any:
     """Return this process's `Collective` once every rank has joined."""
-    # Imported late, because an engine without torch can serve until its first update.
+    # Imported here, because an engine without torch can serve until its first update.
     from pipelinerl.weights.broadcast.collective import Collective
 
     return Collective.join(
@@ -156,10 +132,7 @@ class _Membership:
 
 @final
 class GroupMember:
-    """The engine's current membership, used from one event loop.
-
-    `on_replaced` is called before a replaced membership is left.
-    """
+    """The engine's current membership, for one event loop. `on_replaced` is called before a replaced one is left."""
 
     def __init__(self, endpoints: EndpointFactory, *, on_replaced: Callable[[], None] = lambda: None) -> None:
         self._endpoints = endpoints

@@ -42,8 +42,6 @@ class Received:
 
 @dataclass(slots=True)
 class _ByteCount:
-    """The number of bytes received, and the time at which the last piece arrived; written by the receiving thread."""
-
     all_bytes: int
     num_bytes: int = 0
     at: float = field(default_factory=time.monotonic)
@@ -59,8 +57,7 @@ class IncomingUpdate:
 
     Attributes:
         request: the PREPARE that requested it.
-        sender: the sender, for error messages.
-        unblock: the event that ends a wait for the sender, for error messages.
+        sender, unblock: the sender, and the event that ends a wait for it, for error messages.
         received: the outcome.
         give_up: ends the transfer as early as possible; called when it is no longer needed, and after a failure.
     """
@@ -142,8 +139,8 @@ def _broadcast(
 ) -> Received:
     """Receive piece by piece; the duration counts from the first piece, since the trainer may start later.
 
-    Each piece may take the request's timeout. A rank that stalls between rank 0 and this one therefore delays it by no
-    more than that, and this rank is free for the next generation of the group.
+    Each piece may take the request's timeout. A rank that stalls between rank 0 and this one can delay it only so long;
+    then this rank is free for the next generation of the group.
     """
     from pipelinerl.weights.broadcast.collective import shared_tensor
     from pipelinerl.weights.torch_transfer import OverlappedDigest, stream_for

@@ -6,8 +6,8 @@
     ABORT   ─▶ the staged weights are dropped
 
 All checks that can reject an update run before the engine enters a collective. The serving weights are untouched until
-every byte has arrived and the digest of the transferred bytes matches. After a failed update the old weights keep
-serving, and the next update works. The engine is *dirty* only if `target.commit` itself failed with an unknown error.
+every byte has arrived and the digest matches. After a failed update the old weights keep serving, and the next update
+works. The engine is *dirty* only if `target.commit` itself failed with an unknown error.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -74,9 +74,8 @@ class WeightTarget(Protocol):
         ...
 
     async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
-        """Serve the weights in `staging` from the next decode step on; return the pause in seconds.
-
-        A `ContractError` means that the old weights still serve; any other error leaves the engine dirty.
+        """Serve the weights in `staging` from the next decode step on; return the pause in seconds. A `ContractError`
+        means that the old weights still serve; any other error leaves the engine dirty.
         """
         ...
 
@@ -147,7 +146,7 @@ class WeightReceiver:
         self._epoch = 0
         self._arming = asyncio.Lock()
         self._digest: str | None = None
-        #: The layout that the trainer sends, once received in full; a bare `layout_id` may refer to it alone.
+        #: The layout that the trainer last sent in full; a request with only a `layout_id` may refer to it.
         self._wire: WeightLayout | None = None
         self._unconverted: Any = None
         self.dirty: str | None = None
@@ -156,7 +155,7 @@ class WeightReceiver:
 
     @property
     def digest(self) -> str | None:
-        """The digest of the serving weights; None for those the engine started with."""
+        """The digest of the serving weights; None for the weights from the model directory."""
         return self._digest
 
     @property
@@ -178,11 +177,8 @@ class WeightReceiver:
                 update.incoming.give_up()
 
     async def init_process_group(self, request: InitProcessGroupRequest) -> ProcessGroupStatus:
-        """Join the weight group; once formed, a new membership drops the update staged by the previous one.
-
-        Raises:
-            InvalidRequest: the backend does not reach this engine, or the generation is implausible.
-            StaleGeneration, Overloaded, DeadlineExceeded, PeerLost: see `GroupMember.join`.
+        """Join the weight group; once formed, a new membership drops the update staged by the previous one. Raises
+        `InvalidRequest` if the backend does not reach this engine, and otherwise as `GroupMember.join` does.
         """
         if not self._endpoints.reaches(request.backend, self._target.staging()):
             raise InvalidRequest(
@@ -190,7 +186,7 @@ class WeightReceiver:
                 param="backend",
             )
         if request.backend is Backend.NCCL and self._member.would_begin(request):
-            # A device that still receives for the previous group cannot form another, so that group is left first.
+            # Leave the previous group first: a device that still receives for it cannot form another.
             self.close()
         return await self._member.join(request, epoch=max(self._epoch, self._target.serving()[0]))
 
@@ -221,17 +217,12 @@ class WeightReceiver:
         if update is not None:
             self._drop()
             await self._end_of_receive(update, request.timeout_s)
-            self._check_transport(request)  # the group may have been left with the dropped update, or meanwhile
+            self._check_transport(request)  # check again, because the group may have been left during the wait
         self._update = self._armed(request, self._inlet(wire))
         return self._answer(UpdateStatus.PREPARED)
 
     def _take_over(self, request: WeightUpdateRequest) -> None:
-        """Drop the update of an earlier epoch's trainer, and reject that trainer from then on.
-
-        Raises:
-            StaleVersion: a later epoch has prepared an update here, committed or not.
-            InvalidRequest: the epoch or version is implausibly far above the known one.
-        """
+        """Drop the update of earlier epochs, and reject their trainers. Raises `StaleVersion` or `InvalidRequest`."""
         if request.epoch < self._epoch:
             raise StaleVersion(
                 f"epoch {self._epoch} has taken over from the epoch of {_named(request)}; its trainer must stop. If no "
@@ -252,7 +243,6 @@ class WeightReceiver:
         self._epoch = request.epoch
 
     def _checked_layout(self, request: WeightUpdateRequest) -> WeightLayout:
-        """Return the layout of the update: the model's parameters, in dtypes that convert to the model's."""
         ours, sent = self._target.layout, request.layout
         if sent is None:
             known = {layout.layout_id: layout for layout in (ours, self._wire) if layout is not None}
@@ -268,7 +258,6 @@ class WeightReceiver:
         return _in_pieces(sent, request.bucket_bytes)
 
     def _inlet(self, wire: WeightLayout) -> WeightSink:
-        """Return the buffer for the update: the staging buffer itself, or a separate one for other dtypes."""
         target, ours = self._target, self._target.layout
         if wire.layout_id == ours.layout_id:
             return WeightSink(ours, target.staging(), target.finish_staging)
@@ -291,11 +280,7 @@ class WeightReceiver:
             raise InvalidRequest("transport pull is not offered by this engine; use broadcast", param="transport")
 
     def _serves(self, request: WeightUpdateRequest) -> bool:
-        """Return whether this version already serves. A dirty engine takes even the same version again.
-
-        Raises:
-            StaleVersion: a later version serves.
-        """
+        """Return whether this version serves and is not dirty. Raises `StaleVersion` if a later version serves."""
         serving, wanted = self._target.serving(), (request.epoch, request.version)
         if wanted < serving:
             raise StaleVersion(
@@ -420,7 +405,7 @@ def _named(request: WeightUpdateRequest) -> str:
 
 
 def _in_pieces(layout: WeightLayout, bucket_bytes: int) -> WeightLayout:
-    """Return the layout. Raises `InvalidRequest` for buckets so small that the number of pieces exceeds the limit."""
+    """Return the layout. Raises `InvalidRequest` for buckets so small that there are too many pieces."""
     if layout.num_bytes // bucket_bytes > MAX_PIECES:
         least = -(-layout.num_bytes // MAX_PIECES)
         raise InvalidRequest(f"bucket_bytes must be at least {least} for these weights, got {bucket_bytes}")

@@ -1,8 +1,8 @@
 """The engines `vllm_server` and `sglang_server`: unmodified servers that the user runs, behind the contract.
 
-This process serves the contract in front of such a server. It receives, checks and stages weights as every engine does,
-and passes them on through the server's own API. Chat, text and stop strings are computed here from the server's tokens.
-The server must serve the recipe's model, and nothing else may update it.
+This process receives, checks and stages weights as every engine does, and passes them on through the server's own API.
+It also computes chat, text and stop strings from the server's tokens. The server must serve the recipe's model, and
+nothing else may update it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import AddressError, EngineUnreachable, ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
 
-#: Environment variable with the server's own API key, if it needs one: a recipe should hold no secrets.
+#: Environment variable for the server's own API key, because a recipe should hold no secrets.
 KEY_VARIABLE: Final = "PIPELINERL_SERVER_KEY"
 
-#: Builds the client of a server, from its connection, the model's layout and the shared staging buffer.
+#: Builds the client of a server from the connection, the model's layout and the shared staging buffer.
 Speak = Callable[[ServerHttp, WeightLayout, Any], ServerApi]
 
 
@@ -99,7 +99,6 @@ async def _started(options: EngineOptions, speak: Speak) -> tuple[EngineCore, Co
 
 
 def _check(options: EngineOptions, served: ServerModel) -> None:
-    """Raise `ModelError` unless the server runs the model with the recipe's dtype and context length."""
     if served.dtype != options.dtype:
         raise ModelError(
             f"engine.dtype must be the server's, {served.dtype}, got {options.dtype}; or start the server with --dtype "

@@ -3,13 +3,12 @@
     trainer ── broadcast, pull ──▶ this process: staged bytes ── the api's own way ──▶ server
     actor   ── contract ─────────▶ this process ── one streamed request per sample ──────▶ server
 
-A server reports which weights sampled which tokens only when a sample ends. A token is therefore delivered at once only
-if no update has begun since its sample began. Any other token waits for the sample's end, and then gets the version
-that the server reports. The version is never inferred from a token's arrival time.
+A server reports only at the end of a sample which weights sampled which tokens. A token is therefore delivered at once
+only if no update has begun since its sample began. Any other token waits for the sample's end and the server's report.
+The version is never inferred from a token's arrival time.
 
-Unexpected behaviour of the server ends the engine, because it is then unknown which weights would sample. Examples are
-a status other than 200, a broken stream, and weights loaded by another client. A server that stops responding ends the
-engine too.
+The engine ends if the server stops responding or behaves unexpectedly (a status other than 200, a broken stream,
+weights from another client), because it is then unknown which weights would sample.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -44,7 +43,7 @@ _HEALTH: Final = "/health"
 _LEAVE_S: Final = 3.0
 #: Interval between health checks of a server with running samples.
 _ASK_EVERY_S: Final = 5.0
-#: The longest time without a response or an event. A busy server still responds, from another process.
+#: The longest time without a response or an event; even a busy server responds, from another process.
 _SILENCE_S: Final = 60.0
 
 
@@ -79,11 +78,7 @@ class ServerApi(Protocol):
     """Client of one kind of server. All its exceptions are `PipelineError`s."""
 
     async def open(self, label: str) -> ServerModel:
-        """Check that the server can be used, and name its weights `label`.
-
-        Raises:
-            ModelError: the server was started with wrong flags; the message names the right ones.
-        """
+        """Check that the server can be used, and name its weights `label`. Raises `ModelError` for wrong flags."""
         ...
 
     @property
@@ -100,13 +95,11 @@ class ServerApi(Protocol):
         ...
 
     def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:
-        """Return the new tokens of an event; `known` tokens came with earlier events. Raises `EngineUnreachable`."""
+        """Return the new tokens of an event, after `known` tokens of earlier events. Raises `EngineUnreachable`."""
         ...
 
     async def pause(self, on_update: OnUpdate) -> None:
-        """Stop sampling between two steps. `abort` ends running samples; with `drain`, the caller has already let them
-        end.
-        """
+        """Stop between two steps. `abort` ends running samples; before `drain`, the caller waits for their end."""
         ...
 
     async def resume(self) -> None:
@@ -128,8 +121,6 @@ class ServerApi(Protocol):
 
 @dataclass(slots=True)
 class _Sample:
-    """A running sample: its tokens so far, and the number of tokens already delivered."""
-
     name: str
     label: str
     updates: int
@@ -143,7 +134,7 @@ class ServerCore:
     """A server and its samples; satisfies `EngineCore`.
 
     Args:
-        serving: (epoch, version) of the server's weights, as `api` has named them on the server.
+        serving: (epoch, version) of the server's weights, whose label `api` has set on the server.
         silence_s: the time without any response after which the server counts as failed.
         ask_every_s: the interval between health checks while samples are running.
     """
@@ -160,7 +151,7 @@ class ServerCore:
         self._api = api
         self._http = http
         self._label = label_of(*serving)
-        self._updates = 0  # the number of updates begun
+        self._updates = 0  # number of updates that have begun
         self._steps: asyncio.Queue[Step | PipelineError] = asyncio.Queue()
         self._following: dict[str, asyncio.Task[None]] = {}
         self._silence_s = silence_s
@@ -198,7 +189,7 @@ class ServerCore:
         return step
 
     async def pause(self, on_update: OnUpdate) -> None:
-        """Stop between two steps; from now on, tokens of running samples are held back until their sample ends."""
+        """Stop between two steps; tokens of running samples are then held back until their sample ends."""
         if on_update is OnUpdate.DRAIN:
             await asyncio.gather(*self._following.values(), return_exceptions=True)
         self._updates += 1
@@ -227,15 +218,14 @@ class ServerCore:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._api.close()
         except PipelineError:
-            pass  # the server is already gone
+            pass  # the server has already ended, so there is nothing to undo
         finally:
             await self._http.close()
 
     async def _watch(self) -> None:
-        """Check the server's health while there are samples, and end the engine if it stops responding."""
         while self._following:
             await asyncio.sleep(self._ask_every_s)
-            if await self._http.answers(_HEALTH, timeout_s=self._silence_s / 2):  # half: one call may be lost
+            if await self._http.answers(_HEALTH, timeout_s=self._silence_s / 2):  # half, so that one call may fail
                 self._sign_of_life_at = time.monotonic()
             elif time.monotonic() - self._sign_of_life_at > self._silence_s:
                 self._steps.put_nowait(
@@ -286,12 +276,7 @@ class ServerCore:
 
 
 def _checked(sample: _Sample, spans: list[LabelSpan]) -> list[LabelSpan]:
-    """Return the server's version spans of a sample, if they are consistent with its tokens and with this run's
-    weights.
-
-    Raises:
-        EngineUnreachable: they are not.
-    """
+    """Return the server's version spans. Raises `EngineUnreachable` if they contradict tokens or loaded weights."""
     count = len(sample.token_ids)
     edges = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != edges[:-1] or edges[-1] != count or edges != sorted(set(edges)):
@@ -316,16 +301,10 @@ _SHOWN: Final = 300
 
 @final
 class ServerHttp:
-    """HTTP client of one stock server: JSON calls with deadlines, and streams of events.
+    """HTTP client of one stock server: JSON calls with deadlines, and streams of events without; for one event loop.
 
-    Used from the event loop that created it. Any unexpected response becomes an `EngineUnreachable` that names the call
-    and the response. The next event of a stream has no deadline; `ServerCore` cancels the stream when the server stops
-    responding.
-
-    Creating it sets this process's limit on open files to the maximum, since every sample holds a connection.
-
-    Args:
-        token: the server's API key, if it needs one.
+    An unexpected response becomes an `EngineUnreachable` that names call and response. Creating the client raises this
+    process's limit on open files to the maximum, since every sample holds a connection.
     """
 
     def __init__(self, url: str, *, token: str | None = None) -> None:
@@ -355,18 +334,13 @@ class ServerHttp:
             return False
 
     async def post(self, path: str, body: Any = None, *, timeout_s: float = CALL_S, may_fail: bool = False) -> Any:
-        """POST a JSON body. Return the JSON of a response with status 200, or None if its content is not JSON.
-
-        With `may_fail`, no other call reuses the connection, because uvicorn closes it after a server error.
+        """POST a JSON body; return the JSON of a response with status 200, or None for other content. With `may_fail`,
+        no other call reuses the connection, because uvicorn closes it after a server error.
         """
         return await self._call("POST", path, body, timeout_s, headers={"connection": "close"} if may_fail else {})
 
     async def events(self, path: str, body: Any) -> AsyncIterator[dict[str, Any]]:
-        """POST a body and yield the JSON of each server-sent event until `[DONE]`, without a deadline.
-
-        Raises:
-            EngineUnreachable: the server rejected the request, is unreachable, or the stream broke off.
-        """
+        """POST a body and yield the JSON of each server-sent event until `[DONE]`. Raises `EngineUnreachable`."""
         try:
             endless = http_client.call_timeout(math.inf)
             async with self._session.post(self.url + path, json=body, timeout=endless) as answer:

@@ -3,8 +3,8 @@
     python -m sglang.launch_server --model-path MODEL --enable-deterministic-inference
 
 Weights are sent the way SGLang's users send them: this process is rank 0 of a group that the server's ranks join, and
-broadcasts the staged parameters one after another. The group uses gloo, whatever device the server runs on: torch's
-broadcast accepts tensors on either side, so this process needs no GPU.
+broadcasts the staged parameters one after another. The group uses gloo, whatever device the server runs on, so this
+process needs no GPU.
 
 This client is written from SGLang's published request types and tested against a fake server made from the same types.
 It has not been run against a real server.
@@ -34,7 +34,7 @@ _PAUSES: Final = {
     OnUpdate.CONTINUE: "in_place",
     OnUpdate.RECOMPUTE_KV: "retract",
     OnUpdate.ABORT: "abort",
-    OnUpdate.DRAIN: "in_place",  # no sample is running at this point
+    OnUpdate.DRAIN: "in_place",  # a drain leaves no running sample, so any mode will do
 }
 _LONG_S: Final = 600.0
 _JOIN_S: Final = 60.0
@@ -42,8 +42,6 @@ _JOIN_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class _ServerGroup:
-    """A group that the server's ranks have joined, and its `Collective`, in which this process is rank 0."""
-
     name: str
     collective: Any
 
@@ -63,12 +61,7 @@ class SglangServerApi:
         self._retracted = False
 
     async def open(self, label: str) -> ServerModel:
-        """Check that the server can be used, form the group, and name its weights.
-
-        Raises:
-            ModelError: the server was started with wrong flags; the message names the right ones.
-            EngineUnreachable: the server does not respond.
-        """
+        """Check the server's flags, form the group, and name its weights. Raises `ModelError`, `EngineUnreachable`."""
         info = await self._http.get("/server_info")
         if info["dp_size"] != 1 or info["pp_size"] != 1:
             raise ModelError(
@@ -81,7 +74,7 @@ class SglangServerApi:
                 "--enable-deterministic-inference"
             )
         self._ranks = int(info["tp_size"])
-        await self.resume()  # ends a pause that an earlier client left
+        await self.resume()  # end the pause that an earlier client may have left
         await self._form_group()
         await self._succeeds("/update_weight_version", {"new_version": label, "abort_all_requests": False})
         models = await self._http.get("/v1/models")
@@ -108,7 +101,7 @@ class SglangServerApi:
             )
 
     def order(self, sequence: Sequence, *, salt: str) -> Mapping[str, Any]:
-        """Return the `GenerateReqInput` of one sample; only this engine's token limit and `stop_ids` end the sample."""
+        """Return the `GenerateReqInput` of one sample, which ends only at the token limit or at `stop_ids`."""
         request = sequence.request
         return {
             "rid": sample_id(sequence),
@@ -121,15 +114,14 @@ class SglangServerApi:
                 "max_new_tokens": sequence.token_limit,
                 "stop_token_ids": sorted(request.stop_ids),
                 "ignore_eos": not request.stop_ids,  # without stop ids, SGLang must ignore all end tokens
-                # SGLang hashes the seed with a token's position in the whole sequence, so the noise of later tokens is
-                # the same with and without a prefix.
+                # SGLang hashes the seed with a token's position in the sequence, so a prefix does not change the noise.
                 "sampling_seed": sequence.noise_key % 2**31,
                 "skip_special_tokens": False,
             },
         }
 
     def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:
-        """Return the new tokens of one event: its last ones, whether the event lists all tokens or only new ones."""
+        """Return the last tokens of an event, which are new, whether it lists all tokens or only new ones."""
         if "error" in event:
             raise EngineUnreachable(f"the SGLang server at {self._http.url} aborted a sample: {event['error']}")
         meta = event["meta_info"]
@@ -164,7 +156,7 @@ class SglangServerApi:
     async def load_staged(self, label: str) -> None:
         """Broadcast the parameters, in the order announced to the server."""
         if self._group is None:
-            await self._form_group()  # the broadcast of an earlier load failed
+            await self._form_group()  # a failed broadcast has left no usable group
         group = self._group
         assert group is not None
         specs = self._layout.parameters
@@ -194,13 +186,13 @@ class SglangServerApi:
             collective.broadcast(values, deadline=deadline)
 
     async def forget_cache(self) -> None:
-        """Call `/flush_cache`, which SGLang honours only after a pause that removed the samples from the batch."""
+        """Call `/flush_cache`, which SGLang obeys only after a pause that removed the samples from the batch."""
         if not self._retracted:
             raise EngineUnreachable("SGLang flushes its cache only after a pause of mode retract")
         await self._http.post("/flush_cache")
 
     async def _form_group(self) -> None:
-        """Form a group under a name that was never used, because SGLang keeps old groups until they are destroyed."""
+        """Form a group under a new name, because SGLang keeps old groups until they are destroyed."""
         from pipelinerl.engines.external.worker.torch_endpoint import lead_group
         from pipelinerl.weights.broadcast.collective import Rendezvous
 

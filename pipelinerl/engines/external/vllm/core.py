@@ -1,8 +1,7 @@
 """`VllmCore`: all uses of vLLM's engine core in one file, for the one release series that it supports.
 
-vLLM's `AsyncLLM` is a client of the same core, and is not used here. It adds a tokenizer, text, stop strings and a
-stream per request, which this project already has. And it drops the version of the weights behind each step's tokens,
-which this project needs.
+vLLM's `AsyncLLM` is a client of the same core, but drops the version of the weights behind each step's tokens, which
+this project needs.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
 
-#: Timeout in seconds before the core's process is killed; it has no state worth waiting for.
+#: Seconds before the core's process is killed; it has no state worth waiting for.
 _CORE_ENDS_S: Final = 1.0
 
 #: Most tokens of a step on CPU, unless a single prompt is longer.
@@ -62,10 +61,7 @@ _PAUSES: Final = {
 
 @final
 class VllmCore:
-    """A running vLLM core; satisfies `EngineCore`.
-
-    Every method but `close` raises vLLM's `EngineDeadError` if the core's process has died.
-    """
+    """A running vLLM core; satisfies `EngineCore`. If its process has died, all but `close` raise `EngineDeadError`."""
 
     def __init__(self, client: Any, staged: Any, endpoints: WorkerEndpointFactory) -> None:
         self._client = client
@@ -84,16 +80,12 @@ class VllmCore:
         *,
         cache_bytes: int | None = None,
     ) -> Self:
-        """Start the core's process, which loads the model, and connect its worker for the weight group.
+        """Start the core's process, which loads the model, and connect its worker for the weight group; blocks the
+        event loop.
 
-        `layout` describes the weights that the core loads. The shared memory has further room, behind these weights,
-        for an update in another dtype. `cache_bytes` is the memory for keys and values; None lets vLLM measure the free
-        memory of the device.
-
-        Blocks the event loop until the core runs.
-
-        Raises:
-            ModelError: vLLM cannot serve this model here.
+        `layout` describes the weights that the core loads; behind them, the shared memory has room for an update in
+        another dtype. `cache_bytes` is the memory for keys and values; None lets vLLM measure the device's free memory.
+        Raises `ModelError` if vLLM cannot serve this model here.
         """
         if options.device not in ("auto", current_platform.device_type):
             raise ModelError(
@@ -127,7 +119,7 @@ class VllmCore:
     # --- samples -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidRequest` for values that vLLM would silently replace, and for features that its core lacks."""
+        """Raise `InvalidRequest` for values that vLLM would silently replace, and for features that it lacks."""
         check_request(request)
         check_continued(request)
         refuse_beyond(request, _OFFERED, "this engine")
@@ -143,9 +135,8 @@ class VllmCore:
         """Begin all samples of one request in the same step, so that a request alone on the engine is reproducible."""
         requests = [self._client.add_request_async(_order(each, salt)) for each in sequences]
         if len(requests) > 1:
-            # The pause makes the core begin the samples together: it handles calls in order, each as it arrives. But
-            # the core answers the pause only when it has no samples left, even if the pause has already ended. The
-            # answer is therefore not awaited here, which would serialise requests and prevent updates in flight.
+            # The core handles calls in order, so a pause makes it begin the samples together. The core answers the
+            # pause only when it has no samples left. Waiting for that here would serialise requests.
             pausing = asyncio.ensure_future(self.pause(OnUpdate.CONTINUE))
             self._unanswered.add(pausing)
             pausing.add_done_callback(self._answered)
@@ -155,7 +146,7 @@ class VllmCore:
     def _answered(self, pausing: asyncio.Future[None]) -> None:
         self._unanswered.discard(pausing)
         if not pausing.cancelled():
-            pausing.exception()  # mark the exception as seen; a dead core also fails `next_step`
+            pausing.exception()  # mark the exception as retrieved; `next_step` reports a dead core
 
     async def abort(self, sample_ids: list[str]) -> None:
         """End these samples and free their memory; they produce no more output."""
@@ -173,7 +164,7 @@ class VllmCore:
     # --- weights -------------------------------------------------------------------------------------------------
 
     async def pause(self, on_update: OnUpdate) -> None:
-        """Stop between two steps; `on_update` selects whether running samples are kept, aborted or awaited first."""
+        """Stop between two steps; `on_update` decides if running samples are kept, aborted or awaited first."""
         await self._client.pause_scheduler_async(mode=_PAUSES[on_update], clear_cache=False)
 
     async def resume(self) -> None:
@@ -199,7 +190,7 @@ def _sampled(output: EngineCoreOutput) -> Sampled:
     logprobs = [] if chosen is None else chosen.logprobs[:, 0].tolist()
     tokens = output.new_token_ids
     top: list[TopTokens] = []
-    if chosen is not None and chosen.logprobs.shape[1] > 1:  # column 0 is the sampled token, then the likeliest
+    if chosen is not None and chosen.logprobs.shape[1] > 1:  # column 0 is the sampled token, others the likeliest
         top = [
             top_tokens(row_ids[1:], row[1:], len(row))
             for row_ids, row in zip(chosen.logprob_token_ids, chosen.logprobs, strict=True)
@@ -230,11 +221,10 @@ def _order(sequence: Sequence, salt: str) -> EngineCoreRequest:
 
 
 def _grammar_of(request: Request) -> StructuredOutputsParams | None:
-    """Return the grammar for the request's `response_format`, or None if the request has none."""
     if request.response_format is None:
         return None
     grammar = StructuredOutputsParams(**structure_of(request)["structured_outputs"])
-    grammar._backend = _GRAMMARS  # set by vLLM's own processor, which is not used here
+    grammar._backend = _GRAMMARS  # vLLM's own request processor, unused here, would set this field
     return grammar
 
 
@@ -275,24 +265,23 @@ def _arguments(options: EngineOptions, cache_bytes: int | None = None) -> AsyncE
     ours = partial(
         AsyncEngineArgs,
         model=str(options.model_path),
-        skip_tokenizer_init=False,  # grammars need the tokenizer
+        skip_tokenizer_init=False,  # structured output needs the tokenizer
         structured_outputs_config={"backend": _GRAMMARS},
         dtype=options.dtype,
         seed=options.seed % 2**31,
         max_model_len=options.context_length,
         max_num_seqs=options.slots,
-        # Splitting a prompt would crash vLLM on CPU: it rewinds the random generator after a part of a prompt, which
-        # CPU generators do not support.
+        # On CPU, vLLM crashes if it splits a prompt, because CPU generators cannot be rewound.
         enable_chunked_prefill=not current_platform.is_cpu(),
         max_num_batched_tokens=max(options.context_length, _CPU_STEP) if current_platform.is_cpu() else None,
         tensor_parallel_size=options.devices,
         kv_cache_memory_bytes=cache_bytes,
         enable_prefix_caching=True,
         scheduling_policy="priority",
-        generation_config="vllm",  # otherwise defaults of the model would change sampling
-        logprobs_mode="processed_logprobs",  # log-probs of the distribution sampled from
-        async_scheduling=False,  # so that each step's outputs carry the version of the weights
-        enforce_eager=current_platform.is_cpu(),  # compiling needs a C++ compiler and half a minute
+        generation_config="vllm",  # ignore the model's own sampling defaults
+        logprobs_mode="processed_logprobs",  # report log-probs of the distribution sampled from
+        async_scheduling=False,  # each step's outputs must carry the version of the weights
+        enforce_eager=current_platform.is_cpu(),  # on a CPU, compiling needs a C++ compiler and half a minute
         worker_extension_cls="pipelinerl.engines.external.vllm.worker.StagedWeights",
         disable_log_stats=True,
     )
@@ -300,7 +289,6 @@ def _arguments(options: EngineOptions, cache_bytes: int | None = None) -> AsyncE
 
 
 def _sentence(error: Exception) -> str:
-    """Return vLLM's objection to its arguments in one line."""
     if isinstance(error, ValidationError):
         return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
     return str(error).partition("\n")[0]

@@ -43,14 +43,13 @@ log = logging.getLogger("pipelinerl")
 #: The release series for which `core.VllmCore` is written.
 SERIES: Final = "0.32."
 
-#: Size of the queue in shared memory by which vLLM's core feeds the workers of several devices; measured: about 240
-#: MiB.
+#: Shared memory for the queue by which vLLM's core feeds the workers of several devices; measured: about 240 MiB.
 _QUEUE_BYTES: Final = 256 * 2**20
 #: The tokens per block of the cache: vLLM's own default on CPU.
 _BLOCK: Final = 128
 
 _CPUINFO: Final = Path("/proc/cpuinfo")
-#: For each dtype, CPU flags any of which means fast matrix products in it; `bf16` and `asimdhp` are Arm's names.
+#: Any of these CPU flags means fast matrix products in the dtype; `bf16` and `asimdhp` are Arm's names.
 _FLAGS: Final = {
     "bfloat16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
     "float16": frozenset({"avx512_fp16", "amx_fp16", "asimdhp"}),
@@ -58,11 +57,7 @@ _FLAGS: Final = {
 
 
 def from_options(options: EngineOptions) -> Engine:
-    """Return the engine that a recipe describes; its `start` loads the model in another process.
-
-    Raises:
-        ModelError: the options ask for an unsupported feature, or another vLLM version is installed.
-    """
+    """Return a recipe's engine, whose `start` loads the model in another process. Raises `ModelError`."""
     options.check_native_weights("the vLLM engine")
     options.check_fast_kernels("the vLLM engine")
     options.check_receives_where_it_is("the vLLM engine")
@@ -70,7 +65,7 @@ def from_options(options: EngineOptions) -> Engine:
     check_names(options.options)
     check_version(_installed()[1])
     if options.options:
-        _prepare_environment(options)  # before vLLM is imported, which reads it
+        _prepare_environment(options)  # set before vLLM is imported, because the import reads it
         check_fields(options.options)
     if _built_for_cpu():
         check_on_cpu(options.options)
@@ -98,7 +93,7 @@ def check_version(version: str) -> None:
 
 
 def _installed() -> tuple[str, str]:
-    """Return name and version of the distribution that provides `vllm`; vLLM's build for CPUs has another name."""
+    """Return name and version of the distribution that provides `vllm`; the CPU build has another name."""
     for name in importlib.metadata.packages_distributions().get("vllm", []):
         return name, importlib.metadata.version(name)
     return "", ""
@@ -109,17 +104,13 @@ def _built_for_cpu() -> bool:
 
 
 def slow_on_cpu(dtype: str) -> str | None:
-    """Return why the installed vLLM is slow in `dtype` on this machine; None if it is fast or runs on another
-    device.
-    """
+    """Return why the installed vLLM is slow in `dtype` on this CPU; None if it is fast or runs on another device."""
     return slow_here(dtype) if _built_for_cpu() else None
 
 
 def slow_here(dtype: str, *, cpuinfo: Path = _CPUINFO) -> str | None:
-    """Return why this CPU is slow in `dtype` and the remedy; None if it is fast or unknown.
-
-    A model in bfloat16 is half as large and may still be many times slower: without AVX512-BF16 or AMX, every product
-    converts both factors to float32 first.
+    """Return why this CPU is slow in `dtype` and the remedy; None if it is fast or unknown. Without AVX512-BF16 or AMX,
+    every product in bfloat16 first converts both factors to float32, which is many times slower.
     """
     wanted, known = _FLAGS.get(dtype), _flags(cpuinfo)
     if wanted is None or not known or wanted & known:
@@ -131,7 +122,6 @@ def slow_here(dtype: str, *, cpuinfo: Path = _CPUINFO) -> str | None:
 
 
 def _flags(cpuinfo: Path) -> frozenset[str]:
-    """Return the flags of the first CPU in `cpuinfo`; empty if the system does not list them."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -149,12 +139,13 @@ def loop_of(options: EngineOptions, endpoints: WorkerEndpointFactory) -> LoopBui
         model = load_skeleton(options.model_path, dtype=options.dtype)
         layout = layout_of(model)
         text: Any = model.config.get_text_config()
-        check_room(layout.num_bytes + (_QUEUE_BYTES if options.devices > 1 else 0))  # the start takes minutes
+        # Fail before vLLM's start, which takes minutes.
+        check_room(layout.num_bytes + (_QUEUE_BYTES if options.devices > 1 else 0))
         _prepare_environment(options)
         from pipelinerl.engines.external.vllm.core import VllmCore
 
         here, cache_bytes = options, None
-        if _built_for_cpu():  # vLLM limits its share of GPU memory only
+        if _built_for_cpu():  # vLLM's memory share applies to GPUs only
             here, cache_bytes = replace(options, memory_share=None), _cache_bytes(options, text)
         core = await VllmCore.start(here, layout, endpoints, cache_bytes=cache_bytes)
         return core, CoreModel(
@@ -173,7 +164,6 @@ def loop_of(options: EngineOptions, endpoints: WorkerEndpointFactory) -> LoopBui
 
 
 def _prepare_environment(options: EngineOptions) -> None:
-    """Set the environment variables that vLLM and its processes read; the user's own values stay."""
     wanted = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # forking is unsafe: this process has threads
         "VLLM_CONFIGURE_LOGGING": "0",
@@ -183,10 +173,10 @@ def _prepare_environment(options: EngineOptions) -> None:
     }
     if _built_for_cpu():
         wanted |= {
-            # Threads that are bound to cores and busy-wait would block a small machine's cores.
+            # Threads that busy-wait on fixed cores would block a small machine.
             "OMP_NUM_THREADS": str(options.threads or 1),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            # Otherwise the sampler compiles its unused token ranks, which takes as long as loading the model.
+            # Compiling the sampler's token ranks, which are unused, takes as long as loading the model.
             "TORCHDYNAMO_DISABLE": "1",
         }
     for name, value in wanted.items():

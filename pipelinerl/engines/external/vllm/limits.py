@@ -49,7 +49,7 @@ def check_continued(request: Request) -> None:
 
 
 def sampling_of(sequence: Sequence) -> dict[str, Any]:
-    """Return vLLM's sampling parameters of one sample; only this engine's token limit and `stop_ids` end the sample."""
+    """Return vLLM's sampling parameters of one sample, which ends only at the token limit or at `stop_ids`."""
     request = sequence.request
     parameters: dict[str, Any] = {
         "temperature": request.temperature,
@@ -58,7 +58,7 @@ def sampling_of(sequence: Sequence) -> dict[str, Any]:
         "seed": seed_of(sequence),
         "max_tokens": sequence.token_limit,
         "stop_token_ids": sorted(request.stop_ids),
-        "logprobs": request.num_top,  # vLLM adds the sampled token to these
+        "logprobs": request.num_top,  # vLLM reports the sampled token in addition to these
         "detokenize": False,
     }
     if request.min_p:
@@ -84,8 +84,7 @@ def structure_of(request: Request) -> dict[str, Any]:
 
 def check_experts_on_cpu(path: Path) -> None:
     """Raise `ModelError` for experts: vLLM on CPU repacks them on loading, and would misread the bytes of an update.
-
-    Log-probs of a tiny Qwen3-MoE in float32 were off by 0.3 nats after an update, and by 2e-7 before.
+    Measured on a tiny Qwen3-MoE in float32: log-probs were off by 0.3 nats after an update, and by 2e-7 before.
     """
     if mixture_of(path) is not None:
         raise ModelError(
@@ -98,8 +97,7 @@ def check_experts_on_gpu(path: Path, options: Mapping[str, Any]) -> None:
     """Raise `ModelError` for a model with experts, unless `options` select the kernel that keeps their layout.
 
     After loading, vLLM's other kernels shuffle the experts or swap their halves, depending on the GPU. An update writes
-    the files' layout into these parameters, so the shuffled kernels would misread it. vLLM's layerwise reload, which
-    repeats the shuffle, is not used here.
+    the files' layout into these parameters, so these kernels would misread it.
     """
     if mixture_of(path) is not None and options.get("moe_backend") != KEEPS_EXPERTS:
         raise ModelError(
@@ -110,10 +108,8 @@ def check_experts_on_gpu(path: Path, options: Mapping[str, Any]) -> None:
 
 
 def seed_of(sequence: Sequence) -> int:
-    """Return the seed of a sample's generator, which vLLM always reads from its beginning.
-
-    A sample that another engine began gets another seed: with the same seed, its continuation would repeat the noise of
-    its first tokens.
+    """Return the seed of a sample's generator, which vLLM always reads from its beginning. A continued sample gets
+    another seed, or it would repeat the noise of its first tokens.
     """
     begun = len(sequence.prefix)
     return rng.key(sequence.noise_key, "continued", begun) if begun else sequence.noise_key
@@ -121,10 +117,10 @@ def seed_of(sequence: Sequence) -> int:
 
 # --- engine.options ---------------------------------------------------------------------------------------------------
 #
-# Fields of vLLM's `AsyncEngineArgs`, except those set elsewhere. Only `check_fields` imports vLLM, because vLLM reads
-# the environment when it is imported.
+# `engine.options` are fields of vLLM's `AsyncEngineArgs`. Only `check_fields` imports vLLM, because vLLM reads the
+# environment when it is imported.
 
-#: Fields that may not be set in `engine.options`: each with the setting to use instead, or what sets it.
+#: Fields that may not be set in `engine.options`, each with the setting or part that sets it.
 _SET_BY: Final[Mapping[str, str]] = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -149,28 +145,19 @@ _SET_BY: Final[Mapping[str, str]] = {
     "disable_log_stats": "the engine, which has its own counters",
 }
 
-#: The engine sets these fields on a CPU, where vLLM would otherwise crash or wait for a compiler; on a GPU the user
-#: may.
+#: Fields that the engine sets on a CPU, where vLLM would otherwise crash or wait for a compiler.
 _ON_CPU: Final = frozenset({"enable_chunked_prefill", "max_num_batched_tokens", "enforce_eager"})
 
 
 def check_names(options: Iterable[str]) -> None:
-    """Reject options that are set elsewhere; does not import vLLM.
-
-    Raises:
-        RecipeError: names the option and the setting to use instead.
-    """
+    """Raise `RecipeError` for an option that is set elsewhere, naming the setting to use; does not import vLLM."""
     for name in options:
         if name in _SET_BY:
             raise RecipeError(f"engine.options.{name} is set by {_SET_BY[name]}; leave it out")
 
 
 def check_fields(options: Collection[str]) -> None:
-    """Reject options that the installed vLLM does not have.
-
-    Raises:
-        ModelError: names the option and similar ones.
-    """
+    """Raise `ModelError` for an option that the installed vLLM does not have, naming similar ones."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     known = [field.name for field in fields(AsyncEngineArgs) if not field.name.startswith("_")]
@@ -182,6 +169,6 @@ def check_fields(options: Collection[str]) -> None:
 
 
 def check_on_cpu(options: Iterable[str]) -> None:
-    """Reject options that the engine itself sets on a CPU. Raises `ModelError`."""
+    """Raise `ModelError` for options that the engine itself sets on a CPU."""
     if own := [name for name in options if name in _ON_CPU]:
         raise ModelError(f"engine.options.{own[0]} is set by the engine on a CPU; leave it out")

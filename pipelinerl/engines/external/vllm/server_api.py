@@ -28,15 +28,15 @@ BACKEND: Final = "pipelinerl"
 EXTENSION: Final = "pipelinerl.engines.external.vllm.transfer.SharedWeights"
 _PROCESSED: Final = "--logprobs-mode processed_logprobs"
 
-#: The sampling fields that are supported besides temperature, top-k and top-p. `top_logprobs` is not: the route names
-#: the likeliest tokens by text alone.
+#: The sampling fields that are supported besides temperature, top-k and top-p. `top_logprobs` is missing, because the
+#: route gives the likeliest tokens only as text.
 _OFFERED: Final = frozenset({"min_p", "logit_bias", "frequency_penalty", "presence_penalty", "response_format"})
 
 _PAUSES: Final = {
     OnUpdate.CONTINUE: "keep",
     OnUpdate.RECOMPUTE_KV: "keep",
     OnUpdate.ABORT: "abort",
-    OnUpdate.DRAIN: "keep",  # no sample is running at this point
+    OnUpdate.DRAIN: "keep",  # a drain leaves no running sample, so any mode will do
 }
 #: Timeout in seconds of slow calls: a pause waits for the current step, a load for the copy of all bytes.
 _LONG_S: Final = 600.0
@@ -55,19 +55,14 @@ class VllmServerApi:
         self._orders = False  # True if the server schedules waiting requests by priority
 
     async def open(self, label: str) -> ServerModel:
-        """Check that the server can be used, and name its weights.
-
-        Raises:
-            ModelError: the server was started with wrong flags; the message names the right ones.
-            EngineUnreachable: the server does not respond.
-        """
+        """Check the server's flags, and name its weights. Raises `ModelError`, `EngineUnreachable`."""
         check_version(str((await self._http.get("/version"))["version"]))
         config = (await self._known("/server_info?config_format=json"))["vllm_config"]
         for wanted, flag in _lacking(config):
             raise ModelError(f"the vLLM server at {self._http.url} must {wanted}; start it with {flag}")
-        self._orders = config["scheduler_config"]["policy"] == "priority"  # without the policy it rejects all but 0
-        # An earlier client may have died during an update. A paused server answers no requests, and an open session
-        # blocks the next one.
+        # With another policy, the server accepts only priority 0.
+        self._orders = config["scheduler_config"]["policy"] == "priority"
+        # End the pause and the update session that an earlier client may have left: either would block this one.
         await self._http.post("/resume")
         await self._end_session(label)
         await self._tokens_go_in_and_out()
@@ -88,15 +83,13 @@ class VllmServerApi:
     # --- samples -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidRequest` for a temperature that vLLM would replace, and for features that its tokens-only route
-        lacks.
-        """
+        """Raise `InvalidRequest` for temperatures that vLLM would replace, and for features that the route lacks."""
         check_request(request)
         check_continued(request)
         refuse_beyond(request, _OFFERED, "this engine's server")
 
     def order(self, sequence: Sequence, *, salt: str) -> Mapping[str, Any]:
-        """Return the `GenerateRequest` of one sample; only this engine's token limit and `stop_ids` end the sample."""
+        """Return the `GenerateRequest` of one sample, which ends only at the token limit or at `stop_ids`."""
         request = sequence.request
         return {
             "request_id": sample_id(sequence),
@@ -139,7 +132,7 @@ class VllmServerApi:
         await self._http.post("/finish_weight_update", {"weight_version": label}, timeout_s=_LONG_S)
 
     async def _end_session(self, label: str | None) -> None:
-        """End an open update session; if none is open, the server returns an error, which is ignored."""
+        """End an open update session; without one, the server answers with an error, which is ignored."""
         named = {} if label is None else {"weight_version": label}
         with suppress(EngineUnreachable):
             await self._http.post("/finish_weight_update", named, timeout_s=_LONG_S, may_fail=True)
@@ -161,9 +154,7 @@ class VllmServerApi:
             ) from error
 
     async def _tokens_go_in_and_out(self) -> None:
-        """Check that the token route works and reports log-probs after top-k: with top_k=1, that of the sampled token
-        is 0.
-        """
+        """Check that the token route works and reports log-probs after top-k: with top_k=1 the log-prob is 0."""
         probe = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "top_k": 1, "logprobs": 0, "detokenize": False}}
         try:
             answer = await self._http.post(self.generate, probe)
@@ -178,7 +169,6 @@ class VllmServerApi:
 
 
 def _lacking(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each shortcoming of the server's configuration with the flag that fixes it."""
     transfer = config["weight_transfer_config"]
     backend = transfer["backend"] if transfer else "none"
     if backend != BACKEND:
@@ -188,5 +178,5 @@ def _lacking(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if mode != "processed_logprobs":
         yield f"report log-probs of the distribution it samples from, it reports {mode}", _PROCESSED
     if config["device_config"]["device"] == "cpu" and config["scheduler_config"]["enable_chunked_prefill"]:
-        # vLLM rewinds the random generator after a part of a prompt, which CPU generators do not support.
+        # After a part of a prompt, vLLM rewinds the random generator, which is impossible on a CPU.
         yield "not split prompts on a CPU, where a seeded sample would then crash it", "--no-enable-chunked-prefill"

@@ -19,7 +19,7 @@ from inference_contract.weights import WeightLayout
 from pipelinerl.engines.external.vllm.worker import load_into
 from pipelinerl.engines.external.worker.torch_shared_bytes import attach
 
-#: The backend's name on the command line. `server_api` repeats it: neither module can import the other where it runs.
+#: The backend's name on the command line, repeated in `server_api`: neither module can import the other where it runs.
 BACKEND: Final = "pipelinerl"
 
 
@@ -33,9 +33,7 @@ class Share:
 
 @final
 class SharedTransfer:
-    """Transfer backend that reads weights from shared memory; satisfies the used part of vLLM's
-    `WeightTransferEngine`.
-    """
+    """Transfer backend that reads shared memory; satisfies the used part of vLLM's `WeightTransferEngine`."""
 
     supports_draft_weight_update = False
     defers_processing = False
@@ -60,11 +58,7 @@ class SharedTransfer:
         """Do nothing: the bytes are already staged."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the staged weights.
-
-        Raises:
-            RuntimeError: a parameter gets no values, or no memory was ever mapped.
-        """
+        """Load the staged weights. Raises `RuntimeError` if a parameter gets no values, or if no memory is mapped."""
         if self._staged is None or self._layout is None:
             raise RuntimeError("no adapter has shared its memory; POST /init_weight_transfer_engine first")
         load_into(self._model, self._staged, self._layout)

@@ -3,9 +3,9 @@
 `StagedWeights` is mixed into the worker (`worker_extension_cls`) and called by `collective_rpc`, between two steps.
 Every worker of a tensor-parallel engine maps the same bytes and takes its own slices, as vLLM's loaders do from disk.
 
-On CPU, vLLM repacks the weights of linear layers for oneDNN and drops the originals, after which new weights cannot be
-loaded. Its layerwise reload restores them, but silently gives tied embeddings wrong values. The layers of this engine
-therefore call `F.linear` on weights that stay in place, tied or not.
+On CPU, vLLM repacks the weights of linear layers for oneDNN and drops the originals, so new weights cannot be loaded.
+Its layerwise reload restores them, but silently gives tied embeddings wrong values. The layers of this engine therefore
+call `F.linear` on weights that stay in place, tied or not.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ def _leave_unpacked(layer: nn.Module, remove_weight: bool) -> None:
     weight: Any = layer.weight
     if weight.ndim == 2:
         layer.__dict__["cpu_linear"] = nn.functional.linear
-    else:  # not a matrix product, but a convolution or experts
+    else:  # convolutions and experts need vLLM's own packing
         _pack(layer, remove_weight)
 
 
-# After loading each layer, vLLM looks the function up under this name, so replacing it here is enough.
+# vLLM looks the function up under this name after loading each layer.
 vllm_layers.dispatch_cpu_unquantized_gemm = _leave_unpacked
 
 
 @final
 class StagedWeights:
-    """Methods added to vLLM's worker, named with a prefix, because vLLM rejects names that its worker already has."""
+    """Methods added to vLLM's worker. The prefix avoids clashes, because vLLM rejects names that its worker has."""
 
     rank: int
     device: torch.device
@@ -56,10 +56,10 @@ class StagedWeights:
         """Map the staging buffer; return the size of this worker's cache of keys and values, in bytes.
 
         Args:
-            path: name of the shared bytes. num_bytes: their number.
+            path: name of the shared bytes, of which there are `num_bytes`.
             layout: `WeightLayout` in JSON; it describes the first bytes.
-            owner: id of the process that serves the engine; this process ends when the owner ends, for any reason.
-            endpoints: socket path of the engine; its first worker connects there, and serves its endpoint in the group.
+            owner: id of the engine's process; this process ends when the owner ends, for any reason.
+            endpoints: socket path at which the first worker connects to serve the endpoint in the weight group.
         """
         threading.Thread(target=_end_with, args=(owner,), name="owner", daemon=True).start()
         self._pipelinerl_layout = WeightLayout.model_validate_json(layout)
@@ -70,20 +70,12 @@ class StagedWeights:
         return sum(cache.nbytes for cache in caches)
 
     def pipelinerl_commit(self) -> None:
-        """Load the staged weights into the parameters, in place.
-
-        Raises:
-            RuntimeError: a parameter of the model got no values; the model must not serve.
-        """
+        """Load the staged weights into the parameters, in place. Raises as `load_into` does."""
         load_into(self.model_runner.get_model(), self._pipelinerl_staging, self._pipelinerl_layout)
 
 
 def load_into(model: Any, staged: Tensor, layout: WeightLayout) -> None:
-    """Load the parameters in `staged` into `model`, in place.
-
-    Raises:
-        RuntimeError: a parameter of the model got no values; the model must not serve.
-    """
+    """Load the parameters in `staged` into `model`, in place. Raises `RuntimeError` if a parameter gets no values."""
     with torch.no_grad():
         loaded = model.load_weights(parameters_in(staged, layout))
     missing = {name for name, _ in model.named_parameters()} - loaded if loaded is not None else set()
@@ -92,10 +84,10 @@ def load_into(model: Any, staged: Tensor, layout: WeightLayout) -> None:
 
 
 def _end_with(owner: int) -> None:
-    """Exit this worker when the process `owner` ends. This ends the core too, which would otherwise keep its memory."""
+    """Exit this worker when the process `owner` ends. The core then ends too, and frees its memory."""
     try:
         ended = os.pidfd_open(owner)
     except ProcessLookupError:
         os._exit(1)
-    select.select([ended], [], [])  # readable once the process has ended
+    select.select([ended], [], [])  # the descriptor is readable once the process has ended
     os._exit(1)

@@ -30,17 +30,12 @@ from inference_contract.weights import Backend, InitProcessGroupRequest
 from pipelinerl.engines.weights.group_member import joined
 from pipelinerl.errors import DeadlineError, PipelineError
 from pipelinerl.system.background import in_background
-from pipelinerl.weights.broadcast import collective  # noqa: F401  imported before the forks, not after each
+from pipelinerl.weights.broadcast import collective  # noqa: F401  imported here once, instead of in each forked process
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 
 
 def serve_endpoints(path: Path, staged: Tensor, device: torch.device) -> None:
-    """Connect to the engine at `path`, and from then on serve its endpoints on threads.
-
-    Args:
-        staged: u8 [all bytes of a version] on the host, mapped by both processes.
-        device: this worker's device.
-    """
+    """Connect to the engine at `path` and serve its endpoints on threads; both processes map `staged` u8."""
     line = socket.socket(socket.AF_UNIX)
     line.connect(str(path))
     in_background("endpoints", lambda: _serve(line, staged, device))
@@ -62,8 +57,6 @@ def serve_membership(line: socket.socket, staged: Tensor, device: torch.device) 
 
 @final
 class _Membership:
-    """One endpoint, from the order to join until the engine closes the socket."""
-
     def __init__(self, line: socket.socket, staged: Tensor, device: torch.device) -> None:
         self._line = line
         self._staged = staged
@@ -83,7 +76,7 @@ class _Membership:
                     self._line.sendall(json.dumps(self._answer(order)).encode() + b"\n")
             finally:
                 self._leave()
-                with suppress(OSError):  # `_read`'s file keeps the socket open, and the engine would wait
+                with suppress(OSError):  # `_read`'s file keeps the socket open; without a shutdown the engine waits
                     self._line.shutdown(socket.SHUT_RDWR)
 
     def _read(self) -> None:
@@ -105,7 +98,7 @@ class _Membership:
                 self._receive(*order["receive"], deadline=time.monotonic() + order["timeout_s"])
         except PipelineError as error:
             return {"error": "deadline" if isinstance(error, DeadlineError) else "broke", "message": str(error)}
-        except RuntimeError as error:  # the device is out of memory, or failed
+        except RuntimeError as error:  # the device is out of memory, or has failed
             reason = str(error).partition("\n")[0]
             return {
                 "error": "broke",
@@ -115,7 +108,7 @@ class _Membership:
 
     def _join(self, request: InitProcessGroupRequest) -> None:
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # applies to this thread only
+            torch.cuda.set_device(self._device)  # CUDA's current device is per thread
         group = joined(request)
         with self._guard:
             self._group = group
@@ -145,13 +138,10 @@ dist: Any = torch.distributed
 
 
 def lead_group(meeting: Rendezvous, *, name: str, world_size: int, timeout_s: float) -> Collective:
-    """Form the gloo group `name`; blocks until every other rank has joined at `meeting`.
+    """Form the gloo group `name`; block until every other rank has joined at `meeting`, or raise `DeadlineError`.
 
     The other ranks call `init_process_group(init_method="tcp://…")` with a group name. The store prefixes must match
     those of torch's `_new_process_group_helper`.
-
-    Raises:
-        DeadlineError: the ranks have not joined within `timeout_s`.
     """
     patience = timedelta(seconds=timeout_s)
     try:
@@ -172,11 +162,11 @@ def lead_group(meeting: Rendezvous, *, name: str, world_size: int, timeout_s: fl
 
 
 def main(line: int, memory: int) -> None:
-    """Fork a process for each group membership, whose socket arrives over `line`; see `OwnProcess`.
+    """Fork a process for each group membership, whose socket arrives over the socket `line`; see `OwnProcess`.
 
         python -m pipelinerl.engines.external.worker.torch_endpoint LINE MEMORY      inherited file descriptors
 
-    This process receives no weights itself. It ends when the engine closes LINE, its socket, or dies.
+    This process receives no weights itself. It ends when the engine dies or closes the socket.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap the forked processes automatically
     staged = torch.from_numpy(np.frombuffer(mmap.mmap(memory, os.fstat(memory).st_size), np.uint8))

@@ -1,7 +1,7 @@
 """`SharedBytes`: a flat buffer that several local processes map, so that weights pass between them without a copy.
 
-The buffer has a name only until the other side has attached. From then on it lives exactly as long as the processes
-that map it, however they end.
+The buffer has a name only until the other side has attached. Then it lives exactly as long as the processes that map
+it, however they end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipelinerl.errors import ModelError
 
-#: A file system in memory. On systems without it, a file in the temporary directory is used, cached by the system.
+#: A file system in memory; systems without it use a file in the temporary directory.
 _MEMORY: Final = Path("/dev/shm")
 
 
@@ -45,12 +45,7 @@ class SharedBytes:
     """uint8 `tensor` [num_bytes] in memory that others can map by `path`, followed by `further` [further]."""
 
     def __init__(self, num_bytes: int, *, further: int = 0) -> None:
-        """Reserve the memory of `tensor`; `further` uses no memory until `reserve`.
-
-        Raises:
-            ModelError: shared memory is too small; the message names the remedy.
-            OSError: there is not enough memory.
-        """
+        """Reserve the memory of `tensor`; `further` uses none until `reserve`. Raises `ModelError` or `OSError`."""
         check_room(num_bytes)
         descriptor, path = tempfile.mkstemp(prefix="pipelinerl-", dir=_MEMORY if _MEMORY.is_dir() else None)
         self.path = Path(path)
@@ -65,12 +60,7 @@ class SharedBytes:
             undone.pop_all()
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve the first `num_bytes` of `further`; repeating is a no-op. A write to unreserved memory may kill the
-        process.
-
-        Raises:
-            OSError: there is not enough memory.
-        """
+        """Reserve the first `num_bytes` of `further`, or raise `OSError`: using other memory may kill the process."""
         os.posix_fallocate(self._descriptor, len(self.tensor), num_bytes)
 
     def forget_name(self) -> None:

@@ -10,8 +10,8 @@ membership then has its own socket pair, one end of which is passed to the worke
 group, and so does the death of either process.
 
 With NCCL, the bytes arrive on the device and are copied into the staging memory, bucket by bucket, while decoding
-continues. The other workers of a tensor-parallel engine take their slices from the staging memory. So each engine
-receives one copy of the model over the network, however many devices share it.
+continues. The other workers of a tensor-parallel engine take their slices from there, so each engine receives one copy
+of the model over the network.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -49,7 +49,7 @@ _ERRORS: Final = {"deadline": DeadlineError, "broke": UpdateError}
 
 
 class SharedRoom(Protocol):
-    """Memory that both processes map behind the staging buffer: a part of `torch_shared_bytes.SharedBytes`."""
+    """Memory behind the staging buffer that both processes map: a part of `torch_shared_bytes.SharedBytes`."""
 
     @property
     def further(self) -> Any:
@@ -63,11 +63,7 @@ class SharedRoom(Protocol):
 
 @final
 class WorkerEndpointFactory:
-    """Factory of endpoints in a worker; satisfies `EndpointFactory` once the worker has connected.
-
-    Args:
-        backends: the backends that the worker's device can use.
-    """
+    """Factory of endpoints in a worker, for `backends`; satisfies `EndpointFactory` once the worker has connected."""
 
     def __init__(self, backends: frozenset[Backend]) -> None:
         self._backends = backends
@@ -80,18 +76,14 @@ class WorkerEndpointFactory:
 
     @contextmanager
     def accept_worker(self) -> Iterator[Path]:
-        """Yield the path at which the worker connects, by `torch_endpoint.serve_endpoints`, before the block ends.
-
-        Raises:
-            UpdateError: the worker has not connected.
-        """
+        """Yield the path at which a worker must `serve_endpoints` before the block ends, or raise `UpdateError`."""
         # The folder is private to this user, so only this user's processes can connect.
         with tempfile.TemporaryDirectory(prefix="pipelinerl-") as folder, socket.socket(socket.AF_UNIX) as door:
             path = Path(folder) / "endpoint"
             door.bind(str(path))
             door.listen(1)
             yield path
-            door.setblocking(False)  # the connection is already queued, so do not wait
+            door.setblocking(False)  # fail at once if no connection is queued
             try:
                 self._line, _ = door.accept()
             except BlockingIOError:
@@ -101,12 +93,12 @@ class WorkerEndpointFactory:
             self._line.setblocking(True)
 
     def close(self) -> None:
-        """Close the socket to the worker, which serves no further endpoints. Repeating is a no-op."""
+        """Close the socket to the worker, which then serves no further endpoints. Repeating is a no-op."""
         if self._line is not None:
             self._line.close()
 
     def reaches(self, backend: Backend, staging: Any) -> bool:
-        """True if the worker's device can join a group of `backend`, wherever `staging` is."""
+        """Return True if the worker's device can join a group of `backend`, wherever `staging` is."""
         return backend in self._backends
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:
@@ -123,7 +115,7 @@ class WorkerEndpointFactory:
         return self._shared.further[:num_bytes]
 
     def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:
-        """Have the worker join a group, and return its endpoint."""
+        """Have the worker join a group, and return the endpoint."""
         ours, theirs = socket.socketpair()
         endpoint = WorkerEndpoint(ours, name=f"group {request.group!r} generation {request.generation}")
         with theirs:
@@ -163,9 +155,7 @@ class WorkerEndpoint:
         self.order({"receive": [start, end], "timeout_s": max(deadline - time.monotonic(), 1e-3)})
 
     def order(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Send an order to the worker and return its answer. If the worker reports an error, leave the endpoint and
-        raise it.
-        """
+        """Send an order to the worker and return the answer. If the worker reports an error, close and raise it."""
         with self._guard:
             if self._left:
                 raise UpdateError(f"this process has left {self._name}")
@@ -188,7 +178,7 @@ class WorkerEndpoint:
         return answer
 
     def close(self) -> None:
-        """Leave the group. An order in progress ends only when the worker has ended it, since it may still write."""
+        """Leave the group. An order in progress ends only with the worker, which may still write."""
         with self._guard, suppress(OSError):
             self._left = True
             self._line.shutdown(socket.SHUT_WR)
@@ -202,7 +192,7 @@ class WorkerEndpoint:
 
 
 _NURSERY: Final = "pipelinerl.engines.external.worker.torch_endpoint"
-#: Larger than any piece; the memory is sparse, so only pages that were written take space.
+#: Size of the shared memory, above that of any piece; only pages that were written take space.
 _MOST_BYTES: Final = 2**36
 
 
@@ -215,19 +205,15 @@ def endpoints_of(options: EngineOptions) -> EndpointFactory:
 class OwnProcess:
     """Factory of endpoints in separate processes, whose death the engine survives, for weights staged on the host.
 
-    If a peer sends more than it announced, gloo throws in one of its own threads, which ends the process: here, one
-    that was forked for this membership alone. The update then fails as if rank 0 had left, and the engine keeps
-    serving.
+    If a peer sends more than it announced, gloo throws in one of its own threads and ends the process: here, a process
+    forked for this membership alone. The update then fails as if rank 0 had left, and the engine keeps serving.
 
         engine's process                      nursery, which has torch         a process for each membership
           OwnProcess ─────── starts ────────▶ torch_endpoint ───── forks ────▶ a thread ── Collective ── rank 0
               └─ WorkerEndpoint ── orders, answers, memory that both map ───────┘
 
-    The cost is a process that holds torch, and one more copy of each piece, from the shared memory to the staging
-    buffer.
-
-    Satisfies `EndpointFactory`. The nursery process ends with this object; if it was killed, the next membership starts
-    another nursery.
+    The cost is a process that holds torch, and one more copy of each piece. The nursery process ends with this object;
+    if it was killed, the next membership starts another.
     """
 
     def __init__(self) -> None:
@@ -239,7 +225,6 @@ class OwnProcess:
         self._line, self._end = self._nursery()
 
     def _nursery(self) -> tuple[socket.socket, Callable[[], object]]:
-        """Start a nursery; return the socket to it and the function that ends it."""
         ours, theirs = socket.socketpair()
         inherited = (theirs.fileno(), self._memory)
         command = [sys.executable, "-m", _NURSERY, *map(str, inherited)]
@@ -248,7 +233,7 @@ class OwnProcess:
         return ours, weakref.finalize(self, _end, ours, process)
 
     def reaches(self, backend: Backend, staging: Any) -> bool:
-        """True if the bytes can be copied to their target, which is from host to host only."""
+        """Return True if the bytes can be copied to their target, which must be on the host."""
         return backend is Backend.GLOO and str(getattr(staging, "device", "cpu")) == "cpu"
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:
@@ -272,9 +257,7 @@ class OwnProcess:
 
 @final
 class _Copied:
-    """Endpoint that receives in another process and copies the bytes from the shared memory; satisfies
-    `GroupEndpoint`.
-    """
+    """Endpoint that receives in another process and copies the bytes from shared memory; satisfies `GroupEndpoint`."""
 
     def __init__(self, endpoint: WorkerEndpoint, landing: NDArray[np.uint8]) -> None:
         self._endpoint = endpoint

@@ -7,7 +7,7 @@ Proxies from the environment are ignored, since the token is only for the run's 
 | `session`, `async_session` | httpx | all other calls | one interface, blocking or async |
 | `hot_session` | aiohttp | verifiers, external engines | 64 concurrent chats: 0.24 ms each; with httpx 4.8 ms |
 | `post_connections` | asyncio | all requests to our engines | equal bytes to 64 peers: 29 µs each; aiohttp 125 µs |
-| `byte_connection` | standard library | ranges of weights | no copies: 1.4 GB/s, received 2.6 times as fast as by httpx |
+| `byte_connection` | standard library | ranges of weights | no copies: 1.4 GB/s, receives 2.6 times as fast as httpx |
 
 Each library is imported with its first connection, so that short commands start without them. `post` sends one request
 to a service with heartbeats, within time and size limits.

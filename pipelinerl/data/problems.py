@@ -92,7 +92,7 @@ def check_source(source: str, *, domain: str) -> None:
     """Check that the source exists; for a user's source, import its file.
 
     Raises:
-        RecipeError: the source is unknown, or its module cannot be imported.
+        RecipeError: the source is unknown, needs a package that is not installed, or cannot be imported.
     """
     registry.find(f"domains.{domain}.source", registry.SOURCES, _name_of(source)[0])
 

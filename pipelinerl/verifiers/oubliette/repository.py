@@ -2,10 +2,9 @@
 
 `PersistentRepository` is a folder for inputs, answers and compiled checkers. They are uploaded once (`pipelinerl
 oubliette upload`); problems and requests then refer to them by link. `TransientRepository` is bounded memory for
-outputs of runs and for programs that are judged once; it evicts the least recently used content.
+outputs of runs and for programs that are judged once.
 
-A link yields exactly the stored bytes, or `ContentMissing` is raised. A truncated or modified file counts as missing.
-Equal contents are stored once. Several processes may write, and may die at any point.
+A truncated or modified file counts as missing. Several processes may write, and may die at any point.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from pipelinerl.errors import PipelineError, UserError
 
 _PREFIX: Final = "oub"
 _TEXT: Final = re.compile(rf"{_PREFIX}:([0-9a-f]{{64}}):([0-9]{{1,15}})")
-#: Key of a link in a problem's metadata. A link is written as an object, so that no text can be mistaken for a link.
+#: Key of a link in a problem's metadata, where a link is an object with this key, so that no text is taken for a link.
 LINK: Final = "link"
 
 
 class ContentMissing(PipelineError):
-    """A link has no intact content; this says nothing about any answer."""
+    """A link has no intact content, which says nothing about any answer."""
 
 
 class ContentTooLarge(PipelineError):
@@ -90,7 +89,7 @@ class PersistentRepository:
     """Contents in a folder, by digest, and compiled programs by the digest of their inputs."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `UserError` if the folder cannot be created."""
+        """Create the folder. Raises `UserError` if that fails."""
         self._folder = folder
         try:
             for name in ("content", "compiled"):
@@ -99,18 +98,14 @@ class PersistentRepository:
             raise UserError(f"the repository must be a writable folder, and {folder} is not: {error}") from None
 
     def put(self, data: bytes) -> Link:
-        """Store a content; if it is stored already, leave the file unchanged."""
+        """Store a content, unless it is stored already."""
         link = Link.of(data)
         if link not in self:
             self._write(self._path(link), data)
         return link
 
     async def put_parts(self, parts: AsyncIterator[bytes], *, most_bytes: int) -> Link:
-        """Store a content that arrives in parts; at most one part is in memory.
-
-        Raises:
-            ContentTooLarge: the content has more than `most_bytes`; no part of it is kept.
-        """
+        """Store a content that arrives in parts. Raises `ContentTooLarge` if it has more than `most_bytes`."""
         hashed, size = hashlib.blake2b(digest_size=32), 0
         with tempfile.NamedTemporaryFile(dir=self._folder / "content", prefix="draft-", delete=False) as file:
             draft = Path(file.name)
@@ -152,7 +147,7 @@ class PersistentRepository:
             return False
 
     def compiled(self, key: str) -> Link | None:
-        """Return the program compiled from inputs with the digest `key`, if it is still stored."""
+        """Return the program compiled from inputs with the digest `key`, or None if it is not stored."""
         try:
             link = Link.parsed((self._folder / "compiled" / key).read_text())
         except (OSError, ValueError):
@@ -181,7 +176,7 @@ class PersistentRepository:
 
 @final
 class TransientRepository:
-    """Contents in memory, at most `most_bytes` in total; thread-safe."""
+    """Contents in memory, `most_bytes` in total; the least recently used is evicted first. Thread-safe."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -190,7 +185,7 @@ class TransientRepository:
         self.num_bytes = 0
 
     def put(self, data: bytes) -> Link:
-        """Store a content; others may be evicted."""
+        """Store a content, and evict others to make room."""
         link = Link.of(data)
         with self._lock:
             if link not in self._contents:

@@ -51,9 +51,7 @@ def parameters_of(request: SourceRequest, kind: type[Parameters], *, source: str
 class GeneratedSource:
     """A generator's problems that belong to one split.
 
-    Args:
-        draw: pure function that returns the draft for a 63-bit key.
-        pattern: regular expression that the whole ground truth must match.
+    `draw` is a pure function from a 63-bit key to a draft. The whole ground truth must match `pattern`.
     """
 
     def __init__(
@@ -168,11 +166,8 @@ def addition_drafts(parameters: Mapping[str, Any], *, where: str) -> Callable[[i
 def reasoning_gym_drafts(task: str, parameters: Mapping[str, Any], *, where: str) -> Callable[[int], Draft]:
     """Return a function that draws problems of a reasoning-gym task.
 
-    `parameters` are those of the task's configuration class. A draft's metadata holds (task, parameters, index), from
-    which `verifiers/reasoning_gym.py` recreates the entry, so entries need not be serialised.
-
-    Raises:
-        RecipeError: the library is not installed, or rejects the task or a parameter.
+    A draft's metadata holds (task, parameters, index), from which `verifiers/reasoning_gym.py` recreates the entry.
+    Raises `RecipeError` if the library is not installed, or rejects the task or a parameter.
     """
     reserved = {"seed", "size"} & set(parameters)
     if reserved:

@@ -194,7 +194,6 @@ def open_instructions(request: SourceRequest) -> GeneratedSource:
 
 
 def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
-    """Return the problem for this key, with the first set of instructions that are compatible."""
     for attempt in range(_TRIES):
         noise = rng.generator(key, "instructions", attempt)
         topic = _one(noise, parameters.topics)
@@ -222,7 +221,6 @@ def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
 
 
 def _composed(parameters: _Parameters, noise: np.random.Generator, request: str) -> list[Asked]:
-    """Draw a random number of instructions whose kinds do not conflict; fewer if too few kinds are left."""
     wanted = _up_to(noise, parameters.min_instructions, parameters.max_instructions)
     chosen: list[str] = []
     for place in noise.permutation(len(parameters.kinds)):
@@ -275,7 +273,6 @@ def answer_following(
 
 
 def _formed(by_kind: dict[type, Any], order: Sequence[str], length: int) -> str:
-    """Arrange sentences in the paragraphs, points or sections that the instructions require."""
     if formats.ConstrainedResponse in by_kind:
         return formats.CONSTRAINED_RESPONSES[0]
     layout = next((each for kind, each in by_kind.items() if kind in _PARTS), None)
@@ -359,7 +356,6 @@ def _shared_out(sentences: Sequence[str], parts: int) -> list[str]:
 
 
 def _surrounded(text: str, by_kind: dict[type, Any], topic: str) -> str:
-    """Add title, postscript, end phrase and so on, and set the required case."""
     if formats.Title in by_kind:
         text = f"<<About {topic}>>\n{text}"
     if formats.Postscript in by_kind:

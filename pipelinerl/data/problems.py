@@ -46,22 +46,16 @@ def open_source(
 ) -> ProblemSource:
     """Open a registered source, given as `name` or `name:argument`, or a user's source, given as a reference.
 
-    Raises:
-        RecipeError: the source is unknown, or its parameters or its file are invalid.
+    Raises `RecipeError` if the source is unknown, or its parameters or its file are invalid.
     """
     request = SourceRequest(domain=domain, split=split, seed=seed, parameters=dict(parameters or {}), prompts=prompts)
     return _opened(source, request)
 
 
 def look_at(source: str, request: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
-    """Build and check the first problems of a source; return the first problem, or None if there is none.
+    """Build and check a source's first problems, at most `head`; return the first one, or None if there is none.
 
-    Args:
-        head: limit on the data that is checked.
-        check: raises `RecipeError` for a problem that cannot be verified.
-
-    Raises:
-        RecipeError: a problem cannot be built, or is rejected; the message names its row or id.
+    Raises `RecipeError`, which names a row or id, if a problem cannot be built, or `check` raises `RecipeError`.
     """
     name, argument = _name_of(source)
     if name in registry.LOOKS:
@@ -89,11 +83,7 @@ def _opened(source: str, request: SourceRequest) -> ProblemSource:
 
 
 def check_source(source: str, *, domain: str) -> None:
-    """Check that the source exists; for a user's source, import its file.
-
-    Raises:
-        RecipeError: the source is unknown, needs a package that is not installed, or cannot be imported.
-    """
+    """Raise `RecipeError` if a source is unknown, needs a package that is missing, or cannot be imported."""
     registry.find(f"domains.{domain}.source", registry.SOURCES, _name_of(source)[0])
 
 
@@ -127,11 +117,7 @@ class UserSource:
 
 
 def open_users(function: Any, request: SourceRequest) -> ProblemSource:
-    """Open the source that a user's function returns.
-
-    Raises:
-        RecipeError: `function` is not callable, does not take the recipe's parameters, or returns no problems.
-    """
+    """Open the source that a user's function returns. Raises `RecipeError` if it is unsuitable or has no problems."""
     if not callable(function):
         raise RecipeError(f"{request.where}.source must name a function, got {function!r:.80}")
     wanted = inspect.signature(function).parameters.keys() - request.parameters.keys()

@@ -29,10 +29,8 @@ class Template:
     """A prompt with placeholders for a problem's fields: a Jinja template, or a text with `{field}`.
 
     Field values are never parsed as a template, and a template can access only the fields (Jinja's sandbox). Errors
-    begin with `where`, the template's key in the recipe. Templates with equal text are equal.
-
-    Raises:
-        RecipeError: the text uses Jinja syntax but is not a valid template.
+    begin with `where`, the template's key in the recipe. Templates with equal text are equal. Raises `RecipeError` if
+    the text uses Jinja syntax but is not a valid template.
     """
 
     def __init__(self, text: str, *, where: str = "prompt_template") -> None:

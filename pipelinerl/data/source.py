@@ -31,11 +31,7 @@ class ProblemSource(Protocol):
 class SourceRequest:
     """Arguments with which a source is opened.
 
-    Attributes:
-        argument: the text after the colon of the source's name, such as the task of reasoning_gym.
-        domain: the domain's name, which its problems carry.
-        seed: determines the order of problems.
-        parameters: the source's parameters in the recipe.
+    `argument` is the text after the colon of the source's name. `seed` determines the order of problems.
     """
 
     argument: str = ""

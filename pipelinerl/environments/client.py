@@ -67,10 +67,9 @@ class EpisodeClient:
         self.chat = ChatCalls(self)
 
     def agent(self, name: str, *, trains: bool = True) -> EpisodeClient:
-        """Return the client of another agent of the same episode, which has its own conversations.
+        """Return the client of another agent of the same episode. Raises `ValueError` if `name` is no identifier.
 
-        Turns of an agent with `trains=False` are not part of the rollout. Raises `ValueError` if the name is not an
-        identifier.
+        Turns of an agent with `trains=False` are not part of the rollout.
         """
         if not name.isidentifier():
             raise ValueError(f"client.agent: the name must be an identifier, got {name!r}")
@@ -85,9 +84,7 @@ class EpisodeClient:
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """Send a request to the gateway and return the JSON of its response.
 
-        Raises:
-            ConversationOver: a limit of the episode is reached.
-            ChatRefused: the gateway rejects the request for another reason.
+        Raises `ConversationOver` if a limit of the episode is reached, or else `ChatRefused`.
         """
         base = self.base_url if path.startswith("/chat") else self.base_url.removesuffix("/v1")
         async with self._session.post(

@@ -72,7 +72,6 @@ class Commands:
 
 
 async def _copied(process: Process, tail: bytearray) -> None:
-    """Copy the program's standard error to this process's, and keep its end in `tail`."""
     assert process.stderr is not None
     while some := await process.stderr.read(_TAIL_BYTES):
         sys.stderr.buffer.write(some)

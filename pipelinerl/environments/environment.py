@@ -75,10 +75,7 @@ class EnvironmentStep:
 
 
 class Environment(Protocol):
-    """One conversation, constructed with the recipe's `environment_options` as keyword arguments.
-
-    Methods that are not `async` run in a thread.
-    """
+    """One conversation, constructed with the recipe's `environment_options`. Methods may be `async`."""
 
     def reset(self, task: Task, seed: int) -> Any:
         """Return the first messages, one message, or its text; None means the task's messages."""

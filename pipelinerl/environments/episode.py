@@ -224,9 +224,7 @@ class Episode:
     ) -> PlannedTurn:
         """Convert a request of `agent` to the engine's; `within` is the plan that it continues after tool calls.
 
-        Raises:
-            EpisodeOver: a limit is reached.
-            InvalidRequest: the body is not a chat request, or sets fields that agents may not set.
+        Raises `EpisodeOver` at a limit, and `InvalidRequest` for an invalid body or fields that agents may not set.
         """
         if self.over:
             raise EpisodeOver(f"this episode is over: {self.over}")
@@ -400,7 +398,6 @@ def _without_thinking(text: str) -> str:
 
 
 def _key_of_tools(asked: ChatCompletionRequest) -> bytes:
-    """Return a digest of the tools that the prompt describes; b"" if there are none."""
     if not asked.tools or asked.tool_choice == "none":
         return b""
     described = [tool.model_dump(mode="json") for tool in asked.tools]

@@ -139,7 +139,6 @@ class Gateway:
                 raise
 
     def _found(self, scope: Scope) -> tuple[OpenEpisode, str, str]:
-        """Return the episode and the agent that a request names, and the rest of the path."""
         path = str(scope["path"])
         if path.startswith("/e/"):
             secret, _, rest = path[3:].partition("/")
@@ -248,8 +247,6 @@ def _not_found(message: str) -> ContractError:
 
 @final
 class _NotFound(InvalidRequest):
-    """No episode has this secret, or it has ended."""
-
     status = 404
     code = "episode_not_found"
 
@@ -276,7 +273,6 @@ def _openai(completion: ChatCompletion, kind: str, part: str) -> dict[str, Any]:
 
 
 async def _stream(send: Send, completion: ChatCompletion, body: Mapping[str, Any]) -> None:
-    """Send the whole answer as one event, for clients that request a stream."""
     chunk = _openai(completion, "chat.completion.chunk", "delta")
     usage = chunk.pop("usage")
     events = [chunk]
@@ -305,7 +301,6 @@ async def _body(receive: Receive) -> Mapping[str, Any]:
 
 
 async def _unless_gone(work: Awaitable[None], receive: Receive) -> None:
-    """Run `work`; cancel it and raise `_Gone` if the client disconnects first."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(receive())
     try:

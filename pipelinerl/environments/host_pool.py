@@ -70,8 +70,6 @@ class EpisodeEnd:
 @final
 @dataclass(slots=True, eq=False)
 class _Host:
-    """One host process, with the episodes in progress by number."""
-
     process: Process
     writer: asyncio.StreamWriter
     reader: asyncio.StreamReader
@@ -114,12 +112,7 @@ class _Host:
 
 @final
 class EpisodeHosts:
-    """The hosts of one environment.
-
-    Args:
-        reference: a reference to user code, or a name with the prefix `openenv:` or `verifiers:`.
-        options: the recipe's `environment_options`.
-    """
+    """The hosts of one environment, given as in the recipe: its `reference`, and `environment_options`."""
 
     def __init__(self, reference: str, options: Mapping[str, Any] = _NO_OPTIONS) -> None:
         self._command = _command(reference, options)
@@ -134,12 +127,7 @@ class EpisodeHosts:
             await self._free()
 
     async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
-        """Play one episode.
-
-        Raises:
-            TimeoutError: the episode did not end in time.
-            HostLost: the process exited first.
-        """
+        """Play one episode. Raises `TimeoutError`, or `HostLost` if the process exits before the episode's end."""
         host, number = await self._free(), str(next(self._numbers))
         ended: asyncio.Future[EpisodeEnd] = asyncio.get_running_loop().create_future()
         host.episodes[number] = ended
@@ -196,7 +184,6 @@ def check_taskset(reference: str, options: Mapping[str, Any]) -> None:
 
 
 def _command(reference: str, options: Mapping[str, Any]) -> list[str]:
-    """Return the command of a host, which runs in this Python environment, or for `verifiers:` in the recipe's."""
     if not reference.startswith(VERIFIERS):
         return [sys.executable, "-m", "pipelinerl.environments.episode_host", reference, json.dumps(dict(options))]
     own = {name: value for name, value in options.items() if name != "python"}
@@ -205,7 +192,6 @@ def _command(reference: str, options: Mapping[str, Any]) -> list[str]:
 
 
 async def _started(command: Sequence[str]) -> _Host:
-    """Start a host process and wait until it has loaded its environment. Raises `HostLost`."""
     ours, theirs = socket.socketpair()
     tie = [tied_process.__file__, str(os.getpid()), signal.SIGKILL.name, "", "--"]
     with theirs, contextlib.ExitStack() as given_up:

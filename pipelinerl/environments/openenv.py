@@ -81,11 +81,7 @@ class Observed(msgspec.Struct, frozen=True):
 
 @final
 class OpenEnv:
-    """Player of the episodes of one server, at the base URL `url` (http, https, ws or wss).
-
-    Raises:
-        ReferenceFailed: the URL or an option is invalid.
-    """
+    """Player of the episodes of one server. Raises `ReferenceFailed` if the URL or an option is invalid."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self._url = url.rstrip("/").replace("ws", "http", 1) if url.startswith("ws") else url.rstrip("/")
@@ -164,7 +160,6 @@ class OpenEnv:
         return replies, Observed(observed.observation, rewards or None, observed.done)
 
     def _opening(self, task: Task, observed: Observed, actions: Actions) -> list[Any]:
-        """Return the messages before the first answer: the task's, with the last replaced by the option `opening`."""
         *before, last = task.messages
         text = self._options.opening.replace("{prompt}", last["content"])
         text = text.replace("{observation}", self._text(observed.observation))
@@ -261,12 +256,7 @@ class OpenEnvSession:
         ]
 
     async def exchange(self, kind: str, data: Mapping[str, Any]) -> Observed:
-        """Send a message and return the server's observation.
-
-        Raises:
-            ServerRefused: the server answered with an error.
-            AddressError: the connection was closed.
-        """
+        """Send a message and return the observation. Raises `ServerRefused`, or `AddressError` if disconnected."""
         import aiohttp
 
         try:
@@ -291,7 +281,7 @@ class OpenEnvSession:
 
 @final
 class Actions:
-    """The form of a server's actions, from their JSON schema. Raises `ReferenceFailed` if they lack a field `chosen`."""
+    """The form of a server's actions, from their JSON schema. Raises `ReferenceFailed` without a field `chosen`."""
 
     def __init__(self, schema: Mapping[str, Any], chosen: str | None) -> None:
         fields = {name: value for name, value in schema.get("properties", {}).items() if name != "metadata"}
@@ -337,7 +327,6 @@ def _json_of(text: str, expected: str) -> Any:
 
 
 def _sentence(kind: str, error: Mapping[str, Any]) -> str:
-    """Return a server's error as one line; for an invalid action, the error of each field."""
     fields = [f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg')}" for each in error.get("errors") or ()]
     return f"the OpenEnv server refused a {kind}: {'; '.join(fields) or error.get('message')}"
 

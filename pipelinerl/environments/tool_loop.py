@@ -1,6 +1,6 @@
 """The recipe's tools (`episode.tools`), which the gateway offers to the model and runs for each agent that trains.
 
-The gateway samples and runs the calls of these tools, until an answer calls none of them. The agent sees only that
+The gateway runs calls of these tools and samples again, until an answer calls none of them. The agent sees only that
 answer. A domain without user code has `OneRequest` as its agent.
 
 | waits for | unblocked by | or, at the latest |
@@ -139,7 +139,6 @@ def _offered(tool: Tool) -> dict[str, Any]:
 
 
 def _argument(arguments: str, name: str) -> str | None:
-    """Return the call's argument `name`, or None if it is missing or not a text."""
     try:
         fields = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -23,8 +23,7 @@ _NO_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({})
 def load_play(reference: str, options: Mapping[str, Any] = _NO_OPTIONS) -> Play:
     """Return the function that plays an episode; `options` are keyword arguments of the user's function or class.
 
-    Raises:
-        ReferenceFailed: `reference` cannot be loaded, names no async function or environment, or rejects the options.
+    Raises `ReferenceFailed` if `reference` cannot be loaded, is no async function or environment, or rejects options.
     """
     if reference.startswith(OPENENV):
         return OpenEnv(reference.removeprefix(OPENENV), options).play
@@ -43,7 +42,6 @@ def load_play(reference: str, options: Mapping[str, Any] = _NO_OPTIONS) -> Play:
 
 
 def _refuse_unknown(reference: str, thing: Any, names: tuple[str, ...], options: Mapping[str, Any]) -> None:
-    """Raise `ReferenceFailed` unless `thing` accepts the positional arguments `names` and the keywords `options`."""
     signature = inspect.signature(thing)
     try:
         signature.bind(*names, **options)
@@ -80,7 +78,6 @@ async def _called(method: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _messages(value: Any) -> list[Any]:
-    """Return messages as a list; a text becomes a user message, and None an empty list."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     return [value] if isinstance(value, Mapping) else list(value or ())

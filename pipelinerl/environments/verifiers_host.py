@@ -123,7 +123,6 @@ async def _played(environment: Any, tasks: Any, order: dict[str, Any]) -> dict[s
 
 
 def _described(error: Exception) -> str:
-    """Return an exception's message, with file and line if it was raised in the taskset's code."""
     place, root = _place("".join(traceback.format_exception(error))), error
     while place and isinstance(root.__cause__, Exception):
         root = root.__cause__

@@ -111,10 +111,9 @@ class Asked(NamedTuple):
 
 
 def made(id: str, parameters: Mapping[str, Any]) -> Asked:
-    """Build the instruction with these parameters; None means that a parameter is absent, and 3.0 is read as 3.
+    """Build an instruction; a parameter of None counts as absent, and 3.0 is read as 3.
 
-    Raises:
-        RecipeError: there is no such instruction, or a parameter is wrong, missing or unknown.
+    Raises `RecipeError` if there is no such instruction, or a parameter is wrong, missing or unknown.
     """
     if id not in CATALOGUE:
         near = difflib.get_close_matches(id, CATALOGUE, n=1, cutoff=0.0)

@@ -45,10 +45,7 @@ class NumberOfBullets(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class MultipleSections(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:multiple_sections`: a minimum of sections, each of which begins with a word and a number.
-
-    The word is `section_spliter`, in IFEval's spelling.
-    """
+    """`detectable_format:multiple_sections`: a minimum of sections, which begin with a given word and a number."""
 
     section_spliter: Text
     num_sections: Count

@@ -53,11 +53,7 @@ _OF_NOTHING = Mismatch(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 
 
 def mismatch(ours: NDArray[np.floating[Any]], theirs: NDArray[np.floating[Any]]) -> Mismatch:
-    """Compare the log-probs `ours` [N] with `theirs` [N]; for N = 0 return the statistics of perfect agreement.
-
-    Raises:
-        ValueError: the shapes differ.
-    """
+    """Compare log-probs `ours` [N] with `theirs` [N]; N = 0 gives perfect agreement. Raises `ValueError`."""
     if ours.shape != theirs.shape:
         raise ValueError(f"expected log-probs of the same tokens, got shapes {ours.shape} and {theirs.shape}")
     if ours.size == 0:

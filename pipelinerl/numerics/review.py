@@ -62,8 +62,8 @@ class CauseReview:
 class RoundingReview:
     """The share of the trainer's updates that engines saw after the weights were rounded for transfer.
 
-    `behind` is the largest number of updates that engines lacked at any step: the maximum over the steps of the sum of
-    1 − `sent_share` since the first step, reached at `worst_step`. It is about 0 when rounding is unbiased.
+    `behind` is the largest number of updates that engines lacked at a step: the maximum over steps of the sum of
+    1 − `sent_share` since the first step, reached at `worst_step`. It is about 0 if rounding is unbiased.
     """
 
     behind: float

@@ -128,8 +128,7 @@ class _LinearHead(torch.autograd.Function):
 class _Sum:
     """A sum of matrix products in fp32.
 
-    A GPU multiplies in the shorter dtype into a reused buffer. A CPU multiplies in fp32, because it adds tensors of
-    different dtypes slowly.
+    A GPU multiplies in the shorter dtype. A CPU multiplies in fp32, because it adds tensors of different dtypes slowly.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype, device: str) -> None:

@@ -47,8 +47,6 @@ def max_connections() -> int:
 
 
 class _Stage(Enum):
-    """The part of a request to which the next bytes belong."""
-
     IDLE = auto()
     HEAD = auto()
     BODY = auto()
@@ -193,7 +191,6 @@ class LimitedConnection:
             self._http.transport.close()
 
     def _refuse(self, status: int, code: str, message: str) -> None:
-        """Send an error response, unless the application's response has begun, and close the connection."""
         if self._is_answered or not self._http.cycle.response_started:
             self._http.transport.write(_answer(status, code, message))
         self._http.transport.close()

@@ -27,11 +27,9 @@ _importing = Lock()
 
 
 def create_dataset(task: str, **configuration: Any) -> Any:
-    """Return the library's dataset of `task`; `configuration` are the fields of its configuration class.
+    """Return the library's dataset of `task`. Raises `ModuleNotFoundError` if the library is not installed.
 
-    Raises:
-        ModuleNotFoundError: the library is not installed.
-        ValueError, TypeError, AssertionError: the library rejects the task or its configuration.
+    Raises `ValueError`, `TypeError` or `AssertionError` if the library rejects the task or its configuration.
     """
     with _importing:
         if _LIBRARY not in sys.modules and (module := _module_of(task)):
@@ -45,7 +43,6 @@ def create_dataset(task: str, **configuration: Any) -> Any:
 
 
 def _module_of(task: str) -> str | None:
-    """Return the only module of the library with the task's name; None if there is none, or more than one."""
     library = importlib.util.find_spec(_LIBRARY)
     folders = library.submodule_search_locations if library else None
     found = [path for folder in folders or () for path in Path(folder).glob("*/*.py") if path.stem == task]
@@ -54,10 +51,7 @@ def _module_of(task: str) -> str | None:
 
 @contextmanager
 def _stand_ins(family: str) -> Iterator[None]:
-    """Temporarily replace the library and its package `family` by empty packages with the same search path.
-
-    The code of the real packages would import all of their tasks.
-    """
+    """Temporarily replace the library and its package `family`, which import all tasks, by packages without code."""
     sys.modules.update(_apart)
     try:
         for name in (_LIBRARY, family):

@@ -53,11 +53,7 @@ def session(
 ) -> httpx.Client:
     """Return a blocking client that reuses connections; close it, or use it in a `with` block.
 
-    Args:
-        base_url: prefix of all requested paths; empty if calls use whole URLs.
-        token: the run's bearer token.
-        timeout_s: time limit for connecting, and for each wait for data from the peer.
-        headers: further headers of every request.
+    `base_url` is the prefix of all paths. `timeout_s` limits connecting, and each wait for data from the peer.
     """
     import httpx
 
@@ -78,14 +74,9 @@ def hot_session(
 ) -> aiohttp.ClientSession:
     """Return a client for any number of concurrent calls, each with its own deadline (`call_timeout`).
 
-    Create and close the client in the event loop that uses it.
-
-    Args:
-        token: the run's bearer token.
-        keep_alive_s: how long an idle connection is kept. It must be shorter than the server's limit, so that no
-            request is sent on a connection that the server is closing.
-        headers: further headers of every request.
-        read_bytes: buffer size of a response.
+    Create and close the client in the event loop that uses it. Idle connections are kept for `keep_alive_s`, which must
+    be shorter than the server's limit, so that no request is sent on a connection that the server is closing.
+    `read_bytes` is the buffer size of a response.
     """
     import aiohttp
 
@@ -156,11 +147,11 @@ _MOST_SHOWN_OF_A_REFUSAL: Final = 300
 
 @dataclass(frozen=True, slots=True)
 class ServicePatience:
-    """Timeouts for services, in seconds.
+    """Timeouts for requests to services, in seconds.
 
     Attributes:
-        grace_s: how long a request is retried after its first failure; then its answers are masked.
-        silence_s: longest time without a heartbeat while the service works on a request.
+        grace_s: how long a request is retried after its first failure.
+        silence_s: longest time without a heartbeat.
         timeout_s: longest time until the answer.
     """
 
@@ -178,8 +169,7 @@ async def post(
 ) -> tuple[int, bytes]:
     """Send a request to a `HeartbeatRoute`; return the status and the body.
 
-    Raises:
-        ServiceFailed: no answer came, or its body has more than `most_bytes`; the message names the URL.
+    Raises `ServiceFailed`, which names the URL, if no answer comes, or its body has more than `most_bytes`.
     """
     import aiohttp
 

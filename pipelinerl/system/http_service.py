@@ -66,12 +66,9 @@ class BodyRule(Enum):
 
 
 def guard(app: Starlette, *, token: str | None, puts: BodyRule = BodyRule.JSON) -> None:
-    """Add authentication and body limits in front of the application.
+    """Add authentication, and limits on bodies (`puts` for those of PUT), in front of the application.
 
-    Args:
-        token: token that requests must carry. With None, only loopback is served, and all requests from this machine
-            are accepted except those of web pages.
-        puts: limits on the bodies of PUT.
+    Without a `token`, only loopback is served, and all requests of this machine except those of web pages are accepted.
     """
     app.add_middleware(_Gate, token=token, puts=puts)
     app.state.guarded = token is not None
@@ -79,8 +76,6 @@ def guard(app: Starlette, *, token: str | None, puts: BodyRule = BodyRule.JSON) 
 
 @final
 class _Gate:
-    """ASGI middleware that checks the token, the origin, and the body of requests."""
-
     def __init__(self, app: ASGIApp, token: str | None, puts: BodyRule) -> None:
         self._app = app
         self._expected = None if token is None else f"bearer {token}".encode()
@@ -113,7 +108,6 @@ class _Gate:
         return refusal(401, message, code="unauthorized")
 
     def _web_page(self, scope: Scope, given: dict[bytes, bytes]) -> Response | None:
-        """Reject requests from web pages of other origins, by the headers that browsers send."""
         host, origin = given.get(b"host", b""), given.get(b"origin")
         if self._expected is None and not _is_own_name(host):
             message = "without a token, Host must be localhost or an IP address: other names could be redirected here"
@@ -240,11 +234,7 @@ async def _unforeseen(request: Request, _: Exception) -> Response:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a bound and listening socket; port 0 means any free port.
-
-    Raises:
-        AddressError: the port is taken, or the address does not belong to this machine.
-    """
+    """Return a listening socket; port 0 means any free port. Raises `AddressError` if it cannot be bound."""
     family, _, _, _, address = _resolved(host, port)
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -287,8 +277,7 @@ def config_of(app: ASGIApp) -> uvicorn.Config:
 async def serve_until(app: Starlette, listener: socket.socket, *, over: asyncio.Future[Any] | None = None) -> None:
     """Serve a guarded application on `listener` until `over` completes, a signal arrives or this task is cancelled.
 
-    Raises:
-        AddressError: other machines could reach an application without a token.
+    Raises `AddressError` if other machines could reach an application without a token.
     """
     address = listener.getsockname()[0]
     if not ip_address(address).is_loopback and not app.state.guarded:
@@ -308,11 +297,7 @@ async def serve_until(app: Starlette, listener: socket.socket, *, over: asyncio.
 
 @asynccontextmanager
 async def serving(app: Starlette, listener: socket.socket) -> AsyncIterator[None]:
-    """Serve an application on a loopback `listener` in the background; the process keeps its signal handlers.
-
-    Raises:
-        AddressError: `listener` is not on loopback.
-    """
+    """Serve an application in the background. Raises `AddressError` if `listener` is not on loopback."""
     address = listener.getsockname()[0]
     if not ip_address(address).is_loopback:
         listener.close()

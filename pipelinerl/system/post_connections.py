@@ -61,13 +61,7 @@ class FanoutClient:
     """An HTTP client for small requests to many peers, in one event loop; call `close` in the same loop."""
 
     def __init__(self, *, headers: dict[str, str], keep_alive_s: float, connect_s: float) -> None:
-        """Create a client.
-
-        Args:
-            headers: headers of every request.
-            keep_alive_s: how long an idle connection may be reused; must be shorter than the server's limit.
-            connect_s: time limit of a connection attempt.
-        """
+        """Create a client. Idle connections are reused for `keep_alive_s`, which must be below the server's limit."""
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self._keep_alive_s = keep_alive_s
         self._connect_s = connect_s
@@ -79,7 +73,7 @@ class FanoutClient:
         """Send `body` to `path` below `url`, and return status and body of the response.
 
         Raises:
-            ConnectionError: the connection could not be made, or ended before the response did.
+            ConnectionError: the connection cannot be made, or ends before the response does.
             TimeoutError: no complete response within `timeout_s`.
             ValueError: `url` is invalid.
         """
@@ -157,7 +151,6 @@ class FanoutClient:
                 await line.closed.wait()
 
     def _kept(self, peer: _Peer, now: float) -> _Line | None:
-        """Return an open idle connection to the peer that was used within `keep_alive_s`; None if there is none."""
         while peer.idle:
             line = peer.idle.pop()
             if line.is_free and now - line.since < self._keep_alive_s:

@@ -38,11 +38,7 @@ def anchored(text: str, folder: Path) -> str:
 
 
 def load_reference(text: str) -> Any:
-    """Return the object that a reference names.
-
-    Raises:
-        ReferenceFailed: the reference is malformed, its file, module or attribute is missing, or its import raises.
-    """
+    """Return the object that a reference names. Raises `ReferenceFailed` if the object cannot be loaded."""
     if match := _IN_A_FILE.fullmatch(text):
         module = _from_file(from_home(match["path"]).resolve())
     elif match := _IN_A_MODULE.fullmatch(text):

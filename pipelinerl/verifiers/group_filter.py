@@ -59,11 +59,7 @@ _TYPES: Final[Mapping[str, Any]] = {"problem": Problem, "verdicts": list[Verdict
 
 
 def filter_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of the values of `OF_THE_GROUP` that a filter function takes.
-
-    Raises:
-        RecipeError: the function takes other values, or is async or a class.
-    """
+    """Return the names in `OF_THE_GROUP` that a filter takes. Raises `RecipeError` for an unsuitable function."""
     if inspect.iscoroutinefunction(function) or inspect.isclass(function):
         raise RecipeError("a filter must be a plain function, got one that is async, or a class")
     parameters = parameters_of(function)

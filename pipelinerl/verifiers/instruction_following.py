@@ -104,6 +104,5 @@ def open_checks(_: str) -> Callable[[Any], list[bool]]:
 
 @lru_cache(maxsize=_KEPT)
 def _instructions_of(encoded: bytes) -> tuple[Asked, ...]:
-    """Parse the instructions in `encoded`; cached for the G answers of a group."""
     metadata, ground_truth = msgspec.json.decode(encoded)
     return instructions_of(metadata, ground_truth)

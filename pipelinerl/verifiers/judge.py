@@ -243,7 +243,6 @@ def prompt_of(settings: JudgeSettings, problem: Problem, text: str) -> tuple[Mes
 
 
 def _tokens_of(messages: tuple[Message, ...], reply: Reply) -> int:
-    """Return a call's number of tokens, as reported by the server or estimated from characters."""
     num_chars = sum(len(message.content) for message in messages)
     prompt = num_chars // _CHARS_OF_A_TOKEN if reply.prompt_tokens is None else reply.prompt_tokens
     return prompt + (len(reply.text) // _CHARS_OF_A_TOKEN if reply.num_tokens is None else reply.num_tokens)
@@ -352,7 +351,6 @@ class ScoreFormat:
 
 
 def _in_json(reply: str) -> list[tuple[float, str]]:
-    """Return score and reason of every JSON object with a score in the reply."""
     decoder, place = json.JSONDecoder(), 0
     scores: list[tuple[float, str]] = []
     for _ in range(_MOST_OBJECTS):

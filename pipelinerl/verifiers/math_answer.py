@@ -140,7 +140,6 @@ def normalise(answer: str) -> str:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{}`, or None if there is none or it is too long for an answer."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -177,10 +176,10 @@ _EACH_KIND: Final = (
 
 
 def open_comparison(_: str) -> Callable[[list[str]], bool | None]:
-    """Import the library and limit this process's memory; return a worker's function (`worker_process`).
+    """Return a worker's function (`worker_process`): `[gold, given]` → whether they are equal.
 
-    It maps `[gold, given]` to true, false, or null if the library fails on `gold` itself. If the library fails only on
-    `given`, the two are not equal; otherwise a model could learn to crash the library.
+    The result is null if the library fails on `gold` itself. If it fails only on `given`, the two are not equal;
+    otherwise a model could learn to crash it.
     """
     from math_verify import parse, verify
     from math_verify.errors import TimeoutException

@@ -47,8 +47,6 @@ Scorer = Callable[[int, str], float]
 
 
 class _Entry(NamedTuple):
-    """A problem's scorer and task, and the number of its entry within the task."""
-
     scorer: str
     task: str
     parameters: Mapping[str, Any]
@@ -119,7 +117,6 @@ class ReasoningGym:
         await self._pool.close()
 
     def _entry(self, problem: Problem) -> _Entry:
-        """Return the problem's entry, cached for the other answers of its group; raises like `entry_of`."""
         if problem is not self._last[0]:
             task, parameters, index = entry_of(problem)
             name = json.dumps([task, parameters], sort_keys=True)
@@ -150,10 +147,7 @@ def extract_answer(completion_text: str) -> str:
 
 
 def open_scorers(_: str) -> Callable[[Any], float | str]:
-    """Return a worker's function (`worker_process`).
-
-    It maps `[task and parameters, index, answer, truth]` to a score or an error message.
-    """
+    """Return a worker's function (`worker_process`): `[name, index, answer, truth]` → score or error message."""
     scorers: dict[str, Scorer] = {}
 
     def answering(question: Any) -> float | str:

@@ -223,10 +223,7 @@ def _shown(value: Any) -> str:
 
 
 def open_function(argument: str) -> Callable[[Any], Any]:
-    """Load a reward function; return a worker's function (`worker_process`), from `[problem, answers]` to verdicts.
-
-    Raises `UserError`.
-    """
+    """Return a worker's function (`worker_process`): `[problem, answers]` → verdicts. Raises `UserError`."""
     reference, correct_at = json.loads(argument)
     reward = RewardFunction.of_callable(load_reference(reference))
     limit_memory()

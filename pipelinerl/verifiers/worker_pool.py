@@ -113,9 +113,7 @@ class WorkerPool:
     async def ask(self, question: Any, *, group: str = "") -> Any:
         """Return the answer to a JSON question; questions of one `group` have the same priority.
 
-        Raises:
-            Overran: no answer came within the deadline; a `TimeoutError`.
-            WorkerLost: the process ended, or could not be started.
+        Raises `Overran`, a `TimeoutError`, after the deadline, and `WorkerLost` if the process ends or cannot start.
         """
         turn = _Turn()
         try:
@@ -216,8 +214,6 @@ class WorkerPool:
 
 @final
 class _Median:
-    """Median of the `_NEWEST` latest values; 0 at first."""
-
     def __init__(self) -> None:
         self.value = 0.0
         self._newest: deque[float] = deque(maxlen=_NEWEST)
@@ -268,8 +264,6 @@ class _Turn:
 
 @final
 class _Worker:
-    """One worker process, in its own process group."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
         self._reader = reader
         self._writer = writer
@@ -279,7 +273,6 @@ class _Worker:
 
     @classmethod
     async def begin(cls, connection: socket.socket) -> _Worker:
-        """Wait for the worker's first line, which holds its process id."""
         try:
             reader, writer = await asyncio.open_unix_connection(sock=connection, limit=_LONGEST_ANSWER)
         except BaseException:
@@ -408,7 +401,6 @@ class _Forker:
 
 
 async def _line(control: socket.socket) -> Any:
-    """Receive the first line, as JSON. Raises `ValueError` if the other end closes first."""
     received = b""
     while not received.endswith(b"\n"):
         part = await asyncio.get_running_loop().sock_recv(control, 65536)

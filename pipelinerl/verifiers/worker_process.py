@@ -85,7 +85,6 @@ def _send(connection: socket.socket, value: Any) -> None:
 
 
 def _tie(parent: int) -> None:
-    """Make this worker die with the process `parent` that forked it."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(1)

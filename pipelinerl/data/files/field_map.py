@@ -182,7 +182,6 @@ def _value_of(row: Row, field: str) -> Any:
 
 
 def _conversation(value: Any, field: str) -> tuple[Message, ...]:
-    """Parse a question, or a list of messages that does not end with the assistant's."""
     if isinstance(value, str):
         return (Message("user", value),)
     turns = value if isinstance(value, list) else []
@@ -202,7 +201,6 @@ def _is_message(turn: Any) -> bool:
 
 
 def _as_text(value: Any) -> str:
-    """Convert a value to text; lists and objects become JSON."""
     if isinstance(value, list | dict):
         return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
     return str(value)

@@ -30,10 +30,9 @@ _ANSWER_S: Final = 10.0
 
 
 def open_hub(request: SourceRequest) -> RowSource:
-    """Open the data set that `request.argument` names. Parameters are those of `files` without `path`, plus `revision`.
+    """Open the data set that `request.argument` names. Raises `RecipeError` if it cannot be fetched, or is invalid.
 
-    Raises:
-        RecipeError: the data set cannot be fetched, or its files are invalid.
+    Parameters are those of `files` without `path`, plus `revision`.
     """
     revision, parameters = _parsed(request)
     folder = _fetched(request.argument, revision, where=request.where)
@@ -94,11 +93,7 @@ def _fetched(name: str, revision: str | None, *, where: str) -> str:
 def look_at_files(request: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
     """Build and check problems from the first rows of each file; return the first problem, or None if there is none.
 
-    Args:
-        check: raises `RecipeError` for a problem that cannot be verified.
-
-    Raises:
-        RecipeError: a problem is invalid; the message names file, row and problem.
+    Raises `RecipeError`, which names file, row and problem, if a problem is invalid or `check` raises one.
     """
     files, field_map, curriculum = parse_files_request(request)
     prompts, first = prompts_of_rows(request), None

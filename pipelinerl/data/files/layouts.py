@@ -38,11 +38,8 @@ _OF_DATASETS: Final = ("dataset_infos.json", "dataset_info.json", "state.json", 
 def layout_of(paths: Sequence[str], *, config: str, where: str) -> Layout:
     """Return the files at these paths; several paths form a single split.
 
-    Args:
-        config: name of the configuration; required if a folder in the hub's layout has several.
-
-    Raises:
-        RecipeError: a path matches no file, the folder's description is invalid, or `config` is missing.
+    Raises `RecipeError` if a path matches no file, a folder's description is invalid, or a folder in the hub's layout
+    has several configurations and `config` names none of them.
     """
     if len(paths) == 1 and (folder := from_home(paths[0])).is_dir():
         layout = _of_folder(folder, config)
@@ -80,7 +77,6 @@ def _of_folder(folder: Path, config: str) -> Layout:
 
 
 def _saved(folder: Path) -> tuple[Path, ...]:
-    """Return the files of one `Dataset`, in the order of its rows."""
     files = _described(folder / "state.json", "_data_files", list)
     try:
         return tuple(folder / file["filename"] for file in files)
@@ -126,7 +122,6 @@ def _by_name(folder: Path, files: Iterable[Path]) -> Layout:
 
 
 def _configs(readme: Path) -> dict[str, Any]:
-    """Parse a README's front matter; return its configurations with `data_files`, by name."""
     if not readme.is_file():
         return {}
     match = re.match(r"---\s*\n(.*?\n)---\s*(\n|$)", readme.read_text(encoding="utf-8", errors="replace"), re.DOTALL)

@@ -73,13 +73,9 @@ class JsonRows:
 
     @classmethod
     def read(cls, path: Path, head: FirstRows | None = None) -> JsonRows:
-        """Read a file of JSON lines, a JSON array or CSV, possibly packed (`.gz`).
+        """Read at most `head` of JSON lines, a JSON array or CSV, possibly packed (`.gz`).
 
-        Args:
-            head: limit on the amount to read; JSON arrays and CSV are read whole and then cut.
-
-        Raises:
-            RecipeError: the file cannot be read, or its content does not match its suffix.
+        Raises `RecipeError` if the file cannot be read, or its content does not match its suffix.
         """
         suffix, most = suffix_of(path), None if head is None else head.rows
         if suffix == ".csv":
@@ -269,10 +265,9 @@ class ArrowRows:
 
     @classmethod
     def read(cls, path: Path, fields: frozenset[str] | None, head: FirstRows | None = None) -> ArrowRows:
-        """Read the columns `fields` where they exist, or all columns if `fields` is None; read at most `head`.
+        """Read at most `head` of the columns `fields`, or of all columns if `fields` is None.
 
-        Raises:
-            RecipeError: pyarrow is not installed, or cannot read the file.
+        Raises `RecipeError` if pyarrow is not installed, or cannot read the file.
         """
         try:
             import pyarrow as pa

@@ -86,10 +86,7 @@ class Curriculum:
         return cls(order=ProblemOrder(order or "shuffled"), band=_BAND if band is None else float(band), over=over)
 
     def sweep(self, rates: NDArray[np.float64], *, seed: int) -> NDArray[np.int64]:
-        """Return problem numbers in the order of the curriculum, i64 [over]; empty if the order is `SHUFFLED`.
-
-        `rates` [M] holds the share of samples that solve each problem, 1 for the easiest.
-        """
+        """Return the order of problems with pass rates `rates` [M], i64 [over]; empty if the order is `SHUFFLED`."""
         if self.order is ProblemOrder.SHUFFLED:
             return np.zeros(0, np.int64)
         count, over = len(rates), self.over or len(rates)
@@ -124,14 +121,10 @@ class Indexed(NamedTuple):
 
 @final
 class RowSource:
-    """Problems of one split, made from rows.
+    """Problems of one split, made from the rows `chosen`, i64 [M].
 
-    Training problems come in epochs, each in its own order. Problems of other splits come once, in a fixed order.
-
-    Args:
-        chosen: numbers of the split's rows, i64 [M].
-        sweep: numbers of the rows that a curriculum puts before the first epoch, in order
-            (docs/understand/curation.md).
+    Training problems come in epochs, each in its own order, after the rows `sweep` of a curriculum
+    (docs/understand/curation.md). Problems of other splits come once, in a fixed order.
     """
 
     def __init__(
@@ -227,10 +220,9 @@ def source_of_rows(
     request: SourceRequest,
     curriculum: Curriculum = _NO_CURRICULUM,
 ) -> RowSource:
-    """Build the source of the requested split; a split that `indexed` lacks is taken from the training rows.
+    """Build the source of the requested split, taken from the training rows if `indexed` lacks the split.
 
-    Raises:
-        RecipeError: the split is empty.
+    Raises `RecipeError` if the split is empty.
     """
     split = request.split
     apart = [own.digests for other, own in indexed.items() if other not in (split, Split.TRAIN)]
@@ -304,12 +296,8 @@ def placed(rows: DataRows, number: int) -> Iterator[None]:
 def files_of_splits(layouts: Mapping[Split, Layout], named: Mapping[Split, str], *, where: str) -> dict[Split, Files]:
     """Return the files of the training split, and of each other split that has its own files.
 
-    Args:
-        layouts: the layout of `path`, as the training split's, and of each other path that the recipe gives.
-        named: the data set's name for each split; "" where the recipe gives none.
-
-    Raises:
-        RecipeError: the data set has no split of the given name, or the recipe must name a split.
+    `layouts` holds the layout of each path in the recipe, `named` the recipe's name or "" for each split. Raises
+    `RecipeError` if the data set has no split of the given name, or the recipe must name a split.
     """
     pool = layouts[Split.TRAIN]
     train = _chosen(pool, Split.TRAIN, named[Split.TRAIN], where)

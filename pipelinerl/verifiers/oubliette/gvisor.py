@@ -237,8 +237,6 @@ class GvisorSlot:
 
 @final
 class _Watch:
-    """Reads a run's output and enforces the run's limits."""
-
     def __init__(
         self, process: subprocess.Popen[bytes], group: ControlGroup, limits: Limits, cpu_began_s: float
     ) -> None:

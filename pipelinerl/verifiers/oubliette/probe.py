@@ -54,11 +54,7 @@ class Finding:
 
 
 def opened(tier: Tier, *, at_once: int | None = None, isolation: Callable[[int], Isolation] | None = None) -> Sandbox:
-    """Open a sandbox and try the attacks with `at_start` on it. The caller must close it.
-
-    Raises:
-        SandboxMissing: the tier is not available here, or an attack succeeds.
-    """
+    """Open a sandbox and try some attacks on it; the caller must close it. Raises `SandboxMissing` if one succeeds."""
     around = isolation or (lambda number: isolation_of(tier, number))
     sandbox = Sandbox(around, at_once=at_once or default_slots())
     try:
@@ -206,7 +202,6 @@ def _filled(source: str, baits: dict[str, str]) -> str:
 
 
 def _left_behind(baits: dict[str, str]) -> list[Finding]:
-    """Return a finding if processes that attacks started do not end."""
     until = time.monotonic() + _LEFT_BEHIND_S
     mine = f"oub-{baits['NAME']}"[:15]
     while pids := [
@@ -243,7 +238,6 @@ _SWITCHES: Final = (
 
 
 def _cause() -> str:
-    """Return text on this host's settings that are known to forbid the sandbox."""
     causes = [cause for path, value, cause in _SWITCHES if _content(Path(path)) == value]
     status = _content(Path("/proc/self/status"))
     if "Seccomp:\t2" in status:

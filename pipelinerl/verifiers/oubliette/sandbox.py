@@ -67,7 +67,6 @@ def isolation_of(tier: Tier, number: int) -> Isolation:
 
 
 def _strong() -> Isolation:
-    """Return gVisor's isolation; `GvisorSlot` builds the command."""
     if gvisor.executable() is None:
         raise SandboxMissing(
             f"the {Tier.STRONG} sandbox needs gVisor's runsc, which is not installed; on Debian: apt install runsc"

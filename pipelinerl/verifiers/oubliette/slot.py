@@ -162,8 +162,6 @@ class Slot:
 
 @final
 class _Guest:
-    """A started guest."""
-
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, words: Any) -> None:
         self._process = process
         self._control = control
@@ -281,8 +279,6 @@ class _Answer:
 
 @final
 class _Reader:
-    """Reads one run's output, up to its limits, and the server's answer."""
-
     def __init__(self, control: socket.socket, out: int, err: int, limits: Limits) -> None:
         self._control = control
         self._most = {out: limits.output_bytes, err: limits.error_bytes}
@@ -385,7 +381,6 @@ def _ending(answer: _Answer, limits: Limits) -> Ending:
 
 
 def _sealed(data: bytes) -> int:
-    """Create a memory file whose content cannot be changed."""
     file = os.memfd_create("oubliette", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         view = memoryview(data)

@@ -116,7 +116,6 @@ def as_oci() -> dict[str, Any]:
 
 
 def _program(refused: Iterable[int], *, clone_may_not: int = 0, clone_must: int = 0) -> bytes:
-    """Return a whole filter; each rule returns a verdict or falls through to the next rule."""
     steps = [
         _step(_LOAD, _ARCHITECTURE),
         _step(_JUMP_EQUAL, _X86_64, 1, 0),

@@ -6,11 +6,8 @@ passed. Expected answers are never in the program's guest. `PythonTool` runs pro
 
 Faults of the program (no code, no compilation, crashes, limits, other output) are `wrong`. Failures that say nothing
 about the program are masked as `verifier_error`: a guest lost twice, lack of a processor, invalid tests, or a checker
-that also fails on the reference answer. If the tests together exceed the verifier's deadline, the verdict is a
-`timeout`.
-
-A service that restarts loses its programs and outputs. An answer that needs lost content is judged again from the
-start. If the service is unreachable, answers wait for it up to `_GRACE_S`.
+that also fails on the reference answer. If the tests together exceed the deadline, the verdict is a `timeout`. An
+answer that needs content that a service lost by restarting is judged again from the start.
 """
 
 from __future__ import annotations
@@ -139,9 +136,7 @@ class Oubliette:
 async def open_runner(rules: CodeRules, *, at_once: int) -> CodeRunner:
     """Open the service that the rules name, or this machine's sandbox; the caller must close the runner.
 
-    Raises:
-        SandboxMissing: the requested tier is not available.
-        SandboxLost: the service cannot be reached now.
+    Raises `SandboxMissing` if the tier is not available, and `SandboxLost` if the service cannot be reached now.
     """
     if not rules.url:
         repository = PersistentRepository(from_home(rules.repository)) if rules.repository else None
@@ -272,18 +267,12 @@ class PythonTool:
         self._is_closed = False
 
     async def start(self) -> None:
-        """Open and probe the sandbox; if a service cannot be reached yet, the first call tries again.
-
-        Raises `SandboxMissing` if the sandbox is not available.
-        """
+        """Open and probe the sandbox, unless a service cannot be reached yet. Raises `SandboxMissing`."""
         with contextlib.suppress(SandboxLost):
             await self._opened()
 
     async def call(self, text: str) -> tuple[str, bool]:
-        """Run the program `text`; return the result for the model, and whether the program failed.
-
-        Raises `SandboxMissing` or `SandboxLost` if the sandbox fails.
-        """
+        """Run the program `text`; return the result for the model, and whether the program failed."""
         runner = await self._opened()
         executed = await runner.run(Program("python", text.encode("utf-8", "replace")), b"", self._limits)
         return _shown(executed.result), not executed.result.succeeded

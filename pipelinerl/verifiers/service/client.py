@@ -62,8 +62,6 @@ class _CannotBeAsked(Exception):
 @final
 @dataclass(slots=True)
 class _Service:
-    """State of one service: its lease, the number of our answers that it holds, and its cooldown."""
-
     lease: VerifierLease
     load: int = 0
     rest_s: float = 0.0
@@ -80,8 +78,6 @@ class _Service:
 @final
 @dataclass(slots=True)
 class _Try:
-    """State of one request across its attempts."""
-
     until: float = math.inf
     reason: str = "the controller has named no verifier service"
     refused: set[str] = field(default_factory=set)

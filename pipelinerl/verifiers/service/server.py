@@ -206,7 +206,6 @@ class VerifierService:
     async def _cached_or_judged(
         self, domain: ServedDomain, problem: Problem, answers: Sequence[SampledAnswer]
     ) -> list[Judgement]:
-        """Return cached verdicts, and judge each distinct remaining answer once."""
         keys = keys_of(domain.rules, problem, (answer.text for answer in answers))
         judgements = {key: Judgement(verdict, 0.0) for key in keys if (verdict := self._cache.find(key)) is not None}
         missing = {key: answer for key, answer in zip(keys, answers, strict=True) if key not in judgements}

@@ -77,13 +77,7 @@ class DomainStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a service.
-
-    Attributes:
-        queue: accepted answers that have no verdict yet.
-        verdicts, hits: number of verdicts given, and how many of them came from the cache.
-        cache_bytes: size of the cache.
-    """
+    """State of a service: `queue` answers wait, and `hits` of the `verdicts` given came from the cache."""
 
     protocol: int
     version: str
@@ -113,10 +107,8 @@ class VerifierLease(msgspec.Struct, frozen=True, kw_only=True):
 class ServedDomain:
     """A domain that this service judges.
 
-    Attributes:
-        rules: digest of the part of the recipe that defines judging; requests with other rules are rejected.
-        kept: whether equal answers have equal verdicts, so that verdicts can be cached.
-        tier: tier of the domain's sandbox, if it has one.
+    `rules` is the digest of the part of the recipe that defines judging; requests with other rules are rejected. `kept`
+    tells whether the verifier is deterministic, so that verdicts can be cached. `tier` is that of the sandbox, if any.
     """
 
     verifier: GroupVerifier

@@ -127,7 +127,6 @@ def _be_python(source: bytes, name: str, arguments: list[str]) -> int:
 
 
 def _be_ready_for_a_program() -> None:
-    """Create the standard streams, the main module and its arguments for each fork."""
     sys.stdin, sys.stdout, sys.stderr = _warm_streams()
     vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
     sys.argv = [_PROGRAM]
@@ -233,7 +232,6 @@ def _exit_code(ending: SystemExit) -> int:
 
 
 def _finished(code: int) -> int:
-    """Wait for threads, run exit handlers and flush output; return the exit status."""
     try:
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()

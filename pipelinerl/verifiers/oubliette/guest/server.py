@@ -137,8 +137,6 @@ def _run(
 
 
 class _Watch:
-    """Waits for the end of runs, and enforces their limits."""
-
     def __init__(self, control: _socket.socket, meter: _Meter, around: isolation.GuestIsolation) -> None:
         self.meter = meter
         self._around = around

@@ -56,8 +56,6 @@ _FULL_PAUSE_S: Final = 0.25
 @final
 @dataclass(frozen=True, slots=True)
 class _PendingWork:
-    """A work item, the contents sent with it, and the future of its result."""
-
     work: wire.Work
     contents: dict[Link, bytes]
     done: asyncio.Future[wire.Done]
@@ -83,11 +81,9 @@ class RemoteRunner:
     async def open(
         cls, url: str, *, token: str | None, tier: Tier, patience: ServicePatience = ServicePatience()
     ) -> Self:
-        """Connect to a service and check its status. The caller must close the runner.
+        """Connect to a service with a sandbox of at least `tier`. The caller must close the runner.
 
-        Raises:
-            SandboxMissing: there is no such service at `url`, or it has another version or a sandbox below `tier`.
-            SandboxLost: the service cannot be reached now.
+        Raises `SandboxMissing` if there is no suitable service at `url`, and `SandboxLost` if it cannot be reached now.
         """
         url = url.rstrip("/")
         session = hot_session(token=token, keep_alive_s=KEEP_ALIVE_S)
@@ -244,7 +240,6 @@ class RemoteRunner:
         return done
 
     async def _send(self) -> None:
-        """Send queued work in batches until the queue is empty."""
         while self._waiting:
             await self._room.acquire()
             batch = self._batch()
@@ -256,7 +251,6 @@ class RemoteRunner:
             request.add_done_callback(self._requests.discard)
 
     def _batch(self) -> list[_PendingWork]:
-        """Take as much work as fits one request, skipping items whose caller is gone."""
         batch: list[_PendingWork] = []
         sent: set[Link] = set()
         while self._waiting and len(batch) < _WORKS:

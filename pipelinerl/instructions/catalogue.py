@@ -186,7 +186,7 @@ def _whole(value: Any) -> Any:
 
 
 class Matching(StrEnum):
-    """Strictness of the match with an answer; `loose` also accepts an answer of which one of `variants` matches."""
+    """Strictness of the match; `loose` also accepts an answer if one of its `variants` follows the instruction."""
 
     STRICT = "strict"
     LOOSE = "loose"

@@ -126,7 +126,7 @@ def tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *argu
 
 
 async def to_its_end(work: Awaitable[T]) -> T:
-    """Return the result of `work`, which runs to its end even if the caller is cancelled; only then is it cancelled."""
+    """Return the result of `work`. If the caller is cancelled, wait for the end of `work` before `CancelledError`."""
     end = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(end)

@@ -249,7 +249,7 @@ def _tokens_of(messages: tuple[Message, ...], reply: Reply) -> int:
 
 
 _MARK_BYTES: Final = 8
-#: Places inside control tokens of some chat template, with brackets of usual or full width.
+#: Positions behind the opening bracket of control tokens of chat templates, where a backslash is inserted.
 _CONTROL: Final = re.compile(
     r"(?<=[<＜])(?=[|｜])|(?<=<)(?=/?(?:s|bos|eos|pad|unk|system|user|assistant|start_of_turn|end_of_turn|think|SYS)>)"
     r"|(?<=<<)(?=/?SYS)|(?<=\[)(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS)\])",

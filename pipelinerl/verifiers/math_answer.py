@@ -118,7 +118,7 @@ def refuse_unreadable(problem: Problem) -> None:
 
 
 def final_answer(text: str) -> str:
-    r"""Return the last `\boxed{…}`, else the last `<answer>…</answer>`, else the text after "answer", else the text."""
+    r"""Return the last `\boxed{…}`, else the last `<answer>…</answer>`, else the text after "answer", else `text`."""
     for answer in (_last_boxed(text), last_tagged(text)):
         if answer is not None:
             return answer

@@ -87,7 +87,7 @@ class FieldMap:
 
     @property
     def plain_prompt(self) -> str:
-        """The field that alone determines `text` where its value is a text; "" if no single field does."""
+        """Name of the field that alone determines `text` if it holds a plain text; "" if no single field does."""
         more = self.messages_field or self.id_field or self._of_template - {_PROMPT, self.prompt_field}
         return "" if more else self.prompt_field
 

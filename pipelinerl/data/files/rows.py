@@ -31,7 +31,7 @@ _CHUNK_BYTES: Final = 1 << 26
 
 
 class FirstRows(NamedTuple):
-    """Limit on the rows that are read of a file, and on the bytes if the format allows to read a part."""
+    """Limits on the rows that are read from a file, and on the bytes if the format can be read in part."""
 
     rows: int
     bytes: int

@@ -56,7 +56,7 @@ def command(*, python: Path, toolchains: tuple[Path, ...] = (), extra: tuple[str
     shown = ["--dir", "/etc", *(item for name in _PROGRAMS for item in _shown(Path("/", name)))]
     for path in (python.parent.parent, *toolchains):
         if not path.is_relative_to("/usr"):
-            for above in reversed(path.parents[:-1]):  # folders that bubblewrap creates by itself only root can read
+            for above in reversed(path.parents[:-1]):  # otherwise bubblewrap creates them so that only root can read
                 shown += ["--dir", str(above)]
             shown += ["--ro-bind", str(path), str(path)]
     for path in (*(Path("/etc", name) for name in _OF_ETC), *sorted(Path("/etc").glob(_JAVA))):

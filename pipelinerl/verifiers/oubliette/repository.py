@@ -1,4 +1,4 @@
-"""Content-addressed storage of inputs, answers, programs and outputs; a `Link` is the name of a content.
+"""Content-addressed storage of inputs, answers, programs and outputs; a `Link` is the name of stored bytes.
 
 `PersistentRepository` is a folder for inputs, answers and compiled checkers. They are uploaded once (`pipelinerl
 oubliette upload`); problems and requests then refer to them by link. `TransientRepository` is bounded memory for
@@ -25,28 +25,28 @@ from pipelinerl.errors import PipelineError, UserError
 
 _PREFIX: Final = "oub"
 _TEXT: Final = re.compile(rf"{_PREFIX}:([0-9a-f]{{64}}):([0-9]{{1,15}})")
-#: Key of a link in a problem's metadata, where a link is an object with this key, so that no text is taken for a link.
+#: Key of a link in a problem's metadata. A link is written as an object, so that no text can be mistaken for a link.
 LINK: Final = "link"
 
 
 class ContentMissing(PipelineError):
-    """A link has no intact content, which says nothing about any answer."""
+    """The bytes of a link are missing or damaged, which says nothing about any answer."""
 
 
 class ContentTooLarge(PipelineError):
-    """An incoming content exceeds the size limit."""
+    """Uploaded data exceeds the size limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Name of a content: the hash of its bytes (blake2b, 32 bytes, hexadecimal) and the number of bytes."""
+    """Name of stored bytes: their hash (blake2b, 32 bytes, hexadecimal) and their number."""
 
     digest: str
     size: int
 
     @classmethod
     def of(cls, data: bytes) -> Self:
-        """Return the link of a content."""
+        """Return the link of `data`."""
         return cls(hashlib.blake2b(data, digest_size=32).hexdigest(), len(data))
 
     @classmethod
@@ -66,19 +66,19 @@ Content = bytes | Link
 
 
 def size_of(content: Content) -> int:
-    """Return the size in bytes."""
+    """Return the size of a content in bytes."""
     return content.size if isinstance(content, Link) else len(content)
 
 
 class Repository(Protocol):
-    """Storage of contents."""
+    """Storage of bytes by link."""
 
     def put(self, data: bytes) -> Link:
-        """Store a content."""
+        """Store `data` and return its link."""
         ...
 
     def get(self, link: Link) -> bytes:
-        """Return the content. Raises `ContentMissing`."""
+        """Return the bytes of a link. Raises `ContentMissing`."""
         ...
 
     def __contains__(self, link: Link) -> bool: ...
@@ -86,7 +86,7 @@ class Repository(Protocol):
 
 @final
 class PersistentRepository:
-    """Contents in a folder, by digest, and compiled programs by the digest of their inputs."""
+    """Repository in a folder, with compiled programs by the digest of their inputs."""
 
     def __init__(self, folder: Path) -> None:
         """Create the folder. Raises `UserError` if that fails."""
@@ -98,14 +98,14 @@ class PersistentRepository:
             raise UserError(f"the repository must be a writable folder, and {folder} is not: {error}") from None
 
     def put(self, data: bytes) -> Link:
-        """Store a content, unless it is stored already."""
+        """Store `data`, unless it is stored already, and return its link."""
         link = Link.of(data)
         if link not in self:
             self._write(self._path(link), data)
         return link
 
     async def put_parts(self, parts: AsyncIterator[bytes], *, most_bytes: int) -> Link:
-        """Store a content that arrives in parts. Raises `ContentTooLarge` if it has more than `most_bytes`."""
+        """Store data that arrives in parts. Raises `ContentTooLarge` if it has more than `most_bytes`."""
         hashed, size = hashlib.blake2b(digest_size=32), 0
         with tempfile.NamedTemporaryFile(dir=self._folder / "content", prefix="draft-", delete=False) as file:
             draft = Path(file.name)
@@ -127,7 +127,7 @@ class PersistentRepository:
         return link
 
     def get(self, link: Link) -> bytes:
-        """Return the content after checking its hash. Raises `ContentMissing`."""
+        """Return the bytes of a link after checking their hash. Raises `ContentMissing`."""
         path = self._path(link)
         try:
             data = path.read_bytes()
@@ -176,7 +176,7 @@ class PersistentRepository:
 
 @final
 class TransientRepository:
-    """Contents in memory, `most_bytes` in total; the least recently used is evicted first. Thread-safe."""
+    """Thread-safe repository of `most_bytes` in memory, which evicts the least recently used data first."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -185,7 +185,7 @@ class TransientRepository:
         self.num_bytes = 0
 
     def put(self, data: bytes) -> Link:
-        """Store a content, and evict others to make room."""
+        """Store `data`, evict other data to make room, and return the link."""
         link = Link.of(data)
         with self._lock:
             if link not in self._contents:
@@ -197,7 +197,7 @@ class TransientRepository:
         return link
 
     def get(self, link: Link) -> bytes:
-        """Return the content. Raises `ContentMissing`."""
+        """Return the bytes of a link. Raises `ContentMissing`."""
         with self._lock:
             data = self._contents.get(link)
             if data is None:

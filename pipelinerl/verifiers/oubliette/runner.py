@@ -63,7 +63,7 @@ class Check:
 
 
 class CodeRunner(Protocol):
-    """Compiles, runs and checks programs. Failures raise `SandboxLost`, `SandboxMissing` or `ContentMissing`."""
+    """Compiles, runs and checks programs. Raises `SandboxLost`, `SandboxMissing` or `ContentMissing` on failure."""
 
     @property
     def tier(self) -> str:

@@ -72,7 +72,7 @@ class Isolation:
 
 @final
 class Slot:
-    """A slot: its guest is started at the first run, and again after a loss; its control group is reused."""
+    """A guest that is started at the first run, and again after a loss, in a control group that is reused."""
 
     def __init__(self, isolation: Isolation) -> None:
         self._isolation = isolation
@@ -335,7 +335,7 @@ def _request(run: Run) -> bytes:
     return _requested(run.argv, run.python, run.arguments, tuple(name for name, _ in run.files), run.limits)
 
 
-@lru_cache(maxsize=64)  # cached: building it takes many system calls, and most runs resemble earlier ones
+@lru_cache(maxsize=64)  # most requests repeat, and building one takes many system calls
 def _requested(
     argv: tuple[str, ...], python: str, arguments: tuple[str, ...], files: tuple[str, ...], limits: Limits
 ) -> bytes:

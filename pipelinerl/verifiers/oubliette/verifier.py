@@ -213,7 +213,7 @@ class _Judged:
         return share, "" if share == 1.0 else f"wrote {executed.result.stdout[:60]!r}"
 
     async def _run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
-        """Run the program within the verifier's remaining time, towards which only runs count."""
+        """Run the program within the verifier's remaining time, from which only the time of runs is subtracted."""
         left_s = self._left_s
         if left_s <= 0:
             raise TimeoutError

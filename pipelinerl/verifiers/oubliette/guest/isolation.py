@@ -48,7 +48,7 @@ class GuestIsolation:
         ids = b"%d %d 1" % (_INNER_ID, self._outer_id)
         self._maps = [(b"setgroups", b"deny"), (b"uid_map", ids), (b"gid_map", ids)] if self._namespaces else []
         if self._namespaces:
-            for name in ("sys", "sysrq-trigger", "irq", "bus"):  # with a partly covered /proc, runs may not mount one
+            for name in ("sys", "sysrq-trigger", "irq", "bus"):  # runs may mount /proc only if this one is uncovered
                 _LIBC.umount2(f"/proc/{name}".encode(), _MNT_DETACH)
 
     def fork(self) -> tuple[int, int]:
@@ -134,7 +134,7 @@ class GuestIsolation:
 
 
 class _Filter:
-    """A seccomp program, and the steps that install it, of which there are none for an empty program."""
+    """A seccomp program, and the steps that install it; an empty program has no steps."""
 
     def __init__(self, encoded: str) -> None:
         steps = bytes.fromhex(encoded)

@@ -46,7 +46,7 @@ else:
     del sys.path[0], sys.modules["program"], sys.modules["isolation"]
     sys.dont_write_bytecode = False
 
-#: Interval at which a run's memory is summed, and the interval if a control group limits memory.
+#: Intervals at which a run's memory is summed: without a control group, and with one, which limits the memory itself.
 _TICK_MS = 20.0
 _SELDOM_S = 0.1
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -178,7 +178,7 @@ class RemoteRunner:
             raise SandboxLost(f"{self._url} is not an Oubliette service: {error}") from None
 
     async def upload(self, data: bytes) -> Link:
-        """Upload a content to the service's repository. Raises `SandboxLost`."""
+        """Upload `data` to the service's repository and return its link. Raises `SandboxLost`."""
         content = await self._content("PUT", data, {}, most_bytes=1 << 16)
         try:
             return self._link(msgspec.json.decode(content, type=wire.Stored).link)
@@ -365,7 +365,7 @@ def checker_program(checker: CustomChecker, contents: dict[Link, bytes]) -> wire
 
 
 def _named(content: Content, contents: dict[Link, bytes]) -> str:
-    """Return the link of a content, and add bytes to `contents`."""
+    """Return the link of `content` as text; if `content` is bytes, add it to `contents`."""
     if isinstance(content, Link):
         return str(content)
     link = Link.of(content)

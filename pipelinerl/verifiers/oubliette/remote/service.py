@@ -92,7 +92,7 @@ class OublietteService:
         return wire.WorkAnswer(done=tuple(done))
 
     async def store(self, parts: AsyncIterator[bytes]) -> Link:
-        """Stream a content into the persistent repository. Raises `ContentTooLarge`."""
+        """Stream uploaded data into the persistent repository. Raises `ContentTooLarge`."""
         return await self._persistent.put_parts(parts, most_bytes=wire.MOST_CONTENT_BYTES)
 
     def missing(self, request: wire.MissingRequest) -> wire.Missing:
@@ -117,7 +117,7 @@ class OublietteService:
         await self._runner.close()
 
     async def read(self, text: str) -> bytes:
-        """Return the content of a link. Raises `ContentMissing`, or `ValueError` for an invalid link."""
+        """Return the bytes of a link. Raises `ContentMissing`, or `ValueError` for an invalid link."""
         return await asyncio.to_thread(self._read, text)
 
     async def _one(self, work: wire.Work) -> wire.Done:

@@ -32,7 +32,7 @@ MISSING: Final = "/missing"
 WORK: Final = "/work"
 
 MOST_WORKS: Final = 8192
-#: Maximum size of an uploaded content.
+#: Maximum number of bytes of an upload.
 MOST_CONTENT_BYTES: Final = 256 << 20
 #: Number of bytes of a program's output and errors that are returned with its result.
 MOST_SHOWN: Final = 300
@@ -150,13 +150,13 @@ class WorkAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """The link of a stored content."""
+    """Response to an upload: the link of the stored bytes."""
 
     link: str
 
 
 class MissingRequest(msgspec.Struct, frozen=True):
-    """Links of contents that the client may upload."""
+    """Links of data that the client may upload."""
 
     links: Annotated[tuple[_LinkText, ...], Meta(max_length=100_000)]
 

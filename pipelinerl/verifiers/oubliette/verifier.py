@@ -272,7 +272,7 @@ class PythonTool:
             await self._opened()
 
     async def call(self, text: str) -> tuple[str, bool]:
-        """Run the program `text`; return the result for the model, and whether the program failed."""
+        """Run `text`; return the text for the model, and whether it failed. Raises `SandboxMissing`, `SandboxLost`."""
         runner = await self._opened()
         executed = await runner.run(Program("python", text.encode("utf-8", "replace")), b"", self._limits)
         return _shown(executed.result), not executed.result.succeeded

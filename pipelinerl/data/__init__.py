@@ -1,1 +1,1 @@
-"""Sources of problems and their mixture: problem i of a run is a pure function of seed, mixture and i."""
+"""Sources of problems, and their mixture: problem i of a run is a pure function of seed, mixture and i."""

@@ -1,11 +1,10 @@
-"""Generated problems: additions, programs to write, the tasks of the library reasoning-gym with their scorers, and the
-numbered tasks of an environment.
+"""Generated problems: additions, programs to write, tasks of reasoning-gym, and numbered tasks of an environment.
 
 Validation and held-out problems are distinct; training problems may repeat.
 
-The source `programs` describes in words a function of the number that a Python program reads: "x times 7", or with two
-operations "(the larger of x and 7) minus 3". Each has its own tests, for the verifier `oubliette`. Its ground truth is
-a program that passes them. The first test's input is a number that the function changes, so printing the input fails.
+The source `programs` requests a Python program that computes a function of a number x: "x times 7", or with two
+operations "(the larger of x and 7) minus 3". Each problem has tests for the verifier `oubliette`, and a ground truth
+that passes them. The function changes the first test's input, so a program that prints its input fails.
 
     parameters = { operations = 1, max_number = 9, tests = 3 }
 """
@@ -29,7 +28,7 @@ from pipelinerl.system import gym_tasks
 from pipelinerl.types import Message, Problem
 
 _MAX_DRAWS: Final = 10_000
-#: Size of a reasoning-gym data set; every index below it yields a problem.
+#: Number of problems of a reasoning-gym data set.
 NUM_ENTRIES: Final = 2**31 - 1
 
 
@@ -50,12 +49,9 @@ def parameters_of(request: SourceRequest, kind: type[Parameters], *, source: str
 
 @final
 class GeneratedSource:
-    """Problems of a generator that belong to one split.
+    """A generator's problems that belong to one split.
 
-    Args:
-        draw: returns the draft for a 63-bit key; a pure function.
-        pattern: regular expression that the whole ground truth must match, if any.
-        prompts: the domain's prompts.
+    `draw` is a pure function from a 63-bit key to a draft. The whole ground truth must match `pattern`.
     """
 
     def __init__(
@@ -74,14 +70,13 @@ class GeneratedSource:
         self._seed = seed
         self._pattern = pattern
         self._prompts = prompts
-        # Validation and held-out problems must be distinct, so they are enumerated in order. This only caches a pure
-        # function.
+        # Validation and held-out problems must be distinct, so they are enumerated in order and cached.
         self._distinct: dict[tuple[Message, ...], Problem] = {}
         self._in_order: list[Problem] = []
         self._tried = 0
 
     def problem(self, index: int) -> Problem:
-        """Return problem `index`. Raises `RecipeError` if the generator yields too few suitable problems."""
+        """Return problem `index`. Raises `RecipeError` if the generator has too few problems of the split."""
         if self._split is Split.TRAIN:
             return self._prompts.dress(self._fitting(index))
         while len(self._in_order) <= index:
@@ -136,9 +131,7 @@ def open_reasoning_gym(request: SourceRequest) -> GeneratedSource:
 def _generated(
     request: SourceRequest, drafts: Callable[[Mapping[str, Any]], Callable[[int], Draft]]
 ) -> GeneratedSource:
-    """Build a generator's source. The parameter `answer_pattern` is a regular expression that the whole answer must
-    match.
-    """
+    """Build a generator's source. The whole answer must match the regular expression `answer_pattern`, if given."""
     own = dict(request.parameters)
     answer_pattern = own.pop("answer_pattern", None)
     try:
@@ -156,10 +149,7 @@ def _generated(
 
 
 def addition_drafts(parameters: Mapping[str, Any], *, where: str) -> Callable[[int], Draft]:
-    """Return a function that draws additions such as `12+345=` → `357`.
-
-    Operands have 1 to `max_digits` digits; each length is equally likely.
-    """
+    """Return a function that draws additions such as `12+345=` → `357`, with up to `max_digits` digits."""
     unknown = set(parameters) - {"max_digits"}
     max_digits = parameters.get("max_digits", 3)
     if unknown or not isinstance(max_digits, int) or not 1 <= max_digits <= 18:
@@ -176,12 +166,8 @@ def addition_drafts(parameters: Mapping[str, Any], *, where: str) -> Callable[[i
 def reasoning_gym_drafts(task: str, parameters: Mapping[str, Any], *, where: str) -> Callable[[int], Draft]:
     """Return a function that draws problems of a reasoning-gym task.
 
-    `parameters` are those of the task's configuration class. A draft's metadata holds (task, parameters, index), from
-    which `verifiers/reasoning_gym.py` recreates the entry. This is small on the wire, and no entry has to be
-    serialised.
-
-    Raises:
-        RecipeError: the library is not installed, or does not know the task or a parameter.
+    A draft's metadata holds (task, parameters, index), from which `verifiers/reasoning_gym.py` recreates the entry.
+    Raises `RecipeError` if the library is not installed, or rejects the task or a parameter.
     """
     reserved = {"seed", "size"} & set(parameters)
     if reserved:
@@ -210,7 +196,7 @@ _PROGRAM: Final = "```\nx = int(input())\nprint({})\n```"
 
 
 class _Operation(NamedTuple):
-    """An operation on a number, in words, as code and as a function; `{0}` is its operand, `{1}` the other number."""
+    """An operation on x and a constant n, in words, as code and as a function; `{0}` stands for x and `{1}` for n."""
 
     words: str
     code: str
@@ -237,7 +223,7 @@ class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def open_programs(request: SourceRequest) -> GeneratedSource:
-    """Open the source `programs`. Raises `RecipeError` for unknown parameters."""
+    """Open the source `programs`. Raises `RecipeError` for invalid parameters."""
     parameters = parameters_of(request, _Parameters, source="programs")
     return GeneratedSource(
         lambda key: _drawn(parameters, key),
@@ -269,9 +255,7 @@ def _step(noise: np.random.Generator, max_number: int) -> tuple[_Operation, int]
 
 
 def _inputs(noise: np.random.Generator, steps: list[tuple[_Operation, int]], parameters: _Parameters) -> list[int]:
-    """Return test inputs below and above the numbers in the problem; the first input is a number that the function
-    changes.
-    """
+    """Return test inputs below and above the problem's constants; the function changes the first of them."""
     top = 3 * parameters.max_number
     inputs = [int(noise.integers(top)) for _ in range(parameters.tests)]
     tried = (*range(inputs[0], top), *range(inputs[0]))
@@ -303,9 +287,9 @@ def open_numbered(request: SourceRequest) -> NumberedSource:
 
 @final
 class NumberedSource:
-    """The tasks 0 to `count` − 1 of an environment that has its own: a problem is a number, in `metadata["index"]`.
+    """Tasks 0 to `count` − 1 of an environment that has its own tasks; `metadata["index"]` is the task's number.
 
-    Splits are disjoint by the hash of the number. Training tasks come in epochs, each in its own order.
+    The hash of the number decides the split. Training tasks come in epochs, each in its own order.
     """
 
     def __init__(self, numbers: _Numbers, request: SourceRequest) -> None:
@@ -317,7 +301,7 @@ class NumberedSource:
                 f"{request.where}: the {request.split} split has none of {numbers.count} tasks; raise parameters.count"
             )
         self._chosen = np.array(of_split, np.int64)
-        self._order: tuple[int, NDArray[np.int64]] = (-1, self._chosen)  # the latest epoch, and its permutation
+        self._order: tuple[int, NDArray[np.int64]] = (-1, self._chosen)  # latest epoch and its permutation
 
     def problem(self, index: int) -> Problem:
         """Return problem `index`. Raises `RecipeError` past the end of a validation or held-out split."""

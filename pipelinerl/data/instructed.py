@@ -3,9 +3,8 @@
     parameters = { min_instructions = 1, max_instructions = 3, level = 1, sentences = 3,
                    kinds = ["punctuation:no_comma", …], topics = ["the sea", …] }
 
-Problem i is a pure function of split, seed and i. Its instructions are compatible: its ground truth is an answer that
-follows all of them (`answer_following`). Its metadata lists them in the form that the verifier
-`instruction_following` reads, and a tag gives their number.
+A problem's ground truth is an answer that follows all of its instructions, which are therefore compatible. Its metadata
+lists them for the verifier `instruction_following`, and a tag gives their number.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from pipelinerl.instructions.catalogue import Asked, followed, made
 from pipelinerl.instructions.instruction import Relation, words
 from pipelinerl.types import Message
 
-#: Number of instruction sets tried for a problem; some sets contradict themselves.
+#: Number of instruction sets tried for a problem; some sets are contradictory.
 _TRIES: Final = 200
 
 
@@ -61,7 +60,6 @@ _Draw = Callable[[np.random.Generator, int, str], dict[str, Any]]
 
 
 def _up_to(noise: np.random.Generator, low: int, high: int) -> int:
-    """Return an integer from `low` to `high`, both included."""
     return int(noise.integers(low, high + 1))
 
 
@@ -111,8 +109,8 @@ def _nth_paragraph(noise: np.random.Generator, level: int, _: str) -> dict[str, 
     return {"num_paragraphs": paragraphs, "nth_paragraph": nth, "first_word": _one(noise, _WORDS)}
 
 
-#: How to draw parameters, by kind of instruction. The kind that asks for another language is missing, since reference
-#: answers are in English.
+#: Functions that draw the parameters of each kind of instruction. `language:response_language` is left out, since
+#: reference answers are in English.
 _DRAWS: Final[Mapping[str, _Draw]] = {
     "change_case:capital_word_frequency": _capitals,
     "change_case:english_capital": lambda noise, level, request: {},
@@ -149,8 +147,7 @@ _DRAWS: Final[Mapping[str, _Draw]] = {
     "startend:quotation": lambda noise, level, request: {},
 }
 
-#: At most one kind of each set is chosen: kinds of a set conflict in the answer's layout, its case, its beginning or
-#: its end.
+#: Sets of kinds that conflict in the answer's layout, case, beginning or end. A problem has at most one kind of each.
 _ONE_OF: Final = (
     frozenset(
         {
@@ -169,7 +166,7 @@ class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     min_instructions: Annotated[int, Meta(ge=1, le=8)] = 1
     max_instructions: Annotated[int, Meta(ge=1, le=8)] = 3
     level: Annotated[int, Meta(ge=1, le=5)] = 1
-    """Scale of the instructions' numbers: 1 asks for a few words or points, 5 for five times as many."""
+    """Scale of the instructions' numbers: level 5 requires about five times as many words or points as level 1."""
     sentences: Annotated[int, Meta(ge=1, le=15)] = DEFAULT_SENTENCES
     """Number of sentences in a reference answer whose instructions do not set one."""
     kinds: list[str] = field(default_factory=lambda: list(_DRAWS))
@@ -185,7 +182,7 @@ class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def open_instructions(request: SourceRequest) -> GeneratedSource:
-    """Open the source `instructions`. Raises `RecipeError` for unknown parameters or incompatible instructions."""
+    """Open the source `instructions`. Raises `RecipeError` for invalid parameters."""
     parameters = parameters_of(request, _Parameters, source="instructions")
     return GeneratedSource(
         lambda key: _drawn(parameters, key, where=request.where),
@@ -197,7 +194,6 @@ def open_instructions(request: SourceRequest) -> GeneratedSource:
 
 
 def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
-    """Return the first compatible set of instructions for this key."""
     for attempt in range(_TRIES):
         noise = rng.generator(key, "instructions", attempt)
         topic = _one(noise, parameters.topics)
@@ -225,7 +221,6 @@ def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
 
 
 def _composed(parameters: _Parameters, noise: np.random.Generator, request: str) -> list[Asked]:
-    """Draw compatible instructions: a random number of them, and fewer if too few kinds are compatible."""
     wanted = _up_to(noise, parameters.min_instructions, parameters.max_instructions)
     chosen: list[str] = []
     for place in noise.permutation(len(parameters.kinds)):
@@ -246,7 +241,7 @@ _SENTENCES: Final = (
     "Here is a plain idea about {}.", "Each part of {} has a place.",
 )  # fmt: skip
 _PLACES: Final = ("name", "place", "date", "address", "number", "title", "city", "friend", "time", "color")
-#: Words that contain rare letters.
+#: A word for each rare letter.
 _HOLDERS: Final = {
     "j": "joy",
     "k": "kind",
@@ -257,7 +252,7 @@ _HOLDERS: Final = {
     "y": "day",
     "z": "zoo",
 }
-#: Numbers of sentences tried after the requested number: some instructions are easier to follow in a short text.
+#: Numbers of sentences that are tried if an answer of the requested length does not follow all instructions.
 _OTHER_LENGTHS: Final = (1, 2)
 
 
@@ -266,7 +261,7 @@ def answer_following(
 ) -> str | None:
     """Return an answer about the topic that follows all instructions, or None if none was found.
 
-    The answer has `sentences` sentences unless an instruction asks for another number.
+    The answer has `sentences` sentences unless an instruction requires another number.
     """
     by_kind = {type(each.instruction): each.instruction for each in instructions}
     order = [_SENTENCES[int(place)].format(topic) for place in noise.permutation(len(_SENTENCES))]
@@ -278,7 +273,6 @@ def answer_following(
 
 
 def _formed(by_kind: dict[type, Any], order: Sequence[str], length: int) -> str:
-    """Arrange the sentences in the paragraphs, points or sections that the instructions require."""
     if formats.ConstrainedResponse in by_kind:
         return formats.CONSTRAINED_RESPONSES[0]
     layout = next((each for kind, each in by_kind.items() if kind in _PARTS), None)
@@ -305,7 +299,7 @@ def _formed(by_kind: dict[type, Any], order: Sequence[str], length: int) -> str:
     return " ".join(sentences)
 
 
-#: Functions that return the number of parts that a layout requires.
+#: The number of parts that each layout requires.
 _PARTS: Final[dict[type, Any]] = {
     counts.NumberOfParagraphs: lambda layout: layout.num_paragraphs,
     counts.NthParagraphFirstWord: lambda layout: layout.num_paragraphs,
@@ -320,7 +314,7 @@ def _sentence(order: Sequence[str], place: int) -> str:
 
 
 def _lengthened(sentences: list[str], by_kind: dict[type, Any], order: Sequence[str]) -> list[str]:
-    """Add the required words to the last sentence as clauses, so that the number of sentences stays."""
+    """Append the required words to the last sentence as clauses, which keeps the number of sentences."""
     clauses = list(_clauses(by_kind, " ".join(sentences)))
     wanted = by_kind.get(counts.NumberOfWords)
     if wanted is not None and wanted.relation is Relation.AT_LEAST:
@@ -356,14 +350,12 @@ def _clauses(by_kind: dict[type, Any], text: str) -> list[str]:
 
 
 def _shared_out(sentences: Sequence[str], parts: int) -> list[str]:
-    """Split the sentences into `parts` parts of nearly equal size; the first parts may have a sentence more."""
     size, more = divmod(len(sentences), parts)
     ends = [place * size + min(place, more) for place in range(parts + 1)]
     return [" ".join(sentences[begin:end]) for begin, end in pairwise(ends)]
 
 
 def _surrounded(text: str, by_kind: dict[type, Any], topic: str) -> str:
-    """Add title, postscript, end phrase and so on, and set the required case."""
     if formats.Title in by_kind:
         text = f"<<About {topic}>>\n{text}"
     if formats.Postscript in by_kind:

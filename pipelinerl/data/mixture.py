@@ -1,13 +1,12 @@
 """A weighted mixture of domains: problem i of a run is a pure function of (seed, quota, weights, i).
 
-Domains get their shares by a quota, not by chance. Problems come in blocks of `size`, which are the groups of one step.
-On the line of cumulative weights, each domain is an interval. A block places `size` evenly spaced points on that line,
-and a domain gets as many problems as points fall into its interval (systematic sampling, Madow and Madow 1944). The
-number is the floor or ceiling of size × share, and exact where size × share is whole.
+Domains get their shares by a quota, not by chance. Problems come in blocks of `quota.size`, the groups of one step. On
+the line of cumulative weights, each domain is an interval. A block places `size` evenly spaced points on that line, and
+a domain gets as many problems as points fall into its interval (systematic sampling, Madow and Madow 1944): the floor
+or ceiling of size × share.
 
-The first point moves by the golden ratio from block to block, which gives the sequence of lowest discrepancy. Over any
-number of blocks, a domain's count therefore stays within a few problems of its share. Within a block, the order of
-domains is shuffled by seed.
+The first point moves by the golden ratio from block to block, the sequence of lowest discrepancy. A domain's count over
+any number of blocks therefore stays within a few problems of its share. Order within a block is shuffled by seed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from pipelinerl.types import Problem, Quota
 
 #: Golden ratio conjugate, (√5 − 1) / 2.
 _GOLDEN: Final = (math.sqrt(5.0) - 1.0) / 2.0
-#: The quota without blocks, so shares hold only over many problems.
+#: A quota with blocks of one problem: shares hold only over many problems.
 _NO_BLOCKS: Final = Quota(0, 1)
 
 
@@ -40,10 +39,9 @@ class Domain:
 
 
 def groups_of_step(rollouts: int, sizes: Mapping[str, int], weights: Mapping[str, float]) -> int:
-    """Return the number of groups in a step of `rollouts`, rounded to the nearest integer.
+    """Return the number of groups in a step of about `rollouts`, given each domain's group size and weight.
 
-    `sizes` and `weights` give the group size and the share of each domain. The step has exactly `rollouts` if all
-    domains have the same group size and it divides `rollouts`.
+    The step has exactly `rollouts` if all domains have the same group size and it divides `rollouts`.
     """
     mean = sum(weights[name] * size for name, size in sizes.items()) / sum(weights[name] for name in sizes)
     return max(1, round(rollouts / mean))
@@ -51,22 +49,20 @@ def groups_of_step(rollouts: int, sizes: Mapping[str, int], weights: Mapping[str
 
 @final
 class Mixture:
-    """Chooses the domain of problem i by quota, then takes problem i from that domain's source."""
+    """A weighted mixture of domains. It chooses problem i's domain by quota, and takes problem i of its source."""
 
     def __init__(self, domains: Sequence[Domain], *, seed: int, quota: Quota = _NO_BLOCKS) -> None:
-        """Create the mixture; `quota` applies to problems that are requested without a quota of their own."""
+        """Create the mixture; `quota` applies to calls that give none."""
         if not domains or any(not (math.isfinite(domain.weight) and domain.weight > 0) for domain in domains):
             weights = {domain.name: domain.weight for domain in domains}
             raise RecipeError(f"domains must be one or more with positive finite weights, got {weights}")
         self._domains = tuple(domains)
         self._seed = seed
         self._quota = quota
-        self._permutation: tuple[tuple[Quota, int], list[int]] = ((quota, -1), [])  # latest block and its permutation
+        self._permutation: tuple[tuple[Quota, int], list[int]] = ((quota, -1), [])  # of the latest block
 
     def domain(self, index: int, weights: Mapping[str, float] | None = None, quota: Quota | None = None) -> Domain:
-        """Return the domain of problem `index`. `weights`, by domain name and not all 0, override the domains' own
-        weights.
-        """
+        """Return the domain of problem `index`. `weights` by domain name, not all 0, override the domains' weights."""
         shares = [domain.weight if weights is None else weights[domain.name] for domain in self._domains]
         cumulative = list(itertools.accumulate(shares))
         quota = quota or self._quota
@@ -81,15 +77,11 @@ class Mixture:
     def problem(
         self, index: int, weights: Mapping[str, float] | None = None, quota: Quota | None = None, ahead: int = 0
     ) -> Problem:
-        """Return problem `index` ≥ 0 of the run.
-
-        With `ahead`, the domain is still that of `index`, but its source gives problem `index + ahead`. `weights` and
-        `quota` are as for `domain`.
-        """
+        """Return problem `index` ≥ 0 of the run; with `ahead`, problem `index + ahead` of the same domain's source."""
         return self.domain(index, weights, quota).source.problem(index + ahead)
 
     def _places(self, quota: Quota, block: int) -> list[int]:
-        """Return for each problem of a block which of the block's points decides its domain: a permutation by seed."""
+        """Return, for each problem of a block, the number of the point that decides its domain."""
         if self._permutation[0] != (quota, block):
             noise = rng.generator(self._seed, "quota", quota.since, block)
             self._permutation = (quota, block), noise.permutation(quota.size).tolist()

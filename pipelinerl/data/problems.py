@@ -1,15 +1,15 @@
-"""Opening of problem sources: by the name that a recipe gives, through the registry, or from a user's function.
+"""Opening of the problem source that a recipe names: a registered source, or a user's function.
 
 To add a source to the package, write a function `(SourceRequest) -> ProblemSource` and a line in `registry.SOURCES`. A
-user's own source is a function in the user's file that takes the recipe's `parameters` and returns problems:
+user's source is a function in the user's file that takes the recipe's `parameters` and returns problems:
 
     def problems(level: int = 1):
         return [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(1000)]
 
 Each problem is a dict with `prompt` or `messages`, `answer` and optionally `metadata` and `tags`. The hash of its
-question decides its split, as for rows of files, unless the function has a parameter `split`. Such a function is called
-once per split, with the split's name. A function may also have a parameter `seed`. An object with a method
-`problem(index)` that returns `Problem`s, such as an endless generator, is a `ProblemSource` and is used directly.
+question decides its split, as for rows of files. A function with a parameter `split` is instead called once per split,
+with the split's name. A function may also have a parameter `seed`. It may also return a `ProblemSource`, an object with
+a method `problem(index)` that returns `Problem`s.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pipelinerl.types import Message, Problem
 
 __all__ = ["ProblemSource", "Split", "open_source"]
 
-#: Number of a generator's problems that are checked; all its problems, including evaluation's, are of the same kind.
+#: Number of problems that are checked of a generator, whose problems are all of the same kind.
 _OF_A_GENERATOR: Final = 2
 
 
@@ -44,26 +44,18 @@ def open_source(
     parameters: Mapping[str, Any] | None = None,
     prompts: Prompts = NO_PROMPTS,
 ) -> ProblemSource:
-    """Open the source that a recipe names: a registered one, with an argument after its colon, or a user's own.
+    """Open a registered source, given as `name` or `name:argument`, or a user's source, given as a reference.
 
-    Raises:
-        RecipeError: the source is unknown, or its parameters or its file are invalid.
+    Raises `RecipeError` if the source is unknown, or its parameters or its file are invalid.
     """
     request = SourceRequest(domain=domain, split=split, seed=seed, parameters=dict(parameters or {}), prompts=prompts)
     return _opened(source, request)
 
 
 def look_at(source: str, request: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
-    """Make and check the first problems of the source that a recipe names; return the first problem, or None if there
-    is none.
+    """Build and check a source's first problems, at most `head`; return the first one, or None if there is none.
 
-    `head` limits how much data is checked. Of a generator a few problems suffice, since all are of one kind.
-
-    Args:
-        check: raises `RecipeError` for a problem that cannot be verified.
-
-    Raises:
-        RecipeError: a problem cannot be made, or is rejected; the message names its row, or else its id.
+    Raises `RecipeError`, which names a row or id, if a problem cannot be built, or `check` raises `RecipeError`.
     """
     name, argument = _name_of(source)
     if name in registry.LOOKS:
@@ -91,37 +83,30 @@ def _opened(source: str, request: SourceRequest) -> ProblemSource:
 
 
 def check_source(source: str, *, domain: str) -> None:
-    """Check only the source's name; for a user's source, import its file.
-
-    Raises:
-        RecipeError: the source is unknown, or a package that it needs is not installed.
-    """
+    """Raise `RecipeError` if a source is unknown, needs a package that is missing, or cannot be imported."""
     registry.find(f"domains.{domain}.source", registry.SOURCES, _name_of(source)[0])
 
 
 def _name_of(source: str) -> tuple[str, str]:
-    """Return the registered name of a source and the text after its colon.
-
-    A user's reference, which has its own colon, is returned whole as the name.
-    """
+    """Split a registered source into its name and argument; return a user's reference, which has a colon, whole."""
     name, _, argument = source.partition(":")
     return (name, argument) if name in registry.SOURCES else (source, "")
 
 
-#: Longest list of problems; a larger source must be a `ProblemSource` or files.
+#: Largest number of problems that a user's function may return; a larger source must be a `ProblemSource` or files.
 MOST_ROWS: Final = 10_000_000
 
 
 @final
 class UserSource:
-    """A user's `ProblemSource`, with the domain's prompts added."""
+    """A user's `ProblemSource` with the domain's prompts."""
 
     def __init__(self, source: Any, request: SourceRequest) -> None:
         self._source = source
         self._request = request
 
     def problem(self, index: int) -> Problem:
-        """Return the user's problem `index`. Raises `RecipeError` for an invalid problem."""
+        """Return problem `index` of the user's source. Raises `RecipeError` for an invalid problem."""
         problem = self._source.problem(index)
         if not isinstance(problem, Problem) or not all(isinstance(each, Message) for each in problem.messages):
             raise RecipeError(
@@ -132,11 +117,7 @@ class UserSource:
 
 
 def open_users(function: Any, request: SourceRequest) -> ProblemSource:
-    """Open the source that a user's function returns.
-
-    Raises:
-        RecipeError: it is not a function, does not take the recipe's parameters, or returns no problems.
-    """
+    """Open the source that a user's function returns. Raises `RecipeError` if it is unsuitable or has no problems."""
     if not callable(function):
         raise RecipeError(f"{request.where}.source must name a function, got {function!r:.80}")
     wanted = inspect.signature(function).parameters.keys() - request.parameters.keys()
@@ -167,7 +148,7 @@ def _indexed(made: Any, field_map: FieldMap, function: Callable[..., Any], reque
             f"{request.where}.source: {_name(function)} must return problems, as dicts with prompt and answer, or an "
             f"object with a method problem(index); got {made!r:.80}"
         )
-    rows: Any = made  # not copied into a list: a data set may make its rows on demand
+    rows: Any = made  # not copied into a list, since a data set may build its rows on demand
     if not (hasattr(made, "__len__") and hasattr(made, "__getitem__")):
         rows = list(itertools.islice(made, MOST_ROWS + 1))
     if len(rows) > MOST_ROWS:

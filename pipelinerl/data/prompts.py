@@ -1,9 +1,9 @@
-"""`Prompts`: what a domain adds to the prompts of its problems: a system prompt, few-shot messages and a template.
+"""`Prompts`: the system prompt, few-shot messages and template that a domain adds to its problems.
 
     [system prompt] [few-shot messages …] [the problem's messages, the last user message through the template]
 
-A problem keeps its id and split under any prompts, and an empty question is rejected. All parts are text: no message of
-a user or of data becomes a control token (`models/control_tokens.py`).
+Prompts do not change a problem's id and split. All parts are text and never become control tokens
+(`models/control_tokens.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.types import Message, Problem
 
 _PLACE: Final = re.compile(r"\{([A-Za-z_]\w*)\}|\{\{\}\}")
-#: Syntax that only Jinja has: `{{ name }}`, `{% if … %}`, `{# … #}`. LaTeX's `\boxed{}` and `\boxed{{}}` do not match.
+#: Syntax of Jinja: `{{ name }}`, `{% if … %}`, `{# … #}`. LaTeX's `\boxed{}` and `\boxed{{}}` do not match.
 _JINJA: Final = re.compile(r"\{\{-?\s*[^\s{}-]|\{%|\{#")
 #: Errors raised when a template computes with a field of an unexpected type.
 _FAILURES: Final = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
@@ -26,14 +26,11 @@ _FAILURES: Final = (TypeError, ValueError, ArithmeticError, LookupError, Attribu
 
 @final
 class Template:
-    """A prompt with placeholders for a problem's fields, as a Jinja template or with `{field}` alone.
+    """A prompt with placeholders for a problem's fields: a Jinja template, or a text with `{field}`.
 
-    Field values stay text and are never parsed as a template. A template can access only the fields (Jinja's sandbox).
-    A missing field raises an error that names it; it never renders as an empty string. Errors begin with `where`, the
-    template's key in the recipe. Templates with equal text are equal.
-
-    Raises:
-        RecipeError: the text uses Jinja syntax but is not a valid template.
+    Field values are never parsed as a template, and a template can access only the fields (Jinja's sandbox). Errors
+    begin with `where`, the template's key in the recipe. Templates with equal text are equal. Raises `RecipeError` if
+    the text uses Jinja syntax but is not a valid template.
     """
 
     def __init__(self, text: str, *, where: str = "prompt_template") -> None:
@@ -51,15 +48,11 @@ class Template:
 
     @property
     def fields(self) -> frozenset[str]:
-        """The fields that the template mentions."""
+        """Names of the fields that the template mentions."""
         return self._compiled[1] if self.is_jinja else frozenset(filter(None, _PLACE.findall(self.text)))
 
     def render(self, fields: Mapping[str, Any]) -> str:
-        """Return the text with the fields filled in; a field that is None counts as missing.
-
-        Raises:
-            RecipeError: a field is missing, or the template cannot compute with it.
-        """
+        """Return the text with the fields filled in. Raises `RecipeError` if a field is missing, None or unsuitable."""
         present = {name: value for name, value in fields.items() if value is not None}
         if self.is_jinja:
             return self._rendered(present)
@@ -83,7 +76,6 @@ class Template:
 
     @cached_property
     def _compiled(self) -> tuple[Any, frozenset[str]]:
-        """The compiled Jinja template, and the fields that it mentions."""
         from jinja2 import StrictUndefined, TemplateSyntaxError, meta
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -111,8 +103,8 @@ class Prompts:
     """The parts of a prompt that a domain adds.
 
     Attributes:
-        system: system prompt, which comes first and replaces the problem's own system message.
-        few_shot: messages that come before the problem's messages.
+        system: system prompt, which replaces the problem's system message.
+        few_shot: messages between the system prompt and the problem's messages.
         template: rewrites the last user message. Its fields are those of the problem's row, or `prompt` (the original
             message) and the fields of the metadata.
     """
@@ -122,7 +114,7 @@ class Prompts:
     template: Template | None = None
 
     def around(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """Return these messages, preceded by the system prompt and the few-shot messages."""
+        """Return the messages with the system prompt and the few-shot messages before them."""
         if not (self.system or self.few_shot):
             return tuple(messages)
         own = [message for message in messages[:1] if message.role == _SYSTEM]
@@ -130,11 +122,7 @@ class Prompts:
         return (*first, *self.few_shot, *messages[len(own) :])
 
     def dress(self, problem: Problem) -> Problem:
-        """Return the problem with this domain's prompts.
-
-        Raises:
-            RecipeError: the template needs a field that the problem does not have, or the question is empty.
-        """
+        """Return the problem with this domain's prompts. Raises `RecipeError` for a missing field or empty question."""
         messages = problem.messages
         if self.template is not None:
             fields = {"prompt": question(messages), **problem.metadata}
@@ -151,15 +139,12 @@ NO_PROMPTS: Final = Prompts()
 
 
 def question(messages: Sequence[Message]) -> str | None:
-    """Return the last user message's text."""
+    """Return the text of the last user message; None if there is none."""
     return next((message.content for message in reversed(messages) if message.role == _USER), None)
 
 
 def has_no_question(messages: Sequence[Message]) -> bool:
-    """Return whether there is no message to answer, or the last message holds only white space.
-
-    A tool's message may be empty: the tool may have found nothing.
-    """
+    """Return True if there are no messages, or the last one is blank and not a tool's, whose result may be empty."""
     return not messages or (messages[-1].role != _TOOL and not messages[-1].content.strip())
 
 

@@ -1,8 +1,7 @@
 """`ProblemSource`, the interface of a source, and `Draft`, a problem before its split is known.
 
-A source is a pure function of (seed, split, i). It keeps no state, does not depend on the order of calls, and uses no
-network. The splits are disjoint by construction: only the hash of a problem's text decides its split. The seed, the
-domain, the source's parameters and the domain's prompts play no part.
+A source is a pure function of (seed, split, i): it does not depend on the order of calls, and uses no network. Splits
+are disjoint by construction, because only the hash of a problem's text decides its split.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class ProblemSource(Protocol):
     """An endless (training) or finite (validation, held-out) sequence of problems."""
 
     def problem(self, index: int) -> Problem:
-        """Return problem `index` ≥ 0, the same one each time. Raises `RecipeError` past the end of a finite source."""
+        """Return problem `index` ≥ 0. Raises `RecipeError` past the end of a finite source."""
         ...
 
 
@@ -32,13 +31,7 @@ class ProblemSource(Protocol):
 class SourceRequest:
     """Arguments with which a source is opened.
 
-    Attributes:
-        argument: the text after the colon of the source's name, such as the task of reasoning_gym.
-        domain: the domain's name, which its problems carry.
-        split: the split to open.
-        seed: determines the order of problems.
-        parameters: the source's own parameters in the recipe.
-        prompts: the domain's prompts.
+    `argument` is the text after the colon of the source's name. `seed` determines the order of problems.
     """
 
     argument: str = ""
@@ -55,9 +48,7 @@ class SourceRequest:
 
 
 class Split(StrEnum):
-    """Purpose of a problem. `validation` is for choosing settings, `held_out` for reporting; neither split is trained
-    on.
-    """
+    """Purpose of a problem: training, choosing settings (`validation`), or reporting (`held_out`)."""
 
     TRAIN = "train"
     VALIDATION = "validation"
@@ -79,7 +70,7 @@ class Draft:
 
 
 def text_of(messages: Sequence[Message]) -> str:
-    """Return the conversation as one text, which identifies the problem."""
+    """Join the messages to one text, which identifies the problem."""
     return "\x1e".join(f"{message.role}\x1f{message.content}" for message in messages)
 
 
@@ -89,12 +80,12 @@ def digest_of(text: str) -> bytes:
 
 
 def split_of_digest(digest: int) -> Split:
-    """Assign 80 % to train, 10 % to validation and 10 % to held-out, by the digest as a little-endian number."""
+    """Return the split of a problem by its digest, as a little-endian number: 80 % train, 10 % each other split."""
     return _SET_APART.get(digest % _BUCKETS, Split.TRAIN)
 
 
 def are_of(digests: NDArray[np.uint64], splits: Collection[Split]) -> NDArray[np.bool_]:
-    """Return a mask, bool [N], of the digests whose problems belong to one of `splits`."""
+    """Return the mask, bool [N], of the digests that belong to one of `splits`."""
     wanted = np.array([split_of_digest(bucket) in splits for bucket in range(_BUCKETS)])
     return wanted[digests % np.uint64(_BUCKETS)]
 
@@ -105,7 +96,7 @@ def split_of(messages: Sequence[Message]) -> Split:
 
 
 def to_problem(draft: Draft, domain: str, *, name: str = "") -> Problem:
-    """Build the problem; its id ends with `name`, or with the digest of its text if `name` is empty."""
+    """Build a problem whose id ends with `name`, or with the digest of its text if `name` is empty."""
     return Problem(
         problem_id=f"{domain}:{name or digest_of(text_of(draft.messages)).hex()}",
         domain=domain,

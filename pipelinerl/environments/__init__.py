@@ -1,3 +1,1 @@
-"""Environments: users' programs that talk to the model through the gateway, which forwards their requests to an
-engine.
-"""
+"""Environments: users' programs that talk to the model through the gateway, which forwards requests to an engine."""

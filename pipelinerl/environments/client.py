@@ -1,6 +1,6 @@
-"""Client through which user code in an episode host calls the model. It is shaped like `openai.AsyncOpenAI`.
+"""Client through which user code calls the model, with an interface like that of `openai.AsyncOpenAI`.
 
-answer = await client.chat(messages)    a `ChatAnswer`; it may be one of the messages of the next request
+answer = await client.chat(messages)    a `ChatAnswer`, which may be a message of the next request
 completion = await client.chat.completions.create(messages=messages)    OpenAI's object, as attributes
 client.base_url, client.api_key         for any other program that speaks OpenAI's API
 """
@@ -18,23 +18,23 @@ from pipelinerl.system.http_client import call_timeout
 if TYPE_CHECKING:
     import aiohttp
 
-#: Upper bound for one answer; the episode's own deadline ends it earlier.
+#: Upper bound for one answer; the episode's deadline is earlier.
 _LONGEST_TURN_S: Final = 86_400.0
 _OVER: Final = frozenset({"episode_over", "context_length_exceeded", "episode_not_found"})
 
 
 class ChatRefused(Exception):
-    """The gateway refused a request; the message says why."""
+    """The gateway rejected a request; the message gives the reason."""
 
 
 class ConversationOver(ChatRefused):
-    """The episode reached a limit, so no further answer is sampled; the answers so far are judged as usual."""
+    """The episode reached a limit, so no further answer is sampled; earlier answers are judged as usual."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """One answer of the model. `message` is the part that the next request repeats in its messages."""
+    """One answer of the model; the next request repeats its `message`."""
 
     message: Mapping[str, Any]
     finish_reason: str
@@ -60,19 +60,16 @@ class EpisodeClient:
     """One agent's access to the model in one episode."""
 
     def __init__(self, session: aiohttp.ClientSession, *, base_url: str, api_key: str) -> None:
-        """Create a client; `base_url` ends with the agent's name and `/v1`."""
+        """Create a client; `base_url` ends with `/<agent's name>/v1`."""
         self._session = session
         self.base_url = base_url
         self.api_key = api_key
         self.chat = ChatCalls(self)
 
     def agent(self, name: str, *, trains: bool = True) -> EpisodeClient:
-        """Return the client of another agent of the same episode, with conversations of its own.
+        """Return the client of another agent of the same episode. Raises `ValueError` if `name` is no identifier.
 
-        The turns of an agent with `trains=False` are not trained on and are not part of the rollout.
-
-        Raises:
-            ValueError: the name is not an identifier.
+        Turns of an agent with `trains=False` are not part of the rollout.
         """
         if not name.isidentifier():
             raise ValueError(f"client.agent: the name must be an identifier, got {name!r}")
@@ -81,15 +78,13 @@ class EpisodeClient:
         return EpisodeClient(self._session, base_url=f"{episode}/{prefix}{name}/v1", api_key=self.api_key)
 
     async def reward(self, value: float) -> None:
-        """Add to the reward of this agent's latest turn."""
+        """Add `value` to the reward of this agent's latest turn."""
         await self.post("/reward", {"reward": float(value)})
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Send a request to the gateway and return its answer.
+        """Send a request to the gateway and return the JSON of its response.
 
-        Raises:
-            ConversationOver: a limit of the episode is reached.
-            ChatRefused: the gateway refuses for another reason.
+        Raises `ConversationOver` if a limit of the episode is reached, or else `ChatRefused`.
         """
         base = self.base_url if path.startswith("/chat") else self.base_url.removesuffix("/v1")
         async with self._session.post(
@@ -105,7 +100,7 @@ class EpisodeClient:
 
 @final
 class ChatCalls:
-    """The interface `client.chat`: callable, with OpenAI's `completions.create`."""
+    """The interface `client.chat`, a function with OpenAI's `completions.create` as attribute."""
 
     def __init__(self, client: EpisodeClient) -> None:
         self._client = client

@@ -1,8 +1,8 @@
 """Episodes played by a program in a subprocess, such as an agent with a command line.
 
-The program finds the model at `OPENAI_BASE_URL` with the key `OPENAI_API_KEY`, where OpenAI's clients look for it. An
-exit status other than 0 is a failure of the environment. The program's output goes to the actor's output, and its last
-line of errors into the reason of a failure.
+The program finds the model at `OPENAI_BASE_URL` with the key `OPENAI_API_KEY`, as OpenAI's clients do. An exit status
+other than 0 is a failure of the environment. The program's output goes to the actor's output. The last line of its
+standard error becomes the reason of a failure.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -55,7 +55,7 @@ class Commands:
         try:
             async with asyncio.timeout(timeout_s):
                 status = await process.wait()
-                await asyncio.wait({copying}, timeout=_LAST_WORDS_S)  # a child of the program may keep it open
+                await asyncio.wait({copying}, timeout=_LAST_WORDS_S)  # a child of the program may keep stderr open
         finally:
             copying.cancel()
             await to_its_end(_end(process))
@@ -65,14 +65,13 @@ class Commands:
         return EpisodeEnd(how="returned")
 
     async def start(self) -> None:
-        """Do nothing: there is nothing to start."""
+        """Do nothing: each episode starts its own program."""
 
     async def close(self) -> None:
-        """Do nothing: no state is kept between episodes."""
+        """Do nothing: no program outlives its episode."""
 
 
 async def _copied(process: Process, tail: bytearray) -> None:
-    """Copy the program's errors to those of this process, and keep the end of them in `tail`."""
     assert process.stderr is not None
     while some := await process.stderr.read(_TAIL_BYTES):
         sys.stderr.buffer.write(some)
@@ -82,7 +81,6 @@ async def _copied(process: Process, tail: bytearray) -> None:
 
 
 async def _end(process: Process) -> None:
-    """Terminate the program and its children."""
     for number, timeout_s in ((signal.SIGTERM, _TERMINATE_S), (signal.SIGKILL, _END_S)):
         if process.returncode is not None:
             break

@@ -1,4 +1,4 @@
-"""Environments as classes, and the values that user code receives (`Task`, `EpisodeClient`).
+"""`Environment`, the interface of a user's class, and the values that user code receives.
 
 A user writes one of these:
 
@@ -6,7 +6,7 @@ A user writes one of these:
     class Game: reset, step, close              an `Environment`; pipelinerl runs the loop around it
     command = ["python", "cli.py", "{task}"]    a program in a subprocess, whose answers the domain's verifier judges
     environment = "openenv:http://…"            a server that speaks OpenEnv's protocol
-    environment = "verifiers:my_taskset"        a taskset of the library verifiers, in a Python environment of its own
+    environment = "verifiers:my_taskset"        a taskset of the library verifiers, in a separate Python environment
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 
 from pipelinerl.types import Message, Problem
 
-#: Prefixes of environments that are no user code here: a server, and a taskset of the library verifiers.
+#: Prefixes of environments that run outside this Python environment: a server, and a taskset of the library verifiers.
 OPENENV: Final = "openenv:"
 VERIFIERS: Final = "verifiers:"
 #: Prefix of the names of agents whose turns are not trained on.
@@ -29,7 +29,7 @@ ChatInput = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """The task of an episode: a problem of the domain's source, and a seed for the environment's own randomness."""
+    """The task of an episode: a problem of the domain's source, and a seed for the environment's randomness."""
 
     problem_id: str
     domain: str
@@ -41,7 +41,7 @@ class Task:
 
     @classmethod
     def of(cls, problem: Problem, *, seed: int) -> Task:
-        """Return the task for `problem`."""
+        """Build the task for `problem`."""
         return cls(
             problem_id=problem.problem_id,
             domain=problem.domain,
@@ -54,7 +54,7 @@ class Task:
 
     @property
     def problem(self) -> Problem:
-        """The same problem as a `Problem`, which verifiers take."""
+        """The task as a `Problem`, for verifiers."""
         return Problem(
             problem_id=self.problem_id,
             domain=self.domain,
@@ -67,9 +67,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentStep:
-    """An environment's reaction to a message of the model: new messages, the turn's reward, and whether the episode
-    ends.
-    """
+    """Reaction to a message of the model: new messages, the turn's reward, and whether the episode ends."""
 
     messages: Sequence[ChatInput] = ()
     reward: float = 0.0
@@ -77,37 +75,33 @@ class EnvironmentStep:
 
 
 class Environment(Protocol):
-    """One conversation. Methods may be `async`; others run in a thread. The class is constructed with the recipe's
-    `environment_options` as keyword arguments.
-    """
+    """One conversation, constructed with the recipe's `environment_options`. Methods may be `async`."""
 
     def reset(self, task: Task, seed: int) -> Any:
-        """Return the first messages (or one, or the text of one), or None for the task's own messages."""
+        """Return the first messages, one message, or its text; None means the task's messages."""
         ...
 
     def step(self, answer: Any) -> Any:
-        """Return the `EnvironmentStep`, or (messages, reward, done), that follows the `ChatAnswer` of the model."""
+        """Return the `EnvironmentStep`, or (messages, reward, done), after the model's `ChatAnswer`."""
         ...
 
     def close(self) -> Any:
-        """Release resources of the conversation. Called once, however the episode ends."""
+        """Release the conversation's resources; called once, even if the episode fails."""
         ...
 
 
 class History(StrEnum):
-    """The way in which a conversation is continued."""
+    """Source of the earlier tokens when a conversation continues."""
 
     EXACT = "exact"
-    """Continue the sampled tokens themselves: thinking stays in the context."""
+    """The sampled tokens themselves: thinking stays in the context."""
     TEMPLATE = "template"
-    """Render all messages by the chat template, as in deployment: a template may drop earlier thinking."""
+    """All messages, rendered by the chat template as in deployment; a template may drop earlier thinking."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
-    """Limits of one episode. `turn_tokens` of None means the prompt order's `max_tokens`; `timeout_s` covers the whole
-    episode.
-    """
+    """Limits of one episode; a `turn_tokens` of None means the prompt order's `max_tokens`."""
 
     max_turns: int = 20
     timeout_s: float = 600.0

@@ -1,14 +1,13 @@
-"""The turns of one episode, matched with the messages that its agents send. Pure.
+"""The turns of one episode, matched with the messages that its agents send. Without I/O.
 
-OpenAI's API requires that each request holds all messages of the conversation. The tokens of the longest prefix that
-ends in an answer of the model are known. The engine continues those tokens with the messages that follow:
+In OpenAI's API, each request holds all messages of the conversation. Of the longest prefix that ends in an answer of
+the model, the tokens are known. The engine continues these tokens with the messages that follow:
 
     request ─▶ `plan` ─▶ engine ─▶ `record` ─▶ answer
 
-Each sampled token is recorded once. The prompt order decides on sampling: an agent's temperature is overridden, and an
-agent can only lower the prompt order's token limit. An answer is abandoned if its agent repeats the request instead of
-reading the answer. A history that differs from the sampled one begins a new segment. So does a chat template that
-renders earlier turns differently once messages follow.
+Each sampled token is recorded once. The prompt order overrides an agent's sampling parameters; an agent can only lower
+the token limit. An answer is abandoned if its agent repeats the request without reading the answer. A new segment
+begins where the history differs from the sampled one, or where the chat template renders earlier turns differently.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from pipelinerl.environments.environment import EpisodeLimits, History
 from pipelinerl.errors import RecordError
 from pipelinerl.types import ROOT, Priority, PromptOrder, Purpose, Rollout, Turn, TurnNote, Verdict, VersionSpan
 
-#: Thinking as chat templates write it. An answer may lack the opening tag: some templates put it into the prompt.
+#: Thinking, up to its closing tag; some templates put the opening tag into the prompt.
 _THINKING: Final = re.compile(r"\A(?:(?!</think>).)*</think>", re.DOTALL)
-#: The beginning of a tool call in an answer's text, in each format. Successfully parsed calls are not part of the text.
+#: The beginning of a malformed tool call, in each format; parsed calls are not part of an answer's text.
 _CALL: Final = re.compile(r'<tool_call>|<\|python_tag\|>|\A\s*\{\s*"name"\s*:')
-#: Sampling parameters of an agent's request that are dropped and counted, because the prompt order decides on sampling.
+#: Parameters of an agent's request that the prompt order overrides; they are dropped and counted.
 _SAMPLING: Final = frozenset(
     {
         "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty",
@@ -54,31 +53,29 @@ _SAMPLING: Final = frozenset(
     }
 )  # fmt: skip
 _NO_TOKENS: Final = np.zeros(0, np.int32)
-#: Fields that only the gateway may set in an engine's request.
+#: Fields of an engine's request that only the gateway may set.
 _OURS: Final = frozenset(
     {"prompt_token_ids", "prefixes", "return_token_ids", "return_routed_experts", "continue_token_ids", "continue_from"}
 )
 
 
 class NewSegment(StrEnum):
-    """The reason why a turn begins a new segment."""
+    """Reason why a turn begins a new segment."""
 
     FIRST = "first"
     """It is the first turn of its agent."""
     HISTORY_DIFFERS = "history_differs"
-    """No earlier turn has these messages: the agent changed or compacted them."""
+    """No earlier turn has these messages, because the agent changed or compacted them."""
     TOOLS_DIFFER = "tools_differ"
-    """The agent offers other tools than in earlier turns; the prompt describes tools, so it differs."""
+    """The agent offers other tools than in earlier turns, so the prompt, which describes them, differs."""
     DOES_NOT_APPEND = "template_does_not_append"
-    """The chat template renders the earlier turns to other tokens than those that were sampled."""
+    """The chat template renders earlier turns to other tokens than were sampled."""
     FORKED = "forked"
-    """An earlier turn already continues the same answer."""
+    """Another turn already continues the same answer."""
 
 
 class EpisodeOver(InvalidRequest):
-    """The episode reached a limit, so no further answer is sampled. OpenAI's client does not retry the response's
-    status.
-    """
+    """The episode reached a limit, so no further answer is sampled; OpenAI's client does not retry the status."""
 
     code = "episode_over"
 
@@ -86,12 +83,16 @@ class EpisodeOver(InvalidRequest):
 @final
 @dataclass(slots=True, eq=False)
 class RecordedTurn:
-    """A recorded turn, and `parent`, the turn that it continues. `request_key` identifies the messages that it answers.
+    """A recorded turn.
 
-    `new_segment` is the reason why the turn begins a new segment; None if it does not. `read` is set once a request
-    continues the answer. An `abandoned` turn trains nothing: its agent repeated the request without having read the
-    answer. `agent_key` identifies the agent's own request: it differs from `request_key` in a turn that continues calls
-    of the recipe's tools. `results` are answers to such calls that the agent does not know of.
+    Attributes:
+        parent: the turn that this turn continues.
+        request_key: identifies the messages that the turn answers.
+        agent_key: identifies the agent's request; differs from `request_key` after calls of the recipe's tools.
+        new_segment: the reason why the turn begins a new segment; None if it does not.
+        read: True once a request continues the answer.
+        abandoned: True if the agent repeated the request without reading the answer; the turn is not trained on.
+        results: results of calls of the recipe's tools, which the agent does not see.
     """
 
     parent: RecordedTurn | None
@@ -112,7 +113,7 @@ class RecordedTurn:
 
     @property
     def path(self) -> list[RecordedTurn]:
-        """The turns from the conversation's first turn to this turn."""
+        """The turns from the conversation's first to this one."""
         turns: list[RecordedTurn] = []
         at: RecordedTurn | None = self
         while at is not None:
@@ -122,7 +123,7 @@ class RecordedTurn:
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """All tokens of the conversation up to the end of this turn."""
+        """All tokens of the conversation up to the end of this turn, i32 [N]."""
         parts = [ids for each in self.path for ids in (each.turn.context_token_ids, each.turn.token_ids)]
         return np.concatenate(parts)
 
@@ -147,18 +148,18 @@ class PlannedTurn:
 @final
 @dataclass(slots=True)
 class ToolCalls:
-    """Counts of tool calls in answers to requests that offered tools; a malformed call stays text."""
+    """Counts of tool calls in answers to requests that offer tools; a malformed call stays text."""
 
     offered: bool = False
     parsed: int = 0
     malformed: int = 0
     failed: int = 0
-    """Calls of the recipe's tools that failed by the model's fault."""
+    """Number of calls of the recipe's tools that failed by the model's fault."""
 
 
 @final
 class Episode:
-    """One sample of a prompt order. For use from a single event loop."""
+    """The episode of one sample of a prompt order; for use from a single event loop."""
 
     def __init__(self, order: PromptOrder, sample: int, limits: EpisodeLimits) -> None:
         self.order = order
@@ -166,37 +167,37 @@ class Episode:
         self.limits = limits
         self.secret = secrets.token_hex(16)
         self.overridden: Counter[str] = Counter()
-        """How often the prompt order has overridden a parameter of the agent, by the parameter's name."""
+        """Number of times that the prompt order overrode a parameter of an agent, by the parameter's name."""
         self.calls = ToolCalls()
         self.sampling_s = 0.0
-        """Seconds that its turns took to sample."""
+        """Seconds spent on sampling the turns."""
         self.over = ""
-        """The reason why no further turn is sampled; empty while the episode continues."""
+        """Reason why no further turn is sampled; empty while the episode continues."""
         self.last: RecordedTurn | None = None
         """The latest turn that trains."""
         self._turns: list[RecordedTurn] = []
         self._by_key: dict[bytes, RecordedTurn] = {}
         self._unread: dict[bytes, list[RecordedTurn]] = {}
-        """By `agent_key`, the turns that are abandoned if an agent repeats its request before it reads them."""
+        """By `agent_key`, the turns that are abandoned if their agent repeats its request without reading them."""
         self._numbers: Counter[str] = Counter()
         self._under_way: Counter[str] = Counter()
 
     @property
     def turns(self) -> Sequence[RecordedTurn]:
-        """The turns that train, in the order in which they were completed."""
+        """The turns to train on, in order of completion."""
         return [turn for turn in self._turns if not turn.abandoned]
 
     @property
     def abandoned(self) -> int:
-        """The number of answers that were never read, because an agent repeated its request."""
+        """Number of answers that were never read, because the agent repeated its request."""
         return sum(turn.abandoned for turn in self._turns)
 
     def last_of(self, agent: str) -> RecordedTurn | None:
-        """Return the latest turn of `agent` that trains, or None."""
+        """Return the latest turn of `agent` to train on, or None."""
         return next((turn for turn in reversed(self._turns) if turn.agent == agent and not turn.abandoned), None)
 
     def rollout(self, verdict: Verdict, *, temperature: float) -> Rollout:
-        """Return the turns that train as one rollout. At least one must exist."""
+        """Return the turns to train on, of which there must be at least one, as one rollout."""
         turns = self.turns
         numbers = {id(turn): number for number, turn in enumerate(turns)}
         parents = tuple(ROOT if turn.parent is None else numbers[id(turn.parent)] for turn in turns)
@@ -221,11 +222,9 @@ class Episode:
     def plan(
         self, agent: str, body: Mapping[str, Any], *, trains: bool = True, within: PlannedTurn | None = None
     ) -> PlannedTurn:
-        """Return the engine's request for a request of `agent`, or for one that continues `within` after tool calls.
+        """Convert a request of `agent` to the engine's; `within` is the plan that it continues after tool calls.
 
-        Raises:
-            EpisodeOver: a limit is reached.
-            InvalidRequest: the body is not a chat request, or sets fields that agents may not set.
+        Raises `EpisodeOver` at a limit, and `InvalidRequest` for an invalid body or fields that agents may not set.
         """
         if self.over:
             raise EpisodeOver(f"this episode is over: {self.over}")
@@ -241,7 +240,7 @@ class Episode:
             if message.role == "assistant" and (turn := self._by_key.get(hasher.digest())) is not None:
                 known, first_new = turn, place + 1
                 if message.reasoning_content is not None:
-                    # The gateway has split off the thinking; the template may not know such a field.
+                    # The gateway moved the thinking to this field, which the template may not support.
                     messages[place] = message.model_copy(update={"reasoning_content": None})
         if known is not None:
             messages[first_new:first_new] = known.results
@@ -266,7 +265,7 @@ class Episode:
 
     @contextmanager
     def sampling(self, planned: PlannedTurn) -> Iterator[None]:
-        """Count a planned turn among the episode's turns while it is sampled, even if sampling fails."""
+        """Count a planned turn towards `max_turns` while it is sampled."""
         self._under_way[planned.agent] += 1
         try:
             yield
@@ -274,11 +273,7 @@ class Episode:
             self._under_way[planned.agent] -= 1
 
     def record(self, planned: PlannedTurn, completion: ChatCompletion) -> RecordedTurn:
-        """Record the completion of a planned turn.
-
-        Raises:
-            RecordError: the engine's answer lacks something that a rollout needs.
-        """
+        """Record the completion of a planned turn. Raises `RecordError` if it lacks data that a rollout needs."""
         choice, prompt = completion.choices[0], np.asarray(completion.prompt_token_ids or (), np.int32)
         parent, tokens = planned.parent, planned.known
         known = len(tokens) if np.array_equal(prompt[: len(tokens)], tokens) else 0
@@ -313,7 +308,7 @@ class Episode:
         return turn
 
     def recognise(self, planned: PlannedTurn, message: AssistantMessage, turn: RecordedTurn) -> None:
-        """Continue `turn` when an agent sends the messages of `planned` again, followed by `message`."""
+        """Let a request continue `turn` if it consists of the messages of `planned`, `message` and further messages."""
         hasher = planned.hasher.copy()
         _hash_message(hasher, ChatMessage(role="assistant", content=message.content, tool_calls=message.tool_calls))
         self._by_key[hasher.digest()] = turn
@@ -364,11 +359,10 @@ class Episode:
         return NewSegment.HISTORY_DIFFERS if same_tools else NewSegment.TOOLS_DIFFER
 
     def _note_abandoned(self, turn: RecordedTurn, planned: PlannedTurn) -> None:
-        """Abandon earlier answers to the same messages that no request has continued; restore the turn that `planned`
-        continues, and its ancestors.
+        """Abandon unread answers to the same messages; restore the turn that `planned` continues, and its ancestors.
 
-        An agent that repeats a request has not read the earlier answer. But an agent that requested several answers at
-        once, and then continues an earlier one of them, has read that answer after all.
+        An agent that repeats a request has not read the earlier answer. If it continues that answer later, it requested
+        several answers at once.
         """
         continued = planned.parent if planned.agent_key == planned.request_key else None
         while continued is not None:
@@ -384,9 +378,9 @@ class Episode:
 
 
 def _hash_message(hasher: Any, message: ChatMessage) -> None:
-    """Add a message in the form that is compared.
+    """Add a message to the hash by which messages are compared.
 
-    An answer counts by the ids of its calls; without calls, by its text without thinking and outer white space.
+    An answer is compared by the ids of its calls, or without calls by its text without thinking and outer white space.
     """
     parts = [message.role, message.content]
     if message.role == "assistant":
@@ -400,12 +394,10 @@ def _hash_message(hasher: Any, message: ChatMessage) -> None:
 
 
 def _without_thinking(text: str) -> str:
-    """Return an answer's text after its thinking. Most answers have none, and the search for a tag is cheap."""
     return _THINKING.sub("", text) if "</think>" in text else text
 
 
 def _key_of_tools(asked: ChatCompletionRequest) -> bytes:
-    """Return a digest of the tools that the prompt describes; b"" if the prompt describes none."""
     if not asked.tools or asked.tool_choice == "none":
         return b""
     described = [tool.model_dump(mode="json") for tool in asked.tools]
@@ -437,7 +429,6 @@ def _turn(choice: Choice, context: NDArray[np.int32]) -> Turn:
 
 
 def _invalid(error: ValidationError) -> InvalidRequest:
-    """Return the first validation error as a sentence, without the input that caused it."""
     first = error.errors(include_input=False, include_url=False, include_context=False)[0]
     param = ".".join(str(part) for part in first["loc"]) or None
     reason = first["msg"].removeprefix("Value error, ")

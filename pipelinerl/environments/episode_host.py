@@ -2,8 +2,8 @@
 
     python -m pipelinerl.environments.episode_host REFERENCE OPTIONS
 
-A single event loop plays many episodes. For each episode the host reads a JSON line from its standard input, which is a
-socket. It writes a line when the episode ends:
+A single event loop plays many episodes. Standard input is a socket. For each episode the host reads a JSON line from
+it, and writes one when the episode ends:
 
     {"begin": id, "task": …, "base_url": …, "api_key": …}    {"cancel": id}
     {"ended": id, "how": "returned" | "over" | "raised" | "cancelled", "value" | "reason": …}
@@ -31,13 +31,13 @@ from pipelinerl.system.http_client import hot_session
 from pipelinerl.system.references import last_line
 from pipelinerl.types import Verdict
 
-#: Maximum size of a line in bytes; tasks may have long texts.
+#: Maximum size of a line in bytes.
 LONGEST_LINE: Final = 2**26
 _KEEP_ALIVE_S: Final = 15.0
 
 
 def main() -> None:
-    """Import the user's code, report readiness, and play episodes until the input ends."""
+    """Import the user's code, report readiness, and play episodes until the socket closes."""
     connection = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -76,7 +76,6 @@ async def _serve(connection: socket.socket, play: Play) -> None:
 
 
 async def _played(play: Play, task: Any, client: EpisodeClient) -> dict[str, Any]:
-    """Play one episode and return how it ended."""
     try:
         value = await play(msgspec.convert(task, Task), client)
     except ConversationOver as error:
@@ -91,7 +90,7 @@ async def _played(play: Play, task: Any, client: EpisodeClient) -> dict[str, Any
 
 
 def _plain(value: Any) -> dict[str, Any]:
-    """Return the result of user code as JSON types; under the key `other`, describe a result that is not a reward."""
+    """Convert the result of user code to JSON types; `other` describes a result that is not a reward."""
     if isinstance(value, Verdict):
         return {"verdict": msgspec.to_builtins(value)}
     item = getattr(value, "item", None)

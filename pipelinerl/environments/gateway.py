@@ -2,9 +2,9 @@
 
     agent ── POST /e/{secret}/{agent}/v1/chat/completions ──▶ `Episode` ──▶ engine ──▶ `Episode` ──▶ agent
 
-An episode's secret is part of the path. A client that calls `/v1/chat/completions` gives the secret as API key instead.
-A wrong secret, and a request after the episode has ended, get status 404. Refusals use statuses that OpenAI's client
-does not retry (it retries 408, 409, 429 and 5xx). A client that disconnects cancels its request.
+An episode's secret is part of the path, or the API key of a client that calls `/v1/chat/completions`. A wrong secret,
+and a request after the episode has ended, get status 404. Errors have statuses that OpenAI's client does not retry (it
+retries 408, 409, 429 and 5xx). A client that disconnects cancels its request.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -38,11 +38,11 @@ from pipelinerl.environments.tool_loop import Toolbox, names_of
 from pipelinerl.errors import PipelineError
 from pipelinerl.system.http_service import guard, listen, refused_body, serving, url_of
 
-#: Samples one turn. Raises ContractError or PipelineError if no engine can.
+#: Samples one turn. Raises `ContractError` or `PipelineError` if no engine can.
 SampleTurn = Callable[[ChatCompletionRequest], Awaitable[ChatCompletion]]
 
 _LOOPBACK: Final = "127.0.0.1"
-#: Status if no engine could answer. Clients do not retry 424; the engine pool has retried already.
+#: Status if no engine could answer. Clients do not retry 424, and the engine pool has already retried.
 _NO_ENGINE: Final = 424
 _MODEL: Final = "policy"
 _MAIN: Final = "main"
@@ -67,12 +67,12 @@ class OpenEpisode:
     base: str
     tools: Toolbox | None = None
     failure: Exception | None = None
-    """The error if no engine could answer; the episode then gets no verdict on the model."""
+    """The error if no engine could answer; the episode then gets no verdict."""
     tool_failure: str = ""
-    """The reason if one of the recipe's tools failed, which is not the model's fault; the episode is then masked."""
+    """The reason if one of the recipe's tools failed without the model's fault; the episode is then masked."""
 
     def base_url(self, agent: str = _MAIN) -> str:
-        """Return the base URL for an OpenAI client of this agent."""
+        """Return the base URL for the agent's OpenAI client."""
         return f"{self.base}/e/{self.episode.secret}/{agent}/v1"
 
 
@@ -103,7 +103,7 @@ class Gateway:
     async def open(
         self, episode: Episode, sample: SampleTurn, tools: Toolbox | None = None
     ) -> AsyncIterator[OpenEpisode]:
-        """Accept requests for turns of `episode`, which may call `tools`, until the `async with` block ends."""
+        """Accept requests of the agents of `episode` until the `async with` block ends."""
         opened = OpenEpisode(episode, sample, self._base, tools)
         self._episodes[episode.secret] = opened
         try:
@@ -136,10 +136,9 @@ class Gateway:
             log.debug("an agent left before its answer")
         except asyncio.CancelledError:
             if not self._is_closing:
-                raise  # otherwise the actor is shutting down, and its agents end with it
+                raise
 
     def _found(self, scope: Scope) -> tuple[OpenEpisode, str, str]:
-        """Return the episode and the agent that a request names, and the rest of its path."""
         path = str(scope["path"])
         if path.startswith("/e/"):
             secret, _, rest = path[3:].partition("/")
@@ -167,7 +166,6 @@ class Gateway:
 async def _sampled(
     opened: OpenEpisode, agent: str, body: Mapping[str, Any], within: PlannedTurn | None = None
 ) -> tuple[ChatCompletion, PlannedTurn, RecordedTurn]:
-    """Sample and record one turn."""
     episode = opened.episode
     planned = episode.plan(agent, body, trains=not agent.startswith(UNTRAINED), within=within)
     with episode.sampling(planned):
@@ -178,7 +176,7 @@ async def _sampled(
             episode.over = f"the conversation has filled the context: {error.message}"
             raise
         except InvalidRequest:
-            raise  # the agent caused it, so the episode goes on
+            raise  # the agent's fault, so the episode continues
         except (ContractError, PipelineError) as error:
             opened.failure = error
             raise ContractError(f"no engine could answer: {error}") from error
@@ -187,10 +185,10 @@ async def _sampled(
 async def _sampled_with_tools(
     opened: OpenEpisode, tools: Toolbox, agent: str, body: Mapping[str, Any]
 ) -> ChatCompletion:
-    """Sample until an answer calls none of the recipe's tools, and return that answer; run the calls before it.
+    """Sample and run calls of the recipe's tools until an answer calls none of them; return that answer.
 
-    If an answer calls tools of the agent as well, it is returned with only those; the results of the recipe's tools
-    are put before theirs when the agent continues.
+    An answer that also calls the agent's tools is returned with only those calls. When the agent continues, the results
+    of the recipe's tools are inserted before its messages.
     """
     own = body.get("tools") or ()
     names = names_of(own)
@@ -219,7 +217,6 @@ async def _sampled_with_tools(
 
 
 async def _results(opened: OpenEpisode, tools: Toolbox, calls: Sequence[ToolCall], known: str) -> list[ChatMessage]:
-    """Run calls in order and return the messages that answer them."""
     results = []
     for call in calls:
         try:
@@ -233,7 +230,6 @@ async def _results(opened: OpenEpisode, tools: Toolbox, calls: Sequence[ToolCall
 
 
 def _reward(episode: Episode, agent: str, body: Mapping[str, Any]) -> None:
-    """Add to the reward of the agent's latest turn."""
     value = body.get("reward")
     if isinstance(value, bool) or not isinstance(value, int | float) or not -1e6 <= value <= 1e6:
         raise InvalidRequest("reward must be a finite number within ±1e6", param="reward")
@@ -251,14 +247,12 @@ def _not_found(message: str) -> ContractError:
 
 @final
 class _NotFound(InvalidRequest):
-    """No episode has this secret, or it has ended."""
-
     status = 404
     code = "episode_not_found"
 
 
 def _openai(completion: ChatCompletion, kind: str, part: str) -> dict[str, Any]:
-    """Return the answer in OpenAI's form: without token ids, log-probs and spans."""
+    """Convert an engine's answer to OpenAI's form, without token ids, log-probs and spans."""
     choice = completion.choices[0]
     message = choice.message.model_dump(exclude_none=True)
     thinking, mark, rest = message["content"].rpartition(_END_OF_THINKING)
@@ -279,7 +273,6 @@ def _openai(completion: ChatCompletion, kind: str, part: str) -> dict[str, Any]:
 
 
 async def _stream(send: Send, completion: ChatCompletion, body: Mapping[str, Any]) -> None:
-    """Send the whole answer as one chunk, for clients that stream."""
     chunk = _openai(completion, "chat.completion.chunk", "delta")
     usage = chunk.pop("usage")
     events = [chunk]
@@ -308,7 +301,6 @@ async def _body(receive: Receive) -> Mapping[str, Any]:
 
 
 async def _unless_gone(work: Awaitable[None], receive: Receive) -> None:
-    """Run `work`, and cancel it if the client disconnects first."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(receive())
     try:

@@ -1,9 +1,8 @@
 """The child processes that play the episodes of one environment (`episode_host.py`).
 
-User code never runs on the actor's event loop. Each host plays at most `EPISODES_OF_A_HOST` episodes at once; another
-host starts when all are full. An episode ends by its deadline: it is cancelled first. If its code runs on for
-`_CANCEL_S` more, its host is killed, and the other episodes of that host are lost through no fault of theirs
-(`HostLost`).
+Each host plays at most `EPISODES_OF_A_HOST` episodes at once; another host starts when all are full. At its deadline,
+an episode is cancelled. If its code runs for another `_CANCEL_S`, its host is killed, and the host's other episodes are
+lost (`HostLost`).
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -38,7 +37,7 @@ from pipelinerl.system import tied_process
 from pipelinerl.system.background import to_its_end
 
 EPISODES_OF_A_HOST: Final = 128
-#: Importing user code may be slow, and so may loading the data of a taskset.
+#: Time limit for importing user code, or for loading the data of a taskset.
 _STARTUP_S: Final = 300.0
 _CANCEL_S: Final = 5.0
 _END_S: Final = 60.0
@@ -49,7 +48,7 @@ _NO_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({})
 class HostLost(Exception):
     """The process that played an episode has exited, or cannot be started.
 
-    `is_first` is False for further episodes of a process that has exited: they tell of the same failure.
+    `is_first` is True for only one of the episodes that a process's exit ends, so that the failure counts once.
     """
 
     def __init__(self, message: str, *, is_first: bool = True) -> None:
@@ -59,7 +58,7 @@ class HostLost(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeEnd:
-    """How the user's code ended: `how` is `returned`, `over`, `raised` or `cancelled`; see `episode_host`."""
+    """The end of an episode's code; `how` is `returned`, `over`, `raised` or `cancelled`, as in `episode_host`."""
 
     how: str
     reason: str = ""
@@ -71,8 +70,6 @@ class EpisodeEnd:
 @final
 @dataclass(slots=True, eq=False)
 class _Host:
-    """One host process. `episodes` are the episodes in progress, by number."""
-
     process: Process
     writer: asyncio.StreamWriter
     reader: asyncio.StreamReader
@@ -84,7 +81,7 @@ class _Host:
         return self.listening is not None and not self.listening.done() and not self.writer.is_closing()
 
     def tell(self, **fields: Any) -> None:
-        if not self.writer.is_closing():  # otherwise `listen` ends the episodes, and uvloop would raise RuntimeError
+        if not self.writer.is_closing():  # uvloop would raise RuntimeError; `listen` ends the episodes
             self.writer.write(json.dumps(fields).encode() + b"\n")
 
     async def listen(self) -> None:
@@ -102,7 +99,7 @@ class _Host:
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # also kills processes that the user's code has started
+            os.killpg(self.process.pid, signal.SIGKILL)  # also kills processes that user code has started
 
     async def close(self) -> None:
         self.writer.close()
@@ -115,12 +112,7 @@ class _Host:
 
 @final
 class EpisodeHosts:
-    """The hosts of one environment.
-
-    Args:
-        reference: a reference to user code, or what comes after one of the prefixes `openenv:` and `verifiers:`.
-        options: the recipe's `environment_options`.
-    """
+    """The hosts of one environment, given as in the recipe: its `reference`, and `environment_options`."""
 
     def __init__(self, reference: str, options: Mapping[str, Any] = _NO_OPTIONS) -> None:
         self._command = _command(reference, options)
@@ -130,17 +122,12 @@ class EpisodeHosts:
         self._ends: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Start a host, so that the first episode need not wait for the import of the user's code."""
+        """Start a host, so that the first episode does not wait for the import of user code."""
         with contextlib.suppress(HostLost):  # the first episode will report the failure
             await self._free()
 
     async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
-        """Play one episode.
-
-        Raises:
-            TimeoutError: the episode did not end in time.
-            HostLost: the process exited first.
-        """
+        """Play one episode. Raises `TimeoutError`, or `HostLost` if the process exits before the episode's end."""
         host, number = await self._free(), str(next(self._numbers))
         ended: asyncio.Future[EpisodeEnd] = asyncio.get_running_loop().create_future()
         host.episodes[number] = ended
@@ -162,16 +149,14 @@ class EpisodeHosts:
         await asyncio.gather(*(to_its_end(host.close()) for host in hosts))
 
     async def _end(self, host: _Host, ended: asyncio.Future[EpisodeEnd]) -> None:
-        """Kill the host of a cancelled episode that does not stop."""
         await asyncio.wait({ended}, timeout=_CANCEL_S)
         if not ended.done():
             host.kill()
             await asyncio.wait({ended}, timeout=_END_S)
         if ended.done():
-            ended.exception()  # mark the exception as seen: no caller waits for it any more
+            ended.exception()  # mark the exception as retrieved, so that asyncio does not log it
 
     async def _free(self) -> _Host:
-        """Return a host with room for an episode."""
         async with self._starting:
             gone = [host for host in self._hosts if not host.is_alive]
             self._hosts = [host for host in self._hosts if host.is_alive]
@@ -186,11 +171,7 @@ class EpisodeHosts:
 
 
 def check_taskset(reference: str, options: Mapping[str, Any]) -> None:
-    """Check that the Python environment of a `verifiers:` reference has the library, without importing it.
-
-    Raises:
-        ReferenceFailed: `python` is missing from the options or cannot be run, or lacks verifiers.
-    """
+    """Raise `ReferenceFailed` if the option `python` of a `verifiers:` environment is missing or lacks verifiers."""
     python = options.get("python")
     if not isinstance(python, str) or not os.access(python, os.X_OK):
         raise ReferenceFailed(
@@ -203,7 +184,6 @@ def check_taskset(reference: str, options: Mapping[str, Any]) -> None:
 
 
 def _command(reference: str, options: Mapping[str, Any]) -> list[str]:
-    """Return the command of a host: in this Python environment, or for `verifiers:` in the recipe's."""
     if not reference.startswith(VERIFIERS):
         return [sys.executable, "-m", "pipelinerl.environments.episode_host", reference, json.dumps(dict(options))]
     own = {name: value for name, value in options.items() if name != "python"}
@@ -212,7 +192,6 @@ def _command(reference: str, options: Mapping[str, Any]) -> list[str]:
 
 
 async def _started(command: Sequence[str]) -> _Host:
-    """Start a host process and wait until it has loaded its environment. Raises `HostLost`."""
     ours, theirs = socket.socketpair()
     tie = [tied_process.__file__, str(os.getpid()), signal.SIGKILL.name, "", "--"]
     with theirs, contextlib.ExitStack() as given_up:

@@ -4,9 +4,9 @@
     {"type": "step", "data": {"word": "crane"}}  ─▶  the same, or {"type": "error", "data": {"code", "message"}}
     {"type": "close"}
 
-A connection is a session, and a session plays one episode. Each answer of the model is one action. `GET /schema`
-describes actions: if an action has one field, or requires one, the answer's text is that field's value. The actions of
-an MCP server are tool calls. Any other action is a JSON object that the model writes.
+Each connection is a session that plays one episode. Each answer of the model is one action. `GET /schema` describes
+actions: if an action has one field, or requires one, the answer's text is that field's value. The actions of an MCP
+server are tool calls. Any other action is a JSON object that the model writes.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -39,11 +39,11 @@ _KEEP_ALIVE_S: Final = 15.0
 _SCHEMA_S: Final = 30.0
 #: Maximum size of an observation in bytes, as in OpenEnv's own client.
 _LARGEST: Final = 100 * 2**20
-#: Seconds until the next attempt if the server has no session.
+#: Seconds until the next attempt if the server has no free session, or cannot be reached.
 _RETRY_S: Final = 0.25
-#: A server that has answered before may be gone for this long, as when it restarts.
+#: Seconds for which a server may be unreachable, for example while it restarts.
 _RESTART_S: Final = 60.0
-#: Seeds stay below this, since numpy's older generators accept no larger ones.
+#: Upper bound of seeds; numpy's older generators accept no larger ones.
 _SEEDS: Final = 2**31
 _MCP_FIELDS: Final = frozenset({"tool_name", "arguments"})
 _FULL: Final = "CAPACITY_REACHED"
@@ -54,11 +54,11 @@ class OpenEnvOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The recipe's `environment_options`."""
 
     action: str | None = None
-    """The action's field that takes the answer's text; by default the only one, or the only required one."""
+    """The action's field for the answer's text; by default the only field, or the only required field."""
     observation: str | None = None
-    """The observation's field that the model reads; by default all fields that are not empty."""
+    """The observation's field for the model; by default all fields that are not empty."""
     opening: str = "{observation}"
-    """The first user message: `{observation}` of the reset, `{prompt}` of the task."""
+    """The first user message; it may contain the reset's `{observation}` and the task's `{prompt}`."""
     reset: dict[str, Any] = {}
     """Further arguments of the server's `reset`."""
 
@@ -81,14 +81,7 @@ class Observed(msgspec.Struct, frozen=True):
 
 @final
 class OpenEnv:
-    """Plays the episodes of one server.
-
-    Args:
-        url: the server's base URL; `http` and `https` stand for `ws` and `wss`.
-
-    Raises:
-        ReferenceFailed: the URL or an option is invalid.
-    """
+    """Player of the episodes of one server. Raises `ReferenceFailed` if the URL or an option is invalid."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self._url = url.rstrip("/").replace("ws", "http", 1) if url.startswith("ws") else url.rstrip("/")
@@ -102,10 +95,10 @@ class OpenEnv:
         self._actions: Actions | None = None
 
     async def play(self, task: Task, client: EpisodeClient) -> float:
-        """Play one episode; the rewards of its steps are those of the turns.
+        """Play one episode; the reward of each step becomes the turn's reward.
 
         Raises:
-            AddressError: the server cannot be reached, is no OpenEnv server, or leaves in the middle of the episode.
+            AddressError: the server cannot be reached, is no OpenEnv server, or closes the connection.
             ServerRefused: the environment failed.
         """
         async with hot_session(token=None, keep_alive_s=_KEEP_ALIVE_S) as http:
@@ -130,7 +123,7 @@ class OpenEnv:
     async def _reply(
         self, session: OpenEnvSession, answer: ChatAnswer, actions: Actions, last: Observed
     ) -> tuple[list[dict[str, Any]], Observed]:
-        """Take the actions of an answer. Return the messages that follow it, none after an answer without an action."""
+        """Take an answer's actions; return the messages after it, which are none if there is no action."""
         nothing = Observed(last.observation, None, last.done)
         if actions.are_calls:
             return await self._called(session, answer, nothing)
@@ -167,14 +160,12 @@ class OpenEnv:
         return replies, Observed(observed.observation, rewards or None, observed.done)
 
     def _opening(self, task: Task, observed: Observed, actions: Actions) -> list[Any]:
-        """Return the messages before the first answer: the task's, with the opening in place of the last."""
         *before, last = task.messages
         text = self._options.opening.replace("{prompt}", last["content"])
         text = text.replace("{observation}", self._text(observed.observation))
         return [*before, _user("\n\n".join(part for part in (text, actions.explained) if part))]
 
     def _text(self, observation: Any) -> str:
-        """Return what the model reads of an observation."""
         if not isinstance(observation, Mapping):
             return _plain(observation)
         if (field := self._options.observation) is not None:
@@ -188,7 +179,6 @@ class OpenEnv:
         return _plain(next(iter(shown.values()))) if len(shown) == 1 else _plain(shown)
 
     async def _described(self, http: aiohttp.ClientSession) -> Actions:
-        """Return the form of the server's actions."""
         import aiohttp
 
         try:
@@ -203,7 +193,7 @@ class OpenEnv:
             raise self._no_server("GET /schema did not describe actions") from None
 
     async def _begun(self, http: aiohttp.ClientSession, data: Mapping[str, Any]) -> tuple[OpenEnvSession, Observed]:
-        """Open a session and reset it; wait while all sessions are taken, and for a while if the server has gone."""
+        """Open a session and reset it; retry while all sessions are taken, or for `_RESTART_S` if unreachable."""
         until = time.monotonic() + _RESTART_S
         while True:
             try:
@@ -228,7 +218,7 @@ class OpenEnv:
             raise self._unreachable(error) from None
 
     def _unreachable(self, error: Exception) -> AddressError:
-        system = getattr(error, "os_error", None)  # aiohttp's own text repeats the address
+        system = getattr(error, "os_error", None)  # aiohttp's text repeats the address
         reason = os.strerror(system.errno) if system and system.errno else str(error) or type(error).__name__
         return AddressError(f"the OpenEnv server at {self._url} cannot be reached: {reason}; start it, or fix the URL")
 
@@ -240,14 +230,14 @@ class OpenEnv:
 
 @final
 class OpenEnvSession:
-    """One connection to a server."""
+    """One connection to an OpenEnv server."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, url: str) -> None:
         self._socket = socket
         self._url = url
 
     async def step(self, action: Mapping[str, Any]) -> Observed:
-        """Take an action."""
+        """Take an action; raises like `exchange`."""
         return await self.exchange("step", action)
 
     async def tools(self) -> list[dict[str, Any]]:
@@ -266,12 +256,7 @@ class OpenEnvSession:
         ]
 
     async def exchange(self, kind: str, data: Mapping[str, Any]) -> Observed:
-        """Send a message and return the observation that answers it.
-
-        Raises:
-            ServerRefused: the server answered with an error.
-            AddressError: the connection was closed.
-        """
+        """Send a message and return the observation. Raises `ServerRefused`, or `AddressError` if disconnected."""
         import aiohttp
 
         try:
@@ -296,11 +281,7 @@ class OpenEnvSession:
 
 @final
 class Actions:
-    """The form of a server's actions, from their JSON schema.
-
-    Raises:
-        ReferenceFailed: the action has no field `chosen`.
-    """
+    """The form of a server's actions, from their JSON schema. Raises `ReferenceFailed` without a field `chosen`."""
 
     def __init__(self, schema: Mapping[str, Any], chosen: str | None) -> None:
         fields = {name: value for name, value in schema.get("properties", {}).items() if name != "metadata"}
@@ -318,13 +299,13 @@ class Actions:
 
     @property
     def explained(self) -> str:
-        """A sentence for the model about the form of its answers; empty if they are plain text or calls."""
+        """Instruction to the model on the form of its answers; empty for plain text and calls."""
         if self.are_calls or self._field is not None:
             return ""
         return f"Answer with one JSON object with these fields: {json.dumps(self._fields, separators=(',', ':'))}"
 
     def of(self, text: str) -> dict[str, Any]:
-        """Return the action that an answer writes. Raises ValueError if the answer writes none."""
+        """Parse the action in an answer. Raises `ValueError` with a message for the model."""
         if self._field is not None:
             return {self._field: text if self._is_text else _json_of(text, f"a value of {self._field}")}
         action = _json_of(text[text.find("{") : text.rfind("}") + 1], "one JSON object")
@@ -346,13 +327,12 @@ def _json_of(text: str, expected: str) -> Any:
 
 
 def _sentence(kind: str, error: Mapping[str, Any]) -> str:
-    """Return the error of a server as one line; of an invalid action, what is wrong with each field."""
     fields = [f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg')}" for each in error.get("errors") or ()]
     return f"the OpenEnv server refused a {kind}: {'; '.join(fields) or error.get('message')}"
 
 
 def _result_of(observation: Any) -> str:
-    """Return the text of a tool's result, or its error; empty if the observation has neither in MCP's form."""
+    """Return the text of a tool's result or error in MCP's form; "" if the observation has neither."""
     if not isinstance(observation, Mapping):
         return ""
     if isinstance(error := observation.get("error"), Mapping):

@@ -1,7 +1,7 @@
 """The recipe's tools (`episode.tools`), which the gateway offers to the model and runs for each agent that trains.
 
-If an answer calls one of them, the gateway runs the call and samples on, until an answer calls none. The agent sees
-only that answer. A domain without user code has `OneRequest` as its agent.
+The gateway runs calls of these tools and samples again, until an answer calls none of them. The agent sees only that
+answer. A domain without user code has `OneRequest` as its agent.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -39,17 +39,18 @@ class Tool(Protocol):
     """Name of the single argument."""
 
     async def call(self, text: str) -> tuple[str, bool]:
-        """Return what the model reads, and whether the call failed by the model's fault. Raises PipelineError for other
-        failures.
+        """Return the text for the model, and whether the call failed by the model's fault.
+
+        Raises `PipelineError` for other failures.
         """
         ...
 
     async def start(self) -> None:
-        """Open the resources that calls need. Raises UserError if this machine lacks one of them."""
+        """Open the resources that calls need. Raises `UserError` if this machine lacks one of them."""
         ...
 
     async def close(self) -> None:
-        """Release the resources that were opened."""
+        """Release the resources."""
         ...
 
 
@@ -62,11 +63,7 @@ class Toolbox:
         self._offered = [_offered(tool) for tool in tools]
 
     def offered_with(self, own: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return the tools to offer to the model: these, and those that the agent offers.
-
-        Raises:
-            InvalidRequest: the agent offers a tool of the same name.
-        """
+        """Return the recipe's tools and the agent's tools `own`. Raises `InvalidRequest` if two have the same name."""
         for name in names_of(own) & self._tools.keys():
             raise InvalidRequest(
                 f"tools: {name!r} is a tool of the recipe (episode.tools); rename yours", param="tools"
@@ -74,10 +71,9 @@ class Toolbox:
         return [*self._offered, *own]
 
     async def result(self, call: ToolCall, known: str) -> tuple[ChatMessage, bool]:
-        """Return the message that answers a call, and whether the call failed; `known` lists the agent's own tools.
+        """Run a call; return its result as a message, and whether it failed by the model's fault.
 
-        Raises:
-            PipelineError: the tool failed, which is not the model's fault.
+        `known` lists the agent's tools, for an error message. Raises `PipelineError` for other failures.
         """
         name, tool = call.function.name, self._tools.get(call.function.name)
         if tool is None:
@@ -90,7 +86,7 @@ class Toolbox:
         return ChatMessage(role="tool", tool_call_id=call.id, content=content), has_failed
 
     async def start(self) -> None:
-        """Open the tools. Raises UserError if this machine lacks what one of them needs."""
+        """Open the tools. Raises `UserError` if this machine lacks a resource that one of them needs."""
         for tool in self._tools.values():
             await tool.start()
 
@@ -102,13 +98,13 @@ class Toolbox:
 
 @final
 class OneRequest:
-    """Player for domains without user code: asks the model once. It runs on the actor's event loop."""
+    """Player for domains without user code, which sends one request to the model; it runs on the actor's event loop."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
 
     async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
-        """Ask the model for the answer to the task's messages. Raises TimeoutError."""
+        """Request the model's answer to the task's messages. Raises `TimeoutError`."""
         if self._session is None:
             self._session = hot_session(token=None, keep_alive_s=_KEEP_ALIVE_S)
         client = EpisodeClient(self._session, base_url=base_url, api_key=api_key)
@@ -122,7 +118,7 @@ class OneRequest:
         return EpisodeEnd(how="returned")
 
     async def start(self) -> None:
-        """Do nothing: there is nothing to start."""
+        """Do nothing: the first episode opens the connections."""
 
     async def close(self) -> None:
         """Close the connections."""
@@ -131,20 +127,18 @@ class OneRequest:
 
 
 def names_of(tools: Sequence[Any]) -> set[str]:
-    """Return the names of tools in OpenAI's form; invalid ones are left out, and validation reports them."""
+    """Return the names of tools in OpenAI's form; invalid tools are left out here, and rejected by validation."""
     functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
     return {str(each.get("name")) for each in functions if isinstance(each, Mapping)}
 
 
 def _offered(tool: Tool) -> dict[str, Any]:
-    """Return the tool's description in OpenAI's form."""
     parameters = {"type": "object", "properties": {tool.argument: {"type": "string"}}, "required": [tool.argument]}
     function = {"name": tool.name, "description": tool.description, "parameters": parameters}
     return {"type": "function", "function": function}
 
 
 def _argument(arguments: str, name: str) -> str | None:
-    """Return the call's argument `name`, or None if there is no such argument or it is not a text."""
     try:
         fields = json.loads(arguments)
     except (ValueError, RecursionError):

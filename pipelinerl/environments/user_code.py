@@ -15,7 +15,7 @@ from pipelinerl.environments.openenv import OpenEnv
 from pipelinerl.errors import ReferenceFailed
 from pipelinerl.system.references import load_reference
 
-#: Plays one episode: returns a reward, a bool, a `Verdict`, or None.
+#: Plays one episode, and returns a reward, a bool, a `Verdict`, or None.
 Play = Callable[[Task, EpisodeClient], Awaitable[Any]]
 _NO_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({})
 
@@ -23,9 +23,7 @@ _NO_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({})
 def load_play(reference: str, options: Mapping[str, Any] = _NO_OPTIONS) -> Play:
     """Return the function that plays an episode; `options` are keyword arguments of the user's function or class.
 
-    Raises:
-        ReferenceFailed: the reference cannot be loaded, is neither an async function nor an environment, or does not
-            take the options.
+    Raises `ReferenceFailed` if `reference` cannot be loaded, is no async function or environment, or rejects options.
     """
     if reference.startswith(OPENENV):
         return OpenEnv(reference.removeprefix(OPENENV), options).play
@@ -44,7 +42,6 @@ def load_play(reference: str, options: Mapping[str, Any] = _NO_OPTIONS) -> Play:
 
 
 def _refuse_unknown(reference: str, thing: Any, names: tuple[str, ...], options: Mapping[str, Any]) -> None:
-    """Raise `ReferenceFailed` unless `thing` can be called with `names` as positions and `options` as keywords."""
     signature = inspect.signature(thing)
     try:
         signature.bind(*names, **options)
@@ -64,7 +61,7 @@ def _loop_around(kind: Any) -> Play:
                 if step.reward:
                     await client.reward(step.reward)
                 if step.done:
-                    return 0.0  # the turns' own rewards are added to this one
+                    return 0.0  # the rewards of the turns are added to this
                 messages += [answer, *step.messages]
         finally:
             if hasattr(environment, "close"):
@@ -74,16 +71,13 @@ def _loop_around(kind: Any) -> Play:
 
 
 async def _called(method: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a method and return its result. A method that is not async runs in a thread: episodes share one event loop,
-    which must not be blocked.
-    """
+    """Call a method; a method that is not async runs in a thread, so that it does not block the event loop."""
     if inspect.iscoroutinefunction(method):
         return await method(*arguments)
     return await asyncio.to_thread(method, *arguments)
 
 
 def _messages(value: Any) -> list[Any]:
-    """Return messages as a list. A text is a user message; None is no message."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     return [value] if isinstance(value, Mapping) else list(value or ())

@@ -1,11 +1,11 @@
 """An episode host for a taskset of the library verifiers: `PYTHON verifiers_host.py TASKSET OPTIONS`.
 
-The script runs in a Python environment of its own, which has verifiers and not pipelinerl, so it imports nothing of
-ours. It speaks the protocol of `episode_host.py`. A task's number in the taskset is `metadata["index"]`. The taskset's
-own rubric scores an episode: its reward is the sum of the rewards of its agents' traces.
+The script runs in a Python environment that has verifiers and not pipelinerl, so it imports nothing of ours. It speaks
+the protocol of `episode_host.py`. A task's number in the taskset is `metadata["index"]`. The taskset's rubric scores an
+episode: its reward is the sum of the rewards of its agents' traces.
 
-By default the agent is a plain conversation in this process (`ChatHarness`). verifiers' own harnesses start a program
-for each episode; OPTIONS name one as `agent = { harness = { id = "null" } }`.
+By default the agent is a conversation in this process (`ChatHarness`). verifiers' own harnesses start a program for
+each episode; OPTIONS name one as `agent = { harness = { id = "null" } }`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ import types
 from typing import Any
 
 _LONGEST_LINE = 2**26
-#: The episode's own deadline ends a request earlier.
+#: Upper bound for one request; the episode's deadline is earlier.
 _LONGEST_TURN_S = 86_400.0
 #: The name under which verifiers finds the harness of this file.
 _HARNESS = "pipelinerl_chat"
 
 
 def main() -> None:
-    """Load the taskset, report readiness, and play episodes until the input ends."""
+    """Load the taskset, report readiness, and play episodes until the socket closes."""
     connection = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    # verifiers opens a client for each base URL, which is one for each episode; reading the trusted certificates takes
-    # longer than all else that it does.
+    # verifiers opens a client for each episode. Reading the trusted certificates takes most of that time: cache them.
     ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
     try:
         environment = _environment(sys.argv[1], json.loads(sys.argv[2]))
@@ -50,7 +49,7 @@ def main() -> None:
 
 
 def _environment(taskset: str, options: dict[str, Any]) -> Any:
-    """Return the verifiers environment of a taskset. Agents get our harness unless theirs is pinned."""
+    """Load the verifiers environment of a taskset. Agents get `ChatHarness` unless the taskset sets a harness."""
     sys.path.insert(0, options.pop("path", os.getcwd()))
     import verifiers.v1 as vf
     from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config
@@ -96,7 +95,6 @@ async def _serve(connection: socket.socket, environment: Any, tasks: Any) -> Non
 
 
 async def _played(environment: Any, tasks: Any, order: dict[str, Any]) -> dict[str, Any]:
-    """Play the episode of an order and return how it ended."""
     import verifiers.v1 as vf
 
     index = order["task"]["metadata"].get("index")
@@ -125,7 +123,6 @@ async def _played(environment: Any, tasks: Any, order: dict[str, Any]) -> dict[s
 
 
 def _described(error: Exception) -> str:
-    """Return an exception's message, with its place if it is in the taskset's own code."""
     place, root = _place("".join(traceback.format_exception(error))), error
     while place and isinstance(root.__cause__, Exception):
         root = root.__cause__
@@ -133,7 +130,7 @@ def _described(error: Exception) -> str:
 
 
 def _place(text: str) -> str:
-    """Return the innermost place of a traceback outside of packages and the standard library, with a colon."""
+    """Return `file:line: ` of a traceback's innermost frame outside of packages and the standard library."""
     left_out = ("<", sys.base_prefix, __file__)
     places = re.findall(r'File "([^"]+)", line (\d+)', text)
     own = [f"{file}:{line}: " for file, line in places if "-packages" not in file and not file.startswith(left_out)]
@@ -141,19 +138,19 @@ def _place(text: str) -> str:
 
 
 def _offer_chat_harness() -> None:
-    """Make `ChatHarness` a plugin of verifiers. It is defined here, since verifiers cannot be imported earlier."""
+    """Make `ChatHarness` a plugin of verifiers, which cannot be imported before `sys.path` is set."""
     import openai
     import verifiers.v1 as vf
     from verifiers.v1.dialects.chat import message_to_wire
 
-    # One for all episodes: reading the trusted certificates takes longer than an episode of one turn.
+    # Shared by all episodes: reading the trusted certificates takes longer than an episode of one turn.
     connections = openai.DefaultAsyncHttpxClient(timeout=_LONGEST_TURN_S)
 
     class ChatHarnessConfig(vf.HarnessConfig):
         """No settings of its own."""
 
     class ChatHarness(vf.Harness[ChatHarnessConfig]):
-        """An agent that answers once in each segment, without tools and without a process of its own."""
+        """An agent that answers once in each segment, without tools and in this process."""
 
         APPENDS_SYSTEM_PROMPT = True
         SUPPORTS_RESUME = True

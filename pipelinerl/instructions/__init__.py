@@ -1,1 +1,1 @@
-"""Instructions that a program can verify: their prompts, their parsing from data sets, and their scoring."""
+"""Instructions that a program can verify: their wording in prompts, their parsing from data sets, and their scoring."""

@@ -1,12 +1,11 @@
-"""The instructions by id, and the parser of a problem's instructions. It reads four layouts:
+"""The instructions by id, their scoring, and the parser of a problem's instructions. It reads four layouts:
 
     instructions: [{"id": "punctuation:no_comma"}, {"id": "keywords:existence", "keywords": ["sea"]}]
     instruction_id_list: ["punctuation:no_comma", …]   with   kwargs: [{}, …]      IFEval's own; null means absent
     ground_truth: '[{"instruction_id": ["punctuation:no_comma", …], "kwargs": [null, …]}]'     open-instruct's, as text
     ground_truth: '{"func_name": "validate_no_commas", "N": null, …}'                       RLVR-IFeval's
 
-To add an instruction, write its struct in the file where it belongs, and add a line to `CATALOGUE`. `followed` tells
-which instructions an answer follows; a blank text follows none.
+To add an instruction, write its struct in the file where it belongs, and add a line to `CATALOGUE`.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ CATALOGUE: Final[Mapping[str, type[Instruction]]] = {
     "startend:quotation": wording.QuotationMarks,
 }
 
-#: RLVR-IFeval identifies an instruction by the open-instruct function that verifies it. Each entry maps such a function
-#: to the instruction's id, our parameters by the function's parameter names, and constant parameters.
+#: RLVR-IFeval identifies an instruction by the open-instruct function that verifies it. Each entry maps a function to
+#: the instruction's id, our parameter names by the function's parameter names, and parameters with constant values.
 _FUNCTIONS: Final[Mapping[str, tuple[str, Mapping[str, str], Mapping[str, str]]]] = {
     "verify_keywords": ("keywords:existence", {"keyword_list": "keywords"}, {}),
     "verify_keyword_frequency": (
@@ -105,18 +104,16 @@ _LAYOUTS: Final = (
 
 
 class Asked(NamedTuple):
-    """An instruction with its id."""
+    """An instruction of a problem, with its id."""
 
     id: str
     instruction: Instruction
 
 
 def made(id: str, parameters: Mapping[str, Any]) -> Asked:
-    """Return the instruction with these parameters; a value of None means that a parameter is absent, and 3.0 is read
-    as 3.
+    """Build an instruction; a parameter of None counts as absent, and 3.0 is read as 3.
 
-    Raises:
-        RecipeError: there is no such instruction, or a parameter is wrong, missing or unknown.
+    Raises `RecipeError` if there is no such instruction, or a parameter is wrong, missing or unknown.
     """
     if id not in CATALOGUE:
         near = difflib.get_close_matches(id, CATALOGUE, n=1, cutoff=0.0)
@@ -129,11 +126,7 @@ def made(id: str, parameters: Mapping[str, Any]) -> Asked:
 
 
 def instructions_of(metadata: Mapping[str, Any], ground_truth: str = "") -> tuple[Asked, ...]:
-    """Return the instructions of a problem; there is at least one.
-
-    Raises:
-        RecipeError: the problem names no instruction, or an invalid one.
-    """
+    """Parse the instructions of a problem. Raises `RecipeError` if it names none, or an invalid one."""
     named = list(_named(metadata, ground_truth))
     if not named:
         raise RecipeError(f"the problem names no instructions; its metadata must hold {_LAYOUTS}")
@@ -161,11 +154,6 @@ def _named(metadata: Mapping[str, Any], ground_truth: str) -> list[tuple[str, Ma
 
 
 def _of_function(truth: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the id and the parameters of the instruction that an open-instruct function verifies.
-
-    Raises:
-        RecipeError: open-instruct has no such function.
-    """
     name = truth[_FUNCTION]
     if name not in _FUNCTIONS:
         raise RecipeError(f"{_FUNCTION} must be one of {', '.join(_FUNCTIONS)}, got {name!r}")
@@ -184,7 +172,7 @@ def _paired(ids: Any, parameters: Any) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def _read(value: Any) -> Any:
-    """Return a value as a list if it is one, also if it is given as JSON text or as an array of a table."""
+    """Decode a value that is given as JSON text, and convert a tuple or an array to a list."""
     if isinstance(value, str):
         try:
             return json.loads(value)
@@ -198,14 +186,14 @@ def _whole(value: Any) -> Any:
 
 
 class Matching(StrEnum):
-    """Strictness of the match between answers and instructions."""
+    """Strictness of the match; `loose` also accepts an answer if one of its `variants` follows the instruction."""
 
     STRICT = "strict"
     LOOSE = "loose"
 
 
 class Score(StrEnum):
-    """Reward of an answer that follows some of its instructions."""
+    """Rule for the reward of an answer that follows some of its instructions."""
 
     SHARE = "share"
     """The share of instructions that the answer follows."""
@@ -218,13 +206,13 @@ class Score(StrEnum):
 
 
 def followed(asked: Sequence[Asked], answer: str, matching: Matching = Matching.STRICT) -> list[bool]:
-    """Return for each instruction, in order, whether the answer follows it."""
+    """Return for each instruction whether the answer follows it; a blank answer follows none."""
     texts = [text for text in (variants(answer) if matching is Matching.LOOSE else [answer]) if text.strip()]
     return [any(each.instruction.follows(text) for text in texts) for each in asked]
 
 
 def variants(answer: str) -> list[str]:
-    """Return the up to eight distinct texts that loose matching tries, the answer itself first."""
+    """Return the texts that loose matching tries: the answer without its first or last line, and without asterisks."""
     lines = answer.split("\n")
     cuts = [answer, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
     return list(dict.fromkeys(text for cut in cuts for text in (cut, cut.replace("*", ""))))

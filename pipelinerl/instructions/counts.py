@@ -1,7 +1,7 @@
 """Instructions that count: words, sentences, paragraphs, keywords, letters, words in capitals.
 
-A keyword also counts inside a longer word, as in IFEval's code; a forbidden word counts only as a whole word. Neither
-is interpreted as a regular expression.
+A keyword also counts inside a longer word, as in IFEval's code; a forbidden word counts only as a whole word. Both are
+plain text, not regular expressions.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ _ENDS_A_FIRST_WORD = re.compile(r"[.,?!'\"]")
 
 
 class NumberOfWords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`length_constraints:number_words`."""
+    """`length_constraints:number_words`: a bound on the number of words."""
 
     num_words: Count
     relation: Relation
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return f"Answer with {self.relation} {self.num_words} words."
 
     def follows(self, answer: str) -> bool:
-        """Return whether the number of words is as required."""
+        """Return whether the number of words satisfies the relation."""
         return self.relation.holds(len(words(answer)), self.num_words)
 
 
 class NumberOfSentences(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`length_constraints:number_sentences`."""
+    """`length_constraints:number_sentences`: a bound on the number of sentences."""
 
     num_sentences: Count
     relation: Relation
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return f"Your answer should contain {self.relation} {self.num_sentences} sentences."
 
     def follows(self, answer: str) -> bool:
-        """Return whether the number of sentences is as required."""
+        """Return whether the number of sentences satisfies the relation."""
         return self.relation.holds(num_sentences(answer), self.num_sentences)
 
 
@@ -56,11 +56,11 @@ class NumberOfParagraphs(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return f"Write exactly {self.num_paragraphs} paragraphs, separated by the markdown divider: ***"
 
     def follows(self, answer: str) -> bool:
-        """Return whether the number of paragraphs matches and none between two dividers is empty."""
+        """Return whether the number of paragraphs matches and no paragraph between two dividers is empty."""
         paragraphs = _DIVIDER.split(answer)
         if any(not paragraph.strip() for paragraph in paragraphs[1:-1]):
             return False
@@ -68,9 +68,7 @@ class NumberOfParagraphs(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class NthParagraphFirstWord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`length_constraints:nth_paragraph_first_word`: paragraphs between blank lines, where the n-th has a given first
-    word.
-    """
+    """`length_constraints:nth_paragraph_first_word`: an exact number of paragraphs, and the n-th one's first word."""
 
     num_paragraphs: Count
     nth_paragraph: Count
@@ -82,14 +80,14 @@ class NthParagraphFirstWord(Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return (
             f"Write exactly {self.num_paragraphs} paragraphs with a blank line between them. Paragraph "
             f'{self.nth_paragraph} must begin with the word "{self.first_word}".'
         )
 
     def follows(self, answer: str) -> bool:
-        """Return whether the number of paragraphs and the first word of the n-th match, ignoring case."""
+        """Return whether the number of paragraphs and, ignoring case, the n-th paragraph's first word match."""
         paragraphs = [paragraph.strip() for paragraph in answer.split("\n\n") if paragraph.strip()]
         if len(paragraphs) != self.num_paragraphs:
             return False
@@ -98,23 +96,23 @@ class NthParagraphFirstWord(Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Keywords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`keywords:existence`."""
+    """`keywords:existence`: each of several keywords."""
 
     keywords: Texts
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return f"Include the keywords {_listed(self.keywords)}."
 
     def follows(self, answer: str) -> bool:
-        """Return whether each keyword occurs."""
+        """Return whether each keyword occurs, ignoring case."""
         text = answer.lower()
         return all(keyword.strip().lower() in text for keyword in self.keywords)
 
 
 class KeywordFrequency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`keywords:frequency`."""
+    """`keywords:frequency`: a bound on the occurrences of a keyword."""
 
     keyword: Text
     frequency: Count
@@ -122,26 +120,26 @@ class KeywordFrequency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return f'The word "{self.keyword}" should appear {self.relation} {self.frequency} times.'
 
     def follows(self, answer: str) -> bool:
-        """Return whether the keyword occurs as often as required."""
+        """Return whether the number of the keyword's occurrences, ignoring case, satisfies the relation."""
         return self.relation.holds(answer.lower().count(self.keyword.strip().lower()), self.frequency)
 
 
 class ForbiddenWords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`keywords:forbidden_words`."""
+    """`keywords:forbidden_words`: words that must not occur."""
 
     forbidden_words: Texts
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return f"Do not use the words {_listed(self.forbidden_words)}."
 
     def follows(self, answer: str) -> bool:
-        """Return whether no forbidden word occurs as a whole word."""
+        """Return whether no forbidden word occurs as a whole word, ignoring case."""
         return not any(
             re.search(rf"(?<!\w){re.escape(word.strip())}(?!\w)", answer, re.IGNORECASE)
             for word in self.forbidden_words
@@ -149,7 +147,7 @@ class ForbiddenWords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class LetterFrequency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`keywords:letter_frequency`, for any single character."""
+    """`keywords:letter_frequency`: a bound on the occurrences of one character."""
 
     letter: Annotated[str, Meta(min_length=1, max_length=1)]
     let_frequency: Count
@@ -157,27 +155,27 @@ class LetterFrequency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return f'The letter "{self.letter}" should appear {self.let_relation} {self.let_frequency} times.'
 
     def follows(self, answer: str) -> bool:
-        """Return whether the letter occurs as often as required, ignoring case."""
+        """Return whether the number of the letter's occurrences, ignoring case, satisfies the relation."""
         return self.let_relation.holds(answer.lower().count(self.letter.lower()), self.let_frequency)
 
 
 class CapitalWordFrequency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`change_case:capital_word_frequency`."""
+    """`change_case:capital_word_frequency`: a bound on the number of words in capital letters."""
 
     capital_frequency: Count
     capital_relation: Relation
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return f"Words in all capital letters should appear {self.capital_relation} {self.capital_frequency} times."
 
     def follows(self, answer: str) -> bool:
-        """Return whether the number of words in capital letters is as required."""
+        """Return whether the number of words in capital letters satisfies the relation."""
         capital = sum(word.isupper() for word in hyphenated_words(answer))
         return self.capital_relation.holds(capital, self.capital_frequency)
 

@@ -1,6 +1,6 @@
 """Instructions on the form of an answer: lists, sections, titles, JSON, placeholders, postscripts.
 
-They are stricter than IFEval's code where that code could reward empty answers: JSON must be an object or an array.
+They are stricter than IFEval's code where that code would reward empty answers: JSON must be an object or an array.
 """
 
 from __future__ import annotations
@@ -20,69 +20,64 @@ _POSTSCRIPTS: Final = {
     "P.S.": re.compile(r"p\.\s?s\.", re.IGNORECASE),
     "P.P.S": re.compile(r"p\.\s?p\.\s?s", re.IGNORECASE),
 }
-#: The only answers that IFEval's `detectable_format:constrained_response` allows.
+#: The options of IFEval's `detectable_format:constrained_response`.
 CONSTRAINED_RESPONSES: Final = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
 class NumberOfBullets(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:number_bullet_lists`: an exact number of lines that begin with `*` or `-`."""
+    """`detectable_format:number_bullet_lists`: an exact number of bullet points, lines that begin with `*` or `-`."""
 
     num_bullets: Count
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return (
             f"Your answer must contain exactly {self.num_bullets} bullet points. Use the markdown bullet points such "
             "as:\n* This is a point."
         )
 
     def follows(self, answer: str) -> bool:
-        """Return whether the number of bullet points matches."""
+        """Return whether the answer has exactly `num_bullets` bullet points."""
         lines = (line.strip() for line in answer.split("\n"))
         points = sum(line.startswith("-") or (line[:1] == "*" and line[1:2] not in ("", "*")) for line in lines)
         return points == self.num_bullets
 
 
 class MultipleSections(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:multiple_sections`: a minimum of sections, each begun by a splitter and a number.
-
-    IFEval misspells the parameter as `section_spliter`.
-    """
+    """`detectable_format:multiple_sections`: a minimum of sections, which begin with a given word and a number."""
 
     section_spliter: Text
     num_sections: Count
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return (
             f"Your answer must have {self.num_sections} sections. Mark the beginning of each section with "
             f"{self.section_spliter} X, such as:\n{self.section_spliter} 1"
         )
 
     def follows(self, answer: str) -> bool:
-        """Return whether there are enough section marks."""
+        """Return whether at least `num_sections` sections begin."""
         return len(re.findall(re.escape(self.section_spliter.strip()) + r"\s?\d", answer)) >= self.num_sections
 
 
 class HighlightedSections(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:number_highlighted_sections`: a minimum of highlighted sections, which are texts between
-    asterisks.
-    """
+    """`detectable_format:number_highlighted_sections`: a minimum of texts between asterisks."""
 
     num_highlights: Count
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return (
             f"Highlight at least {self.num_highlights} sections in your answer with markdown, i.e. *highlighted "
             "section*."
         )
 
     def follows(self, answer: str) -> bool:
-        """Return whether enough non-empty sections are highlighted."""
+        """Return whether at least `num_highlights` texts that are not empty are highlighted."""
         return sum(bool(found.strip("*").strip()) for found in _HIGHLIGHT.findall(answer)) >= self.num_highlights
 
 
@@ -91,11 +86,11 @@ class Title(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return "Your answer must contain a title, wrapped in double angular brackets, such as <<poem of joy>>."
 
     def follows(self, answer: str) -> bool:
-        """Return whether some line has a non-empty title."""
+        """Return whether some line has a title that is not empty."""
         for line in answer.split("\n"):
             begin, end = line.find("<<"), line.rfind(">>")
             if 0 <= begin < end and line[begin:end].strip("<> \t\r"):
@@ -108,7 +103,7 @@ class JsonFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return "Your entire output should be wrapped in JSON format. You can use markdown ticks such as ```."
 
     def follows(self, answer: str) -> bool:
@@ -123,13 +118,13 @@ class JsonFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ConstrainedResponse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:constrained_response`, with IFEval's three options or options of the problem's own."""
+    """`detectable_format:constrained_response`: one of several options, by default IFEval's."""
 
     options: Texts = field(default_factory=lambda: list(CONSTRAINED_RESPONSES))
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return "Answer with one of the following options: " + ", ".join(f'"{each}"' for each in self.options)
 
     def follows(self, answer: str) -> bool:
@@ -144,25 +139,25 @@ class Placeholders(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return (
             f"The answer must contain at least {self.num_placeholders} placeholders represented by square brackets, "
             "such as [address]."
         )
 
     def follows(self, answer: str) -> bool:
-        """Return whether there are enough non-empty placeholders."""
+        """Return whether the answer has at least `num_placeholders` placeholders that are not empty."""
         return len(_PLACEHOLDER.findall(answer)) >= self.num_placeholders
 
 
 class Postscript(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_content:postscript`."""
+    """`detectable_content:postscript`: a postscript with a given marker, such as `P.S.`."""
 
     postscript_marker: Text
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return f"At the end of your answer, add a postscript starting with {self.postscript_marker}"
 
     def follows(self, answer: str) -> bool:

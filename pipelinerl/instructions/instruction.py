@@ -1,11 +1,11 @@
 """`Instruction`: a requirement on an answer that a program can verify (Zhou et al. 2023, IFEval).
 
-An instruction is a frozen struct. Its fields are its parameters, which are validated on construction. `follows` is a
-pure function of the text, the same on every machine, and takes time linear in the text's length for any text.
+An instruction is a frozen struct whose fields are its parameters. `follows` is a pure function of the text, and takes
+time linear in the text's length for any text.
 
-Words are IFEval's: runs of letters, digits and underscores. Sentences differ from IFEval's code, which uses NLTK's
-Punkt model. Here a sentence ends at `.`, `!`, `?` or `…` before a space, unless the dot belongs to a known abbreviation
-or a single capital letter.
+Words are runs of letters, digits and underscores, as in IFEval. IFEval finds sentences by NLTK's Punkt model. Here a
+sentence ends at `.`, `!`, `?` or `…` before a space, unless the dot belongs to a known abbreviation or a single capital
+letter.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ Texts = Annotated[list[Text], Meta(min_length=1, max_length=1000)]
 
 
 class Instruction(Protocol):
-    """One kind of instruction with its parameters."""
+    """An instruction of one kind, with its parameters."""
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         ...
 
     def follows(self, answer: str) -> bool:
-        """Return whether this answer, which is not blank, follows the instruction."""
+        """Return whether a non-blank answer follows the instruction."""
         ...
 
 
 class Relation(StrEnum):
-    """Comparisons of a count: the first two occur in IFEval's data, the others in RLVR-IFeval's."""
+    """Comparison of a count with the wanted count; `AT_MOST`, `AROUND` and `EXACTLY` occur only in RLVR-IFeval."""
 
     AT_LEAST = "at least"
     LESS_THAN = "less than"
     AT_MOST = "at most"
     AROUND = "around"
-    """Differs from the wanted count by at most 10 percent, or at most one."""
+    """Differs from the wanted count by at most 10 percent, or by 1."""
     EXACTLY = "exactly"
 
     def holds(self, count: int, wanted: int) -> bool:
-        """Return whether the count satisfies the comparison."""
+        """Return whether `count` satisfies the comparison with `wanted`."""
         match self:
             case Relation.AT_LEAST:
                 return count >= wanted
@@ -63,10 +63,10 @@ class Relation(StrEnum):
 
 _WORD: Final = re.compile(r"\w+")
 _WORD_WITH_HYPHENS: Final = re.compile(r"\w+(?:[-'’]\w+)*+")
-#: The end of a sentence, with closing quotes and brackets; full-width dots need no space behind them.
+#: The end of a sentence, with closing quotes and brackets; full-width punctuation needs no space behind it.
 _END: Final = re.compile(r"[.!?…]++[\"'”’)\]*]*+(?=\s|$)|[。！？]++|\n{2,}+")
 _BEFORE_A_DOT: Final = re.compile(r"(\w+)\.$")
-#: Words before the last dot of an abbreviation; "g" and "e" end "e.g." and "i.e.".
+#: Words before the last dot of an abbreviation; "g" stands for "e.g." and "e" for "i.e.".
 _ABBREVIATIONS: Final = frozenset(
     {
         "al", "approx", "cf", "co", "dept", "dr", "e", "est", "etc", "fig", "g", "inc", "jr", "ltd", "mr", "mrs", "ms",
@@ -78,17 +78,17 @@ _LOOK_BACK: Final = 12
 
 
 def words(text: str) -> list[str]:
-    """Return runs of letters, digits and underscores, as IFEval counts them: "don't" is two words."""
+    """Return the words of the text as IFEval counts them: "don't" is two words."""
     return _WORD.findall(text)
 
 
 def hyphenated_words(text: str) -> list[str]:
-    """Return words; a word with an inner hyphen or apostrophe counts as one."""
+    """Return the words of the text, where a word with an inner hyphen or apostrophe counts as one."""
     return _WORD_WITH_HYPHENS.findall(text)
 
 
 def num_sentences(text: str) -> int:
-    """Return the number of sentences; a sentence has at least one word."""
+    """Return the number of sentences that have at least one word."""
     count, begin = 0, 0
     for end in _END.finditer(text):
         if end[0].startswith(".") and len(end[0]) == 1 and _is_abbreviation(text, end.end()):
@@ -99,7 +99,6 @@ def num_sentences(text: str) -> int:
 
 
 def _is_abbreviation(text: str, end: int) -> bool:
-    """Return whether the dot before position `end` belongs to an abbreviation and more text follows."""
     if end >= len(text):
         return False
     word = _BEFORE_A_DOT.search(text, max(0, end - _LOOK_BACK), end)
@@ -121,5 +120,5 @@ def script_shares(text: str) -> dict[str, float]:
 
 @lru_cache(maxsize=2**16)
 def _script(letter: str) -> str:
-    """Return the first word of the letter's name; vowel signs count as letters of their script."""
+    """Return the script of a letter or combining mark, the first word of its Unicode name; "" for other characters."""
     return unicodedata.name(letter, "").partition(" ")[0] if unicodedata.category(letter)[0] in "LM" else ""

@@ -1,12 +1,11 @@
 """Instructions on the wording of an answer: its case, commas, beginning and end, and language.
 
-IFEval's case instructions ask for English. Here they check for Latin letters, since no program can detect the language
+IFEval's case instructions require English. Here they check for Latin letters, since no program can detect the language
 of a few words in capitals.
 
-Languages are detected by script and, for languages that share their script, by `py3langid` (Barbaresi; the model of Lui
-and Baldwin 2012), which chooses only among the languages with the script of the required one. It is an extra,
-`pip install 'pipelinerl[languages]'`, and takes seconds to load. Without it, languages that share a script are
-rejected, never guessed. A text without letters matches no language.
+A language is detected by its script. Among languages that share the script, `py3langid` decides (Barbaresi; the model
+of Lui and Baldwin 2012). This library is an extra, `pip install 'pipelinerl[languages]'`, and takes seconds to load.
+Without it, languages that share a script are rejected. A text without letters matches no language.
 """
 
 from __future__ import annotations
@@ -22,44 +21,44 @@ from pipelinerl.instructions.instruction import Text, script_shares
 if TYPE_CHECKING:
     from py3langid.langid import LanguageIdentifier
 
-#: The minimum share of Latin letters for a text to count as possibly English.
+#: Minimum share of Latin letters in a text that may be English.
 _MOSTLY: Final = 0.9
 
 
 class AllCapitals(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`change_case:english_capital`."""
+    """`change_case:english_capital`: English in capital letters only."""
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return "Your entire response should be in English, and in all capital letters."
 
     def follows(self, answer: str) -> bool:
-        """Return whether all letters are capitals, and mostly Latin."""
+        """Return whether all letters are capitals and most are Latin."""
         return answer.isupper() and _is_latin(answer)
 
 
 class AllLowercase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`change_case:english_lowercase`."""
+    """`change_case:english_lowercase`: English in lowercase letters only."""
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return (
             "Your entire response should be in English, and in all lowercase letters. No capital letters are allowed."
         )
 
     def follows(self, answer: str) -> bool:
-        """Return whether all letters are lowercase, and mostly Latin."""
+        """Return whether all letters are lowercase and most are Latin."""
         return answer.islower() and _is_latin(answer)
 
 
 class NoComma(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`punctuation:no_comma`."""
+    """`punctuation:no_comma`: no commas."""
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return "In your entire response, refrain from the use of any commas."
 
     def follows(self, answer: str) -> bool:
@@ -68,13 +67,13 @@ class NoComma(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class EndPhrase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`startend:end_checker`."""
+    """`startend:end_checker`: a given phrase at the end."""
 
     end_phrase: Text
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return f'Finish your response with this exact phrase: "{self.end_phrase}" No other words should follow it.'
 
     def follows(self, answer: str) -> bool:
@@ -83,11 +82,11 @@ class EndPhrase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class QuotationMarks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`startend:quotation`."""
+    """`startend:quotation`: double quotation marks around the answer."""
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return "Wrap your entire response with double quotation marks."
 
     def follows(self, answer: str) -> bool:
@@ -97,11 +96,11 @@ class QuotationMarks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class TwoResponses(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`combination:two_responses`."""
+    """`combination:two_responses`: two different responses with six asterisks between them."""
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return "Give two different responses. Responses and only responses should be separated by six asterisks: ******"
 
     def follows(self, answer: str) -> bool:
@@ -114,13 +113,13 @@ class TwoResponses(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class RepeatPrompt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`combination:repeat_prompt`."""
+    """`combination:repeat_prompt`: the request, repeated before its answer."""
 
     prompt_to_repeat: Text
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         return f'First repeat this request word for word without change: "{self.prompt_to_repeat}" Then answer it.'
 
     def follows(self, answer: str) -> bool:
@@ -129,7 +128,7 @@ class RepeatPrompt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class ResponseLanguage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`language:response_language`, by its ISO 639-1 code."""
+    """`language:response_language`: a language, by its ISO 639-1 code."""
 
     language: Text
 
@@ -138,7 +137,7 @@ class ResponseLanguage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def sentence(self) -> str:
-        """The prompt for a model."""
+        """The sentence that states the instruction in a prompt."""
         name = LANGUAGES[self.language].name
         return f"Your entire response should be in {name}, no other language is allowed."
 
@@ -151,15 +150,13 @@ def _is_latin(text: str) -> bool:
     return script_shares(text).get("LATIN", 0.0) >= _MOSTLY
 
 
-#: The minimum share of letters in the language's scripts. It is below 1, since names and terms may be foreign.
+#: Minimum share of letters in the language's scripts; below 1, since names and terms may be foreign.
 _LEAST_SHARE: Final = 0.7
 _LIBRARY: Final = "py3langid"
 
 
 class Language(NamedTuple):
-    """A language by name, with its scripts. A text of the language contains the first script; the others may be
-    absent.
-    """
+    """A language's name and scripts. Every text in the language uses the first script; the others are optional."""
 
     name: str
     scripts: tuple[str, ...]
@@ -191,7 +188,7 @@ LANGUAGES: Final = {
 
 
 def check_language(code: str) -> None:
-    """Raise `ValueError` for a language that cannot be detected here; the message names the remedy."""
+    """Raise `ValueError` with the remedy if the language cannot be detected."""
     if code not in LANGUAGES:
         raise ValueError(f"language must be one of {', '.join(LANGUAGES)}, got {code!r}")
     if is_slow_language(code) and importlib.util.find_spec(_LIBRARY) is None:
@@ -202,7 +199,7 @@ def check_language(code: str) -> None:
 
 
 def is_in_language(text: str, code: str) -> bool:
-    """Return whether the text is in the language `code`, which must have passed `check`."""
+    """Return whether the text is in the language `code`, which must have passed `check_language`."""
     scripts, shares = LANGUAGES[code].scripts, script_shares(text)
     if not shares.get(scripts[0]) or sum(shares.get(script, 0.0) for script in scripts) < _LEAST_SHARE:
         return False
@@ -215,18 +212,17 @@ def is_in_language(text: str, code: str) -> bool:
 
 
 def is_slow_language(code: str) -> bool:
-    """Return whether detecting this language needs the library, which takes seconds to load."""
+    """Return whether detecting this language needs py3langid, which takes seconds to load."""
     return len(_rivals(code)) > 1
 
 
 def preload_languages() -> None:
-    """Load the library now, if it is installed."""
+    """Load py3langid now, if it is installed."""
     if importlib.util.find_spec(_LIBRARY) is not None:
         _identifier()
 
 
 def _rivals(code: str) -> tuple[str, ...]:
-    """Return the languages that share the first script of `code`, including `code` itself."""
     script = LANGUAGES[code].scripts[0]
     return tuple(other for other, language in LANGUAGES.items() if language.scripts[0] == script)
 

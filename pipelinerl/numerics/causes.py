@@ -1,15 +1,14 @@
 """The train/inference mismatch of one step, split by cause: pure functions of its micro-batches and log-probs.
 
-The trainer's log-prob of a token differs from the sampler's for one of three reasons. The reason follows from the
-weight versions that sampled the token and the beginning of its turn:
+The weight versions that sampled a token and the first token of its turn tell why the trainer's log-prob of the token
+differs from the sampler's:
 
     numerics    the trainer's version sampled the whole turn so far: only kernels and dtypes differ
-    cache       the trainer's version sampled the token, but from keys and values that an older version had written
+    cache       the trainer's version sampled the token, but an older version wrote part of the KV cache
                 (an update in flight with `continue`)
     staleness   an older version sampled the token
 
-Numerics and cache together are what other tools call "same version". This module knows no objective: the caller says
-which tokens the objective cut.
+Other tools call numerics and cache together "same version".
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from trainer_contract.types import Bool, Float32, MicroBatch
 @final
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Statistics of two sets of log-probs, `ours` and `theirs`, over tokens that were sampled from π_theirs.
+    """Statistics that compare two policies, `ours` and `theirs`, on tokens sampled from `theirs`.
 
     With d = log π_ours − log π_theirs and r = exp(d):
 
@@ -54,11 +53,7 @@ _OF_NOTHING = Mismatch(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 
 
 def mismatch(ours: NDArray[np.floating[Any]], theirs: NDArray[np.floating[Any]]) -> Mismatch:
-    """Compare the log-probs `ours` [N] with `theirs` [N]; without tokens, return the statistics of perfect agreement.
-
-    Raises:
-        ValueError: the shapes differ.
-    """
+    """Compare log-probs `ours` [N] with `theirs` [N]; N = 0 gives perfect agreement. Raises `ValueError`."""
     if ours.shape != theirs.shape:
         raise ValueError(f"expected log-probs of the same tokens, got shapes {ours.shape} and {theirs.shape}")
     if ours.size == 0:
@@ -82,8 +77,7 @@ def mismatch(ours: NDArray[np.floating[Any]], theirs: NDArray[np.floating[Any]])
 
 Integers = NDArray[np.integer[Any]]
 
-#: If the two probabilities of a token differ by more than this, the policies contradict one another (TIS note, figures
-#: 7 and 8).
+#: A token whose two probabilities differ by more than this is a contradiction (TIS note, figures 7 and 8).
 CONTRADICTION: Final = 0.5
 #: Upper bounds of the age buckets. The buckets hold the ages 0, 1, 2, 3–4, 5–8, …
 _AGES: Final = np.array([0, 1, 2, *(2**power for power in range(2, 31))])
@@ -99,14 +93,14 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """The trained tokens of a step, all micro-batches together; columns [N].
+    """The trained tokens of all micro-batches of a step; columns [N].
 
     Attributes:
         logprobs: f32, by the trainer's weights at the step. behavior_logprobs: f32, by the sampler.
         old_logprobs: f32, recomputed by the trainer; None if the objective does not need them.
         versions: version of the weights that sampled each token.
         turn_versions: version of the weights that sampled the first token of the token's turn.
-        responses: number of the response that holds the token; numbers increase through the step.
+        responses: index of the token's response within the step.
     """
 
     logprobs: Float32
@@ -117,17 +111,16 @@ class SampledTokens:
     responses: Integers
 
     def causes(self, held_version: int) -> dict[Cause, Bool]:
-        """Return for each cause the mask, bool [N], of its tokens. The trainer holds the weights `held_version`."""
+        """Return the mask of each cause's tokens, bool [N], for a trainer that holds the weights `held_version`."""
         same = self.versions == held_version
         whole = self.turn_versions == held_version
         return {Cause.NUMERICS: same & whole, Cause.CACHE: same & ~whole, Cause.STALENESS: ~same}
 
 
 def sampled_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float32]) -> SampledTokens | None:
-    """Join the trained tokens; return None if there are none, or if a micro-batch has no versions.
+    """Concatenate the trained tokens; return None if there are none, or if a micro-batch has no versions.
 
-    Args:
-        logprobs: the trainer's log-probs of each micro-batch, f32 [T], as in `LossStats.predictions`.
+    `logprobs` holds the trainer's log-probs of each micro-batch, f32 [T], as in `LossStats.predictions`.
     """
     if any(batch.behavior_versions is None for batch in micro_batches):
         return None
@@ -152,22 +145,21 @@ def sampled_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float
 
 
 def figures(tokens: SampledTokens | None, *, held_version: int, cuts: Mapping[str, Bool]) -> dict[str, float]:
-    """Return the metrics of a step; {} if no token trained. Causes and ages without tokens have no metrics.
+    """Return the mismatch metrics of a step, for causes and ages that have tokens.
 
-    `mismatch_<cause>_<figure>` compares the trainer's log-probs at the step with the sampler's.
-    `old_mismatch_<cause>_<figure>` compares the trainer's recomputed log-probs with the sampler's.
-    `age_<ages>_<figure>` is by the token's age: the number of versions between the weights that sampled it and those
-    that the trainer holds.
+    `mismatch_<cause>_<figure>` compares the trainer's log-probs at the step with the sampler's, and
+    `old_mismatch_<cause>_<figure>` the trainer's recomputed log-probs with the sampler's. `age_<ages>_<figure>` is by
+    the token's age, the number of versions between the weights that sampled it and the trainer's weights. Figures:
 
         share                           share of the trained tokens
         mean p50 p95 max k1 k3 ess      as in `Mismatch`
         response_max, response_mean     mean over the responses of a response's largest or mean |Δp| (TIS note)
-        contradictions                  share of responses with a |Δp| above one half
+        contradictions                  share of responses with a |Δp| above `CONTRADICTION`
 
     Args:
         held_version: version of the weights that computed the trainer's log-probs.
-        cuts: bool [N] each, by name (`clipped`, `truncated`, `masked`): tokens that the objective cut. Their share is
-            reported under that name for each age.
+        cuts: masks, bool [N], of the tokens that the objective clipped, truncated or masked, by that name. Their share
+            is reported for each age.
     """
     if tokens is None:
         return {}
@@ -201,7 +193,7 @@ def _compared(ours: Float32, theirs: Float32, responses: Integers) -> dict[str, 
 
 
 def by_age(ages: Integers, cuts: Mapping[str, Bool]) -> dict[str, float]:
-    """Return `age_<ages>_share` of tokens with ages [N], and for each age the share of each cut, as in `figures`."""
+    """Return the metrics `age_<ages>_<figure>` of `figures` for tokens with ages [N]."""
     buckets = np.searchsorted(_AGES, np.maximum(ages, 0))
     counts = np.bincount(buckets)
     shares = {"share": counts / len(ages)} | {
@@ -216,7 +208,6 @@ def by_age(ages: Integers, cuts: Mapping[str, Bool]) -> dict[str, float]:
 
 
 def _ages(bucket: int) -> str:
-    """Return the metric name of an age bucket: `0`, `1`, `2`, `3_4`, `5_8`, …"""
     last = int(_AGES[bucket])
     first = int(_AGES[bucket - 1]) + 1 if bucket else 0
     return str(last) if first == last else f"{first}_{last}"

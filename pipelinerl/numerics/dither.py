@@ -1,9 +1,9 @@
 """Dithered rounding of fp32 weights to bfloat16, so that small updates reach the engines.
 
-A weight of 0.05 has neighbours in bfloat16 that are 2.4e-4 apart, and an AdamW step moves it by the learning rate. With
-rounding to nearest, all weights stay constant for many steps and then jump together. Here each weight has its own
-threshold, uniform in [0, 1), and rounds up once its fraction exceeds the threshold. After an update of a tenth of the
-spacing, a tenth of the weights have moved. On average over the weights the rounding is exact (stochastic rounding).
+Near 0.05, bfloat16 values are 2.4e-4 apart, much more than an AdamW step. Rounded to nearest, all weights stay constant
+for many steps and then jump together. Here each weight has its own threshold, uniform in [0, 1), and rounds up once its
+fraction exceeds the threshold: after an update of a tenth of the spacing, a tenth of the weights have moved. On average
+over the weights the rounding is exact (stochastic rounding).
 
 The thresholds depend only on a parameter's name and the element's index. Equal weights therefore give equal bytes: in a
 retried publication, on any mesh, after a restart, and in every backend. A weight on bfloat16's grid is unchanged.
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pipelinerl import rng
 from trainer_contract.types import Float32
 
-#: Number of thresholds in the repeating table. It is prime, so that rows of a matrix do not share thresholds.
+#: Number of thresholds in the repeating table; a prime, so that the rows of a matrix get different thresholds.
 PERIOD: Final = 1_048_573
 
 
@@ -36,9 +36,7 @@ def phase(name: str) -> int:
 
 
 def dithered(values: Float32, *, name: str) -> NDArray[np.uint16]:
-    """Return f32 `values` of the parameter `name` rounded to bfloat16, as bits; `dither_torch.dithered` is the torch
-    version.
-    """
+    """Return the bits of f32 `values` of the parameter `name`, rounded to bfloat16. Torch: `dither_torch.dithered`."""
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint32)
     rounded = np.empty(flat.size, np.uint16)
     begin = 0

@@ -1,6 +1,4 @@
-"""Torch version of `dither.dithered` for any device, and a probe that measures how much of an update survives
-rounding.
-"""
+"""Dithered rounding in torch for any device, and a probe that measures how much of an update survives rounding."""
 
 from __future__ import annotations
 
@@ -20,16 +18,14 @@ _PROBED: Final = 1021
 
 
 def rounded(values: Tensor, dtype: torch.dtype, rounding: Rounding, *, name: str, first: int = 0) -> Tensor:
-    """Round elements of the parameter `name`, starting at index `first`, to `dtype`; only fp32 to bf16 can be
-    dithered.
-    """
+    """Round elements of the parameter `name`, from index `first` on; dithering applies only to fp32 → bf16."""
     if rounding is Rounding.DITHERED and dtype is torch.bfloat16 and values.dtype is torch.float32:
         return dithered(values, name=name, first=first)
     return values.to(dtype)
 
 
 def dithered(values: Tensor, *, name: str, first: int = 0) -> Tensor:
-    """Return f32 `values` in bfloat16; `first` is the index of their first element in the parameter `name`."""
+    """Round f32 `values` to bfloat16. In the parameter `name`, their first element has the index `first`."""
     bits = values.detach().contiguous().view(-1).view(torch.int32)
     result = torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
     halves, table = result.view(-1).view(torch.int16), _thresholds(values.device)
@@ -82,9 +78,7 @@ class UpdateProbe:
         return torch.cat([self.weights[name].view(-1)[each].cpu() for name, each in self.places.items()])
 
     def share(self, before: Tensor, after: Tensor) -> float | None:
-        """Return ⟨Δrounded, Δ⟩ / ⟨Δ, Δ⟩ of an update: 1 if engines see all of it; None if the weights did not
-        change.
-        """
+        """Return ⟨Δrounded, Δ⟩ / ⟨Δ, Δ⟩: 1 if engines see the whole update Δ; None if the weights did not change."""
         update = (after - before).double()
         size = float(update @ update)
         return float((self._sent(after) - self._sent(before)).double() @ update) / size if size else None

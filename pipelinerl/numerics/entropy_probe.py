@@ -1,12 +1,10 @@
 """`EntropyProbe`: an objective whose value is the mean entropy of the policy's distributions, and whose gradient is 0.
 
-Entropy over the whole vocabulary is a `HeadMeasure`, which any trainer computes if an objective needs it. As an
-objective, the probe therefore works with every trainer, and no trainer needs a separate method to report entropy.
-Compared with the surprisal of the sampled tokens, entropy shows whether low surprisal comes from a confident policy or
-from a low sampling temperature.
+Every trainer computes the entropy over the vocabulary, a `HeadMeasure`, for an objective that needs it. An objective is
+therefore a way to measure entropy that works with every trainer. Low surprisal of the sampled tokens can come from a
+confident policy or from a low sampling temperature; entropy distinguishes the two.
 
-The class is in this package because a trainer's other processes load it by name (`trainers.ranks.commands`), and they
-accept only names from this package.
+A trainer's other processes load the class by name, and accept only names from this package (`trainers.ranks.commands`).
 """
 
 from __future__ import annotations
@@ -27,16 +25,15 @@ class EntropyProbe:
     """An `Objective` and `MeasuringObjective` of `trainer_contract.types`.
 
     Attributes:
-        seen: the entropies of the unmasked tokens of each micro-batch evaluated in this process, f32 [N] each. The list
-            stays empty if the trainer compiles the objective or evaluates it in another process. Comparison ignores it:
-            all probes are equal.
+        seen: the entropies of the unmasked tokens of each micro-batch, f32 [N] each. The list stays empty if the
+            trainer compiles the objective or evaluates it in another process. Comparisons ignore the list.
     """
 
     seen: list[Float32] = field(default_factory=list, init=False, compare=False)
 
     @property
     def needs(self) -> frozenset[str]:
-        """Measures that the objective needs: the entropy."""
+        """The entropy, as the measure that the objective needs."""
         return frozenset({HeadMeasure.ENTROPY})
 
     def evaluate(self, predictions: Array, columns: Columns) -> Array:

@@ -1,8 +1,7 @@
 """Log-probs of tokens from hidden states, in JAX: softmax in fp32, with the logits computed piece by piece.
 
-The results, including measures of the whole distribution, agree with the definition in `logprobs`. The vocabulary may
-be sharded over devices. A token's logit is therefore selected by comparing token ids: an index could point into another
-device's shard.
+The results agree with the definitions in `logprobs`. The vocabulary may be sharded over devices. A token's logit is
+therefore selected by comparing token ids: an index could point into another device's shard.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from jax import Array, lax
 
 from trainer_contract.types import HeadMeasure
 
-#: Number of logits that a device holds at once: 64 MiB in fp32. A smaller input is one piece and needs no
-#: recomputation.
+#: Number of logits computed at once: 64 MiB in fp32. A smaller input is one piece and needs no recomputation.
 LOGITS_AT_ONCE: Final = 2**24
 
 
@@ -39,7 +37,7 @@ def token_predictions(
         head: [V, D], the output embedding.
         token_ids: i32 [R, C]; the token at [r, c] is predicted by hidden[r, c].
         temperatures: f32 [R, C].
-        measures: measures of the distributions to compute.
+        measures: the M measures of each distribution to compute.
     """
     rows, columns, _ = hidden.shape
     pieces = 1

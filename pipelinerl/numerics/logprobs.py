@@ -1,7 +1,7 @@
 """Reference definition of log-probs of tokens from logits, in numpy, in the precision of the logits.
 
-log π(token) = z[token] − logsumexp(z), z = logits / temperature, the temperature applied once. `torch_logprobs`
-computes the same from hidden states without holding all logits at once, including measures of a whole distribution.
+log π(token) = z[token] − logsumexp(z), with z = logits / temperature. `torch_logprobs` and `jax_logprobs` compute the
+same from hidden states, without holding all logits at once.
 """
 
 from __future__ import annotations

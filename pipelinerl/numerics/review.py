@@ -1,7 +1,7 @@
-"""Summary of a whole run's train/inference mismatch from the metrics of its steps, and advice on it. Pure.
+"""Summary of a run's train/inference mismatch from the metrics of its steps, and advice on it. Pure functions.
 
-Each figure is reported at the start, middle and end of the run, as the median over a tenth of its steps, and at its
-worst step. Advice follows a few rules, each with its threshold, its reason and its source.
+Each figure is reported at the start, middle and end of the run (the median over a tenth of the steps), and at its worst
+step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final
 from pipelinerl.numerics.causes import CONTRADICTION, Cause
 from pipelinerl.observability.run_history import RunHistory, Series
 
-#: The figures that are reported for a cause, with their labels, in display order.
+#: The figures reported for each cause, with their labels, in display order.
 FIGURES: Final[Mapping[str, str]] = {
     "mean": "mean |Δ log-prob|",
     "p50": "P50 |Δ log-prob|",
@@ -29,13 +29,13 @@ FIGURES: Final[Mapping[str, str]] = {
     "k3": "K3",
     "ess": "ESS",
 }
-#: Prefix of the metrics → the name of the trainer's log-probs that they compare with the sampler's.
+#: Metric prefix → the name of the trainer's log-probs that these metrics compare with the sampler's.
 COMPARED: Final[Mapping[str, str]] = {"mismatch": "current", "old_mismatch": "old"}
 
 
 @dataclass(frozen=True, slots=True)
 class MetricSeries:
-    """One figure over the run; `median` is taken over all steps that report the figure."""
+    """One figure over the run; `median` is over all steps that report the figure."""
 
     start: float
     middle: float
@@ -47,9 +47,7 @@ class MetricSeries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CauseReview:
-    """Summary of one cause: its share of the tokens, averaged over all steps, and the series of each figure, by
-    name.
-    """
+    """Summary of one cause: its mean share of a step's tokens, and the series of each figure by name."""
 
     cause: Cause
     share: float
@@ -64,9 +62,8 @@ class CauseReview:
 class RoundingReview:
     """The share of the trainer's updates that engines saw after the weights were rounded for transfer.
 
-    `behind` is the largest number of updates that engines lacked at any step: the largest sum of 1 − `sent_share` since
-    the first step. `worst_step` is the step at which the sum was largest. `behind` is about 0 when rounding is
-    unbiased.
+    `behind` is the largest number of updates that engines lacked at a step: the maximum over steps of the sum of
+    1 − `sent_share` since the first step, reached at `worst_step`. It is about 0 if rounding is unbiased.
     """
 
     behind: float
@@ -80,10 +77,10 @@ class Review:
 
     Attributes:
         run: the run's name. steps: the number of steps with figures.
-        current, old: by cause, the trainer's log-probs against the sampler's. `current` uses the log-probs at the step,
-            `old` the recomputed ones.
+        current, old: by cause, how the trainer's log-probs at the step (`current`) or its recomputed log-probs (`old`)
+            differ from the sampler's.
         ages: for each age (`0`, `3_4`), its share of the tokens and the shares that the objective cut, as run means.
-        ess: series of the effective sample size over all tokens; None if it was never measured.
+        ess: effective sample size over all tokens; None if it was never measured.
         rounding: the effect of rounding on weights sent in bfloat16; None if no weights were rounded.
     """
 
@@ -96,7 +93,7 @@ class Review:
     rounding: RoundingReview | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the review as JSON-compatible values, for other programs."""
+        """Return the review as JSON-compatible values."""
         return asdict(self)
 
 
@@ -151,10 +148,7 @@ def _course(name: str, series: Series) -> MetricSeries:
 
 
 def _ages(history: RunHistory, steps: int) -> dict[str, dict[str, float]]:
-    """Return the shares of each age as means over all tokens of the run.
-
-    Each step is weighted by the share of its tokens that have the age.
-    """
+    """Return the shares of each age, with each step weighted by the share of its tokens that have the age."""
     keys = {key for step in history.steps for key in step if key.startswith("age_") and key.endswith("_share")}
     ages = (key.removeprefix("age_").removesuffix("_share") for key in keys)
     by_age: dict[str, dict[str, float]] = {}
@@ -173,19 +167,19 @@ def _ages(history: RunHistory, steps: int) -> dict[str, dict[str, float]]:
 NUMERICS_P95: Final = 0.01
 #: PPO's usual clip, 1 ± 0.2. If P95 exceeds it, one stale token in twenty is outside the trust region.
 STALENESS_P95: Final = math.log(1.2)
-#: Number of updates that engines may lack because of rounding; a smaller gap is within the sampling noise of the probe.
+#: Number of updates that engines may lack because of rounding; smaller values are sampling noise of the probe.
 BEHIND: Final = 1.0
-#: Effective sample size, as a share of the tokens, below which uneven weights waste half of the tokens.
+#: Smallest accepted effective sample size, as a share of the tokens; below it, over half of the tokens are wasted.
 ESS: Final = 0.5
-#: If the objective clips or masks more than this share of the tokens of one age, sampling such tokens is mostly wasted.
+#: Largest accepted share of the tokens of one age that the objective clips or masks; above it, most are wasted.
 CUT: Final = 0.5
-#: Remedies in recipe syntax. The cap C = 2 is the value that the TIS note's ablations use.
+#: Remedies in recipe syntax. The TIS note's ablations use the cap C = 2.
 _TIS: Final = (
     'TIS: objective.is_weight = { kind = "token_ratio", numerator = "old", high = 2.0 }, and grad1.over = "old" where '
     'grad1 is a ratio (preset "ppo_tis")'
 )
 _CAPPED: Final = 'a capped weight: objective.is_weight = { kind = "token_ratio", high = 2.0 } with grad1 = "logprob"'
-#: K1 should be positive. Sampling noise may take it below 0 by this share of K3; a lower value is reported.
+#: K1 should be positive. A value below −`_K1_OF_K3` · K3 is lower than sampling noise explains, and is reported.
 _K1_OF_K3: Final = 0.5
 
 

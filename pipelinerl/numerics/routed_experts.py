@@ -1,4 +1,4 @@
-"""Conversion of routed expert numbers (MoE) between arrays and the wire format of engines."""
+"""Conversion of the indices of routed experts (MoE) between arrays and the engines' wire format."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from trainer_contract.types import Experts
 
 
 def on_the_wire(routed: Experts) -> RoutedExperts:
-    """Encode expert numbers u8 or u16 [tokens, layers, top_k] in the wire format of engines."""
+    """Encode expert indices, u8 or u16 [tokens, layers, top_k], in the engines' wire format."""
     tokens, layers, top_k = routed.shape
     content = np.ascontiguousarray(routed, routed.dtype.newbyteorder("<")).tobytes()
     return RoutedExperts.of("uint8" if routed.itemsize == 1 else "uint16", (tokens, layers, top_k), content)
 
 
 def off_the_wire(routed: RoutedExperts) -> Experts:
-    """Decode expert numbers; the inverse of `on_the_wire`."""
+    """Decode expert indices, u8 or u16 [tokens, layers, top_k]; the inverse of `on_the_wire`."""
     column: Experts = np.frombuffer(routed.content, np.dtype(routed.dtype).newbyteorder("<")).reshape(routed.shape)
     return column
 
 
 def of_context(prompt: RoutedExperts) -> Experts:
-    """Pad a prompt's experts by one row, for one more token: row t then holds the experts at token t − 1, and row 0 is
-    zero.
-    """
+    """Return a prompt's experts with a row of zeros before them: row t holds the experts at token t − 1."""
     return np.pad(off_the_wire(prompt), ((1, 0), (0, 0), (0, 0)))

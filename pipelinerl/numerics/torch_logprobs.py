@@ -1,11 +1,11 @@
 """Log-probs of tokens from hidden states, in torch: softmax in fp32, with the logits computed piece by piece.
 
-The results, including measures of the whole distribution, agree with the definition in `logprobs`. If a linear head
-computes in bf16, its weight's gradient is summed over pieces in fp32: a sum in bf16 loses more with every piece.
+The results agree with the definitions in `logprobs`. If a linear head computes in bf16, its weight's gradient is summed
+over pieces in fp32: a sum in bf16 loses more with every piece.
 
-`to_fp32` makes an output layer's logits fp32, identical in engine and trainer, since its rounding affects log-probs the
-most: the MiniMax-M1 report found it to be the main source of the mismatch. Hidden states and weights keep their dtypes;
-their products are summed in fp32 and never rounded to a shorter type.
+`to_fp32` makes the output layer return fp32 logits, in engine and trainer alike: according to the MiniMax-M1 report,
+its rounding is the main source of the mismatch. Hidden states and weights keep their dtypes; their products are summed
+in fp32 and never rounded to a shorter type.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipelinerl.numerics import batch_invariant
 from pipelinerl.numerics.dither_torch import rounded
 from trainer_contract.types import HeadMeasure, Kernels, Rounding
 
-#: Number of logits held at once: 64 MiB in fp32. A batch that fits is computed in one piece, without recomputation.
+#: Number of logits held at once: 64 MiB in fp32. A smaller input is one piece and needs no recomputation.
 LOGITS_AT_ONCE: Final = 2**24
 
 
@@ -39,15 +39,15 @@ def token_predictions(
 ) -> Tensor:
     """Return f32 [1 + M, N]: log-probs of the tokens that the hidden states predict, and M measures.
 
-    With more than `logits_at_once` logits the work is done in pieces, and backward recomputes the logits.
+    With more than `logits_at_once` logits, tokens are processed in pieces, and backward recomputes the logits.
 
     Args:
         hidden: [N, d], at the positions before the tokens.
-        head: from hidden states [n, d] to logits [n, V].
+        head: maps hidden states [n, d] to logits [n, V].
         token_ids: i64 [N].
-        temperatures: f32 [N]; None stands for 1 everywhere.
+        temperatures: f32 [N]; None means 1 everywhere.
         vocab_size: V.
-        measures: measures of the distributions to compute.
+        measures: the M measures of each distribution to compute.
     """
     rows = max(1, logits_at_once // vocab_size)
     if hidden.shape[0] <= rows:
@@ -77,20 +77,17 @@ class _Work(NamedTuple):
     dtype: torch.dtype
 
     def predictions(self, logits: Tensor, part: slice) -> Tensor:
-        """Return predictions [1 + M, n] from the logits of the piece `part`."""
         tempered = None if self.temperatures is None else self.temperatures[part]
         return _predictions(logits, self.token_ids[part], tempered, self.measures)
 
 
 @final
 class _LinearHead(torch.autograd.Function):
-    """Predictions through a linear head, piece by piece. The weight is cast once, and its gradient is summed in
-    fp32.
-    """
+    """Predictions through a linear head, piece by piece. The weight is cast once; its gradient is summed in fp32."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, work: _Work) -> Tensor:
-        """Return predictions, f32 [1 + M, N]; the logits are not kept for backward."""
+        """Return predictions, f32 [1 + M, N], without keeping logits for backward."""
         ctx.save_for_backward(hidden, weight, bias)
         ctx.work = work
         cast, its_bias = weight.to(work.dtype), None if bias is None else bias.to(work.dtype)
@@ -132,8 +129,7 @@ class _LinearHead(torch.autograd.Function):
 class _Sum:
     """A sum of matrix products in fp32.
 
-    A GPU multiplies in the shorter dtype and adds each product from a reused buffer. A CPU multiplies in fp32, because
-    it adds tensors of different dtypes slowly.
+    A GPU multiplies in the shorter dtype. A CPU multiplies in fp32, because it adds tensors of different dtypes slowly.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype, device: str) -> None:
@@ -142,7 +138,6 @@ class _Sum:
         self._product = None if is_direct else torch.empty_like(like, dtype=dtype)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add left @ right."""
         if self._product is None:
             self.total.addmm_(left.float(), right.float())
         else:
@@ -150,7 +145,6 @@ class _Sum:
 
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:
-    """Return the dtype in which a linear layer multiplies these hidden states."""
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
@@ -187,13 +181,13 @@ def to_fp32(
     rounding: Rounding = Rounding.NEAREST,
     kernels: Kernels = Kernels.FAST,
 ) -> None:
-    """Make the output layer of a Hugging Face `model` return fp32 logits, whatever its input dtype.
+    """Make the output layer of a Hugging Face `model` return fp32 logits for any input dtype.
 
     Args:
-        served: dtype of the weights that engines hold. A trainer's fp32 weights are rounded to it here; the gradient
+        served: dtype of the weights that engines hold. A trainer's fp32 weights are rounded to this dtype; the gradient
             ignores the rounding (straight-through).
-        rounding: the same rounding as for weights sent to engines.
-        kernels: of the product.
+        rounding: the rounding of weights sent to engines.
+        kernels: kernels of the output layer's product.
     """
     head = model.get_output_embeddings()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -203,7 +197,7 @@ def to_fp32(
 
 @final
 class Fp32Head:
-    """Replaces the forward method of an output layer. It reads the parameters at each call, so they may be replaced."""
+    """Forward method of an output layer in fp32. Each call reads the layer's parameters, so they may be replaced."""
 
     def __init__(
         self,
@@ -228,7 +222,6 @@ class Fp32Head:
             return self._product(hidden.float(), self._exact(weight, self._weight_name), its_bias)
 
     def _exact(self, parameter: Tensor, name: str) -> Tensor:
-        """Return the parameter in fp32, after rounding it to the dtype that engines hold."""
         if parameter.dtype is torch.float32 and self._served is not torch.float32:
             sent = rounded(parameter.detach(), self._served, self._rounding, name=name)
             return parameter + (sent.float() - parameter.detach())  # exact: both are within a factor of two

@@ -1,1 +1,1 @@
-"""Operating-system helpers for all processes: HTTP services, addresses, storage, threads. Independent of RL."""
+"""Operating-system helpers for all processes, independent of RL: HTTP services, addresses, storage, threads."""

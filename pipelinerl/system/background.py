@@ -1,11 +1,10 @@
 """Blocking calls in daemon threads, and their results in an event loop.
 
-`in_background` runs a blocking call (rendezvous, collective, disk) in a daemon thread of its own; `tell` calls back
-into the event loop; `to_its_end` completes work despite cancellation.
+`in_background` runs a blocking call (rendezvous, collective, disk) in a daemon thread; `tell` calls back into the event
+loop; `to_its_end` completes work despite cancellation.
 
-A shared executor would not do: a call that waits for its deadline would block one of a few slots, and the interpreter
-would wait for it at exit. Here there are as many threads as concurrent calls. A thread that has finished is reused for
-a while, since starting one may cost more than a weight update can afford.
+There are as many threads as concurrent calls, and an idle thread is reused. In a shared executor, a call that waits for
+its deadline would occupy one of a few threads, and the interpreter would wait for the call at exit.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from typing import Any, Final, TypeVar, final
 
 T = TypeVar("T")
 
-#: Seconds for which a finished thread waits for another call. Most steps are shorter, so the updates of a step reuse
-#: the threads of the previous step.
+#: Seconds for which an idle thread waits for another call. Most steps are shorter, so each step's weight update reuses
+#: the threads of the previous one.
 _FREE_S: Final = 20.0
 
 
 def in_background(name: str, function: Callable[[], T]) -> Future[T]:
-    """Run `function` in a daemon thread; the future carries the function's result or exception.
+    """Run `function` in a daemon thread and return the future of its result, once the thread is running.
 
-    The thread is already running when this returns. An exception that is never retrieved is dropped silently.
+    An exception that is never retrieved from the future is dropped silently.
     """
     call = _Call(name, function, Future(), begun := threading.Event())
     call.begin()
@@ -38,7 +37,7 @@ def in_background(name: str, function: Callable[[], T]) -> Future[T]:
 
 
 def in_background_soon(name: str, function: Callable[[], T]) -> Future[T]:
-    """Like `in_background`, but return without waiting for the thread to run."""
+    """Run `function` as `in_background` does, but return before the thread runs."""
     call = _Call(name, function, Future())
     call.begin()
     return call.future
@@ -65,7 +64,7 @@ class _Call:
             self.begun.set()
         try:
             result = self.function()
-        except BaseException as error:  # the future's owner gets it
+        except BaseException as error:
             self.future.set_exception(error)
         else:
             self.future.set_result(result)
@@ -75,7 +74,7 @@ class _Call:
 class _Thread:
     """A thread that makes one call after another, and ends after `_FREE_S` seconds without a call.
 
-    It keeps no reference to a finished call, so the call's objects, such as connections, are freed with their owner.
+    It keeps no reference to a finished call, so the call's objects, such as connections, can be freed.
     """
 
     def __init__(self) -> None:
@@ -98,7 +97,7 @@ class _Thread:
                 if self in _free:
                     _free.remove(self)
                     return False
-            call = self.calls.get()  # the thread got a call just before its time was over
+            call = self.calls.get()  # `begin` took this thread from `_free` just before the timeout
         threading.current_thread().name = call.name
         call.make()
         threading.current_thread().name = "free"
@@ -106,7 +105,7 @@ class _Thread:
 
 
 def _forget_threads() -> None:
-    """Forget all threads in a forked process, which has none of them."""
+    """Clear the list of idle threads in a forked process, which has no other threads."""
     global _free_guard
     _free_guard = threading.Lock()
     _free.clear()
@@ -127,9 +126,7 @@ def tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *argu
 
 
 async def to_its_end(work: Awaitable[T]) -> T:
-    """Return the result of `work`, which cannot be cancelled: a cancelled caller waits for its end, and is cancelled
-    then.
-    """
+    """Return the result of `work`. If the caller is cancelled, wait for the end of `work` before `CancelledError`."""
     end = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(end)
@@ -139,11 +136,9 @@ async def to_its_end(work: Awaitable[T]) -> T:
 
 
 async def settled(future: Future[Any], *, timeout_s: float) -> bool:
-    """Wait until `future` is done, without retrieving its result; return False if it is not done after `timeout_s`
-    seconds.
+    """Wait until `future` is done, or for `timeout_s`; return True if it is done. The result is not retrieved.
 
-    This takes half the event-loop iterations of `asyncio.wrap_future`, which matters because engines wait here during
-    each update.
+    This takes half the event-loop iterations of `asyncio.wrap_future`; engines wait here during each weight update.
     """
     if future.done():
         return True

@@ -1,10 +1,9 @@
 """`LimitedConnection`: one HTTP/1.1 connection with limits on the memory and time that unknown clients can take.
 
-It is placed between the transport and uvicorn's protocol, which has no such limits: uvicorn keeps an endless header in
-memory and copies it with each read, and never closes a connection that sends nothing. These limits apply before
-authentication:
+It sits between the transport and uvicorn's protocol, which keeps an endless header in memory, copies it with each read,
+and never closes a connection that sends nothing. These limits apply before authentication:
 - A request's head (its line and headers, or invalid data after a body) has at most `MAX_HEAD_BYTES` and one more read;
-  otherwise 431. Trailers of a chunked body are dropped and do not become headers.
+  otherwise the status is 431. Trailers of a chunked body are dropped and do not become headers.
 - A head must be complete within `HEAD_TIMEOUT_S` of the connection, or of its first byte; otherwise 408.
 - The rest of a body that the application does not read is received for `HEAD_TIMEOUT_S`; then the connection is closed.
 - A process has at most `max_connections()` connections; otherwise 503.
@@ -33,8 +32,8 @@ from uvicorn.server import ServerState
 #: Several times the size of the heads that our clients send; most servers accept 8 to 32 KiB.
 MAX_HEAD_BYTES: Final = 32 * 2**10
 HEAD_TIMEOUT_S: Final = 20.0
-#: Longer than our clients keep an idle connection: a connection is then closed by the client, and no request arrives at
-#: a connection that is being closed.
+#: Longer than our clients keep an idle connection. The client is then the one to close it, and no request arrives at a
+#: connection that the server is closing.
 KEEP_ALIVE_S: Final = 75
 MAX_CONNECTIONS: Final = 4096
 #: Writes of at least this many bytes are sent at once, since an additional packet costs little compared with them.
@@ -42,14 +41,12 @@ _LARGE_WRITE: Final = 2**14
 
 
 def max_connections() -> int:
-    """Return the most connections of one process: at most half of its open-file limit."""
+    """Return the connection limit of one process: `MAX_CONNECTIONS`, or half of its open-file limit if that is less."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, files // 2))
 
 
 class _Stage(Enum):
-    """The part of a request to which the next bytes belong."""
-
     IDLE = auto()
     HEAD = auto()
     BODY = auto()
@@ -59,7 +56,7 @@ class _Stage(Enum):
 class LimitedConnection:
     """An `asyncio.Protocol` for uvicorn's `http` option; the arguments are uvicorn's.
 
-    It receives the parser's callbacks first, since only they show where a head ends.
+    It receives the parser's callbacks before uvicorn does, since only they show where a head ends.
     """
 
     def __init__(
@@ -75,15 +72,15 @@ class LimitedConnection:
         self._stage = _Stage.IDLE
         self._is_served = False
         self._overhead = 0
-        """Bytes since the end of the last body part, or of the last request."""
+        """Number of bytes since the end of the last body part, or of the last request."""
         self._opens = False
-        """True if the bytes being parsed began between two requests, and no request has begun since."""
+        """True if the bytes being parsed began between two requests and no request has begun in them yet."""
         self._timer: asyncio.TimerHandle | None = None
 
     # Callbacks that the transport calls.
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Accept the connection, unless there are too many."""
+        """Accept the connection, or answer 503 if there are too many."""
         joined: Any = _JoinedWrites(transport)
         if len(self._http.connections) >= max_connections():
             joined.write(_answer(503, "too_many_connections", "this server has reached its connection limit"))
@@ -94,7 +91,7 @@ class LimitedConnection:
         self._arm()
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes; within a head, at most as many at a time as its limit allows."""
+        """Parse received bytes; outside a body, at most `MAX_HEAD_BYTES` at a time."""
         while data and self._is_served and not self._http.transport.is_closing():
             taken = len(data) if self._stage is _Stage.BODY else MAX_HEAD_BYTES
             part, data = data[:taken], data[taken:]
@@ -110,13 +107,13 @@ class LimitedConnection:
         self._http.eof_received()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Forget the connection."""
+        """Stop the timer and pass the event on to uvicorn."""
         self._disarm()
         if self._is_served:
             self._http.connection_lost(error)
 
     def pause_writing(self) -> None:
-        """Pause writing: the client reads too slowly."""
+        """Pause writing, because the client reads too slowly."""
         self._http.pause_writing()
 
     def resume_writing(self) -> None:
@@ -160,12 +157,11 @@ class LimitedConnection:
 
     @property
     def _is_answered(self) -> bool:
-        """True if no request is being processed."""
         cycle: RequestResponseCycle | None = self._http.cycle
         return cycle is None or cycle.response_complete
 
     def _watch(self) -> None:
-        """Keep a deadline while waiting for the client, unless uvicorn or the application keeps one."""
+        """Run a timer while waiting for the client, unless uvicorn or the application has one."""
         unwatched = self._is_answered and self._http.timeout_keep_alive_task is None
         if self._stage is not _Stage.HEAD and not unwatched:
             self._disarm()
@@ -174,7 +170,7 @@ class LimitedConnection:
 
     def _arm(self) -> None:
         cycle: RequestResponseCycle | None = self._http.cycle
-        begun = cycle is not None  # a connection that never sent a request gets the shorter deadline
+        begun = cycle is not None  # a connection that never sent a request gets HEAD_TIMEOUT_S
         seconds = KEEP_ALIVE_S if begun and self._stage is _Stage.IDLE else HEAD_TIMEOUT_S
         self._timer = self._http.loop.call_later(seconds, self._late)
 
@@ -195,7 +191,6 @@ class LimitedConnection:
             self._http.transport.close()
 
     def _refuse(self, status: int, code: str, message: str) -> None:
-        """Send an error response, unless another response has begun, and close the connection."""
         if self._is_answered or not self._http.cycle.response_started:
             self._http.transport.write(_answer(status, code, message))
         self._http.transport.close()
@@ -205,8 +200,7 @@ class LimitedConnection:
 class _JoinedWrites:
     """A transport that delays small writes until the next write or event-loop iteration.
 
-    uvicorn writes the head and body of a response separately, and uvloop sends each write at once. That makes two
-    packets, and wakes the client twice.
+    uvicorn writes the head and body of a response separately. uvloop would send two packets and wake the client twice.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -219,13 +213,10 @@ class _JoinedWrites:
         return getattr(self._transport, name)
 
     def is_closing(self) -> bool:
-        """Return True if the connection is closing, as `asyncio.Transport` does."""
         return self._transport.is_closing()
 
     def write(self, data: bytes) -> None:
-        """Send `data`, together with any write that was delayed. If nothing was delayed and `data` is small, delay it
-        instead.
-        """
+        """Send `data` with the delayed write, if there is one; otherwise delay `data` if it is small."""
         if not data:
             return
         if self._held:
@@ -236,12 +227,10 @@ class _JoinedWrites:
             self._held, self._soon = data, self._loop.call_soon(self._flush)
 
     def close(self) -> None:
-        """Close the connection once everything is sent."""
         self._flush()
         self._transport.close()
 
     def abort(self) -> None:
-        """Close the connection at once."""
         self._taken()
         self._transport.abort()
 
@@ -259,7 +248,6 @@ class _JoinedWrites:
 
 
 def _answer(status: int, code: str, message: str) -> bytes:
-    """Return a complete error response, in the same format as all other errors."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
     head = (

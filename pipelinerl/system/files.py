@@ -10,19 +10,13 @@ from pipelinerl.errors import UserError
 
 
 def system_words(error: OSError) -> str:
-    """Return the system's reason and the file's name, without the error number: `runs/x/recipe.toml: Permission
-    denied`.
-    """
+    """Return the file's name and the system's reason, for example `runs/x/recipe.toml: Permission denied`."""
     reason = error.strerror or str(error) or type(error).__name__
     return reason if error.filename is None else f"{os.fsdecode(error.filename)}: {reason}"
 
 
 def working_directory() -> Path:
-    """Return the directory to which relative paths refer.
-
-    Raises:
-        UserError: the directory was removed.
-    """
+    """Return the working directory. Raises `UserError` if it was removed."""
     try:
         return Path.cwd()
     except FileNotFoundError:
@@ -30,11 +24,7 @@ def working_directory() -> Path:
 
 
 def from_home(path: str | Path) -> Path:
-    """Return the path with `~` or `~user` expanded.
-
-    Raises:
-        UserError: the home directory is unknown.
-    """
+    """Return the path with `~` or `~user` expanded. Raises `UserError` if the home directory is unknown."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -42,11 +32,7 @@ def from_home(path: str | Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Force a file, or a directory with its entries, to disk.
-
-    Raises:
-        OSError: the system refuses.
-    """
+    """Force a file, or the entries of a directory, to disk. Raises `OSError`."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -55,7 +41,7 @@ def sync(path: Path) -> None:
 
 
 def make_private(path: Path, text: str) -> bool:
-    """Write the file like `write_private`, unless it exists; return True if it was written.
+    """Write the file as `write_private` does, unless it exists; return True if it was written.
 
     If several processes write at the same time, exactly one of them succeeds.
     """
@@ -71,17 +57,13 @@ def make_private(path: Path, text: str) -> bool:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner can read, atomically replacing any previous one.
-
-    Raises:
-        OSError: the system refuses.
-    """
+    """Write a file that only its owner can read, atomically replacing any previous one. Raises `OSError`."""
     draft = path.with_name(f"{path.name}.new")
     draft.unlink(missing_ok=True)
     try:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(text)
         draft.replace(path)
-    except OSError:  # remove the partial file, so it uses no disk space
+    except OSError:
         draft.unlink(missing_ok=True)
         raise

@@ -1,4 +1,4 @@
-"""HTTP clients. All connections are opened here, with the run's token, without proxies, and with deadlines.
+"""HTTP clients. All connections are opened here, with the run's token and with deadlines.
 
 Proxies from the environment are ignored, since the token is only for the run's peers.
 
@@ -7,14 +7,10 @@ Proxies from the environment are ignored, since the token is only for the run's 
 | `session`, `async_session` | httpx | all other calls | one interface, blocking or async |
 | `hot_session` | aiohttp | verifiers, external engines | 64 concurrent chats: 0.24 ms each; with httpx 4.8 ms |
 | `post_connections` | asyncio | all requests to our engines | equal bytes to 64 peers: 29 µs each; aiohttp 125 µs |
-| `byte_connection` | standard library | ranges of weights | see below |
+| `byte_connection` | standard library | ranges of weights | no copies: 1.4 GB/s, receives 2.6 times as fast as httpx |
 
-A parameter server's bytes move between a socket and preallocated memory, 8 MiB at a time: 1.4 GB/s each way, 3.3 GB
-received per CPU second. httpx returns copies of 64 KiB, and takes 2.6 times as long to receive and 1.4 times to send.
-aiohttp does not block, unlike the threads that push and pull.
-
-Each library is imported with its first connection, so a command needs no aiohttp. `post` sends one request to a service
-with heartbeats, within time and size limits.
+Each library is imported with its first connection, so that short commands start without them. `post` sends one request
+to a service with heartbeats, within time and size limits.
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ import msgspec
 if TYPE_CHECKING:
     import aiohttp
 
-#: Time limit for connecting: a live peer accepts a connection within it, no matter how long its response takes.
+#: Time limit for connecting; a live peer accepts a connection within it, however long its response takes.
 CONNECT_S: Final = 5.0
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -55,13 +51,9 @@ def authorization(token: str | None) -> dict[str, str]:
 def session(
     base_url: str = "", *, token: str | None = None, timeout_s: float = 10.0, headers: Mapping[str, str] = _NO_HEADERS
 ) -> httpx.Client:
-    """Return a blocking client for `base_url` that reuses connections; close it, or use it in a `with` block.
+    """Return a blocking client that reuses connections; close it, or use it in a `with` block.
 
-    Args:
-        base_url: prefix of all requested paths; empty if calls use whole URLs.
-        token: the run's bearer token.
-        timeout_s: the longest time to wait for a connection, or for the peer to send anything.
-        headers: further headers of every call.
+    `base_url` is the prefix of all paths. `timeout_s` limits connecting, and each wait for data from the peer.
     """
     import httpx
 
@@ -71,7 +63,7 @@ def session(
 def async_session(
     base_url: str = "", *, token: str | None = None, timeout_s: float = 10.0, headers: Mapping[str, str] = _NO_HEADERS
 ) -> httpx.AsyncClient:
-    """Return an async client; otherwise like `session`."""
+    """Return an async client; the arguments are those of `session`."""
     import httpx
 
     return httpx.AsyncClient(**_settings(base_url, token, timeout_s, headers), trust_env=False)
@@ -82,14 +74,9 @@ def hot_session(
 ) -> aiohttp.ClientSession:
     """Return a client for any number of concurrent calls, each with its own deadline (`call_timeout`).
 
-    Create and close it in the event loop that uses it.
-
-    Args:
-        token: the run's bearer token.
-        keep_alive_s: how long an idle connection is kept. It must be shorter than the server's own limit: then the
-            client closes the connection, and no call meets a connection that the server is closing.
-        headers: further headers of every call.
-        read_bytes: buffer size of a response.
+    Create and close the client in the event loop that uses it. Idle connections are kept for `keep_alive_s`, which must
+    be shorter than the server's limit, so that no request is sent on a connection that the server is closing.
+    `read_bytes` is the buffer size of a response.
     """
     import aiohttp
 
@@ -112,8 +99,7 @@ def post_connections(
 
 
 def call_timeout(timeout_s: float, *, silence_s: float | None = None) -> aiohttp.ClientTimeout:
-    """Return the deadline of one `hot_session` call. With infinity, only connecting has a deadline: for endless
-    streams.
+    """Return the deadline of one `hot_session` call; with infinity, for endless streams, only connecting has one.
 
     With `silence_s`, the call also times out if the peer sends nothing for that long.
     """
@@ -127,8 +113,7 @@ def call_timeout(timeout_s: float, *, silence_s: float | None = None) -> aiohttp
 
 
 def byte_connection(url: str) -> http.client.HTTPConnection:
-    """Return a connection to the host of `url`, not connected yet, from whose socket the caller reads into its own
-    memory.
+    """Return an unopened connection to the host of `url`, for callers that read from the socket into their own memory.
 
     The caller sets the headers (`authorization`) and the timeout of each request.
     """
@@ -149,24 +134,24 @@ def _settings(base_url: str, token: str | None, timeout_s: float, headers: Mappi
 
 @cache
 def _trusted() -> Any:
-    """Return the trusted certificates. They are cached, since reading them takes 30 ms, as long as thirty calls."""
+    """Return the trusted certificates, cached: reading them takes 30 ms, as long as thirty calls."""
     import httpx
 
     return httpx.create_ssl_context(trust_env=False)
 
 
-#: Must be shorter than the server's, so that the client is the one to close idle connections.
+#: Must be shorter than `connection.KEEP_ALIVE_S`, so that the client is the one to close idle connections.
 KEEP_ALIVE_S: Final = 30.0
 _MOST_SHOWN_OF_A_REFUSAL: Final = 300
 
 
 @dataclass(frozen=True, slots=True)
 class ServicePatience:
-    """Timeouts for services, in seconds.
+    """Timeouts for requests to services, in seconds.
 
     Attributes:
-        grace_s: time after the first failure during which a request is retried; then its answers are masked.
-        silence_s: longest time without a heartbeat from a service that is working on a request.
+        grace_s: how long a request is retried after its first failure.
+        silence_s: longest time without a heartbeat.
         timeout_s: longest time until the answer.
     """
 
@@ -176,16 +161,15 @@ class ServicePatience:
 
 
 class ServiceFailed(Exception):
-    """A service did not do its work; another service may do it, or the same service later."""
+    """A service failed to process a request; a retry there or at another service may succeed."""
 
 
 async def post(
     session: aiohttp.ClientSession, url: str, body: bytes, *, most_bytes: int, patience: ServicePatience
 ) -> tuple[int, bytes]:
-    """Send a request to a `HeartbeatRoute`; return the status, and the body of at most `most_bytes`.
+    """Send a request to a `HeartbeatRoute`; return the status and the body.
 
-    Raises:
-        ServiceFailed: there is no answer, or it is too long; the message names the URL.
+    Raises `ServiceFailed`, which names the URL, if no answer comes, or its body has more than `most_bytes`.
     """
     import aiohttp
 
@@ -201,7 +185,7 @@ async def post(
 
 
 def error_of(content: bytes) -> tuple[str, str]:
-    """Return (message, code) of an error in OpenAI's format, or the start of any other content."""
+    """Return (message, code) of an error in OpenAI's format; for other content, its beginning and an empty code."""
     try:
         error = msgspec.json.decode(content, type=Mapping[str, Mapping[str, str | None]])["error"]
         return str(error.get("message"))[:_MOST_SHOWN_OF_A_REFUSAL], str(error.get("code"))
@@ -210,7 +194,7 @@ def error_of(content: bytes) -> tuple[str, str]:
 
 
 async def at_most(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
-    """Return the body. Raises `ServiceFailed` if it is larger than `most_bytes`."""
+    """Return the response's body. Raises `ServiceFailed` if it is larger than `most_bytes`."""
     parts: list[bytes] = []
     size = 0
     async for part in response.content.iter_any():

@@ -1,15 +1,12 @@
 """Shared parts of all our HTTP services: a bound socket, limits, authentication, one error format, and shutdown.
 
-- Services bind loopback by default; another address is rejected without a token.
+- A service without a token may bind only loopback.
 - The token is compared in constant time; only `/health` needs none.
 - Web pages of other origins cannot make a server act, with or without a token.
-- Bodies are JSON, limited in size and time.
+- Bodies are JSON, limited in size and time; `connection` has the limits of a connection.
 - Errors have OpenAI's format, `{"error": {"message", "type", "param", "code"}}`, and do not repeat the body.
-- An error in the application's startup is raised by `serve_until`.
 - On a signal, the server ends after running requests were answered or cancelled.
 - `HeartbeatRoute` responds at once, and sends heartbeats while its work runs.
-
-Limits of a connection are in `connection`.
 """
 
 from __future__ import annotations
@@ -43,9 +40,9 @@ from pipelinerl.system.connection import KEEP_ALIVE_S, LimitedConnection
 GRACE_S: Final = 3
 OPEN_PATH: Final = "/health"
 
-#: A limit far above real bodies: a layout of a hundred thousand parameters takes 10 MB, and prompts take far less.
+#: Far above real bodies: the layout of a hundred thousand parameters takes 10 MB, and prompts take far less.
 MAX_BODY_BYTES: Final = 32 * 2**20
-#: Time limit for receiving a body; the processing of a request has no such limit.
+#: Time limit for receiving a request's body.
 BODY_TIMEOUT_S: Final = 30.0
 
 _NOT_JSON: Final = "the body must be JSON, with the header Content-Type: application/json"
@@ -62,19 +59,16 @@ _CODES: Final = {408: "body_too_slow", 413: "body_too_large"}
 
 
 class BodyRule(Enum):
-    """The limits on a request's body, by the request's method."""
+    """The part of the server that limits request bodies."""
 
     JSON = "here: JSON, MAX_BODY_BYTES at most, within BODY_TIMEOUT_S"
     STREAMED = "the route, which takes it as it comes"
 
 
 def guard(app: Starlette, *, token: str | None, puts: BodyRule = BodyRule.JSON) -> None:
-    """Add authentication and body limits in front of the application.
+    """Add authentication, and limits on bodies (`puts` for those of PUT), in front of the application.
 
-    Args:
-        token: token that requests must carry; None accepts all requests from this machine, except those of web pages,
-            and then only loopback is served.
-        puts: limits on the bodies of PUT.
+    Without a `token`, only loopback is served, and all requests of this machine except those of web pages are accepted.
     """
     app.add_middleware(_Gate, token=token, puts=puts)
     app.state.guarded = token is not None
@@ -82,8 +76,6 @@ def guard(app: Starlette, *, token: str | None, puts: BodyRule = BodyRule.JSON) 
 
 @final
 class _Gate:
-    """ASGI middleware that checks the token, the origin, and the body of requests."""
-
     def __init__(self, app: ASGIApp, token: str | None, puts: BodyRule) -> None:
         self._app = app
         self._expected = None if token is None else f"bearer {token}".encode()
@@ -116,7 +108,6 @@ class _Gate:
         return refusal(401, message, code="unauthorized")
 
     def _web_page(self, scope: Scope, given: dict[bytes, bytes]) -> Response | None:
-        """Reject requests that web pages of other origins make, by the Origin and Host headers that a browser sends."""
         host, origin = given.get(b"host", b""), given.get(b"origin")
         if self._expected is None and not _is_own_name(host):
             message = "without a token, Host must be localhost or an IP address: other names could be redirected here"
@@ -134,10 +125,10 @@ def _twice(name: bytes) -> Response:
 
 
 def _is_own_name(host: bytes) -> bool:
-    """Return True if the host name cannot be redirected by a name server.
+    """Return True if the Host header is `localhost` or an IP address, which no name server can redirect.
 
-    Without this check, a web page of evil.example could let its name resolve first to its own server and then to this
-    server. The browser would consider both to be of the same origin.
+    Without this check, evil.example could resolve first to its own server and then to this one, and the browser would
+    consider both the same origin (DNS rebinding).
     """
     try:
         name = urlsplit("//" + host.decode("ascii")).hostname or ""
@@ -149,7 +140,7 @@ def _is_own_name(host: bytes) -> bool:
 def _unfit_body(scope: Scope, given: dict[bytes, bytes]) -> Response | None:
     """Reject bodies other than uncompressed JSON.
 
-    HTML forms of other origins can send text without asking, whereas browsers send a preflight request before JSON.
+    Browsers send a preflight request before JSON from another origin, but none before the content types of HTML forms.
     """
     size = given.get(b"content-length", b"0")
     if (size == b"0" and b"transfer-encoding" not in given) or scope["method"] in _READS_ONLY:
@@ -174,7 +165,7 @@ class _BoundedBody:
         self._is_whole = False
 
     async def __call__(self) -> Message:
-        if self._is_whole:  # after the body, the next message is the client's disconnect
+        if self._is_whole:  # after the body, the only message is the client's disconnect
             return await self._receive()
         if self._deadline is None:
             self._deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
@@ -197,7 +188,7 @@ def refusal(status: int, message: str, *, code: str, param: str | None = None) -
 
 
 def refuse_in_one_shape(app: Starlette) -> None:
-    """Make the framework's own errors, and unexpected exceptions, use the format of `refusal`."""
+    """Report the framework's own errors, and unexpected exceptions, in the format of `refusal`."""
     from fastapi.exceptions import RequestValidationError  # lazy: not every service needs fastapi
 
     app.add_exception_handler(HTTPException, _no_route)
@@ -206,7 +197,6 @@ def refuse_in_one_shape(app: Starlette) -> None:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    """Answer requests that the framework rejects: 404 and 405, and 400 for an invalid body that it could not decode."""
     assert isinstance(error, HTTPException)
     if error.status_code == 400:
         return refusal(400, _NOT_JSON, code="invalid_json")
@@ -221,14 +211,12 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 def refused_body(error: HTTPException) -> Response:
-    """Return the response to a body that was too large or too slow, as an endpoint's `receive` reported by an
-    exception.
-    """
+    """Return the response for the exception that `receive` raised for a body that was too large or too slow."""
     return refusal(error.status_code, str(error.detail), code=_CODES[error.status_code])
 
 
 async def _invalid(_: Request, error: Exception) -> Response:
-    """Answer with a sentence on the first validation error, which does not repeat the invalid input."""
+    """Report the first validation error, without repeating the invalid input."""
     from fastapi.exceptions import RequestValidationError
 
     assert isinstance(error, RequestValidationError)
@@ -246,16 +234,12 @@ async def _unforeseen(request: Request, _: Exception) -> Response:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a bound and listening socket; port 0 means any free port.
-
-    Raises:
-        AddressError: the port is taken, or the address does not belong to this machine.
-    """
+    """Return a listening socket; port 0 means any free port. Raises `AddressError` if it cannot be bound."""
     family, _, _, _, address = _resolved(host, port)
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Connections inherit this option. Without it, the body of a response waits until the receiver has acknowledged its
-    # head, which the receiver delays by 40 ms.
+    # Connections inherit this option. Without it, a response's body waits for the acknowledgement of its head, which
+    # the receiver delays by 40 ms.
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         bound.bind(address)
@@ -275,12 +259,10 @@ def url_of(host: str, port: int) -> str:
 
 
 def config_of(app: ASGIApp) -> uvicorn.Config:
-    """Return the uvicorn configuration of all our applications, with lifespan handling off: the caller runs the
-    lifespan.
-    """
+    """Return the uvicorn configuration of all our applications; the caller runs the application's lifespan."""
     return uvicorn.Config(
         app,
-        http=LimitedConnection,  # type: ignore[arg-type]  # which has the methods of an asyncio.Protocol
+        http=LimitedConnection,  # type: ignore[arg-type]  # it has the methods of an asyncio.Protocol
         ws="none",
         lifespan="off",
         log_config=None,
@@ -295,8 +277,7 @@ def config_of(app: ASGIApp) -> uvicorn.Config:
 async def serve_until(app: Starlette, listener: socket.socket, *, over: asyncio.Future[Any] | None = None) -> None:
     """Serve a guarded application on `listener` until `over` completes, a signal arrives or this task is cancelled.
 
-    Raises:
-        AddressError: other machines could reach an application without a token.
+    Raises `AddressError` if other machines could reach an application without a token.
     """
     address = listener.getsockname()[0]
     if not ip_address(address).is_loopback and not app.state.guarded:
@@ -309,19 +290,14 @@ async def serve_until(app: Starlette, listener: socket.socket, *, over: asyncio.
         async with _up(app):
             try:
                 await server.serve(sockets=[listener])
-            finally:  # if cancelled, uvicorn leaves a descriptor in the loop that the next socket may get
+            finally:  # when cancelled, uvicorn leaves its descriptor in the event loop, and a later socket may reuse it
                 for accepting in getattr(server, "servers", ()):
                     accepting.close()
 
 
 @asynccontextmanager
 async def serving(app: Starlette, listener: socket.socket) -> AsyncIterator[None]:
-    """Serve a guarded application on a loopback `listener` in the background; the process keeps its own signal
-    handlers.
-
-    Raises:
-        AddressError: `listener` is not on loopback, so other machines could reach the application.
-    """
+    """Serve an application in the background. Raises `AddressError` if `listener` is not on loopback."""
     address = listener.getsockname()[0]
     if not ip_address(address).is_loopback:
         listener.close()
@@ -346,22 +322,22 @@ async def serving(app: Starlette, listener: socket.socket) -> AsyncIterator[None
 
 @asynccontextmanager
 async def _up(app: Starlette) -> AsyncIterator[None]:
-    """Run the application's lifespan here, because uvicorn would log a startup error and exit instead of raising it."""
+    """Run the application's lifespan, and raise startup errors, which uvicorn would only log."""
     lifespan = app.router.lifespan_context(app)
     await lifespan.__aenter__()
     try:
         yield
     finally:
-        # The signal that ended the server also cancels its task; the cleanup must complete nevertheless.
+        # The signal that ends the server also cancels this task; the cleanup must still complete.
         await to_its_end(lifespan.__aexit__(None, None, None))
 
 
 def serve(app: Starlette, listener: socket.socket) -> None:
-    """Run `serve_until` as the whole work of a process: block until SIGTERM or SIGINT."""
+    """Serve the application until SIGTERM or SIGINT, as the only work of a process."""
 
     async def until_signalled() -> None:
         serving = asyncio.ensure_future(serve_until(app, listener))
-        for number in (signal.SIGTERM, signal.SIGINT):  # otherwise uvicorn raises the signal again when it ends
+        for number in (signal.SIGTERM, signal.SIGINT):  # with its own handlers, uvicorn raises the signal again
             asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
         with suppress(asyncio.CancelledError):
             await serving
@@ -378,12 +354,12 @@ def _resolved(host: str, port: int) -> tuple[Any, Any, Any, Any, Any]:
         raise AddressError(f"{host!r} is not an address that can be listened on: {error.strerror}") from error
 
 
-#: Interval of heartbeats: until a working service answers, it sends a space each time.
+#: Interval at which a working service sends a space as heartbeat, until it answers.
 HEARTBEAT_S: Final = 1.0
 
 
 class RequestRefused(Exception):
-    """The request is not accepted here; holds the response's status and code, and the reason."""
+    """The service rejects a request, with a status, a code and a reason."""
 
     def __init__(self, status: int, code: str, why: str) -> None:
         super().__init__(why)
@@ -393,11 +369,9 @@ class RequestRefused(Exception):
 
 @final
 class HeartbeatRoute:
-    """A POST route for one type of request. As an ASGI application (an instance), it notices when clients
-    disconnect.
-    """
+    """A POST route for one type of request, as an ASGI application, which notices when clients disconnect."""
 
-    #: Work that has been started; awaiting it returns the answer.
+    #: A coroutine that returns the answer.
     Work = Coroutine[Any, Any, msgspec.Struct]
 
     def __init__(self, request: Any, begin: Callable[[Any], Work]) -> None:
@@ -406,7 +380,6 @@ class HeartbeatRoute:
         self._begin = begin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         try:
             work = self._begin(msgspec.json.decode(await Request(scope, receive).body(), type=self._type))
         except ClientDisconnect:

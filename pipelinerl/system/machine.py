@@ -1,10 +1,6 @@
 """This machine: its addresses as others see them, its free ports, and whether it has an accelerator.
 
-Addresses come from the routing table, without sending a packet. `without_name_servers` prevents reverse look-ups in the
-current thread. torch's TCPStore looks up the peer's name for each connection, for a log line, even for loopback
-addresses in a form that no hosts file contains. If the name server does not answer, or drops some of many queries, the
-C library waits for seconds: a group of 64 engines formed in 5.1 s, and in 0.1 s without the look-ups. torch then logs
-once per process that the name is unavailable.
+Addresses come from the routing table, without sending a packet.
 """
 
 from __future__ import annotations
@@ -26,11 +22,7 @@ LOOPBACK: Final = "127.0.0.1"
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this machine's address that faces (`host`, `port`).
-
-    Raises:
-        OSError: the host is unknown, or there is no route to it.
-    """
+    """Return this machine's address that faces (`host`, `port`). Raises `OSError` if there is no route to the host."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
@@ -46,11 +38,9 @@ def outward_address() -> str:
 
 
 def address_facing(urls: Iterable[str]) -> str:
-    """Return one address at which the servers at `urls` reach this machine; loopback if all servers are on this
-    machine.
+    """Return one address at which all servers at `urls` reach this machine; loopback if all are on this machine.
 
-    A server on this machine also reaches the outward address, but a remote server never reaches loopback. If the
-    servers are on several networks, the first of them decides; hosts that cannot be resolved are ignored.
+    If the servers are on several networks, the first remote server decides. Hosts that cannot be resolved are ignored.
     """
     for parts in map(urlsplit, urls):
         try:
@@ -64,10 +54,11 @@ def address_facing(urls: Iterable[str]) -> str:
 
 @contextmanager
 def without_name_servers(host: str) -> Iterator[None]:
-    """Restrict name look-ups of this thread to files, so that no name server is asked.
+    """Keep this thread from querying name servers; no-op without glibc, or if `host` is a name, not an address.
 
-    No-op without glibc. Also a no-op if `host` is a name instead of an address, since only a name server may be able to
-    resolve it.
+    torch's TCPStore looks up the peer's name for each connection, for a log line. If the name server does not answer,
+    the C library waits for seconds: a group of 64 engines formed in 5.1 s, and in 0.1 s without the look-ups. torch
+    then logs once per process that the name is unavailable.
     """
     state = _resolver() if _is_address(host) else None
     if state is None:
@@ -88,9 +79,7 @@ def _is_address(host: str) -> bool:
 
 
 def _resolver() -> Any:
-    """Return the start of this thread's `struct __res_state`: the timeout of the first query in seconds, and the
-    attempts.
-    """
+    """Return the first fields of this thread's `struct __res_state`: timeout of a query in seconds, and attempts."""
     library = ctypes.CDLL(None)
     if not (hasattr(library, "gnu_get_libc_version") and hasattr(library, "__res_init")):
         return None
@@ -99,9 +88,9 @@ def _resolver() -> Any:
     return library.__res_state()
 
 
-#: Ports below Linux's default range of outgoing ports (32768 and up).
+#: The ports given to services, below Linux's default range of outgoing ports (32768 and up).
 _LISTENING: Final = range(20000, 32000)
-#: Time limit in seconds for a loopback connection, which normally takes no time.
+#: Time limit in seconds of a loopback connection.
 _ANSWERS_S: Final = 2.0
 #: Counts the ports that this process has tried.
 _LOOKED_AT: Final = counting()
@@ -110,22 +99,16 @@ _LOOKED_AT: Final = counting()
 def free_ports(count: int, host: str = LOOPBACK) -> tuple[int, ...]:
     """Return `count` different free ports of a local address, below the range of outgoing ports.
 
-    A client that keeps reconnecting to a stopped service could be assigned the service's port as its own outgoing port.
-    It would then be connected to itself, and the service could not bind its port again. Ports below the range prevent
-    this.
-
-    Another program may take a port before its service binds it; the service then fails to start and reports that.
-
-    Raises:
-        AddressError: there are too few free ports; or 127.0.0.1, where all services of a run listen, is
-            unreachable.
+    A client that reconnects to a stopped service may get an outgoing port. Were it the service's port, the client would
+    connect to itself, and the service could not bind the port again. Another program may take a port before its service
+    binds it. Raises `AddressError` if there are too few free ports, or 127.0.0.1 is unreachable.
     """
     if host == LOOPBACK:
         _check_loopback()
     found: list[int] = []
     for _ in _LISTENING:
-        # Start at a port that depends on the process, so launchers that start together try different ports. Never try a
-        # port twice, since a port returned a moment ago may not be bound yet.
+        # The first port depends on the process, so that concurrent launchers try different ports. No port is tried
+        # twice, since a port returned a moment ago may not be bound yet.
         port = _LISTENING[(os.getpid() * 37 + next(_LOOKED_AT)) % len(_LISTENING)]
         if is_free(port, host):
             found.append(port)
@@ -135,9 +118,7 @@ def free_ports(count: int, host: str = LOOPBACK) -> tuple[int, ...]:
 
 
 def _check_loopback() -> None:
-    """Check that the loopback interface is up. In some containers it is down, and services would wait for it
-    forever.
-    """
+    """Raise `AddressError` if the loopback interface is down, as in some containers: services would wait forever."""
     try:
         with socket.create_server((LOOPBACK, 0)) as service:
             socket.create_connection(service.getsockname(), _ANSWERS_S).close()
@@ -176,7 +157,7 @@ _FILES: Final = (
 
 
 def has_accelerator(root: Path = Path("/")) -> bool:
-    """Return True if a process with this environment would see a GPU or a TPU, by the files of their drivers."""
+    """Return True if drivers' files show a GPU or TPU, and `CUDA_VISIBLE_DEVICES` does not hide it."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     return any(next(root.glob(pattern), None) is not None for pattern in _FILES)

@@ -1,14 +1,13 @@
 """`FanoutClient`: sends the same small request to many peers at once, and receives small responses.
 
-HTTP libraries build each request from scratch, with all features of HTTP. Here a request is prepared bytes: for each
-peer, only the host in the head differs, and the body is the same.
+HTTP libraries build each request from scratch. Here a request is prepared bytes: its head is cached for each peer, and
+all peers share its body.
 
-A connection carries one call at a time. It is reused only after a complete response, never after an abandoned call.
-Every call has a deadline. A response has at most `MOST_ANSWER_BYTES`, including its head. A peer may close an idle
-connection at the moment of its reuse. If a request fails before any byte of a response has arrived, it is therefore
-repeated once on a new connection. A call may thus reach its peer twice, so it must be idempotent, like weight updates
-and polls. Streamed requests are not repeated; their responses may have any length and are read incrementally, with
-back-pressure.
+A connection carries one call at a time, and is reused only after a complete response. Every call has a deadline. A
+response has at most `MOST_ANSWER_BYTES`, including its head. A peer may close an idle connection just as it is reused.
+A request on a reused connection that fails before any byte of the response is therefore repeated once on a new
+connection. A request may thus reach its peer twice, so it must be idempotent, like weight updates and polls. Streamed
+requests are never repeated; their responses may have any length and are read incrementally, with back-pressure.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -33,14 +32,10 @@ _SAY_WHERE_IT_ENDS: Final = frozenset({b"content-length", b"transfer-encoding"})
 
 @final
 class _Peer:
-    """The server at one base URL, with its idle connections and the request heads sent to it."""
+    """The server at one base URL, with its idle connections and cached request heads."""
 
     def __init__(self, url: str) -> None:
-        """Parse the URL.
-
-        Raises:
-            ValueError: it is not the URL of a server.
-        """
+        """Parse the URL. Raises `ValueError` if it is not the URL of a server."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"expected http://host:port, got {url[:80]!r}")
@@ -53,9 +48,7 @@ class _Peer:
         self._heads: dict[tuple[str, str], bytes] = {}
 
     def head(self, method: str, path: str, headers: str) -> bytes:
-        """Return the first lines of a request. They are cached, since all requests to a peer have the same
-        `headers`.
-        """
+        """Return the first lines of a request, cached: all requests to a peer have the same `headers`."""
         known = self._heads.get((method, path))
         if known is None:
             line = f"{method} {self._prefix}{path} HTTP/1.1\r\nhost: {self._name}\r\n{headers}"
@@ -65,17 +58,10 @@ class _Peer:
 
 @final
 class FanoutClient:
-    """A client for one event loop; call `close` in the same loop."""
+    """An HTTP client for small requests to many peers, in one event loop; call `close` in the same loop."""
 
     def __init__(self, *, headers: dict[str, str], keep_alive_s: float, connect_s: float) -> None:
-        """Create a client.
-
-        Args:
-            headers: headers of every request.
-            keep_alive_s: how long an idle connection is reused. It must be shorter than the server's own limit, so that
-                no request meets a connection that the server is closing.
-            connect_s: time limit of a connection attempt.
-        """
+        """Create a client. Idle connections are reused for `keep_alive_s`, which must be below the server's limit."""
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self._keep_alive_s = keep_alive_s
         self._connect_s = connect_s
@@ -87,7 +73,7 @@ class FanoutClient:
         """Send `body` to `path` below `url`, and return status and body of the response.
 
         Raises:
-            ConnectionError: the connection could not be made, or ended before the response did.
+            ConnectionError: the connection cannot be made, or ends before the response does.
             TimeoutError: no complete response within `timeout_s`.
             ValueError: `url` is invalid.
         """
@@ -100,10 +86,10 @@ class FanoutClient:
     async def stream(
         self, url: str, path: str, body: bytes | None, *, timeout_s: float
     ) -> AsyncGenerator[tuple[int, bytes]]:
-        """Yield status and body in parts. Send a POST with `body`, or a GET if `body` is None. The last part may be
-        empty.
+        """Send a POST with `body`, or a GET if `body` is None; yield the status with each part of the response's body.
 
-        Raises like `post`, after yielding everything received. Closing the generator abandons the rest.
+        The last part may be empty. Raises like `post`, after yielding everything received. Closing the generator
+        abandons the rest.
         """
         peer, due = self._peer(url), (now := time.monotonic()) + timeout_s
         line = self._kept(peer, now) or await self._connected(peer, due)
@@ -160,12 +146,11 @@ class FanoutClient:
         self._is_closed = True
         for line in (lines := list(self._lines)):
             line.drop()
-        async with asyncio.timeout(self._connect_s):  # the event loop's next iteration
+        async with asyncio.timeout(self._connect_s):
             for line in lines:
                 await line.closed.wait()
 
     def _kept(self, peer: _Peer, now: float) -> _Line | None:
-        """Return an idle connection to the peer that was used recently enough; None if there is none."""
         while peer.idle:
             line = peer.idle.pop()
             if line.is_free and now - line.since < self._keep_alive_s:
@@ -188,7 +173,6 @@ class FanoutClient:
 
 
 def _request(peer: _Peer, path: str, headers: str, body: bytes | None) -> bytes:
-    """Return the bytes of a POST request, or of a GET request if `body` is None."""
     if body is None:
         return peer.head("GET", path, headers) + b"\r\n"
     return b"%bcontent-length: %d\r\n\r\n%b" % (peer.head("POST", path, headers), len(body), body)
@@ -201,7 +185,7 @@ class _NotAnswered(ConnectionError):
 
 @final
 class _Line:
-    """One connection: an `asyncio.Protocol` and the callbacks of its parser. While open, it is a member of `lines`."""
+    """One connection: an `asyncio.Protocol` with the callbacks of its parser. While open, it is a member of `lines`."""
 
     def __init__(self, lines: set[_Line]) -> None:
         self._lines = lines
@@ -217,11 +201,9 @@ class _Line:
         self.closed = asyncio.Event()
 
     def begin(self, request: bytes, *, streams: bool = False) -> asyncio.Future[tuple[int, bytes]]:
-        """Send a request and return the future of its response, which raises `ConnectionError` if the connection is
-        lost.
+        """Send a request and return the future of its response; it raises `ConnectionError` if the connection is lost.
 
-        `fail` ends the wait early. With `streams`, the future's result contains only what `taken` has not returned
-        before.
+        With `streams`, the future's result holds only the part of the body that `taken` has not returned.
         """
         answer = self._answer = asyncio.get_running_loop().create_future()
         self._parser, self._body, self._num_bytes = httptools.HttpResponseParser(self), b"", 0
@@ -250,16 +232,13 @@ class _Line:
 
     @property
     def is_free(self) -> bool:
-        """True if the connection is open and carries no call."""
         return self._transport is not None and self._answer is None and not self._transport.is_closing()
 
     def drop(self) -> None:
-        """Close the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 
     def fail(self, error: Exception) -> None:
-        """End the wait for the response with an error."""
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
             self._tell()
@@ -267,12 +246,11 @@ class _Line:
     # Callbacks that the event loop calls.
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Handle the new connection."""
         self._transport = transport
         self._lines.add(self)
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes; bytes that no request asked for close the connection."""
+        """Parse received bytes; bytes that arrive without a request close the connection."""
         if self._answer is None or self._answer.done():
             self.drop()
             return
@@ -291,11 +269,10 @@ class _Line:
             self.fail(ConnectionError(f"the answer is longer than {MOST_ANSWER_BYTES} bytes"))
 
     def eof_received(self) -> bool:
-        """Handle the peer's end of file; the connection is closed."""
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Handle the lost connection, which completes a response without a length."""
+        """Complete a response without a length, which ends with the connection; fail any other response."""
         self._transport = None
         self._lines.discard(self)
         self.closed.set()
@@ -306,7 +283,7 @@ class _Line:
         self.fail(kind(f"the connection ended before the answer{f': {error}' if error else ''}"))
 
     def pause_writing(self) -> None:
-        """Do nothing if the peer reads slowly: at most one request is buffered."""
+        """Keep writing when the peer reads slowly: at most one request is buffered."""
 
     def resume_writing(self) -> None:
         """Do nothing."""
@@ -314,21 +291,18 @@ class _Line:
     # Callbacks that the parser calls.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Handle one header."""
         self._has_end = self._has_end or name.lower() in _SAY_WHERE_IT_ENDS
 
     def on_headers_complete(self) -> None:
-        """Handle the end of the head."""
         self._to_the_end, self._has_end = not self._has_end, False
 
     def on_body(self, body: bytes) -> None:
-        """Handle a part of the body."""
         self._body += body
         if self._streams:
             self._tell()
 
     def on_message_complete(self) -> None:
-        """Handle the end of a response; informational responses (1xx) are skipped."""
+        """Complete the response; skip informational responses (1xx)."""
         status, reusable = self._parser.get_status_code(), self._parser.should_keep_alive()
         if status < 200:
             self._body = b""
@@ -341,6 +315,5 @@ class _Line:
             self._tell()
 
     def _tell(self) -> None:
-        """Wake the reader of a streamed response."""
         if self._grown is not None and not self._grown.done():
             self._grown.set_result(None)

@@ -1,4 +1,4 @@
-"""The start and end of a process: how often garbage is collected, and an exit despite busy daemon threads."""
+"""The start and end of a process: rare garbage collection while it loads, and an exit despite busy daemon threads."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _WHILE_LOADING = 50_000
 
 
 def collect_rarely() -> None:
-    """Collect garbage rarely, while a process starts. A command that serves no requests may keep this setting.
+    """Collect garbage rarely while a process starts; a command that serves no requests may keep this setting.
 
-    Imported objects are never garbage. Python nevertheless searches them again and again while their number grows,
-    which takes an eighth of the CPU time in which a process with torch and transformers starts.
+    Imported objects are never garbage, but Python searches them repeatedly while their number grows. That takes an
+    eighth of the CPU time in which a process with torch and transformers starts.
     """
     gc.set_threshold(_WHILE_LOADING)
 
@@ -30,12 +30,11 @@ def collect_as_usual() -> None:
 
 
 def run_process(main: Callable[[], None]) -> None:
-    """Run `main` and end the process, unless `main` raises an exception other than `SystemExit`, which is passed on.
+    """Run `main` and end the process with its status, even if daemon threads are busy. Other exceptions are raised.
 
-    The process ends with the status of `main`, even if daemon threads are busy. Otherwise CPython ends a daemon thread
-    when it returns from native code to the interpreter. If C++ frames are on its stack, this aborts the process: an
-    engine that was stopped while it read weights ended with SIGABRT. Other threads are waited for, `atexit` functions
-    are called, and output is flushed.
+    In a normal exit, CPython ends a daemon thread when it returns from native code to the interpreter. If C++ frames
+    are on its stack, this aborts the process: an engine that was stopped while it read weights ended with SIGABRT. As
+    in a normal exit, other threads are waited for, `atexit` functions are called, and output is flushed.
     """
     try:
         main()
@@ -45,8 +44,8 @@ def run_process(main: Callable[[], None]) -> None:
             raise
         status = ended.code
     if any(thread.daemon for thread in threading.enumerate()):
-        threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter begins its end: others are waited for
-        atexit._run_exitfuncs()  # private to CPython; the rest of the exit is skipped
+        threading._shutdown()  # type: ignore[attr-defined]  # wait for the other threads, as the interpreter does
+        atexit._run_exitfuncs()
         with suppress(OSError):  # the reader of the output may be gone
             sys.stdout.flush()
             sys.stderr.flush()

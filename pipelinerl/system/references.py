@@ -1,8 +1,8 @@
 """User code by reference: `package.module:attribute` or `path.py:attribute`, loaded in the process that uses it.
 
-A file is loaded once per process, under a private module name that is the same in every process, so files of the same
-name do not collide. During import its folder is first on the path, as for a script; afterwards last, for imports inside
-functions. Errors in user code are reported as one sentence with file and line, without our traceback.
+A file is loaded once per process, under a private module name derived from its path, so files of the same name do not
+collide. During the import its folder is first on `sys.path`, as for a script, and afterwards last, for imports inside
+functions. Errors in user code are reported as one sentence with file and line, without a traceback.
 """
 
 from __future__ import annotations
@@ -27,23 +27,18 @@ _PRIVATE: Final = "pipelinerl_user_"
 
 
 def is_reference(text: str) -> bool:
-    """Return True if the text has the form of a reference."""
+    """Return True if the text has the form `package.module:attribute` or `path.py:attribute`."""
     return bool(_IN_A_FILE.fullmatch(text) or _IN_A_MODULE.fullmatch(text))
 
 
 def anchored(text: str, folder: Path) -> str:
-    """Return the reference with its path made absolute, relative to `folder`; references to modules are unchanged."""
+    """Return the reference with a path relative to `folder` made absolute; references to modules are unchanged."""
     match = _IN_A_FILE.fullmatch(text)
     return f"{(folder / from_home(match['path'])).resolve()}:{match['attribute']}" if match else text
 
 
 def load_reference(text: str) -> Any:
-    """Return the object that a reference names.
-
-    Raises:
-        ReferenceFailed: the reference has a wrong form, its file, module or attribute does not exist, or its import
-            raises.
-    """
+    """Return the object that a reference names. Raises `ReferenceFailed` if the object cannot be loaded."""
     if match := _IN_A_FILE.fullmatch(text):
         module = _from_file(from_home(match["path"]).resolve())
     elif match := _IN_A_MODULE.fullmatch(text):
@@ -58,7 +53,7 @@ def load_reference(text: str) -> Any:
 
 
 def place_of(thing: Any) -> str:
-    """Return `name, file:line` of a function or class, as far as these are known."""
+    """Return `name, file:line` of a function or class; its `repr` if these are unknown."""
     thing = inspect.unwrap(thing)
     try:
         return f"{thing.__name__}, {inspect.getsourcefile(thing)}:{inspect.getsourcelines(thing)[1]}"
@@ -67,7 +62,7 @@ def place_of(thing: Any) -> str:
 
 
 def last_line(error: BaseException) -> str:
-    """Return an exception's message, and the innermost line of its traceback outside Python's standard library."""
+    """Return an exception's message, after the file and line of the innermost frame of user code."""
     text = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {text}"

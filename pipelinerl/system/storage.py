@@ -1,8 +1,8 @@
 """`Storage`: files in a directory or at any fsspec URL (`s3://…`, `gs://…`), named by their relative path.
 
-A write is durable when the call returns: object stores guarantee that, and on disks files and their directories are
-synced. There is no rename, since object stores have none. To write several files as one, write last the file that makes
-the others valid. Every call blocks, so use it outside of the event loop.
+A write is durable when the call returns: object stores guarantee that, and on disks, files and their directories are
+synced. Object stores cannot rename, so there is no rename: to write several files as one, write last the file that
+makes the others valid. Every call blocks, so call outside of the event loop.
 """
 
 from __future__ import annotations
@@ -25,16 +25,10 @@ _BLOCK_BYTES: Final = 8 * 2**20
 
 @final
 class Storage:
-    """A directory or URL to which copies are written. Calls raise `OSError`, or the errors of the library behind the
-    URL.
-    """
+    """A directory or URL that holds files. Calls raise `OSError`, or the errors of the library behind the URL."""
 
     def __init__(self, url: str) -> None:
-        """Create the storage without reading anything.
-
-        Raises:
-            UserError: no installed library supports this URL.
-        """
+        """Create the storage without reading. Raises `UserError` if no installed library supports this URL."""
         self.url = url.rstrip("/")
         try:
             self._files, root = url_to_fs(url)
@@ -44,30 +38,22 @@ class Storage:
         self._is_local = "file" in tuple(self._files.protocol)
 
     def write(self, name: str, *pieces: Any) -> None:
-        """Write `pieces` (bytes or other buffers) one after the other to a file, replacing an existing file."""
+        """Write `pieces` (bytes or other buffers) one after the other to a file; an existing file is replaced."""
         with self._opened_new(name) as file:
             for piece in pieces:
                 file.write(piece)
 
     def upload(self, source: Path, name: str) -> None:
-        """Copy a local file."""
+        """Copy the local file `source` to `name`."""
         with source.open("rb") as origin, self._opened_new(name) as file:
             shutil.copyfileobj(origin, file, _BLOCK_BYTES)
 
     def read(self, name: str) -> bytes:
-        """Return the contents of the file.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-        """
+        """Return the contents of a file. Raises `FileNotFoundError`."""
         return cast(bytes, self._files.cat_file(f"{self._root}/{name}"))
 
     def open(self, name: str) -> io.BufferedIOBase:
-        """Open the file for reading.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-        """
+        """Open a file for reading. Raises `FileNotFoundError`."""
         return cast(io.BufferedIOBase, self._files.open(f"{self._root}/{name}", "rb"))
 
     def has(self, name: str) -> bool:
@@ -76,7 +62,7 @@ class Storage:
         return bool(self._files.exists(f"{self._root}/{name}"))
 
     def names(self) -> list[str]:
-        """Return the names of files and folders directly below, sorted."""
+        """Return the sorted names of files and folders at the top level."""
         self._files.invalidate_cache()
         try:
             found = self._files.ls(self._root, detail=False)

@@ -6,10 +6,10 @@ It sets the process's cores (`0,1,2`; empty: unchanged), ties the process to its
 the parent ends, even by SIGKILL, the kernel sends `SIGNAL` (a name, like `SIGTERM`) to the program, so a killed run
 leaves no processes behind.
 
-This is a program of its own, since code between fork and exec is unsafe in a process with threads. It imports only the
-standard library, to start within milliseconds. It works on Linux (`prctl(PR_SET_PDEATHSIG)`, which survives exec); on
-other systems it only runs the program. Linux considers the *thread* that started the program as its parent, so this
-thread must live as long as the program.
+This is a separate program, since code between fork and exec is unsafe in a process with threads. It imports only the
+standard library, to start within milliseconds. On systems other than Linux (`prctl(PR_SET_PDEATHSIG)`, which survives
+exec) it only runs the program. Linux considers the *thread* that started the program as its parent, so this thread must
+live as long as the program.
 """
 
 from __future__ import annotations

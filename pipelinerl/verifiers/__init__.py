@@ -1,3 +1,1 @@
-"""Verifiers map an answer to an outcome and a reward. A failure of the verifier itself never counts as a wrong
-answer.
-"""
+"""Verifiers map an answer to an outcome and a reward. A failure of the verifier never counts as a wrong answer."""

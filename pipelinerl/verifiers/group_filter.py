@@ -1,14 +1,13 @@
-"""Filters of finished groups by a user's plain functions, which decide whether a group may train.
+"""Filters of finished groups: a user's function decides whether a group is trained on.
 
     def keep(rewards, lengths):
         return max(lengths) < 900 or "an answer is too long"
 
 A function receives the values of `OF_THE_GROUP` that its parameters name. If it returns True, the group is kept. If it
-returns a text, the group is filtered, with the text as the reason. If it returns False, the reason is the function's
-name. Any other result, or an exception, is a failure of the function: the group is filtered, counted as a failure, and
-never trained on by mistake.
+returns a text, the group is filtered with the text as the reason; if it returns False, with the function's name. Any
+other result, or an exception, is a failure of the function: the group is filtered and counted as a failure.
 
-Filters run in worker processes (`worker_pool.py`), like rewards, and are killed at their deadline.
+Filters run in worker processes (`worker_pool.py`) and are killed at their deadline.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from pipelinerl.verifiers.user_code import accepted_names, lacking, limit_memory
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, correct, failed, timed_out, wrong
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
-#: Maximum length of a reason in characters. Reasons must be short, since groups are counted by reason.
+#: Maximum length of a reason in characters; groups are counted by reason.
 _MOST_REASON: Final = 120
 _OPENED: Final = "pipelinerl.verifiers.group_filter:open_filter_function"
 
@@ -38,7 +37,7 @@ def _reward(verdict: Verdict) -> float | None:
     return verdict.reward if verdict.outcome.is_judgement else None
 
 
-#: Values that a filter may take, by name: values of the problem, then lists with an entry per answer.
+#: Values that a filter may take, by name: first values of the problem, then lists with an entry per answer.
 OF_THE_GROUP: Final[Mapping[str, _Value]] = {
     "problem": lambda problem, answers, verdicts: problem,
     "domain": lambda problem, answers, verdicts: problem.domain,
@@ -55,16 +54,12 @@ OF_THE_GROUP: Final[Mapping[str, _Value]] = {
     "finish_reasons": lambda problem, answers, verdicts: [answer.finish_reason for answer in answers],
     "token_ids": lambda problem, answers, verdicts: [list(answer.token_ids) for answer in answers],
 }
-#: Values that are objects of this project, with the types to which a worker converts them from JSON.
+#: Types to which a worker converts values from JSON.
 _TYPES: Final[Mapping[str, Any]] = {"problem": Problem, "verdicts": list[Verdict]}
 
 
 def filter_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of the values of `OF_THE_GROUP` that a function takes.
-
-    Raises:
-        RecipeError: it takes something else, or is async or a class.
-    """
+    """Return the names in `OF_THE_GROUP` that a filter takes. Raises `RecipeError` for an unsuitable function."""
     if inspect.iscoroutinefunction(function) or inspect.isclass(function):
         raise RecipeError("a filter must be a plain function, got one that is async, or a class")
     parameters = parameters_of(function)
@@ -74,13 +69,7 @@ def filter_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def open_filter_function(reference: str) -> Callable[[Any], Any]:
-    """Load the filter `reference`; return the function with which a worker answers questions (see `worker_process`).
-
-    The worker's function maps the values by name to a verdict.
-
-    Raises:
-        UserError: the function cannot be loaded.
-    """
+    """Load the filter; return a worker's function (`worker_process`): values by name → verdict. Raises `UserError`."""
     function = load_reference(reference)
     limit_memory()
 
@@ -97,9 +86,7 @@ def open_filter_function(reference: str) -> Callable[[Any], Any]:
 
 
 def verdict_on(value: Any, *, name: str) -> Verdict:
-    """Convert a filter's return value to a verdict: `correct` keeps the group, `wrong` filters it for the verdict's
-    reason.
-    """
+    """Convert a filter's return value to a verdict: `correct` keeps the group, `wrong` filters it."""
     if isinstance(value, str) and value.strip():
         return wrong(" ".join(value.split())[:_MOST_REASON])
     plain = value.item() if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () else value
@@ -112,10 +99,10 @@ def verdict_on(value: Any, *, name: str) -> Verdict:
 
 @final
 class GroupFilter:
-    """Applies the user's function that `reference` names to groups."""
+    """Filter that applies the user's function `reference` to groups."""
 
     def __init__(self, reference: str, *, deadline_s: float, workers: int | None = None) -> None:
-        """Raises `RecipeError` for a function that cannot be called, `UserError` for one that cannot be loaded."""
+        """Check the function and create the workers. Raises `RecipeError` if it cannot be loaded or called."""
         try:
             self._names = filter_parameters(load_reference(reference))
         except UserError as error:
@@ -128,9 +115,7 @@ class GroupFilter:
         await self._pool.start()
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer], verdicts: Sequence[Verdict]) -> Judgement:
-        """Return `correct` for a group that may train, `wrong` for a group that is filtered, else a failure of the
-        filter.
-        """
+        """Return `correct` for a group to train on, `wrong` for a filtered group, else a failure of the filter."""
         began = time.monotonic()
         values = {name: OF_THE_GROUP[name](problem, answers, verdicts) for name in self._names}
         try:
@@ -148,7 +133,7 @@ class GroupFilter:
 
 
 def refusal_of(verdict: Verdict) -> str:
-    """Return the reason why a group with this verdict must not train; empty if it may train."""
+    """Return the reason why a group with this verdict is not trained on; "" if it is."""
     if verdict.outcome is Outcome.CORRECT:
         return ""
     return verdict.reason if verdict.outcome is Outcome.WRONG else f"curation.filter failed: {verdict.outcome}"

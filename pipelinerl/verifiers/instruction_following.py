@@ -1,12 +1,11 @@
 """Verifier for instructions that a program can check (IFEval).
 
 An answer is correct if it follows all instructions of its problem; a setting decides the reward for following some of
-them. The verdict's parts give the result of each instruction by id. The problem lists its instructions in its metadata
-or ground truth (`instructions/catalogue.py`). A problem with no instructions, or invalid ones, gives a
-`verifier_error`, never a wrong answer.
+them. The verdict's parts give the result of each instruction by id. The problem's metadata or ground truth lists its
+instructions (`instructions/catalogue.py`); if there are none, or invalid ones, the verdict is a `verifier_error`.
 
-Answers of usual length are checked in the caller's process. Long answers are checked in a worker process with a
-deadline, and so are languages whose detection needs a library.
+Long answers, and languages whose detection needs a library, are checked in a worker process with a deadline. Other
+answers are checked in the caller's process.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from pipelinerl.types import Problem, RewardPart, Verdict
 from pipelinerl.verifiers.verifier import failed, graded, shown, timed_out
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
-#: Largest product of characters and instructions that is checked on the event loop; it takes at most five milliseconds.
+#: Largest product of characters and instructions that is checked on the event loop, within five milliseconds.
 _QUICK_CHARS: Final = 10_000
-#: Loose matching takes at most this many times the cost of strict matching.
+#: Factor by which loose matching may be more expensive than strict matching.
 _LOOSE_COST: Final = 4
 #: Number of problems whose parsed instructions are cached.
 _KEPT: Final = 4096
@@ -34,7 +33,7 @@ _KEPT: Final = 4096
 
 @final
 class InstructionFollowing:
-    """Verifier for problems with checkable instructions."""
+    """Verifier for problems with instructions that a program can check."""
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class InstructionFollowing:
         )
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
-        """Check each instruction."""
+        """Check each instruction of the problem."""
         try:
             instructions = instructions_of_problem(problem)
         except RecipeError as error:
@@ -93,10 +92,7 @@ def instructions_of_problem(problem: Problem) -> tuple[Asked, ...]:
 
 
 def open_checks(_: str) -> Callable[[Any], list[bool]]:
-    """Return the function with which a worker answers questions (see `worker_process`).
-
-    It maps `[metadata, ground truth, answer, matching]` to a list with a result for each instruction.
-    """
+    """Return a worker's function (`worker_process`): `[metadata, ground truth, answer, matching]` → list of results."""
     preload_languages()
 
     def answering(question: Any) -> list[bool]:
@@ -108,8 +104,5 @@ def open_checks(_: str) -> Callable[[Any], list[bool]]:
 
 @lru_cache(maxsize=_KEPT)
 def _instructions_of(encoded: bytes) -> tuple[Asked, ...]:
-    """Parse the instructions in `encoded`. The cache serves the G answers of a group, which are checked one after
-    another.
-    """
     metadata, ground_truth = msgspec.json.decode(encoded)
     return instructions_of(metadata, ground_truth)

@@ -1,15 +1,13 @@
 """`Judge`: scores answers by a language model behind OpenAI's chat completions, according to a rubric.
 
-- Text from data or from the judged model is quoted (`Quotation`). The score is read only from the judge's reply, and
-  must be within the rubric's range (`ScoreFormat`).
-- A judge that is unreachable, refuses, gives no score, disagrees with itself beyond the limit or has exhausted its
-  budget gives a `verifier_error`. Such an answer is masked, never scored 0.
-- Equal answers to one problem are judged once, and the latest `remembered` verdicts are cached.
-- At most `concurrency` calls run at once. The server's deadline for a vote starts when the vote's call begins.
+- Text from data or from the judged model is quoted (`Quotation`), and a score must be within the rubric's range
+  (`ScoreFormat`).
+- A judge that is unreachable, gives no score, disagrees with itself beyond the limit or has exhausted its budget gives
+  a `verifier_error`. Such an answer is masked, never scored 0.
+- Equal answers to one problem are judged once, and verdicts are cached.
 
-The reward is the mean of the votes, mapped from the rubric's range to 0…1. An answer is correct if its reward is at
-least `correct_at`. The verdict's parts are `judge` (that mean) and, with several votes, `agreement`: 1 − (highest −
-lowest) ÷ range.
+The reward is the mean of the votes, mapped from the rubric's range to 0…1. The verdict's parts are `judge` (that mean)
+and, with several votes, `agreement`: 1 − (highest − lowest) ÷ range.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from pipelinerl.errors import PipelineError, RecipeError
 from pipelinerl.types import Message, Problem, RewardPart, Sampling, Verdict
 from pipelinerl.verifiers.verifier import ROUNDING, Judgement, SampledAnswer, failed, graded, shown
 
-#: Estimated characters per token, for servers that do not report token counts.
+#: Estimated number of characters per token, for servers that do not report token counts.
 _CHARS_OF_A_TOKEN: Final = 3
 
 _SYSTEM: Final = (
@@ -44,33 +42,33 @@ _SYSTEM: Final = (
 
 
 class Reply(Protocol):
-    """A judge server's reply to one prompt."""
+    """Reply of a judge server to one prompt."""
 
     @property
     def text(self) -> str:
-        """The judge's text."""
+        """The text of the reply."""
         ...
 
     @property
     def num_tokens(self) -> int | None:
-        """Number of tokens in the text, if known."""
+        """Number of tokens of the reply, if known."""
         ...
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Number of tokens in the prompt, if known."""
+        """Number of tokens of the prompt, if known."""
         ...
 
 
 class JudgeServer(Protocol):
-    """Answers a judge's prompt. It does its own retries, with one deadline for all attempts."""
+    """A model server that replies to a judge's prompts. It retries calls, with one deadline for all attempts."""
 
     async def sample(self, messages: tuple[Message, ...], sampling: Sampling, *, seed: int) -> Reply:
-        """Return a single reply. Raises `PipelineError` when there is none."""
+        """Return one reply. Raises `PipelineError` if the server gives none."""
         ...
 
     async def close(self) -> None:
-        """Close its connections."""
+        """Close the connections."""
         ...
 
 
@@ -87,10 +85,11 @@ class JudgeSettings:
     """Settings of a judge.
 
     Attributes:
-        votes: replies for each answer, each sampled with its own seed.
+        votes: number of replies for each answer, each sampled with its own seed.
         least_agreement: agreement, from 0 to 1, below which the votes are discarded.
-        correct_at: reward, from 0 to 1, from which an answer counts as correct.
-        most_chars: limit on each quoted text.
+        correct_at: reward, from 0 to 1, from which an answer is correct.
+        most_chars: maximum number of characters of each quoted text.
+        concurrency: maximum number of concurrent calls.
         remembered: number of cached verdicts.
     """
 
@@ -113,10 +112,7 @@ class _Vote(NamedTuple):
 
 @final
 class Judge:
-    """A `GroupVerifier` that has a language model grade answers.
-
-    The first answer to grade calls `open_server`, on the event loop of that call.
-    """
+    """A `GroupVerifier` that lets a language model grade answers; the first answer opens the server."""
 
     def __init__(
         self, settings: JudgeSettings, *, open_server: Callable[[], Awaitable[JudgeServer]], spending: Spending
@@ -130,7 +126,7 @@ class Judge:
         self._remembered: OrderedDict[bytes, Verdict] = OrderedDict()
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Judge each distinct text once, concurrently."""
+        """Judge all answers concurrently, equal ones only once."""
         texts = list(dict.fromkeys(answer.text for answer in answers))
         judged = dict(zip(texts, await asyncio.gather(*(self._judged(problem, text) for text in texts)), strict=True))
         return [judged[answer.text] for answer in answers]
@@ -165,7 +161,6 @@ class Judge:
         return Judgement(verdict, time.monotonic() - began)
 
     async def _vote(self, messages: tuple[Message, ...], seed: int) -> _Vote | str:
-        """Return a vote, or the reason why there is no vote."""
         settings = self._settings
         sampling = Sampling(num_samples=1, temperature=settings.temperature, max_tokens=settings.max_tokens)
         async with self._turns:
@@ -179,9 +174,7 @@ class Judge:
                 return str(error)
 
     async def _opened(self) -> JudgeServer:
-        """Return the open server. Votes that wait for the same opening share its failure; the next vote tries to open
-        it again.
-        """
+        """Return the open server. Votes that wait for the same opening share its failure; a later vote tries again."""
         if self._server is not None:
             return self._server
         if self._opening is None:
@@ -222,19 +215,16 @@ class Judge:
 
 
 def _look_at(opening: asyncio.Task[JudgeServer]) -> None:
-    """Retrieve the exception, so that asyncio does not warn about an unobserved failure."""
+    """Retrieve the exception of an opening, so that asyncio does not log it."""
     if not opening.cancelled():
         opening.exception()
 
 
 def prompt_of(settings: JudgeSettings, problem: Problem, text: str) -> tuple[Message, ...]:
-    """Return the judge's prompt for this answer; all text from the data and the model is quoted.
+    """Return the judge's prompt for an answer; all text from the data and the model is quoted.
 
     The rubric's fields are `question` (the whole conversation if it has several messages), `answer`, `reference` (the
-    ground truth) and the fields of the problem's metadata.
-
-    Raises:
-        PipelineError: the rubric needs a field that the problem does not have.
+    ground truth) and the problem's metadata. Raises `PipelineError` if the rubric needs a field that is missing.
     """
     turns = problem.messages
     question = turns[0].content if len(turns) == 1 else "\n\n".join(f"{each.role}: {each.content}" for each in turns)
@@ -253,14 +243,13 @@ def prompt_of(settings: JudgeSettings, problem: Problem, text: str) -> tuple[Mes
 
 
 def _tokens_of(messages: tuple[Message, ...], reply: Reply) -> int:
-    """Return the number of tokens of a call, as reported by the server or estimated from characters."""
     num_chars = sum(len(message.content) for message in messages)
     prompt = num_chars // _CHARS_OF_A_TOKEN if reply.prompt_tokens is None else reply.prompt_tokens
     return prompt + (len(reply.text) // _CHARS_OF_A_TOKEN if reply.num_tokens is None else reply.num_tokens)
 
 
 _MARK_BYTES: Final = 8
-#: Brackets that begin a control token in some chat template, of usual or full width.
+#: Positions behind the opening bracket of control tokens of chat templates, where a backslash is inserted.
 _CONTROL: Final = re.compile(
     r"(?<=[<＜])(?=[|｜])|(?<=<)(?=/?(?:s|bos|eos|pad|unk|system|user|assistant|start_of_turn|end_of_turn|think|SYS)>)"
     r"|(?<=<<)(?=/?SYS)|(?<=\[)(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS)\])",
@@ -270,20 +259,15 @@ _CONTROL: Final = re.compile(
 
 @final
 class Quotation:
-    """The texts of one prompt, all quoted with the same mark, so that no text can end its own quotation.
+    """Quoted texts of one prompt, by label. All have the same mark, so that no text can end its own quotation.
 
         === answer 5f0c9b3e7a41d2c8 begins ===
-        the text, as it is
+        the text
         === answer 5f0c9b3e7a41d2c8 ends ===
 
-    The mark is a hash of all quoted text: equal prompts stay equal, and no text contains its own mark (a fixed point of
-    BLAKE2b has probability 2^-64). Strings that servers may take for control tokens of a chat template (`<|im_end|>`,
-    `</s>`, `[INST]`) get a backslash. If a text is cut, a note outside the quotation says so. Quoting does not make the
-    judge ignore the text: a model that obeys instructions in a quotation is still influenced.
-
-    Args:
-        texts: the texts, by the label in their fence lines.
-        most_chars: number of characters quoted of each text.
+    The mark is a hash of all texts that occurs in none of them, so equal prompts stay equal. Strings that servers may
+    take for control tokens (`<|im_end|>`, `</s>`, `[INST]`) get a backslash. Texts are cut to `most_chars`, with a note
+    in the first line. A judge that obeys instructions in a quotation is still influenced.
     """
 
     def __init__(self, texts: Mapping[str, str], *, most_chars: int) -> None:
@@ -299,7 +283,6 @@ class Quotation:
 
 
 def _mark_of(texts: Mapping[str, str]) -> str:
-    """Return sixteen hexadecimal digits that occur in none of the texts."""
     tries = 0
     while True:
         joined = "\x1e".join([str(tries), *(f"{label}\x1f{text}" for label, text in texts.items())])
@@ -309,21 +292,20 @@ def _mark_of(texts: Mapping[str, str]) -> str:
         tries += 1
 
 
-#: Number of characters of a reply that are parsed; the rest of an endless reply is ignored.
+#: Number of characters of a reply that are parsed; the rest is ignored.
 _MOST_READ: Final = 50_000
 _MOST_OBJECTS: Final = 200
 
 
 class Unreadable(Exception):
-    """A reply holds no valid score, or several; the message shows the reply's beginning."""
+    """A reply holds no valid score, or several scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreFormat:
-    """Form of a score from `low` to `high`: JSON, or the single group of a regular expression.
+    """Form of a score from `low` to `high` in a reply: JSON, or the group of a regular expression.
 
-    A reply counts only if it contains exactly one score, a finite number within the range. A reply that repeats the
-    judged answer, or gives two scores, is discarded, so a score inside an answer cannot be counted.
+    A reply with different scores is discarded, so that a score in a repeated answer cannot count.
     """
 
     low: float
@@ -341,11 +323,7 @@ class ScoreFormat:
         )
 
     def read(self, reply: str) -> tuple[float, str]:
-        """Return the score, and the judge's reason or "".
-
-        Raises:
-            Unreadable: there is not exactly one score within the range.
-        """
+        """Return the score, and the judge's reason or "". Raises `Unreadable` without exactly one valid score."""
         scores = self._by_pattern(reply) if self.pattern is not None else _in_json(reply[:_MOST_READ])
         if not scores:
             raise Unreadable(f"the judge's reply has no score: {reply[:200]!r}")
@@ -373,7 +351,6 @@ class ScoreFormat:
 
 
 def _in_json(reply: str) -> list[tuple[float, str]]:
-    """Return score and reason of every JSON object with a score, anywhere in the reply."""
     decoder, place = json.JSONDecoder(), 0
     scores: list[tuple[float, str]] = []
     for _ in range(_MOST_OBJECTS):
@@ -402,21 +379,20 @@ log = logging.getLogger("pipelinerl")
 
 
 class Spent(Exception):
-    """The budget is exhausted, or its count cannot be saved; the message gives a remedy."""
+    """The judge's budget is exhausted, or its count cannot be saved."""
 
 
 @final
 class Spending:
-    """Counts the calls and tokens of one process and one domain, and limits them for a whole run.
+    """Budget of calls and tokens for one process and one domain over a whole run.
 
-    The number of calls never exceeds the budget, even with concurrent calls. Each call is counted, and the count saved,
-    before the call is made, so a killed and restarted process continues from it. Tokens are known only after a call, so
-    calls in flight may exceed the limit on tokens.
+    Each call is counted, and the count saved, before the call is made, so that a restarted process cannot exceed the
+    budget. Tokens are known only after a call, so calls in flight may exceed the limit on tokens.
 
     Args:
         where: the domain's path in the recipe, for messages.
         most_calls, most_tokens: the limits; None for no limit.
-        file: file that keeps the counts when the process ends; without a file they begin at 0.
+        file: file that keeps the counts for a restarted process; without a file they begin at 0.
     """
 
     def __init__(
@@ -430,11 +406,7 @@ class Spending:
         self.calls, self.tokens = (0, 0) if file is None else _read(file)
 
     def begin_call(self) -> None:
-        """Count a call that is about to be made.
-
-        Raises:
-            Spent: the call would exceed the budget. The first such call is logged.
-        """
+        """Count a call before it is made. Raises `Spent`, and logs an error once, if it would exceed the budget."""
         for name, spent, most in (("calls", self.calls, self._most_calls), ("tokens", self.tokens, self._most_tokens)):
             if most is not None and spent >= most:
                 sentence = (
@@ -449,7 +421,7 @@ class Spending:
         self._write()
 
     def note_tokens(self, tokens: int) -> None:
-        """Count the tokens of a call, prompt and reply."""
+        """Count the tokens of a call's prompt and reply."""
         self.tokens += tokens
         self._write()
 

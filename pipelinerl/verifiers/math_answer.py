@@ -1,12 +1,12 @@
 """Verifier for the final answer of a mathematical problem: equal as text after normalisation, or equal as mathematics.
 
-The text comparison is fast and needs no library. The mathematical comparison runs `math-verify` in worker processes
-(`open_comparison`). Its parser can run forever while holding the interpreter lock (9**9**9**9), and its timeouts need
-the main thread, so only killing a process enforces a deadline. A verdict's `answer` is the normalised answer.
+The mathematical comparison runs `math-verify` in worker processes (`open_comparison`). Its parser can run forever while
+holding the interpreter lock (9**9**9**9), and its timeouts need the main thread, so only killing a process enforces a
+deadline. A verdict's `answer` is the normalised answer.
 
 An answer may crash the parser, or keep it busy until the deadline (10^9!). If the ground truth compares with itself in
-time, such an answer is wrong: if it were masked, a model could use it to escape problems that it cannot solve. An
-answer whose comparison only waited for a processor is a `timeout`.
+time, such an answer is wrong: masking it would let a model escape problems that it cannot solve. An answer whose
+comparison only waited for a processor is a `timeout`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from pipelinerl.types import Problem, Verdict
 from pipelinerl.verifiers.verifier import correct, failed, last_tagged, timed_out, wrong
 from pipelinerl.verifiers.worker_pool import Overran, WorkerLost, WorkerPool
 
-# The quantifiers are possessive, so a text of a million characters takes a single pass, whatever it contains.
+# The quantifiers are possessive, so any text takes a single pass.
 _STATED: Final = re.compile(r"answer(?: is)?+\s*+[:=]?+\s*+([^\n]++)", re.IGNORECASE)
 _PLAIN_NUMBER: Final = re.compile(r"[-+]?\d+(?:\.\d+)?")
-#: Longest answer given to the parser, after normalisation; before normalisation, twice that length is allowed.
+#: Longest answer given to the parser, after normalisation; before normalisation it may have twice that length.
 _MAX_ANSWER_CHARS: Final = 2000
-#: A comparison that reaches the deadline is the answer's own fault if it used this share of the deadline in processor
-#: time.
+#: A comparison that reaches the deadline is the answer's fault if its processor time is this share of the deadline.
 _SHARE_SPENT: Final = 0.5
 #: Number of characters of an answer that a verdict shows.
 _SHOWN: Final = 200
@@ -75,7 +74,7 @@ class MathAnswer:
         return None
 
     async def start(self) -> None:
-        """Import the library in advance, so that the first answer does not wait for it."""
+        """Start the first worker, so that the first answer does not wait for the library's import."""
         if self._installed:
             await self._pool.start()
 
@@ -94,11 +93,10 @@ class MathAnswer:
             return failed(f"math-verify: {error}")
         if equal is None:
             return failed(f"math-verify failed on {given[:80]!r} against {gold[:80]!r}")
-        # Equal answers are all reported in the ground truth's form, so that they look alike.
+        # All equal answers are reported in the same form, the ground truth's.
         return correct(gold[:_SHOWN]) if equal else wrong(f"{given[:80]} is not {gold[:80]}", answer=given[:_SHOWN])
 
     async def _is_comparable(self, gold: str) -> bool:
-        """Return whether the ground truth compares with itself in time."""
         try:
             return bool(await self._pool.ask([gold, gold]))
         except (TimeoutError, WorkerLost):
@@ -120,11 +118,7 @@ def refuse_unreadable(problem: Problem) -> None:
 
 
 def final_answer(text: str) -> str:
-    r"""Return the final answer in a text.
-
-    It is the last `\boxed{…}`, else the last `<answer>…</answer>`, else the last text after "answer is", else the whole
-    text.
-    """
+    r"""Return the last `\boxed{…}`, else the last `<answer>…</answer>`, else the text after "answer", else `text`."""
     for answer in (_last_boxed(text), last_tagged(text)):
         if answer is not None:
             return answer
@@ -133,7 +127,7 @@ def final_answer(text: str) -> str:
 
 
 def normalise(answer: str) -> str:
-    r"""Remove what carries no meaning: spaces, `$`, thousands separators, a full stop, leading zeros, `\text{}`."""
+    r"""Remove spaces, `$`, thousands separators, a full stop, leading zeros and `\text{}` from an answer."""
     text = answer.strip().strip("$").strip()
     text = re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\\(?:left|right|,|!|;|:)|\s+", "", text).removesuffix(".")
@@ -146,7 +140,6 @@ def normalise(answer: str) -> str:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{}`, or None if there is none or it is too long for an answer."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -160,8 +153,8 @@ def _last_boxed(text: str) -> str | None:
 
 
 _MEMORY_BYTES: Final = 2 << 30
-#: Expressions that warm up the caches of parser and simplifier. Each new kind of expression costs up to a quarter of a
-#: second, which a worker that replaces a killed one would otherwise spend on its first answers.
+#: Expressions that warm up the caches of parser and simplifier: the first expression of each kind takes up to a quarter
+#: of a second.
 _EACH_KIND: Final = (
     ["x+1", "1+x"],
     [r"\frac{3}{4}", "6/8"],
@@ -183,10 +176,10 @@ _EACH_KIND: Final = (
 
 
 def open_comparison(_: str) -> Callable[[list[str]], bool | None]:
-    """Import the library and limit the memory of this worker process; return the comparison function.
+    """Return a worker's function (`worker_process`): `[gold, given]` → whether they are equal.
 
-    A question is `[gold, given]`; the reply is true, false, or null if the library fails on `gold` itself. If the
-    library fails only on the answer, the answer counts as not equal; otherwise a model could learn to crash it.
+    The result is null if the library fails on `gold` itself. If it fails only on `given`, the two are not equal;
+    otherwise a model could learn to crash it.
     """
     from math_verify import parse, verify
     from math_verify.errors import TimeoutException
@@ -215,6 +208,6 @@ def open_comparison(_: str) -> Callable[[list[str]], bool | None]:
             return False
         return result
 
-    for question in _EACH_KIND:  # the library does work at first use, which this does in advance
+    for question in _EACH_KIND:
         equal(question)
     return equal

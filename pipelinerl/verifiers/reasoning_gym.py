@@ -1,13 +1,10 @@
-"""Verifier by reasoning-gym's own scorers: an answer is correct iff it gets the full score. The reward is 1 or 0.
+"""Verifier by reasoning-gym's own scorers: an answer with the full score is correct, with reward 1, others are wrong.
 
-The answer is the content of the last `<answer>` tags, else the whole text. Tasks whose scorer would run the answer as
-code are rejected. Fast scorers run in the caller's process. A worker process with a deadline runs scorers that have
-turned out slow, and any scorer if the answer is much longer than the true answer.
-
-Slowness is measured in processor time: in elapsed time, any scorer is occasionally slow on a busy machine. Reading
-processor time is a system call, so it is read only from the scoring after one that took long by the clock. A worker
-costs the actor several times as much as a fast scorer does. A verdict's `answer` has outer spaces removed. If the
-scorer fails on an answer but gives the true answer its full score, the answer is wrong.
+Tasks whose scorer would run the answer as code are rejected. Scorers that turn out slow run in a worker process with a
+deadline, and so does any scorer if the answer is much longer than the true answer. Other scorers run in the caller's
+process, since a worker costs several times as much as a fast scorer. Slowness is measured in processor time, because a
+busy machine delays any scorer. Reading processor time is a system call, so it is read only after a scoring that took
+long by the clock. If the scorer fails on an answer but gives the true answer the full score, the answer is wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from pipelinerl.verifiers.verifier import correct, failed, last_tagged, timed_ou
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
 #: Tasks whose scorer passes the answer to eval, exec or sympy's parse_expr (which evaluates). A test searches the
-#: library's source for further ones.
+#: library's source for other such tasks.
 UNSAFE_TASKS: Final = frozenset(
     {
         "binary_matrix", "codeio", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication",
@@ -34,10 +31,10 @@ UNSAFE_TASKS: Final = frozenset(
     }
 )  # fmt: skip
 
-#: Processor time for which one scoring may block an event loop.
+#: Processor seconds for which one scoring may block an event loop.
 _QUICK_S: Final = 0.002
-#: A scorer is slow after this many consecutive scorings above `_QUICK_S`, or after a single one above `_LONG_S`. One
-#: slow scoring is not enough: first calls fill caches, and any call may trigger the garbage collector.
+#: A scorer is slow after this many consecutive scorings above `_QUICK_S`, or one above `_LONG_S`. A single scoring may
+#: be slow because it fills caches or triggers the garbage collector.
 _NOT_QUICK: Final = 3
 _LONG_S: Final = 0.05
 #: A scorer may take quadratic time on answers longer than this multiple of the true answer, plus a constant.
@@ -50,8 +47,6 @@ Scorer = Callable[[int, str], float]
 
 
 class _Entry(NamedTuple):
-    """A problem's task with the name of its scorer, and the number of the problem's entry within the task."""
-
     scorer: str
     task: str
     parameters: Mapping[str, Any]
@@ -60,7 +55,7 @@ class _Entry(NamedTuple):
 
 @final
 class ReasoningGym:
-    """Verifier for problems of `data/generated.py`."""
+    """Verifier for problems of the source `reasoning_gym` (`data/generated.py`)."""
 
     def __init__(self, *, deadline_s: float = 5.0, workers: int | None = None) -> None:
         self._deadline_s = deadline_s
@@ -75,7 +70,7 @@ class ReasoningGym:
         )
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
-        """Judge by the task's scorer; a problem of another source is a `verifier_error`."""
+        """Judge by the task's scorer; a problem of another source gives a `verifier_error`."""
         try:
             name, task, parameters, index = self._entry(problem)
             if name not in self._scorers:
@@ -89,7 +84,7 @@ class ReasoningGym:
         return await self._judged_elsewhere(question, group=problem.problem_id)
 
     async def _loaded(self, name: str, task: str, parameters: Mapping[str, Any]) -> Scorer:
-        """Load a scorer on a thread; all answers that need it meanwhile wait for the same one."""
+        """Load a scorer on a thread, once for all answers that wait for it."""
         loading = self._loading.get(name)
         if loading is None:
             loading = self._loading[name] = asyncio.ensure_future(asyncio.to_thread(_scorer, task, parameters))
@@ -122,10 +117,6 @@ class ReasoningGym:
         await self._pool.close()
 
     def _entry(self, problem: Problem) -> _Entry:
-        """Return the problem's entry; raise `RecipeError` as `entry_of`.
-
-        The last entry is cached, since the answers of a group come in sequence.
-        """
         if problem is not self._last[0]:
             task, parameters, index = entry_of(problem)
             name = json.dumps([task, parameters], sort_keys=True)
@@ -133,7 +124,7 @@ class ReasoningGym:
         return self._last[1]
 
     def _note(self, name: str, seconds: float) -> None:
-        """Record the processor time for which a scoring blocked the event loop."""
+        """Decide by the processor time of a scoring whether its scorer is slow."""
         self._not_quick[name] = self._not_quick[name] + 1 if seconds > _QUICK_S else 0
         if seconds <= _QUICK_S:
             self._doubted.discard(name)
@@ -156,10 +147,7 @@ def extract_answer(completion_text: str) -> str:
 
 
 def open_scorers(_: str) -> Callable[[Any], float | str]:
-    """Return the function with which a worker answers questions (see `worker_process`).
-
-    It maps `[task and parameters, index, answer, truth]` to a score, or to an error message.
-    """
+    """Return a worker's function (`worker_process`): `[name, index, answer, truth]` → score or error message."""
     scorers: dict[str, Scorer] = {}
 
     def answering(question: Any) -> float | str:
@@ -174,7 +162,7 @@ def open_scorers(_: str) -> Callable[[Any], float | str]:
 
 
 def entry_of(problem: Problem) -> tuple[str, Mapping[str, Any], int]:
-    """Return the task, its parameters, and the entry's number. Raises `RecipeError` if the problem cannot be scored."""
+    """Return a problem's task, parameters and entry number. Raises `RecipeError` if the problem cannot be scored."""
     try:
         task, parameters, index = (problem.metadata[name] for name in ("task", "parameters", "index"))
     except KeyError as error:
@@ -189,13 +177,12 @@ def _refuse_unsafe(task: str) -> None:
 
 
 def _scorer(task: str, parameters: Mapping[str, Any]) -> Scorer:
-    """Return the scorer of a task. Raises `RecipeError` for a task that cannot be scored."""
     _refuse_unsafe(task)
     try:
         dataset = gym_tasks.create_dataset(task, seed=0, size=2**31 - 1, **parameters)
     except (ValueError, TypeError, AssertionError) as error:
         raise RecipeError(f"reasoning-gym refuses task {task!r} with {dict(parameters)!r}: {error}") from error
-    # The G answers of a group are scored in sequence, so the last entry is cached.
+    # The answers of a group are scored in sequence, so the last entry is cached.
     last: tuple[int, dict[str, Any]] = (-1, {})
 
     def score(index: int, answer: str) -> float:
@@ -215,9 +202,7 @@ _FAILURES: Final = (
 
 
 def _scored(scorer: Scorer, index: int, answer: str, truth: str) -> float | str:
-    """Return the score, 0 if the scorer fails on this answer but not on the true answer, or the scorer's error
-    message.
-    """
+    """Return the score, or the scorer's error message; 0 if the scorer fails on this answer but not on the true one."""
     try:
         return scorer(index, answer)
     except _FAILURES as error:

@@ -5,13 +5,10 @@
     def score(completions, answer, **kwargs): …       the answers of a group at once, by the names in `OF_A_GROUP`:
                                                       each a list with one entry for each answer, as in TRL
 
-A function returns a number, a bool, a `Verdict`, or None for "not judged"; for a group, a list of them. The result is a
-`verifier_error`, never a reward of 0, if the function raises an exception or returns None or an invalid value. Invalid
-values are values that are not numbers, not finite, or larger than any reward.
-
-There is one exception to this, for a function of one answer in a worker. An answer is wrong if the function twice
-raises an error that a text can cause (`_OF_THE_TEXT`), and finds the ground truth correct. Otherwise a model could
-learn to crash the function.
+A function returns a number, a bool, a `Verdict`, or None for "not judged"; for a group, a list of them. An exception,
+None, or an invalid value (no number, not finite, or above `MOST_REWARD`) gives a `verifier_error`, not a reward of 0.
+One exception keeps a model from learning to crash the function: if a synchronous function of one answer raises twice an
+error that a text can cause (`_OF_THE_TEXT`), and finds the ground truth correct, the answer is wrong.
 
 An `async` function runs on the actor's event loop, and is cancelled at its deadline. Any other function runs in worker
 processes (`worker_pool.py`), which are killed at the deadline.
@@ -53,11 +50,7 @@ from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the function's parameters.
-
-    Raises:
-        RecipeError: they cannot be inspected.
-    """
+    """Return the function's parameters. Raises `RecipeError` if they cannot be inspected."""
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
@@ -65,7 +58,7 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def lacking(parameters: Iterable[inspect.Parameter], known: Iterable[str]) -> list[str]:
-    """Return required parameters that cannot be passed by name, or are not in `known`."""
+    """Return the names of required parameters that are not in `known`, or cannot be passed by name."""
     names = frozenset(known)
     return [
         each.name
@@ -77,13 +70,13 @@ def lacking(parameters: Iterable[inspect.Parameter], known: Iterable[str]) -> li
 
 
 def accepted_names(parameters: Sequence[inspect.Parameter], known: Iterable[str]) -> tuple[str, ...]:
-    """Return the names in `known` that the function takes; all of `known` if it takes arbitrary keywords."""
+    """Return the names in `known` that the parameters accept; all of `known` if there is a `**kwargs`."""
     everything = any(each.kind is each.VAR_KEYWORD for each in parameters)
     names = {each.name for each in parameters if each.kind is not each.POSITIONAL_ONLY}
     return tuple(name for name in known if everything or name in names)
 
 
-#: Largest accepted reward: a larger number is surely a mistake, and would dominate its batch.
+#: Largest accepted reward; a larger number is a mistake that would dominate its batch.
 MOST_REWARD: Final = 1e6
 #: Memory that a worker may allocate beyond its imports.
 _MEMORY_BYTES: Final = 4 << 30
@@ -101,8 +94,7 @@ OF_ONE: Final[Mapping[str, Callable[[Problem, SampledAnswer], Any]]] = {
     "finish_reason": lambda _, answer: answer.finish_reason,
     "tags": lambda problem, _: problem.tags,
 }
-#: Values that a function of a group may take, by name: a list with an entry per answer; the first three are TRL's
-#: names.
+#: Values that a function of a group may take, by name: lists with an entry per answer. The first three names are TRL's.
 OF_A_GROUP: Final[Mapping[str, Callable[[Problem, SampledAnswer], Any]]] = {
     "completions": OF_ONE["completion"],
     "prompts": OF_ONE["prompt"],
@@ -114,7 +106,7 @@ _GROUP_NAMES: Final = frozenset({"completions", "completion_texts"})
 
 
 class Of(Enum):
-    """The way in which a user's reward function is called: for each answer alone, or once for a whole group."""
+    """Unit for which a user's reward function is called: one answer, or a whole group."""
 
     ONE = "one"
     GROUP = "group"
@@ -123,7 +115,7 @@ class Of(Enum):
 @final
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """A user's function and its calling convention; `named` are the names of the arguments that it takes by name."""
+    """A user's function with the names of the arguments that it takes by position and by name."""
 
     function: Callable[..., Any]
     of: Of
@@ -133,11 +125,7 @@ class RewardFunction:
 
     @classmethod
     def of_callable(cls, function: Callable[..., Any]) -> RewardFunction:
-        """Inspect the function's parameters.
-
-        Raises:
-            RecipeError: it requires an unknown parameter.
-        """
+        """Inspect the function's parameters. Raises `RecipeError` if it requires an unknown one."""
         parameters = parameters_of(function)
         names = {parameter.name for parameter in parameters}
         of = Of.GROUP if names & _GROUP_NAMES else Of.ONE
@@ -158,7 +146,7 @@ class RewardFunction:
         return cls(function, of, by_place, named, call)
 
     def calls(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Any]:
-        """Call the function once for the group, or once per answer; return its results, awaitables if it is async."""
+        """Call the function once for the group, or once per answer; return its results (awaitables if async)."""
         if self.of is Of.GROUP:
             lists = {name: [OF_A_GROUP[name](problem, answer) for answer in answers] for name in self.named}
             return [self.function(**lists)]
@@ -172,7 +160,7 @@ class RewardFunction:
 
 
 def _by_place(placed: Sequence[inspect.Parameter]) -> bool:
-    """Return whether the function takes the problem and the text as its first two parameters, by position."""
+    """Return whether the function's first two parameters take the problem and the text by position."""
     if len(placed) < 2 or any(each.default is not each.empty for each in placed):
         return False
     first, second = (each.name for each in placed)
@@ -188,7 +176,7 @@ def _messages(problem: Problem) -> list[dict[str, str]]:
 
 
 def verdict_of(value: Any, *, correct_at: float) -> Verdict:
-    """Convert a function's return value to a verdict; a number of at least `correct_at` is correct."""
+    """Convert a function's return value to a verdict, which is `correct` from a reward of `correct_at` on."""
     if isinstance(value, Verdict):
         sane = math.isfinite(value.reward) and abs(value.reward) <= MOST_REWARD
         if not sane:
@@ -207,7 +195,7 @@ def verdict_of(value: Any, *, correct_at: float) -> Verdict:
 
 
 def verdicts_of(value: Any, count: int, *, correct_at: float) -> list[Verdict]:
-    """Convert the return value of a group's function to verdicts."""
+    """Convert the return value of a function of a group to `count` verdicts."""
     values = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(values, list | tuple) or len(values) != count:
         came = f"{len(values)} of them" if isinstance(values, list | tuple) else _shown(value)
@@ -218,7 +206,6 @@ def verdicts_of(value: Any, count: int, *, correct_at: float) -> list[Verdict]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert an array library's number to a Python number."""
     item = getattr(value, "item", None)
     if isinstance(value, Real) or not callable(item):
         return value
@@ -236,12 +223,7 @@ def _shown(value: Any) -> str:
 
 
 def open_function(argument: str) -> Callable[[Any], Any]:
-    """Return the function with which a worker answers questions (see `worker_process`): `[problem, answers]` →
-    verdicts.
-
-    Raises:
-        UserError: the function cannot be loaded.
-    """
+    """Return a worker's function (`worker_process`): `[problem, answers]` → verdicts. Raises `UserError`."""
     reference, correct_at = json.loads(argument)
     reward = RewardFunction.of_callable(load_reference(reference))
     limit_memory()
@@ -263,14 +245,14 @@ def open_function(argument: str) -> Callable[[Any], Any]:
     return answering
 
 
-#: Exceptions that a text can cause; others come from dependencies of the function, such as files or a network.
+#: Exceptions that an answer's text can cause; others come from the function's environment, such as files or a network.
 _OF_THE_TEXT: Final = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError,
 )  # fmt: skip
 
 
 def _refuses(reward: RewardFunction, problem: Problem, answers: Sequence[SampledAnswer], correct_at: float) -> bool:
-    """Return whether a function that raised an error raises again, although it finds the ground truth correct."""
+    """Return whether a function that failed on an answer fails again, and finds the ground truth correct."""
     if reward.of is Of.GROUP:
         return False  # with several answers, it is unknown which one is at fault
     try:
@@ -289,7 +271,7 @@ def _refuses(reward: RewardFunction, problem: Problem, answers: Sequence[Sampled
 
 
 def limit_memory() -> None:
-    """Limit the further growth of the process's data; beyond the limit it gets a `MemoryError`."""
+    """Let the process allocate only `_MEMORY_BYTES` more; beyond that it gets a `MemoryError`."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -304,7 +286,7 @@ def _raised(error: BaseException) -> Verdict:
 
 @final
 class PooledReward:
-    """Judges by a synchronous function in worker processes; `reference` names the function to the workers."""
+    """A `GroupVerifier` that calls a synchronous function, named by `reference`, in worker processes."""
 
     def __init__(
         self, reference: str, reward: RewardFunction, *, correct_at: float, deadline_s: float, workers: int | None
@@ -319,14 +301,14 @@ class PooledReward:
         )
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Judge all answers in one call if the function takes a group, else each on its own, concurrently."""
+        """Judge all answers in one call if the function takes a group, else each answer concurrently."""
         plain = msgspec.to_builtins(problem)
         batches = [answers] if self._of is Of.GROUP else [[answer] for answer in answers]
         judged = await asyncio.gather(*(self._judge_batch(plain, batch, group=problem.problem_id) for batch in batches))
         return [judgement for judgements in judged for judgement in judgements]
 
     async def start(self) -> None:
-        """Import the function in advance, so that the first answer does not wait for it."""
+        """Start the first worker, so that the first answer does not wait for the function's import."""
         await self._pool.start()
 
     async def close(self) -> None:
@@ -348,7 +330,7 @@ class PooledReward:
 
 @final
 class AsyncReward:
-    """Judges by an async function, on the caller's event loop."""
+    """A `GroupVerifier` that calls an async function on the caller's event loop."""
 
     def __init__(self, reward: RewardFunction, *, correct_at: float, deadline_s: float) -> None:
         self._reward = reward
@@ -356,13 +338,13 @@ class AsyncReward:
         self._deadline_s = deadline_s
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Judge all answers in one call if the function takes a group, else each on its own, concurrently."""
+        """Judge all answers in one call if the function takes a group, else each answer concurrently."""
         batches = [answers] if self._reward.of is Of.GROUP else [[answer] for answer in answers]
         judged = await asyncio.gather(*(self._called(problem, batch) for batch in batches))
         return [judgement for judgements in judged for judgement in judgements]
 
     async def close(self) -> None:
-        """Do nothing; it holds no resources."""
+        """Do nothing: there are no workers."""
 
     async def _called(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
         began, count = time.monotonic(), len(answers)
@@ -382,13 +364,13 @@ class AsyncReward:
 
 @final
 class Shielded:
-    """Wraps a user's verifier class: exceptions of the class become failures, and its results are validated."""
+    """Wrapper of a user's verifier that turns its exceptions into failures and validates its results."""
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
-        """Judge by the user's class."""
+        """Judge by the user's verifier."""
         try:
             verdict = await self._verifier.verify(problem, completion_text)
         except TimeoutError:

@@ -1,10 +1,8 @@
 """`Verifier` and `GroupVerifier`: judge a model's answers, one at a time or the answers of a group.
 
-A wrong answer is `wrong`. A verifier that fails or runs out of time reports `verifier_error` or `timeout`. Such
-rollouts are masked: an error of ours must never teach the model that its answer was bad. A verdict comes within the
-verifier's deadline, which starts when judging of the answer starts (`worker_pool.py` bounds the wait before that). The
-event loop is never blocked for more than a few milliseconds. Answers are judged concurrently: a slow answer delays
-neither its siblings nor other groups.
+A verifier that fails or runs out of time reports `verifier_error` or `timeout`. Such rollouts are masked: an error of
+ours must never teach the model that its answer was wrong. The deadline starts when judging of the answer starts
+(`worker_pool.py` bounds the wait before that). Verifiers do not block the event loop for more than a few milliseconds.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Final, NamedTuple, Protocol, final, runtime_checkable
 
 from pipelinerl.types import MOST_SHOWN, Outcome, Problem, RewardPart, Verdict
 
-#: Tolerance for a sum of rewards that misses `correct_at` only through rounding.
+#: Tolerance for the comparison of rewards with thresholds.
 ROUNDING: Final = 1e-9
 
 
@@ -37,18 +35,16 @@ class Judgement(NamedTuple):
 
 
 class Verifier(Protocol):
-    """Judges single answers. A user's class with this method and without constructor arguments may serve as a
-    verifier.
-    """
+    """Judges single answers. A user's class with this method, and no constructor arguments, can be a verifier."""
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
-        """Judge `completion_text`, the whole answer without the end-of-turn token; never raise for an answer."""
+        """Judge `completion_text`, the whole answer without the end-of-turn token, without raising for any answer."""
         ...
 
 
 @runtime_checkable
 class FastPathVerifier(Protocol):
-    """A verifier that can give most of its verdicts without waiting."""
+    """A verifier that gives most of its verdicts without waiting."""
 
     def at_once(self, problem: Problem, completion_text: str) -> Verdict | None:
         """Return the verdict of `verify`, or None if that would block the event loop for too long."""
@@ -59,11 +55,11 @@ class GroupVerifier(Protocol):
     """Judges the answers of a domain, a group at a time."""
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Judge the answers to `problem`, in order; never raise for an answer."""
+        """Return the verdicts on answers to `problem`, in order, without raising for any answer."""
         ...
 
     async def close(self) -> None:
-        """Stop everything that the verifier has started; it is not used afterwards."""
+        """Stop everything that the verifier has started."""
         ...
 
 
@@ -72,9 +68,7 @@ class Startable(Protocol):
     """A verifier with a slow startup, for example one whose workers import heavy libraries."""
 
     async def start(self) -> None:
-        """Do in advance what the first answer would otherwise wait for. A failure is reported when that answer is
-        judged.
-        """
+        """Do the slow startup before the first answer; a failure is reported when that answer is judged."""
         ...
 
 
@@ -86,10 +80,9 @@ async def start(verifier: object) -> None:
 
 @final
 class PerAnswerVerifier:
-    """Judges the answers of a group by a `Verifier`, concurrently; a task that exceeds `deadline_s` is cancelled.
+    """Judges the answers of a group by a `Verifier`, concurrently; a verdict that takes over `deadline_s` is cancelled.
 
-    `deadline_s` is None for a verifier that enforces a deadline itself. A verdict of the fast path needs no task, and
-    is computed once for equal answers.
+    `deadline_s` is None for a verifier that enforces a deadline itself. Equal answers have one fast-path verdict.
     """
 
     def __init__(self, verifier: Verifier, *, deadline_s: float | None = None) -> None:
@@ -131,7 +124,6 @@ class PerAnswerVerifier:
 
 
 def _judged_at_once(verifier: FastPathVerifier, problem: Problem, texts: Sequence[str]) -> dict[str, Judgement]:
-    """Return the verdicts of the fast path, by answer."""
     judgements: dict[str, Judgement] = {}
     for text in dict.fromkeys(texts):
         began = time.monotonic()
@@ -141,47 +133,47 @@ def _judged_at_once(verifier: FastPathVerifier, problem: Problem, texts: Sequenc
 
 
 def wrong(reason: str, *, answer: str = "") -> Verdict:
-    """Return a verdict for an answer that was judged and is wrong."""
+    """Return the verdict on a wrong answer."""
     return Verdict(outcome=Outcome.WRONG, reward=0.0, reason=shown(reason), answer=shown(answer))
 
 
 def correct(answer: str) -> Verdict:
-    """Return a verdict for a right answer; `answer` is its normalised form, the same for all equal answers."""
+    """Return the verdict on a right answer; `answer` is its normalised form, the same for all equal answers."""
     return Verdict(outcome=Outcome.CORRECT, reward=1.0, answer=shown(answer))
 
 
 def graded(reward: float, correct_at: float) -> Outcome:
-    """Return the outcome of a graded reward: correct from `correct_at` on, partial above 0, else wrong."""
+    """Return the outcome of a reward: correct from `correct_at` on, partial above 0, else wrong."""
     if reward >= correct_at - ROUNDING:
         return Outcome.CORRECT
     return Outcome.PARTIAL if reward > 0 else Outcome.WRONG
 
 
 def failed(reason: str) -> Verdict:
-    """Return a verdict for a failure of the verifier itself."""
+    """Return the verdict for a failure of the verifier itself."""
     return Verdict(outcome=Outcome.VERIFIER_ERROR, reward=0.0, reason=shown(reason))
 
 
 def shown(text: str) -> str:
-    """Return the text cut to a maximum length, with lone surrogates replaced, so that a record can hold it."""
+    """Cut a text for a verdict to `MOST_SHOWN` characters, and replace lone surrogates, which cannot be encoded."""
     return text[:MOST_SHOWN].encode("utf-8", "replace").decode()
 
 
 def last_tagged(text: str) -> str | None:
-    """Return the content of the last `<answer>` tags, if any; in one pass, however long the text is."""
+    """Return the content of the last `<answer>` tags, or None; takes time linear in the text's length."""
     end = text.rfind("</answer>")
     begin = text.rfind("<answer>", 0, max(end, 0))
     return None if begin < 0 else text[begin + len("<answer>") : end]
 
 
 def timed_out(seconds: float) -> Verdict:
-    """Return a verdict for an answer that was not judged in time."""
+    """Return the verdict on an answer that was not judged in time."""
     return Verdict(outcome=Outcome.TIMEOUT, reward=0.0, reason=f"no judgement within {seconds:g} s")
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedPart:
-    """One part of the sum, and its weight."""
+    """One part of a `WeightedSum`, with its weight."""
 
     name: str
     weight: float
@@ -190,10 +182,10 @@ class WeightedPart:
 
 @final
 class WeightedSum:
-    """Judges answers by all of its parts, concurrently.
+    """Verifier whose reward is a weighted sum over other verifiers, its parts.
 
     An answer has a reward only if every part has judged it. It is correct if the sum reaches `correct_at`, else partial
-    if the sum is above 0. The parts' rewards are kept for metrics.
+    if the sum is above 0. The verdict keeps the parts' rewards for metrics.
     """
 
     def __init__(self, parts: Sequence[WeightedPart], *, correct_at: float) -> None:
@@ -201,7 +193,7 @@ class WeightedSum:
         self._correct_at = correct_at
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Run every part's verifier and combine their verdicts; the seconds are the sum over the parts."""
+        """Judge by all parts concurrently and combine their verdicts; the seconds are summed over the parts."""
         judged = await asyncio.gather(*(part.verifier.judge(problem, answers) for part in self._parts))
         return [self._sum(judgements) for judgements in zip(*judged, strict=True)]
 

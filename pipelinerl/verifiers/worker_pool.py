@@ -1,26 +1,23 @@
-"""`WorkerPool`: sends questions to processes that may hang; killing enforces each question's deadline.
+"""`WorkerPool`: sends questions to worker processes that may hang, and kills those that exceed a question's deadline.
 
-A place is the right to let one question run; a pool has `workers` normal places, and more places for slow questions.
+A place is the right to let one question run. A pool has `workers` normal places, and further places for slow questions.
 
     a question   waits for                         at most            then
     first        a normal place                    the others' turns  is sent
     sent         its answer                        it is slow         moves to a slow place, with a low priority
     slow         a slow place, then its answer     the deadline       its worker is killed: `TimeoutError`
 
-The deadline starts when a worker receives the question. The threshold for slow is learned. A question is slow if it has
-taken four times the median processor time; waiting for a busy machine does not count. It is also slow after four times
-the median elapsed time, if that is more than a second. If all slow places are taken, the worker of a slow question is
-killed, and the question is sent again once a slow place is free. Waiting groups with the fewest slow questions come
-first, except for a quarter of the time that places are held. Hostile answers therefore do not delay their siblings or
-other groups until their deadlines.
+The deadline starts when a worker receives the question. A question is slow after four times the median processor time,
+or after four times the median elapsed time and at least a second. If all slow places are taken, the worker of a slow
+question is killed, and the question is sent again once a slow place is free. Waiting groups with the fewest slow
+questions come first (`FairSemaphore`). Hostile answers therefore do not delay other answers until their deadlines.
 
-The time from question to verdict is bounded for an answer that hangs. The bound is the deadline plus four times the
-time of the questions before it. Each of those questions holds a normal place for at most a fiftieth of a processor
-second (or four times the median). The caller must limit the number of questions: a pool cannot judge any number at
-once, and rejecting questions would mask honest answers.
+An answer that hangs gets its verdict within the deadline plus four times the time of the questions before it, each of
+which holds a normal place for at most a fiftieth of a processor second (or four times the median). The caller must
+limit the number of questions: the pool rejects none, since that would mask honest answers.
 
-Processes start on demand (`worker_process.py`): the first at `start` or at the first question, a second worker only
-while the first is busy. If a caller is cancelled while a worker has its question, that worker is killed.
+Processes start on demand (`worker_process.py`). If a caller is cancelled while a worker has its question, that worker
+is killed.
 """
 
 from __future__ import annotations
@@ -45,22 +42,21 @@ from pipelinerl.system import tied_process
 from pipelinerl.system.background import to_its_end
 
 _STARTUP_S: Final = 60.0
-#: Longest wait for the end of a killed process: the kernel ends it as soon as it has a core for it.
+#: Longest wait, in seconds, for the end of a killed process.
 _END_S: Final = 60.0
-#: A question that has taken less processor time than this, and less than `_LEAST_SLOW_S` of elapsed time, is never
-#: slow.
+#: A question is slow only after this processor time, or after `_LEAST_SLOW_S` of elapsed time.
 _LEAST_SLOW_CPU_S: Final = 0.02
 _LEAST_SLOW_S: Final = 1.0
-#: Shortest interval at which an answer's processor time is checked.
+#: Shortest interval, in seconds, between checks of a worker's processor time.
 _LEAST_LOOK_S: Final = 0.002
-#: `clock_getcpuclockid` adds this to another process's number; it selects the clock of all its threads, in nanoseconds.
+#: Clock id bits, as in `clock_getcpuclockid`, of the processor time of all threads of another process.
 _PROCESSOR_TIME_OF: Final = 2
 _TIMES_THE_MEDIAN: Final = 4.0
-#: Number of latest answers in the median: a few slow answers do not change it, however long they take.
+#: Number of latest answers of which the median is taken.
 _NEWEST: Final = 31
 #: Number of slow places per normal place.
 _SLOW_PLACES: Final = 2
-#: Nice value of slow workers, which gives them a tenth of the processor share of other processes on Linux.
+#: Nice value of slow workers, which on Linux gives them a tenth of other processes' processor share.
 _LOW_PRIORITY: Final = 10
 _LONGEST_ANSWER: Final = 2**24
 #: Number of groups whose slow questions are counted.
@@ -68,17 +64,17 @@ _REMEMBERED: Final = 1024
 _ENDED: Final = "the verifier's process ended by itself, or was killed, before it answered"
 
 
-#: Stands for the answer to a question that has become slow and is not answered yet.
+#: Result of `_answered_soon` for a question that becomes slow before it is answered.
 _SLOW: Final = object()
 
 
 class WorkerLost(Exception):
-    """A worker ended, or could not be started, before it answered."""
+    """A worker could not be started, or ended before it answered."""
 
 
 @final
 class Overran(TimeoutError):
-    """No answer within the deadline; `cpu_s` is the processor time that workers spent on the question."""
+    """No answer came within the deadline; workers spent `cpu_s` seconds of processor time on the question."""
 
     def __init__(self, cpu_s: float) -> None:
         super().__init__(f"no answer within the deadline, after {cpu_s:.1f} s of processor time")
@@ -97,7 +93,7 @@ class WorkerPool:
 
     Args:
         target, argument: reference to the function that opens a worker, and its argument; see `worker_process`.
-        workers: maximum number of questions that run at once, not counting slow questions; None for `default_workers`.
+        workers: maximum number of concurrent questions that are not slow; None for `default_workers`.
         deadline_s: time limit of a question.
     """
 
@@ -115,11 +111,9 @@ class WorkerPool:
         self._starting = asyncio.Lock()
 
     async def ask(self, question: Any, *, group: str = "") -> Any:
-        """Return the answer to a JSON question; questions of one `group` share their rank among waiting questions.
+        """Return the answer to a JSON question; questions of one `group` have the same priority.
 
-        Raises:
-            Overran: no answer came within the deadline; a `TimeoutError`.
-            WorkerLost: the process ended, or could not be started.
+        Raises `Overran`, a `TimeoutError`, after the deadline, and `WorkerLost` if the process ends or cannot start.
         """
         turn = _Turn()
         try:
@@ -139,23 +133,22 @@ class WorkerPool:
             return answer
         except TimeoutError:
             raise Overran(turn.cpu_s()) from None
-        finally:  # kill a worker that still has the question, or that has the lowest priority
+        finally:  # kill a worker that still has the question, or whose priority was lowered
             turn.end()
 
     async def start(self) -> None:
-        """Start the first worker before the first question. If that fails, the first question reports it."""
+        """Start the first worker; a failure is reported by the first question."""
         with contextlib.suppress(WorkerLost, OSError, TimeoutError):
             self._idle.append(await self._ready_worker())
 
     async def close(self) -> None:
-        """Kill every process."""
+        """Kill all processes."""
         while self._idle:
             self._idle.pop().kill()
         while self._forkers:
             await self._forkers.pop().close()
 
     async def _answered_soon(self, worker: _Worker, question: Any) -> Any:
-        """Return the answer to a question, or `_SLOW` if the question becomes slow first."""
         clock = asyncio.get_running_loop().time
         began, cpu_began = clock(), worker.cpu_s
         slow_cpu_s = max(_LEAST_SLOW_CPU_S, _TIMES_THE_MEDIAN * self._usual_cpu_s.value)
@@ -175,9 +168,7 @@ class WorkerPool:
                 look_s = max(_LEAST_LOOK_S, left_s)
 
     async def _asked_slowly(self, turn: _Turn, question: Any, group: str, *, until: float) -> Any:
-        """Return the answer to a slow question. If no slow place is free, kill its worker and send the question again
-        later.
-        """
+        """Return the answer to a slow question; without a free slow place, kill its worker and send it again later."""
         async with asyncio.timeout_at(until):
             if self._slow_places.take_now() and turn.worker is not None:
                 turn.move(self._slow_places)
@@ -199,7 +190,7 @@ class WorkerPool:
         if (idle := self._idle_worker()) is not None:
             return idle
         async with self._starting:
-            if (idle := self._idle_worker()) is not None:  # another task started it in the meantime
+            if (idle := self._idle_worker()) is not None:  # a worker may have become idle in the meantime
                 return idle
             self._forget_the_ended()
             if not (self._forkers and self._forkers[-1].can_give):
@@ -209,7 +200,7 @@ class WorkerPool:
     def _forget_the_ended(self) -> None:
         for forker in self._forkers:
             if forker.ended:
-                forker.kill()  # closes our end of its connection
+                forker.kill()  # close our end of the connection
         self._forkers = [forker for forker in self._forkers if not forker.ended]
 
     def _idle_worker(self) -> _Worker | None:
@@ -223,14 +214,11 @@ class WorkerPool:
 
 @final
 class _Median:
-    """Median of the latest values; 0 without any."""
-
     def __init__(self) -> None:
         self.value = 0.0
         self._newest: deque[float] = deque(maxlen=_NEWEST)
 
     def note(self, value: float) -> None:
-        """Add a value."""
         self._newest.append(value)
         self.value = median(self._newest)
 
@@ -238,7 +226,7 @@ class _Median:
 @final
 @dataclass(slots=True)
 class _Turn:
-    """Resources of one question: a place, and a worker."""
+    """The place and the worker that one question holds."""
 
     places: FairSemaphore | None = None
     worker: _Worker | None = None
@@ -247,16 +235,14 @@ class _Turn:
     _cpu_before_s: float = 0.0
 
     async def enter(self, places: FairSemaphore, group: str) -> None:
-        """Wait for one of `places`."""
         self._has(places, out_of_turn=await places.take(group))
 
     def move(self, places: FairSemaphore) -> None:
-        """Exchange the held place for one of `places` that the caller has already taken."""
+        """Give the place back for one of `places` that the caller has already taken."""
         self.leave()
         self._has(places, out_of_turn=False)
 
     def leave(self) -> None:
-        """Give the place back."""
         if self.places is not None:
             self.places.give_back(time.monotonic() - self._since, out_of_turn=self._out_of_turn)
             self.places = None
@@ -265,11 +251,10 @@ class _Turn:
         self.places, self._out_of_turn, self._since = places, out_of_turn, time.monotonic()
 
     def cpu_s(self) -> float:
-        """Return the processor seconds that workers have spent on the question without an answer."""
+        """Return the processor seconds that workers have spent on the unanswered question."""
         return self._cpu_before_s + (0.0 if self.worker is None else self.worker.cpu_now_s() - self.worker.cpu_s)
 
     def end(self) -> None:
-        """Give back the place, and kill the worker if there still is one."""
         if self.worker is not None:
             self._cpu_before_s = self.cpu_s()
             self.worker.kill()
@@ -279,18 +264,15 @@ class _Turn:
 
 @final
 class _Worker:
-    """One worker process, in its own process group."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
         self._reader = reader
         self._writer = writer
         self._pid = pid
         self.cpu_s = 0.0
-        """Processor seconds that the worker had used when it gave its latest answer."""
+        """Processor seconds of the worker at its latest answer."""
 
     @classmethod
     async def begin(cls, connection: socket.socket) -> _Worker:
-        """Wait for the worker's first line, which holds its process id."""
         try:
             reader, writer = await asyncio.open_unix_connection(sock=connection, limit=_LONGEST_ANSWER)
         except BaseException:
@@ -307,13 +289,12 @@ class _Worker:
 
     @property
     def alive(self) -> bool:
-        """True if the worker's end of the connection is open, as far as is known."""
         return not self._reader.at_eof() and not self._writer.is_closing()
 
     async def send(self, question: Any) -> None:
-        """Send the worker a question; after a cancellation the rest is still sent.
+        """Send a question; after a cancellation the rest is still sent.
 
-        Questions are encoded only here: otherwise a problem of megabytes would be held once for each of its answers.
+        Questions are encoded only here, so that a problem of megabytes is not held once for each of its answers.
         """
         try:
             self._writer.write(json.dumps(question).encode() + b"\n")
@@ -322,7 +303,6 @@ class _Worker:
             raise WorkerLost(_ENDED) from error
 
     async def receive(self) -> Any:
-        """Return the worker's next answer."""
         try:
             line = await self._reader.readline()
         except (OSError, ValueError) as error:
@@ -333,22 +313,19 @@ class _Worker:
         return answer
 
     def cpu_now_s(self) -> float:
-        """Return the processor seconds that the worker has used so far; infinite if unknown."""
+        """Return the processor seconds of the worker so far; infinite if unknown."""
         try:
             return time.clock_gettime(~self._pid << 3 | _PROCESSOR_TIME_OF)
         except OSError:
             return math.inf
 
     def lower_priority(self) -> None:
-        """Lower the worker's priority to the lowest in use, but never above this process's own, which only root could
-        raise.
-        """
+        """Set the nice value to `_LOW_PRIORITY`, or to this process's own if that is higher: only root may lower it."""
         with contextlib.suppress(OSError):
             lower = max(_LOW_PRIORITY, os.getpriority(os.PRIO_PROCESS, 0))
             os.setpriority(os.PRIO_PGRP, self._pid, lower)
 
     def kill(self) -> None:
-        """Kill the worker and its child processes."""
         if self._pid and not self._reader.at_eof():  # the id of an ended process may be reused
             with contextlib.suppress(OSError):
                 os.killpg(self._pid, signal.SIGKILL)
@@ -357,9 +334,7 @@ class _Worker:
 
 @final
 class _Forker:
-    """The process that imports the workers' dependencies and forks workers; if it cannot fork, it is the only
-    worker.
-    """
+    """The process that imports the workers' dependencies and forks workers, or is the only worker if it cannot fork."""
 
     def __init__(self, process: Process, control: socket.socket, *, forks: bool) -> None:
         self._process = process
@@ -369,7 +344,6 @@ class _Forker:
 
     @classmethod
     async def start(cls, target: str, argument: str) -> _Forker:
-        """Start the process and wait until its imports are done."""
         ours, theirs = socket.socketpair()
         tie = [tied_process.__file__, str(os.getpid()), signal.SIGKILL.name, "", "--"]
         main = [sys.executable, "-m", "pipelinerl.verifiers.worker_process", target, argument]
@@ -387,7 +361,7 @@ class _Forker:
             await forker.close()
             raise WorkerLost("the verifier's process did not start; see its output") from None
         except BaseException:
-            await forker.close()  # cancelled: wait for the killed process, too, while the event loop still runs
+            await forker.close()  # after a cancellation, reap the killed process while the event loop still runs
             raise
         if "error" in first:
             await forker.close()
@@ -397,16 +371,13 @@ class _Forker:
 
     @property
     def ended(self) -> bool:
-        """True if the process has ended."""
         return self._process.returncode is not None
 
     @property
     def can_give(self) -> bool:
-        """True if it can provide another worker."""
         return self._forks or not self._has_worker
 
     async def worker(self) -> _Worker:
-        """Return another worker."""
         ours, theirs = socket.socketpair()
         self._has_worker = True
         with theirs:
@@ -419,21 +390,17 @@ class _Forker:
         return await _Worker.begin(ours)
 
     def kill(self) -> None:
-        """Kill the process; its workers die with it."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._control.close()
 
     async def close(self) -> None:
-        """Kill the process and wait for its end, even if this call is cancelled: no other code would reap the
-        process.
-        """
+        """Kill the process and reap it, even if this call is cancelled."""
         self.kill()
         await to_its_end(asyncio.wait_for(self._process.wait(), _END_S))
 
 
 async def _line(control: socket.socket) -> Any:
-    """Receive the first line, as JSON. Raises `ValueError` if the other end closes first."""
     received = b""
     while not received.endswith(b"\n"):
         part = await asyncio.get_running_loop().sock_recv(control, 65536)
@@ -443,24 +410,20 @@ async def _line(control: socket.socket) -> Any:
     return json.loads(received)
 
 
-#: The longest waiting group gets at most one in this many of places passed on, of places held at once, and of seconds
-#: held.
+#: The group that has waited longest gets one in this many: of the places passed on, of the places held at the same
+#: time, and of the seconds held.
 _TO_THE_OLDEST: Final = 4
-#: Factor by which the sums of seconds held decay each time that a place is given back.
+#: Factor by which the sums of seconds decay each time that a place is given back.
 _KEPT: Final = 0.98
 
 
 @final
 class FairSemaphore:
-    """A limited number of places, each of which lets one question run.
+    """A limited number of places, given first to the groups with the fewest slow questions, then in order of arrival.
 
-    Groups with the fewest slow questions come first, then the order of arrival. To avoid starvation, every fourth free
-    place goes to the group that has waited longest. Such places are limited to a quarter of the total time that places
-    are held, since slow questions hold a place longer than others.
-
-    Args:
-        slow_of: number of slow questions per group. It is read when a place becomes free. A group's first slow question
-            therefore counts against all waiting questions of the group.
+    To avoid starvation, every fourth free place goes to the group that has waited longest. Slow questions hold places
+    for longer, so such places are also limited to a quarter of the total time that places are held. `slow_of`, the
+    number of slow questions per group, is read when a place becomes free.
     """
 
     def __init__(self, free: int, slow_of: Counter[str]) -> None:
@@ -473,14 +436,14 @@ class FairSemaphore:
         self._out_of_turn_s = self._held_s = 0.0
 
     def take_now(self) -> bool:
-        """Take a place if one is free."""
+        """Take a place and return True if one is free."""
         if self._free == 0:
             return False
         self._free -= 1
         return True
 
     async def take(self, group: str) -> bool:
-        """Wait for a place; return whether it was given out of turn, because the group had waited longest."""
+        """Wait for a place; return True if it was given out of turn, because the group had waited longest."""
         if self.take_now():
             return False
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -493,7 +456,7 @@ class FairSemaphore:
             raise
 
     def give_back(self, held_s: float, *, out_of_turn: bool) -> None:
-        """Pass the place on to the next waiting question, or free it."""
+        """Pass the place to the next waiting question, or free it."""
         self._out_of_turn -= out_of_turn
         self._held_s = _KEPT * self._held_s + held_s
         self._out_of_turn_s = _KEPT * self._out_of_turn_s + held_s * out_of_turn

@@ -1,13 +1,13 @@
 """The processes that judge: `python -m pipelinerl.verifiers.worker_process TARGET ARGUMENT`, one for each pool.
 
-The process calls `TARGET(ARGUMENT)` (a reference). That call does the heavy imports and returns a function from a JSON
-question to a JSON answer. Then the process forks a worker for each socket that it receives over standard input. A
-killed worker is therefore replaced within milliseconds, without new imports. A worker reads one question per line. For
-each it writes one line `[answer, processor seconds so far]`; output of the judging code goes to the actor's output.
+The process calls `TARGET(ARGUMENT)` (a reference), which does the heavy imports and returns a function from a JSON
+question to a JSON answer. It then forks a worker for each socket that it receives over standard input, so a killed
+worker is replaced within milliseconds. A worker reads one question per line. For each it writes one line
+`[answer, processor seconds so far]`; output of the judging code goes to the actor's output.
 
-Where a fork is unsafe (the import has started threads) or untested (not Linux), the process itself becomes the only
-worker, and the pool starts another process for the next worker. Each worker has its own process group, so its children
-are killed with it. A worker dies with this process, and this process dies with the actor (`system/tied_process.py`).
+If forking is unsafe (the imports started threads) or untested (not Linux), the process itself becomes the only worker,
+and the pool starts another process for the next worker. Each worker has its own process group, so its children are
+killed with it. A worker dies with this process, and this process with the actor (`system/tied_process.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Answering = Callable[[Any], Any]
 
 
 def main() -> None:
-    """Import, report the result, and fork workers until the input ends."""
+    """Load the target, report the result, and fork workers until the socket closes."""
     collect_rarely()
     target, argument = sys.argv[1:]
     control = socket.socket(fileno=os.dup(0))
@@ -48,9 +48,9 @@ def main() -> None:
         return
     forks = sys.platform == "linux" and len(list(Path("/proc/self/task").iterdir())) == 1
     gc.collect()
-    gc.freeze()  # imported objects stay, and forks share their pages
+    gc.freeze()  # otherwise a collection in a fork would copy the pages of imported objects
     collect_as_usual()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps workers that end; no code waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps workers that end
     _send(control, {"forks": forks})
     while True:
         word, handles, _, _ = socket.recv_fds(control, 1, 1)
@@ -69,7 +69,6 @@ def main() -> None:
 
 
 def _work(connection: socket.socket, answering: Answering) -> None:
-    """Answer questions until the other end closes."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setpgid(0, 0)
     try:
@@ -86,7 +85,6 @@ def _send(connection: socket.socket, value: Any) -> None:
 
 
 def _tie(parent: int) -> None:
-    """Make this worker die with the process from which it was forked."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(1)

@@ -1,7 +1,7 @@
 """`FieldMap`: maps the fields of a row to a problem's prompt, answer, metadata, tags and id.
 
-A missing field, or a field of the wrong type, raises an error that names the field; the caller adds the row's location.
-The digest that decides a row's split covers the question itself, independent of the template's wording.
+Errors name the field; the caller adds the row's location. The digest that decides a row's split covers the question,
+not the template's wording.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _LISTS: Final = ("metadata_fields", "tag_fields")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldMap:
-    """Names of fields; `a.b` is the field b of the struct a.
+    """Names of a row's fields, by use; `a.b` is the field b of the struct a.
 
     Attributes:
-        prompt_field: the question, a text or a list of messages; `prompt` by default, if the row has no messages.
+        prompt_field: the question, a text or a list of messages; by default `prompt`, if the row has no `messages`.
         messages_field: the conversation; `messages` by default.
         metadata_fields: fields passed to the verifier; by default the contents of the object `metadata`.
         tag_fields: fields that each become a tag of the problem, `field=value`.
         tags_field: a list of tags.
         id_field: the problem's name; by default the digest of its question.
-        rate_field: the share of a model's answers that solved the row; a curriculum orders rows by it.
+        rate_field: pass rate, the share of a model's answers that solved the row; a curriculum orders rows by it.
         template: template of the last user message, over the row's fields.
     """
 
@@ -53,7 +53,7 @@ class FieldMap:
 
     @classmethod
     def taken_from(cls, parameters: dict[str, Any], template: Template | None, *, where: str) -> Self:
-        """Parse the recipe's field names and remove them from `parameters`. Raises `RecipeError` for invalid values."""
+        """Take the field names out of a recipe's `parameters`. Raises `RecipeError` for invalid names."""
         named: dict[str, Any] = {}
         for key in _TEXTS:
             value = parameters.pop(key, None)
@@ -69,7 +69,7 @@ class FieldMap:
 
     @property
     def fields(self) -> frozenset[str]:
-        """The columns that must be read to make problems."""
+        """Columns that must be read to build problems."""
         names = {self.prompt_field or _PROMPT, self.messages_field or _MESSAGES, self.answer_field, self.id_field}
         names.add(self.rate_field)
         more = {*(self.metadata_fields or (_METADATA,)), *self.tag_fields}
@@ -77,7 +77,7 @@ class FieldMap:
 
     @property
     def fields_of_text(self) -> frozenset[str]:
-        """The columns that must be read for `text` and `check`."""
+        """Columns that must be read for `text` and `check`."""
         names = {self.prompt_field or _PROMPT, self.messages_field or _MESSAGES, self.answer_field, self.id_field}
         return frozenset(name.partition(".")[0] for name in names if name) | self._of_template
 
@@ -87,18 +87,18 @@ class FieldMap:
 
     @property
     def plain_prompt(self) -> str:
-        """The field that alone determines `text` if it holds a plain text; "" if no single field does."""
+        """Name of the field that alone determines `text` if it holds a plain text; "" if no single field does."""
         more = self.messages_field or self.id_field or self._of_template - {_PROMPT, self.prompt_field}
         return "" if more else self.prompt_field
 
     def check(self, row: Row) -> None:
-        """Raise `RecipeError` if the row lacks an answer, or an id where ids are required."""
+        """Raise `RecipeError` if the row lacks its answer, or the id that `id_field` names."""
         for field in filter(None, (self.answer_field, self.id_field)):
             if _value_of(row, field) is None:
                 raise _missing(field, row)
 
     def text(self, row: Row) -> str:
-        """Return the text that identifies the row: its messages, and any other fields that the template shows."""
+        """Return the text that identifies the row: its messages, and other fields that the template shows."""
         messages = self._messages(row)
         more = sorted(self._of_template - {_PROMPT, self.prompt_field})
         if not more:
@@ -133,16 +133,16 @@ class FieldMap:
         )
 
     def problem(self, row: Row, digest: bytes, *, domain: str) -> Problem:
-        """Convert the row to a problem of the domain; `digest` is that of its text."""
+        """Convert the row to a problem of the domain; `digest` is the digest of `text(row)`."""
         name = _as_text(_value_of(row, self.id_field)) if self.id_field else digest.hex()
         return to_problem(self.draft(row), domain, name=name)
 
     def _messages(self, row: Row) -> tuple[Message, ...]:
-        """Return the conversation; it is empty only where a template writes all of it."""
+        """Return the conversation; it may be empty only if there is a template."""
         for field, chosen in ((self.messages_field or _MESSAGES, self.messages_field),
                               (self.prompt_field or _PROMPT, self.prompt_field)):  # fmt: skip
             if not chosen and (self.messages_field or self.prompt_field):
-                continue  # the recipe names the other of the two fields
+                continue  # the recipe names only the other field
             value = _value_of(row, field)
             if value is not None:
                 messages = _conversation(value, field)
@@ -173,7 +173,6 @@ class FieldMap:
 
 
 def _value_of(row: Row, field: str) -> Any:
-    """Return the field's value, or None if it is missing."""
     if field in row or "." not in field:
         return row.get(field)
     value: Any = row
@@ -183,7 +182,6 @@ def _value_of(row: Row, field: str) -> Any:
 
 
 def _conversation(value: Any, field: str) -> tuple[Message, ...]:
-    """Parse a question, or a list of messages whose last one the model is to answer."""
     if isinstance(value, str):
         return (Message("user", value),)
     turns = value if isinstance(value, list) else []
@@ -203,11 +201,10 @@ def _is_message(turn: Any) -> bool:
 
 
 def _as_text(value: Any) -> str:
-    """Return text unchanged, and lists and objects as JSON."""
     if isinstance(value, list | dict):
         return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
     return str(value)
 
 
 def _missing(field: str, row: Row) -> MissingFieldError:
-    return MissingFieldError(field, (name for name, value in row.items() if value is not None))  # null is missing, too
+    return MissingFieldError(field, (name for name, value in row.items() if value is not None))

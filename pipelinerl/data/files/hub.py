@@ -1,8 +1,6 @@
-"""The source `hub:<id>`: a data set of the Hugging Face hub, fetched once into the hub's cache and then read as a
-folder.
+"""The source `hub:<id>`: a data set of the Hugging Face hub, fetched into the hub's cache and then read as a folder.
 
-No code from the data set is run: only its description and data files are fetched. If the hub cannot be reached and
-the cache does not hold the data set, a single error says both.
+No code of the data set is run: only its description and data files are fetched.
 """
 
 from __future__ import annotations
@@ -27,15 +25,14 @@ from pipelinerl.data.source import SourceRequest, Split, digest_of
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Problem
 
-#: Longest wait for the hub's answer.
+#: Longest wait, in seconds, for the hub's response.
 _ANSWER_S: Final = 10.0
 
 
 def open_hub(request: SourceRequest) -> RowSource:
-    """Open the data set that `request.argument` names. Parameters are those of `files` without `path`, plus `revision`.
+    """Open the data set that `request.argument` names. Raises `RecipeError` if it cannot be fetched, or is invalid.
 
-    Raises:
-        RecipeError: it cannot be fetched; or as `open_files` does.
+    Parameters are those of `files` without `path`, plus `revision`.
     """
     revision, parameters = _parsed(request)
     folder = _fetched(request.argument, revision, where=request.where)
@@ -43,7 +40,7 @@ def open_hub(request: SourceRequest) -> RowSource:
 
 
 def look_at_hub(request: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
-    """Check the first rows as `look_at_files` does, but only if the data set is in the cache; fetch nothing."""
+    """Check the first rows as `look_at_files` does; return None without fetching if the cache lacks the data set."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     revision, parameters = _parsed(request)
@@ -55,7 +52,6 @@ def look_at_hub(request: SourceRequest, head: FirstRows, check: Callable[[Proble
 
 
 def _parsed(request: SourceRequest) -> tuple[str | None, dict[str, Any]]:
-    """Return (revision, parameters for `files`)."""
     if not request.argument or "path" in request.parameters:
         raise RecipeError(f"{request.where}.source must be hub:<id of a data set>, without parameters.path")
     parameters = dict(request.parameters)
@@ -80,7 +76,6 @@ def _snapshot(name: str, revision: str | None, *, local: bool) -> str:
 
 
 def _fetched(name: str, revision: str | None, *, where: str) -> str:
-    """Return the cache folder that holds the data set's files; fetch missing files."""
     from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
 
     try:
@@ -96,13 +91,9 @@ def _fetched(name: str, revision: str | None, *, where: str) -> str:
 
 
 def look_at_files(request: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
-    """Make and check problems from the first rows of each file; return the first problem, or None if there is none.
+    """Build and check problems from the first rows of each file; return the first problem, or None if there is none.
 
-    Args:
-        check: raises `RecipeError` for a problem that cannot be verified.
-
-    Raises:
-        RecipeError: a problem is invalid; the message names file, row and problem.
+    Raises `RecipeError`, which names file, row and problem, if a problem is invalid or `check` raises one.
     """
     files, field_map, curriculum = parse_files_request(request)
     prompts, first = prompts_of_rows(request), None

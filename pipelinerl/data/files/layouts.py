@@ -1,12 +1,10 @@
-"""Layouts of data sets: the files that they consist of, and the split of each file.
+"""Layouts of data sets: the files of each split, in a deterministic order.
 
-    a file, a glob, a list of them         a single split, which has no name
-    dataset_dict.json                      a `DatasetDict` saved by `datasets`: a folder for each split
-    state.json, dataset_info.json          a `Dataset` saved by `datasets`
-    README.md with `configs: data_files`   the hub's layout: files by configuration and split
-    any other folder                       its data files; folder or file names give the split
-
-The order of files is deterministic. A path without a matching file raises an error that names the path.
+a file, a glob, a list of them         a single split without a name
+dataset_dict.json                      a `DatasetDict` saved by `datasets`: a folder for each split
+state.json, dataset_info.json          a `Dataset` saved by `datasets`
+README.md with `configs: data_files`   the hub's layout: files by configuration and split
+any other folder                       its data files; folder or file names give the split
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from pipelinerl.data.source import Split
 from pipelinerl.errors import RecipeError
 from pipelinerl.system.files import from_home
 
-#: Files of each split, by the data set's own name for the split; "" is a split without a name.
+#: Files of each split, by the data set's name for the split; "" is a split without a name.
 Layout = Mapping[str, tuple[Path, ...]]
 
 SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
@@ -40,11 +38,8 @@ _OF_DATASETS: Final = ("dataset_infos.json", "dataset_info.json", "state.json", 
 def layout_of(paths: Sequence[str], *, config: str, where: str) -> Layout:
     """Return the files at these paths; several paths form a single split.
 
-    Args:
-        config: name of the configuration; needed if a folder in the hub's layout has several.
-
-    Raises:
-        RecipeError: a path matches no file, the folder's own description is invalid, or `config` is needed.
+    Raises `RecipeError` if a path matches no file, a folder's description is invalid, or a folder in the hub's layout
+    has several configurations and `config` names none of them.
     """
     if len(paths) == 1 and (folder := from_home(paths[0])).is_dir():
         layout = _of_folder(folder, config)
@@ -58,7 +53,6 @@ def layout_of(paths: Sequence[str], *, config: str, where: str) -> Layout:
 
 
 def _named(path: str, where: str) -> list[Path]:
-    """Return the file at `path`, or the files that match it as a glob."""
     text = str(from_home(path))
     paths = [Path(text)] if Path(text).is_file() else [Path(name) for name in sorted(glob.glob(text, recursive=True))]
     files = [file for file in paths if file.is_file()]
@@ -83,7 +77,6 @@ def _of_folder(folder: Path, config: str) -> Layout:
 
 
 def _saved(folder: Path) -> tuple[Path, ...]:
-    """Return the files of one `Dataset`, in the order of its rows."""
     files = _described(folder / "state.json", "_data_files", list)
     try:
         return tuple(folder / file["filename"] for file in files)
@@ -92,7 +85,6 @@ def _saved(folder: Path) -> tuple[Path, ...]:
 
 
 def _described(path: Path, key: str, kind: type) -> Any:
-    """Return the value of `key` in a JSON file of `datasets`; raise `RecipeError` if it is invalid."""
     try:
         value = orjson.loads(path.read_bytes())[key]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -108,10 +100,10 @@ def _is_data(path: Path, folder: Path) -> bool:
 
 
 def _by_name(folder: Path, files: Iterable[Path]) -> Layout:
-    """Group files by the split that their path or file name contains.
+    """Group files by the name of a split in their path.
 
-    Files whose names contain no split form an unnamed split. If the other files form named splits, the unnamed files
-    become the training split, or are dropped if there already is a training split.
+    Files without such a name form an unnamed split. If there are named splits too, the unnamed files become the
+    training split, or are dropped if there already is one.
     """
     splits: dict[str, list[Path]] = {}
     for file in files:
@@ -130,7 +122,6 @@ def _by_name(folder: Path, files: Iterable[Path]) -> Layout:
 
 
 def _configs(readme: Path) -> dict[str, Any]:
-    """Return the configurations that have `data_files`, by name, from the front matter of a README."""
     if not readme.is_file():
         return {}
     match = re.match(r"---\s*\n(.*?\n)---\s*(\n|$)", readme.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
@@ -163,7 +154,6 @@ def _of_config(folder: Path, configs: Mapping[str, Any], config: str) -> Layout:
 
 
 def _matching(base: Path, patterns: Any, folder: Path) -> tuple[Path, ...]:
-    """Return the files that match a pattern or list of patterns; reject patterns that lead out of the folder."""
     listed = patterns if isinstance(patterns, list) else [patterns]
     files: list[Path] = []
     for pattern in listed:

@@ -1,7 +1,7 @@
-"""`DataRows`: the rows of a data set, each parsed on demand, from JSON lines, JSON arrays or CSV.
+"""`DataRows`: the rows of a data set, from JSON lines, JSON arrays, CSV, Parquet or Arrow files.
 
-Only the file's text and the offset of each row are kept in memory, so a million rows do not become a million Python
-objects. `ArrowRows` reads Parquet files, and the Arrow files that `datasets` saves; only it imports pyarrow.
+Rows are parsed on demand: only the file's text and the offset of each row are kept in memory. Only `ArrowRows` imports
+pyarrow.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pipelinerl.errors import RecipeError
 Row = dict[str, Any]
 
 _NEWLINE: Final = 10
-#: UTF-8 byte order mark, which some editors write.
+#: UTF-8 byte order mark.
 _MARK: Final = b"\xef\xbb\xbf"
-#: Number of bytes scanned for newlines at a time; numpy needs a byte of mask for each.
+#: Number of bytes scanned for newlines at a time; numpy needs as much memory for the mask.
 _CHUNK_BYTES: Final = 1 << 26
 
 
 class FirstRows(NamedTuple):
-    """Limit of a check before a run: the number of rows, and the number of bytes of a file that can be read in part."""
+    """Limits on the rows that are read from a file, and on the bytes if the format can be read in part."""
 
     rows: int
     bytes: int
@@ -45,25 +45,25 @@ class DataRows(Protocol):
         ...
 
     def row(self, index: int) -> Row:
-        """Return one row, by field. Raises `RecipeError` for a row that cannot be read."""
+        """Return one row as a dict of its fields. Raises `RecipeError` for a row that cannot be read."""
         ...
 
     def scan(self, fields: frozenset[str]) -> Iterator[Row]:
-        """Yield all rows in order. Each has at least those of `fields` that exist in the data. Raises as `row` does."""
+        """Yield all rows in order, each with at least those of `fields` that exist. Raises as `row` does."""
         ...
 
     def place(self, index: int) -> str:
-        """Return the row's name for messages: file and line, or file and number."""
+        """Return the row's location for messages: file and line, or file and row number."""
         ...
 
     def unread(self, index: int) -> tuple[str, ...]:
-        """Return the names of the row's fields that were not read from its file."""
+        """Return the names of the fields of the row's file that were not read."""
         ...
 
 
 @final
 class JsonRows:
-    """One JSON object per line; other formats are converted to this form."""
+    """Rows kept as one JSON object per line; JSON arrays and CSV are converted to this form."""
 
     def __init__(self, text: bytes, name: str, *, numbered: str = "row", most: int | None = None) -> None:
         self._text = text
@@ -73,13 +73,9 @@ class JsonRows:
 
     @classmethod
     def read(cls, path: Path, head: FirstRows | None = None) -> JsonRows:
-        """Read a file of JSON lines, a JSON array or CSV; a file whose name also ends in `.gz` is unpacked.
+        """Read at most `head` of JSON lines, a JSON array or CSV, possibly packed (`.gz`).
 
-        Args:
-            head: limit on the amount to read. JSON arrays and CSV are read whole and then cut, having no lines.
-
-        Raises:
-            RecipeError: the file cannot be read, or its content does not match its suffix.
+        Raises `RecipeError` if the file cannot be read, or its content does not match its suffix.
         """
         suffix, most = suffix_of(path), None if head is None else head.rows
         if suffix == ".csv":
@@ -91,12 +87,12 @@ class JsonRows:
                 raise RecipeError(f"{path} is not valid JSON: {error}") from None
         text = _unpacked(path, None if head is None else head.bytes)
         if head is not None and len(text) == head.bytes:
-            text = text[: text.rfind(b"\n") + 1]  # the last line may be cut off
+            text = text[: text.rfind(b"\n") + 1]  # the last line may be incomplete
         return cls(text, str(path), numbered="line", most=most)
 
     @classmethod
     def of(cls, rows: Iterable[Any], name: str) -> JsonRows:
-        """Wrap rows that are already in memory. Raises `RecipeError` for a row that is not a JSON object."""
+        """Convert rows in memory. Raises `RecipeError` for a row that cannot be written as JSON."""
         text = bytearray()
         for number, row in enumerate(rows):
             try:
@@ -128,7 +124,7 @@ class JsonRows:
         return ()
 
     def place(self, index: int) -> str:
-        """Return the row's name: `train.jsonl line 18`, counted from 1 as editors do, or `train.csv row 17`."""
+        """Return the row's location: `train.jsonl line 18`, counted from 1, or `train.csv row 17`, counted from 0."""
         number = index
         if self._numbered == "line":
             number = self._text.count(b"\n", 0, int(self._starts[index])) + 1
@@ -137,7 +133,7 @@ class JsonRows:
 
 @final
 class RowSequence:
-    """Rows of an existing sequence, such as the result of a user's function."""
+    """Rows of a Python sequence, such as the result of a user's function."""
 
     def __init__(self, rows: Sequence[Any], name: str) -> None:
         self._rows = rows
@@ -162,7 +158,7 @@ class RowSequence:
         return ()
 
     def place(self, index: int) -> str:
-        """Return the row's name for messages: `my.py:problems row 17`."""
+        """Return the row's location: `my.py:problems row 17`."""
         return f"{self._name} row {index}"
 
 
@@ -187,12 +183,12 @@ class ChainedRows:
         return itertools.chain.from_iterable(part.scan(fields) for part in self._parts)
 
     def unread(self, index: int) -> tuple[str, ...]:
-        """Return the names of the fields that were not read from the row's own file."""
+        """Return the names of the fields of the row's file that were not read."""
         part, within = self._locate(index)
         return part.unread(within)
 
     def place(self, index: int) -> str:
-        """Return the row's name within its own file."""
+        """Return the row's location in its file."""
         part, within = self._locate(index)
         return part.place(within)
 
@@ -202,7 +198,7 @@ class ChainedRows:
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix without `.gz`: `.jsonl` for `train.jsonl` and for `train.jsonl.gz`."""
+    """Return the suffix of the unpacked file: `.jsonl` for `train.jsonl` and for `train.jsonl.gz`."""
     return Path(path.stem).suffix.lower() if path.suffix == ".gz" else path.suffix.lower()
 
 
@@ -215,15 +211,13 @@ def _lines(text: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     ]
     ends = np.concatenate([*newlines, np.array([len(text)], np.int64)])
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1])
-    # A check of every line would be slow. Only lines of a few bytes are checked for being blank; a longer blank line
-    # later fails as an invalid object.
+    # Checking every line would be slow: a blank line of more than two bytes later fails as invalid JSON.
     short = np.flatnonzero(ends - starts < 3)
     blank = [at for at in short.tolist() if not text[starts[at] : ends[at]].strip()]
     return np.delete(starts, blank), np.delete(ends, blank)
 
 
 def _unpacked(path: Path, most: int | None = None) -> bytes:
-    """Return the file's content, or its first `most` bytes."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             return file.read(-1 if most is None else most).removeprefix(_MARK)
@@ -245,22 +239,22 @@ def _csv_rows(text: bytes, path: Path) -> Iterator[Row]:
         raise RecipeError(f"{path} is not valid CSV: {error}") from None
 
 
-#: Number of rows converted to Python values at a time when all rows are scanned.
+#: Number of rows that `scan` converts to Python values at a time.
 _AT_A_TIME: Final = 4096
-#: Number of rows per batch when only the first rows of a file are read: few, since each row may be large.
+#: Number of rows per batch when only the first rows of a file are read; a row may be large.
 _LOOKED_AT: Final = 256
 
 
 @final
 class ArrowRows:
-    """The rows of one file of Parquet or Arrow.
+    """The rows of one Parquet or Arrow file, of which only the needed columns are read.
 
-    Rows stay in Arrow's columns until they are requested, and only the needed columns are read. Arrow gives every
-    struct the fields of all rows. Fields that are null in a row are therefore removed from that row.
+    Rows stay in Arrow's columns until they are requested. Arrow gives every struct the fields of all rows, so fields
+    that are null in a row are removed from it.
     """
 
     def __init__(self, table: Any, name: str, *, also: tuple[str, ...] = ()) -> None:
-        """Wrap the `pyarrow.Table` `table`; `also` names columns that the file has but `table` lacks."""
+        """Wrap a `pyarrow.Table`; `also` names columns of the file that the table lacks."""
         import pyarrow as pa
 
         self._name = name
@@ -271,12 +265,9 @@ class ArrowRows:
 
     @classmethod
     def read(cls, path: Path, fields: frozenset[str] | None, head: FirstRows | None = None) -> ArrowRows:
-        """Read from the file those of the columns `fields` that it has, or all columns if `fields` is None.
+        """Read at most `head` of the columns `fields`, or of all columns if `fields` is None.
 
-        With a `head`, read only that much of the file.
-
-        Raises:
-            RecipeError: pyarrow is not installed, or cannot read the file.
+        Raises `RecipeError` if pyarrow is not installed, or cannot read the file.
         """
         try:
             import pyarrow as pa
@@ -305,7 +296,7 @@ class ArrowRows:
         return self._ends[-1] if self._ends else 0
 
     def row(self, index: int) -> Row:
-        """Return one row; columns that were not read are None in it."""
+        """Return one row, with None for columns that were not read."""
         number = bisect.bisect_right(self._ends, index)
         within = index - (self._ends[number - 1] if number else 0)
         (row,) = self._batches[number].slice(within, 1).to_pylist()
@@ -326,23 +317,22 @@ class ArrowRows:
                     yield dict(zip(names, values, strict=True))
 
     def unread(self, index: int) -> tuple[str, ...]:
-        """Return the file's columns that were not read."""
+        """Return the names of the file's columns that were not read."""
         return self._also
 
     def place(self, index: int) -> str:
-        """Return a row's name for messages: `train.parquet row 17`, counted from 0."""
+        """Return the row's location: `train.parquet row 17`, counted from 0."""
         return f"{self._name} row {index}"
 
 
 def without_nulls(value: Any) -> Any:
-    """Remove null fields of structs at any depth; nulls in lists stay, since positions matter there."""
+    """Remove null fields of structs at any depth. Nulls in lists stay, since positions matter there."""
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _beginning(file: Any, columns: list[str], head: FirstRows) -> Any:
-    """Return the first rows of a `ParquetFile`, as a table."""
     import pyarrow as pa
 
     batches, rows, size = [], 0, 0
@@ -356,7 +346,7 @@ def _beginning(file: Any, columns: list[str], head: FirstRows) -> Any:
 
 
 def _ipc_reader(source: Any) -> Any:
-    """Open an Arrow file in either format: `datasets` writes streams, other writers write files."""
+    """Open an Arrow file in the stream format, which `datasets` writes, or in the file format."""
     import pyarrow as pa
 
     try:

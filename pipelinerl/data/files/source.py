@@ -1,8 +1,8 @@
 """`RowSource`: problems made from rows, and the source `files`, which reads rows from files of many formats.
 
-A data set's own splits are used where it has them. Missing splits are taken from the training rows, by the hash of each
-row's question. Validation and held-out problems are never trained on. To ensure this, a training row with the same
-question as a row of another split's files is dropped; duplicate rows are dropped, too.
+A data set's own splits are used where it has them; other splits are taken from the training rows, by the hash of each
+row's question. Validation and held-out problems are never trained on: a training row with the same question as a row of
+another split's files is dropped. Duplicate rows are dropped, too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MOST: Final = 10**8
 
 
 class ProblemOrder(StrEnum):
-    """Order in which training problems come."""
+    """Order of the training problems."""
 
     SHUFFLED = "shuffled"
     EASY_FIRST = "easy_first"
@@ -52,18 +52,15 @@ class ProblemOrder(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curriculum:
-    """Orders training problems by difficulty, as given by the pass rates in a data set's rows.
+    """Order of the training problems by difficulty, which the pass rates in a data set's rows give (RLAX §6.2).
 
     A band moves over the problems, ranked from easy to hard; the next problem is one of those within the band:
 
         easy ┊······[=== band ===]··············┊ hard        progress through `over` ─▶
 
     A problem's position is its rank plus noise as wide as the band. A band of width 0 gives the strict order of
-    difficulty, and a very wide band shuffles. Each problem comes once per epoch, whatever the width. After the first
-    `over` problems, epochs are shuffled as without a curriculum. The order depends only on the seed and the data, so a
-    resumed run continues where it stopped. RLAX §6.2 names this curriculum along with pre-filtering.
-
-    Order of the training problems.
+    difficulty, and a very wide band shuffles. After the first `over` problems, epochs are shuffled as without a
+    curriculum. The order depends only on the seed and the data, so a resumed run continues where it stopped.
 
     Attributes:
         band: width of the band, as a share of the problems.
@@ -76,7 +73,7 @@ class Curriculum:
 
     @classmethod
     def taken_from(cls, parameters: dict[str, Any], *, where: str) -> Self:
-        """Parse the recipe's settings and remove them from `parameters`. Raises `RecipeError` for invalid values."""
+        """Take the curriculum's settings out of a recipe's `parameters`. Raises `RecipeError` for invalid values."""
         order, band, over = (parameters.pop(key, None) for key in ORDER)
         if order is not None and order not in list(ProblemOrder):
             raise RecipeError(f"{where}.parameters.order must be one of {', '.join(ProblemOrder)}, got {order!r}")
@@ -89,11 +86,7 @@ class Curriculum:
         return cls(order=ProblemOrder(order or "shuffled"), band=_BAND if band is None else float(band), over=over)
 
     def sweep(self, rates: NDArray[np.float64], *, seed: int) -> NDArray[np.int64]:
-        """Return problem numbers in the order of the sweep, i64 [over]; empty without an order.
-
-        Args:
-            rates: [M] the share of samples that solve each problem, 1 for the easiest.
-        """
+        """Return the order of problems with pass rates `rates` [M], i64 [over]; empty if the order is `SHUFFLED`."""
         if self.order is ProblemOrder.SHUFFLED:
             return np.zeros(0, np.int64)
         count, over = len(rates), self.over or len(rates)
@@ -107,10 +100,10 @@ class Curriculum:
         return problems[np.argsort(ranks[problems] + self.band * noise, kind="stable")]
 
 
-#: Recipe parameters that give the path of a split's own files, and recipe parameters that name a split of the data set.
+#: Recipe parameters with the path of each split's files, and with the data set's name for each split.
 _PATHS = {Split.TRAIN: "path", Split.VALIDATION: "validation_path", Split.HELD_OUT: "held_out_path"}
 _SPLITS = {Split.TRAIN: "split", Split.VALIDATION: "validation_split", Split.HELD_OUT: "held_out_split"}
-#: Number of file sets whose rows are cached. A run opens the same files again for each split, and so does each `check`.
+#: Number of file sets whose rows are cached: a run, or a check of a recipe, opens the same files once per split.
 _KEPT = 8
 
 _NO_CURRICULUM = Curriculum()
@@ -120,7 +113,7 @@ Files = tuple[Path, ...]
 
 
 class Indexed(NamedTuple):
-    """Rows, and the digest of each row's question, u64 [N]."""
+    """N rows, and the digests of their questions, u64 [N]."""
 
     rows: DataRows
     digests: NDArray[np.uint64]
@@ -128,14 +121,10 @@ class Indexed(NamedTuple):
 
 @final
 class RowSource:
-    """Problems of one split.
+    """Problems of one split, made from the rows `chosen`, i64 [M].
 
-    Training problems come in epochs, each in its own order. Problems of other splits come once, in a fixed order.
-
-    Args:
-        chosen: the numbers of the rows that are problems, i64 [M].
-        sweep: numbers of the rows that a curriculum puts before the first epoch, in order; see
-            docs/understand/curation.md.
+    Training problems come in epochs, each in its own order, after the rows `sweep` of a curriculum
+    (docs/understand/curation.md). Problems of other splits come once, in a fixed order.
     """
 
     def __init__(
@@ -154,7 +143,7 @@ class RowSource:
         self._prompts = prompts
         self._request = request
         self._sweep = sweep
-        self._order: tuple[int, NDArray[np.int64]] = (-1, chosen)  # the latest requested epoch, and its permutation
+        self._order: tuple[int, NDArray[np.int64]] = (-1, chosen)  # latest epoch and its permutation
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -167,11 +156,10 @@ class RowSource:
             return self._prompts.dress(self._columns.problem(fields, digest, domain=self._request.domain))
 
     def place(self, index: int) -> str:
-        """Return the name, for messages, of the row that is problem `index`."""
+        """Return the location of problem `index`'s row, for messages."""
         return self._rows.place(self._row(index))
 
     def _row(self, index: int) -> int:
-        """Return the number of the row that is problem `index`."""
         request = self._request
         if index < len(self._sweep):
             return int(self._sweep[index])
@@ -188,9 +176,7 @@ class RowSource:
 
 
 class FilesRequest(NamedTuple):
-    """Parsed `parameters` of a recipe's files: the files of each split, the fields of their rows, and the order of
-    problems.
-    """
+    """Parsed parameters of the source `files`."""
 
     files: Mapping[Split, Files]
     field_map: FieldMap
@@ -198,14 +184,14 @@ class FilesRequest(NamedTuple):
 
 
 def open_files(request: SourceRequest) -> RowSource:
-    """Open the source `files`. Raises `RecipeError` naming file, row and field."""
+    """Open the source `files`. Raises `RecipeError`, which names file, row and field."""
     files, field_map, curriculum = parse_files_request(request)
     indexed = {split: _indexed(_stamped(paths), field_map) for split, paths in files.items()}
     return source_of_rows(indexed, field_map, request, curriculum)
 
 
 def parse_files_request(request: SourceRequest) -> FilesRequest:
-    """Parse the parameters without opening files. Raises `RecipeError` for a missing file or an invalid parameter."""
+    """Parse the parameters without reading rows. Raises `RecipeError` for a missing file or an invalid parameter."""
     if request.argument:
         raise RecipeError(f"{request.where}.source must be files with parameters.path, got files:{request.argument}")
     parameters = dict(request.parameters)
@@ -234,25 +220,21 @@ def source_of_rows(
     request: SourceRequest,
     curriculum: Curriculum = _NO_CURRICULUM,
 ) -> RowSource:
-    """Build the source of the requested split; a split without rows of its own is taken from the rows of `Split.TRAIN`.
+    """Build the source of the requested split, taken from the training rows if `indexed` lacks the split.
 
-    Training rows come in the order of the curriculum.
-
-    Raises:
-        RecipeError: the split is empty.
+    Raises `RecipeError` if the split is empty.
     """
     split = request.split
     apart = [own.digests for other, own in indexed.items() if other not in (split, Split.TRAIN)]
     if split is Split.HELD_OUT and split in indexed:
-        apart = []  # held-out rows win over duplicates: the other splits drop them
+        apart = []  # a duplicate stays in the held-out split, and the other splits drop it
     own = indexed.get(split, indexed[Split.TRAIN])
     _, first = np.unique(own.digests, return_index=True)
     chosen = np.sort(first).astype(np.int64)
     if apart:
         chosen = chosen[~np.isin(own.digests[chosen], np.concatenate(apart))]
     if split not in indexed or split is Split.TRAIN:
-        # If a split has its own files, no training rows are reserved for it: rows that the hash assigns to it may be
-        # trained on.
+        # Training rows that the hash assigns to a split are trained on if the split has its own files.
         wanted = {split} if split is not Split.TRAIN else {split, *indexed}
         chosen = chosen[are_of(own.digests[chosen], wanted)]
     if not len(chosen):
@@ -266,12 +248,11 @@ def source_of_rows(
 
 
 def prompts_of_rows(request: SourceRequest) -> Prompts:
-    """Return the domain's prompts without the template: the field map applies the template to rows."""
+    """Return the domain's prompts without the template, which the field map applies to rows."""
     return Prompts(system=request.prompts.system, few_shot=request.prompts.few_shot)
 
 
 def _rates(rows: DataRows, field_map: FieldMap) -> NDArray[np.float64]:
-    """Return the pass rate of every row. Raises `RecipeError` for a row without one."""
     rates = np.empty(len(rows))
     for number, row in enumerate(rows.scan(frozenset({field_map.rate_field, field_map.rate_field.partition(".")[0]}))):
         with placed(rows, number):
@@ -280,14 +261,14 @@ def _rates(rows: DataRows, field_map: FieldMap) -> NDArray[np.float64]:
 
 
 def index_of(rows: DataRows, field_map: FieldMap) -> Indexed:
-    """Read every row once and compute its digest. Raises `RecipeError` for a row without a question or an answer."""
+    """Compute the digest of every row. Raises `RecipeError` for a row without a question or an answer."""
     digests = bytearray()
     plain, answer = field_map.plain_prompt, field_map.answer_field
     for number, row in enumerate(rows.scan(field_map.fields_of_text)):
         question = row.get(plain)
         try:
             if type(question) is str and not (question == "" or question.isspace()) and row.get(answer) is not None:
-                # Fast path for nearly all rows; it takes a third of the time.
+                # Fast path for most rows, in a third of the time.
                 digests += digest_of(f"user\x1f{question}")
             else:
                 field_map.check(row)
@@ -302,7 +283,7 @@ def index_of(rows: DataRows, field_map: FieldMap) -> Indexed:
 
 @contextmanager
 def placed(rows: DataRows, number: int) -> Iterator[None]:
-    """Prefix errors raised within the `with` block with the row's name."""
+    """Prefix each `RecipeError` raised in the `with` block with the row's location."""
     try:
         yield
     except RecipeError as cause:
@@ -313,14 +294,10 @@ def placed(rows: DataRows, number: int) -> Iterator[None]:
 
 
 def files_of_splits(layouts: Mapping[Split, Layout], named: Mapping[Split, str], *, where: str) -> dict[Split, Files]:
-    """Return the files of each split that has files of its own; the training split always has some.
+    """Return the files of the training split, and of each other split that has its own files.
 
-    Args:
-        layouts: the layout of `path`, under the training split, and the layouts of other splits' own paths.
-        named: the data set's name for each split, where the recipe sets it.
-
-    Raises:
-        RecipeError: the data set has no split of the given name, or the recipe must name a split.
+    `layouts` holds the layout of each path in the recipe, `named` the recipe's name or "" for each split. Raises
+    `RecipeError` if the data set has no split of the given name, or the recipe must name a split.
     """
     pool = layouts[Split.TRAIN]
     train = _chosen(pool, Split.TRAIN, named[Split.TRAIN], where)
@@ -335,7 +312,6 @@ def files_of_splits(layouts: Mapping[Split, Layout], named: Mapping[Split, str],
 
 
 def _chosen(layout: Layout, split: Split, name: str, where: str) -> str:
-    """Return the data set's name for the split."""
     if name:
         if name not in layout:
             known = ", ".join(filter(None, layout)) or "none"
@@ -351,7 +327,6 @@ def _chosen(layout: Layout, split: Split, name: str, where: str) -> str:
 
 
 def _layout(parameters: Mapping[str, Any], split: Split, where: str) -> Layout:
-    """Return the layout at the path that the split's parameter names."""
     key = _PATHS[split]
     value = parameters[key]
     paths = [value] if isinstance(value, str) else value
@@ -364,7 +339,6 @@ def _layout(parameters: Mapping[str, Any], split: Split, where: str) -> Layout:
 
 
 def _stamped(paths: Files) -> tuple[tuple[Path, int, int], ...]:
-    """Return the files with size and modification time, as a cache key."""
     stats = [(path, path.stat()) for path in paths]
     return tuple((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats)
 
@@ -376,6 +350,6 @@ def _indexed(stamped: tuple[tuple[Path, int, int], ...], field_map: FieldMap) ->
 
 
 def read_rows(path: Path, field_map: FieldMap, head: FirstRows | None = None) -> DataRows:
-    """Read the rows of a file, or only the first rows, up to `head`. Raises `RecipeError` if it cannot be read."""
+    """Read the rows of a file, at most `head`. Raises `RecipeError` if the file cannot be read."""
     arrow = path.suffix in (".parquet", ".arrow")
     return ArrowRows.read(path, field_map.fields, head) if arrow else JsonRows.read(path, head)

@@ -1,6 +1,6 @@
 """`ATTACKS`: programs that try to break out of a sandbox; `probe.py` runs them.
 
-An attack prints `ESCAPED …` if it succeeds, or `held` if the sandbox refuses it. No attack does harm if it succeeds:
+An attack prints `ESCAPED …` if it succeeds, or `held` if the sandbox prevents it. A successful attack does no harm:
 signals are 0, files belong to the probe, floods and bombs end by themselves.
 """
 
@@ -12,7 +12,7 @@ from typing import Final
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits
 from pipelinerl.verifiers.oubliette.toolchains import COMPILING
 
-#: Limits of attacks that a sandbox refuses at once; generous, since such attacks do not test limits.
+#: Limits of attacks that a sandbox prevents at once; generous, since such attacks do not test limits.
 QUICK: Final = Limits(
     cpu_s=20, wall_s=60, memory_bytes=256 << 20, disk_bytes=16 << 20, inodes=512, output_bytes=1 << 20
 )
@@ -52,13 +52,13 @@ class Attack:
     """A program that tries to break out.
 
     Attributes:
-        source: the program. The probe replaces `@PID@`, `@FILE@`, `@PORT@`, `@NAME@`, `@WORD@` by its baits.
-        language: `python`, or a compiled language; the latter attacks the compiler, or needs native code.
-        before: a program that runs just before, in the same slot.
+        source: the program; the probe replaces `@PID@`, `@FILE@`, `@PORT@`, `@NAME@`, `@WORD@` by its targets.
+        language: `python`, or a compiled language to attack its compiler or to use native code.
+        before: a program that runs before the attack, in the same slot.
         ends: endings that show that the sandbox held, even if the program did not print `held`.
-        needs_namespaces: whether only a tier with namespaces can prevent the attack.
-        own_kernel: whether a sandbox with its own kernel may allow the attack, which then reaches nothing of the host.
         at_start: whether the attack is tried each time that a sandbox is opened.
+        needs_namespaces: whether only a tier with namespaces can prevent the attack.
+        own_kernel: whether a sandbox with its own kernel may allow the attack, which then does not reach the host.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Attack:
 
 _NAMED: Final = "open('/proc/self/comm', 'w').write('oub-@NAME@'[:15])\n"
 
-#: Attacks by processes and time: bombs, loops, ignored signals, leftover daemons, and access to other processes.
+#: Attacks by processes and time: bombs, loops, ignored signals, leftover daemons, access to other processes.
 _OF_PROCESSES: Final = (
     Attack(
         name="fork bomb", at_start=True, ends=frozenset({Ending.MEMORY}),
@@ -182,8 +182,7 @@ assert QUICK.processes < 64, "what the bombs count up to"
 _TIGHT: Final = replace(QUICK, memory_bytes=64 << 20)
 _ENDED: Final = frozenset({Ending.MEMORY, Ending.OUTPUT, *TIME_IS_UP})
 
-#: Attacks on the limits of memory, disk and output: memory used in one process, in many together, shared, hidden from
-#: accounting, or without bound.
+#: Attacks on the limits of memory, disk and output.
 _ON_LIMITS: Final = (
     Attack(
         name="memory of one process", limits=_TIGHT, at_start=True, ends=frozenset({Ending.MEMORY}),
@@ -310,7 +309,7 @@ for where in ('/proc/self/environ', '/proc/1/environ', '/proc/1/cmdline', '/proc
 escaped(f'{found} times') if found else held()
 """
 
-#: Attacks that look for hidden data: files, environment and devices of the host, its network, and the preceding run.
+#: Attacks that look for data of the host (files, environment, devices, network) or of the preceding run.
 _ON_FILES: Final = (
     Attack(name="a file of the host", source="refused(open, '@FILE@')", at_start=True),
     Attack(name="a file of the host, by the root of a process", source="refused(open, '/proc/1/root/@FILE@')"),
@@ -361,7 +360,7 @@ _ON_FILES: Final = (
            "escaped(text) if '@WORD@' in text else held()"),
     Attack(name="the score by which it is ended", own_kernel=True,
            source="refused(lambda: os.write(os.open('/proc/self/oom_score_adj', os.O_WRONLY), b'-1000'))"),
-    # attacks that look for what the preceding run left
+    # attacks that look for data of the preceding run
     Attack(name="files of the run before", at_start=True,
            before="open('/tmp/left', 'w').write('x'); open('/dev/shm/left', 'w').write('x')",
            source="found = [n for n in ('/tmp/left', '/dev/shm/left') if os.path.exists(n)]\n"

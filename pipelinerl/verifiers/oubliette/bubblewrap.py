@@ -1,12 +1,11 @@
 """Outer isolation of the default tier: the bubblewrap command that starts a slot's guest around `guest/server.py`.
 
-The guest sees the host's programs and libraries, read-only, and nothing else: no home, and of /etc only what linking
-and toolchains need. Its only devices are null, random and urandom; mapping zero would be uncounted memory. It has its
-own /proc and network. Its root is not writable, so nothing passes from one run to the next.
+The guest sees the host's programs and libraries, read-only, and nothing else: no home, and of /etc only the files that
+linking and toolchains need. Its only devices are null, random and urandom (/dev/zero would give uncounted memory). It
+has its own /proc and network. Its root is not writable, so nothing passes from one run to the next.
 
 As root, bubblewrap creates the guest without a user namespace, and the server keeps the three capabilities by which
-each run gets its own user id. As any other user, it creates a user namespace, and runs belong to that user, in a nested
-user namespace.
+each run gets its own user id. As any other user, it creates a user namespace, and a nested one for each run.
 """
 
 from __future__ import annotations
@@ -19,34 +18,31 @@ from typing import Final
 
 SERVER: Final = Path(__file__).with_name("guest") / "server.py"
 _FOLDER_INSIDE: Final = "/run/guest"
-#: Makes the guest link the interpreter's libraries once, before the first run, instead of in each run.
+#: Environment variable that links the interpreter's libraries once, before the first run, instead of in each run.
 _LINKED_AT_ONCE: Final = ("LD_BIND_NOW", "1")
-#: Folders in the host's root with programs and libraries; symbolic links among them are kept.
+#: Folders in the host's root with programs and libraries; some may be symbolic links.
 _PROGRAMS: Final = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
-#: Files in /etc that a guest sees: library lookup of the linker, alternatives of programs, the time zone for Java.
+#: Files in /etc that a guest sees, for the linker, alternatives of programs, and Java's time zone.
 _OF_ETC: Final = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime")
-#: Folders in /etc that hold settings without which Java does not start.
+#: Folders in /etc with settings that Java needs to start.
 _JAVA: Final = "java-*-openjdk"
 _DEVICES: Final = ("null", "random", "urandom")
 _RIGHTS: Final = ("CAP_SETUID", "CAP_SETGID", "CAP_SYS_ADMIN")
 
 
 def executable() -> str | None:
-    """Return the path of bubblewrap, if it is installed."""
+    """Return the path of bubblewrap, or None if it is not installed."""
     return shutil.which("bwrap")
 
 
 def interpreter() -> Path:
-    """Return the Python that executes runs.
-
-    It is this process's own base interpreter, or the system's Python if the base interpreter cannot be executed.
-    """
+    """Return the Python that executes runs: this process's base interpreter, or the system's if that is unusable."""
     own = Path(os.path.realpath(sys.executable))
     return own if os.access(own, os.X_OK) else Path("/usr/bin/python3")
 
 
 def shown(python: Path, toolchains: tuple[Path, ...]) -> list[Path]:
-    """Return all files of the host that a guest sees: folders, files, and links of the root."""
+    """Return the host's folders and files that a guest sees."""
     programs = [Path("/", name) for name in _PROGRAMS]
     own = [path for path in (python.parent.parent, *toolchains) if not path.is_relative_to("/usr")]
     of_etc = [*(Path("/etc", name) for name in _OF_ETC), *sorted(Path("/etc").glob(_JAVA))]
@@ -54,13 +50,13 @@ def shown(python: Path, toolchains: tuple[Path, ...]) -> list[Path]:
 
 
 def command(*, python: Path, toolchains: tuple[Path, ...] = (), extra: tuple[str, ...] = ()) -> list[str]:
-    """Return the whole bubblewrap command; the guest's server reads from the socket that is its standard input."""
+    """Return the whole bubblewrap command; the guest's server reads requests from standard input, a socket."""
     program = executable()
     assert program is not None, "callers check that bubblewrap is installed"
     shown = ["--dir", "/etc", *(item for name in _PROGRAMS for item in _shown(Path("/", name)))]
     for path in (python.parent.parent, *toolchains):
         if not path.is_relative_to("/usr"):
-            for above in reversed(path.parents[:-1]):  # if bubblewrap made these folders, only root could read them
+            for above in reversed(path.parents[:-1]):  # otherwise bubblewrap creates them so that only root can read
                 shown += ["--dir", str(above)]
             shown += ["--ro-bind", str(path), str(path)]
     for path in (*(Path("/etc", name) for name in _OF_ETC), *sorted(Path("/etc").glob(_JAVA))):
@@ -83,7 +79,6 @@ def command(*, python: Path, toolchains: tuple[Path, ...] = (), extra: tuple[str
 
 
 def _shown(path: Path) -> list[str]:
-    """Return the options that bind a path read-only, or recreate it if it is a symbolic link."""
     if path.is_symlink():
         return ["--symlink", os.readlink(path), str(path)]
     return ["--ro-bind", str(path), str(path)] if path.is_dir() else []

@@ -1,14 +1,13 @@
-"""Judgement of programs (`CodeRules`): outputs are compared by lines, tokens or numbers, or by a checker.
+"""Comparison of a program's output with the expected answer, by a built-in rule or by the problem's own checker.
 
-    exact    the same lines, but for spaces at their ends and empty lines at the end
-    tokens   the same words, however they are spaced
+    exact    the same lines, apart from spaces at their ends and empty lines at the end
+    tokens   the same words
     float    the same words, where numbers may differ by `tolerance`, absolute or relative
-    custom   the problem's own program, in its own guest; no other guest holds input, output and answer together
+    custom   the problem's own program, in its own guest
 
-The built-in comparisons are pure and take linear time. A custom checker uses one of two protocols. `testlib`: the
-checker is called with the files of input, output and answer. It exits 0 for right, 1, 2, 4 or 8 for wrong, and 7 for
-partial points. Any other exit is a failure of the checker. `printed`: the checker is called with input, answer and
-output, and prints the share of the points, from 0 to 1.
+A custom checker uses one of two protocols. `testlib`: the checker gets the files of input, output and answer, and exits
+with 0 for right, 1, 2, 4 or 8 for wrong, and 7 for partial points. Any other exit is a failure of the checker.
+`printed`: the checker gets the files of input, answer and output, and prints the share of the points, from 0 to 1.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from pipelinerl.verifiers.oubliette.toolchains import COMPILING
 
 
 class Checker(StrEnum):
-    """Method of comparing outputs with answers."""
+    """Built-in rule for comparing outputs with answers."""
 
     EXACT = "exact"
     TOKENS = "tokens"
@@ -35,12 +34,12 @@ class Checker(StrEnum):
 
 
 class Scoring(StrEnum):
-    """The rule that computes the reward from the tests."""
+    """Rule that computes the reward from the tests."""
 
     ALL = "all"
-    """1 if every test is passed, else 0."""
+    """1 if the program passes every test, else 0."""
     SHARE = "share"
-    """The share of tests that are passed."""
+    """The share of tests that the program passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +48,12 @@ class CodeRules:
 
     Attributes:
         tier: the required sandbox; weaker sandboxes are rejected.
-        language: language of a code block that names none. languages: languages that are judged.
+        language: language of a code block that names none. languages: accepted languages.
         time_limit_s: processor time of one test; elapsed time may be twice that plus a second.
-        tolerance: of the checker `float`.
-        url: of the Oubliette service that runs programs; if empty, this machine runs them.
+        tolerance: largest difference between numbers for the checker `float`.
+        url: the Oubliette service that runs programs; if empty, this machine runs them.
         key_variable: name of the environment variable that holds the service's token.
-        repository: if this machine runs programs, the folder that holds the contents of problems' links.
+        repository: folder with the contents of problems' links, if this machine runs programs.
     """
 
     tier: Tier = Tier.DEFAULT
@@ -78,15 +77,12 @@ class Protocol(StrEnum):
 
 
 class CheckerFailed(Exception):
-    """A custom checker failed; this says nothing about the answer."""
+    """A custom checker failed, which says nothing about the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomChecker:
-    """A problem's own checker; `files`, such as testlib.h, are placed next to its source for compiling.
-
-    An uploaded checker has no source here: `program` is its compiled form.
-    """
+    """A problem's own checker: its source with accompanying `files`, such as testlib.h, or the compiled `program`."""
 
     language: str
     source: str
@@ -96,7 +92,7 @@ class CustomChecker:
 
     @property
     def key(self) -> str:
-        """Digest of everything that the checker's compilation depends on. Raises `ToolchainMissing`."""
+        """Digest of the inputs of the checker's compilation. Raises `ToolchainMissing`."""
         parts = (toolchains.find(self.language), self.source, self.files)
         return hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
 
@@ -117,11 +113,7 @@ class CustomChecker:
         return replace(run, files=(*run.files, *files), arguments=given)
 
     def share(self, result: ProgramResult) -> float:
-        """Return the share of the points, from 0 to 1, that the checker gave in the run with this `result`.
-
-        Raises:
-            CheckerFailed: the checker gave none.
-        """
+        """Return the share of the points in the result of a `checking` run. Raises `CheckerFailed` if there is none."""
         if result.ending is not Ending.EXITED:
             raise CheckerFailed(f"the problem's checker {result.describe()}")
         if self.protocol is Protocol.TESTLIB:
@@ -138,7 +130,7 @@ class CustomChecker:
 _LIMITS: Final = Limits(cpu_s=10.0, wall_s=30.0, output_bytes=64 << 10, disk_bytes=256 << 20)
 _NUMBER: Final = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,17})?")
 _POINTS: Final = re.compile(rb"(?:partially correct|points)\D{0,20}([0-9]{1,9}(?:\.[0-9]{1,17})?)")
-#: Shows that a checker in Python raised an exception: it exits with 1, like a "wrong" verdict, but made no judgement.
+#: Printed by a checker in Python that raised an exception; it exits with 1, as for a wrong answer.
 _RAISED: Final = b"Traceback (most recent call last):"
 _WRONG_BY_TESTLIB: Final = (1, 2, 4, 8)
 _POINTS_BY_TESTLIB: Final = 7
@@ -175,7 +167,7 @@ def _lines(text: bytes) -> list[bytes]:
 
 
 def _close(output: bytes, answer: bytes, tolerance: float) -> bool:
-    """Return whether two numbers differ by at most `tolerance`, absolute or relative; never for NaN."""
+    """Return whether two numbers differ by at most `tolerance`, absolute or relative; False for NaN."""
     if len(output) > _LONGEST_NUMBER or b"_" in output + answer:
         return False
     try:
@@ -183,8 +175,7 @@ def _close(output: bytes, answer: bytes, tolerance: float) -> bool:
     except ValueError:
         return False
     if not (math.isfinite(ours) and math.isfinite(theirs)):
-        # A float cannot hold 1e400: it becomes infinity. So infinity is accepted only if neither spelling has digits;
-        # equal spellings were accepted before.
+        # Numbers such as 1e400 become infinity, so infinity is accepted only if neither text has digits.
         return ours == theirs and not _DIGIT.search(output + answer)
     return abs(ours - theirs) <= tolerance * max(1.0, abs(theirs))
 

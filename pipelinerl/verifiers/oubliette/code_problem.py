@@ -1,18 +1,18 @@
-"""`CodeProblem`: tests from a problem's metadata; and extraction of code from answers.
+"""`CodeProblem`: the tests in a problem's metadata; and extraction of code from answers.
 
-The metadata may have the layout of one of these public data sets:
+The metadata has the layout of one of these data sets:
 
     {"tests": [{"input", "output"}, …]}                                    ours; `official_tests` of open-r1/codeforces
     {"public_tests": {"input": […], "output": […]}, "private_tests": …}    deepmind/code_contests, `generated_tests` too
     {"input_output": {"inputs": […], "outputs": […]}}                      APPS and TACO, also as JSON in a text
     {"public_test_cases": [{"input", "output", "testtype": "stdin"}]}      LiveCodeBench, also as JSON in a text
 
-If the metadata has none of them, the ground truth may hold tests in the first layout. An input or output may be a link
-into a repository: {"link": "oub:…"}. `time_limit` is in seconds (or code_contests' {"seconds", "nanos"}),
-`memory_limit` in MB (`memory_limit_bytes` in bytes). `checker` is a name or a program of the problem's
-(`generated_checker`, a program in Python, of open-r1/codeforces).
+If it has no tests, the ground truth may hold tests as JSON, as a list of pairs or as two lists. An input or output may
+be a link into a repository: {"link": "oub:…"}. `time_limit` is in seconds (or code_contests' {"seconds", "nanos"}),
+`memory_limit` in MB (`memory_limit_bytes` in bytes). `checker` names a built-in rule or holds a program;
+open-r1/codeforces has a `generated_checker`, in Python.
 
-Tests that call a function are rejected by name: programs read standard input and write standard output.
+Tests that call a function are rejected: programs read standard input and write standard output.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROGRAM: Final = "program"
 
 
 class TestsMalformed(Exception):
-    """A problem's tests or other metadata are invalid; the message names the field."""
+    """A problem's tests or other metadata are invalid."""
 
     __test__ = False  # keeps pytest from collecting it as a test class
 
@@ -48,7 +48,7 @@ class CodeTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeProblem:
-    """Tests and limits by which a program is judged; a limit of None means that the recipe decides."""
+    """Tests, limits and checker of a problem; None means that the recipe decides."""
 
     tests: tuple[CodeTest, ...]
     time_limit_s: float | None = None
@@ -57,11 +57,7 @@ class CodeProblem:
 
     @classmethod
     def of(cls, problem: Problem) -> CodeProblem:
-        """Parse a problem's metadata.
-
-        Raises:
-            TestsMalformed: there are no tests, or a field is invalid.
-        """
+        """Parse a problem's metadata. Raises `TestsMalformed` if there are no tests, or a field is invalid."""
         metadata = problem.metadata
         _refuse_other_ways(metadata)
         tests = tuple(_tests(metadata)) or tuple(_of_ground_truth(problem.ground_truth))
@@ -83,7 +79,7 @@ _LONGEST_CODE: Final = 1 << 20
 
 
 def last_block(text: str) -> tuple[str, str] | None:
-    """Return (language or "", code) of the last closed fenced block, in one pass; None if there is none."""
+    """Return (language or "", code) of the last closed fenced block, or None; takes linear time."""
     last: tuple[str, str] | None = None
     fence, name, lines = "", "", list[str]()
     for line in text.splitlines(keepends=True):
@@ -104,7 +100,7 @@ def last_block(text: str) -> tuple[str, str] | None:
 def _tests(metadata: Mapping[str, Any]) -> Iterator[CodeTest]:
     for field, reader in _READERS.items():
         if field == "generated_tests" and isinstance(metadata.get(field), int):
-            continue  # here the field is only a number: open-r1/codeforces stores these tests elsewhere
+            continue  # the number of tests that open-r1/codeforces stores elsewhere
         if metadata.get(field):
             yield from reader(field, _parsed(field, metadata[field]))
 
@@ -166,7 +162,7 @@ TEST_FIELDS: Final = tuple(_READERS)
 
 
 def _content(where: str, value: Any) -> Content:
-    """Parse an input or output: a text; a list of lines, as in parts of APPS; or an object that holds a link."""
+    """Parse an input or output: a text, a list of lines (in parts of APPS), or an object with a link."""
     if isinstance(value, Mapping) and value.keys() == {LINK}:
         return _link(where, value[LINK])
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
@@ -238,7 +234,6 @@ def _checker(metadata: Mapping[str, Any]) -> Checker | CustomChecker | None:
 
 
 def _refuse_other_ways(metadata: Mapping[str, Any]) -> None:
-    """Reject problems of open-r1/codeforces that are interactive or do not use standard input."""
     if metadata.get("interaction_format"):
         raise TestsMalformed("the problem is interactive; only standard input and output can be tested")
     if metadata.get("input_mode", "stdio") not in (None, "stdio"):

@@ -1,13 +1,12 @@
-"""`ControlGroup`: a group (cgroup) per slot, if this process may create groups; the kernel then accounts for
-everything in the slot's guest.
+"""`ControlGroup`: a kernel control group (cgroup) for each slot, which limits everything in the slot's guest.
 
-With version 1, the group lies below this process's own group in the hierarchies `memory`, `cpuacct` and, if
-present, `cpu`. With version 2, it is a sibling of this process's own group: a group with processes cannot delegate
-`memory`, so the parent must. Without either hierarchy, or without write access, there is no group. Only the guest
-server's own sum, every 20 ms, then limits memory.
+With version 1, the group lies below this process's own group in the hierarchies `memory`, `cpuacct` and, if present,
+`cpu`. With version 2, it is a sibling of this process's own group, since a group with processes cannot delegate
+`memory`. Without either hierarchy, or without write access, there is no group: memory is then limited only by the guest
+server, which sums it every 20 ms.
 
-A guest is in its group from its first instruction, and the group is removed when the slot is closed. If the process
-that made the groups is killed, a janitor process, which waits for that, removes them.
+A guest is in its group from its first instruction, and the group is removed when the slot is closed. If this process is
+killed, a janitor process removes its groups.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ _NAME: Final = "oubliette"
 _NUMBERS: Final = itertools.count()
 _REMOVED_WITHIN_S: Final = 10.0
 _END_S: Final = 5.0
-#: Shell script that enters each of the first $1 groups, then executes the rest.
+#: Shell script that enters each of the $1 groups that follow, then executes the remaining arguments.
 _ENTER: Final = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo 0 > "$1" || exit 1; shift; n=$((n-1)); done; exec "$@"'
-#: Shell script that waits for the end of its input, then removes this process's groups below the given paths, retrying
-#: for a minute.
+#: Shell script that waits for the end of its input, then removes this process's groups below the given paths, with
+#: retries for a minute.
 _JANITOR: Final = (
     'name=$1; shift; cat > /dev/null; n=0; while [ "$n" -lt 600 ]; do left=; '
     'for place in "$@"; do for group in "$place/$name"-*; do [ -d "$group" ] || continue; '
@@ -42,7 +41,7 @@ _JANITOR: Final = (
 
 
 class Weight(Enum):
-    """Share of the processors when they are contended, in units of version 1's `cpu.shares`."""
+    """Share of contended processors, in units of version 1's `cpu.shares`."""
 
     FULL = 1024
     BEHIND_OTHERS = 256
@@ -50,7 +49,7 @@ class Weight(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Hierarchies:
-    """Folders below which groups are created, in each hierarchy; `shares` is None if processor shares cannot be set."""
+    """Folders for groups in each hierarchy; `shares` is None if processor shares cannot be set."""
 
     version: int
     memory: Path
@@ -64,7 +63,7 @@ class Hierarchies:
 
 
 def find(mounts: str, own: str) -> Hierarchies | None:
-    """Return where groups might be created, given the texts of /proc/self/mountinfo and /proc/self/cgroup."""
+    """Find the folders for groups, given the texts of /proc/self/mountinfo and /proc/self/cgroup."""
     mounted: dict[str, tuple[str, Path]] = {}
     for line in mounts.splitlines():
         fields, _, rest = line.partition(" - ")
@@ -97,7 +96,7 @@ def find(mounts: str, own: str) -> Hierarchies | None:
 
 @cache
 def available() -> Hierarchies | str:
-    """Return where groups can be created, or the reason why they cannot; it is tried once and the result cached."""
+    """Create a group as a test; return the folders for groups, or the reason why none can be created."""
     try:
         hierarchies = find(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     except OSError as error:
@@ -106,7 +105,7 @@ def available() -> Hierarchies | str:
         return "no hierarchy with memory and cpuacct, nor a unified one, is mounted"
     if hierarchies.version == 2:
         for name in ("memory", "cpu"):
-            with contextlib.suppress(OSError):  # a failure may be harmless: the controller may be delegated already
+            with contextlib.suppress(OSError):  # the controller may be delegated already
                 (hierarchies.memory / "cgroup.subtree_control").write_text(f"+{name}")
     try:
         with contextlib.closing(ControlGroup(hierarchies)) as group:
@@ -120,10 +119,10 @@ def available() -> Hierarchies | str:
 
 @final
 class ControlGroup:
-    """A slot's group. Close it after the guest has ended."""
+    """The control group of a slot; close it after the guest has ended."""
 
     def __init__(self, where: Hierarchies) -> None:
-        """Create the group. Raises OSError if that fails."""
+        """Create the group. Raises `OSError`."""
         name = f"{_NAME}-{os.getpid()}-{next(_NUMBERS)}"
         self._version = where.version
         self._memory, self._cpu = where.memory / name, where.cpu / name
@@ -148,7 +147,7 @@ class ControlGroup:
         return ("/bin/sh", "-c", _ENTER, "sh", str(len(files)), *files, *command)
 
     def limit(self, memory_bytes: int) -> None:
-        """Limit the memory of all processes together, including files in memory and kernel tables."""
+        """Limit the memory of all processes together, with files in memory and kernel tables."""
         if memory_bytes == self._limit:
             return
         name = "memory.limit_in_bytes" if self._version == 1 else "memory.max"
@@ -165,7 +164,7 @@ class ControlGroup:
         self._weight = weight
 
     def oom_kills(self) -> int:
-        """Return the number of processes that the kernel has killed in the group for lack of memory."""
+        """Return the number of the group's processes that the kernel has killed for lack of memory."""
         if self._kills is None:  # the file stays open, since it is read twice per run
             name = "memory.oom_control" if self._version == 1 else "memory.events"
             self._kills = os.open(self._memory / name, os.O_RDONLY | os.O_CLOEXEC)
@@ -173,21 +172,19 @@ class ControlGroup:
         return int(count.split()[0]) if count else 0
 
     def cpu_s(self) -> float:
-        """Return the processor seconds that all processes have used so far."""
+        """Return the processor seconds of all processes so far."""
         if self._usage is None:
             self._usage = self.open_cpu()
         text = os.pread(self._usage, 256, 0)
         return int(text) / 1e9 if self._version == 1 else int(text.split()[1]) / 1e6
 
     def open_cpu(self) -> int:
-        """Open the file with the processor time of the whole group, as nanoseconds or as `usage_usec` with
-        microseconds.
-        """
+        """Open the file with the group's processor time: nanoseconds, or in version 2 `usage_usec` microseconds."""
         name = "cpuacct.usage" if self._version == 1 else "cpu.stat"
         return os.open(self._cpu / name, os.O_RDONLY | os.O_CLOEXEC)
 
     def processes(self) -> list[int]:
-        """Return the processes that are in the group now."""
+        """Return the ids of the group's current processes."""
         with contextlib.suppress(OSError):
             return [int(pid) for pid in (self._cpu / "cgroup.procs").read_text().split()]
         return []
@@ -213,7 +210,7 @@ class ControlGroup:
                     group.rmdir()
                 except OSError:
                     if time.monotonic() > until:
-                        break  # the janitor keeps trying to remove it
+                        break  # the janitor will remove it
                     time.sleep(0.005)
 
 
@@ -242,9 +239,7 @@ _janitors: dict[int, subprocess.Popen[bytes]] = {}
 
 
 def _start_janitor(places: Sequence[Path]) -> None:
-    """Start one janitor per process that creates groups. The janitor waits for this process's end, which closes its
-    input.
-    """
+    """Start this process's janitor, unless it runs already. It waits for the process's end, which closes its input."""
     pid = os.getpid()
     if pid in _janitors:
         return

@@ -1,16 +1,15 @@
 """The strong tier: each run in its own gVisor sandbox, `runsc`, whose kernel is a user-space program.
 
-That kernel answers the program's system calls, and may itself make few calls to the host. The program sees the same
-files as in the default tier, and has no network; its /tmp is memory of the sandbox. The platform is `ptrace`, which
-needs no processor support: `kvm` can hang on machines that have /dev/kvm.
+That kernel answers the program's system calls, and may itself make only a few calls to the host. The program sees the
+same files as in the default tier, and has no network; its /tmp is memory of the sandbox. The platform is `ptrace`,
+which needs no processor support; `kvm` can hang even where /dev/kvm exists.
 
     waits for                    at most                                      then
     a run's output, its end      its deadline and `_BOOT_S`; time without     all in its control group are killed
                                  a processor is added, up to `_STARVED_TIMES`
 
-A sandbox costs a fifth of a second of processor time; nothing is kept warm. Its control group limits memory and time of
-all its processes together. That includes gVisor's own, for which `_OWN_BYTES` and `_BOOT_CPU_S` are added. The tier is
-not available where no group can be created.
+A sandbox costs a fifth of a second of processor time; none is kept warm. Its control group, which this tier requires,
+limits memory and time of all its processes together. `_OWN_BYTES` and `_BOOT_CPU_S` are added for gVisor itself.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ _FLAGS: Final = (
 
 
 def executable() -> str | None:
-    """Return the path of runsc, if it is installed."""
+    """Return the path of runsc, or None if it is not installed."""
     return shutil.which("runsc")
 
 
 def command(bundle: Path) -> tuple[str, ...]:
-    """Return the runsc command; the sandbox ends with this thread. Without root, runsc creates a user namespace."""
+    """Return the runsc command for a bundle folder; the sandbox ends with the thread that starts the command."""
     program = executable()
     assert program is not None, "callers check that runsc is installed"
     rootless = () if os.geteuid() == 0 else ("--rootless",)
@@ -57,7 +56,7 @@ def command(bundle: Path) -> tuple[str, ...]:
 
 
 def lay_out(bundle: Path, run: Run) -> None:
-    """Write the files of a run and runsc's configuration into the bundle folder."""
+    """Write a run's files and runsc's configuration into the bundle folder."""
     bundle.chmod(0o755)  # runsc runs as another user, who must read it
     root, given = bundle / "root", bundle / "given"
     given.mkdir()
@@ -113,7 +112,7 @@ def _mount(kind: str, where: str, source: str, *options: str) -> dict[str, Any]:
 
 
 def troubles(bundle: Path) -> str:
-    """Return the errors that runsc itself logged."""
+    """Return the errors that runsc logged."""
     return "; ".join(_errors((bundle / "log").read_text() if (bundle / "log").exists() else ""))
 
 
@@ -131,19 +130,19 @@ _OWN_BYTES: Final = 256 << 20
 _STARVED_TIMES: Final = 5.0
 _GRACE_S: Final = 30.0
 _TICK_S: Final = 0.02
-#: Time after which a sandbox has usually started.
+#: Seconds after which a sandbox has usually started.
 _USUAL_BOOT_S: Final = 0.5
 _GREEDY_CPU_S: Final = 0.5
 _CHUNK: Final = 1 << 18
 _SIGNALLED: Final = 128
 _OUT_OF_TIME: Final = frozenset({signal.SIGXCPU, signal.SIGKILL})
-#: Error of runsc if the program cannot be executed.
+#: Error that runsc logs if the program cannot be executed.
 _NO_PROGRAM: Final = "creating process: failed to load"
 
 
 @final
 class GvisorSlot:
-    """Runs one program at a time, each in its own sandbox; the control group is reused. Used from one thread."""
+    """Slot of the strong tier: runs one program at a time, each in a new sandbox. For use from one thread."""
 
     def __init__(self) -> None:
         self._group: ControlGroup | None = None
@@ -152,14 +151,10 @@ class GvisorSlot:
         self.began: float | None = None
 
     def start(self) -> None:
-        """Do nothing; no part of this tier is kept warm."""
+        """Do nothing, since each run starts its own sandbox."""
 
     def run(self, run: Run) -> ProgramResult:
-        """Run a program.
-
-        Raises:
-            SandboxLost: the sandbox could not be started, or ended by itself.
-        """
+        """Run a program. Raises `SandboxLost` if the sandbox cannot be started, or ends by itself."""
         group = self._emptied()
         limits = run.limits
         group.weigh(Weight.FULL)
@@ -195,7 +190,7 @@ class GvisorSlot:
             code, watch.stderr[:] = 126, errors.encode()
         elif ended is None and (code < 0 or errors):
             raise SandboxLost(f"gVisor ended by itself ({code}); its output: {errors or watch.stderr[:500]!r}")
-        if ended is None and code > _SIGNALLED:  # codes above 128 mean a signal, as in a shell
+        if ended is None and code > _SIGNALLED:  # a signal, as in a shell
             code = _SIGNALLED - code
             ended = Ending.CPU_TIME if cpu_s >= limits.cpu_s and -code in _OUT_OF_TIME else Ending.SIGNALLED
         return ProgramResult(
@@ -209,22 +204,18 @@ class GvisorSlot:
         )
 
     def cpu_s(self) -> float:
-        """Return the processor seconds that the slot's sandboxes have used so far."""
+        """Return the processor seconds of the slot's sandboxes so far."""
         return 0.0 if self._group is None else self._group.cpu_s()
 
     def goes_behind(self) -> bool:
-        """Lower the current run's processor share if the run has used much; callable from any thread.
-
-        Returns:
-            True if the share is lowered.
-        """
+        """Lower the processor share of the current run, and return True, if it has used much; for any thread."""
         if self._group is None or self.began is None or self._group.cpu_s() - self._cpu_began_s < _GREEDY_CPU_S:
             return False
         self._group.weigh(Weight.BEHIND_OTHERS)
         return True
 
     def interrupt(self) -> None:
-        """End the current run and refuse later runs. For other threads."""
+        """End the current run and reject later runs; for other threads."""
         self._ended.set()
         if self._group is not None:
             self._group.kill_all()
@@ -246,8 +237,6 @@ class GvisorSlot:
 
 @final
 class _Watch:
-    """Reads the output of a run, up to its limits, and enforces the limits."""
-
     def __init__(
         self, process: subprocess.Popen[bytes], group: ControlGroup, limits: Limits, cpu_began_s: float
     ) -> None:
@@ -263,7 +252,7 @@ class _Watch:
         self.wall_s = 0.0
 
     def until_it_ends(self) -> Ending | None:
-        """Return the reason why the run must be ended, or None if it ended by itself."""
+        """Wait, and return the reason why the run must be ended, or None if it ended by itself."""
         limits, until = self._limits, self._began + self._limits.wall_s + _BOOT_S
         handle = os.pidfd_open(self._process.pid)
         try:
@@ -292,7 +281,6 @@ class _Watch:
             os.close(handle)
 
     def drain(self) -> None:
-        """Read the remaining output, once all writers are gone."""
         for file in self._open:
             while self._take(file):
                 pass
@@ -307,7 +295,7 @@ class _Watch:
 
 
 def _delayed_s(processes: Sequence[int]) -> float:
-    """Return the longest time for which a single thread was ready without a processor."""
+    """Return the longest time, in seconds, for which a single thread waited for a processor."""
     longest = 0
     for pid in processes:
         with contextlib.suppress(OSError, ValueError, IndexError):

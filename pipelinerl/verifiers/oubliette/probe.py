@@ -1,8 +1,7 @@
-"""Tests of a sandbox before it is trusted: `opened` tries a selection of attacks each time, `attacked` tries any
-attacks.
+"""Tests of a sandbox before it is trusted: `opened` tries some attacks on each new sandbox, `attacked` tries any.
 
-An attack counts as held if it never succeeds and either prints `held` or ends as expected. An attack that could not
-be tried is reported as left out, and never as held.
+The sandbox holds if the attack does not succeed, and either prints `held` or ends as expected. An attack that could not
+be tried is reported as left out.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, R
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox, default_slots, isolation_of
 from pipelinerl.verifiers.oubliette.slot import Isolation
 
-#: Tries of an attack whose run got no processor time, since such a run proves nothing.
+#: Maximum number of retries of an attack whose run got too little processor time.
 _TRIES: Final = 5
-#: Time that the kernel may need to end the remaining processes of a guest that has ended.
+#: Seconds within which the kernel must end the remaining processes of a guest that has ended.
 _LEFT_BEHIND_S: Final = 60.0
-#: Error with which a program ends in the weak tier if it needs /proc, writing, or child processes.
+#: Last line of an attack that the weak tier stops by an error: no /proc, no writing, no child processes.
 _REFUSED: Final = re.compile(rb"\n(PermissionError|FileNotFoundError|BlockingIOError): \[Errno [0-9]+\][^\n]*\n$")
 #: Text that a password file would contain.
 _PASSWORDS: Final = b"root:"
@@ -55,11 +54,7 @@ class Finding:
 
 
 def opened(tier: Tier, *, at_once: int | None = None, isolation: Callable[[int], Isolation] | None = None) -> Sandbox:
-    """Return a sandbox that has just held off a selection of attacks. The caller must close it.
-
-    Raises:
-        SandboxMissing: the tier is not available here, or an attack succeeds; the message names the cause.
-    """
+    """Open a sandbox and try some attacks on it; the caller must close it. Raises `SandboxMissing` if one succeeds."""
     around = isolation or (lambda number: isolation_of(tier, number))
     sandbox = Sandbox(around, at_once=at_once or default_slots())
     try:
@@ -86,7 +81,7 @@ def opened(tier: Tier, *, at_once: int | None = None, isolation: Callable[[int],
 def attacked(
     isolation: Callable[[int], Isolation], attacks: Sequence[Attack], *, sandbox: Sandbox | None = None
 ) -> list[Finding]:
-    """Try each attack, in order. Attacks that need a preceding run are tried in a separate slot."""
+    """Try all attacks; attacks that need a preceding run get a sandbox with a single slot."""
     with contextlib.ExitStack() as held:
         baits = held.enter_context(_baits())
         alone = Sandbox(isolation, at_once=1, slots_each=1)
@@ -100,8 +95,7 @@ def attacked(
 
 # --- one attack -------------------------------------------------------------------------------------------------------
 
-#: Waits for a started attack. Returns the results of its runs, the attack's own result last, or the reason why the
-#: attack was skipped.
+#: Waits for a started attack and returns the results of its runs, the attack's last, or the reason why it was skipped.
 _Rest = Callable[[], list[ProgramResult] | str]
 
 
@@ -150,7 +144,7 @@ def _finding(attack: Attack, baits: dict[str, str], rest: _Rest) -> Finding:
         return Finding(attack.name, Defence.LEFT_OUT, f"the {last.tier} sandbox has no namespaces")
     if last.tier is Tier.WEAK and last.code == 1 and _REFUSED.search(last.stderr):
         return Finding(attack.name, Defence.HELD, last.describe())
-    is_program = attack.language != "python" and len(results) == 1  # the compiler failed, and this is its output
+    is_program = attack.language != "python" and len(results) == 1  # the compiler failed: this is its output
     if b"ESCAPED" in last.stdout and not is_program:
         claim = last.stdout[last.stdout.index(b"ESCAPED") :].splitlines()[0].decode("utf-8", "replace")
         return Finding(attack.name, Defence.ESCAPED, claim[:200])
@@ -172,7 +166,7 @@ def _python(source: str, stdin: bytes, limits: Limits) -> Run:
 
 @contextlib.contextmanager
 def _baits() -> Iterator[dict[str, str]]:
-    """Yield targets of attacks: a process, a file, sockets and a word, all owned by the probe."""
+    """Yield the targets of attacks: a process, a file, sockets and a secret word of the probe."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="oub-")))
         word = hashlib.blake2b(f"{folder} {time.time_ns()}".encode(), digest_size=16).hexdigest()
@@ -188,7 +182,7 @@ def _baits() -> Iterator[dict[str, str]]:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             listener.bind(address)
             listener.listen()
-        # cat reads from a pipe of this process, so it ends together with this process
+        # cat reads from a pipe of this process, so it ends with this process
         process = stack.enter_context(
             subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={"BAIT": word})
         )
@@ -208,7 +202,6 @@ def _filled(source: str, baits: dict[str, str]) -> str:
 
 
 def _left_behind(baits: dict[str, str]) -> list[Finding]:
-    """Return a finding if processes that attacks started are still on the host."""
     until = time.monotonic() + _LEFT_BEHIND_S
     mine = f"oub-{baits['NAME']}"[:15]
     while pids := [
@@ -245,7 +238,6 @@ _SWITCHES: Final = (
 
 
 def _cause() -> str:
-    """Return the settings of this host that are known to forbid the sandbox, as text for a message."""
     causes = [cause for path, value, cause in _SWITCHES if _content(Path(path)) == value]
     status = _content(Path("/proc/self/status"))
     if "Seccomp:\t2" in status:

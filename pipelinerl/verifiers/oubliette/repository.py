@@ -1,11 +1,10 @@
-"""Content-addressed storage of inputs, answers, programs and outputs; a `Link` is the name of a content.
+"""Content-addressed storage of inputs, answers, programs and outputs; a `Link` is the name of stored bytes.
 
 `PersistentRepository` is a folder for inputs, answers and compiled checkers. They are uploaded once (`pipelinerl
 oubliette upload`); problems and requests then refer to them by link. `TransientRepository` is bounded memory for
-outputs of runs and for programs that are judged once; it evicts the least recently used content.
+outputs of runs and for programs that are judged once.
 
-A link yields exactly the stored bytes, or `ContentMissing` is raised. A truncated or modified file counts as missing.
-Equal contents are stored once. Several processes may write, and may die at any point.
+A truncated or modified file counts as missing. Several processes may write, and may die at any point.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ LINK: Final = "link"
 
 
 class ContentMissing(PipelineError):
-    """A link has no intact content; this says nothing about any answer."""
+    """The bytes of a link are missing or damaged, which says nothing about any answer."""
 
 
 class ContentTooLarge(PipelineError):
-    """An incoming content exceeds the size limit."""
+    """Uploaded data exceeds the size limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Name of a content: the hash of its bytes (blake2b, 32 bytes, hexadecimal) and the number of bytes."""
+    """Name of stored bytes: their hash (blake2b, 32 bytes, hexadecimal) and their number."""
 
     digest: str
     size: int
 
     @classmethod
     def of(cls, data: bytes) -> Self:
-        """Return the link of a content."""
+        """Return the link of `data`."""
         return cls(hashlib.blake2b(data, digest_size=32).hexdigest(), len(data))
 
     @classmethod
@@ -67,19 +66,19 @@ Content = bytes | Link
 
 
 def size_of(content: Content) -> int:
-    """Return the size in bytes."""
+    """Return the size of a content in bytes."""
     return content.size if isinstance(content, Link) else len(content)
 
 
 class Repository(Protocol):
-    """Storage of contents."""
+    """Storage of bytes by link."""
 
     def put(self, data: bytes) -> Link:
-        """Store a content."""
+        """Store `data` and return its link."""
         ...
 
     def get(self, link: Link) -> bytes:
-        """Return the content. Raises `ContentMissing`."""
+        """Return the bytes of a link. Raises `ContentMissing`."""
         ...
 
     def __contains__(self, link: Link) -> bool: ...
@@ -87,10 +86,10 @@ class Repository(Protocol):
 
 @final
 class PersistentRepository:
-    """Contents in a folder, by digest, and compiled programs by the digest of their inputs."""
+    """Repository in a folder, with compiled programs by the digest of their inputs."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `UserError` if the folder cannot be created."""
+        """Create the folder. Raises `UserError` if that fails."""
         self._folder = folder
         try:
             for name in ("content", "compiled"):
@@ -99,18 +98,14 @@ class PersistentRepository:
             raise UserError(f"the repository must be a writable folder, and {folder} is not: {error}") from None
 
     def put(self, data: bytes) -> Link:
-        """Store a content; if it is stored already, leave the file unchanged."""
+        """Store `data`, unless it is stored already, and return its link."""
         link = Link.of(data)
         if link not in self:
             self._write(self._path(link), data)
         return link
 
     async def put_parts(self, parts: AsyncIterator[bytes], *, most_bytes: int) -> Link:
-        """Store a content that arrives in parts; at most one part is in memory.
-
-        Raises:
-            ContentTooLarge: the content has more than `most_bytes`; no part of it is kept.
-        """
+        """Store data that arrives in parts. Raises `ContentTooLarge` if it has more than `most_bytes`."""
         hashed, size = hashlib.blake2b(digest_size=32), 0
         with tempfile.NamedTemporaryFile(dir=self._folder / "content", prefix="draft-", delete=False) as file:
             draft = Path(file.name)
@@ -132,7 +127,7 @@ class PersistentRepository:
         return link
 
     def get(self, link: Link) -> bytes:
-        """Return the content after checking its hash. Raises `ContentMissing`."""
+        """Return the bytes of a link after checking their hash. Raises `ContentMissing`."""
         path = self._path(link)
         try:
             data = path.read_bytes()
@@ -152,7 +147,7 @@ class PersistentRepository:
             return False
 
     def compiled(self, key: str) -> Link | None:
-        """Return the program compiled from inputs with the digest `key`, if it is still stored."""
+        """Return the program compiled from inputs with the digest `key`, or None if it is not stored."""
         try:
             link = Link.parsed((self._folder / "compiled" / key).read_text())
         except (OSError, ValueError):
@@ -181,7 +176,7 @@ class PersistentRepository:
 
 @final
 class TransientRepository:
-    """Contents in memory, at most `most_bytes` in total; thread-safe."""
+    """Thread-safe repository of `most_bytes` in memory, which evicts the least recently used data first."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -190,7 +185,7 @@ class TransientRepository:
         self.num_bytes = 0
 
     def put(self, data: bytes) -> Link:
-        """Store a content; others may be evicted."""
+        """Store `data`, evict other data to make room, and return the link."""
         link = Link.of(data)
         with self._lock:
             if link not in self._contents:
@@ -202,7 +197,7 @@ class TransientRepository:
         return link
 
     def get(self, link: Link) -> bytes:
-        """Return the content. Raises `ContentMissing`."""
+        """Return the bytes of a link. Raises `ContentMissing`."""
         with self._lock:
             data = self._contents.get(link)
             if data is None:

@@ -1,8 +1,8 @@
 """`CodeRunner`: compiles, runs and checks programs; `LocalRunner` does so in this machine's sandbox.
 
-It offers RLAX's two operations (§6.1), plus checking: compile a source, run a program on an input, and let a checker
-judge an output. Contents are bytes or links; outputs stay where they were written and are passed by link. A program's
-guest never contains the answer: a checker is a separate run.
+The operations are RLAX's two (§6.1), compiling a source and running a program on an input, and checking an output.
+Contents are bytes or links; outputs stay where they were written and are passed by link. A program's guest never
+contains the expected answer, since a checker is a separate run.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, R
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox
 from pipelinerl.verifiers.oubliette.toolchains import COMPILING
 
-#: Size from which contents are compared, read and hashed on a thread instead of the event loop.
+#: Size from which contents are compared, read and hashed on a thread.
 _LARGE: Final = 16 << 10
-#: Number of compiled checkers kept in memory if there is no repository.
+#: Number of compiled checkers that are cached.
 _REMEMBERED: Final = 256
-#: Number of tests for which it is remembered whether the test's checker accepts the reference answer.
+#: Number of tests for which the result of `_accepts_reference` is cached.
 _TRUSTED: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program: its source, or the result of compiling the source in `compile_s` seconds of elapsed time."""
+    """A program: its source, or the result of compiling, which took `compile_s` seconds of elapsed time."""
 
     language: str
     content: Content
@@ -45,7 +45,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """A finished run, and its output; `result.stdout` may hold only the beginning of the output."""
+    """A finished run and its output, of which `result.stdout` may hold only the beginning."""
 
     result: ProgramResult
     output: Content
@@ -53,7 +53,7 @@ class Executed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """An output, and the criteria by which to judge it."""
+    """An output to judge, with the checker and its other inputs."""
 
     checker: Checker | CustomChecker
     tolerance: float
@@ -63,11 +63,11 @@ class Check:
 
 
 class CodeRunner(Protocol):
-    """Compiles, runs and checks. Methods raise `SandboxLost`, `SandboxMissing` or `ContentMissing` on failure."""
+    """Compiles, runs and checks programs. Raises `SandboxLost`, `SandboxMissing` or `ContentMissing` on failure."""
 
     @property
     def tier(self) -> str:
-        """Strength of the isolation, as shown in verdicts."""
+        """Name of the sandbox's tier, as shown in verdicts."""
         ...
 
     @property
@@ -76,9 +76,7 @@ class CodeRunner(Protocol):
         ...
 
     async def compile(self, language: str, source: str, *, wall_s: float) -> Program | ProgramResult:
-        """Compile a source; if it does not compile within `wall_s`, return the failed run. Raises
-        `ToolchainMissing`.
-        """
+        """Compile a source within `wall_s`; if that fails, return the failed run. Raises `ToolchainMissing`."""
         ...
 
     async def run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
@@ -94,22 +92,19 @@ class CodeRunner(Protocol):
         ...
 
     async def close(self) -> None:
-        """Stop everything that the runner has started."""
+        """Stop everything that the runner has started, or close its connections."""
         ...
 
 
 @final
 class LocalRunner:
-    """Runs programs in this machine's sandbox, and closes it when closed."""
+    """Runner in this machine's sandbox, which it closes when closed."""
 
     def __init__(
         self, sandbox: Sandbox, *, tier: str, at_once: int, repository: PersistentRepository | None = None,
         outputs: Repository | None = None,
     ) -> None:  # fmt: skip
-        """Create the runner.
-
-        `repository` resolves links and keeps compiled checkers; outputs go to `outputs`, if given.
-        """
+        """Create the runner; `repository` resolves links and stores compiled checkers, `outputs` stores outputs."""
         self._sandbox = sandbox
         self._tier = tier
         self._at_once = at_once
@@ -129,7 +124,7 @@ class LocalRunner:
         return self._at_once
 
     async def compile(self, language: str, source: str, *, wall_s: float) -> Program | ProgramResult:
-        """Compile if the language needs it. The compiled program is not cached, since a program is judged once."""
+        """Compile if the language needs it, without caching, since a program is judged once."""
         run = toolchains.find(language).compiling(source, replace(COMPILING, wall_s=min(wall_s, COMPILING.wall_s)))
         if run is None:
             return Program(language, source.encode("utf-8", "replace"))
@@ -147,7 +142,7 @@ class LocalRunner:
         return Executed(result, await asyncio.to_thread(put, result.stdout) if large else put(result.stdout))
 
     async def check(self, check: Check) -> float:
-        """Compare in this process, or run the problem's checker in a guest; the checker is compiled at most once."""
+        """Compare in this process, or run the problem's checker in a guest."""
         output, answer = await self.read(check.output), await self.read(check.answer)
         checker = check.checker
         if isinstance(checker, CustomChecker):
@@ -156,9 +151,9 @@ class LocalRunner:
         return float(same(*given) if len(output) < _LARGE else await asyncio.to_thread(same, *given))
 
     async def _custom_share(self, checker: CustomChecker, given: bytes, output: bytes, answer: bytes) -> float:
-        """Return the checker's judgement; 0 if it fails on the output but works on the reference answer.
+        """Return the checker's judgement; 0 if it fails on the output but accepts the reference answer.
 
-        Without that rule, a program whose output crashes the checker would be masked instead of wrong.
+        Otherwise a program could have its output masked by crashing the checker.
         """
         program = await self.checker(checker)
         try:
@@ -169,7 +164,6 @@ class LocalRunner:
             return 0.0
 
     async def _accepts_reference(self, checker: CustomChecker, program: bytes, given: bytes, answer: bytes) -> bool:
-        """Return whether the checker gives the reference answer all points; the result is remembered for each test."""
         parts = hashlib.blake2b(checker.protocol.encode(), digest_size=32)
         for part in (program, given, answer):
             parts.update(hashlib.blake2b(part).digest())
@@ -185,11 +179,7 @@ class LocalRunner:
         return self._trusted[key]
 
     async def checker(self, checker: CustomChecker) -> bytes:
-        """Return a checker's compiled program; all callers together compile it at most once.
-
-        Raises:
-            CheckerFailed: the checker does not compile.
-        """
+        """Return a checker's compiled program, cached. Raises `CheckerFailed` if it does not compile."""
         if checker.program is not None:
             return await self.read(checker.program)
         key = checker.key
@@ -202,7 +192,7 @@ class LocalRunner:
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Close every guest."""
+        """Close all guests."""
         for task in self._checkers.values():
             task.cancel()
         await asyncio.gather(*self._checkers.values(), return_exceptions=True)

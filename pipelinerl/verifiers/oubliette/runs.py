@@ -1,4 +1,4 @@
-"""Runs, their limits and their results. Sizes are in bytes, times in seconds."""
+"""Runs of programs, their limits and their results. Sizes are in bytes, times in seconds."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from pipelinerl.errors import PipelineError, UserError
 
 
 class SandboxMissing(UserError):
-    """No sandbox of the requested tier is available on this machine; the message names the cause."""
+    """No sandbox of the requested tier is available on this machine."""
 
 
 class SandboxLost(PipelineError):
-    """A guest ended, or did not answer in time, through no fault of the program in it."""
+    """A guest ended, or did not answer in time, through no fault of its program."""
 
 
 class Tier(StrEnum):
     """Strength of the isolation of a run; see docs/use/verification.md."""
 
     DEFAULT = "default"
-    """bubblewrap per slot; each run has its own namespaces, user id, file systems and system call filter."""
+    """bubblewrap around each slot; each run has its own namespaces, user id, file systems and system call filter."""
     STRONG = "strong"
-    """gVisor: each run has its own user-space kernel. Used only if requested by name."""
+    """gVisor, which gives each run its own user-space kernel. Used only if requested by name."""
     WEAK = "weak"
-    """Landlock, system call filter and limits for one host process. Used only if requested by name."""
+    """Landlock, system call filter and limits around one host process. Used only if requested by name."""
 
     @property
     def strength(self) -> int:
@@ -47,7 +47,7 @@ class Ending(StrEnum):
     OUTPUT = "output"
     """Exceeded its output limit."""
     STARVED = "starved"
-    """Exceeded its elapsed time, mostly waiting for a processor: says nothing about the program."""
+    """Exceeded its elapsed time because it mostly waited for a processor; this says nothing about the program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Limits:
 
     Attributes:
         cpu_s: processor time of each process. wall_s: elapsed time.
-        address_space: whether each process's address space is limited, too; not for languages that reserve much.
+        address_space: whether each process's address space is limited; False for languages that reserve much of it.
         disk_bytes: size of the run's folder, which is in the machine's memory.
     """
 
@@ -93,7 +93,7 @@ class Limits:
         return limits
 
 
-#: Memory that a program's interpreter and libraries use before it begins.
+#: Memory that a program's interpreter and libraries use before the program begins.
 _INTERPRETER_BYTES: Final = 128 << 20
 _MOST_STACK: Final = 256 << 20
 
@@ -105,9 +105,7 @@ class Run:
     Attributes:
         argv: the command, with paths inside the guest.
         python: path of a Python program to run in a warm interpreter, instead of `argv`.
-        arguments: arguments of the program.
-        files: contents of the run's folder, /tmp, at the start, by name.
-        stdin: the program's input.
+        files: names and contents of the files in the run's folder, /tmp, at the start.
     """
 
     argv: tuple[str, ...] = ()
@@ -132,11 +130,11 @@ class ProgramResult:
 
     @property
     def succeeded(self) -> bool:
-        """True if it ended by itself, with status 0."""
+        """True if the program ended by itself, with status 0."""
         return self.ending is Ending.EXITED and self.code == 0
 
     def describe(self) -> str:
-        """Return a readable description of how the run ended."""
+        """Describe the run's end in words."""
         if self.ending is Ending.EXITED:
             return "done" if self.code == 0 else f"exit status {self.code}: {_last_line(self.stderr)}"
         if self.ending is Ending.SIGNALLED:

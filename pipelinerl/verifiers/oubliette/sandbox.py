@@ -1,7 +1,7 @@
 """`Sandbox`: slots of one tier, each with its own thread; runs are assigned to free slots.
 
-A guest that is lost is replaced. Its run is tried once more, which is safe: a run depends on nothing outside it. If the
-second guest is lost, too, `SandboxLost` is raised, and the verdict is masked.
+A lost guest is replaced, and its run is retried once. If the second guest is lost, too, `SandboxLost` is raised, and
+the verdict is masked.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from pipelinerl.verifiers.oubliette.gvisor import GvisorSlot
 from pipelinerl.verifiers.oubliette.runs import ProgramResult, Run, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.slot import Isolation, Slot
 
-#: First user id for runs. If the sandbox may choose ids, each slot has its own, in a range that no system assigns.
+#: First user id for runs, in a range that no system assigns. As root, each slot has its own id.
 _FIRST_ID: Final = 60706
 _IDS: Final = 400
 
 _SYSTEMS: Final = Path("/usr/bin/python3")
 _TRIES: Final = 2
-#: Time after which a long run, or a guest that is slow to start, makes room for another run. Below: slots per
-#: concurrent run.
+#: Seconds after which a long run, or a guest that is slow to start, makes room for another run.
 _FRESH_S: Final = 0.1
 _STARTING_S: Final = 1.0
 _LOOKED_EVERY_S: Final = 0.05
@@ -37,16 +36,12 @@ _INTERRUPTED_EVERY_S: Final = 0.2
 
 
 def default_slots() -> int:
-    """Return the default number of slots: one for each core that the process may use."""
+    """Return the default number of concurrent runs: one for each core that the process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
 def isolation_of(tier: Tier, number: int) -> Isolation:
-    """Return the isolation of the runs of slot `number`.
-
-    Raises:
-        SandboxMissing: this machine cannot provide the tier, as far as is known without trying it.
-    """
+    """Return the isolation of the runs of slot `number`. Raises `SandboxMissing` if this machine lacks the tier."""
     if sys.platform != "linux" or not syscall_filter.supported():
         raise SandboxMissing(
             f"the {tier} sandbox is for Linux on x86_64; this is {sys.platform} on {os.uname().machine}"
@@ -72,7 +67,6 @@ def isolation_of(tier: Tier, number: int) -> Isolation:
 
 
 def _strong() -> Isolation:
-    """Return gVisor's isolation; its slot builds the command itself."""
     if gvisor.executable() is None:
         raise SandboxMissing(
             f"the {Tier.STRONG} sandbox needs gVisor's runsc, which is not installed; on Debian: apt install runsc"
@@ -83,8 +77,8 @@ def _strong() -> Isolation:
 
 
 def _weak(outer_id: int) -> Isolation:
-    """Isolate runs as single host processes: no children, no signals to others, no sockets, only libraries to read."""
-    python = _SYSTEMS if os.geteuid() == 0 else bubblewrap.interpreter()  # runs may be unable to read root's Python
+    """Return the isolation of a single host process, which has no children or sockets and can read only libraries."""
+    python = _SYSTEMS if os.geteuid() == 0 else bubblewrap.interpreter()  # runs may not be able to read root's Python
     if not python.exists():
         raise SandboxMissing(f"the {Tier.WEAK} sandbox needs {python} when run as root, which does not exist")
     shown = [
@@ -111,7 +105,7 @@ class _Place:
     """A slot with its thread, and the state of its run.
 
     Attributes:
-        given: time at which its run was assigned, or None.
+        given: time at which the run was assigned, or None.
         fresh: whether the run counts towards `at_once`. behind: whether its processor share was lowered.
     """
 
@@ -124,11 +118,10 @@ class _Place:
 
 @final
 class Sandbox:
-    """Runs programs, `at_once` at a time. The caller must close it; nothing is started before the first run.
+    """Runs programs, `at_once` at a time, in `slots_each` slots for each of them. The caller must close it.
 
-    A run that takes longer than `_FRESH_S` stays in its slot but no longer counts towards `at_once`, so that others
-    need not wait for endless programs. There are `slots_each` slots for each concurrent run. A long run that uses much
-    processor time gets a lower share than the others, where control groups support it.
+    A run that takes longer than `_FRESH_S` no longer counts towards `at_once`, so that others do not wait for endless
+    programs. If it uses much processor time, its processor share is lowered, where control groups support that.
     """
 
     def __init__(self, isolation: Callable[[int], Isolation], *, at_once: int, slots_each: int = _SLOTS_EACH) -> None:
@@ -163,11 +156,11 @@ class Sandbox:
         return self.submit(run).result()
 
     def cpu_s(self) -> float:
-        """Return the processor seconds that the guests have used so far, if control groups count them; else 0."""
+        """Return the processor seconds of the guests so far, if control groups count them; else 0."""
         return sum(place.slot.cpu_s() for place in tuple(self._places))
 
     def close(self) -> None:
-        """Close every guest, which ends running programs; queued runs fail."""
+        """Close all guests, which ends running programs; queued runs fail."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -217,7 +210,7 @@ class Sandbox:
 
     def _work(self, place: _Place) -> None:
         try:
-            place.slot.start()  # start the guest before taking a run, which an idle slot could execute meanwhile
+            place.slot.start()  # before taking a run, which an idle slot could execute meanwhile
             with self._changed:
                 self._starting -= 1
             while (work := self._next(place)) is not None:
@@ -230,7 +223,7 @@ class Sandbox:
             place.slot.close()
 
     def _make_room(self) -> None:
-        """Let other runs start alongside long runs, and lower the processor share of long runs."""
+        """Let other runs start next to long runs, and lower the processor share of long runs."""
         with self._changed:
             while not self._closed:
                 self._watching = any(place.given is not None and not place.behind for place in self._places)

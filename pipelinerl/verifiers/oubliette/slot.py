@@ -1,13 +1,13 @@
-"""`Slot`: one guest with its server, seen from outside. It runs one program at a time, and blocks meanwhile.
+"""`Slot`: the client of one guest's server. It runs one program at a time, and blocks meanwhile.
 
     waits for                      at most                            then
     the server's first packet      `_STARTUP_S`                       the guest is killed: `SandboxLost`
     a run's output, its answer     `_STARVED_TIMES` its deadline      the same; it says nothing about the run
                                    and `_GRACE_S`
 
-A run's output comes through pipes and is limited here: a run that exceeds the limit is ended. Its input is in sealed
-memory files, which it cannot change. If the server dies, its runs die, too. Bubblewrap dies with the thread that
-started it, so use a slot from one thread that lives as long as the slot.
+A run's output comes through pipes and is limited here. Its input is in sealed memory files, which it cannot change. If
+the server dies, its runs die, too. Bubblewrap dies with the thread that started it, so use a slot from one thread that
+lives as long as the slot.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, R
 
 _STARTUP_S: Final = 60.0
 _GRACE_S: Final = 30.0
-#: Processor time from which a run gets a lower share than others.
+#: Processor seconds after which a run gets a lower processor share.
 _GREEDY_CPU_S: Final = 0.1
-#: Memory that a guest needs besides its run, for its server and for the kernel's tables.
+#: Memory of a guest's server and of the kernel's tables, in addition to the run's.
 _SERVER_BYTES: Final = 64 << 20
 _MOST_PACKET: Final = 1 << 16
 _CHUNK: Final = 1 << 18
 _F_ADD_SEALS: Final = 1033
 _ALL_SEALS: Final = 0x1 | 0x2 | 0x4 | 0x8
-#: Time spent waiting for a processor does not count towards the deadline, up to this multiple of the deadline.
+#: Waiting for a processor extends a run's deadline, up to this multiple of it.
 _STARVED_TIMES: Final = 5.0
 #: Must equal the format in `guest/server.py`.
 _ANSWER: Final = struct.Struct("=iddd")
@@ -58,7 +58,7 @@ class Isolation:
         namespaces: whether each run gets its own namespaces; else it is a single process of the host.
         outer_id: the run's user id outside its namespace.
         filter: the seccomp program of each run. servers_filter: the server's seccomp program, which each run inherits.
-        shown: paths that a run may read, if no namespaces hide other paths.
+        shown: paths that a run without namespaces may read.
     """
 
     tier: Tier
@@ -72,7 +72,7 @@ class Isolation:
 
 @final
 class Slot:
-    """A guest, started at the first run and again after a loss; its control group, if any, is reused."""
+    """A guest that is started at the first run, and again after a loss, in a control group that is reused."""
 
     def __init__(self, isolation: Isolation) -> None:
         self._isolation = isolation
@@ -80,20 +80,16 @@ class Slot:
         self._group: ControlGroup | None = None
         self._cpu_began_s = 0.0
         self.began: float | None = None
-        """Time at which the current run started, or None. While the guest starts, no run has started yet."""
+        """Time at which the current run started; None without a run, or while the guest starts."""
 
     def start(self) -> None:
-        """Start the guest in advance. If that fails, the first run reports the failure."""
+        """Start the guest in advance; a failure is reported by the first run."""
         with contextlib.suppress(SandboxLost, OSError):
             self._make_group()
             self._guest = _Guest.start(self._isolation, self._group)
 
     def run(self, run: Run) -> ProgramResult:
-        """Run a program.
-
-        Raises:
-            SandboxLost: the guest could not be started, ended, or did not answer.
-        """
+        """Run a program. Raises `SandboxLost` if the guest cannot be started, ends, or does not answer."""
         self._make_group()
         kills = self._begin(run.limits)
         began = time.monotonic()
@@ -105,7 +101,7 @@ class Slot:
             result = self._guest.run(run, self._isolation)
         except SandboxLost:
             self._lose()
-            if self._killed_since(kills):  # the run filled the slot's memory, and the kernel killed the server with it
+            if self._killed_since(kills):  # the run filled the slot's memory, and the kernel killed the server
                 return _out_of_memory(time.monotonic() - began, self._isolation.tier)
             raise
         except BaseException:
@@ -120,7 +116,7 @@ class Slot:
             self._group = ControlGroup(where)
 
     def _begin(self, limits: Limits) -> int:
-        """Set the limits of the guest; return the kernel's kill count before the run."""
+        """Set the guest's limits for a run; return the number of processes killed for lack of memory so far."""
         if self._group is None:
             return 0
         self._group.weigh(Weight.FULL)
@@ -131,16 +127,13 @@ class Slot:
         return self._group is not None and self._group.oom_kills() > kills
 
     def cpu_s(self) -> float:
-        """Return the processor seconds that the slot's guests have used so far, if a control group counts them;
-        else 0.
-        """
+        """Return the processor seconds of the slot's guests so far, if a control group counts them; else 0."""
         return 0.0 if self._group is None else self._group.cpu_s()
 
     def goes_behind(self) -> bool:
-        """Lower the current run's processor share if the run has used much; callable from any thread.
+        """Lower the processor share of the current run if it has used much; for any thread.
 
-        Returns:
-            True if no more checks are needed: the share is lowered, or there is no control group to lower it.
+        Returns True if no more checks are needed: the share is lowered, or there is no control group.
         """
         if self._group is None:
             return True
@@ -150,12 +143,12 @@ class Slot:
         return True
 
     def interrupt(self) -> None:
-        """End the guest now, so that its run is lost. For other threads."""
+        """Kill the guest, so that its run is lost; for other threads."""
         if self._guest is not None:
             self._guest.interrupt()
 
     def close(self) -> None:
-        """Close the guest, and end its run."""
+        """Close the guest, its run and the control group."""
         self._lose()
         if self._group is not None:
             self._group.close()
@@ -169,8 +162,6 @@ class Slot:
 
 @final
 class _Guest:
-    """A started guest."""
-
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, words: Any) -> None:
         self._process = process
         self._control = control
@@ -182,7 +173,7 @@ class _Guest:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words = tempfile.TemporaryFile()  # noqa: SIM115 - the guest keeps it open
         with theirs:
-            # env is empty: /proc/1/environ in the guest shows bubblewrap's own environment
+            # env is empty, since /proc/1/environ in the guest shows bubblewrap's environment
             command = isolation.command if group is None else group.entering(isolation.command)
             end = theirs.fileno()
             process = subprocess.Popen(command, stdin=end, stdout=words, stderr=words, env={}, cwd="/")
@@ -250,10 +241,6 @@ class _Guest:
         )
 
     def kill(self) -> None:
-        """Kill the guest.
-
-        The server ends its run when the socket closes, and bubblewrap's end ends everything in the guest.
-        """
         self._control.close()
         self.interrupt()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -274,9 +261,7 @@ class _Guest:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The server's answer on a run: the fields of `_ANSWER`, the reason why the run was ended, and any startup
-    error.
-    """
+    """The server's answer to a request: the fields of `_ANSWER`, why the run was ended, and any startup error."""
 
     code: int
     cpu_s: float
@@ -294,8 +279,6 @@ class _Answer:
 
 @final
 class _Reader:
-    """Reads the output of one run, up to its limits, until the server has answered and everything is read."""
-
     def __init__(self, control: socket.socket, out: int, err: int, limits: Limits) -> None:
         self._control = control
         self._most = {out: limits.output_bytes, err: limits.error_bytes}
@@ -304,7 +287,6 @@ class _Reader:
         self.stdout, self.stderr = self._read[out], self._read[err]
 
     def read(self, until: float) -> _Answer | None:
-        """Return the server's answer, or None if no answer came in time."""
         poll = select.poll()
         waiting = {self._control.fileno(), *self._read}
         for file in waiting:
@@ -322,7 +304,7 @@ class _Reader:
                         continue
                 else:
                     packet = b""
-                    with contextlib.suppress(ConnectionResetError):  # a guest that was killed before it read its order
+                    with contextlib.suppress(ConnectionResetError):  # the guest was killed before it read its request
                         packet = self._control.recv(_MOST_PACKET)
                     if len(packet) < _ANSWER.size:
                         return None
@@ -336,7 +318,7 @@ class _Reader:
         return replace(answer, ended="output") if answer is not None and ended_by_us else answer
 
     def _take(self, file: int) -> bool:
-        """Read a chunk; return False at the end. Excess output is read and dropped, so that writers do not block."""
+        """Read a chunk; return False at the end. Drop output beyond the limit, so that writers do not block."""
         part = os.read(file, _CHUNK)
         kept = self._read[file]
         kept += part[: max(0, self._most[file] + 1 - len(kept))]
@@ -353,7 +335,7 @@ def _request(run: Run) -> bytes:
     return _requested(run.argv, run.python, run.arguments, tuple(name for name, _ in run.files), run.limits)
 
 
-@lru_cache(maxsize=64)  # cached: building it takes many system calls, and most runs resemble earlier ones
+@lru_cache(maxsize=64)  # most requests repeat, and building one takes many system calls
 def _requested(
     argv: tuple[str, ...], python: str, arguments: tuple[str, ...], files: tuple[str, ...], limits: Limits
 ) -> bytes:
@@ -370,7 +352,6 @@ def _requested(
 
 
 def _limits_of(limits: Limits) -> dict[str, Any]:
-    """Return the limits in the form that the server expects."""
     rlimits = of_rlimits(limits.rlimits())
     return {
         "wall_s": limits.wall_s,
@@ -400,7 +381,6 @@ def _ending(answer: _Answer, limits: Limits) -> Ending:
 
 
 def _sealed(data: bytes) -> int:
-    """Create a memory file whose content can no longer be changed."""
     file = os.memfd_create("oubliette", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         view = memoryview(data)

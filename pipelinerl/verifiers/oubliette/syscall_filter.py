@@ -1,9 +1,9 @@
 """The system calls that a run must not make, as a seccomp program.
 
-Denied are sockets, namespaces, mounts, tracing, and memory that no limit counts. A denied call fails with an error, so
-an honest program that tries it can continue. A call by another architecture's numbers (32 bits, x32) kills the process.
-Numbers beyond those known here fail with ENOSYS. So does `clone3`, because its flags are in memory that a filter cannot
-read; C libraries then fall back to `clone`.
+Sockets, namespaces, mounts, tracing, and memory that no limit counts are denied. A denied call fails with an error, so
+an honest program can continue. A call by another architecture's numbers (32 bits, x32) kills the process. Unknown
+numbers fail with ENOSYS. So does `clone3`, because its flags are in memory that a filter cannot read; C libraries then
+fall back to `clone`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
 _AF_UNIX: Final = 1
 _CLONE_THREAD: Final = 0x10000
 
-#: Number of system call numbers that the filter compares one after another.
+#: Number of system call numbers in a group, which the filter compares one after another.
 _GROUP: Final = 12
 
-#: The highest system call number of Linux 6.6 on x86_64. Calls with higher numbers are unknown here.
+#: Highest system call number of Linux 6.6 on x86_64; higher numbers are unknown here.
 _LAST_KNOWN: Final = 456
 
 #: Denied system calls, with their numbers on x86_64.
 _REFUSED: Final = {
-    # sockets: `socketpair` is allowed for AF_UNIX, which reaches no other process
+    # sockets, except `socketpair` for AF_UNIX, which reaches no other process
     "socket": 41, "connect": 42, "bind": 49, "listen": 50, "accept": 43, "accept4": 288,
     "unshare": 272, "setns": 308, "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "open_tree": 428,
     "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "mount_setattr": 442,
@@ -58,13 +58,13 @@ _REFUSED: Final = {
     "nfsservctl": 180,
 }  # fmt: skip
 _MMAP, _CLONE, _CLONE3, _SOCKETPAIR, _FORK, _VFORK, _EXECVE, _EXECVEAT, _PRLIMIT = 9, 56, 435, 53, 57, 58, 59, 322, 302
-#: Also denied to runs without a process namespace: calls that may reach other processes, or create a process.
+#: Calls that may reach other processes, or create a process; also denied to runs without a process namespace.
 _ALONE: Final = (434, 203, 62, 200, 234, 424, 129, 297, 109, 112, 141, _FORK, _VFORK, _EXECVE, _EXECVEAT)
 
-#: Calls by which the server creates a guest, besides `clone`.
+#: Calls that the server needs to isolate a run, besides `clone`.
 _TO_MAKE_GUESTS: Final = frozenset({_REFUSED["mount"]})
 
-#: Commands that make a file send signals to a process: F_SETOWN, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP.
+#: Commands of fcntl and ioctl that make a file send signals: F_SETOWN, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP.
 _OWNERS: Final = {72: (8, 15), 16: (0x8901, 0x8902)}
 
 
@@ -74,17 +74,12 @@ def supported() -> bool:
 
 
 def of_servers() -> bytes:
-    """Return the filter of the server, which runs inherit.
-
-    It denies the calls that the server does not need; creating namespaces is allowed, since the server needs that.
-    """
+    """Return the server's filter, which runs inherit. It allows namespaces by `clone`, and mounts, to isolate runs."""
     return _program(set(_REFUSED.values()) - _TO_MAKE_GUESTS)
 
 
 def of_runs() -> bytes:
-    """Return the additional filter of each run. It is short: the kernel checks each number when it installs a
-    filter.
-    """
+    """Return the additional filter of each run, which is short because the kernel checks it at each installation."""
     steps = [_step(_LOAD, _ARCHITECTURE), _step(_JUMP_EQUAL, _X86_64, 1, 0), _step(_RETURN, _KILL)]
     steps.append(_step(_LOAD, _NUMBER))
     for number in sorted(_TO_MAKE_GUESTS):
@@ -98,10 +93,9 @@ def alone() -> bytes:
 
 
 def as_oci() -> dict[str, Any]:
-    """Return the calls that `of_runs` denies, in gVisor's format, without calls whose names gVisor does not know.
+    """Return the denied calls in gVisor's format, without `clone3`.
 
-    `clone3` is left out: this format has one error for all denied calls, but C libraries fall back to `clone` only on
-    ENOSYS.
+    The format has one error for all denied calls, but C libraries fall back to `clone` only on ENOSYS.
     """
     refuse = {"action": "SCMP_ACT_ERRNO", "errnoRet": int(errno.EPERM)}
 
@@ -122,7 +116,6 @@ def as_oci() -> dict[str, Any]:
 
 
 def _program(refused: Iterable[int], *, clone_may_not: int = 0, clone_must: int = 0) -> bytes:
-    """Return the whole program; each rule ends in a verdict or falls through to the next."""
     steps = [
         _step(_LOAD, _ARCHITECTURE),
         _step(_JUMP_EQUAL, _X86_64, 1, 0),
@@ -158,7 +151,7 @@ def _no_clone_with(bits: int) -> list[bytes]:
 
 
 def _by_number(refused: list[int]) -> list[bytes]:
-    """Return instructions that deny these numbers, in groups, so that a call passes through few instructions."""
+    """Return instructions that deny sorted numbers, in groups, so that each call passes through few instructions."""
     groups = [refused[begin : begin + _GROUP] for begin in range(0, len(refused), _GROUP)]
     steps: list[bytes] = []
     for number in reversed(range(len(groups))):
@@ -171,9 +164,7 @@ def _by_number(refused: list[int]) -> list[bytes]:
 
 
 def _by_argument(number: int, argument: int, rule: list[bytes]) -> list[bytes]:
-    """Return instructions that apply a rule to the lower half of one argument of a call, then load the call's number
-    again.
-    """
+    """Return instructions that apply `rule` to the lower half of a call's argument, then reload the call's number."""
     body = [_step(_LOAD, 16 + 8 * argument), *rule, _step(_LOAD, _NUMBER)]
     return [_step(_JUMP_EQUAL, number, 0, len(body)), *body]
 

@@ -1,7 +1,6 @@
-"""Toolchains: commands that compile and run programs in each language, and detection of installed ones.
+"""Toolchains: commands that compile and run programs in each language, and detection of installed languages.
 
-A compiled program is a single file, so it can be passed as bytes from the guest that compiles to the guests that run.
-Compiling writes it to standard output, through a pipe with the usual limit.
+A compiled program is a single file, which the guest that compiles writes to standard output.
 """
 
 from __future__ import annotations
@@ -23,19 +22,20 @@ _FOLDER: Final = "/tmp"
 
 
 class ToolchainMissing(UserError):
-    """A language is unknown, or its tools are not on this host."""
+    """A language is unknown, or its tools are not installed on this host."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolchain:
-    """Commands and names of one language.
+    """Names and commands of one language.
 
     Attributes:
         aliases: other names of the language in fenced blocks and data sets.
-        tools: programs that must be installed on the host. A guest sees the first tool with the folder around it.
+        tools: programs that must be installed on the host.
         source: the source file's name.
         compile: a shell line that writes `program`; if empty, the source is the program.
+        program: the program file's name.
         argv: command that runs the program; if empty, the guest's warm Python runs it.
         reserves_addresses: whether the language's runtime reserves far more address space than it uses.
     """
@@ -50,7 +50,7 @@ class Toolchain:
     reserves_addresses: bool = False
 
     def compiling(self, source: str, limits: Limits) -> Run | None:
-        """Return the run whose output is the compiled program, or None if the language needs no compiling."""
+        """Return the run that prints the compiled program, or None if the language needs no compiling."""
         if not self.compile:
             return None
         script = f"{{ {self.compile}; }} >&2 && cat {self.program}"
@@ -66,7 +66,7 @@ class Toolchain:
         return Run(argv=self.argv, files=files, stdin=stdin, limits=limits)
 
 
-#: Limits of compiling. Compilers need more than programs do; the limits still stop template bombs.
+#: Limits of compiling, which are higher than those of programs but still stop template bombs.
 COMPILING: Final = Limits(
     cpu_s=30.0, wall_s=60.0, memory_bytes=1 << 30, address_space=False, output_bytes=64 << 20, disk_bytes=256 << 20
 )
@@ -114,16 +114,12 @@ _BY_ALIAS: Final = {alias: each for each in LANGUAGES.values() for alias in (eac
 
 
 def named(name: str) -> Toolchain | None:
-    """Return the language with this name or alias, if any."""
+    """Return the language with this name or alias, or None."""
     return _BY_ALIAS.get(name.strip().lower())
 
 
 def find(name: str) -> Toolchain:
-    """Return the language with this name, with the paths of its tools.
-
-    Raises:
-        ToolchainMissing: the language is unknown, or not installed here.
-    """
+    """Return the language with this name or alias, with the paths of its tools. Raises `ToolchainMissing`."""
     language = named(name)
     if language is None:
         raise ToolchainMissing(f"language must be one of {', '.join(LANGUAGES)}, got {name!r}")
@@ -145,7 +141,7 @@ def installed() -> tuple[str, ...]:
 
 
 def folders() -> tuple[Path, ...]:
-    """Return folders outside /usr that the guest must see for the installed languages."""
+    """Return the folders outside /usr that a guest must see for the installed languages."""
     places = (_place(tool) for each in LANGUAGES.values() for tool in each.tools)
     folders = {place.parent.parent for place in places if place is not None and not place.is_relative_to("/usr")}
     return tuple(sorted(folders))
@@ -153,12 +149,12 @@ def folders() -> tuple[Path, ...]:
 
 @cache
 def _place(tool: str) -> Path | None:
-    """Return the path of a tool, or None if runs cannot execute it; a link in /usr keeps its own name."""
+    """Return the path of a tool, or None if runs cannot execute it; links are followed only outside /usr."""
     path = shutil.which(tool, path="/usr/local/bin:/usr/bin:/bin") or shutil.which(tool)
     if path is None:
         return None
     real = Path(os.path.realpath(path))
-    if real.name == "rustup":  # rustup's shim stands for the compiler of the selected toolchain
+    if real.name == "rustup":  # a shim that executes the selected toolchain's compiler
         return _of_rustup(path, tool)
     if real.is_relative_to("/usr"):
         return Path(path)

@@ -1,18 +1,13 @@
 """`Oubliette`: judges the program in an answer by running it on a problem's tests, in a sandbox.
 
-`PythonTool` runs programs for a model in the same sandbox.
-
 The program is the last fenced block of the answer. It is compiled once and run on the tests in order, several at once.
 It is correct if it passes all tests. Testing stops at the first failure, unless the reward is the share of tests
-passed. Expected answers are compared here, or in the checker's guest, and are never in the program's guest.
+passed. Expected answers are never in the program's guest. `PythonTool` runs programs for a model in the same sandbox.
 
 Faults of the program (no code, no compilation, crashes, limits, other output) are `wrong`. Failures that say nothing
 about the program are masked as `verifier_error`: a guest lost twice, lack of a processor, invalid tests, or a checker
-that also fails on the reference answer. If the tests together exceed the verifier's deadline, the verdict is a
-`timeout`. If a checker accepts the reference answer and fails on a program's output, the output is rejected.
-
-A service that restarts loses its programs and outputs. An answer that needs lost content is judged again from the
-start. If the service is unreachable, answers wait for it up to `_GRACE_S`.
+that also fails on the reference answer. If the tests together exceed the deadline, the verdict is a `timeout`. An
+answer that needs content that a service lost by restarting is judged again from the start.
 """
 
 from __future__ import annotations
@@ -39,12 +34,11 @@ from pipelinerl.verifiers.oubliette.sandbox import default_slots
 from pipelinerl.verifiers.oubliette.toolchains import COMPILING, ToolchainMissing
 from pipelinerl.verifiers.verifier import failed, graded, shown, timed_out, wrong
 
-#: A program may print up to twice the bytes of the expected answer, plus this many.
+#: A program may print twice as many bytes as the expected answer has, plus this many.
 _SPARE_OUTPUT: Final = 64 << 10
-#: Number of attempts at judging an answer whose content the service has lost. Several are needed, since a service may
-#: be killed repeatedly; content that was never uploaded is missing at every attempt.
+#: Number of attempts at judging an answer whose content a service lost by restarting.
 _TRIES: Final = 8
-#: Time for which an unreachable service is retried, even if it was never reached before.
+#: Seconds for which an unreachable service is retried.
 _GRACE_S: Final = 60.0
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
@@ -60,10 +54,7 @@ def refuse_unreadable(problem: Problem) -> None:
 
 @final
 class Oubliette:
-    """Verifier for problems with tests. The caller must close it.
-
-    The sandbox is opened and probed at `start` or at the first answer.
-    """
+    """Verifier for problems with tests. `start` or the first answer opens the sandbox; the caller must close it."""
 
     def __init__(self, rules: CodeRules | None = None, *, deadline_s: float = 60.0, workers: int | None = None) -> None:
         self._rules = rules or CodeRules()
@@ -75,7 +66,7 @@ class Oubliette:
         self._opening = asyncio.Lock()
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
-        """Judge the program in an answer; the verdict's reason names the tier."""
+        """Judge the program in an answer; the verdict's reason names the sandbox's tier."""
         try:
             runner = await self._opened(_GRACE_S)
             verdict = await self._judged(runner, CodeProblem.of(problem), completion_text)
@@ -90,12 +81,12 @@ class Oubliette:
         )
 
     async def start(self) -> None:
-        """Open and probe the sandbox before the first answer. A failure is reported when the first answer is judged."""
+        """Open and probe the sandbox; a failure is reported when the first answer is judged."""
         with contextlib.suppress(SandboxMissing, SandboxLost):
             await self._opened(0.0)
 
     async def close(self) -> None:
-        """Close every guest."""
+        """Close all guests."""
         self._missing = self._missing or "the verifier is closed"
         async with self._opening:
             runner, self._runner = self._runner, None
@@ -109,7 +100,7 @@ class Oubliette:
         return await _Judged(runner, problem, self._rules, self._deadline_s).verdict(text)
 
     async def _opened(self, grace_s: float) -> CodeRunner:
-        """Return the runner. Callers that wait for the same failed attempt share its error."""
+        """Return the open runner. Callers that wait for the same failed attempt share its error."""
         began = time.monotonic()
         async with self._opening:
             if self._runner is not None:
@@ -143,13 +134,9 @@ class Oubliette:
 
 
 async def open_runner(rules: CodeRules, *, at_once: int) -> CodeRunner:
-    """Open the runner of a domain: the service that the rules name, or this machine's sandbox.
+    """Open the service that the rules name, or this machine's sandbox; the caller must close the runner.
 
-    The caller must close it.
-
-    Raises:
-        SandboxMissing: the requested tier is not available; the message names the cause.
-        SandboxLost: the service cannot be reached now.
+    Raises `SandboxMissing` if the tier is not available, and `SandboxLost` if the service cannot be reached now.
     """
     if not rules.url:
         repository = PersistentRepository(from_home(rules.repository)) if rules.repository else None
@@ -163,7 +150,7 @@ async def open_runner(rules: CodeRules, *, at_once: int) -> CodeRunner:
 
 @final
 class _Judged:
-    """Judges one answer's program."""
+    """Judgement of one answer, with the time that is left for it."""
 
     def __init__(self, runner: CodeRunner, problem: CodeProblem, rules: CodeRules, deadline_s: float) -> None:
         self._runner = runner
@@ -172,11 +159,7 @@ class _Judged:
         self._left_s = deadline_s
 
     async def verdict(self, text: str) -> Verdict:
-        """Return the verdict, without the tier.
-
-        Raises:
-            TimeoutError: the verifier's time ran out during the tests.
-        """
+        """Compile and test the program in `text`. Raises `TimeoutError` if the verifier's time runs out."""
         block = last_block(text)
         if block is None:
             return wrong("the answer has no closed fenced block of code")
@@ -203,7 +186,7 @@ class _Judged:
         return _scored(shares, reason, self._rules.scoring)
 
     async def _tested(self, program: Program, test: CodeTest) -> tuple[float, str]:
-        """Return the share of one test's points, and the reason if it is below 1."""
+        """Run one test; return the share of its points, and the reason if that is below 1."""
         time_limit_s = self._problem.time_limit_s or self._rules.time_limit_s
         checker = self._problem.checker or self._rules.checker
         custom = isinstance(checker, CustomChecker)
@@ -230,7 +213,7 @@ class _Judged:
         return share, "" if share == 1.0 else f"wrote {executed.result.stdout[:60]!r}"
 
     async def _run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
-        """Run within what is left of the verifier's time; only the time of runs counts towards it."""
+        """Run the program within the verifier's remaining time, from which only the time of runs is subtracted."""
         left_s = self._left_s
         if left_s <= 0:
             raise TimeoutError
@@ -254,7 +237,7 @@ def _scored(shares: list[float], reason: str, scoring: Scoring) -> Verdict:
     )
 
 
-#: Maximum number of characters of a result that the model reads; of longer results, it reads the beginning and the end.
+#: Maximum number of characters of a result for the model; longer results are cut in the middle.
 _MOST_SHOWN: Final = 4000
 _OUTPUT_BYTES: Final = 64 << 10
 _SILENT: Final = "(the program printed nothing)"
@@ -262,7 +245,7 @@ _SILENT: Final = "(the program printed nothing)"
 
 @final
 class PythonTool:
-    """The tool `python`. Each call is a separate run; nothing is kept between calls. The caller must close the tool."""
+    """The tool `python`, each call of which is a separate run. The caller must close the tool."""
 
     name = "python"
     description = (
@@ -284,26 +267,18 @@ class PythonTool:
         self._is_closed = False
 
     async def start(self) -> None:
-        """Open and probe the sandbox. If a service cannot be reached yet, the first call tries again.
-
-        Raises:
-            SandboxMissing: the sandbox is not available here; the message names the cause.
-        """
+        """Open and probe the sandbox, unless a service cannot be reached yet. Raises `SandboxMissing`."""
         with contextlib.suppress(SandboxLost):
             await self._opened()
 
     async def call(self, text: str) -> tuple[str, bool]:
-        """Run a program and return what the model reads, and whether the program failed.
-
-        Raises:
-            SandboxMissing, SandboxLost: the sandbox failed, which says nothing about the program.
-        """
+        """Run `text`; return the text for the model, and whether it failed. Raises `SandboxMissing`, `SandboxLost`."""
         runner = await self._opened()
         executed = await runner.run(Program("python", text.encode("utf-8", "replace")), b"", self._limits)
         return _shown(executed.result), not executed.result.succeeded
 
     async def close(self) -> None:
-        """Close every guest."""
+        """Close all guests."""
         self._is_closed = True
         async with self._opening:
             runner, self._runner = self._runner, None
@@ -323,7 +298,7 @@ class PythonTool:
 
 
 def _shown(result: ProgramResult) -> str:
-    """Return the output; if the program failed, also its errors and how it ended."""
+    """Return the program's output, and after a failure its errors and how it ended, cut to `_MOST_SHOWN`."""
     parts = [result.stdout.decode("utf-8", "replace").rstrip()]
     if not result.succeeded:
         parts += [result.stderr.decode("utf-8", "replace").rstrip(), f"[{result.describe()}]"]

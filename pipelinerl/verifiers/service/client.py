@@ -1,13 +1,9 @@
-"""`VerifierServices` and `RemoteVerifier`: send an actor's answers to whichever verifier services are up.
+"""`VerifierServices` and `RemoteVerifier`: send an actor's answers to the verifier services that are up.
 
-Each answer gets exactly one verdict, even if its request is retried. A service that is unreachable, silent, drops the
-connection, or answers 5xx or invalid data is an infrastructure failure. The request is then retried at other services
-for `grace_s`, after which its answers are *masked* (`verifier_error`), never scored. Responses are limited in size and
-validated.
-
-A failed service is avoided for a period that grows with each failure, unless it restarts. Of the other services, those
-with about the lowest load are candidates. A problem always prefers the same candidate, which may have the verdicts on
-its answers cached.
+A service fails if it is unreachable or silent, drops the connection, or answers 5xx or invalid data. Its requests are
+then retried at other services for `grace_s`, after which their answers are *masked* (`verifier_error`), never scored.
+A failed service is avoided for a cooldown that grows with each failure, unless it restarts. Of the services with about
+the lowest load, a problem always prefers the same one, which may have verdicts on its answers cached.
 
 | waits for | at most | unblocked by |
 |---|---|---|
@@ -43,65 +39,59 @@ log = logging.getLogger("pipelinerl")
 
 _FIRST_REST_S: Final = 0.5
 _LONGEST_REST_S: Final = 15.0
-#: Time before a full service is retried, and, if there is no service, before services are looked up again.
+#: Seconds before a full service is retried, or, if there is no service, before services are looked up again.
 _LOOK_AGAIN_S: Final = 0.25
-#: A problem's preferred service may hold this many answers more than the least loaded service, or twice the problem's
-#: answers if that is more.
+#: A problem's preferred service may hold this many answers more than the least loaded service (or twice the request's
+#: answers, if that is more).
 _SLACK: Final = 64
 #: Limit on the bytes of a response: this many for each verdict with its reasons, plus a constant.
 _BYTES_PER_VERDICT: Final = 64 << 10
 _BYTES_BESIDE: Final = 1 << 20
-#: Limit on weighted sums of rewards; no verifier of this project gives a larger number.
+#: Largest accepted reward; no verifier of this project gives a larger one.
 _MOST_REWARD: Final = 1e9
 
 
 class _ServiceFull(Exception):
-    """A service has no capacity at the moment."""
+    """The service holds as many answers as it may; a later attempt may succeed."""
 
 
 class _CannotBeAsked(Exception):
-    """Every service would reject this request."""
+    """The request is one that every service would reject."""
 
 
 @final
 @dataclass(slots=True)
 class _Service:
-    """State of one service: its lease, the number of our answers that it holds, and its cooldown."""
-
     lease: VerifierLease
     load: int = 0
     rest_s: float = 0.0
     rests_until: float = -math.inf
 
     def failed(self, now: float) -> None:
-        """Start a cooldown."""
         self.rest_s = min(max(_FIRST_REST_S, 2 * self.rest_s), _LONGEST_REST_S)
         self.rests_until = now + self.rest_s
 
     def answered(self) -> None:
-        """Reset the cooldown."""
         self.rest_s, self.rests_until = 0.0, -math.inf
 
 
 @final
 @dataclass(slots=True)
 class _Try:
-    """State of one request across its attempts."""
-
     until: float = math.inf
     reason: str = "the controller has named no verifier service"
     refused: set[str] = field(default_factory=set)
-    """Incarnations of the services that rejected the request for good."""
+    """Incarnations of the services that reject the request even when retried."""
 
     def failed(self, reason: str, now: float, grace_s: float) -> None:
-        """Record a failure; the first one starts the grace period."""
+        """Record a failure; the first failure starts the grace period."""
         self.reason = reason
         self.until = min(self.until, now + grace_s)
 
 
 @final
 class VerifierServices:
-    """The services of a run; used from one event loop, and closed in it."""
+    """The verifier services of a run; for use from a single event loop, in which it is also closed."""
 
     def __init__(self, *, token: str | None, patience: ServicePatience = ServicePatience()) -> None:
         self._token = token
@@ -111,7 +101,7 @@ class VerifierServices:
         self._changed = asyncio.Event()
 
     def update(self, leases: Iterable[VerifierLease]) -> None:
-        """Replace the list of services; a service that is no longer listed may still answer running requests."""
+        """Replace the list of services; a service that is no longer listed may still answer requests in flight."""
         known = self._services
         self._services = {}
         for lease in leases:
@@ -129,7 +119,7 @@ class VerifierServices:
     async def judge(
         self, domain: str, rules: str, problem: Problem, answers: Sequence[SampledAnswer]
     ) -> list[Judgement]:
-        """Return the verdicts on answers to a problem, in order; masked if no service can judge them."""
+        """Return the verdicts on answers to a problem, in order; mask the answers if no service can judge them."""
         request = VerifyRequest(
             protocol=wire.PROTOCOL, domain=domain, rules=rules, problem=problem, answers=tuple(answers)
         )
@@ -163,12 +153,12 @@ class VerifierServices:
                 return _masked(tried.reason, len(answers))
 
     async def close(self) -> None:
-        """Close every connection."""
+        """Close all connections."""
         if self._session is not None:
             await self._session.close()
 
     def _chosen(self, request: VerifyRequest, body: bytes, tried: _Try, now: float) -> _Service | None:
-        """Return the problem's preferred service among those with low load, or None if no service can be used now."""
+        """Return the problem's preferred service among those with low load; None if none can be used now."""
         able = [
             each
             for each in self._services.values()
@@ -186,7 +176,6 @@ class VerifierServices:
         )
 
     def _reason_for_none(self, request: VerifyRequest, tried: _Try) -> str:
-        """Return the reason why no service can be used."""
         if tried.until < math.inf:
             return tried.reason
         judging = [each.lease for each in self._services.values() if request.domain in each.lease.domains]
@@ -196,7 +185,6 @@ class VerifierServices:
         return f"no verifier service of this run judges {request.domain} now"
 
     async def _wait(self, tried: _Try, now: float) -> None:
-        """Wait until services change, a cooldown ends, or the grace period is over."""
         wakes = [each.rests_until for each in self._services.values() if each.rests_until > now]
         wakes.append(now + _LOOK_AGAIN_S)
         with contextlib.suppress(TimeoutError):
@@ -204,11 +192,7 @@ class VerifierServices:
                 await self._changed.wait()
 
     async def _verdicts_of(self, service: _Service, body: bytes, count: int, tried: _Try) -> list[Judgement]:
-        """Return a service's verdicts.
-
-        Raises:
-            ServiceFailed, _ServiceFull, _CannotBeAsked: the service gave no verdicts; the message names it.
-        """
+        """Request verdicts. Raises `ServiceFailed`, `_ServiceFull` or `_CannotBeAsked`, which name the service."""
         if self._session is None:
             self._session = hot_session(token=self._token, keep_alive_s=KEEP_ALIVE_S)
         url = service.lease.url + wire.VERIFY
@@ -230,7 +214,7 @@ class VerifierServices:
 
 @final
 class RemoteVerifier:
-    """Judges a domain's answers by the run's services. Deadlines are those of the verifiers at the services."""
+    """A `GroupVerifier` that judges a domain's answers by the run's services, which enforce the deadlines."""
 
     def __init__(self, services: VerifierServices, *, domain: str, rules: str) -> None:
         self._services = services
@@ -242,7 +226,7 @@ class RemoteVerifier:
         return await self._services.judge(self._domain, self._rules, problem, answers)
 
     async def close(self) -> None:
-        """Do nothing; the services are shared."""
+        """Do nothing: the connections to services are shared by all domains."""
 
 
 def _judgements(content: bytes, count: int, url: str) -> list[Judgement]:

@@ -1,8 +1,7 @@
-"""`VerifierService` and its application: judges answers sent by actors, by domain, as an actor would judge them itself.
+"""`VerifierService` and its application: judges actors' answers with the same verifiers that an actor would use.
 
-A response has one verdict for each answer of its request. If a request's client disconnects, the request is abandoned
-and the workers that judge it are killed. Of a rejected request, no answer was judged. Equal answers to one problem are
-judged once, and cached if the domain's verifier is deterministic (`ServedDomain.kept`).
+If the client of a request disconnects, the request is abandoned and the workers that judge it are killed. If a domain's
+verifier is deterministic (`ServedDomain.kept`), equal answers to one problem are judged once, and verdicts are cached.
 
 | waits for | at most | unblocked by |
 |---|---|---|
@@ -40,15 +39,14 @@ from pipelinerl.verifiers.service.wire import (
 )
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, start
 
-#: Size of an entry besides the verdict's bytes: the key, and Python's objects around key and verdict.
+#: Size of a cache entry without the verdict's bytes: the key, and Python's objects.
 _PLACE_BYTES: Final = 256
 
 
 def keys_of(rules: str, problem: Problem, texts: Iterable[str]) -> list[bytes]:
-    """Return for each answer a 32-byte hash of everything that a deterministic verifier's verdict depends on.
+    """Return for each answer text a 32-byte hash of everything that a deterministic verifier's verdict depends on.
 
-    The part before the text is one JSON array, so that the encoding is unambiguous. That part is hashed once, not once
-    per answer: a problem may have megabytes, and four thousand answers.
+    The common part is hashed only once, since a problem may have megabytes and four thousand answers.
     """
     inputs = [rules, problem.domain, problem.messages, problem.ground_truth, problem.metadata]
     of_all = hashlib.blake2b(msgspec.json.encode(inputs, order="sorted"), digest_size=32)
@@ -62,11 +60,9 @@ def keys_of(rules: str, problem: Problem, texts: Iterable[str]) -> list[bytes]:
 
 @final
 class VerdictCache:
-    """Verdicts by a hash of their inputs, in at most `most_bytes`; with 0 it stores nothing.
+    """Cache of verdicts that are judgements, by `keys_of`, in at most `most_bytes`.
 
-    A key is the hash of everything that a verdict depends on: the rules, the problem with its ground truth, and the
-    whole answer. An answer that is only similar to a cached one therefore learns nothing, neither from its verdict nor
-    from the response time. Only judgements are cached. The least recently used entry is evicted first.
+    The least recently used entry is evicted first. With a `most_bytes` of 0, nothing is cached.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -78,7 +74,7 @@ class VerdictCache:
         """Size of the cached entries."""
 
     def find(self, key: bytes) -> Verdict | None:
-        """Return the verdict cached under the key, if there is one."""
+        """Return the verdict cached under `key`, or None."""
         encoded = self._kept.get(key)
         if encoded is None:
             return None
@@ -86,7 +82,7 @@ class VerdictCache:
         return self._decoder.decode(encoded)
 
     def keep(self, key: bytes, verdict: Verdict) -> None:
-        """Cache a verdict if it is a judgement."""
+        """Cache `verdict` under `key` if it is a judgement."""
         if not verdict.outcome.is_judgement:
             return
         encoded = self._encoder.encode(verdict)
@@ -99,13 +95,13 @@ class VerdictCache:
             self.num_bytes -= len(oldest) + _PLACE_BYTES
 
 
-#: Maximum number of answers that a service holds; a request that would exceed it goes to another service, or waits.
+#: Maximum number of answers that a service holds; it rejects a request that would exceed this number.
 MOST_WAITING: Final = 65_536
 
 
 @final
 class VerifierService:
-    """Implementation of one service's routes, on one event loop."""
+    """Implementation of a verifier service's routes, on one event loop."""
 
     def __init__(
         self, domains: Mapping[str, ServedDomain], *, cache: VerdictCache, most_waiting: int = MOST_WAITING
@@ -128,16 +124,16 @@ class VerifierService:
 
     @property
     def state(self) -> str:
-        """State of the service: `ready`, or `draining`."""
+        """State of the service: `ready` or `draining`."""
         return "draining" if self.closing.is_set() else "ready"
 
     async def start(self) -> None:
-        """Start all verifiers. A failure is reported when the first answer is judged."""
+        """Start all verifiers; a failure is reported when the first answer is judged."""
         await asyncio.gather(*(start(domain.verifier) for domain in self._domains.values()))
         self.started.set()
 
     async def close(self) -> None:
-        """Close every verifier, and with it the verifier's workers."""
+        """Close all verifiers and their workers."""
         for domain in self._domains.values():
             await domain.verifier.close()
 
@@ -149,7 +145,7 @@ class VerifierService:
         return self._queue
 
     def admit(self, request: VerifyRequest) -> ServedDomain:
-        """Return the domain that is to judge the request. Raises `RequestRefused`."""
+        """Return the domain for the request. Raises `RequestRefused` if the request is not accepted."""
         if request.protocol != wire.PROTOCOL:
             raise RequestRefused(
                 409,
@@ -191,7 +187,7 @@ class VerifierService:
         return VerifyAnswer(judged=tuple(JudgedAnswer(verdict=v, seconds=max(0.0, s)) for v, s in judgements))
 
     def status(self) -> ServiceStatus:
-        """Return the domains that this service judges, and its load."""
+        """Return the service's domains and load."""
         domains = {
             name: DomainStatus(rules=domain.rules, tier=domain.tier, kept=domain.kept)
             for name, domain in self._domains.items()
@@ -210,7 +206,6 @@ class VerifierService:
     async def _cached_or_judged(
         self, domain: ServedDomain, problem: Problem, answers: Sequence[SampledAnswer]
     ) -> list[Judgement]:
-        """Return cached verdicts, and judge each distinct remaining answer once."""
         keys = keys_of(domain.rules, problem, (answer.text for answer in answers))
         judgements = {key: Judgement(verdict, 0.0) for key in keys if (verdict := self._cache.find(key)) is not None}
         missing = {key: answer for key, answer in zip(keys, answers, strict=True) if key not in judgements}
@@ -227,10 +222,7 @@ class VerifierService:
 
 
 def create_app(service: VerifierService, *, token: str | None) -> FastAPI:
-    """Return the application that starts, serves and closes `service`.
-
-    Every route but /health requires the `token`.
-    """
+    """Return the application that starts, serves and closes `service`; only /health needs no `token`."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

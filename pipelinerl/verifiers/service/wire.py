@@ -2,12 +2,12 @@
 
     GET  /health     liveness, without a token
     GET  /status     → `ServiceStatus`: domains, load, the cache
-    POST /verify     `VerifyRequest` → `VerifyAnswer`: the verdicts on the answers to one problem, in order. The service
-                     may send a space each second before the answer: heartbeats that show that it is still working
+    POST /verify     `VerifyRequest` → `VerifyAnswer`: the verdicts on the answers to one problem, in order. Before the
+                     answer, the service sends a space each second as heartbeat
     POST /drain      → `Draining`: the service accepts no new requests; the process ends after its last verdict
 
-Bodies are JSON. Errors have OpenAI's format and one of the codes below. The status tells whether another service may
-accept the request: after 404, 409 and 5xx it may, after 400, 413 and 422 it would not.
+Bodies are JSON. Errors have OpenAI's format and one of the codes below. A request that is rejected with 404, 409 or 5xx
+may be accepted by another service; one that is rejected with 400, 413 or 422 would not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from msgspec import Meta
 from pipelinerl.types import Problem, Verdict
 from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer
 
-#: Version of this protocol; it increases with each change that the other end must know about.
+#: Version of this protocol; incompatible changes increase it.
 PROTOCOL: Final = 1
 
 HEALTH: Final = "/health"
@@ -41,7 +41,7 @@ _MOST_ANSWERS: Final = 4096
 
 
 class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Answers to one problem of a domain; `rules` is the digest of the domain's judging rules (`LeaseOffer`)."""
+    """Answers to one problem of a domain; `rules` is the digest of the domain's judging rules."""
 
     protocol: int
     domain: str
@@ -51,7 +51,7 @@ class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JudgedAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A verdict, and the seconds spent on it; 0 if the verdict was cached."""
+    """A verdict, and the seconds spent on it, which are 0 if it was cached."""
 
     verdict: Verdict
     seconds: Annotated[float, Meta(ge=0)]
@@ -64,12 +64,12 @@ class VerifyAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def judgements(self) -> list[Judgement]:
-        """The verdicts and seconds as a `GroupVerifier` returns them."""
+        """The verdicts and seconds in the form that a `GroupVerifier` returns."""
         return [Judgement(each.verdict, each.seconds) for each in self.judged]
 
 
 class DomainStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A domain of this service: the digest of its rules, its sandbox if it has one, and whether verdicts are cached."""
+    """A service's domain: the digest of its rules, the tier of its sandbox or "", and whether verdicts are cached."""
 
     rules: str
     tier: str
@@ -77,13 +77,7 @@ class DomainStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a service.
-
-    Attributes:
-        queue: accepted answers that have no verdict yet.
-        verdicts, hits: number of verdicts given, and how many of them came from the cache.
-        cache_bytes: size of the cache.
-    """
+    """State of a service: `queue` answers wait, and `hits` of the `verdicts` given came from the cache."""
 
     protocol: int
     version: str
@@ -96,13 +90,13 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Draining(msgspec.Struct, frozen=True):
-    """The number of answers that still wait for their verdicts."""
+    """Response to a drain: the number of answers that still wait for their verdicts."""
 
     queue: int
 
 
 class VerifierLease(msgspec.Struct, frozen=True, kw_only=True):
-    """A service that actors may use: its base URL, its incarnation, and the digest of the rules of each domain."""
+    """A service that actors may use: its base URL, its incarnation, and the digest of each domain's rules."""
 
     url: str
     incarnation: str
@@ -113,10 +107,8 @@ class VerifierLease(msgspec.Struct, frozen=True, kw_only=True):
 class ServedDomain:
     """A domain that this service judges.
 
-    Attributes:
-        rules: digest of the part of the recipe that defines judging, so that no client gets another recipe's verdicts.
-        kept: whether equal answers have equal verdicts, so that verdicts can be cached.
-        tier: tier of the domain's sandbox, if it has one.
+    `rules` is the digest of the part of the recipe that defines judging; requests with other rules are rejected. `kept`
+    tells whether the verifier is deterministic, so that verdicts can be cached. `tier` is that of the sandbox, if any.
     """
 
     verifier: GroupVerifier

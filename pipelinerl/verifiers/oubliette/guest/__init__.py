@@ -1,1 +1,1 @@
-"""Code that runs inside a slot's guest; the only part of this project that the guest sees."""
+"""Code that runs inside a slot's guest, the only part of this project that a guest sees."""

@@ -1,6 +1,4 @@
-"""Isolation of each run, applied by the run's own process and by the server. For x86_64 only, like the system call
-filter.
-"""
+"""Isolation of each run, applied by the run's own process and by the server; for x86_64 only."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 _LIBC = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock across a fork
-syscall = _LIBC.syscall  # looked up once here; takes six arguments, or placeholders for them
+syscall = _LIBC.syscall
 _CLONE, _PRCTL, _MOUNT, _CAPSET, _PRLIMIT = 56, 157, 165, 126, 302  # system call numbers on x86_64
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
 _CLONE_PIDFD = 0x1000
@@ -29,13 +27,13 @@ FOLDER = "/tmp"
 
 #: A system call that changes nothing.
 NOTHING = (_PRCTL, _PR_GET_DUMPABLE, 0, 0, 0, 0)
-#: A step: a function and its arguments. It fails by an exception, or by the result -1.
+#: A step: a function and its arguments. The function fails by an exception, or by the result -1.
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 @final
 class GuestIsolation:
-    """Isolation of each run; `settings` are the fields of `Isolation` in `slot.py`."""
+    """Isolation of each run in the guest; `settings` are the fields of `Isolation` in `slot.py`."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.have_folder = self._namespaces = settings["namespaces"]
@@ -50,42 +48,38 @@ class GuestIsolation:
         ids = b"%d %d 1" % (_INNER_ID, self._outer_id)
         self._maps = [(b"setgroups", b"deny"), (b"uid_map", ids), (b"gid_map", ids)] if self._namespaces else []
         if self._namespaces:
-            for name in ("sys", "sysrq-trigger", "irq", "bus"):  # a partly covered /proc would forbid runs their own
+            for name in ("sys", "sysrq-trigger", "irq", "bus"):  # runs may mount /proc only if this one is uncovered
                 _LIBC.umount2(f"/proc/{name}".encode(), _MNT_DETACH)
 
     def fork(self) -> tuple[int, int]:
-        """Fork a process, the first of its new namespaces; return its pid and a pidfd, or (0, …) in the child."""
+        """Fork a process into new namespaces; return its pid and a pidfd, or (0, …) in the child."""
         pid = syscall(*self._forking)
         if pid < 0:
             raise _failure("clone")
         return pid, self._handle.value
 
     def map_ids(self, pid: int) -> None:
-        """Map the user and group id that the process has inside its namespace to the ids outside."""
+        """Map the user and group id of a process inside its namespace to the ids outside."""
         for name, text in self._maps:
             write(b"/proc/%d/%s" % (pid, name), text)
 
     def processes(self, pid: int) -> list[str]:
-        """Return the pids of the run.
-
-        With namespaces, these are all pids in the guest but the server's and that of the guest's first process.
-        Without, the run is the single process `pid`.
-        """
+        """Return the pids of the run whose first process is `pid`."""
         if not self._namespaces:
             return [str(pid)]
         ours = {"1", str(os.getpid())}
         return [name for name in os.listdir("/proc") if name.isdigit() and name not in ours]
 
     def trouble(self) -> bytes:
-        """Return the error that kept the last run from starting, if any."""
+        """Return the error that kept the latest run from starting; b"" if there is none."""
         try:
             return os.read(self._trouble, 4096)
         except BlockingIOError:
             return b""
 
     def entering(self, limits: dict[str, Any]) -> list[Step]:
-        """Return the steps that give the run its user, and its own folder, /proc and process group."""
-        steps: list[Step] = [(os.setsid, ())]  # otherwise a signal to its process group would reach the server
+        """Return the steps that give a run its user, folder, /proc and process group."""
+        steps: list[Step] = [(os.setsid, ())]  # otherwise the run's signals to its process group would reach the server
         if self._namespaces:
             room = f"size={limits['disk_bytes']},nr_inodes={limits['inodes']},mode=0700"
             steps += [
@@ -104,7 +98,7 @@ class GuestIsolation:
         return [*steps, (os.chdir, (FOLDER if self._namespaces else "/",)), (killed_first, ())]
 
     def shutting(self, limits: dict[str, Any]) -> list[Step]:
-        """Return the steps that close files, set limits, drop privileges and install the system call filter."""
+        """Return the steps that close a run's files, set limits, drop privileges and install the system call filter."""
         steps: list[Step] = [
             (os.closerange, (3, self.trouble_file)),
             (os.closerange, (self.trouble_file + 1, 1 << 16)),
@@ -120,11 +114,11 @@ class GuestIsolation:
         return [*steps, *self._filter.setting]
 
     def confine_server(self) -> None:
-        """Install a filter in the server itself: it denies calls that neither the server nor any fork needs."""
+        """Install the server's filter, which denies calls that neither the server nor any fork needs."""
         take(self._servers_filter.setting)
 
     def _hide(self) -> None:
-        """Restrict file access with Landlock: read the visible paths, and nothing else."""
+        """Restrict file access with Landlock to reading the paths in `shown`."""
         ruleset = syscall(_LANDLOCK_CREATE, struct.pack("=Q", _LANDLOCK_ALL), 8, 0)
         if ruleset < 0:
             raise _failure("landlock")
@@ -140,9 +134,7 @@ class GuestIsolation:
 
 
 class _Filter:
-    """A seccomp program and the step that installs it, if there is one. A call must be allowed by all installed
-    filters.
-    """
+    """A seccomp program, and the steps that install it; an empty program has no steps."""
 
     def __init__(self, encoded: str) -> None:
         steps = bytes.fromhex(encoded)
@@ -152,11 +144,10 @@ class _Filter:
 
 
 def keep_code() -> None:
-    """Write to one page of each mapping of the interpreter's code, so that forks start with page table entries for the
-    code.
+    """Own one page of each mapping of the interpreter's code, by writing back a byte.
 
-    At a fork the kernel copies a page table only if the process owns one of its pages. Writing back one byte per
-    mapping makes a page the process's own. Otherwise each fork would fault the pages in again.
+    At a fork, the kernel copies a page table only if the process owns one of its pages. Otherwise each fork would fault
+    in the pages of the code again.
     """
     with (
         contextlib.suppress(OSError),
@@ -173,7 +164,7 @@ def keep_code() -> None:
 
 
 def give_back_memory() -> None:
-    """Return free memory to the system, so that forks do not copy it."""
+    """Return free memory to the kernel, so that forks do not copy it."""
     _LIBC.malloc_trim(0)
 
 
@@ -204,7 +195,7 @@ def _failure(what: str) -> OSError:
 
 
 def take(steps: list[Step]) -> None:
-    """Execute steps in order. Raises OSError at the first step that fails."""
+    """Execute steps in order. Raises `OSError` at the first that fails."""
     for call, arguments in steps:
         if call(*arguments) == -1:
             raise _failure(f"{call.__name__}{arguments}")

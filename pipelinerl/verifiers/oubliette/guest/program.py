@@ -1,7 +1,7 @@
-"""A run as seen from inside: its process confines itself, then becomes the program. `become` never returns.
+"""The process of a run, which confines itself and then becomes the program.
 
-A Python program is not started by exec: it continues in the forked interpreter. The fork has what `site` would set up
-(except for the host's .pth files), and nothing else of this project in `__main__`.
+A Python program is not started by exec: it continues in the forked interpreter. The fork has everything that `site`
+sets up, except for the host's .pth files, and nothing of this project in `__main__`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ else:
 _FOLDER = isolation.FOLDER
 _PROGRAM = f"{_FOLDER}/main.py"
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-#: Modules that many programs import, loaded here so that forks do not load them again.
+#: Modules that many programs import; the server loads them, so that forks need not.
 _OFTEN_IMPORTED = ("bisect", "collections", "heapq", "math", "typing")
-#: Number of executions, with a margin, after which the interpreter has specialised the code.
+#: Number of executions after which the interpreter has specialised the code, with a margin.
 _REHEARSALS = 12
 
 
 @final
 class RunRequest:
-    """A request, with the prepared steps by which a run of it confines itself."""
+    """A request to run a program, with the steps by which the run confines itself."""
 
     def __init__(self, settings: dict[str, Any], around: isolation.GuestIsolation | _NoIsolation) -> None:
         self.limits: dict[str, Any] = settings["limits"]
@@ -47,7 +47,7 @@ class RunRequest:
 
 
 def become(request: RunRequest, files: list[int], go_read: int, trouble: int) -> None:
-    """Apply the limits, drop all privileges, and become the program. Errors on the way are written to `trouble`."""
+    """Confine this process and become the program, without returning; errors before that are written to `trouble`."""
     try:
         if os.read(go_read, 1) != b"g":
             os._exit(1)
@@ -62,13 +62,13 @@ def become(request: RunRequest, files: list[int], go_read: int, trouble: int) ->
         os._exit(_be_python(source, request.python, request.arguments))
     try:
         os.execve(request.argv[0], request.argv, request.environment)
-    except BaseException as error:  # shown on stderr: the compiler's output may not be executable
+    except BaseException as error:  # for example, the compiler's output is not executable
         os.write(2, f"{request.argv[0]}: {error}\n".encode())
         os._exit(126)
 
 
 def _enter(request: RunRequest, files: list[int]) -> bytes:
-    """Set up folder, limits, privileges and files of the run. Return the source if it is Python."""
+    """Set up the run's folder, limits, privileges and files; return the source of a Python program."""
     isolation.take(request.entering)
     for path, file in zip(request.paths, files[3:], strict=False):
         _copy(file, os.open(path, _NEW_FILE, 0o700))
@@ -88,7 +88,7 @@ def _copy(source: int, target: int) -> None:
 
 
 def be_ready() -> None:
-    """Prepare everything that forks need, and execute once what every run does."""
+    """Prepare everything that forks need, and rehearse a run."""
     os.environ.pop("LD_BIND_NOW", None)  # set for this process only, not for programs that runs start
     for name in _OFTEN_IMPORTED:
         __import__(name)
@@ -98,10 +98,7 @@ def be_ready() -> None:
 
 
 def _make_site() -> None:
-    """Set up package paths, `exit` and similar names.
-
-    The .pth files are left out: they slow down each fork and are not for runs.
-    """
+    """Set up package paths, `exit` and similar names, without .pth files, which would slow down each fork."""
     site.setquit()
     site.setcopyright()
     site.sethelper()
@@ -114,7 +111,7 @@ def _content(file: int) -> bytes:
 
 
 def _be_python(source: bytes, name: str, arguments: list[str]) -> int:
-    """Run a program as `python name` would, without starting an interpreter; return its exit status."""
+    """Run a program as `python name` would, in this interpreter; return its exit status."""
     gc.enable()
     if name != _PROGRAM or arguments:
         sys.argv, sys.path[0], sys.modules["__main__"].__file__ = [name, *arguments], os.path.dirname(name), name
@@ -130,7 +127,6 @@ def _be_python(source: bytes, name: str, arguments: list[str]) -> int:
 
 
 def _be_ready_for_a_program() -> None:
-    """Put standard streams, the main module and its arguments in place, where each fork finds them."""
     sys.stdin, sys.stdout, sys.stderr = _warm_streams()
     vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
     sys.argv = [_PROGRAM]
@@ -138,7 +134,7 @@ def _be_ready_for_a_program() -> None:
     main.__file__ = _PROGRAM
 
 
-#: A sample program that does what most programs do.
+#: A sample program with operations that most programs use.
 _REHEARSED = b"""
 import sys
 from collections import deque
@@ -156,7 +152,7 @@ exit(0)
 
 
 class _NoIsolation:
-    """Stand-in for the isolation during a rehearsal: calls of the same kinds that change nothing."""
+    """Stand-in for the isolation in a rehearsal, with similar calls that change nothing."""
 
     have_folder = False
 
@@ -173,7 +169,7 @@ class _NoIsolation:
 
 
 def _rehearse() -> None:
-    """Execute what a run does, up to the point at which it would change this process."""
+    """Execute everything that a run does except steps that would change this process."""
     kept = [os.dup(number) for number in range(3)]
     settings = {"limits": {}, "python": _PROGRAM, "argv": [], "arguments": [], "environment": {}, "files": []}
     request = RunRequest(settings, _NoIsolation())
@@ -198,8 +194,7 @@ _Streams = tuple[io.TextIOWrapper, io.TextIOWrapper, io.TextIOWrapper]
 def _warm_streams() -> _Streams:
     """Create a program's standard streams, as Python would for file descriptors 0, 1 and 2.
 
-    They are created once, over files of the kinds that runs use (memory, pipes), since Python inspects the files.
-    Nothing is read or written before a run has put its own files in place.
+    They are created over a memory file and pipes, as in runs, since Python inspects the files.
     """
     kept = [os.dup(number) for number in range(3)]
     memory, pipe = os.memfd_create("empty"), os.pipe()
@@ -237,7 +232,6 @@ def _exit_code(ending: SystemExit) -> int:
 
 
 def _finished(code: int) -> int:
-    """Wait for threads, run exit handlers, flush output."""
     try:
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()

@@ -1,20 +1,18 @@
 """Server inside a slot's guest (`python3 -I -S server.py`); it forks a process with its own namespaces for each run.
 
-The guest sees only this folder of the project, and it needs only the standard library. Requests arrive one per packet
-on standard input, a seqpacket socket, along with open files: the run's standard input, output and error, then the files
-to copy into its folder.
+Only the standard library is imported. Requests arrive one per packet on standard input, a seqpacket socket, along with
+open files: the run's standard input, output and error, then the files to copy into its folder.
 
-For each request the server forks one process, the first in its new namespaces. That process applies every limit and the
-system call filter to itself (`isolation.py`), and only then becomes the program (`program.py`). When it exits, the
-kernel kills everything that it started, so one wait marks the end of the run, and one SIGKILL ends it early. The answer
-is one packet: `_ANSWER`, the reason why the run was ended, a zero byte, and any startup error.
+The forked process is the first in its namespaces. It applies all limits and the system call filter to itself
+(`isolation.py`), and then becomes the program (`program.py`). When it exits, the kernel kills everything that it
+started. The answer is one packet: `_ANSWER`, the reason why the run was ended, a zero byte, and any startup error.
 
-Most of a run's cost is memory. The kernel copies this process's page table, then each page that the run writes to, and
-each page that this process writes to after a fork. The server therefore has few pages, both processes do little and
-always the same, and first-time work of runs is done here in advance.
+Most of a run's cost is copying memory: this process's page table, and each page that the run or this process writes to
+after the fork. The server therefore has few pages, both processes do little, and first-time work of runs is done here
+in advance.
 
-This process never holds a run's input or output: runs are forks of it and could read earlier data. When the socket
-closes because the client is gone, the run is killed and this process ends.
+This process never holds a run's input or output, which later forks could read. When the client closes the socket, the
+run is killed and this process ends.
 
     waits for          at most            unblocked by
     a request          forever            the socket: a packet, or its end
@@ -23,7 +21,7 @@ closes because the client is gone, the run is killed and this process ends.
 
 from __future__ import annotations
 
-import _socket  # the module `socket` is much larger, and each fork would have to copy its share
+import _socket  # the module `socket` is much larger, and each fork copies the page table
 import contextlib
 import gc
 import json
@@ -44,11 +42,11 @@ else:
     import isolation
     import program
 
-    # Programs may use these names for modules of their own.
+    # Programs may have their own modules of these names.
     del sys.path[0], sys.modules["program"], sys.modules["isolation"]
     sys.dont_write_bytecode = False
 
-#: Interval at which a run's memory is summed, and a longer interval for runs whose memory a control group limits.
+#: Intervals at which a run's memory is summed: without a control group, and with one, which limits the memory itself.
 _TICK_MS = 20.0
 _SELDOM_S = 0.1
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -56,7 +54,7 @@ _MOST_PACKET = 1 << 16
 _MOST_FILES = 16
 #: Packet that ends the current run.
 _KILL = b"{}"
-#: Exit status, or minus the signal; then seconds of processor time, of elapsed time, and of waiting for a processor.
+#: Exit status or minus the signal, then the seconds of processor time, of elapsed time, and of waiting for a processor.
 _ANSWER = struct.Struct("=iddd")
 
 
@@ -73,7 +71,7 @@ def main() -> None:
     gc.collect()
     isolation.give_back_memory()
     gc.freeze()
-    gc.disable()  # each run enables it again; a page that is never written here is never copied for a run
+    gc.disable()  # a collection would write to pages, which would then be copied for a run; runs enable it again
     control.send(b"ready")
     known, request = b"", None
     while True:
@@ -81,8 +79,8 @@ def main() -> None:
         if not packet:
             return
         if packet == _KILL:
-            continue  # "kill" came after the run had ended by itself
-        if packet != known or request is None:  # most requests equal the one before, and are not parsed again
+            continue  # the run had already ended by itself
+        if packet != known or request is None:  # most requests equal the previous one, and need no parsing
             known, request = packet, program.RunRequest(json.loads(packet), around)
         answer = _run(control, around, watch, request, files)
         if answer is None:
@@ -106,7 +104,7 @@ def _run(
     request: program.RunRequest,
     files: list[int],
 ) -> bytes | None:
-    """Start a run, watch it and reap it. Return None if the client is gone."""
+    """Start a run, wait for its end and return the answer; None if the client is gone."""
     go_read, go_write = os.pipe()
     began = time.monotonic()
     watch.meter.begin()
@@ -139,8 +137,6 @@ def _run(
 
 
 class _Watch:
-    """Waits for the events that end a run."""
-
     def __init__(self, control: _socket.socket, meter: _Meter, around: isolation.GuestIsolation) -> None:
         self.meter = meter
         self._around = around
@@ -150,11 +146,11 @@ class _Watch:
         self._poll.register(self._file, select.POLLIN)
 
     def until_it_ends(self, handle: int, pid: int, limits: dict[str, Any], began: float) -> str:
-        """Return the reason why the run must be ended, or "" if it ended by itself."""
+        """Wait, and return the reason why the run must be ended, or "" if it ended by itself."""
         self._poll.register(handle, select.POLLIN)
         try:
             if self._poll.poll(_TICK_MS) == [(handle, select.POLLIN)]:
-                return ""  # the usual case: the run has ended by now
+                return ""  # the usual case
             return self._slowly(handle, pid, limits, began)
         finally:
             self._poll.unregister(handle)
@@ -163,7 +159,7 @@ class _Watch:
         until, look = began + limits["wall_s"], began + _SELDOM_S
         while True:
             left_s = until - time.monotonic()
-            if left_s <= 0:  # time spent ready but without a processor does not count against the run
+            if left_s <= 0:  # waiting for a processor does not count towards the deadline
                 until = began + min(limits["wall_s"] + _delayed_s(self._around.processes(pid)), limits["starved_s"])
                 if until <= time.monotonic() + _TICK_MS / 1000:
                     return "deadline"
@@ -188,9 +184,7 @@ class _Watch:
 
 
 class _Meter:
-    """Measures the processor time of everything in the slot except this process, from the slot's control group if it
-    has one.
-    """
+    """Measures a run's processor time, by the slot's control group if it has one."""
 
     def __init__(self, file: int | None) -> None:
         self._file = file
@@ -198,19 +192,17 @@ class _Meter:
 
     @property
     def counts(self) -> bool:
-        """True if there is a control group."""
         return self._file is not None
 
     def begin(self) -> None:
-        """Record the readings at the start of a run."""
         self._began_s = self._taken_s()
 
     def cpu_s(self, otherwise: float) -> float:
-        """Return the seconds since the start of the run, or `otherwise` without a control group."""
+        """Return the processor seconds since `begin`, or `otherwise` without a control group."""
         return otherwise if self._file is None else max(0.0, self._taken_s() - self._began_s)
 
     def reap(self, pid: int) -> tuple[int, float]:
-        """Wait for the process. Return its exit status, or minus the signal, and the run's processor seconds."""
+        """Wait for the process; return its exit status, or minus the signal, and the run's processor seconds."""
         if self.counts:
             return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), self.cpu_s(0.0)
         _, status, used = os.wait4(pid, 0)
@@ -225,7 +217,7 @@ class _Meter:
 
 
 def _used(processes: list[str]) -> tuple[int, float]:
-    """Return (bytes of memory other than files, processor seconds) of all processes of the run."""
+    """Return (bytes of memory without files, processor seconds) of all processes of a run."""
     memory_bytes = ticks = 0
     for name in processes:
         with contextlib.suppress(OSError):  # the process may have ended
@@ -239,7 +231,7 @@ def _used(processes: list[str]) -> tuple[int, float]:
 
 
 def _delayed_s(processes: list[str]) -> float:
-    """Return the longest time for which a single thread of the run was ready without a processor."""
+    """Return the longest time, in seconds, for which a single thread of a run waited for a processor."""
     longest = 0
     for name in processes:
         with contextlib.suppress(OSError, ValueError, IndexError):

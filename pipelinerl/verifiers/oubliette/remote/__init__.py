@@ -1,1 +1,1 @@
-"""The sandbox of another machine: a service that compiles, runs and checks programs, and its client."""
+"""A service that compiles, runs and checks programs in the sandbox of another machine, and its client."""

@@ -1,9 +1,8 @@
 """`RemoteRunner`: compiles, runs and checks programs at an Oubliette service, over HTTP.
 
 Concurrent work is batched into requests of up to thousands of items. Content that is not given by link is sent along,
-once per request. If the service is unreachable, silent, drops the connection or answers 5xx, the request is retried for
-`grace_s`. After that, or if a work item could not be done, an error is raised and the verdict is masked. A service
-whose sandbox is below the requested tier is rejected.
+once per request. If the service is unreachable or silent, drops the connection or answers 5xx, the request is retried
+for `grace_s`. After that, or if a work item could not be done, an error is raised and the verdict is masked.
 
 | waits for | at most | unblocked by |
 |---|---|---|
@@ -42,8 +41,8 @@ from pipelinerl.verifiers.oubliette.toolchains import ToolchainMissing
 if TYPE_CHECKING:
     import aiohttp
 
-#: Limits: concurrent requests, work items per request, and bytes of a request's contents, which JSON makes a third
-#: larger.
+#: Maximum numbers of concurrent requests, of work items per request, and of a request's bytes of content before JSON
+#: makes them a third larger.
 _REQUESTS: Final = 4
 _WORKS: Final = 4096
 _CONTENT_BYTES: Final = 12 << 20
@@ -57,8 +56,6 @@ _FULL_PAUSE_S: Final = 0.25
 @final
 @dataclass(frozen=True, slots=True)
 class _PendingWork:
-    """A work item, the contents sent along with it, and the future for its result."""
-
     work: wire.Work
     contents: dict[Link, bytes]
     done: asyncio.Future[wire.Done]
@@ -66,7 +63,7 @@ class _PendingWork:
 
 @final
 class RemoteRunner:
-    """Client of one service; used from one event loop, and closed in it."""
+    """A `CodeRunner` at a service; for use from a single event loop, in which it is also closed."""
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, status: wire.OublietteStatus, patience: ServicePatience
@@ -84,11 +81,9 @@ class RemoteRunner:
     async def open(
         cls, url: str, *, token: str | None, tier: Tier, patience: ServicePatience = ServicePatience()
     ) -> Self:
-        """Connect to a service and check its status. The caller must close the runner.
+        """Connect to a service with a sandbox of at least `tier`. The caller must close the runner.
 
-        Raises:
-            SandboxMissing: no such service is at `url`, it has another version, or its sandbox is below `tier`.
-            SandboxLost: the service cannot be reached now.
+        Raises `SandboxMissing` if there is no suitable service at `url`, and `SandboxLost` if it cannot be reached now.
         """
         url = url.rstrip("/")
         session = hot_session(token=token, keep_alive_s=KEEP_ALIVE_S)
@@ -115,7 +110,7 @@ class RemoteRunner:
         return max(1, self._status.at_once)
 
     async def compile(self, language: str, source: str, *, wall_s: float) -> Program | ProgramResult:
-        """Compile at the service, which keeps the program. If the language needs no compiling, nothing is sent yet."""
+        """Compile at the service, which keeps the program. Nothing is sent for Python."""
         if language not in self._status.languages:
             known = ", ".join(self._status.languages)
             raise ToolchainMissing(f"{language} is not installed at {self._url}, which has {known}")
@@ -160,7 +155,7 @@ class RemoteRunner:
         return done.share
 
     async def compile_checker(self, checker: CustomChecker) -> Link:
-        """Compile a checker into the service's repository. Raises `CheckerFailed`."""
+        """Compile a checker into the service's repository. Raises `CheckerFailed` if that fails."""
         contents: dict[Link, bytes] = {}
         done = await self._done(wire.CompileChecker(checker=checker_program(checker, contents)), contents)
         if not isinstance(done, wire.Compiled):
@@ -168,7 +163,7 @@ class RemoteRunner:
         return self._link(done.program)
 
     async def missing(self, links: list[Link]) -> set[Link]:
-        """Return the links whose content the service does not have. Raises `SandboxLost`."""
+        """Return the links without content at the service. Raises `SandboxLost`."""
         body = msgspec.json.encode(wire.MissingRequest(tuple(map(str, links))))
         url, most_bytes = self._url + wire.MISSING, 100 * len(links) + 1024
         try:
@@ -183,7 +178,7 @@ class RemoteRunner:
             raise SandboxLost(f"{self._url} is not an Oubliette service: {error}") from None
 
     async def upload(self, data: bytes) -> Link:
-        """Upload a content to the service's repository. Raises `SandboxLost`."""
+        """Upload `data` to the service's repository and return its link. Raises `SandboxLost`."""
         content = await self._content("PUT", data, {}, most_bytes=1 << 16)
         try:
             return self._link(msgspec.json.decode(content, type=wire.Stored).link)
@@ -200,7 +195,7 @@ class RemoteRunner:
         return data
 
     async def close(self) -> None:
-        """Cancel every request; work that is still waiting fails."""
+        """Cancel all requests; waiting work fails."""
         tasks = [*self._requests, *([self._sender] if self._sender else [])]
         for task in tasks:
             task.cancel()
@@ -234,7 +229,7 @@ class RemoteRunner:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def _done(self, work: wire.Work, contents: dict[Link, bytes]) -> wire.Done:
-        """Return the result of a work item. Raises the error that a `NotDone` stands for."""
+        """Return the result of a work item; a `NotDone` raises the error of its cause."""
         item = _PendingWork(work, contents, asyncio.get_running_loop().create_future())
         self._waiting.append(item)
         if self._sender is None or self._sender.done():
@@ -245,7 +240,6 @@ class RemoteRunner:
         return done
 
     async def _send(self) -> None:
-        """Send queued work in batches until the queue is empty; work that arrives meanwhile is included."""
         while self._waiting:
             await self._room.acquire()
             batch = self._batch()
@@ -257,7 +251,6 @@ class RemoteRunner:
             request.add_done_callback(self._requests.discard)
 
     def _batch(self) -> list[_PendingWork]:
-        """Take as much work as fits one request, skipping items whose caller is gone."""
         batch: list[_PendingWork] = []
         sent: set[Link] = set()
         while self._waiting and len(batch) < _WORKS:
@@ -272,7 +265,6 @@ class RemoteRunner:
         return batch
 
     async def _request(self, batch: list[_PendingWork]) -> None:
-        """Send one batch, with retries, and set the result or error of each item."""
         try:
             for item, done in zip(batch, await self._answered(batch), strict=True):
                 if not item.done.done():
@@ -351,7 +343,7 @@ class RemoteRunner:
 
 
 class _ServiceFull(Exception):
-    """The service has no capacity at the moment."""
+    """The service holds as much work as it may; a later attempt may succeed."""
 
 
 _ERRORS: Final[dict[str, type[Exception]]] = {
@@ -360,7 +352,7 @@ _ERRORS: Final[dict[str, type[Exception]]] = {
 
 
 def checker_program(checker: CustomChecker, contents: dict[Link, bytes]) -> wire.CheckerProgram:
-    """Return a checker in wire form; contents that the service may lack are added to `contents`."""
+    """Convert a checker to its wire form, and add its contents that are not links to `contents`."""
     given = [(name, _named(text.encode("utf-8", "surrogatepass"), contents)) for name, text in checker.files]
     source = "" if checker.program is not None else _named(checker.source.encode("utf-8", "surrogatepass"), contents)
     return wire.CheckerProgram(
@@ -373,7 +365,7 @@ def checker_program(checker: CustomChecker, contents: dict[Link, bytes]) -> wire
 
 
 def _named(content: Content, contents: dict[Link, bytes]) -> str:
-    """Return the link of a content; if it is given as bytes, add them to `contents`."""
+    """Return the link of `content` as text; if `content` is bytes, add it to `contents`."""
     if isinstance(content, Link):
         return str(content)
     link = Link.of(content)

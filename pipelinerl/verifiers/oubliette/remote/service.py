@@ -1,9 +1,8 @@
 """`OublietteService` and its application: compiles, runs and checks programs for clients that have its token.
 
-Every work item of a request gets an answer, in order. If an item could not be done, its answer says so and why; this is
-never reported as a program's failure. Programs are run by language name: no command and no path comes from the network.
-A request is abandoned when its client disconnects. A program's guest holds the program's input and nothing else of the
-repository.
+Each work item of a request gets an answer, in order; a failure to do the work is never reported as a program's failure.
+Programs are run by language name: no command and no path comes from the network. A request is abandoned when its client
+disconnects. A program's guest holds the program's input and nothing else of the repository.
 
 | waits for | at most | unblocked by |
 |---|---|---|
@@ -43,7 +42,7 @@ from pipelinerl.verifiers.oubliette.toolchains import ToolchainMissing
 
 #: Maximum number of work items that a service holds.
 MOST_WAITING: Final = 65_536
-#: Upper bounds for the limits that a run may request.
+#: Upper bounds of the limits that a client may request for a run.
 _MOST: Final = Limits(
     cpu_s=600.0, wall_s=1300.0, memory_bytes=16 << 30, output_bytes=64 << 20, error_bytes=64 << 10,
     disk_bytes=1 << 30, inodes=1 << 16, processes=256, open_files=1024,
@@ -53,7 +52,7 @@ _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 @final
 class OublietteService:
-    """Implementation of one service's routes, on one event loop."""
+    """Implementation of an Oubliette service's routes, on one event loop."""
 
     def __init__(
         self,
@@ -64,7 +63,7 @@ class OublietteService:
         transient: TransientRepository,
         most_waiting: int = MOST_WAITING,
     ) -> None:
-        """Create the service; `runner` reads from and writes to the repositories given here."""
+        """Create the service; `runner` must use the same two repositories."""
         self._runner = runner
         self._tier = tier
         self._persistent = persistent
@@ -73,7 +72,7 @@ class OublietteService:
         self._queue = self._done = 0
 
     def admit(self, request: wire.WorkRequest) -> None:
-        """Raise `RequestRefused` for a request that is not accepted."""
+        """Raise `RequestRefused` if the request is not accepted."""
         if request.protocol != wire.PROTOCOL:
             problem = f"protocol must be {wire.PROTOCOL}, got {request.protocol}: use one version of pipelinerl"
             raise RequestRefused(409, wire.OTHER_PROTOCOL, problem)
@@ -81,7 +80,7 @@ class OublietteService:
             raise RequestRefused(503, wire.IS_FULL, f"this service holds {self._queue} pieces of work; retry later")
 
     async def work(self, request: wire.WorkRequest) -> wire.WorkAnswer:
-        """Execute an admitted request."""
+        """Do the work of an admitted request."""
         self._queue += len(request.works)
         try:
             for content in request.contents:
@@ -93,11 +92,11 @@ class OublietteService:
         return wire.WorkAnswer(done=tuple(done))
 
     async def store(self, parts: AsyncIterator[bytes]) -> Link:
-        """Stream a content into the persistent repository. Raises `ContentTooLarge`."""
+        """Stream uploaded data into the persistent repository. Raises `ContentTooLarge`."""
         return await self._persistent.put_parts(parts, most_bytes=wire.MOST_CONTENT_BYTES)
 
     def missing(self, request: wire.MissingRequest) -> wire.Missing:
-        """Return those of the links that have no content here. Raises `ValueError` for an invalid link."""
+        """Return the requested links that have no content here. Raises `ValueError` for an invalid link."""
         return wire.Missing(tuple(text for text in request.links if Link.parsed(text) not in self._persistent))
 
     def status(self) -> wire.OublietteStatus:
@@ -114,11 +113,11 @@ class OublietteService:
         )
 
     async def close(self) -> None:
-        """Close every guest."""
+        """Close all guests."""
         await self._runner.close()
 
     async def read(self, text: str) -> bytes:
-        """Return the content of a link. Raises `ContentMissing`, or `ValueError` for an invalid link."""
+        """Return the bytes of a link. Raises `ContentMissing`, or `ValueError` for an invalid link."""
         return await asyncio.to_thread(self._read, text)
 
     async def _one(self, work: wire.Work) -> wire.Done:
@@ -191,7 +190,6 @@ class OublietteService:
 
 
 def _bounded(limits: Limits) -> Limits:
-    """Clamp the limits to the range between zero and the upper bounds."""
     names = ("cpu_s", "wall_s", "memory_bytes", "output_bytes", "error_bytes", "disk_bytes", "inodes", "processes",
              "open_files")  # fmt: skip
     return replace(limits, **{name: min(max(getattr(limits, name), 0), getattr(_MOST, name)) for name in names})
@@ -218,7 +216,7 @@ def _ended(result: ProgramResult, output: str) -> wire.Ended:
 
 
 def create_app(service: OublietteService, *, token: str | None) -> FastAPI:
-    """Return the application that serves `service` and closes it; every route but /health requires the `token`."""
+    """Return the application that serves and closes `service`; only /health needs no `token`."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

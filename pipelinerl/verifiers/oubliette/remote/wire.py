@@ -3,14 +3,13 @@
     GET  /health       liveness, without a token
     GET  /status       → `OublietteStatus`: tier, languages, number of slots, queue
     PUT  /content      raw bytes → `Stored`: their link in the persistent repository
-    GET  /content      ?link=… → the bytes of the link, for as long as they are kept
-    POST /missing      `MissingRequest` → `Missing`: the links that have no content there
-    POST /work         `WorkRequest` → `WorkAnswer`: thousands of work items, each done or not done, in order. The
-                       service may send a space each second before the answer: heartbeats that show that it is still
-                       working
+    GET  /content      ?link=… → the content of the link, while it is stored
+    POST /missing      `MissingRequest` → `Missing`: the links that have no content at the service
+    POST /work         `WorkRequest` → `WorkAnswer`: thousands of work items and their results, in order. Before the
+                       answer, the service sends a space each second as heartbeat
 
-Inputs, answers, programs and outputs are named by links (`repository.Link`) and never sent twice. Data that a request
-carries in `contents`, such as the source of a model's answer, is kept only while there is room.
+Inputs, answers, programs and outputs are named by links (`repository.Link`). Data that a request carries in `contents`,
+such as the source of a model's answer, is kept only while there is room.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from msgspec import Meta
 from pipelinerl.verifiers.oubliette.checkers import Checker, Protocol
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, Tier
 
-#: Version of this protocol; it increases with each change that the other end must know about.
+#: Version of this protocol; incompatible changes increase it.
 PROTOCOL: Final = 1
 
 HEALTH: Final = "/health"
@@ -33,9 +32,9 @@ MISSING: Final = "/missing"
 WORK: Final = "/work"
 
 MOST_WORKS: Final = 8192
-#: Limit on one content uploaded to the repository.
+#: Maximum number of bytes of an upload.
 MOST_CONTENT_BYTES: Final = 256 << 20
-#: Number of characters of output and errors that are returned inline.
+#: Number of bytes of a program's output and errors that are returned with its result.
 MOST_SHOWN: Final = 300
 
 #: Error codes of rejected requests.
@@ -48,7 +47,7 @@ _Language = Annotated[str, Meta(max_length=20)]
 
 
 class CompileWork(msgspec.Struct, frozen=True, kw_only=True, tag="compile"):
-    """Compile a source; the program is stored where outputs of runs are stored."""
+    """Compile a source; the program is stored in the transient repository."""
 
     language: _Language
     source: _LinkText
@@ -95,7 +94,7 @@ Work = CompileWork | RunWork | CheckWork | CompileChecker
 
 
 class WorkRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Work items, with the contents that they link to and that the service may not have."""
+    """Work items, with the contents of their links that the service may lack."""
 
     protocol: int
     contents: tuple[bytes, ...] = ()
@@ -103,7 +102,7 @@ class WorkRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """Result of a run or a compilation; `output` is the link to its standard output."""
+    """Result of a run, or of a failed compilation; `output` is the link to its standard output."""
 
     ending: Ending
     code: int
@@ -129,7 +128,7 @@ class Compiled(msgspec.Struct, frozen=True, kw_only=True, tag="compiled"):
 
 
 class NotDone(msgspec.Struct, frozen=True, kw_only=True, tag="not_done"):
-    """The reason why a work item could not be done; it says nothing about any answer."""
+    """The reason why a work item could not be done, which says nothing about any answer."""
 
     cause: Annotated[str, Meta(max_length=20)]
     why: str
@@ -151,13 +150,13 @@ class WorkAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """The link of a stored content."""
+    """Response to an upload: the link of the stored bytes."""
 
     link: str
 
 
 class MissingRequest(msgspec.Struct, frozen=True):
-    """Links of contents that the client may upload."""
+    """Links of data that the client may upload."""
 
     links: Annotated[tuple[_LinkText, ...], Meta(max_length=100_000)]
 
@@ -172,10 +171,10 @@ class OublietteStatus(msgspec.Struct, frozen=True, kw_only=True):
     """State of a service.
 
     Attributes:
-        tier: of its sandbox. languages: the installed languages.
-        at_once: number of programs that run concurrently. queue: accepted work items that are not done.
-        runs: items done since the service started.
-        transient_bytes: size of its transient repository.
+        tier: tier of the sandbox. languages: the installed languages.
+        at_once: number of programs that run concurrently. queue: number of accepted work items that are not done.
+        runs: number of work items done since the service started.
+        transient_bytes: size of the transient repository.
     """
 
     protocol: int

@@ -5,8 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-#: The lowest and highest temperature that every engine supports; a lower temperature would divide logits by almost
-#: zero.
+#: The lowest and highest temperature that every engine supports; a lower one would divide logits by almost zero.
 COLDEST: Final = 1e-5
 HOTTEST: Final = 100.0
 
@@ -44,21 +43,20 @@ class OldLogprobs(StrEnum):
     """Source of `old_logprobs`, the denominator of PPO's ratio.
 
     With in-flight updates, up to k + 1 versions sample the tokens of a batch, or even of one rollout. "The old policy"
-    can then mean two things: the weights that sampled a token, or the weights at the start of the step. In lockstep (j
-    = k = 1) both are the same.
+    then means either the weights that sampled a token or the weights at the start of the step; with j = k = 1 both are
+    the same.
     """
 
     SAMPLING_WEIGHTS = "sampling_weights"
     """A forward pass with the weights that sampled each token (RLAX §5.1), which a `WeightHistory` keeps.
 
-    old/behavior then measures numerics only (and the age of caches that updates keep), current/old all of the
-    staleness.
+    old/behavior then measures only numerics (and KV caches older than their weights), current/old all of the staleness.
     """
     RECOMPUTE = "recompute"
     """A forward pass with the weights at the start of the step.
 
-    This is the proximal policy of decoupled PPO (Hilton et al. 2022; AReaL). old/behavior then measures both staleness
-    and numerics, and current/old begins at 1.
+    This is the proximal policy of decoupled PPO (Hilton et al. 2022; AReaL). old/behavior then measures staleness and
+    numerics, and current/old begins at 1.
     """
     BEHAVIOR = "behavior"
     """The sampler's log-probs, without a further pass."""

@@ -1,8 +1,7 @@
 """Figures of a live, finished or crashed run: `pipelinerl trace` for Perfetto, `track` for TensorBoard, `mismatch`.
 
-A trace is written to a draft file while the events are read, and renamed once complete. TensorBoard is fed by the same
-code that feeds a run's trackers. `mismatch` shows how far the log-probs of trainer and sampler differ, why, and how to
-reduce it.
+A trace is written to a draft file, which is renamed once complete. TensorBoard is fed by the code that feeds a run's
+trackers. `mismatch` shows how far the log-probs of trainer and sampler differ, why, and how to reduce the difference.
 """
 
 from __future__ import annotations
@@ -95,10 +94,10 @@ def track_run(run_dir: Path, directory: Path) -> str:
 
 
 def show_mismatch(run_dir: Path, console: Console, *, as_json: bool) -> None:
-    """Print the mismatch of the run in `run_dir`, live or finished, and draw `mismatch.png` into that directory.
+    """Print the mismatch of a run, live or finished, and draw `mismatch.png` into its directory.
 
     Raises:
-        UserError: there is no run, or no step of it was measured.
+        UserError: there is no run, or none of its steps was measured.
     """
     history = _history(run_dir)
     reviewed = review(history)

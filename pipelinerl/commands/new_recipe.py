@@ -37,11 +37,7 @@ _REWARDS: Final = Path(__file__).with_name("new_rewards.py.txt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Measured lengths in tokens and the limits chosen from them.
-
-    `prompt` and `answer` are the longest prompt and reference answer; `max_tokens` limits an answer, `context` a
-    sequence.
-    """
+    """Lengths in tokens: the longest prompt and reference answer; limits of an answer (`max_tokens`) and a sequence."""
 
     prompt: int
     answer: int
@@ -134,7 +130,6 @@ def _lengths(model: Path, fields: FieldMap, rows: Sequence[dict[str, Any]], data
 
 
 def _held_out(fields: FieldMap, data: Path) -> int:
-    """Return the number of rows that are held out for evaluations."""
     prompt = fields.messages_field or fields.prompt_field
     parameters = {
         "path": str(data),
@@ -179,5 +174,5 @@ def _filled(directory: Path, model: Path, data: Path, fields: FieldMap, lengths:
 
 
 def _text(value: str) -> str:
-    """Return `value` as a TOML string; JSON strings are valid TOML strings."""
+    # JSON strings are valid TOML strings.
     return orjson.dumps(value).decode()

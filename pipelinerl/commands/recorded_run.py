@@ -2,10 +2,8 @@
 
     runs/<name>/  recipe.toml · events.jsonl (which groups, which figures) · redis/ (the groups)
 
-Rollouts are stored from the oldest kept checkpoint on. The run must not be live, because its files are read. The stream
-server runs on a copy of its data.
-
-`elastic_decisions` is a dry run of the scaling rule on the figures of a recorded run.
+Rollouts are stored from the oldest kept checkpoint on. The run must not be live; a Redis server runs on a copy of its
+data. `elastic_decisions` applies the scaling rule to a recorded run's figures, as a dry run.
 """
 
 from __future__ import annotations
@@ -43,8 +41,7 @@ log = logging.getLogger("pipelinerl")
 
 #: The kind of event that is written when a trainer has started.
 _BEGUN: Final = "trainer_ready"
-#: (epoch, first version) of an unknown trainer, if the log does not name the trainer that took a step. The step's
-#: groups cannot be identified then.
+#: (epoch, first version) if the log does not name the trainer that took a step; the step's groups are then unknown.
 _UNKNOWN_TRAINER: Final = (0, 0)
 
 
@@ -91,7 +88,7 @@ def recorded_groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutG
 
 def _record(event: Event, begun: Sequence[tuple[int, int]]) -> RecordedStep:
     version = int(event["step"])
-    # If a step was taken twice, the second one counts, so choose the last trainer that started below this version.
+    # If a step was taken twice, the second time counts: choose the last trainer that started below this version.
     epoch, began_at = max((each for each in begun if each[1] < version), default=_UNKNOWN_TRAINER)
     return RecordedStep(
         version=version,
@@ -121,9 +118,7 @@ async def _groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGro
 
 
 def _is_live(run_dir: Path) -> bool:
-    """Return True if the run's controller answers. Its address alone proves nothing: a killed controller leaves it
-    behind.
-    """
+    # The controller must answer: a killed controller leaves its address behind.
     try:
         with controller_of(run_dir) as controller:
             controller.status()
@@ -134,9 +129,7 @@ def _is_live(run_dir: Path) -> bool:
 
 @contextmanager
 def _server(config: RunConfig, run_dir: Path) -> Iterator[str]:
-    """Yield the URL of a server with the run's streams: the recipe's own, or one started on a copy of the embedded
-    data.
-    """
+    """Yield the URL of the recipe's Redis server, or of a server started on a copy of the run's embedded data."""
     if config.streams.redis_url is not None:
         yield os.environ.get(REDIS_VARIABLE) or config.streams.redis_url.get_secret_value()
         return
@@ -152,9 +145,7 @@ def _server(config: RunConfig, run_dir: Path) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class TriedDecision:
-    """A scaling decision that the rule would have made `elapsed_s` after the start of the run, when `step` was the
-    latest step.
-    """
+    """A decision of the scaling rule, `elapsed_s` after the run's start, when `step` was the latest step."""
 
     elapsed_s: float
     step: int
@@ -185,9 +176,7 @@ def elastic_decisions(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
 
 
 def tried_decisions(events: Iterable[Event], rule: ElasticRule, *, least: int, most: int) -> Iterator[TriedDecision]:
-    """Yield the decisions that `rule` would have made on a run's events. Decisions do not change the recorded number of
-    engines.
-    """
+    """Yield the decisions that `rule` would have made on a run's events; the recorded number of engines stays."""
     memory, serving, step = ElasticMemory(), set[str](), 0
     for event in events:
         now = float(event.get("elapsed_s", 0.0))

@@ -1,7 +1,6 @@
 """`pipelinerl eval`: evaluates a checkpoint, a model directory or a server at a URL on the recipe's held-out problems.
 
-It uses the same problems as the run's own evaluations and, on our engines, the same noise. `answer_figures` computes
-the figures.
+It uses the problems of the run's own evaluations and, on this project's engines, the same sampling noise.
 """
 
 from __future__ import annotations
@@ -44,10 +43,9 @@ from pipelinerl.types import PromptOrder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationReport:
-    """Settings and results of an evaluation.
+    """Settings and results; `seconds` excludes the engine's start, and `asked` counts the problems of this call.
 
-    `seconds` excludes the engine's start. `asked` counts the problems of this call, `incomplete` those without an
-    answer, `unjudged` those with an answer that could not be judged.
+    `incomplete` counts problems without an answer, `unjudged` those whose answer could not be judged.
     """
 
     target: str
@@ -70,9 +68,7 @@ class EvaluationReport:
 def evaluate(
     target: Target, config: RunConfig, *, token: str | None, model: str, console: Console, out: Path | None = None
 ) -> EvaluationReport:
-    """Evaluate the target and compute the figures; progress goes to `console`.
-
-    With `out`, results are stored in that file, and problems with a result there are skipped.
+    """Evaluate the target; progress goes to `console`. With `out`, skip problems with a result there, and add results.
 
     Raises:
         UserError: no problem was answered, or the file holds results of another question.
@@ -255,7 +251,6 @@ def _rows(table: Table, report: EvaluationReport, groups: Mapping[str, AnswerFig
 
 
 def _at(of_all: list[PassAt], estimates: list[PassAt]) -> list[str]:
-    """Return the values under the table's columns."""
     by_k = {each.k: each for each in estimates}
     return [_share(by_k[each.k].value if each.k in by_k else None) for each in of_all]
 

@@ -18,11 +18,7 @@ _NAMESPACES: Final = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy", "j
 
 
 def namespace(array: Array) -> ModuleType:
-    """Return the module whose `exp`, `expm1`, `where`, `clip`, `abs`, `zeros_like`, … work on `array`.
-
-    Raises:
-        TypeError: `array` belongs to none of the three libraries.
-    """
+    """Return the module whose `exp`, `where`, … work on `array`; raise `TypeError` for an array of another library."""
     for base in type(array).__mro__:
         name = _NAMESPACES.get(base.__module__.partition(".")[0])
         if name is not None:

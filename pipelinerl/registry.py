@@ -119,11 +119,7 @@ def is_user_code(entries: Mapping[str, RegistryEntry], name: str) -> bool:
 
 
 def known(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> RegistryEntry:
-    """Return the entry registered as `name`, or a new entry for a reference to user code, which is not loaded.
-
-    Raises:
-        RecipeError: the name is unknown.
-    """
+    """Return the registered entry, or a new one for user code, which is not loaded; raise `RecipeError` if unknown."""
     if is_user_code(entries, name):
         return RegistryEntry(name)
     if name not in entries:
@@ -167,11 +163,7 @@ def _user_code(kind: str, name: str) -> Any:
 
 
 def resolve(target: str) -> Any:
-    """Return the object named by `module:attribute` or `path.py:attribute`.
-
-    Raises:
-        RecipeError: the name has a wrong form, or the object cannot be loaded.
-    """
+    """Return the object named by `module:attribute` or `path.py:attribute`; raise `RecipeError` if that fails."""
     try:
         return load_reference(target)
     except ReferenceFailed as error:

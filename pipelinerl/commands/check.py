@@ -75,11 +75,7 @@ _MOST_READ: Final = 8 * 2**30
 
 
 def refuse(config: RunConfig) -> None:
-    """Check names and settings only, without importing or reading anything large.
-
-    Raises:
-        UserError: the first problem that would stop the run.
-    """
+    """Check names and settings only, reading nothing large; raise `UserError` for the first that would stop the run."""
     check_directory(config.model.resolved)
     refuse_quantised(config.model.resolved)
     check_chat_template(config.model.resolved)
@@ -133,7 +129,7 @@ def _other_models(config: RunConfig) -> dict[str, Path]:
 
 
 def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (part of the recipe, finding) for `pipelinerl check`; a part comes after the parts that it depends on.
+    """Yield (part of the recipe, finding) for `pipelinerl check`, each part after those that it depends on.
 
     Raises:
         UserError: the first problem that would stop the run.

@@ -94,11 +94,7 @@ def track_run(run_dir: Path, directory: Path) -> str:
 
 
 def show_mismatch(run_dir: Path, console: Console, *, as_json: bool) -> None:
-    """Print the mismatch of a run, live or finished, and draw `mismatch.png` into its directory.
-
-    Raises:
-        UserError: there is no run, or none of its steps was measured.
-    """
+    """Print a run's mismatch and draw `mismatch.png` into its directory; raise `UserError` if no step was measured."""
     history = _history(run_dir)
     reviewed = review(history)
     if reviewed is None:

@@ -46,11 +46,7 @@ _UNKNOWN_TRAINER: Final = (0, 0)
 
 
 def recorded_events(run_dir: Path) -> list[Event]:
-    """Return all events of a run.
-
-    Raises:
-        UserError: there is no such run.
-    """
+    """Return all events of a run; raise `UserError` if there is no such run."""
     try:
         return read_events(run_dir / "events.jsonl")
     except (OSError, ValueError) as error:
@@ -58,18 +54,14 @@ def recorded_events(run_dir: Path) -> list[Event]:
 
 
 def recorded_steps(run_dir: Path) -> dict[int, RecordedStep]:
-    """Return the steps by the model version that they produced. Raises UserError like `recorded_events`."""
+    """Return the steps by the model version that they produced; raise `UserError` if there is no such run."""
     events = recorded_events(run_dir)
     begun = [(int(event["epoch"]), int(event["model_version"])) for event in events if event["kind"] == _BEGUN]
     return {version: _record(event, begun) for event in tell(events).steps if (version := int(event["step"]))}
 
 
 def recorded_step(run_dir: Path, step: int) -> RecordedStep:
-    """Return one step.
-
-    Raises:
-        UserError: there is no such run or step; the message lists the steps.
-    """
+    """Return one step; raise `UserError`, whose message lists the steps, if there is no such run or step."""
     steps = recorded_steps(run_dir)
     if step not in steps:
         known = f"{min(steps)} to {max(steps)}" if steps else "none"
@@ -155,11 +147,7 @@ class TriedDecision:
 
 
 def elastic_decisions(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each scaling decision of the recipe's `elastic` section, with `overrides` applied.
-
-    Raises:
-        UserError: there is no such run.
-    """
+    """Yield a line for each decision of the recipe's `elastic` section, with `overrides`, or raise `UserError`."""
     events = recorded_events(run_dir)
     config = load_run(run_dir, overrides)
     limits = config.elastic.types.values()

@@ -40,11 +40,7 @@ _STYLES: Final = {"correct": "green", "partial": "yellow", "wrong": "red"}
 
 
 def show(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool) -> None:
-    """Print the samples that match the query.
-
-    Raises:
-        UserError: there is no run, it has no samples, or none match.
-    """
+    """Print the samples that match the query; raise `UserError` if there is no run or no such sample."""
     _require_run(run_dir)
     with _readable(run_dir):
         groups = read_samples(run_dir)
@@ -58,11 +54,7 @@ def show(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool) 
 
 
 def follow(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool) -> None:
-    """Print samples as they arrive until the run is over.
-
-    Raises:
-        UserError: there is no run.
-    """
+    """Print samples as they arrive until the run is over; raise `UserError` if there is no run."""
     _require_run(run_dir)
     reader = SampleReader(run_dir)
     first, over = True, False

@@ -209,7 +209,7 @@ class DomainSection(Section):
 
     @property
     def is_hosted(self) -> bool:
-        """True if the environment is a server or a taskset, and no user code that this process could import."""
+        """True if the environment is a server or a taskset, not user code."""
         return self.environment is not None and self.environment.startswith((OPENENV, VERIFIERS))
 
     @property
@@ -229,7 +229,7 @@ class DomainSection(Section):
 
     @property
     def shaping(self) -> RewardShaping | None:
-        """What training does with the rewards of this domain; None if it reads them as they are."""
+        """The shaping of this domain's rewards; None if training uses them unchanged."""
         if self.reward is None and not self.rewards:
             return None
         part_weights = tuple((part.shown_as, part.weight) for part in self.rewards)

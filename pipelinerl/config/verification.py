@@ -186,11 +186,7 @@ class JudgeSection(Section):
 
     @property
     def key(self) -> SecretStr | None:
-        """The bearer key of the judge's server; None if the server needs none.
-
-        Raises:
-            RecipeError: the environment variable is not set.
-        """
+        """The bearer key of the judge's server, or None; raises `RecipeError` if the variable for it is not set."""
         if self.key_variable is None:
             return None
         key = os.environ.get(self.key_variable)

@@ -114,7 +114,7 @@ def basis_of_runs(run_dirs: Sequence[Path]) -> Basis:
 
 
 def basis_of_table(table_name: str) -> Basis:
-    """Return the inputs of predictions from a hardware table, a file or a published one, or raise `UserError`."""
+    """Return the inputs of predictions from a hardware table (a file or a published one), or raise `UserError`."""
     path = Path(table_name)
     if not path.exists() and (":" in table_name or table_name in ACCELERATORS):
         hardware = published_hardware(table_name)

@@ -204,11 +204,7 @@ class RunFollower:
 
 
 def source_of(run: str) -> RunSource:
-    """Return the source for a run's directory or a controller's URL.
-
-    Raises:
-        UserError: there is no run in the directory.
-    """
+    """Return the source for a run's directory or a controller's URL, or raise `UserError` if there is no run."""
     if not is_url(run) and not any((Path(run) / name).exists() for name in ("events.jsonl", "recipe.toml")):
         raise UserError(f"{run} is not a run: it has neither events.jsonl nor recipe.toml; name the run's directory")
     return RunSource(run)

@@ -280,11 +280,7 @@ class WatchedRun:
 
 
 def watched_runs(directories: Sequence[Path]) -> list[WatchedRun]:
-    """Return the runs to watch, numbered in the order of their directories.
-
-    Raises:
-        UserError: a directory holds no run.
-    """
+    """Return the runs to watch, numbered in the order of their directories; raise `UserError` if one holds no run."""
     for directory in directories:
         there = ("events.jsonl", "recipe.toml", FOLDER)
         if not any((directory / name).exists() for name in there):

@@ -110,7 +110,6 @@ class TrainerMemory:
 
     @property
     def _moments(self) -> int:
-        """Bytes of both moments of the optimizer, wherever they are kept."""
         return (8 if self.moments is MomentDType.FP32 else 4) * self._trained // self.shards
 
     @property
@@ -137,9 +136,7 @@ class TrainerMemory:
 
     @property
     def _weights(self) -> int:
-        """Bytes of one copy of the model; on a mesh, of one shard plus two gathered layers and the gathered outer
-        parameters.
-        """
+        """Bytes of one copy of the model; on a mesh, of a shard, two gathered layers and the outer parameters."""
         shape, matrix = self.shape, 2 if self._keeps_base_in_bf16 else 4
         whole = 4 * shape.count - (4 - matrix) * shape.matrices - 2 * self._rounded
         if self.shards == 1:
@@ -158,9 +155,7 @@ class TrainerMemory:
 
     @property
     def _gradients(self) -> int:
-        """Bytes of gradients: of all weights, or of a shard plus a layer and the outer parameters, which are in
-        transfer.
-        """
+        """Bytes of all gradients, or of a shard plus a layer and the outer parameters, which are in transfer."""
         if self.shards == 1 or self.gradients is GradientSum.WHOLE:
             return 4 * self._trained
         passing = 2 * (self._layer + self._outer) if not self.rank else 0
@@ -168,10 +163,7 @@ class TrainerMemory:
 
     @property
     def _casts(self) -> int:
-        """Bytes of the bf16 copies that autocast makes of fp32 weights for a backward pass.
-
-        With checkpointing, only one layer's copies exist at a time.
-        """
+        """Bytes of the bf16 copies that autocast makes of fp32 weights; with checkpointing, of one layer at a time."""
         if self.checkpointing and self._is_half and not self._keeps_base_in_bf16:
             outer = self.shape.vocab * self.shape.hidden
             return 2 * max(0, outer + self._layer - self._rounded)

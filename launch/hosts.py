@@ -171,7 +171,7 @@ def _option(part: str, word: str) -> tuple[str, str]:
     return key, value
 
 
-#: Without persistence mode the driver wakes the GPUs first, which takes seconds.
+#: Seconds for `nvidia-smi` to answer; without persistence mode it first wakes the GPUs, which takes seconds.
 _DEADLINE_S: Final = 30.0
 _QUERY: Final = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,mig.mode.current", "--format=csv,noheader,nounits")
 _INSTANCES: Final = ("nvidia-smi", "-L")

@@ -258,7 +258,7 @@ def _requested_share(config: RunConfig, name: str) -> float | None:
 
 
 def _divided(here: Sequence[str], requested: Mapping[str, float | None], *, label: str) -> dict[str, float]:
-    """Return the shares of one device, by process. Shares left open are equal, but the trainer gets up to half."""
+    """Return the shares of one device. Shares that the recipe leaves open are equal; the trainer gets up to half."""
     stated = {name: share for name in here if (share := requested[name]) is not None}
     still_open = [name for name in here if name not in stated]
     left = (_GIVEN_OUT if still_open else 1.0) - sum(stated.values())

@@ -36,7 +36,7 @@ from pipelinerl.roles.role import REDIS_PASSWORD_VARIABLE, OnExit, Role, RoleOpt
 #: Up to this number of cores, pinning a process to its own core beats leaving it to the scheduler.
 _SMALL_MACHINE = 8
 
-#: How a process's threads wait for each other. A single thread sleeps, because many processes share few cores. Several
+#: Waits of a process's threads for each other. A single thread sleeps, because many processes share few cores. Several
 #: threads spin briefly first: waking them is so slow that two sleeping threads decode half as fast as one.
 _ONE_THREAD = {"OMP_WAIT_POLICY": "PASSIVE"}
 _SEVERAL_THREADS = {"GOMP_SPINCOUNT": "20000"}
@@ -204,7 +204,7 @@ class Launch:
     def engine(
         self, name: str, *, port: int | None = None, type: str | None = None, on: Assignment | None = None
     ) -> ProcessSpec:
-        """Return the spec of an engine; `type` is for an engine requested of a live run, which outlives the engine."""
+        """Return the spec of an engine; with a `type`, of one requested of a live run, which survives its failure."""
         config, on = self.config, self.placement.of(name) if on is None else on
         engine_cores, _ = _pinning(config, self.cores)
         number = int(name.rpartition("-")[2])
@@ -239,7 +239,7 @@ class Launch:
         )
 
     def trainer_rank(self, rank: int) -> ProcessSpec:
-        """Return the spec of a trainer's rank above 0, on its own device. Rank 0 ends the rank, so it stops later."""
+        """Return the spec of a trainer's rank above 0, which has its own device and is stopped after rank 0."""
         name = roles.trainer_rank.numbered(rank)
         return self.spec(
             roles.trainer_rank,

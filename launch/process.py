@@ -71,9 +71,9 @@ class State(StrEnum):
     STARTING = "starting"
     HEALTHY = "healthy"
     BACKING_OFF = "backing_off"
-    """It died and is restarted at the time `due`."""
+    """Died; is restarted at the time `due`."""
     STOPPING = "stopping"
-    """It was asked to stop while the run continues, and is killed at the time `due`."""
+    """Asked to stop while the run continues; is killed at the time `due`."""
     ENDED = "ended"
 
 

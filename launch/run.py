@@ -55,7 +55,7 @@ class ControllerCalls(Protocol):
         ...
 
     def close(self) -> None:
-        """Close its connections."""
+        """Close the connections to the controller."""
         ...
 
 
@@ -64,7 +64,7 @@ Connect = Callable[[str, str], ControllerCalls]
 
 
 def prepare(config: RunConfig, *, claim: Callable[[RunConfig], bool], members: Members | None) -> Path:
-    """Make a run's directory, ready for `resume`; return its path. Raise `UserError` first if the hosts do not fit."""
+    """Make a run's directory for `resume`; return its path. If the hosts do not suffice, only raise `UserError`."""
     spread(config, (this_machine(config),) if members is None else members.hosts)
     directory = run_directory.create(config, claim=claim)
     if members is not None:
@@ -109,7 +109,7 @@ def describe_placement(config: RunConfig) -> str:
 
 
 def memory_limits(config: RunConfig) -> Mapping[str, int]:
-    """Return how many bytes of a device each trainer and engine may use here; raise `UserError` if that is too little.
+    """Return how many bytes of a device trainer and engine may each use; raise `UserError` if the recipe does not fit.
 
     Without GPUs, the only key is `all`: the memory of this host, for all processes together.
     """

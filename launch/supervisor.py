@@ -361,7 +361,7 @@ class Supervisor:
 
     def _tell_reaper(self, sign: str, group: int) -> None:
         if self._reaper is not None:
-            with contextlib.suppress(BrokenPipeError):  # reaper killed: the kernel still ties children to this process
+            with contextlib.suppress(BrokenPipeError):  # the reaper was killed; the kernel still kills the children
                 self._reaper.write(f"{sign}{group}\n")
                 self._reaper.flush()
 
@@ -384,7 +384,7 @@ class Supervisor:
             self._interrupts += 1
 
         handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        wanted = [number for number in handled if signal.getsignal(number) is not signal.SIG_IGN]  # for nohup
+        wanted = [number for number in handled if signal.getsignal(number) is not signal.SIG_IGN]  # see nohup
         before = {number: signal.signal(number, note) for number in wanted}
         try:
             yield

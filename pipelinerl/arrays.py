@@ -29,7 +29,7 @@ def namespace(array: Array) -> ModuleType:
 
 
 def stop_gradient(array: Array) -> Array:
-    """Return the same values, through which no gradient flows: sg(·) of RLAX Eq. 3."""
+    """Return the array with its gradient blocked: sg(·) of RLAX Eq. 3."""
     xp = namespace(array).__name__
     if xp == "torch":
         return array.detach()
@@ -37,7 +37,7 @@ def stop_gradient(array: Array) -> Array:
 
 
 def on_host(array: Array) -> np.ndarray[Any, Any] | None:
-    """Return the values as a numpy array, or None for a JAX tracer, which has no values yet."""
+    """Return the array's values as a numpy array, or None for a JAX tracer, which has no values yet."""
     xp = namespace(array).__name__
     if xp == "torch":
         held: np.ndarray[Any, Any] = array.detach().cpu().numpy()

@@ -50,20 +50,20 @@ class OldLogprobs(StrEnum):
     SAMPLING_WEIGHTS = "sampling_weights"
     """A forward pass with the weights that sampled each token (RLAX §5.1), which a `WeightHistory` keeps.
 
-    old/behavior then measures only numerics (and KV caches older than their weights), current/old all of the staleness.
+    The ratio old/behavior then measures numerics (and reused KV caches), current/old measures all of the staleness.
     """
     RECOMPUTE = "recompute"
     """A forward pass with the weights at the start of the step.
 
     This is the proximal policy of decoupled PPO (Hilton et al. 2022; AReaL). old/behavior then measures staleness and
-    numerics, and current/old begins at 1.
+    and numerics, and current/old begins at 1.
     """
     BEHAVIOR = "behavior"
     """The sampler's log-probs, without a further pass."""
 
 
 class RoutingReplay(StrEnum):
-    """The experts that compute a token of a mixture-of-experts model in the trainer."""
+    """Choice of the experts that compute each token in the trainer, for mixture-of-experts models."""
 
     OFF = "off"
     """The experts that the trainer's own routers choose."""
@@ -75,18 +75,18 @@ class NoSignal(StrEnum):
     """The treatment of groups whose rewards are all equal."""
 
     TRAIN = "train"
-    """Keep them in their step, which then reflects the mixture of problems as it is."""
+    """Keep such groups, so that a step reflects the mixture of problems as it is."""
     FILTER = "filter"
-    """Drop them and wait for others: dynamic sampling (DAPO §3.2)."""
+    """Drop such groups and wait for others: dynamic sampling (DAPO §3.2)."""
 
 
 class Truncated(StrEnum):
     """The treatment of rollouts cut off by the token limit, whose verdict says little about their quality."""
 
     TRAIN = "train"
-    """Train on them; a soft length penalty may be added (`domains.reward.overlong_tokens`)."""
+    """Train on such rollouts; a soft length penalty may be added (`domains.reward.overlong_tokens`)."""
     MASK = "mask"
-    """Exclude all their tokens from the loss: overlong filtering (DAPO §3.4)."""
+    """Exclude all tokens of such rollouts from the loss: overlong filtering (DAPO §3.4)."""
 
 
 class StalenessScope(StrEnum):

@@ -95,7 +95,7 @@ class EngineUnreachable(PipelineError):
 
 
 class UpdateError(PipelineError):
-    """A weight update failed on some engine; the message names each."""
+    """A weight update failed on some engines; the message names them."""
 
 
 class ReachedNoEngine(UpdateError):

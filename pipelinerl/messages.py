@@ -89,7 +89,7 @@ class TrainerReady(ControlMessage, frozen=True):
     """A trainer has loaded version `model_version` and requests a directive.
 
     It begins a new epoch, with a number above all numbers ever `claimed` in its directory. `solved` is as in
-    `StepDone`, for all groups that were in no answered report when the checkpoint was written.
+    `StepDone`, for all groups whose reports were unanswered when the checkpoint was written.
     """
 
     report_id: str
@@ -455,7 +455,7 @@ Question = TrainerReady | StepDone | StepSkipped | TrainerLeaving
 
 _Message = TypeVar("_Message")
 
-#: Messages that name an order further than this from the known orders are rejected as forged.
+#: A message is rejected as forged if its order is further than this from the known orders.
 MOST_AHEAD = 2**20
 
 _REPORTS = msgspec.msgpack.Decoder(Report)
@@ -506,5 +506,5 @@ def decode_directive(payload: bytes) -> Directive:
 def _decoded(decoder: msgspec.msgpack.Decoder[_Message], payload: bytes) -> _Message:
     try:
         return decoder.decode(payload)
-    except (UnicodeDecodeError, RecursionError) as error:  # msgspec raises these two unchanged
+    except (UnicodeDecodeError, RecursionError) as error:  # msgspec does not wrap these two errors
         raise msgspec.DecodeError(str(error)) from None

@@ -43,7 +43,7 @@ class Problem:
 
 
 class ProblemSummary(NamedTuple):
-    """The part of a problem kept with its group, without the prompt; `ground_truth` is cut to `MOST_SHOWN` chars."""
+    """The part of a problem that is kept with its group; `ground_truth` is cut to `MOST_SHOWN` characters."""
 
     problem_id: str = ""
     tags: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class Priority(IntEnum):
     PROOF = -2
     """A canary check: the trainer waits for it, and the engine may do no other work before it."""
     EVALUATION = -1
-    """An evaluation's samples: weight updates, or the engine pinned to the evaluation, wait until it ends."""
+    """An evaluation's samples: weight updates are on hold, or an engine is pinned, until the evaluation ends."""
     TRAINING = 0
 
 
@@ -137,8 +137,8 @@ class PromptOrder:
 class Answered:
     """A completion, and the base URL of the engine that finished it.
 
-    If other engines began the completion and then failed or left, `tokens_kept` counts their tokens in it, and
-    `tokens_resampled` their tokens that could not be continued and were sampled again.
+    `tokens_kept` counts tokens that other engines sampled before they failed or left; `tokens_resampled` counts tokens
+    of such engines that were lost and sampled again.
     """
 
     completion: ChatCompletion
@@ -283,9 +283,9 @@ class Rollout:
 
     Attributes:
         turns: every turn of the model that trains, each once, in the order in which the turns ended.
-        parents: for each turn the number of the turn that it continues, a lower number than its own, or `ROOT`; empty
-            if every turn continues the previous one, so that the rollout is one segment. A turn's `context_token_ids`
-            are the tokens after the end of its parent.
+        parents: for each turn the number of the earlier turn that it continues, or `ROOT`; empty if every turn
+            continues the previous one, so that the rollout is one segment. A turn's `context_token_ids` are the tokens
+            after the end of its parent.
     """
 
     turns: tuple[Turn, ...]

@@ -38,7 +38,7 @@ from pipelinerl.observability.logs import without_secrets
 RECIPE_FOLDER: Final = "/mnt/recipe"
 #: Seconds to stop processes, on top of `launch.save_s`.
 _GRACE_S: Final = 60
-#: How many failed pods of one host are replaced. One more failure fails its Job, and with it the run.
+#: Number of failed pods of one host that are replaced. One more failure fails the host's Job, and with it the run.
 _RETRIES: Final = 6
 _APPLY_S: Final = 120.0
 _LABEL: Final = "pipelinerl.dev/run"
@@ -142,7 +142,7 @@ def _listening(plan: Plan) -> dict[str, list[ProcessSpec]]:
 
 
 def _role_service(run: str, role: str, specs: Sequence[ProcessSpec], labels: Mapping[str, str]) -> dict[str, Any]:
-    # Select the one host that runs the role, or all hosts if several do.
+    # The service selects the one host that runs the role, or all hosts if several do.
     hosts = {spec.host for spec in specs}
     selector = dict(labels) | ({_HOST_LABEL: next(iter(hosts))} if len(hosts) == 1 else {})
     spec = {"selector": selector, "ports": [_port(each) for each in specs], "clusterIP": "None"}

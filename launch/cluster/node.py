@@ -47,7 +47,7 @@ from pipelinerl.errors import UserError
 #: After this many seconds without a heartbeat, a node assumes that the head will not come back.
 HEAD_S: Final = 600.0
 _LOOK_S: Final = 0.1
-#: A node that has waited for this many seconds says so.
+#: Seconds of waiting after which a node tells the user that it waits.
 _SILENT_S: Final = 5.0
 
 
@@ -185,7 +185,7 @@ class _Share:
 
 
 def _await_launch(run_dir: Path, host: str, announce: Callable[[str], None], head_s: float) -> LaunchRecord:
-    """Return the record of the launch under way, or completed; after a failed or stopped one, another may follow."""
+    """Wait for a launch that is under way or completed, ignoring failed and stopped ones; return its record."""
     began = time.monotonic()
     deadline, tell_at = began + head_s, began + _SILENT_S
     while True:

@@ -132,7 +132,7 @@ class _Nodes:
                 for reference in self._ready():
                     if reference in self._locating:
                         self._located(self._locating.pop(reference), reference)
-                    elif reference in self._serving:  # not if all nodes were restarted meanwhile
+                    elif reference in self._serving:  # restarting all nodes drops older references
                         status = self._ended(self._serving.pop(reference), reference)
                         if status is not None:
                             return status
@@ -191,7 +191,7 @@ class _Nodes:
         self._locating[actor.address.remote()] = name
 
     def _located(self, name: str, reference: Any) -> None:
-        """Handle an actor's address; retry if the actor failed, because Ray had not yet noticed its machine's loss."""
+        """Handle an actor's address; retry an actor that failed before Ray noticed the loss of its machine."""
         try:
             address = str(self._ray.get(reference, timeout=_ASK_S))
         except self._ray.exceptions.RayActorError:

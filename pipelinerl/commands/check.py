@@ -75,7 +75,7 @@ _MOST_READ: Final = 8 * 2**30
 
 
 def refuse(config: RunConfig) -> None:
-    """Check names and settings only, reading nothing large; raise `UserError` for the first that would stop the run."""
+    """Check names and settings only, reading nothing large; raise `UserError` for the first problem found."""
     check_directory(config.model.resolved)
     refuse_quantised(config.model.resolved)
     check_chat_template(config.model.resolved)

@@ -1,4 +1,4 @@
-"""Commands for developers: check an engine or trainer against its contract; run a checkout's benchmarks and faults."""
+"""Commands for developers: check an engine or trainer against its contract; run benchmarks and fault tests."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ The JSON file:
 
 Defaults: `group` is 0, `judged` is true, and `logprobs` are the sampler's. Other columns are needed only by objectives
 that read them: `turns`, a list of [tokens, reward] per turn of an episode, by `adv.credit = "turns"`; `parts`, a list
-of [name, reward, weight], by `adv = "decoupled"`. All given rollouts form one step's batch. A record, like a run's step
-(`--run`), holds only the sampler's log-probs; the policy's and the recomputed ones are assumed to be equal.
+of [name, reward, weight], by `adv = "decoupled"`. All given rollouts form one step's batch. A record or a run's step
+(`--run`) holds only the sampler's log-probs; the current policy and recomputed log-probs are assumed equal to them.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _summary(names: Sequence[str], pair: Sequence[PolicyObjective], rollouts: Se
 
 
 def read(path: Path, group: int = 0) -> list[ScoredRollout]:
-    """Read the rollouts of a file, by default of `group`; raise `UserError` unless it has one of the two formats."""
+    """Read a file of rollouts in either format; rollouts without a group get `group`. Raises `UserError`."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -230,7 +230,7 @@ def _slots(objective: PolicyObjective) -> Table:
 def _factors(
     objective: PolicyObjective, rollouts: Sequence[ScoredRollout], *, shown: Collection[int] | None = None
 ) -> Table:
-    """Return a table of every token's factors, computed from all rollouts as one batch, for the groups in `shown`."""
+    """Return a table of the token factors of the groups in `shown`, computed from all rollouts as one batch."""
     table = Table(box=None, pad_edge=False)
     for name in ("group", "rollout", "t", "token", "agg", "is_weight", "adv", "M", "multiplier"):
         table.add_column(name, justify="left" if name == "token" else "right", no_wrap=True)

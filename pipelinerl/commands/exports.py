@@ -69,7 +69,7 @@ def track_run(run_dir: Path, directory: Path) -> str:
     Raises:
         UserError: there is no run, tensorboardX is missing, or something cannot be read or written.
     """
-    from pipelinerl.roles.tracker_role import open_tensorboard  # imports the libraries of a role
+    from pipelinerl.roles.tracker_role import open_tensorboard  # lazy: imports heavy libraries
 
     if not (run_dir / "events.jsonl").is_file():
         raise UserError(f"{run_dir} is not a run: it has no events.jsonl")

@@ -37,7 +37,7 @@ _REWARDS: Final = Path(__file__).with_name("new_rewards.py.txt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Lengths in tokens: the longest prompt and reference answer; limits of an answer (`max_tokens`) and a sequence."""
+    """Lengths in tokens: of the longest prompt and reference answer, and limits of an answer and a sequence."""
 
     prompt: int
     answer: int

@@ -36,7 +36,7 @@ _AT_ONCE: Final = 8
 
 
 class ContentStore(Protocol):
-    """Storage of contents, by link: a folder of this machine, or the repository of a sandbox service."""
+    """Storage of inputs and answers (contents) by link: a folder of this machine, or a sandbox service's repository."""
 
     async def missing(self, links: list[Link]) -> set[Link]:
         """Return the links whose contents are not stored yet."""

@@ -164,7 +164,7 @@ def elastic_decisions(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
 
 
 def tried_decisions(events: Iterable[Event], rule: ElasticRule, *, least: int, most: int) -> Iterator[TriedDecision]:
-    """Yield the decisions that `rule` would have made on a run's events; the recorded number of engines stays."""
+    """Yield the decisions that `rule` would have made on a run's events; the number of engines stays as recorded."""
     memory, serving, step = ElasticMemory(), set[str](), 0
     for event in events:
         now = float(event.get("elapsed_s", 0.0))

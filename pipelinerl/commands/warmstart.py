@@ -77,7 +77,7 @@ class WarmStartOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FineTuneOptions:
-    """Numbers of optimizer steps, of demonstrations per step, and of validation demonstrations, to measure the loss."""
+    """Numbers of optimizer steps, of demonstrations per step, and of demonstrations that measure the loss."""
 
     steps: int
     demonstrations: int = 64

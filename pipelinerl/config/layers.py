@@ -153,7 +153,7 @@ def resolved_beside(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Make the table's paths, which are relative to `folder`, absolute; raise `RecipeError` for a bad few-shot file."""
     resolved = _with_references(table, folder)
     elastic = resolved.get("elastic")
-    if isinstance(elastic, dict) and isinstance(elastic.get("types"), dict):  # its keys are component names
+    if isinstance(elastic, dict) and isinstance(elastic.get("types"), dict):  # the keys are component names
         types = {anchored(type, folder): limits for type, limits in elastic["types"].items()}
         resolved["elastic"] = {**elastic, "types": types}
     domains = resolved.get("domains")

@@ -201,7 +201,7 @@ class RunConfig(Section):
 
     @property
     def demonstrations_per_update(self) -> int:
-        """The demonstrations of each optimizer step, by the weights' shares; 0 without domains that have any."""
+        """The demonstrations of each optimizer step, by the domains' weights; 0 if no domain has demonstrations."""
         shares = [sum(each.weight for each in those) for those in (self.demonstrated_domains, self.trained_domains)]
         groups = self.groups_per_step / self.training.mini_batches
         return max(1, round(groups * shares[0] / shares[1])) if shares[0] else 0
@@ -230,10 +230,10 @@ class RunConfig(Section):
 
     @property
     def groups_in_flight(self) -> int:
-        """The number of groups in flight per actor; by default four times what fills the slots of the most engines.
+        """The number of groups in flight per actor; by default four times as many as fill the slots of all engines.
 
-        A group occupies few slots while its longest answer is sampled: with twice the number, engines were 78 % busy on
-        heavy-tailed lengths. Pacing may allow fewer, depending on k.
+        Elastic engines count at their maximum. A group occupies few slots while its longest answer is sampled: with
+        twice as many groups, engines were 78 % busy on heavy-tailed lengths. Pacing may allow fewer, depending on k.
         """
         if self.actor.groups_in_flight is not None:
             return self.actor.groups_in_flight

@@ -383,7 +383,7 @@ class LaunchSection(Section):
     start_timeout_s: float = Field(default=120.0, gt=0)
     """Time limit for a process to become healthy."""
     restarts: int = Field(default=3, ge=0)
-    """How often a process that dies is restarted before the run ends; uptime earns further restarts."""
+    """Restarts of a process that dies, before the run ends; uptime earns further restarts."""
     save_s: float = Field(default=30.0, gt=0)
     """Time for a run, or a trainer, to save its state when it is stopped."""
     grace_s: float = Field(default=5.0, gt=0)
@@ -421,7 +421,7 @@ class ElasticSection(Section):
     content: float = Field(default=0.05, gt=0, lt=1)
     """If the trainer waits for less than this share of its time, engines may be too many."""
     busy: float = Field(default=0.8, gt=0, le=1)
-    """The share of occupied slots from which on engines are busy."""
+    """The share of occupied slots at which engines count as busy."""
     stale: float = Field(default=0.1, ge=0, le=1)
     """If more than this share of groups is stale and engines are busy, engines are too few."""
     drain_s: float = Field(default=60.0, gt=0, le=86400)

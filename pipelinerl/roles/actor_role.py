@@ -123,7 +123,7 @@ def _verifiers(identity: Identity, services: VerifierServices) -> dict[str, Grou
 
 
 async def _start(judges: Sequence[GroupVerifier | GroupFilter | Player]) -> None:
-    """Start all before the first step, so that no slow domain is missing from it; each start has its own timeout."""
+    """Start verifiers, filter and players before the first step, so that no slowly starting domain misses it."""
     at_once = asyncio.Semaphore(default_workers())
 
     async def started(judge: GroupVerifier | GroupFilter | Player) -> None:

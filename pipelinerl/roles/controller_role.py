@@ -276,7 +276,7 @@ class _Endpoint:
 
 
 def _advertise(identity: Identity, bound: tuple[Any, ...]) -> _Endpoint:
-    # The commands that read this file run on this machine, so that loopback replaces an unspecified address.
+    # The commands that read this file run on this machine, so an unspecified address is written as loopback.
     host, port = bound[:2]
     if ip_address(host).is_unspecified:
         host = "::1" if ":" in host else "127.0.0.1"

@@ -167,7 +167,7 @@ class Role:
 
 
 def _flag(parameter: inspect.Parameter) -> str:
-    # The name that typer derives; a name in the annotation is typer's `default`.
+    # typer derives the name in the same way; it keeps a name from the annotation in `default`.
     (option,) = parameter.annotation.__metadata__
     return option.default if isinstance(option.default, str) else f"--{parameter.name.replace('_', '-')}"
 
@@ -183,7 +183,7 @@ def hide_password() -> None:
 def without_password(
     arguments: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]] | None:
-    """Return equivalent arguments and environment with the streams' address moved to the environment; else None."""
+    """Return arguments and environment with the password moved to the environment; None if there is no password."""
     kept, address, rest = list[str](), "", iter(arguments)
     for argument in rest:
         name, equals, value = argument.partition("=")

@@ -123,7 +123,7 @@ def run_until_interrupted(work: Coroutine[Any, Any, Result]) -> Result:
             loop.add_signal_handler(number, task.cancel)
         return await task
 
-    try:  # not uvloop: it starts verifiers by fork, which is unsafe with the JAX engine
+    try:  # not uvloop, which starts verifiers by fork: unsafe with the JAX engine
         return asyncio.run(guarded())
     except asyncio.CancelledError:
         raise SystemExit(INTERRUPTED) from None

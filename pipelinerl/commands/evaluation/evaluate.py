@@ -124,7 +124,7 @@ def held_out_orders(config: RunConfig, version: int) -> Iterator[PromptOrder]:
         seed=settings.seed,
         sampling=settings.sampling,
         by_domain=settings.by_domain,
-        training_problem=mixture.problem,  # never called; a data set may have no training problems
+        training_problem=mixture.problem,  # never called: an evaluation needs no training problems
         held_out_problem=lambda _, index: mixture.problem(index),
     )
     return (factory.asking(plan, index, version=version, number=0) for index in range(plan.problems))
@@ -157,13 +157,13 @@ async def _evaluated(
 
                 await ask(missing, answering, config, on_answer=note)
             seconds = time.monotonic() - began
-    of_these = {order.index: answers.get(order.index) for order in orders}  # the log may hold more
+    of_these = {order.index: answers.get(order.index) for order in orders}  # the log may hold other answers
     return _report(target, config, of_these, asked_now=len(missing), seconds=seconds)
 
 
 def _question(target: Target, config: RunConfig, evaluation: HeldOutSet, *, model: str) -> dict[str, Any]:
     """Return everything that an answer depends on, except the number of problems: weights, sampling, domains."""
-    engine = {"type", "dtype", "weights", "context_length"}  # only for an engine built here; a server has its own
+    engine = {"type", "dtype", "weights", "context_length"}  # matter only for an engine built here
     return {
         "target": target.named(model),
         "split": evaluation.split,

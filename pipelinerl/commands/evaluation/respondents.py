@@ -39,7 +39,7 @@ from pipelinerl.system.background import to_its_end
 from pipelinerl.system.files import from_home
 from pipelinerl.types import Answered, PromptOrder
 
-#: The path that users often append to a server's base URL, and that is removed.
+#: Suffix that users often append to a server's base URL; it is removed.
 _V1: Final = "/v1"
 
 
@@ -191,7 +191,7 @@ class _OfTheContract:
 
     @property
     def sampler(self) -> Sampler:
-        """This object: it also samples for episodes."""
+        """The sampler for episodes: this object itself."""
         return self
 
     async def complete(

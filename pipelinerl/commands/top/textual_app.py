@@ -1,7 +1,7 @@
 """The screen of `pipelinerl top`, drawn with textual: figures left of the knobs, or above them on narrow terminals.
 
-Four times a second it draws the newest snapshot of a `RunFollower`, and never waits for the follower. The arrow keys
-select a knob; Enter starts and submits an edit; Escape cancels it. The mouse stays with the terminal, to select text.
+The app draws the newest snapshot of a `RunFollower` four times a second, and never waits for it. The arrow keys
+select a knob; Enter starts and submits an edit; Escape cancels it. The terminal keeps the mouse, to select text.
 """
 
 from __future__ import annotations

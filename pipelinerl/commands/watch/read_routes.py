@@ -53,7 +53,7 @@ _PLACES: Final = {Axis.STEP: "step", Axis.SECONDS: "elapsed_s", Axis.SAMPLES: "s
 
 
 def add_reading(app: FastAPI, pages: Pages) -> None:
-    """Add the routes to `app`."""
+    """Add the routes that describe runs to `app`."""
     _add_now(app, pages)
 
     @app.get("/api/run")

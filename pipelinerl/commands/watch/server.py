@@ -55,7 +55,7 @@ _SILENCE_S: Final = 15.0
 def add_stream(app: FastAPI, pages: Pages) -> None:
     """Add `/api/stream`: events of a run as server-sent events, for a limited number of listeners.
 
-    A listener sleeps until the feed's bell rings, and sends its place as `Last-Event-ID` when it reconnects. FastAPI's
+    A listener sleeps until the feed wakes it, and sends its place as `Last-Event-ID` when it reconnects. FastAPI's
     event generators are not used: they build a model per listener and event, and fail if a client disconnects within
     an event.
     """
@@ -105,7 +105,7 @@ async def _stream_frames(pages: Pages, number: int, last_event_id: str) -> Async
 
 
 def _frames(entries: Sequence[FeedEntry], run: int) -> bytes:
-    """Return the entries as frames of server-sent events; one notice replaces too many steps."""
+    """Return the entries as frames of server-sent events; if there are many steps, one notice replaces them."""
     many = summarised(entries)
     if many is None:
         return b"".join(entry.frame for entry in entries)
@@ -174,7 +174,7 @@ def _add_files(app: FastAPI) -> None:
 
 
 def _file(name: str) -> Response:
-    # Looked up by its bare name, so that files elsewhere are never served.
+    # Files are looked up by bare name, so that files elsewhere are never served.
     known = {path.name: path for path in STATIC.iterdir() if path.is_file()} if STATIC.is_dir() else {}
     if name not in known:
         raise HTTPException(404, "the page has no such file")

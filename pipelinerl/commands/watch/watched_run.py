@@ -97,7 +97,7 @@ class Feed:
 
     @contextmanager
     def listener(self) -> Iterator[asyncio.Event]:
-        """Yield a bell that is set in the running event loop whenever there are new entries."""
+        """Yield an asyncio event that is set whenever there are new entries."""
         bell = asyncio.Event()
         with self._lock:
             self._bells[bell] = asyncio.get_running_loop()

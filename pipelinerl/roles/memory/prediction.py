@@ -1,7 +1,7 @@
 """The memory table of `pipelinerl check`: the memory of each process, whether it fits, and the knobs that would help.
 
-Nothing heavy is imported and no weight is read. Trainers and engines of other types than ours, and external servers,
-cannot be predicted and are left out.
+Nothing heavy is imported and no weight is read. The memory of third-party trainers and engines, and of external
+servers, cannot be predicted and is left out.
 """
 
 from __future__ import annotations

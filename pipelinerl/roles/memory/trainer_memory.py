@@ -32,7 +32,7 @@ from trainer_contract.types import Precision, WeightDType
 LOGITS_AT_ONCE: Final = 2**24
 #: Factor for the padding of sequences to buckets of similar lengths.
 _PADDING: Final = 1.1
-#: How many arrays of the logits' size are held: log-softmax, its gradient, and the gradient of the logits.
+#: Number of arrays of the logits' size that are held: log-softmax, its gradient, and the gradient of the logits.
 _LOGITS_HELD: Final = 3
 
 
@@ -202,7 +202,7 @@ class TrainerMemory:
         whole = self._own_trained * shape.vocab
         at_once, weight = min(whole, LOGITS_AT_ONCE), 0 if self.rank else 4 * shape.vocab * shape.hidden
         head = max(_LOGITS_HELD * 4 * at_once, 4 * at_once + 2 * weight)
-        if whole > LOGITS_AT_ONCE:  # in pieces: sum the weight's gradient in fp32; bf16 needs as much again
+        if whole > LOGITS_AT_ONCE:  # in pieces, which sum the weight's gradient in fp32; bf16 needs as much again
             head = _LOGITS_HELD * 4 * at_once + (2 if self._is_half else 1) * weight
         size = 2 if self._is_half else 4
         back = size * tokens * (2 * shape.intermediate + 2 * shape.hidden)

@@ -120,11 +120,7 @@ class Placement:
 
 
 def place(config: RunConfig, devices: Devices) -> Placement:
-    """Return the placement of a run on one host's devices.
-
-    Raises:
-        RecipeError: there are too few devices, or the recipe contradicts itself.
-    """
+    """Return the placement of a run on one host's devices; raise `RecipeError` if the recipe does not fit on them."""
     check_uses(config)
     here = (replace(LOCALHOST, devices=devices),)
     if not devices.each:
@@ -284,11 +280,7 @@ def _on(assignments: Mapping[str, Assignment], index: int) -> Iterator[str]:
 
 
 def spread(config: RunConfig, hosts: Sequence[Host]) -> Placement:
-    """Return the host of each process that the run begins with, and its GPUs there.
-
-    Raises:
-        RecipeError: the hosts have too few GPUs, or lack a role that the run needs.
-    """
+    """Return each process's host and its GPUs there; raise `RecipeError` if the hosts lack GPUs or a needed role."""
     if len(hosts) == 1:
         return replace(place(config, hosts[0].devices), hosts=tuple(hosts))
     check_uses(config)

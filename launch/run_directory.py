@@ -129,9 +129,7 @@ def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda con
     """Make the directory of a new run. If its name is taken, append a number: tiny, tiny-2, tiny-3, …
 
     `claim` claims the name at other locations that the run writes to; it returns False if another run has it there.
-
-    Raises:
-        UserError: the directory cannot be made.
+    Raises `UserError` if the directory cannot be made.
     """
     for number in count(1):
         chosen = _numbered(config, number)
@@ -163,12 +161,7 @@ def refuse_taken(path: Path) -> None:
 
 
 def open_run(path: Path) -> RunDirectory:
-    """Return the directory of a run that was started before; change nothing.
-
-    Raises:
-        UserError: there is no run in `path`, or another version of the project began it.
-        RecipeError: its recipe is damaged.
-    """
+    """Return the directory of an earlier run, unchanged; raise `UserError` if it is missing, damaged or too old."""
     check_layout(path)
     return RunDirectory(path.resolve(), load_run(path))
 

@@ -384,7 +384,8 @@ class Supervisor:
             self._interrupts += 1
 
         handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        wanted = [number for number in handled if signal.getsignal(number) is not signal.SIG_IGN]  # see nohup
+        # Under nohup, SIGHUP is ignored and must stay so.
+        wanted = [number for number in handled if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, note) for number in wanted}
         try:
             yield

@@ -71,12 +71,9 @@ def start_on(
     claim: Callable[[RunConfig], bool],
     announce: Callable[[str], None] = print,
 ) -> int:
-    """Start a run; return 0 once the run is submitted or, under Ray, the status of the finished run.
+    """Start a run, or raise `UserError`; return 0 once it is submitted or, under Ray, the finished run's status.
 
     Under Kubernetes the run's directory is on a volume of the cluster; the head makes the directory there.
-
-    Raises:
-        UserError: the run cannot start; the message says what to do.
     """
     if where.by is Launcher.KUBERNETES:
         run_dir = config.run_directory

@@ -125,11 +125,7 @@ def slurm_script(config: RunConfig, members: Members, *, run_dir: Path, extra: S
 
 
 def submit(script: str, run_dir: Path) -> str:
-    """Write the script into the run's directory and submit it; return a sentence with the job's number.
-
-    Raises:
-        UserError: sbatch is missing or refuses the job.
-    """
+    """Write the script into the run's directory and submit it; return a sentence for the user, or raise `UserError`."""
     path = run_dir / "slurm.sh"
     path.write_text(script)
     if shutil.which("sbatch") is None:

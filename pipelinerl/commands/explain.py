@@ -107,8 +107,7 @@ def show(
 def compare(first: str, second: str, files: Sequence[Path], console: Console, *, of_run: OfRun | None = None) -> None:
     """Print the slots in which two objectives differ, and what each makes of every token of the same rollouts.
 
-    Each choice is a preset or a recipe. Without `files` or a run, the rollouts are a built-in example. Raises like
-    `show`.
+    Each choice is a preset or a recipe. Without `files` or a run, the rollouts are a built-in example.
     """
     rollouts, shown = list(EXAMPLE), None
     if files:

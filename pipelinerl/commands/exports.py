@@ -34,11 +34,7 @@ DEFAULT_NAME: Final = "trace.json.gz"
 
 
 def trace_run(run_dir: Path, output: Path | None) -> str:
-    """Write the trace to `output`, and return a message for the user.
-
-    Raises:
-        UserError: there is no run, its log is damaged, or the file cannot be written.
-    """
+    """Write the trace to `output` and return a message for the user; raise `UserError` without a readable run."""
     log, path = run_dir / "events.jsonl", output or run_dir / DEFAULT_NAME
     if not log.is_file():
         raise UserError(f"{run_dir} is not a run: it has no events.jsonl")
@@ -64,11 +60,7 @@ def _opened(path: Path) -> IO[str]:
 
 
 def track_run(run_dir: Path, directory: Path) -> str:
-    """Write the events since the last call to TensorBoard files in `directory`, and return a message for the user.
-
-    Raises:
-        UserError: there is no run, tensorboardX is missing, or something cannot be read or written.
-    """
+    """Add the events since the last call to TensorBoard files in `directory`; return a message or raise `UserError`."""
     from pipelinerl.roles.tracker_role import open_tensorboard  # lazy: imports heavy libraries
 
     if not (run_dir / "events.jsonl").is_file():

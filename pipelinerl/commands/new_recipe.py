@@ -46,11 +46,7 @@ class Lengths:
 
 
 def write_new(directory: Path, *, model: Path, data: Path, prompt_field: str | None, answer_field: str | None) -> Path:
-    """Write `recipe.toml` and `rewards.py` into a new directory; return the recipe's path.
-
-    Raises:
-        UserError: the directory is in use, the model or the data are unusable, or no field matches.
-    """
+    """Write `recipe.toml` and `rewards.py` into a new directory; return the recipe's path, or raise `UserError`."""
     model, data = Path(model).expanduser(), Path(data).expanduser()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory} exists and is not empty; give a new directory")

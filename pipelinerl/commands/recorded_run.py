@@ -70,11 +70,7 @@ def recorded_step(run_dir: Path, step: int) -> RecordedStep:
 
 
 def recorded_groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGroup]]:
-    """Return the groups that are still in the streams, by prompt order; groups of one order are in order of arrival.
-
-    Raises:
-        UserError: the run is live, or its rollouts were not kept.
-    """
+    """Return the groups still in the streams by order, as they arrived; raise `UserError` if the run is live."""
     return asyncio.run(_groups(config, run_dir))
 
 

@@ -312,12 +312,7 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_run(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Load the resolved recipe of an existing run, with overrides.
-
-    Raises:
-        UserError: the directory contains no run.
-        RecipeError: its recipe is damaged.
-    """
+    """Load the resolved recipe of an existing run, with overrides; raise `UserError` if it is missing or damaged."""
     recipe = run_dir / "recipe.toml"
     if not recipe.is_file():
         raise UserError(f"{run_dir} holds no run: expected {recipe}; `pipelinerl run <recipe>` starts one")

@@ -69,11 +69,7 @@ class Identity:
 
 
 def identity_of(options: RoleOptions, changes: Sequence[str] = ()) -> Identity:
-    """Return the identity of a process with these options, whose changes to the recipe come before `changes`.
-
-    Raises:
-        RecipeError, UserError: the recipe or the token file cannot be used.
-    """
+    """Return the identity of a process; `changes` come after those in `options`. Raises `UserError` for bad options."""
     config = settled(load(options.recipe, [*(options.changes or []), *changes]))
     of_recipe, run_dir = config.streams.redis_url, options.run_dir or config.run_directory
     return Identity(

@@ -82,12 +82,9 @@ class Target:
 
 
 def target_of(text: str, *, checkpoint: str = "") -> Target:
-    """Parse a target: a URL, a model directory, `shipped:<name>`, or a run's directory.
+    """Parse a URL, a model directory, `shipped:<name>` or a run's directory; raise `UserError` for anything else.
 
     A run's directory stands for its checkpoint named `checkpoint`, by default its newest.
-
-    Raises:
-        UserError: it is none of these, or the run has no such checkpoint.
     """
     if is_url(text):
         if checkpoint:
@@ -133,13 +130,10 @@ def recipe_of(target: Target, recipe: str | None) -> str:
 async def respondent(
     target: Target, config: RunConfig, *, token: str | None, model: str = ""
 ) -> AsyncIterator[Respondent]:
-    """Yield a respondent for the target until the block ends.
+    """Yield a respondent for the target until the block ends; raise `UserError` if nothing can answer.
 
     The recipe's `engine` section describes the engine for a model directory. `token` and `model` (by default the first)
     are for the server at a URL.
-
-    Raises:
-        UserError: nothing can answer; the message says why.
     """
     if target.model is not None:
         async with _made_here(_with_model(config, target.model)) as engine:

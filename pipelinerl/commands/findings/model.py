@@ -94,11 +94,7 @@ def attention_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def mesh_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (part, finding) on the trainer's mesh; nothing for a single process.
-
-    Raises:
-        RecipeError: attention heads or parallel experts do not divide evenly among the processes.
-    """
+    """Yield (part, finding) on the trainer's mesh; raise `RecipeError` if heads or experts do not divide evenly."""
     if config.trainer.type != "torch" or config.trainer.options.get("mesh") is None:
         return
     from pipelinerl.trainers.torch.mesh import ExpertWeights, refuse_heads, refuse_uneven_experts

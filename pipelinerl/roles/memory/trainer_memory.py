@@ -38,12 +38,11 @@ _LOGITS_HELD: Final = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerMemory:
-    """Memory of one process of a torch trainer whose model is divided over `shards` processes; replicas do not matter.
+    """Memory of one process of a torch trainer whose model is divided over `shards` processes, whatever the replicas.
 
     A micro-batch has `tokens`, of which `trained` have a loss; `cp` processes compute it together. `rank` is the rank
     of LoRA adapters on `targets` (None: all linear layers); 0 trains every weight. `values` is True if a critic of the
-    same size is loaded as well, and `references` counts the frozen models. `moments` and `place` describe the
-    optimizer's state.
+    same size is loaded as well; `references` counts frozen models; `moments` and `place` are about optimizer state.
     """
 
     shape: ModelShape

@@ -81,7 +81,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The processes in the order in which they may start; `elsewhere` maps those of other hosts to health addresses.
+    """The processes in start order; `elsewhere` has the health addresses of processes on other hosts, by name.
 
     Raises:
         ValueError: two processes share a name, or one waits for a process that does not precede it.
@@ -132,7 +132,7 @@ class Launch:
 
     @classmethod
     def on(cls, hosts: Sequence[Host], config: RunConfig, *, ports: Iterable[int], **rest: Any) -> Launch:
-        """Place the run on these hosts; `ports` must yield enough ports; raise `RecipeError` if that is impossible."""
+        """Place the run on these hosts, with ports from `ports`; raise `RecipeError` if the recipe does not fit."""
         by_name = dict(zip(listening(config), ports, strict=False))
         return cls(config=config, ports=by_name, placement=spread(config, hosts), **rest)
 
@@ -204,7 +204,7 @@ class Launch:
     def engine(
         self, name: str, *, port: int | None = None, type: str | None = None, on: Assignment | None = None
     ) -> ProcessSpec:
-        """Return the spec of an engine; with a `type`, of one requested of a live run, which survives its failure."""
+        """Return the spec of an engine. If a live run requested it, `type` is set, and the run survives its failure."""
         config, on = self.config, self.placement.of(name) if on is None else on
         engine_cores, _ = _pinning(config, self.cores)
         number = int(name.rpartition("-")[2])

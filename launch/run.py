@@ -180,7 +180,7 @@ def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
 def show_end(result: RunResult, directory: RunDirectory, events: Sequence[Event], console: Console) -> None:
     """Show how the run ended and how to resume it; `events` are the events of this launch, possibly none."""
     kinds = {event["kind"] for event in events}
-    if kinds & {"step", "evaluation"}:  # without such an event there is nothing to draw, and drawing takes seconds
+    if kinds & {"step", "evaluation"}:  # without a step or an evaluation there is nothing to draw
         try:
             _show_report(directory, console)
         except UserError as error:  # a missing report must not hide how the run ended

@@ -439,7 +439,7 @@ def replay(
     """Repeat a step from its checkpoint and recorded rollouts, without engines; exit status 1 if it differs."""
     from rich.console import Console
 
-    # Before torch is imported: sums depend on the number of threads, so use as many as the trainer had.
+    # Set before torch is imported: sums depend on the number of threads, so use the trainer's number.
     os.environ.setdefault("OMP_NUM_THREADS", str(recipes.load_run(run_dir).launch.threads))
     from pipelinerl.commands.replay import show
 

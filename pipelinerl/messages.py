@@ -3,8 +3,8 @@
 Reports go to the controller, which makes all decisions. Directives go to the trainer, which waits for the answer to
 its report. Every message has a deterministic id, so a message that arrives twice has no further effect.
 
-    trainer ── TrainerReady, StepDone, StepSkipped, OrdersEnded, Starving, Published, CanaryChecked, Checkpointed,
-               CheckpointDelayed, TrainerStopped ──▶ controller
+    trainer ── TrainerReady, StepDone, StepSkipped, TrainerLeaving, OrdersEnded, Starving, Published, CanaryChecked,
+               Checkpointed, CheckpointDelayed, TrainerStopped ──▶ controller
     actor   ── GroupFailed, GroupOutdated, GroupHandedOver, EvaluationDone, ActorAlive ──▶ controller
     controller ── Directive ──▶ trainer
     trainer ── WeightsAnnounced ──▶ engines ── WeightsTaken ──▶ trainer

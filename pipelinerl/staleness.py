@@ -26,7 +26,7 @@ class StalenessBounds:
     """The pair (j, k); `k` may be `math.inf`.
 
     Raises:
-        RecipeError: j < 1, or k < j, with which rollouts are too old to train before engines reload: a deadlock.
+        RecipeError: j < 1, or k < j, which would deadlock: rollouts would be too old to train before engines reload.
     """
 
     j: int

@@ -155,7 +155,7 @@ def _save(trainer: Trainer, model: Path, output: Path) -> None:
             copy_model_files(model, staging)
             write_weights(staging / "model.safetensors", trainer.weight_layout(), trainer.gather_weights())
             for file in staging.iterdir():
-                file.chmod(0o644)  # safetensors' files are readable by their owner only
+                file.chmod(0o644)  # safetensors writes files that only their owner can read
                 sync(file)
             staging.rename(output)
             undone.pop_all()

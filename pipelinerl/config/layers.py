@@ -49,7 +49,7 @@ def overridden(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, 
     A table in a list is identified by its name: `domains.math.max_tokens=64`.
 
     Raises:
-        RecipeError: an override is malformed, contains a password, or its path leads through something not a table.
+        RecipeError: an override is malformed, contains a password, or its path leads through a value that is no table.
     """
     changes = [_parsed(override) for override in overrides]
     result = _copied(table)
@@ -247,7 +247,7 @@ def refuse_unwritable(value: Any, path: str = "") -> None:
 
 def sentences(error: ValidationError, model: type[BaseModel], table: Mapping[str, Any]) -> str:
     """Return a line for each field of `model` that is invalid in `table`, without secrets."""
-    said: dict[str, list[str]] = {}  # by field: the errors of the types of a union become one line
+    said: dict[str, list[str]] = {}  # by field: the errors of a union's types become one line
     came: dict[str, str] = {}
     for problem in error.errors(include_url=False, include_context=False):
         steps = [step for step in problem["loc"] if not _is_choice(step)]

@@ -171,7 +171,7 @@ def run_until_signalled(role: Callable[[Identity], Coroutine[Any, Any, None]], i
         uvloop.run(guarded())
     except asyncio.CancelledError:
         log.info("stopped by a signal")
-        sys.exit(128 + signal.SIGTERM)  # not 0, which tells the launcher that the role's work is done
+        sys.exit(128 + signal.SIGTERM)  # not 0, which would mean that the role's work is done
     except Exception as error:  # no caller is left: any error ends the process
         sys.exit(_status_of(error))
 

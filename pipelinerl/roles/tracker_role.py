@@ -95,7 +95,7 @@ def trackers_of(config: RunConfig, run_dir: Path) -> dict[str, OpenTracker]:
         if sentence := missing_package(name):
             raise UserError(sentence)
     section = config.trackers
-    recipe = table_without_secrets(to_table(config))  # its addresses may hold passwords, and trackers upload it
+    recipe = table_without_secrets(to_table(config))  # addresses may hold passwords, and trackers upload recipes
     tracked = TrackedRun(name=config.run.name, directory=run_dir, recipe=recipe)
 
     def wandb(bookmark: Bookmark | None) -> Tracker:

@@ -40,7 +40,7 @@ _LONGEST_PAUSE_S: Final = 5.0
 
 
 class JudgeBudget(NamedTuple):
-    """A process's part of the run's budget for LLM judging: the folder with its spending, and how many share."""
+    """A process's part of the run's budget for LLM judging: the folder of its spending, and the number of sharers."""
 
     folder: Path
     sharers: int
@@ -93,7 +93,7 @@ def served_domain(domain: DomainSection, *, budget: JudgeBudget | None) -> Serve
 
 
 def _sandbox_of(domain: DomainSection) -> str:
-    """Return the weakest sandbox tier that the recipe accepts, after `remote` if another machine runs the sandbox."""
+    """Return the weakest accepted sandbox tier, with the prefix `remote` if another machine runs the sandbox."""
     return f"remote {domain.oubliette.tier}" if domain.oubliette.url else domain.oubliette.tier.value
 
 

@@ -234,7 +234,7 @@ def _read(file: BinaryIO, path: Path, question: dict[str, Any], of: type[Answer]
     """Return the results in the file. Write the question into a new file, and cut off a torn last line."""
     data, first = file.read(), json.dumps(question).encode() + b"\n"
     lines = data[: data.rfind(b"\n") + 1].splitlines()
-    if not lines and first.startswith(data):  # new file, or the writer was killed in the first line
+    if not lines and first.startswith(data):  # a new file, or one whose writer was killed during the first line
         file.write(first[len(data) :])
         file.flush()
         return []

@@ -163,7 +163,7 @@ async def _evaluated(
 
 def _question(target: Target, config: RunConfig, evaluation: HeldOutSet, *, model: str) -> dict[str, Any]:
     """Return everything that an answer depends on, except the number of problems: weights, sampling, domains."""
-    engine = {"type", "dtype", "weights", "context_length"}  # matter only for an engine built here
+    engine = {"type", "dtype", "weights", "context_length"}  # settings only of an engine built here
     return {
         "target": target.named(model),
         "split": evaluation.split,

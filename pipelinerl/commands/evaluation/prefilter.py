@@ -182,7 +182,7 @@ async def _ask(
 
 
 def _question(target: Target, config: RunConfig, *, samples: int, model: str) -> dict[str, Any]:
-    """Return the settings on which pass rates depend, for an `AnswerLog`; the choice of problems is none of them."""
+    """Return the settings on which pass rates depend, for an `AnswerLog`; they exclude the choice of problems."""
     return {
         "target": target.named(model),
         "sampling": config.sampling.model_dump(mode="json", exclude={"group_size"}),

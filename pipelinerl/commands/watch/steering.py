@@ -100,7 +100,7 @@ class Steering:
             self._client = None
 
     def obstacle(self, *, looks_only: bool = False) -> str:
-        """Return the reason why changes are refused, empty if allowed; `looks_only` means a read-only client."""
+        """Return why changes are refused; empty if they are allowed. `looks_only` means a read-only client."""
         if self.read_only or looks_only:
             return _SHARED if looks_only else _READ_ONLY
         return "" if self.status() is not None else "no controller answers: the run is not live, or is just starting"

@@ -161,7 +161,7 @@ def refuse_taken(path: Path) -> None:
 
 
 def open_run(path: Path) -> RunDirectory:
-    """Return the directory of an earlier run, unchanged; raise `UserError` if it is missing, damaged or too old."""
+    """Return the directory of an earlier run; raise `UserError` if it is missing, damaged or of another layout."""
     check_layout(path)
     return RunDirectory(path.resolve(), load_run(path))
 

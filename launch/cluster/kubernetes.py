@@ -150,7 +150,7 @@ def _role_service(run: str, role: str, specs: Sequence[ProcessSpec], labels: Map
 
 
 def _port(spec: ProcessSpec) -> dict[str, Any]:
-    # Pods limit port names to 15 characters, hence `weights`.
+    # Pods limit port names to 15 characters, so `parameter-server` becomes `weights`.
     name = spec.name.replace("parameter-server", "weights")
     return {"name": name, "port": urlsplit(spec.health or "").port}
 

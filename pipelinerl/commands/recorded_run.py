@@ -41,7 +41,7 @@ log = logging.getLogger("pipelinerl")
 
 #: The kind of event that is written when a trainer has started.
 _BEGUN: Final = "trainer_ready"
-#: (epoch, first version) if the log does not name the trainer that took a step; the step's groups are then unknown.
+#: The trainer, as (epoch, first version), of a step whose log names no trainer; the step's groups are then unknown.
 _UNKNOWN_TRAINER: Final = (0, 0)
 
 
@@ -70,7 +70,7 @@ def recorded_step(run_dir: Path, step: int) -> RecordedStep:
 
 
 def recorded_groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGroup]]:
-    """Return the groups still in the streams by order, as they arrived; raise `UserError` if the run is live."""
+    """Return the kept groups by order, in order of arrival; raise `UserError` if the run is live or kept no groups."""
     return asyncio.run(_groups(config, run_dir))
 
 

@@ -142,7 +142,7 @@ def step_figures(event: Event) -> dict[str, Any]:
 
 
 def summarised(entries: Sequence[FeedEntry]) -> tuple[int, int] | None:
-    """Return (step before the first, last step) if one notice should replace the entries; None if they are few."""
+    """Return the steps (before the first, last) that one notice should replace; None if there are few entries."""
     steps = [entry.step for entry in entries if entry.step is not None]
     return (min(steps) - 1, max(steps)) if len(entries) > _FAR_BEHIND and steps else None
 

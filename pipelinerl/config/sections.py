@@ -417,13 +417,13 @@ class ElasticSection(Section):
     settle_s: float = Field(default=60.0, ge=0, le=86400)
     """Least time between changes."""
     waiting: float = Field(default=0.15, gt=0, lt=1)
-    """If the trainer waits for more than this share of its time and engines are busy, engines are too few."""
+    """The share of the trainer's time spent waiting, above which busy engines are too few."""
     content: float = Field(default=0.05, gt=0, lt=1)
-    """If the trainer waits for less than this share of its time, engines may be too many."""
+    """The share of the trainer's time spent waiting, below which engines may be too many."""
     busy: float = Field(default=0.8, gt=0, le=1)
     """The share of occupied slots at which engines count as busy."""
     stale: float = Field(default=0.1, ge=0, le=1)
-    """If more than this share of groups is stale and engines are busy, engines are too few."""
+    """The share of stale groups above which busy engines are too few."""
     drain_s: float = Field(default=60.0, gt=0, le=86400)
     """Time limit for the remaining work of an engine that is removed."""
     types: dict[str, EngineLimits] = Field(default_factory=dict)

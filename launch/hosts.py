@@ -62,9 +62,7 @@ class Devices:
         return f"GPU {index}" if name == str(index) else f"GPU {index} ({name})"
 
     def environment(self, indices: Sequence[int]) -> Mapping[str, str]:
-        """Return the variables that make exactly these devices visible to a process; empty if the process needs no
-        variables.
-        """
+        """Return the variables that make exactly these devices visible to a process; none if it needs no device."""
         if not indices:
             return {}
         shown = {VARIABLE: ",".join(self.each[index].name for index in indices)}
@@ -103,7 +101,7 @@ class Host:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Host:
-        """Read the table that `to_json` returns. Raises KeyError, TypeError or ValueError for anything else."""
+        """Read the table that `to_json` returns; raise KeyError, TypeError or ValueError for anything else."""
         roles = frozenset(HostRole(role) for role in fields["roles"])
         devices = numbered_devices(int(fields["gpus"]))
         return cls(name=str(fields["name"]), address=str(fields["address"]), devices=devices, roles=roles)
@@ -173,7 +171,7 @@ def _option(part: str, word: str) -> tuple[str, str]:
     return key, value
 
 
-#: Without persistence mode the driver wakes the GPUs first, which takes seconds.
+#: Seconds for `nvidia-smi` to answer; without persistence mode it first wakes the GPUs, which takes seconds.
 _DEADLINE_S: Final = 30.0
 _QUERY: Final = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,mig.mode.current", "--format=csv,noheader,nounits")
 _INSTANCES: Final = ("nvidia-smi", "-L")
@@ -189,7 +187,7 @@ class VisibleDevice:
 
 
 def devices_for(config: RunConfig, environ: Mapping[str, str]) -> Devices:
-    """Return the devices of this machine that the run may use. Skip detection if the recipe uses no GPU.
+    """Return the devices of this machine that the run may use; skip detection if the recipe uses no GPU.
 
     Raises:
         UserError: the driver does not answer in time, or CUDA_VISIBLE_DEVICES names a device that does not exist.
@@ -235,8 +233,7 @@ def _named(rows: list[list[str]], visible: str) -> Iterator[VisibleDevice]:
             yield VisibleDevice(name)
             continue
         if name.isdecimal():
-            # CUDA_DEVICE_ORDER decides which GPU an index means. The memory of that GPU is known only if all GPUs have
-            # equally much.
+            # CUDA_DEVICE_ORDER decides which GPU an index means; its memory is known only if all have equally much.
             same = [row for row in rows if len(sizes) == 1 and row[3] != "Enabled"] if int(name) < len(rows) else None
         else:
             same = [row for row in rows if row[1].startswith(name)] or None
@@ -251,7 +248,6 @@ def _names_something(name: str) -> bool:
 
 
 def _instances_of(uuid: str, listing: str) -> list[str]:
-    """Return the UUIDs of one GPU's MIG instances, from the output of `nvidia-smi -L`."""
     names: list[str] = []
     inside = False
     for line in listing.splitlines():

@@ -69,11 +69,7 @@ class Placement:
         return self.host(self.host_by_process.get(process, self.head.name))
 
     def host(self, name: str) -> Host:
-        """Return the host of that name.
-
-        Raises:
-            UserError: no host has that name.
-        """
+        """Return the host of that name; raise `UserError` if there is none."""
         for host in self.hosts:
             if host.name == name:
                 return host
@@ -124,11 +120,7 @@ class Placement:
 
 
 def place(config: RunConfig, devices: Devices) -> Placement:
-    """Return the placement of a run on one host's devices.
-
-    Raises:
-        RecipeError: there are too few devices, or the recipe contradicts itself.
-    """
+    """Return the placement of a run on one host's devices; raise `RecipeError` if the recipe does not fit on them."""
     check_uses(config)
     here = (replace(LOCALHOST, devices=devices),)
     if not devices.each:
@@ -148,7 +140,7 @@ def place(config: RunConfig, devices: Devices) -> Placement:
 
 
 def check_uses(config: RunConfig) -> None:
-    """Raise RecipeError if the recipe sets devices or memory shares for roles that never use a GPU."""
+    """Raise `RecipeError` if the recipe sets devices or memory shares for roles that never use a GPU."""
     engine, trainer, launch = config.engine, config.trainer, config.launch
     roles = (
         ("engine", engine, config.gpus_of_engine(), launch.engine_devices),
@@ -165,7 +157,6 @@ def check_uses(config: RunConfig) -> None:
 
 
 def _check_counts(config: RunConfig, devices: Devices) -> None:
-    """Raise RecipeError if the recipe names devices that do not exist, or more or fewer than the process needs."""
     named = config.launch.engine_devices
     if named and len(named) != config.engine.count:
         raise RecipeError(
@@ -185,7 +176,7 @@ def _check_counts(config: RunConfig, devices: Devices) -> None:
 
 
 def check_none_is_needed(config: RunConfig, devices: Devices) -> None:
-    """Raise RecipeError if the recipe insists on GPUs and there are none."""
+    """Raise `RecipeError` if the recipe insists on GPUs and there are none."""
     keys = list(dict.fromkeys(key for key, _ in _explicit(config)))
     for role, section, needs in (
         ("engine", config.engine, config.gpus_of_engine()),
@@ -206,9 +197,6 @@ def _explicit(config: RunConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _indices(config: RunConfig, devices: Devices) -> dict[str, tuple[int, ...]]:
-    """Return the device indices of each process: those that the recipe names, and free devices for the other
-    processes.
-    """
     named = {index for _, indices in _explicit(config) for index in indices}
     free = [index for index in range(len(devices)) if index not in named]
     each, trainers = config.gpus_of_engine(), config.gpus_of_trainer
@@ -243,7 +231,6 @@ def _too_few(config: RunConfig, devices: Devices, *, engines: int, trainer: int,
 
 
 def _there(devices: Devices) -> str:
-    """Return `is 1` or `are 4`, and a hint if CUDA_VISIBLE_DEVICES limits the number."""
     count = len(devices)
     where = ", as CUDA_VISIBLE_DEVICES says" if devices.origin is Origin.VARIABLE else ""
     return (f"is {count or 'none'}" if count < 2 else f"are {count}") + where
@@ -267,9 +254,7 @@ def _requested_share(config: RunConfig, name: str) -> float | None:
 
 
 def _divided(here: Sequence[str], requested: Mapping[str, float | None], *, label: str) -> dict[str, float]:
-    """Return the shares of one device, by process. Those that the recipe leaves open are equal, but the trainer gets
-    up to half.
-    """
+    """Return the shares of one device. Shares that the recipe leaves open are equal; the trainer gets up to half."""
     stated = {name: share for name in here if (share := requested[name]) is not None}
     still_open = [name for name in here if name not in stated]
     left = (_GIVEN_OUT if still_open else 1.0) - sum(stated.values())
@@ -295,11 +280,7 @@ def _on(assignments: Mapping[str, Assignment], index: int) -> Iterator[str]:
 
 
 def spread(config: RunConfig, hosts: Sequence[Host]) -> Placement:
-    """Return the host of each process that the run begins with, and its GPUs there.
-
-    Raises:
-        RecipeError: the hosts have too few GPUs, or lack a role that the run needs.
-    """
+    """Return each process's host and its GPUs there; raise `RecipeError` if the hosts lack GPUs or a needed role."""
     if len(hosts) == 1:
         return replace(place(config, hosts[0].devices), hosts=tuple(hosts))
     check_uses(config)
@@ -354,9 +335,7 @@ class _HostAllocator:
         return list(dict.fromkeys(self.host_by_process[rank] for rank in ranks))
 
     def place_engines(self, *, after: Sequence[str]) -> list[str]:
-        """Assign hosts to the engines; hosts in `after`, which the trainer uses, come last. Return the names of the
-        chosen hosts.
-        """
+        """Assign hosts to the engines, the trainer's hosts (`after`) last; return the names of the chosen hosts."""
         config, able = self._config, self._able(HostRole.ENGINE)
         able = [name for name in able if name not in after] + [name for name in able if name in after]
         needs, count = config.gpus_of_engine() if self._computing else 0, config.engine.count
@@ -372,9 +351,7 @@ class _HostAllocator:
         return list(dict.fromkeys(self.host_by_process[f"engine-{number}"] for number in range(count)))
 
     def assign_in_turn(self, kind: str, count: int, role: HostRole, *, first: Sequence[str]) -> list[str]:
-        """Assign `count` processes without GPUs in turn to hosts that have the role; return the names of the chosen
-        hosts.
-        """
+        """Assign `count` processes without GPUs in turn to hosts that have the role; return the chosen hosts' names."""
         able = self._able(role)
         order = [name for name in first if name in able] or able
         self.host_by_process |= {f"{kind}-{number}": order[number % len(order)] for number in range(count)}

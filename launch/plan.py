@@ -36,7 +36,7 @@ from pipelinerl.roles.role import REDIS_PASSWORD_VARIABLE, OnExit, Role, RoleOpt
 #: Up to this number of cores, pinning a process to its own core beats leaving it to the scheduler.
 _SMALL_MACHINE = 8
 
-#: How a process's threads wait for each other. A single thread sleeps, because many processes share few cores. Several
+#: Waits of a process's threads for each other. A single thread sleeps, because many processes share few cores. Several
 #: threads spin briefly first: waking them is so slow that two sleeping threads decode half as fast as one.
 _ONE_THREAD = {"OMP_WAIT_POLICY": "PASSIVE"}
 _SEVERAL_THREADS = {"GOMP_SPINCOUNT": "20000"}
@@ -53,13 +53,12 @@ class ProcessSpec:
         argv: program and arguments.
         env: added to the launcher's environment.
         health: address that answers once the process is ready: `http://…` with 200, or
-            `redis://host:port/<password file>` to PING. None if the process is ready at once.
+            `redis://host:port/<password file>` to PING; None if the process is ready at once.
         after: names of the processes that must be healthy before this one is started.
-        restarts: how often it may be restarted; uptime restores the budget.
+        restarts: how often the process may be restarted; uptime restores the budget.
         stop_order: processes with lower numbers stop earlier; those with equal numbers stop together.
-        group: name of a group of processes; if one of them dies, all are restarted. None if it has no group.
-        cpu: cores that it may run on; None for all.
-        host: name of the host that it runs on.
+        group: name of a group whose processes are all restarted if one of them dies; None without a group.
+        cpu: cores that the process may run on; None for all.
     """
 
     name: str
@@ -82,10 +81,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The processes in the order in which they may start.
-
-    Attributes:
-        elsewhere: health addresses of processes on other hosts, by name.
+    """The processes in start order; `elsewhere` has the health addresses of processes on other hosts, by name.
 
     Raises:
         ValueError: two processes share a name, or one waits for a process that does not precede it.
@@ -104,16 +100,14 @@ class Plan:
             seen.add(spec.name)
 
     def spec(self, name: str) -> ProcessSpec:
-        """Return the process of that name. Raises KeyError if there is none."""
+        """Return the process of that name; raise KeyError if there is none."""
         for spec in self.specs:
             if spec.name == name:
                 return spec
         raise KeyError(name)
 
     def of_host(self, host: str) -> Plan:
-        """Return the plan of this host's processes; its `elsewhere` has the health addresses of processes on other
-        hosts.
-        """
+        """Return the plan of this host's processes; `elsewhere` has the health addresses of all other processes."""
         others = {spec.name: spec.health for spec in self.specs if spec.host != host and spec.health is not None}
         return Plan(tuple(spec for spec in self.specs if spec.host == host), others)
 
@@ -138,11 +132,7 @@ class Launch:
 
     @classmethod
     def on(cls, hosts: Sequence[Host], config: RunConfig, *, ports: Iterable[int], **rest: Any) -> Launch:
-        """Place the run on these hosts; `ports` must yield at least as many ports as the run needs.
-
-        Raises:
-            RecipeError: the recipe cannot be placed on the hosts.
-        """
+        """Place the run on these hosts, with ports from `ports`; raise `RecipeError` if the recipe does not fit."""
         by_name = dict(zip(listening(config), ports, strict=False))
         return cls(config=config, ports=by_name, placement=spread(config, hosts), **rest)
 
@@ -191,8 +181,7 @@ class Launch:
             recipe=str(self.run_dir / "recipe.toml"),
             name=name,
             run_dir=self.run_dir,
-            # The address of the user's own server may hold a password, so it is not on a command line: processes read
-            # it from the recipe.
+            # The address of the user's own server may hold a password, so processes read it from the recipe instead.
             redis_url=f"redis://{self.at('redis')}/0" if streams else None,
             controller_url=f"http://{self.at('controller')}",
             token_file=self.token_file,
@@ -215,11 +204,7 @@ class Launch:
     def engine(
         self, name: str, *, port: int | None = None, type: str | None = None, on: Assignment | None = None
     ) -> ProcessSpec:
-        """Return the spec of an engine.
-
-        `type` is given only for an engine that was requested while the run is live. If such an engine fails, the run
-        continues.
-        """
+        """Return the spec of an engine. If a live run requested it, `type` is set, and the run survives its failure."""
         config, on = self.config, self.placement.of(name) if on is None else on
         engine_cores, _ = _pinning(config, self.cores)
         number = int(name.rpartition("-")[2])
@@ -238,9 +223,7 @@ class Launch:
         )
 
     def trainer(self) -> ProcessSpec:
-        """Return the spec of the trainer, or of rank 0 if it has several processes; it starts after the parameter
-        servers.
-        """
+        """Return the spec of the trainer, or of its rank 0, which starts after the parameter servers."""
         several = TRAINER in self.ports
         _, cpu = _pinning(self.config, self.cores)
         servers = [roles.parameter_server.numbered(number) for number in range(self.config.servers_to_start)]
@@ -256,9 +239,7 @@ class Launch:
         )
 
     def trainer_rank(self, rank: int) -> ProcessSpec:
-        """Return the spec of a trainer's rank above 0, on a device of its own. The rank ends with rank 0, so it stops
-        later.
-        """
+        """Return the spec of a trainer's rank above 0, which has its own device and is stopped after rank 0."""
         name = roles.trainer_rank.numbered(rank)
         return self.spec(
             roles.trainer_rank,
@@ -283,8 +264,7 @@ class Launch:
         return self._shown(name, section.type, section.device, self.assignment_of(name))
 
     def _environment(self, shown: Mapping[str, str]) -> Mapping[str, str]:
-        # A role finds the embedded server's password without help only if the server is at this machine's loopback
-        # address.
+        # A role finds the embedded server's password by itself only at this machine's loopback address.
         away = "redis" in self.ports and self.placement.head.address != LOCALHOST.address
         return {
             "OMP_NUM_THREADS": str(self.config.launch.threads),
@@ -306,7 +286,6 @@ class Launch:
         return self.run_dir / "redis" / "password"
 
     def _shown(self, name: str, type: str, device: str, on: Assignment) -> Mapping[str, str]:
-        """Return the environment variables that limit a process to its devices."""
         devices = self.placement.host_of(name).devices
         if type == "jax" and device == "cpu" and devices.each:
             return {"JAX_PLATFORMS": "cpu"}  # without this, JAX reserves memory on each GPU that it sees
@@ -350,16 +329,14 @@ def processes_of(launch: Launch) -> Plan:
 
 
 def _share_setting(key: str, on: Assignment, recipes: float | None) -> tuple[str, ...]:
-    """Return the change of the recipe that sets a process's memory share; empty if the recipe sets the same share."""
     return () if on.share in (None, recipes) else (f"{key}={on.share}",)
 
 
 def _pinning(config: RunConfig, cores: Sequence[int]) -> tuple[list[tuple[int, ...]], tuple[int, ...] | None]:
-    """Return cores for the engines, assigned in turn, and for the trainer, which gets the last core. No cores: not
-    pinned.
+    """Return cores for the engines, assigned in turn, and for the trainer, the last core; none if nothing is pinned.
 
     Decoding and training use a core all the time. The scheduler often puts both on one core for a whole time slice,
-    which shows up as a pause of the engine. The other processes are light and run on any core.
+    which pauses the engine. The other processes are light and run on any core.
     """
     fits = 2 <= len(cores) <= _SMALL_MACHINE and config.launch.threads == 1
     if config.launch.pin == "none" or not fits:

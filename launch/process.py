@@ -64,16 +64,16 @@ class RestartBudget:
 
 
 class State(StrEnum):
-    """The state of a process, as the supervisor sees it."""
+    """The state of a process, for the supervisor."""
 
     WAITING = "waiting"
     """Waits until the processes that must be healthy first are healthy."""
     STARTING = "starting"
     HEALTHY = "healthy"
     BACKING_OFF = "backing_off"
-    """It died and is restarted at the time `due`."""
+    """Died; is restarted at the time `due`."""
     STOPPING = "stopping"
-    """It was asked to stop while the run continues, and is killed at the time `due`."""
+    """Asked to stop while the run continues; is killed at the time `due`."""
     ENDED = "ended"
 
 
@@ -144,9 +144,7 @@ class Process:
         self._child = None
 
     def last_lines(self, count: int = 12) -> str:
-        """Return the last lines that the process wrote since its start, indented; JSON log lines are reduced to the
-        message.
-        """
+        """Return the last lines since the process's start, indented; JSON log lines are reduced to the message."""
         try:
             with self.log.open("rb") as log:
                 end = log.seek(0, os.SEEK_END)
@@ -159,7 +157,7 @@ class Process:
 
 
 def _private(path: str, flags: int) -> int:
-    """Open a log that only its owner may read, because a user's reward function may print private data into it."""
+    # Only the owner may read a log: a user's reward function may print private data into it.
     return os.open(path, flags, 0o600)
 
 

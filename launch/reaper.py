@@ -1,8 +1,7 @@
 """Kill the process groups of a launcher that has exited. Run by path: `python -S -E reaper.py`, with a pipe as stdin.
 
 The launcher writes a line `+GROUP` for each process group that it starts, and `-GROUP` for each that ended. The pipe
-closes when the launcher exits, even by SIGKILL. The reaper then kills the remaining groups, including grandchildren of
-the launcher.
+closes when the launcher exits, even by SIGKILL; the reaper then kills the remaining groups, grandchildren included.
 """
 
 from __future__ import annotations

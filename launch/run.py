@@ -43,21 +43,19 @@ class ControllerCalls(Protocol):
     """The calls that the launcher makes to the run's controller; `ControllerClient` satisfies it."""
 
     def status(self) -> RunStatus:
-        """Return the run's status. Raises UserError if the controller does not answer."""
+        """Return the run's status; raise `UserError` if the controller does not answer."""
         ...
 
     def remove_engine(self, engine: str) -> None:
-        """Remove an engine that cannot start. Raises UserError, also if the controller does not know the engine."""
+        """Remove an engine that cannot start; raise `UserError`, also if the controller does not know the engine."""
         ...
 
     def suspend(self) -> None:
-        """Ask the controller to save the run's state and end the run. Raises UserError if the controller does not
-        answer.
-        """
+        """Ask the controller to save the run's state and end the run; raise `UserError` if it does not answer."""
         ...
 
     def close(self) -> None:
-        """Close its connections."""
+        """Close the connections to the controller."""
         ...
 
 
@@ -66,11 +64,7 @@ Connect = Callable[[str, str], ControllerCalls]
 
 
 def prepare(config: RunConfig, *, claim: Callable[[RunConfig], bool], members: Members | None) -> Path:
-    """Make the directory of a run, ready for `resume`; return its path.
-
-    Raises:
-        UserError: the run does not fit on these hosts. In that case no directory is made.
-    """
+    """Make a run's directory for `resume`; return its path. If the hosts do not suffice, only raise `UserError`."""
     spread(config, (this_machine(config),) if members is None else members.hosts)
     directory = run_directory.create(config, claim=claim)
     if members is not None:
@@ -106,13 +100,7 @@ def this_machine(config: RunConfig) -> Host:
 
 
 def describe_placement(config: RunConfig) -> str:
-    """Describe which devices the processes would use here, for `pipelinerl check`.
-
-    The recipe may be meant for another machine.
-
-    Raises:
-        UserError: there are devices, and the recipe does not fit on them.
-    """
+    """Describe which devices the processes would use here; raise `UserError` if the recipe does not fit on them."""
     check_uses(config)
     devices = devices_for(config, os.environ)
     if not devices.each:
@@ -121,12 +109,9 @@ def describe_placement(config: RunConfig) -> str:
 
 
 def memory_limits(config: RunConfig) -> Mapping[str, int]:
-    """Return how many bytes the trainer and each engine may use of a device here, by kind of process.
+    """Return how many bytes of a device trainer and engine may each use; raise `UserError` if the recipe does not fit.
 
     Without GPUs, the only key is `all`: the memory of this host, for all processes together.
-
-    Raises:
-        UserError: there are devices, and the recipe does not fit on them.
     """
     devices = devices_for(config, os.environ)
     placement = place(config, devices) if devices.each else Placement()
@@ -138,11 +123,7 @@ def memory_limits(config: RunConfig) -> Mapping[str, int]:
 
 
 def report(path: Path) -> list[Path]:
-    """Write the learning curve and the report of the run in `path`; return the files.
-
-    Raises:
-        UserError: there is no run in `path`, or the report cannot be written.
-    """
+    """Write the learning curve and the report of a run; return the files, or raise `UserError`."""
     try:
         files = write_report(path)
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:
@@ -199,7 +180,7 @@ def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
 def show_end(result: RunResult, directory: RunDirectory, events: Sequence[Event], console: Console) -> None:
     """Show how the run ended and how to resume it; `events` are the events of this launch, possibly none."""
     kinds = {event["kind"] for event in events}
-    if kinds & {"step", "evaluation"}:  # without such an event there is nothing to draw, and drawing takes seconds
+    if kinds & {"step", "evaluation"}:  # without a step or an evaluation there is nothing to draw
         try:
             _show_report(directory, console)
         except UserError as error:  # a missing report must not hide how the run ended
@@ -213,7 +194,6 @@ def show_end(result: RunResult, directory: RunDirectory, events: Sequence[Event]
 
 
 def _suspends(controller: ControllerCalls) -> bool:
-    """Ask the controller to save the run's state; return whether it answered."""
     try:
         controller.suspend()
     except UserError:
@@ -222,9 +202,7 @@ def _suspends(controller: ControllerCalls) -> bool:
 
 
 def _tell_nodes(head: HeadNode, directory: RunDirectory, result: RunResult) -> None:
-    """Tell the other nodes how the run ended; a suspended run counts as stopped for them, as completed for its
-    launcher.
-    """
+    # A suspended run counts as stopped for the other nodes, as completed for its launcher.
     if not head.leads:
         return
     last = tell(_events_of(directory)).finished or {}
@@ -241,7 +219,6 @@ def _judged(result: RunResult, last: Event) -> RunResult:
 
 
 def _events_of(directory: RunDirectory) -> list[Event]:
-    """Return the events of all launches of the run; none if they cannot be read."""
     try:
         return read_events(directory.events)
     except (OSError, ValueError):
@@ -249,7 +226,6 @@ def _events_of(directory: RunDirectory) -> list[Event]:
 
 
 def _why_it_ended(outcome: RunOutcome, directory: RunDirectory, events: Sequence[Event]) -> str:
-    """Return the reason that the controller recorded, if it ended the run; else an empty string."""
     last = tell(events).finished or {}
     match outcome, last.get("kind"):
         case RunOutcome.COMPLETED, "run_suspended":

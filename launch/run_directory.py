@@ -64,11 +64,7 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the directory for this launcher, and write a new bearer token into it.
-
-        Raises:
-            UserError: another launcher has locked the directory.
-        """
+        """Lock the directory for this launcher and write a new bearer token; raise `UserError` if it is locked."""
         lock = self.path / _LOCK
         try:
             held = _lock(lock).acquire()
@@ -84,9 +80,7 @@ class RunDirectory:
 
 
 def _lock(path: Path) -> BaseFileLock:
-    """Return a lock that the kernel releases when the process that holds it dies. A plain lock file would stay
-    behind.
-    """
+    # Unlike a plain lock file, the kernel releases this lock when its holder dies.
     return FileLock(path, timeout=0, mode=0o600, fallback_to_soft=False)
 
 
@@ -103,9 +97,7 @@ def holder_of(path: Path) -> str | None:
 
 
 def namesakes(config: RunConfig) -> Iterator[Path]:
-    """Yield the directories of earlier runs of this name: tiny, tiny-2, tiny-3, … up to the first number that is
-    missing.
-    """
+    """Yield the directories of earlier runs of this name: tiny, tiny-2, tiny-3, … up to the first missing number."""
     for number in count(1):
         path = _numbered(config, number).run_directory
         if not os.path.lexists(path):
@@ -114,13 +106,9 @@ def namesakes(config: RunConfig) -> Iterator[Path]:
 
 
 def refuse_namesake(config: RunConfig, *, by_hand: Callable[[Path], str]) -> None:
-    """Refuse to start if a run of this name is live: a second run on this machine is rarely intended.
+    """Raise `UserError` if a run of this name is live: a second run on this machine is rarely intended.
 
-    Args:
-        by_hand: describes which process uses a directory without a launcher; empty if none does.
-
-    Raises:
-        UserError: a run is live; the message lists the commands for it.
+    `by_hand` describes which process uses a directory without a launcher; empty if none does.
     """
     for path in namesakes(config):
         runner = f"process {pid}" if (pid := holder_of(path)) is not None else by_hand(path)
@@ -140,11 +128,8 @@ def _numbered(config: RunConfig, number: int) -> RunConfig:
 def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda config: True) -> RunDirectory:
     """Make the directory of a new run. If its name is taken, append a number: tiny, tiny-2, tiny-3, …
 
-    Args:
-        claim: claims the name at other locations that the run writes to; returns False if another run has it there.
-
-    Raises:
-        UserError: the directory cannot be made.
+    `claim` claims the name at other locations that the run writes to; it returns False if another run has it there.
+    Raises `UserError` if the directory cannot be made.
     """
     for number in count(1):
         chosen = _numbered(config, number)
@@ -170,22 +155,13 @@ def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda con
 
 
 def refuse_taken(path: Path) -> None:
-    """Refuse a path that a new run cannot use as its directory.
-
-    Raises:
-        UserError: the path exists.
-    """
+    """Raise `UserError` if the path exists, so that a new run cannot use it as its directory."""
     if path.exists():
         raise UserError(f"{path} exists, and holds no run: expected {path / 'recipe.toml'} or nothing; move it away")
 
 
 def open_run(path: Path) -> RunDirectory:
-    """Return the directory of a run that was started before; change nothing.
-
-    Raises:
-        UserError: there is no run in `path`, or another version of the project began it.
-        RecipeError: its recipe is damaged.
-    """
+    """Return the directory of an earlier run; raise `UserError` if it is missing, damaged or of another layout."""
     check_layout(path)
     return RunDirectory(path.resolve(), load_run(path))
 
@@ -261,7 +237,7 @@ def change_recipe(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
     """Return the recipe of the run in `run_dir` with these overrides; write nothing.
 
     Raises:
-        UserError: a change is not allowed on a resumed run, or not on this host; the message gives a reason for each.
+        UserError: changes are not allowed on a resumed run, or not on this host; the message gives a reason for each.
     """
     before, after = load_run(run_dir), load_run(run_dir, overrides)
     changed = differences(before, after)
@@ -283,11 +259,7 @@ def change_recipe(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def record_change(run_dir: Path, after: RunConfig, *, step: int) -> list[str]:
-    """Make `after` the run's recipe from `step` on; return a description of each change.
-
-    Raises:
-        UserError: the run is live.
-    """
+    """Make `after` the recipe from `step` on; return a line per change, or raise `UserError` if the run is live."""
     directory: RunDirectory = open_run(run_dir)
     changed = differences(directory.config, after)
     if not changed:
@@ -319,9 +291,7 @@ def _flat(table: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _reason(key: str) -> str:
-    """Return why this key must not change on a resumed run; empty if it may. Keys of unknown sections must not
-    change.
-    """
+    """Return why a resumed run must not change this key; empty if it may. Unknown sections must not change."""
     section, _, rest = key.partition(".")
     path = [section, *rest.split(".")] if rest else [section]
     if section in _LISTS_BY_NAME and len(path) > 1:

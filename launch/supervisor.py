@@ -72,15 +72,13 @@ class RunResult:
 
 @final
 class Supervisor:
-    """Runs one plan once.
+    """Runs one plan once; logs go to `logs/` in the run's directory.
 
     Args:
-        plan: the processes.
-        run_dir: the run's directory; logs go to its `logs/`.
         start_timeout_s: deadline for each process to become healthy.
         grace_s: deadline for each stage of processes to stop.
         save_s: deadline for the run to end after it was asked to suspend.
-        suspend: asks the run to save its state after Ctrl-C or SIGTERM, within seconds; returns whether it arrived.
+        suspend: asks the run to save its state after Ctrl-C or SIGTERM; returns whether the request arrived.
         announce: receives sentences for the user (deaths, restarts, stopping).
         on_tick: called about every `tick_every_s` while the run is up; must return quickly.
         on_end: receives the result before anything is stopped.
@@ -225,7 +223,6 @@ class Supervisor:
         self.end(RunOutcome.STOPPED, f"resume with: pipelinerl run --resume {self._run_dir}")
 
     def _advance(self, process: Process, now: float) -> None:
-        """Advance one process by one transition of the table above."""
         if self._result is not None or process.state is State.ENDED:
             return
         if process.state is State.WAITING:
@@ -244,7 +241,6 @@ class Supervisor:
             self._await_health(process, now)
 
     def _is_healthy(self, name: str, waiting: Process, now: float) -> bool:
-        """Return True if the process `name` is healthy, so that `waiting` may start; `name` may run on another host."""
         if name in self._processes:
             return self._processes[name].state is State.HEALTHY
         if name in self._reached:
@@ -305,7 +301,7 @@ class Supervisor:
         self._tell_restarts()
 
     def _restart_with(self, died: Process) -> None:
-        """Restart the other processes of its group as well: they would wait for the dead process forever."""
+        # The others of the group would wait for the dead process forever.
         for process in self._processes.values():
             if process is died or died.spec.group is None or process.spec.group != died.spec.group:
                 continue
@@ -322,7 +318,6 @@ class Supervisor:
             self._announce(f"cannot write the restarts to {self._run_dir}: {error.strerror}")
 
     def _fail(self, process: Process, words: str) -> None:
-        """Give up on a process: end the run, unless it can continue without the process."""
         words = f"{words}; its log {process.log} ends:\n{process.last_lines()}"
         if process.spec.on_exit is OnExit.SPARE:
             self._announce(f"the run continues without {process.spec.name}: {words}")
@@ -337,7 +332,6 @@ class Supervisor:
         self._result = RunResult(outcome, message)
 
     def _stop(self) -> None:
-        """Stop the processes by stop order: SIGTERM, wait for the grace period, kill."""
         if self._result is not None and self._result.outcome is RunOutcome.STOPPED and self._interrupts < 2:
             self._announce("stopping; press Ctrl-C again to kill at once")
         alive = [process for process in self._processes.values() if process.pid is not None]
@@ -367,7 +361,7 @@ class Supervisor:
 
     def _tell_reaper(self, sign: str, group: int) -> None:
         if self._reaper is not None:
-            with contextlib.suppress(BrokenPipeError):  # reaper killed: the kernel still ties children to this process
+            with contextlib.suppress(BrokenPipeError):  # the reaper was killed; the kernel still kills the children
                 self._reaper.write(f"{sign}{group}\n")
                 self._reaper.flush()
 
@@ -390,7 +384,8 @@ class Supervisor:
             self._interrupts += 1
 
         handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        wanted = [number for number in handled if signal.getsignal(number) is not signal.SIG_IGN]  # for nohup
+        # Under nohup, SIGHUP is ignored and must stay so.
+        wanted = [number for number in handled if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, note) for number in wanted}
         try:
             yield
@@ -403,8 +398,7 @@ class Supervisor:
 class EngineProcesses:
     """Makes the supervisor run the engines that were requested of the live run.
 
-    Args:
-        give_up: tells the controller that an engine cannot start; called for each status that still requests it.
+    `give_up` tells the controller that an engine cannot start, for each status that still requests the engine.
     """
 
     def __init__(self, supervisor: Supervisor, launch: Launch, *, give_up: Callable[[str], None]) -> None:
@@ -444,17 +438,13 @@ class EngineProcesses:
             self._supervisor.add(spec)
 
     def _port(self) -> int:
-        """Return a free port that no process of the run was given: even a process that is down will bind its port
-        again.
-        """
+        # The port of a process that is down is not free either: the process will bind it again.
         port = next(port for port in free_ports(len(self._ports) + 1) if port not in self._ports)
         self._ports.add(port)
         return port
 
     def _take_devices(self, requested: RequestedEngine) -> Assignment | None:
-        """Return devices for an engine, the least used first; None if too few are free. Empty if the engine needs no
-        device.
-        """
+        """Return devices for an engine, the least used first; empty if it needs none, None if too few are free."""
         config = self._launch.config
         needs = config.gpus_of_engine(requested.type) if self._devices.each else 0
         if not needs:
@@ -470,11 +460,9 @@ class EngineProcesses:
         return self._held[requested.name]
 
     def _used(self, index: int) -> float:
-        """Return the assigned fraction of a device's memory."""
         return sum(1.0 if each.share is None else each.share for each in self._held.values() if index in each.indices)
 
     def _refusal(self, requested: RequestedEngine) -> str:
-        """Return why an engine gets no devices, and how to free some."""
         needs = self._launch.config.gpus_of_engine(requested.type)
         holders = [
             (self._devices.label(i), ", ".join(name for name, on in self._held.items() if i in on.indices) or "free")

@@ -1,6 +1,6 @@
 """Entry point of the command `pipelinerl` and of `python -m pipelinerl`.
 
-Importing the command line takes a second. Ctrl-C during that time ends the process without a traceback.
+Importing the command line takes a second, during which Ctrl-C ends the process without a traceback.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import signal
 def main() -> None:
     """Run the command line."""
     handler = signal.getsignal(signal.SIGINT)
-    if handler is signal.default_int_handler:  # otherwise a background job ignores it, and must keep doing so
+    if handler is signal.default_int_handler:  # a background job ignores Ctrl-C, and must keep ignoring it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from pipelinerl import cli
     from pipelinerl.system.process import run_process

@@ -1,7 +1,6 @@
 """Operations shared by numpy, torch and jax.numpy, so that the objective is written once.
 
-The library of an array is determined by the array's type and looked up in `sys.modules`. Whoever created the array has
-imported the library, so this module imports nothing heavy.
+An array's library is looked up in `sys.modules` by the array's type, so this module imports neither torch nor jax.
 """
 
 from __future__ import annotations
@@ -19,13 +18,7 @@ _NAMESPACES: Final = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy", "j
 
 
 def namespace(array: Array) -> ModuleType:
-    """Return the module whose `exp`, `where`, `clip`, … work on `array`: numpy, torch or jax.numpy.
-
-    The module also has `expm1`, `abs` and `zeros_like`.
-
-    Raises:
-        TypeError: `array` belongs to none of the three libraries.
-    """
+    """Return the module whose `exp`, `where`, … work on `array`; raise `TypeError` for an array of another library."""
     for base in type(array).__mro__:
         name = _NAMESPACES.get(base.__module__.partition(".")[0])
         if name is not None:
@@ -36,7 +29,7 @@ def namespace(array: Array) -> ModuleType:
 
 
 def stop_gradient(array: Array) -> Array:
-    """Return the same values, through which no gradient flows: sg(·) of RLAX Eq. 3."""
+    """Return the array with its gradient blocked: sg(·) of RLAX Eq. 3."""
     xp = namespace(array).__name__
     if xp == "torch":
         return array.detach()
@@ -44,7 +37,7 @@ def stop_gradient(array: Array) -> Array:
 
 
 def on_host(array: Array) -> np.ndarray[Any, Any] | None:
-    """Return the values as a numpy array; None for a JAX tracer, which has no values yet."""
+    """Return the array's values as a numpy array, or None for a JAX tracer, which has no values yet."""
     xp = namespace(array).__name__
     if xp == "torch":
         held: np.ndarray[Any, Any] = array.detach().cpu().numpy()

@@ -194,7 +194,6 @@ def _predicted(config: recipes.RunConfig) -> MemoryPrediction:
 
 
 def _memory_lines(predicted: MemoryPrediction, limits: Mapping[str, int]) -> Iterator[str]:
-    """Yield a line on which parameters are trained, and lines with the predicted device memory of each process."""
     from pipelinerl.roles.memory import prediction as memory
 
     if (line := memory.trainable(predicted)) is not None:
@@ -440,8 +439,7 @@ def replay(
     """Repeat a step from its checkpoint and recorded rollouts, without engines; exit status 1 if it differs."""
     from rich.console import Console
 
-    # Set this before torch is imported. Sums depend on the number of threads, so use as many threads as the trainer
-    # had.
+    # Set before torch is imported: sums depend on the number of threads, so use the trainer's number.
     os.environ.setdefault("OMP_NUM_THREADS", str(recipes.load_run(run_dir).launch.threads))
     from pipelinerl.commands.replay import show
 
@@ -450,7 +448,6 @@ def replay(
 
 
 def _connect(url: str, token: str) -> Any:
-    """Return the client through which the launcher talks to the run's controller."""
     from pipelinerl.controller.client import ControllerClient
     from pipelinerl.controller.routes import LAUNCHER
 
@@ -458,7 +455,6 @@ def _connect(url: str, token: str) -> Any:
 
 
 def _claim(config: recipes.RunConfig) -> bool:
-    """Reserve the run's name at the location of its checkpoints; see `roles.resumption.claim`."""
     from pipelinerl.roles import controller_role
 
     return controller_role.claim(config)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-#: The lowest and highest temperature that every engine supports; a lower temperature would divide logits by almost
-#: zero.
+#: The lowest and highest temperature that every engine supports; a lower one would divide logits by almost zero.
 COLDEST: Final = 1e-5
 HOTTEST: Final = 100.0
 
@@ -44,20 +43,19 @@ class OldLogprobs(StrEnum):
     """Source of `old_logprobs`, the denominator of PPO's ratio.
 
     With in-flight updates, up to k + 1 versions sample the tokens of a batch, or even of one rollout. "The old policy"
-    can then mean two things: the weights that sampled a token, or the weights at the start of the step. In lockstep (j
-    = k = 1) both are the same.
+    then means either the weights that sampled a token or the weights at the start of the step; with j = k = 1 both are
+    the same.
     """
 
     SAMPLING_WEIGHTS = "sampling_weights"
     """A forward pass with the weights that sampled each token (RLAX §5.1), which a `WeightHistory` keeps.
 
-    old/behavior then measures numerics only (and the age of caches that updates keep), current/old all of the
-    staleness.
+    The ratio old/behavior then measures numerics (and reused KV caches), current/old measures all of the staleness.
     """
     RECOMPUTE = "recompute"
     """A forward pass with the weights at the start of the step.
 
-    This is the proximal policy of decoupled PPO (Hilton et al. 2022; AReaL). old/behavior then measures both staleness
+    This is the proximal policy of decoupled PPO (Hilton et al. 2022; AReaL). old/behavior then measures staleness and
     and numerics, and current/old begins at 1.
     """
     BEHAVIOR = "behavior"
@@ -65,7 +63,7 @@ class OldLogprobs(StrEnum):
 
 
 class RoutingReplay(StrEnum):
-    """The experts that compute a token of a mixture-of-experts model in the trainer."""
+    """Choice of the experts that compute each token in the trainer, for mixture-of-experts models."""
 
     OFF = "off"
     """The experts that the trainer's own routers choose."""
@@ -77,18 +75,18 @@ class NoSignal(StrEnum):
     """The treatment of groups whose rewards are all equal."""
 
     TRAIN = "train"
-    """Keep them in their step, which then reflects the mixture of problems as it is."""
+    """Keep such groups, so that a step reflects the mixture of problems as it is."""
     FILTER = "filter"
-    """Drop them and wait for others: dynamic sampling (DAPO §3.2)."""
+    """Drop such groups and wait for others: dynamic sampling (DAPO §3.2)."""
 
 
 class Truncated(StrEnum):
     """The treatment of rollouts cut off by the token limit, whose verdict says little about their quality."""
 
     TRAIN = "train"
-    """Train on them; a soft length penalty may be added (`domains.reward.overlong_tokens`)."""
+    """Train on such rollouts; a soft length penalty may be added (`domains.reward.overlong_tokens`)."""
     MASK = "mask"
-    """Exclude all their tokens from the loss: overlong filtering (DAPO §3.4)."""
+    """Exclude all tokens of such rollouts from the loss: overlong filtering (DAPO §3.4)."""
 
 
 class StalenessScope(StrEnum):

@@ -1,29 +1,6 @@
 """The error tree of the pipeline. The contracts have error trees of their own.
 
-    PipelineError
-    ├── UserError            invalid user input; shown as one sentence, exit code 2
-    │   ├── RecipeError      a recipe's key, type or value; the message begins with the field's path
-    │   │   ├── TokenRefused the run's peer requires another bearer token
-    │   │   └── MissingFieldError a row of the data lacks a field; the message lists those that it has
-    │   ├── ReferenceFailed  user code that a recipe refers to cannot be loaded
-    │   ├── ColumnError      an objective reads a missing column; the message says what computes it
-    │   ├── ModelError       a model directory is missing or incomplete
-    │   │   ├── TemplateNameError   a chat template does not accept an argument of this name or value
-    │   │   └── UnshownFieldError   the chat template ignores a field of the request
-    │   ├── AddressError     a port is taken, or a service cannot be reached at the given address
-    │   ├── DivergedError    several steps in a row were not finite: the recipe must change, retries do not help
-    │   ├── RunFailed        the run cannot continue; the message says why, and what to start differently
-    │   └── FencedError      another process has taken over this role: this process must stop for good
-    ├── DeadlineError        a wait timed out; the message names the culprit
-    ├── RecordError          a stored or streamed record is damaged or of an unknown kind
-    ├── LedgerError          the account of prompt orders does not balance
-    ├── CheckpointError      a checkpoint is missing, partial or damaged
-    ├── EngineUnreachable    an engine did not answer, not in time, or not according to the contract
-    └── UpdateError          a weight update failed on some engine; the message names each
-        ├── ReachedNoEngine  every engine failed; it carries the reason of each
-        └── ServerLost       a parameter server is unreachable or dropped the connection; it may come back
-
-To add one, subclass the nearest parent and add a line above.
+To add an error, subclass the nearest parent. A message says what was expected, what was given, and what to do.
 """
 
 from __future__ import annotations
@@ -32,15 +9,15 @@ from collections.abc import Iterable, Mapping
 
 
 class PipelineError(Exception):
-    """Base of the tree; messages state what was expected, what was given, and what to do."""
+    """Base of the tree."""
 
 
 class UserError(PipelineError):
-    """Invalid user input: shown as one sentence, without a traceback."""
+    """Invalid user input: shown as one sentence, without a traceback, with exit code 2."""
 
 
 class RecipeError(UserError):
-    """A recipe's key, type or value is invalid."""
+    """A recipe's key, type or value is invalid; the message begins with the field's path."""
 
 
 class MissingFieldError(RecipeError):
@@ -54,15 +31,15 @@ class MissingFieldError(RecipeError):
 
 
 class TokenRefused(RecipeError):
-    """The bearer token is not the run's."""
+    """The run's peer requires another bearer token."""
 
 
 class ReferenceFailed(UserError):
-    """User code cannot be loaded; the message says why, and callers add which recipe key refers to the code."""
+    """User code that a recipe refers to cannot be loaded; callers add the recipe key to the message."""
 
 
 class ColumnError(UserError):
-    """An objective reads a column that is missing."""
+    """An objective reads a missing column; the message says what computes it."""
 
 
 class ModelError(UserError):
@@ -70,7 +47,7 @@ class ModelError(UserError):
 
 
 class TemplateNameError(ModelError):
-    """A name in `chat_template_kwargs` is not allowed, or its value contains a control token."""
+    """A chat template does not accept a name in `chat_template_kwargs`, or its value contains a control token."""
 
 
 class UnshownFieldError(ModelError):
@@ -82,27 +59,27 @@ class UnshownFieldError(ModelError):
 
 
 class AddressError(UserError):
-    """A port is taken, or a service cannot be reached."""
+    """A port is taken, or a service cannot be reached at the given address."""
 
 
 class DivergedError(UserError):
-    """Several steps in a row had a loss, gradient or log-probs that were not finite."""
+    """Several steps in a row had a non-finite loss, gradient or log-prob: change the recipe, retries do not help."""
 
 
 class FencedError(UserError):
-    """Another process has taken over this role."""
+    """Another process has taken over this role, so this process must stop for good."""
 
 
 class RunFailed(UserError):
-    """The run cannot continue, and retries do not help."""
+    """The run cannot continue, and retries do not help; the message says why and what to change."""
 
 
 class DeadlineError(PipelineError):
-    """A wait timed out."""
+    """A wait timed out; the message names the culprit."""
 
 
 class RecordError(PipelineError):
-    """A record is damaged or of an unknown kind."""
+    """A stored or streamed record is damaged or of an unknown kind."""
 
 
 class LedgerError(PipelineError):
@@ -114,11 +91,11 @@ class CheckpointError(PipelineError):
 
 
 class EngineUnreachable(PipelineError):
-    """An engine did not answer, not in time, or not according to the contract."""
+    """An engine did not answer, answered too late, or violated the contract."""
 
 
 class UpdateError(PipelineError):
-    """A weight update failed on some engine."""
+    """A weight update failed on some engines; the message names them."""
 
 
 class ReachedNoEngine(UpdateError):
@@ -143,4 +120,4 @@ class ReachedNoEngine(UpdateError):
 
 
 class ServerLost(UpdateError):
-    """A parameter server is unreachable or dropped the connection."""
+    """A parameter server is unreachable or dropped the connection; it may come back."""

@@ -1,10 +1,10 @@
-"""Messages between roles on the `reports` and `directives` streams: frozen, tagged, and versioned by their names.
+"""Messages between roles on the `reports` and `directives` streams: frozen, and tagged with their class's name.
 
-Reports go to the controller, which alone makes decisions. Directives go to the trainer, which waits for the answer to
+Reports go to the controller, which makes all decisions. Directives go to the trainer, which waits for the answer to
 its report. Every message has a deterministic id, so a message that arrives twice has no further effect.
 
-    trainer ── TrainerReady, StepDone, StepSkipped, OrdersEnded, Starving, Published, CanaryChecked, Checkpointed,
-               CheckpointDelayed, TrainerStopped ──▶ controller
+    trainer ── TrainerReady, StepDone, StepSkipped, TrainerLeaving, OrdersEnded, Starving, Published, CanaryChecked,
+               Checkpointed, CheckpointDelayed, TrainerStopped ──▶ controller
     actor   ── GroupFailed, GroupOutdated, GroupHandedOver, EvaluationDone, ActorAlive ──▶ controller
     controller ── Directive ──▶ trainer
     trainer ── WeightsAnnounced ──▶ engines ── WeightsTaken ──▶ trainer
@@ -33,8 +33,7 @@ DIRECTIVES = "directives"
 ROLLOUTS = "rollouts:"
 #: Stream with one entry for each epoch that ever began, so that no epoch number is used twice.
 EPOCHS = "epochs"
-#: Streams for engines that pull weights, if versions are announced by a stream: `ANNOUNCEMENTS` carries the versions,
-#: and the other stream each engine's outcome.
+#: Streams for engines that pull weights: `ANNOUNCEMENTS` carries the versions, `TAKEN` each engine's outcome.
 ANNOUNCEMENTS = "announcements"
 TAKEN = "taken"
 #: The number of consecutive skipped (non-finite) steps that end the run.
@@ -48,7 +47,7 @@ class ControlMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
 
 
 def has_ended(index: int, frontier: int, beyond: Collection[int]) -> bool:
-    """Return True if the prompt order `index` has ended: orders below `frontier` have, and the orders in `beyond`."""
+    """Return True if prompt order `index` has ended: it is below `frontier`, or in `beyond`."""
     return index < frontier or index in beyond
 
 
@@ -73,7 +72,7 @@ class NoSignalGroups(msgspec.Struct, frozen=True, kw_only=True):
 class ConsumedReport(msgspec.Struct, frozen=True, kw_only=True):
     """The trainer's account: the number of ended prompt orders by outcome.
 
-    It covers all orders with an index below `frontier`, and the orders in `beyond`. `no_signal` counts, by domain, the
+    Ended orders are those with an index below `frontier`, and those in `beyond`. `no_signal` counts, by domain, the
     groups since the domain's last group with signal.
     """
 
@@ -90,7 +89,7 @@ class TrainerReady(ControlMessage, frozen=True):
     """A trainer has loaded version `model_version` and requests a directive.
 
     It begins a new epoch, with a number above all numbers ever `claimed` in its directory. `solved` is as in
-    `StepDone`, and contains whatever the reports that were answered before its checkpoint did not include.
+    `StepDone`, for all groups whose reports were unanswered when the checkpoint was written.
     """
 
     report_id: str
@@ -104,9 +103,9 @@ class TrainerReady(ControlMessage, frozen=True):
 class StepDone(ControlMessage, frozen=True):
     """A step on the groups of the prompt orders `orders` is complete, and the weights are now `model_version`.
 
-    `updates` contains figures of each optimizer step, if the step was meant to have several. `by_domain` and `by_tag`
-    contain figures of all groups that arrived since the previous step, by domain or tag. `solved` lists, by domain, the
-    order and problem id of each of these groups whose answers were all correct.
+    `updates` contains figures of each optimizer step, if there may be several. `by_domain` and `by_tag` contain figures
+    of all groups that arrived since the previous step. `solved` lists, by domain, the order and problem id of each of
+    these groups whose answers were all correct.
     """
 
     report_id: str
@@ -138,9 +137,7 @@ class StepSkipped(ControlMessage, frozen=True):
 
 
 class TrainerLeaving(ControlMessage, frozen=True):
-    """The trainer's process must end while the run continues. The trainer requests a directive to save its state
-    first.
-    """
+    """The trainer's process must end while the run continues; it requests a directive to save its state first."""
 
     report_id: str
     epoch: int
@@ -251,9 +248,7 @@ class GroupFailed(ControlMessage, frozen=True):
 
 
 class GroupOutdated(ControlMessage, frozen=True):
-    """An actor gave up a prompt order: its oldest token is of version `oldest`, too old to train at version
-    `current`.
-    """
+    """An actor gave up a prompt order: its oldest token, of version `oldest`, is too old to train at `current`."""
 
     order_id: str
     index: int
@@ -266,8 +261,7 @@ class GroupOutdated(ControlMessage, frozen=True):
 class GroupHandedOver(ControlMessage, frozen=True):
     """An engine failed or was removed while it sampled a group, and another engine finished the group.
 
-    `tokens_kept` counts the first engine's tokens that the group contains, and `tokens_resampled` the first engine's
-    tokens that could not be used.
+    Of the first engine's tokens, `tokens_kept` are in the group and `tokens_resampled` could not be used.
     """
 
     order_id: str
@@ -327,9 +321,9 @@ class EvaluationDone(ControlMessage, frozen=True):
 class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Totals of one domain's verifier in one actor, since the actor began; `seconds` is the sum over its verdicts.
 
-    The `…_in_a_row` counts begin after the last real verdict; `reason` is the newest of the failures. `tool_episodes`
-    counts the episodes that were offered tools; the counts of calls refer to these episodes, and `tool_errors` to calls
-    of the recipe's tools that failed. `environment_s` are the seconds of all episodes outside the model.
+    The `…_in_a_row` counts restart at each real verdict; `reason` describes the newest failure. `tool_episodes` counts
+    the episodes that offered tools, `calls_…` the model's calls in these episodes, and `tool_errors` failed calls of
+    the recipe's tools. `environment_s` is the time in seconds that episodes spent outside the model.
     """
 
     judged: int = 0
@@ -348,8 +342,7 @@ class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupStages(msgspec.Struct, frozen=True, array_like=True):
-    """Times (Unix seconds) at which an actor claimed prompt order `index`, had it sampled by `engine`, and had it
-    verified.
+    """Unix times at which an actor claimed prompt order `index`, had it sampled by `engine`, and had it verified.
 
     `spans` are pairs (version, number of tokens) of its longest answer. No decision depends on these times.
     """
@@ -421,10 +414,10 @@ class WeightsAnnounced(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsTaken(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine at `url` follows announcements, and had this outcome with the last announcement.
+    """Outcome of the last announcement for the engine at `url`, which follows announcements.
 
-    The outcome is the contract's `answer`, or its `error` with the HTTP `status`, as JSON. Both are empty when the
-    engine begins to follow.
+    The outcome is the contract's `answer`, or its `error` with the HTTP `status`, as JSON. Both are empty in the
+    engine's first entry, which says that it now follows announcements.
     """
 
     url: str
@@ -462,7 +455,7 @@ Question = TrainerReady | StepDone | StepSkipped | TrainerLeaving
 
 _Message = TypeVar("_Message")
 
-#: Messages that name an order further than this from the known orders are rejected as forged.
+#: A message is rejected as forged if its order is further than this from the known orders.
 MOST_AHEAD = 2**20
 
 _REPORTS = msgspec.msgpack.Decoder(Report)
@@ -513,5 +506,5 @@ def decode_directive(payload: bytes) -> Directive:
 def _decoded(decoder: msgspec.msgpack.Decoder[_Message], payload: bytes) -> _Message:
     try:
         return decoder.decode(payload)
-    except (UnicodeDecodeError, RecursionError) as error:  # msgspec raises these two unchanged
+    except (UnicodeDecodeError, RecursionError) as error:  # msgspec does not wrap these two errors
         raise msgspec.DecodeError(str(error)) from None

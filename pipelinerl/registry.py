@@ -1,7 +1,7 @@
 """Registry of pluggable components by name. To add one, write its file and one line here; conformance tests include it.
 
-Values are `module:attribute`, imported only when used, so reading the registry needs none of the libraries. User code
-needs no entry: `package.module:attribute` or `path.py:attribute` is accepted wherever a name is.
+Values are `module:attribute`, imported only when used. User code needs no entry: wherever a name is accepted, so is
+`package.module:attribute` or `path.py:attribute`.
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ TRAINER_OPTION_CHECKS: Final[Mapping[str, str]] = {
     "jax": "pipelinerl.trainers.option_table:refuse_lora",
 }
 
-#: First the engines that report the experts of each token, then the trainers that replay them
-#: (`trainer.routing_replay`).
+#: Engines that report the experts of each token, and trainers that replay them (`trainer.routing_replay`).
 TELLS_ROUTING: Final = frozenset({"torch"})
 REPLAYS_ROUTING: Final = frozenset({"torch"})
 
@@ -120,12 +119,7 @@ def is_user_code(entries: Mapping[str, RegistryEntry], name: str) -> bool:
 
 
 def known(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> RegistryEntry:
-    """Return the entry registered as `name`. For a reference to user code, return an entry without checking that it
-    loads.
-
-    Raises:
-        RecipeError: the name is unknown.
-    """
+    """Return the registered entry, or a new one for user code, which is not loaded; raise `RecipeError` if unknown."""
     if is_user_code(entries, name):
         return RegistryEntry(name)
     if name not in entries:
@@ -137,11 +131,10 @@ def known(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> Registr
 
 
 def find(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> RegistryEntry:
-    """Return the entry of `name`. User code is imported to check it, registered components are not.
+    """Return the entry of `name`. User code is imported to check it; registered components are not.
 
     Raises:
-        RecipeError: the name is unknown, a package that it needs is not installed, or the user's code cannot be
-            loaded.
+        RecipeError: the name is unknown, a package that it needs is missing, or the user's code cannot be loaded.
     """
     entry = known(kind, entries, name)
     missing = [package for package in entry.needs if importlib.util.find_spec(package) is None]
@@ -170,11 +163,7 @@ def _user_code(kind: str, name: str) -> Any:
 
 
 def resolve(target: str) -> Any:
-    """Return the object named by `module:attribute` or `path.py:attribute`.
-
-    Raises:
-        RecipeError: the name has a wrong form, or the object cannot be loaded.
-    """
+    """Return the object named by `module:attribute` or `path.py:attribute`; raise `RecipeError` if that fails."""
     try:
         return load_reference(target)
     except ReferenceFailed as error:

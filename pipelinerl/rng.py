@@ -1,7 +1,7 @@
 """The only source of randomness: pure functions of their keys.
 
 Problem i of a run is a function of (seed, mixture, i); the sampling noise of a token is a function of (seed, sample,
-position). Nothing here keeps state, so a resumed or repeated run draws the same numbers.
+position). No state is kept, so a resumed or repeated run draws the same numbers.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ def generator(seed: int, *path: int | str) -> np.random.Generator:
 
 
 def sample_keys(seed: int, num_samples: int) -> UInt64:
-    """Return one key for each of the samples of a request, [num_samples]; pass the keys to `uniform`."""
+    """Return one key per sample of a request, [num_samples], for `uniform`."""
     with np.errstate(over="ignore"):
         return _mix(np.uint64(seed) + _GAMMA * np.arange(1, num_samples + 1, dtype=np.uint64))
 
 
 def uniform(keys: UInt64, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return uniform numbers in [0, 1), one for each pair (key, position).
-
-    They are counter-based, so they do not depend on how samples are batched.
+    """Return uniform numbers in [0, 1), one per pair (key, position), however samples are batched (counter-based).
 
     Args:
         keys: u64 [B], from `sample_keys`.

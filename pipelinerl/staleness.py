@@ -26,8 +26,7 @@ class StalenessBounds:
     """The pair (j, k); `k` may be `math.inf`.
 
     Raises:
-        RecipeError: j < 1, or k < j. With k < j, rollouts would be too old to train before engines reload, and the
-            run would deadlock.
+        RecipeError: j < 1, or k < j, which would deadlock: rollouts would be too old to train before engines reload.
     """
 
     j: int
@@ -60,11 +59,10 @@ class StalenessBounds:
     ) -> bool:
         """Return True if a prompt issued now is needed, and its rollouts will probably be fresh at their step.
 
-        `queued` rollouts are ahead of the prompt, and each step takes `per_step` rollouts, in whole groups. The
-        prompt's tokens will be sampled with version `loaded` or newer, so it must be trained within k − (current −
-        loaded) steps. An answer may take twice as long as other answers. Of the steps beyond the second, only half are
-        therefore filled in advance. No more is needed than the rollouts that are `sampled_at_once`, one step that
-        trains, and one step that waits.
+        `queued` rollouts are ahead of the prompt, and each step takes `per_step` rollouts, in whole groups. The prompt
+        is sampled with version `loaded` or newer, so it must be trained within k − (current − loaded) steps. Because
+        an answer may take twice as long as others, only half of these steps, but at least two, are filled in advance.
+        At most `sampled_at_once` rollouts are needed, plus those of one step that trains and one step that waits.
         """
         steps = self.k - (current - loaded)
         most = per_step * max(min(steps, 2), steps // 2) if math.isfinite(steps) else math.inf

@@ -28,9 +28,10 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One task. The domain's verifier compares answers with `ground_truth`; only it uses `metadata`.
+    """One task: a prompt, and the `ground_truth` with which the domain's verifier compares answers.
 
-    `tags`, such as `subject=algebra`, divide figures in addition to the domain.
+    `metadata` is for verifiers, environments and prompt templates. Figures are split by `tags`, such as
+    `subject=algebra`, in addition to the domain.
     """
 
     problem_id: str
@@ -42,11 +43,7 @@ class Problem:
 
 
 class ProblemSummary(NamedTuple):
-    """The part of a problem that its group carries, for figures and users; the prompt itself is in the first turn's
-    context.
-
-    `ground_truth` is truncated to `MOST_SHOWN` characters.
-    """
+    """The part of a problem that is kept with its group; `ground_truth` is cut to `MOST_SHOWN` characters."""
 
     problem_id: str = ""
     tags: tuple[str, ...] = ()
@@ -60,9 +57,7 @@ MOST_SHOWN: Final = 1000
 
 
 class Quota(NamedTuple):
-    """From order `since` on, domain shares are exact within each block of `size` orders; `size` is the groups per
-    step.
-    """
+    """From order `since` on, domain shares are exact within each block of `size` orders, the groups of one step."""
 
     since: int
     size: int
@@ -81,7 +76,7 @@ class Priority(IntEnum):
     PROOF = -2
     """A canary check: the trainer waits for it, and the engine may do no other work before it."""
     EVALUATION = -1
-    """Updates, or a pinned engine, wait for the end of the evaluation."""
+    """An evaluation's samples: weight updates are on hold, or an engine is pinned, until the evaluation ends."""
     TRAINING = 0
 
 
@@ -140,10 +135,10 @@ class PromptOrder:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A completion, and the engine (base URL) that finished it; other engines may have sampled its first tokens.
+    """A completion, and the base URL of the engine that finished it.
 
-    `tokens_kept` counts the completion's tokens from engines that then failed or left. `tokens_resampled` counts tokens
-    of such engines that could not be continued, and were sampled again.
+    `tokens_kept` counts tokens that other engines sampled before they failed or left; `tokens_resampled` counts tokens
+    of such engines that were lost and sampled again.
     """
 
     completion: ChatCompletion
@@ -187,9 +182,9 @@ class Verdict:
     """A verifier's result; `reward` is meaningless unless the outcome is a judgement.
 
     Attributes:
-        answer: the extracted answer, normalised so that equal answers are equal strings; used for majority votes.
-            Empty if the verifier extracts none.
-        parts: if the reward is a weighted sum, its terms by name, before their weights.
+        answer: the extracted answer, normalised so that equal answers are equal strings, for majority votes; empty if
+            the verifier extracts none.
+        parts: the terms of a reward that is a weighted sum, by name and before weighting.
     """
 
     outcome: Outcome
@@ -205,8 +200,7 @@ class TurnNote(NamedTuple):
     Attributes:
         reward: the environment's reward for this turn, which is part of the verdict's reward.
         agent: name of the agent that requested the turn.
-        begins: why the turn begins a new segment (`environments.episode.NewSegment`); empty if it continues a
-            segment.
+        begins: why the turn begins a new segment (`environments.episode.NewSegment`); empty if it begins none.
     """
 
     reward: float = 0.0
@@ -223,15 +217,12 @@ class Turn:
     """Text written by the environment, followed by the model's sampled tokens.
 
     Attributes:
-        context_token_ids: i32 [C], the prompt (first turn) or a tool's answer (later turns), including template
-            tokens.
+        context_token_ids: i32 [C], the prompt (first turn) or a tool's answer (later turns), with template tokens.
         token_ids: i32 [N], the sampled tokens.
         behavior_logprobs: f32 [N], the sampler's log-probs.
         spans: version spans whose lengths sum to N.
-        routed_experts: u8 or u16 [N, layers, top_k], the experts of the token before each sampled token; None if
-            the sampler does not report them.
-        context_routed_experts: [C, layers, top_k], the same for the context; the first entry of a rollout is
-            meaningless.
+        routed_experts: u8 or u16 [N, layers, top_k], the experts of the token before each sampled token, if reported.
+        context_routed_experts: [C, layers, top_k], the same for the context; a rollout's first entry is meaningless.
         note: in an episode, the turn's reward, its agent, and why it begins a segment.
     """
 
@@ -268,9 +259,8 @@ class Segment(NamedTuple):
 
     Attributes:
         turns: the turns of the path, in order.
-        trained: numbers, within the rollout, of those turns whose tokens are trained in this segment: the last
-            turns of the path. The turns before them are trained in an earlier segment of the rollout, and are only
-            context here.
+        trained: numbers, within the rollout, of the turns that train in this segment: the last turns of the path. The
+            turns before them train in an earlier segment and are only context here.
     """
 
     turns: tuple[Turn, ...]
@@ -293,9 +283,9 @@ class Rollout:
 
     Attributes:
         turns: every turn of the model that trains, each once, in the order in which the turns ended.
-        parents: for each turn the number of the turn that it continues, or `ROOT`; always lower than the turn's own
-            number. Empty if every turn continues the turn before, so that the rollout is one segment. A turn's
-            `context_token_ids` are the tokens after the end of its parent.
+        parents: for each turn the number of the earlier turn that it continues, or `ROOT`; empty if every turn
+            continues the previous one, so that the rollout is one segment. A turn's `context_token_ids` are the tokens
+            after the end of its parent.
     """
 
     turns: tuple[Turn, ...]
@@ -344,9 +334,7 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
-        """The number of packed tokens: sampled tokens and context. A beginning that segments share counts once for each
-        segment.
-        """
+        """The number of packed tokens, sampled and context; a beginning shared by segments counts once per segment."""
         if self.parents:
             return sum(segment.num_tokens for segment in self.segments)
         return sum(int(turn.context_token_ids.shape[0] + turn.token_ids.shape[0]) for turn in self.turns)

@@ -60,11 +60,7 @@ Image = Annotated[str | None, typer.Option("--image", help="Container image with
 
 
 def elsewhere_of(on: str, members: Members | None, slurm_options: list[str] | None, image: str | None) -> ClusterTarget:
-    """Return the target of a run, as `--on` specifies it.
-
-    Raises:
-        UserError: the launcher is unknown, or the number of hosts is not given.
-    """
+    """Return the target that `--on` specifies; raise `UserError` if the launcher or number of hosts is unknown."""
     from launch.cluster.launchers import ClusterTarget, read_launcher
 
     by, address = read_launcher(on)
@@ -74,7 +70,7 @@ def elsewhere_of(on: str, members: Members | None, slurm_options: list[str] | No
 
 
 def refuse_hosts(resume: str, on: str | None, words: list[str] | None, count: int | None) -> None:
-    """Raise UserError if the command line of a resumed run names hosts: the run continues on its own hosts."""
+    """Raise `UserError` if the command line of a resumed run names hosts: the run continues on its own hosts."""
     if on is not None or words or count is not None:
         raise UserError(
             f"--resume continues {resume} on its own hosts; remove --on, --host and --hosts. To use other hosts, start "
@@ -85,11 +81,7 @@ def refuse_hosts(resume: str, on: str | None, words: list[str] | None, count: in
 def members_of(
     config: RunConfig, words: list[str] | None, count: int | None, gpus: int | None, first_port: int | None
 ) -> Members | None:
-    """Return the hosts that a command line names; None for this machine alone.
-
-    Raises:
-        UserError: they cannot be read.
-    """
+    """Return the hosts that a command line names, or None for this machine alone; raise `UserError` if unreadable."""
     from launch.cluster.membership import FIRST_PORT, Members
     from launch.hosts import read_hosts
 
@@ -101,10 +93,8 @@ def members_of(
 def add_cluster_commands(app: typer.Typer, *, connect: Connect, claim: _Claim, refuse: _Refuse) -> None:
     """Add the commands `plan` and `node` to the command line.
 
-    Args:
-        connect: makes the client of a run's controller.
-        claim: as in `run_directory.create`.
-        refuse: raises UserError for a recipe that cannot run.
+    `connect` makes the client of a run's controller, `claim` is as in `run_directory.create`, and `refuse` raises
+    `UserError` for a recipe that cannot run.
     """
     _add_plan(app)
     _add_node(app, connect, claim, refuse)

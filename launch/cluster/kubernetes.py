@@ -38,7 +38,7 @@ from pipelinerl.observability.logs import without_secrets
 RECIPE_FOLDER: Final = "/mnt/recipe"
 #: Seconds to stop processes, on top of `launch.save_s`.
 _GRACE_S: Final = 60
-#: How many failed pods of one host are replaced. One more failure fails its Job, and with it the run.
+#: Number of failed pods of one host that are replaced. One more failure fails the host's Job, and with it the run.
 _RETRIES: Final = 6
 _APPLY_S: Final = 120.0
 _LABEL: Final = "pipelinerl.dev/run"
@@ -46,8 +46,7 @@ _HOST_LABEL: Final = "pipelinerl.dev/host"
 
 
 def manifests(config: RunConfig, members: Members, *, run_dir: Path, image: str) -> list[dict[str, Any]]:
-    """Return the Kubernetes objects of a run. Its directory is `run_dir` in every pod, below the mount of the shared
-    volume.
+    """Return the Kubernetes objects of a run, whose directory is `run_dir` in every pod, on the shared volume.
 
     Raises:
         UserError: Kubernetes does not accept the name of the run or of a host, or the recipe holds a password.
@@ -109,11 +108,7 @@ def notes_for(config: RunConfig) -> list[str]:
 
 
 def apply(text: str, folder: Path, name: str) -> str:
-    """Write the manifests and pass them to kubectl; return a sentence for the user.
-
-    Raises:
-        UserError: kubectl is missing or refuses them.
-    """
+    """Write the manifests and pass them to kubectl; return a sentence for the user, or raise `UserError`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-kubernetes.yaml"
     path.write_text(text)
@@ -130,7 +125,7 @@ def apply(text: str, folder: Path, name: str) -> str:
 
 
 def _in_pods(host: Host, run: str) -> Host:
-    """Return the host with the address that its pod has in the cluster: the pod's name at the headless service."""
+    # A pod's address is its name at the headless service.
     return Host(name=host.name, address=f"{host.name}.{run}", devices=host.devices, roles=host.roles)
 
 
@@ -139,7 +134,6 @@ def _object(api: str, kind: str, name: str, labels: Mapping[str, str], **rest: o
 
 
 def _listening(plan: Plan) -> dict[str, list[ProcessSpec]]:
-    """Return the processes that have a health address, by role."""
     roles: dict[str, list[ProcessSpec]] = {}
     for spec in plan.specs:
         if spec.health is not None:
@@ -148,9 +142,7 @@ def _listening(plan: Plan) -> dict[str, list[ProcessSpec]]:
 
 
 def _role_service(run: str, role: str, specs: Sequence[ProcessSpec], labels: Mapping[str, str]) -> dict[str, Any]:
-    """Return the Kubernetes service of a role. It selects the one host that runs the role, or all hosts if several
-    do.
-    """
+    # The service selects the one host that runs the role, or all hosts if several do.
     hosts = {spec.host for spec in specs}
     selector = dict(labels) | ({_HOST_LABEL: next(iter(hosts))} if len(hosts) == 1 else {})
     spec = {"selector": selector, "ports": [_port(each) for each in specs], "clusterIP": "None"}
@@ -158,7 +150,7 @@ def _role_service(run: str, role: str, specs: Sequence[ProcessSpec], labels: Map
 
 
 def _port(spec: ProcessSpec) -> dict[str, Any]:
-    """Return the service's port of a process. Pods limit port names to 15 characters, hence `weights`."""
+    # Pods limit port names to 15 characters, so `parameter-server` becomes `weights`.
     name = spec.name.replace("parameter-server", "weights")
     return {"name": name, "port": urlsplit(spec.health or "").port}
 
@@ -214,7 +206,7 @@ def _job(
 
 
 def _environment(config: RunConfig) -> list[dict[str, Any]]:
-    """Return the environment of a pod; the address of the user's own streams comes from a secret."""
+    # The address of the user's own streams comes from a secret.
     always: list[dict[str, Any]] = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
     if config.streams.redis_url is None:
         return always
@@ -223,7 +215,7 @@ def _environment(config: RunConfig) -> list[dict[str, Any]]:
 
 
 def _yaml(value: Any) -> Iterator[str]:
-    """Yield the value as lines of YAML; scalars are written as JSON, which is valid YAML."""
+    # Scalars are written as JSON, which is valid YAML.
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _entry(f"{key}:", item)

@@ -43,11 +43,7 @@ class ClusterTarget:
 
 
 def read_launcher(word: str) -> tuple[Launcher, str | None]:
-    """Parse `--on` into a launcher and its address, if it has one: `ray://host:10001`.
-
-    Raises:
-        UserError: there is no such launcher.
-    """
+    """Parse `--on` into a launcher and its address, if any (`ray://host:10001`); raise `UserError` if it is unknown."""
     if word.startswith("ray://"):
         return Launcher.RAY, word
     try:
@@ -75,12 +71,9 @@ def start_on(
     claim: Callable[[RunConfig], bool],
     announce: Callable[[str], None] = print,
 ) -> int:
-    """Start a run; return the exit status: 0 once the run is submitted, or, under Ray, the status of the finished run.
+    """Start a run, or raise `UserError`; return 0 once it is submitted or, under Ray, the finished run's status.
 
     Under Kubernetes the run's directory is on a volume of the cluster; the head makes the directory there.
-
-    Raises:
-        UserError: the run cannot start; the message says what to do.
     """
     if where.by is Launcher.KUBERNETES:
         run_dir = config.run_directory

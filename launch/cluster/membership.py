@@ -59,19 +59,13 @@ class Members:
     first_port: int = FIRST_PORT
 
     def launch(self, config: RunConfig, run_dir: Path, *, cores: Sequence[int] = ()) -> Launch:
-        """Return the launch of a run on these hosts.
-
-        Raises:
-            RecipeError: the recipe cannot be placed on them.
-        """
+        """Return the launch of a run on these hosts; raise `RecipeError` if the recipe cannot be placed on them."""
         return Launch.on(self.hosts, config, run_dir=run_dir, ports=count(self.first_port), cores=cores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRecord:
-    """The head's record: the launch's `id`, its hosts, and the result of the run; the result is None while it is under
-    way.
-    """
+    """The head's record: the launch's `id`, its hosts, and the run's result; None while the run is under way."""
 
     id: str
     members: Members
@@ -79,9 +73,7 @@ class LaunchRecord:
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's record: the launch it serves, its state, its restarts, and a counter (`beat`) that grows with each
-    write.
-    """
+    """A node's record: its launch, its state, its restarts, and a counter (`beat`) that grows with each write."""
 
     launch: str
     beat: int
@@ -91,17 +83,13 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_members(run_dir: Path, members: Members) -> None:
-    """Record the hosts of a run that begins. Raises OSError."""
+    """Record the hosts of a run that begins; may raise OSError."""
     folder_of(run_dir).mkdir(exist_ok=True)
     write_private(folder_of(run_dir) / "hosts.json", json.dumps(_members_json(members), indent=1))
 
 
 def read_members(run_dir: Path) -> Members | None:
-    """Return the hosts that a run began with; None for a run on one machine.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Return the hosts that a run began with, or None for one machine; raise `UserError` if the file is damaged."""
     path = folder_of(run_dir) / "hosts.json"
     try:
         return _members_of(json.loads(path.read_text()))
@@ -112,7 +100,7 @@ def read_members(run_dir: Path) -> Members | None:
 
 
 def write_launch(run_dir: Path, record: LaunchRecord) -> None:
-    """Write the head's record. Raises OSError."""
+    """Write the head's record; may raise OSError."""
     result = None if record.result is None else [str(record.result.outcome), record.result.message]
     table = {"id": record.id, **_members_json(record.members), "result": result}
     folder_of(run_dir).mkdir(exist_ok=True)
@@ -241,8 +229,7 @@ _LOOK_S: Final = 0.05
 class HeadNode:
     """The launcher's part that talks to the other nodes, made once the launcher has locked the run's directory.
 
-    Args:
-        members: the hosts of the run; None for a run on one machine.
+    `members` are the hosts of the run; None for a run on one machine.
     """
 
     def __init__(self, launch: Launch, members: Members | None, announce: Callable[[str], None]) -> None:
@@ -265,7 +252,7 @@ class HeadNode:
         return self._record is not None
 
     def begin(self) -> None:
-        """Tell the nodes that a launch is under way. Raises OSError."""
+        """Tell the nodes that a launch is under way; may raise OSError."""
         if self._record is not None:
             write_launch(self._launch.run_dir, self._record)
             self._own.tell(NodeState.UP)
@@ -296,14 +283,12 @@ class HeadNode:
             supervisor.end(RunOutcome.FAILED, failure)
 
     def tell_restarts(self, restarts: tuple[RestartStatus, ...]) -> None:
-        """Write the restarts of this host's processes and of the processes on other nodes. Raises OSError."""
+        """Write the restarts of this host's processes and of the processes on other nodes; may raise OSError."""
         self._restarts = restarts
         self._write_restarts()
 
     def end(self, result: RunResult) -> None:
-        """Tell the nodes how the run ended, and wait for them to stop, because their processes need the head's
-        streams.
-        """
+        """Tell the nodes how the run ended; wait for them to stop, because their processes need the head's streams."""
         if self._record is None:
             return
         with suppress(OSError):

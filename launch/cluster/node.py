@@ -47,7 +47,7 @@ from pipelinerl.errors import UserError
 #: After this many seconds without a heartbeat, a node assumes that the head will not come back.
 HEAD_S: Final = 600.0
 _LOOK_S: Final = 0.1
-#: A node that has waited for this many seconds says so.
+#: Seconds of waiting after which a node tells the user that it waits.
 _SILENT_S: Final = 5.0
 
 
@@ -91,7 +91,6 @@ def run_node(
 
 
 def _in(run_dir: Path, config: RunConfig) -> RunConfig:
-    """Return the recipe with `run_dir` as its run directory."""
     section = config.run.model_copy(update={"directory": run_dir.parent, "name": run_dir.name})
     return config.model_copy(update={"run": section})
 
@@ -180,16 +179,13 @@ class _Share:
         self._supervisor.end(result.outcome, result.message)
 
     def _end(self, result: RunResult) -> None:
-        """Report a failure to the head before anything is stopped here, because the failure ends the whole run."""
+        # A failure ends the whole run, so report it to the head before anything is stopped here.
         if self._result is None and result.outcome is RunOutcome.FAILED:
             self._file.tell(NodeState.FAILED, result.message)
 
 
 def _await_launch(run_dir: Path, host: str, announce: Callable[[str], None], head_s: float) -> LaunchRecord:
-    """Return the record of a launch that is under way or completed, once there is one.
-
-    A launch that stopped or failed is ignored, because another may follow.
-    """
+    """Wait for a launch that is under way or completed, ignoring failed and stopped ones; return its record."""
     began = time.monotonic()
     deadline, tell_at = began + head_s, began + _SILENT_S
     while True:
@@ -209,11 +205,7 @@ def _await_launch(run_dir: Path, host: str, announce: Callable[[str], None], hea
 
 @contextmanager
 def _claimed(run_dir: Path, host: str) -> Iterator[None]:
-    """Lock the host's name in the run, so that only one node serves it.
-
-    Raises:
-        UserError: another node has locked it.
-    """
+    """Lock the host's name in the run, so that only one node serves it."""
     lock = FileLock(folder_of(run_dir) / f"node-{host}.lock", timeout=0, mode=0o600, fallback_to_soft=False)
     try:
         held = lock.acquire()

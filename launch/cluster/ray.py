@@ -71,9 +71,7 @@ class NodeProcess:
         return str(_ray().util.get_node_ip_address())
 
     def serve(self, words: Sequence[str], output: str) -> int:
-        """Run `pipelinerl node` with these arguments, its output going to the file `output`; return the node's exit
-        status.
-        """
+        """Run `pipelinerl node` with these arguments, its output going to a file; return the node's exit status."""
         tie = [tied_process.__file__, str(os.getpid()), "SIGTERM", "", "--"]
         command = [sys.executable, "-S", "-E", *tie, sys.executable, "-m", "pipelinerl.cli", "node", *words]
         with open(output, "ab") as log:
@@ -84,10 +82,7 @@ class NodeProcess:
 def run_on_ray(
     address: str | None, config: RunConfig, members: Members, run_dir: Path, announce: Callable[[str], None]
 ) -> int:
-    """Run until the run is over; return the exit status of the head's node.
-
-    Args:
-        address: address of a cluster; None for the cluster on this machine.
+    """Run until the run is over, on the cluster at `address` or of this machine; return the head's exit status.
 
     Raises:
         UserError: ray is not installed, no cluster answers, or the cluster cannot hold the hosts.
@@ -137,7 +132,7 @@ class _Nodes:
                 for reference in self._ready():
                     if reference in self._locating:
                         self._located(self._locating.pop(reference), reference)
-                    elif reference in self._serving:  # not if all nodes were restarted meanwhile
+                    elif reference in self._serving:  # restarting all nodes drops older references
                         status = self._ended(self._serving.pop(reference), reference)
                         if status is not None:
                             return status
@@ -196,9 +191,7 @@ class _Nodes:
         self._locating[actor.address.remote()] = name
 
     def _located(self, name: str, reference: Any) -> None:
-        """Handle the address that an actor reports, or retry if the actor failed: Ray had not noticed that its machine
-        is lost.
-        """
+        """Handle an actor's address; retry an actor that failed before Ray noticed the loss of its machine."""
         try:
             address = str(self._ray.get(reference, timeout=_ASK_S))
         except self._ray.exceptions.RayActorError:
@@ -251,7 +244,7 @@ class _Nodes:
         self._interrupts += 1
 
     def _suspend(self) -> None:
-        """Ask the run to save its state; the head's node ends once that is done."""
+        # The head's node ends once the run's state is saved.
         self._announce("saving; press Ctrl-C again to kill at once")
         self._kill_at = time.monotonic() + self._config.launch.save_s + _STOP_S
         words = [sys.executable, "-m", "pipelinerl.cli", "stop", str(self._run_dir), "--suspend"]
@@ -262,11 +255,6 @@ class _Nodes:
 
 
 def _ray() -> Any:
-    """Return the `ray` package, an optional dependency.
-
-    Raises:
-        UserError: it is not installed.
-    """
     try:
         import ray
     except ModuleNotFoundError:

@@ -89,10 +89,7 @@ exit "$status"
 
 
 def slurm_script(config: RunConfig, members: Members, *, run_dir: Path, extra: Sequence[str] = ()) -> str:
-    """Return the batch script of a run; pure.
-
-    Args:
-        extra: the user's options for sbatch, such as `--partition=gpu`.
+    """Return the batch script of a run, with the user's options for sbatch, `extra`; pure.
 
     Raises:
         UserError: the hosts have different numbers of GPUs and no names, so one sbatch request cannot describe them.
@@ -128,11 +125,7 @@ def slurm_script(config: RunConfig, members: Members, *, run_dir: Path, extra: S
 
 
 def submit(script: str, run_dir: Path) -> str:
-    """Write the script into the run's directory and submit it; return a sentence with the job's number.
-
-    Raises:
-        UserError: sbatch is missing or refuses the job.
-    """
+    """Write the script into the run's directory and submit it; return a sentence for the user, or raise `UserError`."""
     path = run_dir / "slurm.sh"
     path.write_text(script)
     if shutil.which("sbatch") is None:
@@ -156,6 +149,5 @@ def submit(script: str, run_dir: Path) -> str:
 
 
 def _names(hosts: Sequence[Host]) -> str:
-    """Return shell declarations of the hosts that the user named, with their options."""
     more = " ".join(f"[{host.name}]=:gpus={len(host.devices)},roles={'+'.join(sorted(host.roles))}" for host in hosts)
     return f"names=({' '.join(host.name for host in hosts)})\ndeclare -A more=({more})"

@@ -1,7 +1,4 @@
-"""Checks of a recipe before a run starts.
-
-`refuse` is quick, because it checks only names and settings. `findings` is thorough and takes seconds.
-"""
+"""Checks of a recipe before a run starts: `refuse` is quick, `findings` is thorough and takes seconds."""
 
 from __future__ import annotations
 
@@ -78,11 +75,7 @@ _MOST_READ: Final = 8 * 2**30
 
 
 def refuse(config: RunConfig) -> None:
-    """Check names and settings only, without importing or reading anything large.
-
-    Raises:
-        UserError: the first problem that would stop the run.
-    """
+    """Check names and settings only, reading nothing large; raise `UserError` for the first problem found."""
     check_directory(config.model.resolved)
     refuse_quantised(config.model.resolved)
     check_chat_template(config.model.resolved)
@@ -120,7 +113,6 @@ def refuse(config: RunConfig) -> None:
 
 
 def _check_other_models(config: RunConfig) -> None:
-    """Check the model directories of the critic and the frozen models."""
     for key, path in _other_models(config).items():
         try:
             check_directory(path)
@@ -129,7 +121,6 @@ def _check_other_models(config: RunConfig) -> None:
 
 
 def _other_models(config: RunConfig) -> dict[str, Path]:
-    """Return the model directories of critic, reference and teachers, by key; those without a path are left out."""
     named = {f"{part}.path": section.path for part in ("critic", "reference") if (section := getattr(config, part))}
     named |= {f"domains.{each.name}.teacher": each.teacher for each in config.domains}
     return {
@@ -138,7 +129,7 @@ def _other_models(config: RunConfig) -> dict[str, Path]:
 
 
 def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (part of the recipe, finding) for `pipelinerl check`; a part comes after the parts that it depends on.
+    """Yield (part of the recipe, finding) for `pipelinerl check`, each part after those that it depends on.
 
     Raises:
         UserError: the first problem that would stop the run.
@@ -200,7 +191,6 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _trials(domain: DomainSection, config: RunConfig, tokenizer: ChatTokenizer) -> Iterator[tuple[str, str]]:
-    """Try the domain's verifier on a real problem, and one episode of its environment."""
     problems, where = _problems_of(domain, config), f"domains.{domain.name}"
     if domain.has_verifier:
         yield "verifier", f"{where}: {asyncio.run(verifier_tried(domain, problems))}"
@@ -212,7 +202,7 @@ def _trials(domain: DomainSection, config: RunConfig, tokenizer: ChatTokenizer) 
 
 
 def _problems_of(domain: DomainSection, config: RunConfig) -> Mixture:
-    """Return the domain's own training problems; if the domain is only evaluated, its held-out problems."""
+    """Return the domain's own training problems, or its held-out problems if the domain is only evaluated."""
     if domain.weight and not domain.is_sampled:
         return demonstrated_problems(config.model_copy(update={"domains": (domain,)}), Split.TRAIN, count=1)
     if domain.weight:
@@ -222,7 +212,6 @@ def _problems_of(domain: DomainSection, config: RunConfig) -> Mixture:
 
 
 def _objective_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the objective's resolved slots, their differences from the preset, and likely mistakes."""
     objective, name = objective_of(config), preset_of(config.objective)
     needs = ", ".join(sorted(objective.passes | objective.needs)) or "nothing beyond the rollouts"
     others = differing(objective, resolve(name, max_tokens=config.sampling.max_tokens))
@@ -241,7 +230,6 @@ def _objective_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 async def _teacher_tried(url: str, *, longest: int) -> tuple[str, str]:
-    """Describe the engine that is a teacher or the reference, or warn that it cannot score `longest` tokens."""
     async with EngineClient(token=os.environ.get(TEACHER_TOKEN)) as client:
         try:
             card = (await client.models(url)).data[0]
@@ -256,7 +244,6 @@ async def _teacher_tried(url: str, *, longest: int) -> tuple[str, str]:
 
 
 def _loss(domain: DomainSection, config: RunConfig) -> str:
-    """Describe the loss of a domain's tokens."""
     times = "" if domain.loss_weight == 1.0 else f"{domain.loss_weight:g} × "
     match domain.loss:
         case Loss.CE:
@@ -270,14 +257,12 @@ def _loss(domain: DomainSection, config: RunConfig) -> str:
 
 
 def _placeholder_identity(config: RunConfig) -> Identity:
-    """Return a placeholder identity, so that an engine can be built for checks without being started."""
     return Identity(
         config=config, run_dir=config.run_directory, name="engine-0", redis_url="", controller_url="", token=None
     )
 
 
 def _slow(config: RunConfig, dtypes: Dtypes) -> str | None:
-    """Return a warning about what is slow if vLLM was built for this machine's CPU; None otherwise."""
     if config.engine.type != "vllm":
         return None
     from pipelinerl.engines.external.vllm.engine import slow_on_cpu
@@ -286,7 +271,6 @@ def _slow(config: RunConfig, dtypes: Dtypes) -> str | None:
 
 
 def _staleness(config: RunConfig, knobs: Knobs) -> str:
-    """Describe the staleness bounds. If several domains share a step, warn that slow domains lose the most groups."""
     share = stale_share(config)
     bounds = f"j = {knobs.j}, k = {knobs.k:g}, {knobs.groups_in_flight} groups in flight" + (
         f"; {share}" if share else ""
@@ -300,7 +284,7 @@ def _staleness(config: RunConfig, knobs: Knobs) -> str:
 
 
 def _not_here(config: RunConfig) -> Iterator[str]:
-    """Yield the settings that need a GPU if this machine has none; the recipe may be meant for another machine."""
+    # A finding, not an error: the recipe may be meant for another machine.
     from pipelinerl.weights.broadcast.collective import offers
 
     if offers(Backend.NCCL):
@@ -314,9 +298,7 @@ def _not_here(config: RunConfig) -> Iterator[str]:
 
 
 def _step(config: RunConfig) -> str:
-    """Describe rollouts per step and group sizes. If sizes differ, a step may exceed its target by part of its last
-    group.
-    """
+    # If group sizes differ, the last group of a step may exceed the step's target.
     rollouts, sizes = (
         config.training.rollouts_per_step,
         {each.name: config.group_size_of(each) for each in config.trained_domains},
@@ -332,9 +314,8 @@ def _step(config: RunConfig) -> str:
 
 
 def _weight_history(config: RunConfig, knobs: Knobs) -> str:
-    """Describe the memory for past weights, from which the trainer recomputes old log-probs.
-
-    Rollouts up to k versions old are trained and one version in j is published, so about k / j versions are kept.
+    """Describe the memory of past weights: about k / j versions, since rollouts up to k versions old are trained and
+    one version in j is published.
     """
     each = sum(file.stat().st_size for file in weight_files(config.model.resolved)) / 2**20
     versions = math.ceil(knobs.k / knobs.j)

@@ -1,7 +1,4 @@
-"""Commands for developers: `conformance` checks an engine or a trainer class against its contract.
-
-`bench` and `chaos` run code that exists only in a checkout of the repository.
-"""
+"""Commands for developers: check an engine or trainer against its contract; run benchmarks and fault tests."""
 
 from __future__ import annotations
 
@@ -45,11 +42,7 @@ def conformance_trainer(
 
 
 def check_engine(url: str, *, token: str | None, say: Callable[[str], None]) -> bool:
-    """Run the inference kit against `url`; return True if nothing failed.
-
-    Raises:
-        AddressError: no engine answers there.
-    """
+    """Run the inference kit against `url`; return True if nothing failed; raise `AddressError` if no engine answers."""
     import httpx
 
     from inference_contract import conformance
@@ -112,12 +105,9 @@ def chaos(
 
 
 def run_in_checkout(module: str, *words: str, what: str) -> int:
-    """Run `python -m module words…` and return its exit status.
+    """Run `python -m module words…` and return its exit status; raise `UserError` outside a checkout.
 
     `what` is the subject and verb of the error message, such as "benchmarks are".
-
-    Raises:
-        UserError: this package is not in a checkout.
     """
     if not _CHECKOUT.joinpath(*module.split("."), "__main__.py").is_file():
         raise UserError(

@@ -155,15 +155,11 @@ def elastic(
 
 
 def _known(type: str) -> str:
-    """Return the engine type, with an absolute path if it names a user's file; raise an error if there is no such
-    type.
-    """
     registry.known("--type", registry.ENGINES, type := anchored(type, working_directory()))
     return type
 
 
 def _logs(run: str) -> Path:
-    """Return the directory of the engines' logs, relative to the run's directory if the run is named by URL."""
     from pipelinerl.commands.remote import is_url
 
     return Path("logs") if is_url(run) else Path(run) / "logs"
@@ -190,7 +186,6 @@ class StartByHand:
 
 
 def _explain(start: StartByHand, names: Sequence[str], *, waits: bool) -> None:
-    """Print the command lines that start the requested engines, because no launcher will start them."""
     listed = ", ".join(names)
     typer.echo(f"no launcher is running (services were started manually): start {listed} yourself in another terminal:")
     for name in names:
@@ -200,7 +195,6 @@ def _explain(start: StartByHand, names: Sequence[str], *, waits: bool) -> None:
 
 
 def _explain_end(controller: ControllerClient, engine: str) -> None:
-    """Tell the user that a removed engine's process keeps running, because no launcher will stop it."""
     from pipelinerl.controller.state.fleet import base_url
 
     fleet = controller.engines()
@@ -263,11 +257,7 @@ def joined(
 
 
 def gone(controller: ControllerClient, which: str, *, within_s: float) -> EngineStatus:
-    """Wait until the engine has left.
-
-    Raises:
-        DeadlineError: the engine has not left within `within_s`.
-    """
+    """Wait until the engine has left; raise `DeadlineError` after `within_s` seconds."""
     return _until(controller, which, lambda engine: engine.state == "expelled", within_s, "leave", None)
 
 
@@ -303,10 +293,7 @@ def _until(
 
 
 def _last_word(which: str, logs: Path | None) -> str:
-    """Return the error message in the last line of the engine's log.
-
-    Empty if the log is not on this machine or does not end with a message of pipelinerl.
-    """
+    """Return the message in the last line of the engine's log; empty if there is none."""
     log = None if logs is None else logs / f"{which}.log"
     lines = log.read_text(errors="replace").splitlines() if log is not None and log.is_file() else []
     sentence = lines[-1].removeprefix("pipelinerl: ") if lines else ""

@@ -1,5 +1,4 @@
-"""`pipelinerl explain`: an objective's slots, formula, cost and source, and the factors of each token of given
-rollouts.
+"""`pipelinerl explain`: an objective's slots, formula, cost and source, and its factors for each token of rollouts.
 
 Rollouts come from a JSON file or from a stored record of a group (`streams.records`), detected by the first bytes.
 The JSON file:
@@ -8,11 +7,10 @@ The JSON file:
                    "behavior_logprobs": [-0.1, -0.7], "logprobs": [-0.2, -0.5],
                    "old_logprobs": [...], "ref_logprobs": [...], "values": [...]}, …]}
 
-Defaults: `group` is 0, `judged` is true, and `logprobs` are the sampler's. Other columns are needed only by
-objectives that read them. `turns`, a list of [tokens, reward] for each turn of an episode, is read if `adv.credit` is
-"turns"; `parts`, a list of [name, reward, weight], by `adv = "decoupled"`. All given rollouts form one step's batch. A
-record holds only the sampler's log-probs, so the current policy and recomputed log-probs are assumed equal to them. The
-same holds for `--run`, which reads the groups of a step from the run's own streams.
+Defaults: `group` is 0, `judged` is true, and `logprobs` are the sampler's. Other columns are needed only by objectives
+that read them: `turns`, a list of [tokens, reward] per turn of an episode, by `adv.credit = "turns"`; `parts`, a list
+of [name, reward, weight], by `adv = "decoupled"`. All given rollouts form one step's batch. A record or a run's step
+(`--run`) holds only the sampler's log-probs; the current policy and recomputed log-probs are assumed equal to them.
 """
 
 from __future__ import annotations
@@ -60,9 +58,7 @@ def catalogue(console: Console) -> None:
 @final
 @dataclass(frozen=True, slots=True)
 class OfRun:
-    """The rollouts of one step of a run. If `group` (a prompt order's index) is set, only that group's tokens are
-    shown.
-    """
+    """The rollouts of one step of a run; if `group` (a prompt order's index) is set, only its tokens are shown."""
 
     run_dir: Path
     step: int
@@ -77,13 +73,11 @@ class OfRun:
 def show(
     choice: str, overrides: Sequence[str], files: Sequence[Path], console: Console, *, of_run: OfRun | None = None
 ) -> None:
-    """Print an objective, and its effect on the rollouts in `files` or of a run's step.
-
-    `choice` is a preset or a recipe.
+    """Print an objective, a preset or a recipe, and its effect on the rollouts in `files` or of a run's step.
 
     Raises:
-        UserError: the choice is neither, a file is invalid or lacks a column that the objective reads, the step is not
-            recorded, or its rollouts are no longer stored.
+        UserError: `choice` is neither, a file is invalid or lacks a column that the objective reads, or the step or its
+            rollouts are not stored.
     """
     requested, no_signal, max_tokens, several = _objective_of(choice, overrides)
     name = preset_of(requested)
@@ -113,10 +107,7 @@ def show(
 def compare(first: str, second: str, files: Sequence[Path], console: Console, *, of_run: OfRun | None = None) -> None:
     """Print the slots in which two objectives differ, and what each makes of every token of the same rollouts.
 
-    Each choice is a preset or a recipe. Without `files` or a run the rollouts are a built-in example.
-
-    Raises:
-        UserError: as `show`.
+    Each choice is a preset or a recipe. Without `files` or a run, the rollouts are a built-in example.
     """
     rollouts, shown = list(EXAMPLE), None
     if files:
@@ -151,7 +142,6 @@ def compare(first: str, second: str, files: Sequence[Path], console: Console, *,
 def _side_by_side(
     pair: Sequence[PolicyObjective], rollouts: Sequence[ScoredRollout], shown: Collection[int] | None
 ) -> Table:
-    """Return a table with a row for each token and both objectives' factors in each column."""
     table = Table(box=None, pad_edge=False)
     for name in ("group", "rollout", "reward", "t", "token", "π_θ/μ", "advantage", "weight", "M", "gradient"):
         table.add_column(name, justify="left" if name == "token" else "right", no_wrap=True)
@@ -177,7 +167,6 @@ def _side_by_side(
 
 
 def _summary(names: Sequence[str], pair: Sequence[PolicyObjective], rollouts: Sequence[ScoredRollout]) -> str:
-    """Return how many tokens train under each objective, and how far the directions of the gradients agree."""
     slopes = [[row.multiplier for row in factors(each, rollouts)] for each in pair]
     sizes = [math.sqrt(sum(slope * slope for slope in each)) for each in slopes]
     trained = [sum(slope != 0.0 for slope in each) for each in slopes]
@@ -188,11 +177,7 @@ def _summary(names: Sequence[str], pair: Sequence[PolicyObjective], rollouts: Se
 
 
 def read(path: Path, group: int = 0) -> list[ScoredRollout]:
-    """Read the rollouts of a file; rollouts that name no group belong to `group`.
-
-    Raises:
-        UserError: the file cannot be read, or has neither format of the module docstring.
-    """
+    """Read a file of rollouts in either format; rollouts without a group get `group`. Raises `UserError`."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -244,10 +229,7 @@ def _slots(objective: PolicyObjective) -> Table:
 def _factors(
     objective: PolicyObjective, rollouts: Sequence[ScoredRollout], *, shown: Collection[int] | None = None
 ) -> Table:
-    """Return a table of the factors of every token, by default for all groups, else for those in `shown`.
-
-    The factors are computed from all rollouts as one batch, whichever groups are shown.
-    """
+    """Return a table of the token factors of the groups in `shown`, computed from all rollouts as one batch."""
     table = Table(box=None, pad_edge=False)
     for name in ("group", "rollout", "t", "token", "agg", "is_weight", "adv", "M", "multiplier"):
         table.add_column(name, justify="left" if name == "token" else "right", no_wrap=True)

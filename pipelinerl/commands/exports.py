@@ -1,8 +1,7 @@
 """Figures of a live, finished or crashed run: `pipelinerl trace` for Perfetto, `track` for TensorBoard, `mismatch`.
 
-A trace is written to a draft file while the events are read, and renamed once complete. TensorBoard is fed by the same
-code that feeds a run's trackers. `mismatch` shows how far the log-probs of trainer and sampler differ, why, and how to
-reduce it.
+A trace is written to a draft file, which is renamed once complete. TensorBoard is fed by the code that feeds a run's
+trackers. `mismatch` shows how far the log-probs of trainer and sampler differ, why, and how to reduce the difference.
 """
 
 from __future__ import annotations
@@ -35,11 +34,7 @@ DEFAULT_NAME: Final = "trace.json.gz"
 
 
 def trace_run(run_dir: Path, output: Path | None) -> str:
-    """Write the trace to `output`, and return a message for the user.
-
-    Raises:
-        UserError: there is no run, its log is damaged, or the file cannot be written.
-    """
+    """Write the trace to `output` and return a message for the user; raise `UserError` without a readable run."""
     log, path = run_dir / "events.jsonl", output or run_dir / DEFAULT_NAME
     if not log.is_file():
         raise UserError(f"{run_dir} is not a run: it has no events.jsonl")
@@ -65,12 +60,8 @@ def _opened(path: Path) -> IO[str]:
 
 
 def track_run(run_dir: Path, directory: Path) -> str:
-    """Write the events since the last call to TensorBoard files in `directory`, and return a message for the user.
-
-    Raises:
-        UserError: there is no run, tensorboardX is missing, or something cannot be read or written.
-    """
-    from pipelinerl.roles.tracker_role import open_tensorboard  # imports the libraries of a role
+    """Add the events since the last call to TensorBoard files in `directory`; return a message or raise `UserError`."""
+    from pipelinerl.roles.tracker_role import open_tensorboard  # lazy: imports heavy libraries
 
     if not (run_dir / "events.jsonl").is_file():
         raise UserError(f"{run_dir} is not a run: it has no events.jsonl")
@@ -95,11 +86,7 @@ def track_run(run_dir: Path, directory: Path) -> str:
 
 
 def show_mismatch(run_dir: Path, console: Console, *, as_json: bool) -> None:
-    """Print the mismatch of the run in `run_dir`, live or finished, and draw `mismatch.png` into that directory.
-
-    Raises:
-        UserError: there is no run, or no step of it was measured.
-    """
+    """Print a run's mismatch and draw `mismatch.png` into its directory; raise `UserError` if no step was measured."""
     history = _history(run_dir)
     reviewed = review(history)
     if reviewed is None:

@@ -43,8 +43,7 @@ def watch(
         bound_host, taken = bound.getsockname()[:2]
         address = url_of(outward_address() if ip_address(bound_host).is_unspecified else host, taken)
         links = PageLinks(lambda key: typer.echo(f"watch at {address}/?key={key}"))
-        # Cookies are shared by all ports of a host. A name with the port lets a browser open the pages of several
-        # servers.
+        # All ports of a host share cookies; the port in the name lets a browser open the pages of several servers.
         cookie = f"pipelinerl_{taken}"
         app = create_page(
             watched, token=new_token(), links=links, cookie=cookie, read_only=read_only, share_key=shared.key

@@ -37,11 +37,7 @@ _REWARDS: Final = Path(__file__).with_name("new_rewards.py.txt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Measured lengths in tokens and the limits chosen from them.
-
-    `prompt` and `answer` are the longest prompt and reference answer; `max_tokens` limits an answer, `context` a
-    sequence.
-    """
+    """Lengths in tokens: of the longest prompt and reference answer, and limits of an answer and a sequence."""
 
     prompt: int
     answer: int
@@ -50,11 +46,7 @@ class Lengths:
 
 
 def write_new(directory: Path, *, model: Path, data: Path, prompt_field: str | None, answer_field: str | None) -> Path:
-    """Write `recipe.toml` and `rewards.py` into a new directory; return the recipe's path.
-
-    Raises:
-        UserError: the directory is in use, the model or the data are unusable, or no field matches.
-    """
+    """Write `recipe.toml` and `rewards.py` into a new directory; return the recipe's path, or raise `UserError`."""
     model, data = Path(model).expanduser(), Path(data).expanduser()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory} exists and is not empty; give a new directory")
@@ -134,7 +126,6 @@ def _lengths(model: Path, fields: FieldMap, rows: Sequence[dict[str, Any]], data
 
 
 def _held_out(fields: FieldMap, data: Path) -> int:
-    """Return the number of rows that are held out for evaluations."""
     prompt = fields.messages_field or fields.prompt_field
     parameters = {
         "path": str(data),
@@ -179,5 +170,5 @@ def _filled(directory: Path, model: Path, data: Path, fields: FieldMap, lengths:
 
 
 def _text(value: str) -> str:
-    """Return `value` as a TOML string; JSON strings are valid TOML strings."""
+    # JSON strings are valid TOML strings.
     return orjson.dumps(value).decode()

@@ -1,8 +1,8 @@
 """`upload`: moves the tests of a data set into a repository and replaces them by links.
 
 A row's tests may have any layout that `code_problem.py` reads. They are stored in a `ContentStore`, which also compiles
-the row's checker. The row then has links instead, as `tests` and `checker`. A content (an input or an answer) that is
-about as short as a link stays in the row.
+the row's checker; the row then has links in `tests` and `checker`. Inputs and answers that are about as short as a link
+stay in the row.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _AT_ONCE: Final = 8
 
 
 class ContentStore(Protocol):
-    """Storage of contents, by link: a folder of this machine, or the repository of a sandbox service."""
+    """Storage of inputs and answers (contents) by link: a folder of this machine, or a sandbox service's repository."""
 
     async def missing(self, links: list[Link]) -> set[Link]:
         """Return the links whose contents are not stored yet."""
@@ -47,11 +47,7 @@ class ContentStore(Protocol):
         ...
 
     async def compile_checker(self, checker: CustomChecker) -> Link:
-        """Compile a checker, store it and return its link.
-
-        Raises:
-            CheckerFailed: the checker does not compile.
-        """
+        """Compile a checker, store it and return its link; raise `CheckerFailed` if it does not compile."""
         ...
 
 
@@ -69,7 +65,7 @@ class RowLinker:
     async def row(self, row: Mapping[str, Any], *, answer_field: str) -> dict[str, Any]:
         """Store the row's tests, and return the row with links to them in the field `tests`.
 
-        `answer_field` holds the tests of a row that has none of the known fields.
+        `answer_field` holds the tests of a row without any of the known fields.
 
         Raises:
             TestsMalformed: the row has no tests that can be run.
@@ -135,9 +131,7 @@ _MOST_REASONS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class UploadReport:
-    """Result of an upload: numbers of rows written and left out, the first reasons for leaving rows out, and contents
-    sent.
-    """
+    """Numbers of rows written and left out, the first reasons for leaving rows out, and the contents sent."""
 
     rows: int
     left_out: int
@@ -147,9 +141,7 @@ class UploadReport:
 
 
 async def upload(files: Sequence[Path], out: Path, rules: CodeRules, *, answer_field: str) -> UploadReport:
-    """Upload the tests of all rows in `files`, and write the rows with links to `out`.
-
-    `rules` name the repository, or the service that has it.
+    """Upload the tests of all rows in `files` to the store that `rules` name; write the rows with links to `out`.
 
     Raises:
         UserError: a file cannot be read, or the store is unavailable.

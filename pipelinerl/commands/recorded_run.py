@@ -2,10 +2,8 @@
 
     runs/<name>/  recipe.toml · events.jsonl (which groups, which figures) · redis/ (the groups)
 
-Rollouts are stored from the oldest kept checkpoint on. The run must not be live, because its files are read. The stream
-server runs on a copy of its data.
-
-`elastic_decisions` is a dry run of the scaling rule on the figures of a recorded run.
+Rollouts are stored from the oldest kept checkpoint on. The run must not be live; a Redis server runs on a copy of its
+data. `elastic_decisions` applies the scaling rule to a recorded run's figures, as a dry run.
 """
 
 from __future__ import annotations
@@ -43,17 +41,12 @@ log = logging.getLogger("pipelinerl")
 
 #: The kind of event that is written when a trainer has started.
 _BEGUN: Final = "trainer_ready"
-#: (epoch, first version) of an unknown trainer, if the log does not name the trainer that took a step. The step's
-#: groups cannot be identified then.
+#: The trainer, as (epoch, first version), of a step whose log names no trainer; the step's groups are then unknown.
 _UNKNOWN_TRAINER: Final = (0, 0)
 
 
 def recorded_events(run_dir: Path) -> list[Event]:
-    """Return all events of a run.
-
-    Raises:
-        UserError: there is no such run.
-    """
+    """Return all events of a run; raise `UserError` if there is no such run."""
     try:
         return read_events(run_dir / "events.jsonl")
     except (OSError, ValueError) as error:
@@ -61,18 +54,14 @@ def recorded_events(run_dir: Path) -> list[Event]:
 
 
 def recorded_steps(run_dir: Path) -> dict[int, RecordedStep]:
-    """Return the steps by the model version that they produced. Raises UserError like `recorded_events`."""
+    """Return the steps by the model version that they produced; raise `UserError` if there is no such run."""
     events = recorded_events(run_dir)
     begun = [(int(event["epoch"]), int(event["model_version"])) for event in events if event["kind"] == _BEGUN]
     return {version: _record(event, begun) for event in tell(events).steps if (version := int(event["step"]))}
 
 
 def recorded_step(run_dir: Path, step: int) -> RecordedStep:
-    """Return one step.
-
-    Raises:
-        UserError: there is no such run or step; the message lists the steps.
-    """
+    """Return one step; raise `UserError`, whose message lists the steps, if there is no such run or step."""
     steps = recorded_steps(run_dir)
     if step not in steps:
         known = f"{min(steps)} to {max(steps)}" if steps else "none"
@@ -81,17 +70,13 @@ def recorded_step(run_dir: Path, step: int) -> RecordedStep:
 
 
 def recorded_groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGroup]]:
-    """Return the groups that are still in the streams, by prompt order; groups of one order are in order of arrival.
-
-    Raises:
-        UserError: the run is live, or its rollouts were not kept.
-    """
+    """Return the kept groups by order, in order of arrival; raise `UserError` if the run is live or kept no groups."""
     return asyncio.run(_groups(config, run_dir))
 
 
 def _record(event: Event, begun: Sequence[tuple[int, int]]) -> RecordedStep:
     version = int(event["step"])
-    # If a step was taken twice, the second one counts, so choose the last trainer that started below this version.
+    # If a step was taken twice, the second time counts: choose the last trainer that started below this version.
     epoch, began_at = max((each for each in begun if each[1] < version), default=_UNKNOWN_TRAINER)
     return RecordedStep(
         version=version,
@@ -121,9 +106,7 @@ async def _groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGro
 
 
 def _is_live(run_dir: Path) -> bool:
-    """Return True if the run's controller answers. Its address alone proves nothing: a killed controller leaves it
-    behind.
-    """
+    # The controller must answer: a killed controller leaves its address behind.
     try:
         with controller_of(run_dir) as controller:
             controller.status()
@@ -134,9 +117,7 @@ def _is_live(run_dir: Path) -> bool:
 
 @contextmanager
 def _server(config: RunConfig, run_dir: Path) -> Iterator[str]:
-    """Yield the URL of a server with the run's streams: the recipe's own, or one started on a copy of the embedded
-    data.
-    """
+    """Yield the URL of the recipe's Redis server, or of a server started on a copy of the run's embedded data."""
     if config.streams.redis_url is not None:
         yield os.environ.get(REDIS_VARIABLE) or config.streams.redis_url.get_secret_value()
         return
@@ -152,9 +133,7 @@ def _server(config: RunConfig, run_dir: Path) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class TriedDecision:
-    """A scaling decision that the rule would have made `elapsed_s` after the start of the run, when `step` was the
-    latest step.
-    """
+    """A decision of the scaling rule, `elapsed_s` after the run's start, when `step` was the latest step."""
 
     elapsed_s: float
     step: int
@@ -164,11 +143,7 @@ class TriedDecision:
 
 
 def elastic_decisions(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each scaling decision of the recipe's `elastic` section, with `overrides` applied.
-
-    Raises:
-        UserError: there is no such run.
-    """
+    """Yield a line for each decision of the recipe's `elastic` section, with `overrides`, or raise `UserError`."""
     events = recorded_events(run_dir)
     config = load_run(run_dir, overrides)
     limits = config.elastic.types.values()
@@ -185,9 +160,7 @@ def elastic_decisions(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
 
 
 def tried_decisions(events: Iterable[Event], rule: ElasticRule, *, least: int, most: int) -> Iterator[TriedDecision]:
-    """Yield the decisions that `rule` would have made on a run's events. Decisions do not change the recorded number of
-    engines.
-    """
+    """Yield the decisions that `rule` would have made on a run's events; the number of engines stays as recorded."""
     memory, serving, step = ElasticMemory(), set[str](), 0
     for event in events:
         now = float(event.get("elapsed_s", 0.0))

@@ -32,9 +32,6 @@ class ControllerAddress(msgspec.Struct, frozen=True):
 def controller_of(run: Path | str, *, timeout_s: float = TIMEOUT_S) -> ControllerClient:
     """Return a client of the controller in a run's directory, or at a URL with the token in $PIPELINERL_TOKEN.
 
-    Args:
-        timeout_s: timeout of each request.
-
     Raises:
         UserError: no run is live in the directory, or another version of the project started it.
     """
@@ -67,7 +64,6 @@ def address_of(run: Path | str) -> ControllerAddress:
 
 
 def _why_none(run_dir: Path) -> str:
-    """Explain why no run is live in the directory, and name the command that continues or shows the run."""
     if not run_dir.is_dir():
         return "there is no such directory"
     if not (run_dir / "recipe.toml").is_file():
@@ -89,7 +85,7 @@ def is_url(run: Path | str) -> bool:
 
 
 def _user() -> str:
-    """Return the user's name for the log of changes, or a user id, since users in containers may lack a name."""
+    # Users in containers may lack a name.
     try:
         return getpass.getuser().encode("ascii", "replace").decode()
     except (KeyError, OSError):
@@ -120,11 +116,7 @@ def access_line(run: str, engines: Sequence[EngineStatus]) -> str:
 
 
 def client_snippet(run: str, engines: Sequence[EngineStatus]) -> str:
-    """Return a Python program that sends a request to the first serving engine.
-
-    Raises:
-        UserError: no engine serves.
-    """
+    """Return a Python program that sends a request to the first serving engine; raise `UserError` if none serves."""
     serving = next((engine for engine in engines if engine.serves), None)
     if serving is None:
         raise UserError(f"{run} has no engine that serves; pipelinerl engines list {run} shows what they wait for")
@@ -143,10 +135,7 @@ def _tokens_of(run: str) -> Path:
 
 
 def _model_of(run: str) -> str | None:
-    """Return the model name that the run's engines accept: the last part of the model directory's path.
-
-    None if the recipe is not on this machine.
-    """
+    """Return the model name that the run's engines accept, or None if the recipe is not on this machine."""
     if is_url(run) or not (Path(run) / "recipe.toml").is_file():
         return None
     return load_run(Path(run)).model.path.removeprefix("shipped:").rstrip("/").rpartition("/")[2]

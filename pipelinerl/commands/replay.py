@@ -1,7 +1,6 @@
 """`pipelinerl replay`: repeat a step of a run from its checkpoint and streams, and compare the results.
 
-Rollouts are stored from the oldest kept checkpoint on, so earlier steps cannot be replayed. `recorded_run` reads the
-events and the rollouts.
+Rollouts are stored from the oldest kept checkpoint on, so earlier steps cannot be replayed.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ _MORE: Final = ("kl_k3", "ess", "clip_fraction", "truncated_fraction")
 def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -> bool:
     """Replay step `step` and print it next to the record; return True if both are bit-identical.
 
-    Args:
-        objective: a preset to use for that step instead of the run's objective.
+    `objective` names a preset to use for that step instead of the run's objective.
 
     Raises:
         UserError: the run, the step or its inputs are missing, or the run has another layout.
@@ -90,11 +88,6 @@ def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -
 
 
 def _other(config: RunConfig, preset: str) -> PolicyObjective:
-    """Return the preset to use instead of the run's objective.
-
-    Raises:
-        UserError: there is no preset of that name, or the run lacks the weights that it needs.
-    """
     chosen = resolve(preset, max_tokens=config.sampling.max_tokens)
     lacking = sorted((chosen.passes - objective_of(config).passes) & _OTHER_WEIGHTS)
     if lacking:
@@ -111,10 +104,7 @@ def _step(steps: Mapping[int, RecordedStep], version: int) -> RecordedStep:
 
 
 def _checkpoint_before(config: RunConfig, run_dir: Path, step: int) -> tuple[Path | None, TrainingState]:
-    """Return the path and state of the newest intact checkpoint before the step.
-
-    Without one, the path is None and the state is the run's initial state.
-    """
+    """Return the newest intact checkpoint before the step with its state; (None, the initial state) without one."""
     for path in reversed(checkpoints_of(config, run_dir).all()):
         try:
             state = checkpoint.load(path)

@@ -1,7 +1,7 @@
 """`pipelinerl samples`: a run's sampled answers with their verdicts, rewards and advantages.
 
-It reads only files in the run's directory and contacts no process, so live, finished and crashed runs look the same.
-Model output is escaped and has no effect on the terminal.
+It reads only files in the run's directory and contacts no process, so the run may be live, finished or crashed. Model
+output is escaped, so that it cannot affect the terminal.
 """
 
 from __future__ import annotations
@@ -40,11 +40,7 @@ _STYLES: Final = {"correct": "green", "partial": "yellow", "wrong": "red"}
 
 
 def show(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool) -> None:
-    """Print the samples that match the query.
-
-    Raises:
-        UserError: there is no run, it has no samples, or none match.
-    """
+    """Print the samples that match the query; raise `UserError` if there is no run or no such sample."""
     _require_run(run_dir)
     with _readable(run_dir):
         groups = read_samples(run_dir)
@@ -58,11 +54,7 @@ def show(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool) 
 
 
 def follow(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool) -> None:
-    """Print samples as they arrive until the run is over.
-
-    Raises:
-        UserError: there is no run.
-    """
+    """Print samples as they arrive until the run is over; raise `UserError` if there is no run."""
     _require_run(run_dir)
     reader = SampleReader(run_dir)
     first, over = True, False
@@ -92,7 +84,7 @@ def _readable(run_dir: Path) -> Iterator[None]:
 
 
 def _is_over(run_dir: Path) -> bool:
-    """Return True if the event log ends with the end of the run. Only the tail is read, because this is polled."""
+    # Only the log's tail is read, because this is polled.
     try:
         with (run_dir / "events.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
@@ -183,7 +175,6 @@ def _answer(answer: AnswerRecord) -> Iterable[Text]:
 
 
 def _segment(number: int, first: TurnRecord) -> Text:
-    """Return the heading of a segment of an episode: which turn it continues, and why it begins there."""
     place = f"continues turn {first.continues}" if first.continues else "begins a conversation"
     reason = f" ({_line(first.begins)})" if first.begins else ""
     return Text(f"   segment {number} · {place}{reason}", style="bold")
@@ -207,7 +198,6 @@ def _indented(label: str, text: str, *, style: str = "", margin: str = "   ") ->
 
 
 def _line(text: str) -> str:
-    """Shorten a name and put it on one line."""
     return one_line(shortened(text, 200))
 
 

@@ -77,7 +77,7 @@ class WarmStartOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FineTuneOptions:
-    """The optimizer steps, the demonstrations of each, and of the validation split, on which the loss is measured."""
+    """Numbers of optimizer steps, of demonstrations per step, and of demonstrations that measure the loss."""
 
     steps: int
     demonstrations: int = 64
@@ -147,7 +147,6 @@ def _loss(trainer: Trainer, groups: Sequence[RolloutGroup], token_budget: int) -
 
 
 def _save(trainer: Trainer, model: Path, output: Path) -> None:
-    """Write the trained weights beside the other files of the model they came from, atomically."""
     staging = output.with_name(f".{output.name}.part")
     try:
         with ExitStack() as undone:
@@ -156,7 +155,7 @@ def _save(trainer: Trainer, model: Path, output: Path) -> None:
             copy_model_files(model, staging)
             write_weights(staging / "model.safetensors", trainer.weight_layout(), trainer.gather_weights())
             for file in staging.iterdir():
-                file.chmod(0o644)  # safetensors' files are readable by their owner only
+                file.chmod(0o644)  # safetensors writes files that only their owner can read
                 sync(file)
             staging.rename(output)
             undone.pop_all()
@@ -269,7 +268,7 @@ def _fit_domains(
 
 @final
 class _Rewards:
-    """Mean reward of sampled answers to a few validation problems per domain. Must be closed."""
+    """Mean rewards of sampled answers to a few validation problems per domain; close it after use."""
 
     def __init__(self, config: RunConfig, tokenizer: ChatTokenizer, *, seed: int) -> None:
         self._domains = {domain.name: domain for domain in config.trained_domains}
@@ -290,11 +289,6 @@ class _Rewards:
         self._runner.close()
 
     async def _reward(self, model: Any, name: str) -> float:
-        """Return the mean reward that the domain's verifier gives to sampled answers.
-
-        Raises:
-            UserError: the verifier cannot judge an answer.
-        """
         if name not in self._verifiers:
             self._verifiers[name] = open_verifier(self._domains[name])
         problems = [problem for problem in self._problems[name] for _ in range(_SAMPLES)]
@@ -311,5 +305,4 @@ class _Rewards:
 
 
 def _alone(config: RunConfig) -> dict[str, RunConfig]:
-    """Return for each domain a copy of the recipe with that domain alone."""
     return {domain.name: config.model_copy(update={"domains": (domain,)}) for domain in config.trained_domains}

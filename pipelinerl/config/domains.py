@@ -75,7 +75,7 @@ class DomainSection(Section):
     teacher: str | None = None
     """Teacher of `loss = "ref_kl"`: a model directory, or the URL of an engine; by default the reference."""
     loss_weight: float = Field(default=1.0, gt=0)
-    """Factor of that loss; each loss has its own denominator."""
+    """Factor of the domain's loss; each loss has its own denominator."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the source; each source documents its own."""
 
@@ -204,17 +204,17 @@ class DomainSection(Section):
 
     @property
     def is_sampled(self) -> bool:
-        """True if training samples answers to its problems."""
+        """True if training samples answers to the domain's problems."""
         return self.weight > 0 and self.loss is not Loss.CE
 
     @property
     def is_hosted(self) -> bool:
-        """True if the environment is a server or a taskset, and no user code that this process could import."""
+        """True if the environment is a server or a taskset, not user code."""
         return self.environment is not None and self.environment.startswith((OPENENV, VERIFIERS))
 
     @property
     def has_environment(self) -> bool:
-        """True if its rollouts are episodes: played by a user's program, or with tools."""
+        """True if the domain's rollouts are episodes: played by a user's program, or with tools."""
         return self.environment is not None or bool(self.command) or bool(self.episode.tools)
 
     @property
@@ -229,7 +229,7 @@ class DomainSection(Section):
 
     @property
     def shaping(self) -> RewardShaping | None:
-        """What training does with the rewards of this domain; None if it reads them as they are."""
+        """The shaping of this domain's rewards; None if training uses them unchanged."""
         if self.reward is None and not self.rewards:
             return None
         part_weights = tuple((part.shown_as, part.weight) for part in self.rewards)

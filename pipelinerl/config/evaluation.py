@@ -22,10 +22,9 @@ PassAt = tuple[Annotated[int, Field(ge=1)], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutSet:
-    """An evaluation set with all its settings resolved.
+    """An evaluation set with all its settings resolved; `place` is its position in the recipe.
 
-    `domains` are names of domains. `max_tokens` is None if the training limits apply, `interval_steps` is None if the
-    knob `evaluation_interval_steps` applies. `place` is the set's position in the recipe.
+    `max_tokens` is None if the training limits apply, `interval_steps` if the knob `evaluation_interval_steps` applies.
     """
 
     name: str
@@ -40,10 +39,7 @@ class HeldOutSet:
     pass_at: tuple[int, ...]
 
     def faults(self, key: str) -> Iterator[str]:
-        """Yield a message for each setting with which figures cannot be estimated.
-
-        `key` is the path of the set's table in the recipe.
-        """
+        """Yield a message for each setting that makes figures impossible; `key` is the set's path in the recipe."""
         if 0 < self.temperature < COLDEST:
             yield f"{key}.temperature must be 0 or at least {COLDEST:g}, got {self.temperature:g}"
         if self.samples > 1 and self.temperature == 0:
@@ -116,9 +112,7 @@ class EvaluationSetSection(Section):
     """The values of k for pass@k; by default `evaluation.pass_at`."""
 
     def within(self, common: EvaluationSection, *, place: int, domains: Sequence[str]) -> HeldOutSet:
-        """Return this set with missing keys filled in from `common`; `domains` are the names of the domains that are
-        trained on.
-        """
+        """Return this set with missing keys filled in from `common`; `domains` are the names of all trained domains."""
         samples = common.samples if self.samples is None else self.samples
         return HeldOutSet(
             name=self.name,

@@ -49,8 +49,7 @@ def overridden(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, 
     A table in a list is identified by its name: `domains.math.max_tokens=64`.
 
     Raises:
-        RecipeError: an override is malformed, contains a password, or its path passes through a value that is not a
-            table.
+        RecipeError: an override is malformed, contains a password, or its path leads through a value that is no table.
     """
     changes = [_parsed(override) for override in overrides]
     result = _copied(table)
@@ -70,7 +69,6 @@ def _selector(path: KeyPath) -> str | None:
 
 
 def _as_table(value: Any, path: KeyPath) -> Any:
-    """Expand the bare name of a preset or kind to a table with this name."""
     selector = _selector(path)
     return {selector: value} if selector and isinstance(value, str) else value
 
@@ -90,7 +88,7 @@ def _parsed(override: str) -> tuple[KeyPath, Any]:
 
 
 def _literal(text: str) -> Any:
-    """Parse a TOML value. Other text is returned as it is, so that strings need no quotes within the shell's quotes."""
+    # Other text stays as it is, so that strings need no quotes within the shell's quotes.
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -104,7 +102,6 @@ def _copied(value: Any) -> Any:
 
 
 def _forget(table: dict[str, Any], path: KeyPath) -> None:
-    """Remove the value at this path, if there is one."""
     node: Any = table
     for key in path[:-1]:
         node = node.get(key) if isinstance(node, dict) else None
@@ -131,7 +128,6 @@ def _are_tables(value: Any) -> bool:
 
 
 def _named(tables: list[dict[str, Any]], path: KeyPath, depth: int) -> dict[str, Any]:
-    """Return the table of a list, such as `[[domains]]`, whose name the path contains."""
     wanted = path[depth - 1]
     found = next((table for table in tables if table.get("name") == wanted), None)
     if found is None:
@@ -154,14 +150,10 @@ _PATHS: Final = frozenset({"path", "validation_path", "held_out_path"})
 
 
 def resolved_beside(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the table with paths relative to `folder` made absolute; absolute paths stay unchanged.
-
-    Raises:
-        RecipeError: a few-shot file is missing, or does not contain messages.
-    """
+    """Make the table's paths, which are relative to `folder`, absolute; raise `RecipeError` for a bad few-shot file."""
     resolved = _with_references(table, folder)
     elastic = resolved.get("elastic")
-    if isinstance(elastic, dict) and isinstance(elastic.get("types"), dict):  # its keys are component names
+    if isinstance(elastic, dict) and isinstance(elastic.get("types"), dict):  # the keys are component names
         types = {anchored(type, folder): limits for type, limits in elastic["types"].items()}
         resolved["elastic"] = {**elastic, "types": types}
     domains = resolved.get("domains")
@@ -175,7 +167,6 @@ def _with_references(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _referenced(key: str, value: Any, folder: Path) -> Any:
-    """Make references `path.py:attribute` absolute wherever a component is named."""
     if key in _OF_A_PART:
         return value
     if isinstance(value, Mapping):
@@ -186,10 +177,7 @@ def _referenced(key: str, value: Any, folder: Path) -> Any:
 
 
 def _with_files(domain: Any, folder: Path) -> Any:
-    """Make the data paths of a domain and the files in its command absolute, and read its few-shot file.
-
-    Values of a wrong type are left unchanged, for validation to report.
-    """
+    """Make a domain's paths absolute, and read its few-shot file; values of a wrong type are left to validation."""
     if not isinstance(domain, dict):
         return domain
     made, parameters = dict(domain), domain.get("parameters")
@@ -209,13 +197,11 @@ def _with_files(domain: Any, folder: Path) -> Any:
 
 
 def _file_of_command(part: Any, folder: Path) -> Any:
-    """Make one argument of a command absolute if it names a file of `folder`; other arguments are left unchanged."""
     is_file = isinstance(part, str) and part != "" and (folder / part).is_file()
     return str(folder / part) if is_file else part
 
 
 def _absolute(value: Any, folder: Path) -> Any:
-    """Make a path or glob absolute, or every path of a list."""
     if isinstance(value, list):
         return [_absolute(item, folder) for item in value]
     return str(folder / from_home(value)) if isinstance(value, str) and value else value
@@ -236,9 +222,8 @@ def _messages(path: Path, domain: Any) -> Any:
 
 # --- messages about keys that do not fit the schema -------------------------------------------------------------------
 #
-# One line for each field, with the expected and the given value. For an unknown key the message suggests what was
-# meant: the closest key of the same section, or the sections that have a key of this name. Values that no file could
-# represent, and that could not be passed on to roles, are rejected first.
+# One line for each field, with the expected and the given value. For an unknown key the message suggests the closest
+# key of its section, or other sections that have the key. Values that no file can represent are rejected first.
 
 #: The form of names that may identify a table of a list within a dotted path.
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]+")
@@ -247,11 +232,7 @@ _LARGEST: Final = 2**63 - 1
 
 
 def refuse_unwritable(value: Any, path: str = "") -> None:
-    """Check that all texts are valid Unicode and all integers fit into 64 bits.
-
-    Raises:
-        RecipeError: names the key of the first value that does not.
-    """
+    """Raise `RecipeError`, naming the key, if a text is not valid Unicode or an integer does not fit into 64 bits."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             refuse_unwritable(item, f"{path}.{key}" if path else str(key))
@@ -266,7 +247,7 @@ def refuse_unwritable(value: Any, path: str = "") -> None:
 
 def sentences(error: ValidationError, model: type[BaseModel], table: Mapping[str, Any]) -> str:
     """Return a line for each field of `model` that is invalid in `table`, without secrets."""
-    said: dict[str, list[str]] = {}  # by field: the errors of the types of a union become one line
+    said: dict[str, list[str]] = {}  # by field: the errors of a union's types become one line
     came: dict[str, str] = {}
     for problem in error.errors(include_url=False, include_context=False):
         steps = [step for step in problem["loc"] if not _is_choice(step)]
@@ -318,7 +299,6 @@ def _is_choice(step: int | str) -> bool:
 
 
 def _meant(model: type[BaseModel], steps: list[int | str]) -> str:
-    """Suggest the key that the user probably meant instead of an unknown key."""
     *above, key = steps
     section = _section_at(model, above)
     known = list(section.model_fields) if section is not None else []
@@ -330,7 +310,6 @@ def _meant(model: type[BaseModel], steps: list[int | str]) -> str:
 
 
 def _section_at(model: type[BaseModel], steps: list[int | str]) -> type[BaseModel] | None:
-    """Return the class of the section at this path; list indices are skipped."""
     for step in steps:
         if isinstance(step, str):
             found = model.model_fields.get(step)
@@ -347,7 +326,6 @@ def _sections(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the models that occur in a type: the type itself, members of a union, and elements of a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):

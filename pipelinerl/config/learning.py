@@ -139,14 +139,14 @@ class ReferenceSection(Section):
 
 
 class CooldownSection(Section):
-    """How long problems rest after a whole group answered them correctly; by default they do not rest."""
+    """Cooldown of problems that a whole group answered correctly; by default they are not skipped."""
 
     epochs: int = Field(default=0, ge=0, le=1000)
     """The number of turns to skip; each problem has one turn per epoch of its data set."""
     steps: int = Field(default=0, ge=0, le=10**6)
     """The number of steps for which a solved problem is skipped, as an alternative to `epochs`."""
     times: int = Field(default=1, ge=1, le=100)
-    """How many groups of a problem must have only correct answers before the problem is skipped."""
+    """The number of groups of a problem that must have only correct answers before the problem is skipped."""
 
     @model_validator(mode="after")
     def _one_measure(self) -> Self:

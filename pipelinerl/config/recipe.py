@@ -147,11 +147,6 @@ class RunConfig(Section):
         return self
 
     def _has_room_for_groups(self) -> None:
-        """Check that whole groups fit into a step, into its mini-batches, into the streams, and into an engine's queue.
-
-        Raises:
-            ValueError: groups do not fit into one of them.
-        """
         rollouts, trained = self.training.rollouts_per_step, self.trained_domains
         smallest, largest = min(trained, key=self.group_size_of), max(trained, key=self.group_size_of)
         says, size = self.key_of_group_size(largest), self.group_size_of(largest)
@@ -176,11 +171,6 @@ class RunConfig(Section):
             )
 
     def _sets_can_be_asked(self) -> None:
-        """Check that evaluation sets have unique names, known domains, and figures that can be estimated.
-
-        Raises:
-            ValueError: a set violates one of these.
-        """
         names, domains = [each.name for each in self.evaluations], [domain.name for domain in self.domains]
         if len(set(names)) != len(names):
             raise ValueError(f"evaluations must have unique names, got {', '.join(names)}")
@@ -211,7 +201,7 @@ class RunConfig(Section):
 
     @property
     def demonstrations_per_update(self) -> int:
-        """The demonstrations of each optimizer step, by the weights' shares; 0 without domains that have any."""
+        """The demonstrations of each optimizer step, by the domains' weights; 0 if no domain has demonstrations."""
         shares = [sum(each.weight for each in those) for those in (self.demonstrated_domains, self.trained_domains)]
         groups = self.groups_per_step / self.training.mini_batches
         return max(1, round(groups * shares[0] / shares[1])) if shares[0] else 0
@@ -240,11 +230,10 @@ class RunConfig(Section):
 
     @property
     def groups_in_flight(self) -> int:
-        """The number of groups in flight per actor.
+        """The number of groups in flight per actor; by default four times as many as fill the slots of all engines.
 
-        By default this is four times the number that fills the slots of all engines, at their maximum number. A group
-        occupies few slots while its longest answer is sampled: with twice the number, engines were 78 % busy on
-        heavy-tailed lengths. Pacing may allow fewer, depending on k.
+        Elastic engines count at their maximum. A group occupies few slots while its longest answer is sampled: with
+        twice as many groups, engines were 78 % busy on heavy-tailed lengths. Pacing may allow fewer, depending on k.
         """
         if self.actor.groups_in_flight is not None:
             return self.actor.groups_in_flight
@@ -275,8 +264,7 @@ class RunConfig(Section):
     def trainer_processes(self) -> int:
         """The number of trainer processes that the launcher starts: the size of a torch trainer's mesh.
 
-        Only one if the recipe sets a rendezvous (`distributed`), because the user then starts the others. `check`
-        validates the mesh.
+        Only one if the recipe sets a rendezvous (`distributed`), because the user then starts the others.
         """
         mesh = self.trainer.options.get("mesh", {})
         if self.trainer.type != "torch" or "distributed" in self.trainer.options or not isinstance(mesh, dict):
@@ -293,9 +281,7 @@ class RunConfig(Section):
 
     @property
     def servers_to_start(self) -> int:
-        """The number of parameter servers that the launcher starts: none, unless weights are pulled and no servers are
-        given.
-        """
+        """The number of parameter servers that the launcher starts; 0 if weights are broadcast or servers are given."""
         wanted = self.weights.transport is Transport.PULL and not self.parameter_server.urls
         return self.parameter_server.shards * self.parameter_server.replicas if wanted else 0
 
@@ -320,19 +306,13 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a recipe file, or the shipped recipe of this name, and apply `section.key=value` overrides.
 
     Raises:
-        RecipeError: the recipe is invalid; the message names the path of the field, and the expected and the given
-            value.
+        RecipeError: the recipe is invalid; the message names the field's path, the expected and the given value.
     """
     return parse(resolved_beside(overridden(_read(_locate(str(recipe), beside=None)), overrides), working_directory()))
 
 
 def load_run(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Load the resolved recipe of an existing run, with overrides.
-
-    Raises:
-        UserError: the directory contains no run.
-        RecipeError: its recipe is damaged.
-    """
+    """Load the resolved recipe of an existing run, with overrides; raise `UserError` if it is missing or damaged."""
     recipe = run_dir / "recipe.toml"
     if not recipe.is_file():
         raise UserError(f"{run_dir} holds no run: expected {recipe}; `pipelinerl run <recipe>` starts one")
@@ -340,11 +320,7 @@ def load_run(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def parse(table: Mapping[str, Any]) -> RunConfig:
-    """Validate a recipe whose base and overrides are already merged.
-
-    Raises:
-        RecipeError: the recipe is invalid; the message has a line for each invalid field.
-    """
+    """Validate a recipe whose base and overrides are merged; raise `RecipeError` with a line for each invalid field."""
     refuse_unwritable(table)
     if "imitation" in table:
         raise RecipeError(
@@ -370,10 +346,7 @@ def _locate(recipe: str, *, beside: Path | None) -> Path:
 
 
 def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return the table of a recipe file, merged onto its bases.
-
-    `above` are the files that led here through their `base`, so that a cycle is noticed.
-    """
+    # `above` holds the files whose `base` led to this one, to detect cycles.
     if path.resolve() in above:
         raise RecipeError(f"{path}: base refers back to this file; end the chain with a recipe that has no base")
     try:
@@ -394,8 +367,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 def to_table(config: RunConfig, *, without_defaults: bool = False) -> dict[str, Any]:
     """Return the resolved recipe as plain TOML values, without secrets; keys whose value is None are left out.
 
-    Args:
-        without_defaults: also leave out keys with their default value, except j and k.
+    `without_defaults` also leaves out keys with their default value, except j and k.
     """
 
     def plain(value: Any) -> Any:
@@ -416,10 +388,7 @@ def to_table(config: RunConfig, *, without_defaults: bool = False) -> dict[str, 
 
 
 def save(config: RunConfig, path: Path, *, notes: Sequence[str] = ()) -> None:
-    """Write the whole resolved recipe, with base and overrides merged and secrets included, readable only by its owner.
-
-    `notes` become comments at the top of the file.
-    """
+    """Write the resolved recipe, secrets included, readable only by its owner; `notes` become comments at its top."""
     table = to_table(config)
     if config.streams.redis_url is not None:
         table["streams"]["redis_url"] = config.streams.redis_url.get_secret_value()
@@ -433,13 +402,7 @@ def write_layout(run_dir: Path) -> None:
 
 
 def check_layout(run_dir: Path) -> None:
-    """Check that the directory contains no run yet, or a run of the current layout version.
-
-    A directory without a layout number was written by the first layout.
-
-    Raises:
-        UserError: the run was begun by an incompatible version of the project.
-    """
+    """Raise `UserError` if the directory contains a run of another layout, begun by an incompatible version."""
     if not (run_dir / "recipe.toml").is_file():
         return
     try:

@@ -42,7 +42,7 @@ def shared_values(section: Section, settings: type[Any]) -> dict[str, Any]:
 
 
 class RunSection(Section):
-    """The run's name, directory and end."""
+    """The run's name, its directory, and the conditions for its end."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "run"
     """Name of the run, and of its directory."""
@@ -57,16 +57,16 @@ class RunSection(Section):
     stall_s: float = Field(default=120.0, gt=0)
     """Time without progress after which an event and the controller's log name the blocker."""
     no_signal_steps: int = Field(default=20, ge=1)
-    """Consecutive steps' worth of groups without signal that end the run, if such groups are dropped.
+    """Consecutive steps' worth of dropped groups without signal that end the run as solved or hopeless.
 
-    The run then ends as solved or hopeless. An alarm is raised at half of this number.
+    An alarm is raised at half of this number.
     """
     engine_timeout_s: float = Field(default=300.0, gt=0)
     """Time without a live engine after which the run saves its state and ends."""
 
 
 class ModelSection(Section):
-    """The run's name, its directory, and the conditions for its end."""
+    """The model to train."""
 
     path: str
     """A directory in Hugging Face format, or `shipped:<name>`."""
@@ -119,10 +119,7 @@ class EngineSection(Section):
     on_update: OnUpdate = OnUpdate.CONTINUE
     """Treatment of sequences in flight when new weights arrive."""
     receiver: Receiver = Receiver.IN_PROCESS
-    """The process that joins the weight group: the engine's, or a separate one (`own_process`).
-
-    A separate process may crash on bad data from a peer without ending the engine.
-    """
+    """Process that joins the weight group: the engine's, or one that may crash on a peer's bad data (`own_process`)."""
 
 
 class ActorSection(Section):
@@ -212,15 +209,9 @@ class TrainerSection(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, to save memory."""
     micro_batch_tokens: int | str = "auto"
-    """The most tokens of one backward pass.
-
-    `auto` takes as many as the device can hold, up to 16,384, chosen at the start of the run.
-    """
+    """The most tokens of one backward pass; `auto` takes as many as the device can hold, up to 16,384."""
     routing_replay: RoutingReplay = RoutingReplay.OFF
-    """Routing of a mixture-of-experts model; docs/understand/mixtures.md.
-
-    `rollout` computes each token with the experts that the sampler used (R3).
-    """
+    """Routing of a mixture-of-experts model: `rollout` uses the sampler's experts (R3); docs/understand/mixtures.md."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of this trainer type, checked by the trainer.
 
@@ -252,10 +243,7 @@ class StalenessSection(Section):
     k: float | None = Field(default=None, allow_inf_nan=True)
     """The largest age of a trained token in versions, `inf` for no limit; a knob while the run is live."""
     scope: StalenessScope = StalenessScope.GROUP
-    """The unit that is dropped if a token is too old: its `group`, or only its `rollout`.
-
-    With `rollout`, the rest of the group trains while it has two or more rollouts.
-    """
+    """The unit that is dropped if a token is too old: its `group`, or only its `rollout` if at least two remain."""
 
     overdue: Overdue = Overdue.DROP
     """Treatment of a group that is still being sampled at its last admissible step: `drop`, or `wait` for it."""
@@ -287,7 +275,7 @@ class CheckpointSection(Section):
     keep: int = Field(default=2, ge=1)
     """The number of newest checkpoints that are kept, to resume from. Streams keep what such a resume reads again."""
     keep_best: int = Field(default=0, ge=0)
-    """The number of checkpoints with the highest evaluation accuracy are kept in addition, regardless of age."""
+    """The number of checkpoints with the highest evaluation accuracy that are kept in addition, regardless of age."""
     location: str | None = None
     """Directory or fsspec URL for copies of checkpoints; any machine can `run --resume <location>/<name>`."""
 
@@ -314,8 +302,7 @@ class StreamsSection(Section):
         return url
 
 
-#: Up to this number of engines, versions are announced by a request to each engine, unless the recipe decides
-#: otherwise.
+#: Up to this number of engines, versions are announced by a request to each, unless the recipe decides otherwise.
 TOLD_ONE_BY_ONE = 64
 
 
@@ -329,10 +316,7 @@ class WeightsSection(Section):
     host: Annotated[str, Field(min_length=1)] | None = None
     """Address of the trainer's host for broadcasts; by default that of the interface that faces the engines."""
     dtype: WeightDType | None = None
-    """Type in which weights are sent; each engine casts them to its own.
-
-    By default the model directory's, or `engine.dtype` if that is float32.
-    """
+    """Type in which weights are sent; by default the model directory's, or `engine.dtype` if that is float32."""
     rounding: Rounding = Rounding.DITHERED
     """Rounding of fp32 weights to bfloat16.
 
@@ -341,11 +325,7 @@ class WeightsSection(Section):
     timeout_s: float = Field(default=120.0, gt=0, le=3600)
     """Time limit of a publication. An engine that is not reached in time gets the next version."""
     announce: Announce = Announce.AUTO
-    """Announcement of versions to engines that pull.
-
-    Either a request to each engine, or one entry of a stream that all follow; `auto` uses the stream for more than 64
-    engines.
-    """
+    """Announcement of versions to pulling engines: a request to each, or a stream; `auto` streams above 64 engines."""
 
     @model_validator(mode="after")
     def _has_one(self) -> Self:
@@ -405,7 +385,7 @@ class LaunchSection(Section):
     start_timeout_s: float = Field(default=120.0, gt=0)
     """Time limit for a process to become healthy."""
     restarts: int = Field(default=3, ge=0)
-    """How often a process that dies is restarted before the run ends; uptime earns further restarts."""
+    """Restarts of a process that dies, before the run ends; uptime earns further restarts."""
     save_s: float = Field(default=30.0, gt=0)
     """Time for a run, or a trainer, to save its state when it is stopped."""
     grace_s: float = Field(default=5.0, gt=0)
@@ -428,10 +408,7 @@ class EngineLimits(Section):
 
 
 class ElasticSection(Section):
-    """Automatic scaling of the number of engines by figures of the run itself (docs/use/fleet.md).
-
-    `ElasticRule` explains each threshold.
-    """
+    """Automatic scaling of the number of engines by the run's own figures (docs/use/fleet.md, `ElasticRule`)."""
 
     mode: Elasticity = Elasticity.ON
     """`on` scales the number of engines; `dry_run` only records what it would do."""
@@ -442,13 +419,13 @@ class ElasticSection(Section):
     settle_s: float = Field(default=60.0, ge=0, le=86400)
     """Least time between changes."""
     waiting: float = Field(default=0.15, gt=0, lt=1)
-    """If the trainer waits for more than this share of its time and engines are busy, engines are too few."""
+    """The share of the trainer's time spent waiting, above which busy engines are too few."""
     content: float = Field(default=0.05, gt=0, lt=1)
-    """If the trainer waits for less than this share of its time, engines may be too many."""
+    """The share of the trainer's time spent waiting, below which engines may be too many."""
     busy: float = Field(default=0.8, gt=0, le=1)
-    """The share of occupied slots from which on engines are busy."""
+    """The share of occupied slots at which engines count as busy."""
     stale: float = Field(default=0.1, ge=0, le=1)
-    """If more than this share of groups is stale and engines are busy, engines are too few."""
+    """The share of stale groups above which busy engines are too few."""
     drain_s: float = Field(default=60.0, gt=0, le=86400)
     """Time limit for the remaining work of an engine that is removed."""
     types: dict[str, EngineLimits] = Field(default_factory=dict)

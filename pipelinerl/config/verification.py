@@ -26,7 +26,7 @@ class VerificationSection(Section):
     services: int = Field(default=0, ge=0, le=256)
     """Verifier services that the launcher starts; with 0, each actor judges its own samples."""
     judged_in: VerifierLocation | None = None
-    """Where answers are judged; needed only if services run elsewhere; by default it follows from `services`."""
+    """The processes that judge answers, by default as `services` implies; needed only if services run elsewhere."""
     cache_mb: int = Field(default=64, ge=0, le=65_536)
     """Verdict cache of each service."""
     grace_s: float = Field(default=60.0, gt=0, le=3600)
@@ -186,11 +186,7 @@ class JudgeSection(Section):
 
     @property
     def key(self) -> SecretStr | None:
-        """The bearer key of the judge's server; None if the server needs none.
-
-        Raises:
-            RecipeError: the environment variable is not set.
-        """
+        """The bearer key of the judge's server, or None; raises `RecipeError` if the variable for it is not set."""
         if self.key_variable is None:
             return None
         key = os.environ.get(self.key_variable)

@@ -1,3 +1,1 @@
-"""Composition roots: one file per kind of process, which builds the process from parts that do not import each
-other.
-"""
+"""Composition roots: one file per kind of process, which builds the process from independent parts."""

@@ -97,9 +97,7 @@ async def run(identity: Identity) -> None:
 def _with_gateway(
     pool: EnginePool, domains: Mapping[str, EpisodeDomain], *, attempts: int
 ) -> tuple[AbstractAsyncContextManager[None], Episodes | None]:
-    """Return the gateway of episodes, a context to enter, and the player that uses it. Without domains, an empty
-    context and None.
-    """
+    """Return a context that serves the gateway of episodes, and the episodes' player; None without domains."""
     if not domains:
         return nullcontext(), None
     from pipelinerl.environments.gateway import Gateway  # imports an HTTP server, needed only here
@@ -109,16 +107,13 @@ def _with_gateway(
 
 
 def _verifier_services(identity: Identity) -> VerifierServices:
-    """Return the pool of verifier services. It is empty until the first assignment, and always if actors judge by
-    themselves.
-    """
+    # The pool is empty until the first assignment, and always if actors judge by themselves.
     section = identity.config.verification
     patience = ServicePatience(grace_s=section.grace_s, silence_s=section.silence_s, timeout_s=section.timeout_s)
     return VerifierServices(token=identity.token, patience=patience)
 
 
 def _verifiers(identity: Identity, services: VerifierServices) -> dict[str, GroupVerifier]:
-    """Return the verifier of each domain: a client of the verifier services, or one that runs in this process."""
     config = identity.config
     judged = [domain for domain in config.domains if domain.has_verifier]
     if config.verification.uses_services:
@@ -128,10 +123,7 @@ def _verifiers(identity: Identity, services: VerifierServices) -> dict[str, Grou
 
 
 async def _start(judges: Sequence[GroupVerifier | GroupFilter | Player]) -> None:
-    """Start the verifiers, the filter and the player before the first step. At most `default_workers()` start at once.
-
-    Without this, a domain that starts slowly would be missing from the first steps. Each start has its own timeout.
-    """
+    """Start verifiers, filter and players before the first step, so that no slowly starting domain misses it."""
     at_once = asyncio.Semaphore(default_workers())
 
     async def started(judge: GroupVerifier | GroupFilter | Player) -> None:
@@ -144,12 +136,9 @@ async def _start(judges: Sequence[GroupVerifier | GroupFilter | Player]) -> None
 async def _follow_controller(
     identity: Identity, pool: EnginePool, actor: Actor, assigned: asyncio.Event, services: VerifierServices
 ) -> None:
-    """Apply the controller's assignment repeatedly: engines, verifier services, concurrency and freshness.
+    """Apply each assignment of the controller: engines, verifier services, concurrency and freshness.
 
     An assignment is valid until the next arrives, so an actor continues to work while the controller is down.
-
-    Raises:
-        AddressError: the controller refuses the token.
     """
     reachable = True
     async with AsyncControllerClient(identity.controller_url, identity.token) as controller:

@@ -84,9 +84,7 @@ def build_controller(config: RunConfig, restored: TrainingState | None) -> Contr
 
 
 def overruled(config: RunConfig, knobs: Knobs) -> list[str]:
-    """Return a sentence for each knob that was changed while the run was live and that the recipe now sets
-    differently.
-    """
+    """Return a sentence for each knob that was changed in the live run to another value than the recipe's."""
     recipe = knobs_of(config).to_json()
     return [
         f"{name} is {value}, set while the run was live; the recipe has {recipe[name]}; change it with "
@@ -150,8 +148,7 @@ async def run(identity: Identity, *, start: Start) -> None:
     controller left.
 
     Raises:
-        UserError: the run would begin while another run of its name is live or has copies at its location, or the
-            directory has another layout.
+        UserError: another run of this name is live or has copies at this run's location, or the layout differs.
     """
     check_layout(identity.run_dir)
     checkpoints = checkpoints_of(identity.config, identity.run_dir)
@@ -194,7 +191,6 @@ async def run(identity: Identity, *, start: Start) -> None:
 
 
 def _samples_of(identity: Identity) -> SampleLog | None:
-    """Return the log that records answers of evaluations; None if the recipe keeps no samples."""
     section = identity.config.samples
     if section.log == "off":
         return None
@@ -215,11 +211,7 @@ async def _serve(identity: Identity, service: ControllerService, listener: socke
 
 
 def _age(history: Path) -> float:
-    """Return for how many seconds the run has run so far, by its event log; 0 for a new run.
-
-    Raises:
-        UserError: the log is damaged.
-    """
+    """Return the seconds that the run has taken so far, by its event log; 0 for a new run."""
     try:
         return max((event.get("elapsed_s", 0.0) for event in read_events(history)), default=0.0)
     except FileNotFoundError:
@@ -229,11 +221,6 @@ def _age(history: Path) -> float:
 
 
 async def _refuse_namesake(identity: Identity, stream: Stream) -> None:
-    """Refuse to start if another live run of this name uses these streams.
-
-    Raises:
-        UserError: a run of this name is live.
-    """
     if await Journal.is_being_written(stream, for_s=_LOOK_S):
         name = identity.config.run.name
         raise UserError(
@@ -243,23 +230,16 @@ async def _refuse_namesake(identity: Identity, stream: Stream) -> None:
 
 
 async def _drop_rollouts(stream: Stream) -> None:
-    """Delete the rollouts that a dead run of this name left in the streams, so that a new trainer does not train on
-    them.
-    """
+    # A new trainer must not train on rollouts that a dead run of this name left in the streams.
     for partition in await stream.streams(ROLLOUTS):
         time_ms, number = parse_id(await stream.last_id(partition))
         await stream.trim(partition, before=f"{time_ms}-{number + 1}")
 
 
 def _write_recipe(identity: Identity, *, begins: bool) -> None:
-    """Write the recipe with the address of the streams, which resuming needs, unless the launcher has written the
-    recipe.
+    """Write the recipe with the streams' address, which resuming needs, unless the launcher has written the recipe.
 
-    The address of a stream server on this machine is left out, because the run may be resumed on another machine,
-    with a stream server there.
-
-    Raises:
-        UserError: the run begins, and its location holds the copies of another run, which would be replaced.
+    An address on this machine is left out: the run may be resumed on another machine, with a stream server there.
     """
     path, config = identity.run_dir / "recipe.toml", identity.config
     if path.exists():
@@ -296,11 +276,7 @@ class _Endpoint:
 
 
 def _advertise(identity: Identity, bound: tuple[Any, ...]) -> _Endpoint:
-    """Write the controller's address and token into the run's directory, for commands of the same user; `bound` is
-    (host, port, …).
-
-    The commands run on this machine, so the address is loopback if the controller listens on all interfaces.
-    """
+    # The commands that read this file run on this machine, so an unspecified address is written as loopback.
     host, port = bound[:2]
     if ip_address(host).is_unspecified:
         host = "::1" if ":" in host else "127.0.0.1"
@@ -337,9 +313,7 @@ def newest_step(config: RunConfig, run_dir: Path) -> int:
 
 
 def claim(config: RunConfig) -> bool:
-    """Claim the run's name at the recipe's location; return False if another run has it. Without a location, return
-    True.
-    """
+    """Claim the run's name at the recipe's location, if there is one; return False if another run has it."""
     url = config.checkpoint.url_of(config.run.name)
     if url is None:
         return True
@@ -380,9 +354,7 @@ def _restored(url: str) -> Path:
 
 
 def _fetch_newest(copies: CheckpointCopies, draft: Path) -> Path | None:
-    """Download the newest complete checkpoint into `draft`, and the files copied with it; None if there is no such
-    checkpoint.
-    """
+    """Download the newest complete checkpoint, and the files copied with it, into `draft`; return its path or None."""
     for copy in copies.newest():
         shutil.rmtree(draft, ignore_errors=True)
         checkpoint = draft / "checkpoints" / copy.name
@@ -404,9 +376,6 @@ def _bring_model(checkpoint: Path, draft: Path, run_dir: Path) -> None:
 
     Configuration and tokenizer are the same, and the trainer takes its weights from the checkpoint anyway. Only a
     reference and LoRA adapters need the weights that the run began with.
-
-    Raises:
-        UserError: the run has such a reference, or adapters.
     """
     config = load(draft / _RECIPE)
     if config.model.resolved.is_dir():
@@ -428,7 +397,7 @@ def _bring_model(checkpoint: Path, draft: Path, run_dir: Path) -> None:
 
 
 def _refuse_older(config: RunConfig, run_dir: Path) -> None:
-    """Refuse to resume if the run's location has a newer checkpoint: the run may have continued on another machine."""
+    # The run may have continued on another machine.
     copies = copies_of(config, run_dir)
     there = next(copies.newest(), None) if copies is not None else None
     if copies is None or there is None:

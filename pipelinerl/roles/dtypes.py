@@ -2,10 +2,10 @@
 
     trainer, fp32 ── weights.dtype ──▶ wire, which is hashed ── engine.dtype, engine.weights ──▶ engine
 
-Engines use the directory's dtype by default. So does the wire, unless engines keep float32: then float32 is sent. The
-reason is that bfloat16 hides small updates: a weight that began as a bfloat16 value, rounded again, does not change
-before it has moved by half of its last bit. At a learning rate of 2e-5 this takes most weights five steps or more, so
-the sampler would be that many steps older than its version says.
+Engines use the directory's dtype by default. So does the wire, unless engines keep float32: then float32 is sent,
+because bfloat16 hides small updates. A weight that began as a bfloat16 value, rounded again, changes only once it has
+moved by half of its last bit. At a learning rate of 2e-5 this takes most weights five steps or more, so the sampler
+would be that many steps older than its version says.
 
 The receiver converts, so float32, bfloat16 and float16 may be combined. Combinations that would ruin the run are
 rejected here in one sentence, and by the engine at its first update.

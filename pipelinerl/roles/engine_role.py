@@ -37,8 +37,7 @@ log = logging.getLogger("pipelinerl")
 
 #: Seconds between checks that the engine still runs.
 WATCH_S = 0.5
-#: Imported early, because it imports torch. Otherwise the first join of a weight group would import it, and all members
-#: of the group would wait.
+#: Imported early, because it imports torch: otherwise all members of a weight group would wait at the first join.
 _GROUPS = "pipelinerl.weights.broadcast.collective"
 #: Seconds to wait before connecting to the streams again.
 _AGAIN_S = 10.0
@@ -68,9 +67,7 @@ def build_engine(identity: Identity) -> Engine:
 
 
 def _server_of(identity: Identity) -> str | None:
-    """Return the external server that this engine stands for: engine-2 has the third of `engine.servers`. None without
-    one.
-    """
+    """Return the external server of this engine (engine-2 has the third of `engine.servers`), or None without one."""
     if identity.config.engine.type not in registry.SERVER_ENGINES:
         return None  # an engine that was added to a live run may have another type than the recipe's
     servers = identity.config.engine.servers
@@ -85,11 +82,7 @@ def _server_of(identity: Identity) -> str | None:
 
 
 async def run(identity: Identity) -> None:
-    """Serve until the process is stopped.
-
-    Raises:
-        EngineUnreachable: the engine stopped by itself. The process ends so that the launcher starts a new one.
-    """
+    """Serve until stopped; raise `EngineUnreachable` if the engine stops, so that the launcher restarts it."""
     with listen(identity.host, identity.port) as listener:
         url = offered_url(listener.getsockname(), identity.controller_url) if identity.controller_url else ""
         engine = build_engine(identity)
@@ -157,9 +150,7 @@ def _started(engine: Engine) -> bool:
 
 
 async def _follow(identity: Identity, engine: Engine, url: str) -> None:
-    """Apply weight updates announced on the streams, if the run announces any. Without streams, requests bring the
-    updates.
-    """
+    """Apply weight updates announced on the streams, if the run announces any; without streams, requests bring them."""
     if not identity.config.weights.announced_to(identity.config.engine.count):
         return
     while not _started(engine):
@@ -177,7 +168,6 @@ async def _follow(identity: Identity, engine: Engine, url: str) -> None:
 
 
 async def _offer(identity: Identity, url: str) -> None:
-    """Register this engine with the controller once the engine answers, and repeat the registration."""
     incarnation = f"{os.getpid()}-{time.time_ns()}"
     reachable, again_s = True, OFFER_S
     async with (

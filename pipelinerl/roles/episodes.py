@@ -20,9 +20,7 @@ from pipelinerl.verifiers.verifier import GroupVerifier
 
 
 def open_episodes(config: RunConfig, verifiers: Mapping[str, GroupVerifier]) -> dict[str, EpisodeDomain]:
-    """Return the domains that have an environment, by name; the caller closes them. Nothing starts before the first
-    episode.
-    """
+    """Return the domains that have an environment, by name, for the caller to close; nothing is started yet."""
     return {
         domain.name: EpisodeDomain(
             player=_player(domain),
@@ -42,8 +40,7 @@ def check_environment(domain: DomainSection) -> None:
     """Load the domain's environment, if it has one, and check that its tools can work here; start nothing.
 
     Raises:
-        RecipeError: the environment cannot be loaded, is neither an async function nor an environment, or its
-            tools need a sandbox that is missing.
+        RecipeError: the environment cannot be loaded or has a wrong type, or its tools need a missing sandbox.
     """
     if domain.episode.tools and not domain.oubliette.url:
         try:

@@ -60,7 +60,7 @@ class Identity:
         return "" if self.token is None else hashlib.sha256(self.token.encode()).hexdigest()[:16]
 
     async def stream(self) -> Stream:
-        """Open the run's streams. Raises AddressError if the stream server does not answer."""
+        """Open the run's streams; raise `AddressError` if the stream server does not answer."""
         return await open_stream(_with_password(self.redis_url, self.run_dir), namespace=self.config.run.name)
 
     def log(self) -> ProcessLog:
@@ -69,12 +69,7 @@ class Identity:
 
 
 def identity_of(options: RoleOptions, changes: Sequence[str] = ()) -> Identity:
-    """Return the identity of a process with these options. `changes` are applied to the recipe after those in the
-    options.
-
-    Raises:
-        RecipeError, UserError: the recipe or the token file cannot be used.
-    """
+    """Return the identity of a process; `changes` come after those in `options`. Raises `UserError` for bad options."""
     config = settled(load(options.recipe, [*(options.changes or []), *changes]))
     of_recipe, run_dir = config.streams.redis_url, options.run_dir or config.run_directory
     return Identity(
@@ -90,11 +85,7 @@ def identity_of(options: RoleOptions, changes: Sequence[str] = ()) -> Identity:
 
 
 def read_token(token_file: Path | None) -> str | None:
-    """Return the bearer token from the file, else from the environment, else None.
-
-    Raises:
-        UserError: the file holds no token.
-    """
+    """Return the bearer token from the file, else from the environment, or None; raise `UserError` for a bad file."""
     if token_file is None:
         return os.environ.get(TOKEN_VARIABLE) or None
     try:
@@ -107,9 +98,9 @@ def read_token(token_file: Path | None) -> str | None:
 
 
 def token_of(token_file: Path | None, run_dir: Path) -> str:
-    """Return the bearer token of a role: from `read_token`, else from the run's directory, where one is made if needed.
+    """Return a role's bearer token: from `read_token`, else from the run's directory, where one is made if needed.
 
-    So roles that are started one by one on a machine share a token without the user's help, and every role has a token.
+    Roles that are started one by one on a machine thus share a token without the user's help.
 
     Raises:
         UserError: the token file holds no token, or no token can be written.
@@ -137,8 +128,7 @@ def token_of(token_file: Path | None, run_dir: Path) -> str:
 def freeze_gc() -> None:
     """Exclude everything loaded so far from garbage collection.
 
-    A full collection stops every thread until it has visited each object. With torch and transformers loaded, this
-    pauses a weight update or a decode step by 0.2 s or more.
+    With torch and transformers loaded, a full collection pauses an update or a decode step by 0.2 s or more.
     """
     gc.collect()
     gc.freeze()
@@ -146,9 +136,7 @@ def freeze_gc() -> None:
 
 
 def _with_password(redis_url: str, run_dir: Path) -> str:
-    """Add the embedded server's password to the URL. It is stored with the server's data, so no command line needs
-    it.
-    """
+    # The embedded server's password is stored with its data, so that no command line needs it.
     parts, named = urlsplit(redis_url), os.environ.get(REDIS_PASSWORD_VARIABLE)
     password = Path(named) if named else run_dir / "redis" / "password"
     is_ours = named is not None or parts.hostname in ("127.0.0.1", "localhost")
@@ -160,11 +148,9 @@ def _with_password(redis_url: str, run_dir: Path) -> str:
 def run_until_signalled(role: Callable[[Identity], Coroutine[Any, Any, None]], identity: Identity) -> None:
     """Run a role on uvloop; SIGTERM and SIGINT cancel it, and its `finally` clauses clean up.
 
-    A role imports and loads for many seconds before its first await, and the event loop handles no signals in that
-    time. Until then, a signal raises CancelledError in the running code.
-
-    Exits the process: status 0 when the role's work is done, 143 after a signal, 2 after a user error, 1 after any
-    other error.
+    A role imports and loads for many seconds before its first await, while the event loop handles no signals; until
+    then, a signal raises CancelledError in the running code. The process exits with status 0 when the role's work is
+    done, 143 after a signal, 2 after a user error, and 1 after any other error.
     """
     identity.log()
 
@@ -185,7 +171,7 @@ def run_until_signalled(role: Callable[[Identity], Coroutine[Any, Any, None]], i
         uvloop.run(guarded())
     except asyncio.CancelledError:
         log.info("stopped by a signal")
-        sys.exit(128 + signal.SIGTERM)  # not 0, which tells the launcher that the role's work is done
+        sys.exit(128 + signal.SIGTERM)  # not 0, which would mean that the role's work is done
     except Exception as error:  # no caller is left: any error ends the process
         sys.exit(_status_of(error))
 
@@ -207,9 +193,7 @@ def _status_of(error: BaseException) -> int:
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
-    """Return the errors in nested exception groups, each error once: two tasks of a group may fail with the same
-    error.
-    """
+    """Return the errors in nested exception groups, each once: two tasks of a group may fail with the same error."""
     if isinstance(error, BaseExceptionGroup):
         return list(dict.fromkeys(leaf for child in error.exceptions for leaf in _leaves(child)))
     return [error]

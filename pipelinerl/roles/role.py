@@ -141,9 +141,7 @@ class Role:
 
     @property
     def command(self) -> Callable[..., None]:
-        """The function that typer calls for the subcommand: its signature lists the options, and it runs the
-        process.
-        """
+        """The function behind the subcommand, for typer: its signature lists the options; it runs the process."""
 
         def command(**values: Any) -> None:
             common = {key: values.pop(key) for key in _COMMON if key in values}
@@ -156,9 +154,7 @@ class Role:
         return command
 
     def arguments(self, options: RoleOptions, **own: object) -> list[str]:
-        """Return the arguments of `pipelinerl` that start this role with these options; options with default values are
-        left out.
-        """
+        """Return the `pipelinerl` arguments that start this role with these options; default values are left out."""
         words = [self.subcommand]
         for parameter in self.parameters:
             name, default = parameter.name, _COMMON.get(parameter.name, parameter.default)
@@ -171,7 +167,7 @@ class Role:
 
 
 def _flag(parameter: inspect.Parameter) -> str:
-    """Return the option's name, derived as typer derives it. A name given in an annotation is typer's `default`."""
+    # typer derives the name in the same way; it keeps a name from the annotation in `default`.
     (option,) = parameter.annotation.__metadata__
     return option.default if isinstance(option.default, str) else f"--{parameter.name.replace('_', '-')}"
 
@@ -187,10 +183,7 @@ def hide_password() -> None:
 def without_password(
     arguments: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]] | None:
-    """Return equivalent arguments and environment, with the streams' address moved to the environment.
-
-    Return None if the arguments hold no password.
-    """
+    """Return arguments and environment with the password moved to the environment; None if there is no password."""
     kept, address, rest = list[str](), "", iter(arguments)
     for argument in rest:
         name, equals, value = argument.partition("=")

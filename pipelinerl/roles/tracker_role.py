@@ -45,11 +45,7 @@ _END_S: Final = 60.0
 
 
 async def run(identity: Identity) -> None:
-    """Feed the trackers until the process is stopped.
-
-    Raises:
-        UserError: the recipe names no tracker, or one whose package is not installed.
-    """
+    """Feed the trackers until the process is stopped; raise `UserError` if there is none, or a package is missing."""
     wanted = trackers_of(identity.config, identity.run_dir)
     if not wanted:
         raise UserError("the recipe names no tracker: add trackers.tensorboard = true, or another of [trackers]")
@@ -94,16 +90,12 @@ def feed_until(
 
 
 def trackers_of(config: RunConfig, run_dir: Path) -> dict[str, OpenTracker]:
-    """Return, by name, the function that opens each tracker that the recipe names.
-
-    Raises:
-        UserError: a tracker's package is missing.
-    """
+    """Return the function that opens each tracker of the recipe; raise `UserError` if a package is missing."""
     for name in config.trackers.chosen:
         if sentence := missing_package(name):
             raise UserError(sentence)
     section = config.trackers
-    recipe = table_without_secrets(to_table(config))  # its addresses may hold passwords, and trackers upload it
+    recipe = table_without_secrets(to_table(config))  # addresses may hold passwords, and trackers upload recipes
     tracked = TrackedRun(name=config.run.name, directory=run_dir, recipe=recipe)
 
     def wandb(bookmark: Bookmark | None) -> Tracker:

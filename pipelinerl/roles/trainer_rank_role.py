@@ -49,11 +49,9 @@ def run(config: RunConfig, *, rank: int) -> Never:
 
 
 def outlast_notice(save_s: float) -> None:
-    """Ignore the first SIGTERM, which all ranks of a machine receive at once: rank 0 needs the others to save its
-    state.
+    """Ignore the first SIGTERM, which all ranks of a machine get at once: rank 0 needs the others to save its state.
 
-    Rank 0 ends the other ranks when it ends. This process ends by itself after `save_s`; a second SIGTERM ends it
-    at once.
+    Rank 0 ends the other ranks when it ends. This process ends by itself after `save_s`, or at a second SIGTERM.
     """
 
     def start_deadline(number: int, _frame: object) -> None:

@@ -48,10 +48,7 @@ log = logging.getLogger("pipelinerl")
 
 
 async def run(identity: Identity) -> None:
-    """Train until the controller stops the run. After SIGTERM, save the state first.
-
-    A scheduler that sends SIGTERM starts the trainer again, on this machine or another.
-    """
+    """Train until the controller stops the run; after SIGTERM, save the state for a restart here or elsewhere."""
     config = identity.config
     process_log = identity.log()
     objective = objective_of(config)
@@ -94,9 +91,7 @@ async def run(identity: Identity) -> None:
 
 @final
 class SigtermHandler:
-    """Handles SIGTERM: after the first, the trainer has `save_s` to save its state. A second SIGTERM cancels the
-    trainer.
-    """
+    """Gives the trainer `save_s` after a first SIGTERM to save its state; a second SIGTERM cancels the trainer."""
 
     def __init__(self, training: TrainingLoop, *, save_s: float) -> None:
         self.was_given = False
@@ -118,10 +113,7 @@ class SigtermHandler:
 
 
 def publisher_of(identity: Identity, control: EngineControl, stream: Stream) -> Publisher:
-    """Return the publisher, which sends the weights to the engines by the recipe's transport.
-
-    Args:
-        stream: carries announcements of versions that engines pull.
+    """Return the publisher for the recipe's transport; `stream` announces versions to engines that pull them.
 
     Raises:
         RecipeError: weights are pulled without a parameter server, or broadcast by a backend that torch lacks.
@@ -143,10 +135,9 @@ def publisher_of(identity: Identity, control: EngineControl, stream: Stream) -> 
 
 
 def canary_of(config: RunConfig) -> Canary:
-    """Return the canary, which tests an engine's weights. Its prompt is the first training problem.
+    """Return the canary, which tests an engine's weights with the first training problem as prompt.
 
-    Its tolerance depends on dtypes: weights pass through several dtypes from trainer to engine; the coarsest one limits
-    how well log-probs can agree.
+    Its tolerance follows from the coarsest dtype that weights pass through from trainer to engine.
     """
     problem = training_problems(config).problem(0)
     replay, coarsest = config.trainer.routing_replay, dtypes_of(config).coarsest(config)

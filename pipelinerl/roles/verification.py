@@ -40,21 +40,16 @@ _LONGEST_PAUSE_S: Final = 5.0
 
 
 class JudgeBudget(NamedTuple):
-    """One process's part of the run's budget for LLM judging: the folder where it records what it spent, and the
-    number of processes that share the budget.
-    """
+    """A process's part of the run's budget for LLM judging: the folder of its spending, and the number of sharers."""
 
     folder: Path
     sharers: int
 
 
 def open_verifier(domain: DomainSection, *, budget: JudgeBudget | None = None) -> GroupVerifier:
-    """Open the verifier of the domain's answers; the caller closes it. Nothing starts before the first answer.
+    """Open the verifier of a domain that has one; the caller closes it. Nothing starts before the first answer.
 
-    The domain must have a verifier (`has_verifier`).
-
-    Args:
-        budget: this process's part of the run's budget, for an LLM judge.
+    `budget` is this process's part of the run's budget, for an LLM judge.
 
     Raises:
         RecipeError: a name is unknown, or user code cannot be loaded or called.
@@ -70,9 +65,9 @@ def open_verifier(domain: DomainSection, *, budget: JudgeBudget | None = None) -
 
 
 def rules_of(domain: DomainSection) -> str:
-    """Return a digest of the rules by which the domain's answers are judged.
+    """Return a digest of the rules that judge the domain's answers; equal rules have equal digests on all machines.
 
-    Recipes with equal rules have equal digests on all machines. A user's file is identified by its contents.
+    A user's file is identified by its contents.
     """
     texts = []
     for _, name in names_of(domain):
@@ -87,7 +82,7 @@ def rules_of(domain: DomainSection) -> str:
 
 
 def served_domain(domain: DomainSection, *, budget: JudgeBudget | None) -> ServedDomain:
-    """Return the domain in the form that a verifier service takes. Raises like `open_verifier`."""
+    """Return the domain in the form that a verifier service takes; raises like `open_verifier`."""
     names = {name for _, name in names_of(domain)}
     return ServedDomain(
         verifier=open_verifier(domain, budget=budget),
@@ -98,18 +93,12 @@ def served_domain(domain: DomainSection, *, budget: JudgeBudget | None) -> Serve
 
 
 def _sandbox_of(domain: DomainSection) -> str:
-    """Return the weakest tier of isolation that the recipe accepts for the sandbox, after `remote` if another machine
-    runs it.
-    """
+    """Return the weakest accepted sandbox tier, with the prefix `remote` if another machine runs the sandbox."""
     return f"remote {domain.oubliette.tier}" if domain.oubliette.url else domain.oubliette.tier.value
 
 
 def open_filter(config: RunConfig) -> GroupFilter | None:
-    """Open the recipe's group filter, which the caller closes; None if there is none. No process starts yet.
-
-    Raises:
-        RecipeError: the filter cannot be loaded or called.
-    """
+    """Open the recipe's group filter, if any, for the caller to close; raise `RecipeError` if it cannot be loaded."""
     section = config.curation
     if section.filter is None:
         return None
@@ -179,7 +168,6 @@ def _open(domain: DomainSection, where: str, name: str, budget: JudgeBudget | No
 
 
 def _instance_of(where: str, thing: Any) -> Any:
-    """Return a user's verifier: `thing` itself, or an instance if `thing` is a class."""
     if not inspect.isclass(thing):
         return thing
     try:
@@ -189,8 +177,7 @@ def _instance_of(where: str, thing: Any) -> Any:
 
 
 def open_judge(domain: DomainSection, *, budget: JudgeBudget | None) -> Judge:
-    """Open the domain's LLM judge. Without a `budget`, the judge has the run's whole budget and counts its spending
-    from 0.
+    """Open the domain's LLM judge; without a `budget`, it may spend the run's whole budget, counted from 0.
 
     Raises:
         RecipeError: the domain names no server, or the server's API key is missing.
@@ -219,9 +206,7 @@ def open_judge(domain: DomainSection, *, budget: JudgeBudget | None) -> Judge:
 
 
 async def _open_server(section: JudgeSection, token: str | None) -> JudgeServer:
-    """Connect to the judge's server. If the recipe names no model, ask the server for its model until a vote would time
-    out.
-    """
+    # If the recipe names no model, the server is asked for its model until a vote would time out.
     model, deadline, pause_s = section.model, time.monotonic() + section.timeout_s, _FIRST_PAUSE_S
     while model is None:
         try:

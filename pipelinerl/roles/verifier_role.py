@@ -39,11 +39,7 @@ _GOODBYE_S: Final = 2.0
 
 
 async def run(identity: Identity, *, only: Sequence[str] = ()) -> None:
-    """Serve the named domains, or all, until the process is stopped or drained.
-
-    Raises:
-        RecipeError: there is no such domain, or its verifier or sandbox is not available here.
-    """
+    """Serve the named domains, or all, until stopped or drained; raise `RecipeError` if one cannot be served here."""
     config = identity.config
     domains = _chosen(config.domains, only)
     budget = JudgeBudget(identity.run_dir / "judging" / identity.name, max(1, config.verification.services))
@@ -76,12 +72,7 @@ def _chosen(domains: Sequence[DomainSection], only: Sequence[str]) -> list[Domai
 
 
 async def _try_sandboxes(domains: Sequence[DomainSection]) -> None:
-    """Open each sandbox that the domains require, which attacks it as a test, and close it. A remote sandbox service is
-    only asked whether it is available.
-
-    Raises:
-        RecipeError: a sandbox is not available; the message gives the cause.
-    """
+    """Open each required sandbox, which attacks it as a test; ask remote services only whether they are available."""
     sandboxes: dict[tuple[Tier, str], DomainSection] = {}
     for domain in domains:
         if "oubliette" in {domain.verifier, *(part.function for part in domain.rewards)}:
@@ -95,7 +86,6 @@ async def _try_sandboxes(domains: Sequence[DomainSection]) -> None:
 
 
 async def _lease(identity: Identity, service: VerifierService, url: str) -> None:
-    """Renew the lease at the controller until this service accepts no more work."""
     await service.started.wait()
     freeze_gc()
     lease = VerifierLease(url=url, incarnation=f"{os.getpid()}-{time.time_ns()}", domains=service.rules)

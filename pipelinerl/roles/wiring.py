@@ -1,7 +1,4 @@
-"""Parts of a recipe that several processes read, as values of the types that the code uses.
-
-Imports no array library except numpy.
-"""
+"""Parts of a recipe that several processes read, as the code's own types. The only array library imported is numpy."""
 
 from __future__ import annotations
 
@@ -42,9 +39,7 @@ from trainer_contract.types import RoutingShape
 
 
 def checkpoints_of(config: RunConfig, run_dir: Path) -> CheckpointStore:
-    """Return the store of the checkpoints in the run's directory. It also copies them to the recipe's location, if
-    there is one.
-    """
+    """Return the store of the run directory's checkpoints, which also copies them to the recipe's location, if any."""
     return CheckpointStore(
         run_dir / "checkpoints",
         keep=config.checkpoint.keep,
@@ -64,11 +59,11 @@ def copies_of(config: RunConfig, run_dir: Path) -> CheckpointCopies | None:
 
 
 def objective_of(config: RunConfig) -> PolicyObjective:
-    """Return the recipe's objective, checked: the trainer can compute it, and each of its slots has an effect.
+    """Return the recipe's objective, checked.
 
     Raises:
-        RecipeError: the trainer cannot make a forward pass that the objective needs, a section configures a pass that
-            the objective does not need, or a slot would have no effect.
+        RecipeError: the trainer lacks a forward pass that the objective needs, a section configures a pass that it does
+            not need, or a slot would have no effect.
     """
     objective = resolve(config.objective, max_tokens=config.sampling.max_tokens)
     for sentence in _unsupported(config, objective):
@@ -79,8 +74,7 @@ def objective_of(config: RunConfig) -> PolicyObjective:
 
 
 def routing_of(config: RunConfig) -> RoutingShape | None:
-    """Return the shape of the model's routers, whose choices the trainer replays; None if the recipe replays no
-    routing.
+    """Return the shape of the model's routers, whose choices the trainer replays; None without replay.
 
     Raises:
         RecipeError: the engine does not report routing, the trainer cannot replay it, or the model has no routers.
@@ -114,14 +108,14 @@ def losses_of(config: RunConfig) -> DomainLosses:
 
 
 def is_url(place: str) -> bool:
-    """Return whether a reference or teacher is an engine, and no model directory."""
+    """Return True if a reference or teacher is an engine's URL, not a model directory."""
     return place.startswith(("http://", "https://"))
 
 
 def references_of(config: RunConfig, objective: PolicyObjective) -> dict[str | None, str]:
     """Return the place of each frozen model: a path, the URL of an engine, or empty for the initial policy.
 
-    The key None is the reference, of the objective and of domains without a teacher; other keys are domains.
+    The key None is the reference, for the objective and for domains without a teacher; other keys are domains.
     """
     taught = [domain for domain in config.trained_domains if domain.loss is Loss.REF_KL]
     places: dict[str | None, str] = {domain.name: domain.teacher for domain in taught if domain.teacher}
@@ -216,8 +210,7 @@ def knobs_of(config: RunConfig) -> Knobs:
 
 
 def elastic_of(config: RunConfig) -> ElasticRule | None:
-    """Return the rule by which engines are added and removed; None if the recipe sets no limits for the number of
-    engines.
+    """Return the rule by which engines are added and removed; None if the recipe does not limit their number.
 
     Raises:
         RecipeError: a type cannot be started by name, or the initial number of engines is outside the limits.
@@ -238,8 +231,7 @@ def elastic_of(config: RunConfig) -> ElasticRule | None:
 
 
 def servers_of(config: RunConfig) -> tuple[str, ...]:
-    """Return the URLs of the external servers, one for each engine; empty if the engines' models run in their own
-    processes.
+    """Return the URLs of the external servers, one per engine; empty for engines that run their own model.
 
     Raises:
         RecipeError: there are too few servers, or engines of this type use no server.
@@ -260,7 +252,7 @@ def servers_of(config: RunConfig) -> tuple[str, ...]:
 
 
 def check_engine_options(config: RunConfig) -> None:
-    """Check the names in `engine.options`. Whether the installed library has these options, the engine itself checks.
+    """Check the names in `engine.options`; the engine itself checks whether the installed library has these options.
 
     Raises:
         RecipeError: the engine's type takes no options, or the recipe already sets one of them in another key.
@@ -309,10 +301,10 @@ def demonstrations_of(config: RunConfig) -> DemonstrationStream | None:
 
 
 def demonstrated_problems(config: RunConfig, split: Split, *, count: int) -> Mixture:
-    """Return the problems whose right answers are trained on: those of the domains with the loss `ce`, or of all
-    trained domains if there are none.
+    """Return the problems whose right answers are trained on, in another order than the problems that are sampled.
 
-    Shares are exact within each `count` problems. Their order differs from that of the problems that are sampled.
+    They come from the domains with the loss `ce`, or else from all trained domains. Shares are exact within each
+    `count` problems.
     """
     seed = rng.key(config.run.seed, "demonstrations") % 2**31
     chosen = config.demonstrated_domains or config.trained_domains
@@ -332,8 +324,7 @@ def held_out_problems(config: RunConfig, *sets: HeldOutSet) -> dict[str, Mixture
         for domain in domains:
             if (domain.name, held_out.split) not in opened:
                 opened[domain.name, held_out.split] = _source_of(domain, Split(held_out.split), seed=0)
-        # Each domain has its share in any number of first problems, so a smaller evaluation is the beginning of a
-        # larger one.
+        # Each domain has its share of any first n problems, so a smaller evaluation is a prefix of a larger one.
         mixtures[held_out.name] = Mixture(
             [
                 Domain(name=each.name, weight=each.weight or 1.0, source=opened[each.name, held_out.split])

@@ -36,9 +36,7 @@ from trainer_contract.types import Head, TrainerSpec, WeightDType
 @final
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The models of policy, critic and reference, on the same devices; each is in one process or spread over all
-    ranks.
-    """
+    """The models of policy, critic and reference on the same devices, each in one process or spread over all ranks."""
 
     policy: Trainer
     critic: Critic | None
@@ -70,16 +68,12 @@ class Workers:
 
 
 def opened_policy(config: RunConfig) -> Trainer:
-    """Start the policy's worker alone, from the recipe's model; its weights are gathered in the model's own dtype.
-
-    Raises:
-        ModelError: the model or the device is not available.
-    """
+    """Start only the policy, whose weights are gathered in the model's dtype, or raise `ModelError`."""
     return _worker(config, "trainer", replace(spec_of(config, restore_from=None), gather_dtype=None))
 
 
 def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path | None, version: int = 0) -> Workers:
-    """Start the workers that the objective needs, from `checkpoint`, which has weights of `version`, if it is given.
+    """Start the workers that the objective needs, from `checkpoint` (of version `version`) if it is given.
 
     The reference never comes from a checkpoint: it is the policy before the first step.
 
@@ -123,7 +117,6 @@ def started(config: RunConfig, objective: PolicyObjective, *, checkpoint: Path |
 
 
 def _frozen(config: RunConfig, place: str) -> Teacher:
-    """Start a model that never steps, or connect to the engine that serves it."""
     if is_url(place):
         return EngineTeacher(place, token=os.environ.get(TEACHER_TOKEN))
     spec = replace(spec_of(config, restore_from=None), model_path=_model(config, place or None))
@@ -137,7 +130,7 @@ def _frozen(config: RunConfig, place: str) -> Teacher:
 
 
 def _entropy_meter(config: RunConfig) -> EntropyMeter:
-    """Return the meter of entropies. It prefers the answers that the sample log will record."""
+    # The meter prefers the answers that the sample log will record.
     most = config.samples.groups_per_step if config.samples.log == "on" else 0
     return EntropyMeter(
         config.figures.interval(config.trainer.type),
@@ -146,7 +139,7 @@ def _entropy_meter(config: RunConfig) -> EntropyMeter:
 
 
 def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
-    """Return the policy's part of the recipe, as the training backend takes it."""
+    """Return the policy's `TrainerSpec` from the recipe."""
     return TrainerSpec(
         **shared_values(config.trainer, TrainerSpec),
         model_path=config.model.resolved,
@@ -161,11 +154,7 @@ def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
 
 
 def _history(config: RunConfig, policy: Trainer, checkpoint: Path | None, version: int) -> WeightHistory | None:
-    """Return the weights of earlier versions, from the checkpoint, and the policy's current weights.
-
-    Old log-probs are computed with them, since rollouts that those versions sampled may still be trained on. None if
-    the recipe does not compute old log-probs so.
-    """
+    """Return the weights of earlier versions, from the checkpoint, and the current ones, to compute old log-probs."""
     if config.training.old_logprobs is not OldLogprobs.SAMPLING_WEIGHTS:
         return None
     layout = policy.weight_layout()
@@ -190,7 +179,6 @@ def _worker(config: RunConfig, name: str, spec: TrainerSpec) -> Trainer:
 
 
 def _unfit(name: str, spec: TrainerSpec, error: StateError) -> str:
-    """Explain why a worker's saved state does not fit this recipe, and what to do."""
     state = spec.restore_from
     if spec.head is Head.VALUE and state is not None and not state.is_dir():
         return (

@@ -55,11 +55,7 @@ async def ask(
     *,
     on_answer: Callable[[PromptOrder, EvaluationDone | None], None],
 ) -> None:
-    """Send every prompt order to the respondent. Call `on_answer` for each order, with None if its problem failed.
-
-    Raises:
-        UserError: no problem was answered.
-    """
+    """Send every prompt order; call `on_answer` for each, with None if it failed; raise `UserError` if all failed."""
     waiting, failures, answered = iter(orders), list[str](), 0
 
     async def work() -> None:
@@ -90,9 +86,7 @@ async def ask(
 
 
 def answer_of(order: PromptOrder, samples: list[TextAnswer], verdicts: list[Verdict]) -> EvaluationDone:
-    """Summarize the samples of one problem in an actor's format; `lengths` is empty if any sample's length is
-    unknown.
-    """
+    """Summarize the samples of one problem in an actor's format; `lengths` is empty if any length is unknown."""
     lengths = [sample.num_tokens for sample in samples if sample.num_tokens is not None]
     outcomes = [verdict.outcome for verdict in verdicts]
     return EvaluationDone(
@@ -120,11 +114,7 @@ def digest_of_domains(domains: Iterable[DomainSection]) -> str:
 
 
 def run_until_interrupted(work: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of `work`; SIGINT and SIGTERM cancel it cleanly and end the program.
-
-    Raises:
-        SystemExit: a signal arrived.
-    """
+    """Return the result of `work`; SIGINT and SIGTERM cancel it cleanly and raise `SystemExit`."""
 
     async def guarded() -> Result:
         task = asyncio.ensure_future(work)
@@ -133,7 +123,7 @@ def run_until_interrupted(work: Coroutine[Any, Any, Result]) -> Result:
             loop.add_signal_handler(number, task.cancel)
         return await task
 
-    try:  # not uvloop: it starts verifiers by fork, which is unsafe with the JAX engine
+    try:  # not uvloop, which starts verifiers by fork: unsafe with the JAX engine
         return asyncio.run(guarded())
     except asyncio.CancelledError:
         raise SystemExit(INTERRUPTED) from None
@@ -147,10 +137,7 @@ def _at_a_time(orders: Sequence[PromptOrder], config: RunConfig) -> int:
 
 @final
 class _Answering:
-    """Produces samples with verdicts.
-
-    Single answers are judged by the domain's verifier; episodes are played in the domain's environment, as in an actor.
-    """
+    """Samples with verdicts: single answers are judged by the domain's verifier, episodes by its environment."""
 
     def __init__(
         self, respondent: Respondent, verifiers: Mapping[str, GroupVerifier], episodes: Episodes | None
@@ -160,11 +147,7 @@ class _Answering:
         self._episodes = episodes
 
     async def samples(self, order: PromptOrder) -> tuple[list[TextAnswer], list[Verdict]]:
-        """Return all samples of a prompt order and their verdicts.
-
-        Raises:
-            ContractError, PipelineError: the samples or the verdicts are unavailable.
-        """
+        """Return all samples of a prompt order and their verdicts; raise `ContractError` or `PipelineError`."""
         if self._episodes is not None and order.problem.domain in self._episodes.domains:
             made = await self._episodes.make(order, Unwatched())
             texts = [
@@ -179,11 +162,7 @@ class _Answering:
 
 @asynccontextmanager
 async def _answering(config: RunConfig, respondent: Respondent) -> AsyncIterator[_Answering]:
-    """Open the verifiers and environments of all domains, and close them at the end of the block.
-
-    Raises:
-        UserError: a domain has an environment, and the respondent returns no tokens.
-    """
+    """Open the verifiers and environments of all domains, and close them at the end of the block."""
     verifiers = {domain.name: open_verifier(domain) for domain in config.domains if domain.has_verifier}
     domains, gateway, sampler = open_episodes(config, verifiers), Gateway(), respondent.sampler
     if domains and sampler is None:
@@ -215,10 +194,8 @@ class AnswerLog(Generic[Answer]):
     """A file of results from which an interrupted command resumes.
 
     Its first line is the question: a JSON object with every setting on which the results depend. Each further line is
-    the result of one problem. An added result survives any end of the process. A torn line is ignored. Results of
-    another question are refused, and so is a second process that writes the file.
-
-    `answers` are the results in the file and those added since it was opened.
+    the result of one problem, and survives any end of the process. A torn line is ignored. Results of another question
+    are refused, and so is a second process that writes the file. `answers` are all results, old and new.
     """
 
     def __init__(self, file: BinaryIO, answers: list[Answer]) -> None:
@@ -257,7 +234,7 @@ def _read(file: BinaryIO, path: Path, question: dict[str, Any], of: type[Answer]
     """Return the results in the file. Write the question into a new file, and cut off a torn last line."""
     data, first = file.read(), json.dumps(question).encode() + b"\n"
     lines = data[: data.rfind(b"\n") + 1].splitlines()
-    if not lines and first.startswith(data):  # new file, or the writer was killed in the first line
+    if not lines and first.startswith(data):  # a new file, or one whose writer was killed during the first line
         file.write(first[len(data) :])
         file.flush()
         return []
@@ -273,7 +250,6 @@ def _read(file: BinaryIO, path: Path, question: dict[str, Any], of: type[Answer]
 
 
 def _differing(lines: list[bytes], question: dict[str, Any]) -> list[str]:
-    """Return the settings in which the question in the file differs from `question`."""
     try:
         logged = json.loads(lines[0])
     except (ValueError, IndexError):

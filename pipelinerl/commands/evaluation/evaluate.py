@@ -1,7 +1,6 @@
 """`pipelinerl eval`: evaluates a checkpoint, a model directory or a server at a URL on the recipe's held-out problems.
 
-It uses the same problems as the run's own evaluations and, on our engines, the same noise. `answer_figures` computes
-the figures.
+It uses the problems of the run's own evaluations and, on this project's engines, the same sampling noise.
 """
 
 from __future__ import annotations
@@ -44,10 +43,9 @@ from pipelinerl.types import PromptOrder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationReport:
-    """Settings and results of an evaluation.
+    """Settings and results; `seconds` excludes the engine's start, and `asked` counts the problems of this call.
 
-    `seconds` excludes the engine's start. `asked` counts the problems of this call, `incomplete` those without an
-    answer, `unjudged` those with an answer that could not be judged.
+    `incomplete` counts problems without an answer, `unjudged` those whose answer could not be judged.
     """
 
     target: str
@@ -70,9 +68,7 @@ class EvaluationReport:
 def evaluate(
     target: Target, config: RunConfig, *, token: str | None, model: str, console: Console, out: Path | None = None
 ) -> EvaluationReport:
-    """Evaluate the target and compute the figures; progress goes to `console`.
-
-    With `out`, results are stored in that file, and problems with a result there are skipped.
+    """Evaluate the target; progress goes to `console`. With `out`, skip problems with a result there, and add results.
 
     Raises:
         UserError: no problem was answered, or the file holds results of another question.
@@ -128,7 +124,7 @@ def held_out_orders(config: RunConfig, version: int) -> Iterator[PromptOrder]:
         seed=settings.seed,
         sampling=settings.sampling,
         by_domain=settings.by_domain,
-        training_problem=mixture.problem,  # never called; a data set may have no training problems
+        training_problem=mixture.problem,  # never called: an evaluation needs no training problems
         held_out_problem=lambda _, index: mixture.problem(index),
     )
     return (factory.asking(plan, index, version=version, number=0) for index in range(plan.problems))
@@ -161,13 +157,13 @@ async def _evaluated(
 
                 await ask(missing, answering, config, on_answer=note)
             seconds = time.monotonic() - began
-    of_these = {order.index: answers.get(order.index) for order in orders}  # the log may hold more
+    of_these = {order.index: answers.get(order.index) for order in orders}  # the log may hold other answers
     return _report(target, config, of_these, asked_now=len(missing), seconds=seconds)
 
 
 def _question(target: Target, config: RunConfig, evaluation: HeldOutSet, *, model: str) -> dict[str, Any]:
     """Return everything that an answer depends on, except the number of problems: weights, sampling, domains."""
-    engine = {"type", "dtype", "weights", "context_length"}  # only for an engine built here; a server has its own
+    engine = {"type", "dtype", "weights", "context_length"}  # settings only of an engine built here
     return {
         "target": target.named(model),
         "split": evaluation.split,
@@ -255,7 +251,6 @@ def _rows(table: Table, report: EvaluationReport, groups: Mapping[str, AnswerFig
 
 
 def _at(of_all: list[PassAt], estimates: list[PassAt]) -> list[str]:
-    """Return the values under the table's columns."""
     by_k = {each.k: each for each in estimates}
     return [_share(by_k[each.k].value if each.k in by_k else None) for each in of_all]
 

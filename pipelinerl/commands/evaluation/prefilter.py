@@ -59,11 +59,7 @@ class Band:
 
     @classmethod
     def parse(cls, text: str) -> Band:
-        """Parse a band such as `0.1..0.9`.
-
-        Raises:
-            UserError: not a band within 0 and 1.
-        """
+        """Parse a band such as `0.1..0.9`; raise `UserError` if it is not a band within 0 and 1."""
         low, separator, high = text.partition("..")
         try:
             band = cls(low=float(low), high=float(high))
@@ -80,10 +76,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefilterReport:
-    """The numbers of evaluated and kept problems, and the written files by domain.
-
-    `asked` counts the problems that this call evaluated.
-    """
+    """The numbers of evaluated and kept problems, and the files by domain; `asked` counts the problems of this call."""
 
     problems: int
     asked: int
@@ -145,9 +138,6 @@ def _distinct(config: RunConfig, most: int) -> Iterator[Problem]:
 
 
 def _order(config: RunConfig, index: int, problem: Problem, *, samples: int) -> PromptOrder:
-    """Return the problem's prompt order as in training: with its domain's sampling settings, by default the
-    recipe's.
-    """
     own = next(domain.sampling for domain in config.domains if domain.name == problem.domain)
     sampling = replace(
         config.sampling.of_an_order,
@@ -177,7 +167,6 @@ async def _ask(
     model: str,
     console: Console,
 ) -> None:
-    """Evaluate the prompt orders, and add each result to the log as it arrives."""
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("prefiltering", total=len(orders))
 
@@ -193,9 +182,7 @@ async def _ask(
 
 
 def _question(target: Target, config: RunConfig, *, samples: int, model: str) -> dict[str, Any]:
-    """Return everything on which pass rates depend, for an `AnswerLog`: weights, sampling, domains, but not which
-    problems.
-    """
+    """Return the settings on which pass rates depend, for an `AnswerLog`; they exclude the choice of problems."""
     return {
         "target": target.named(model),
         "sampling": config.sampling.model_dump(mode="json", exclude={"group_size"}),

@@ -1,11 +1,11 @@
-"""Respondents, which answer the problems of an evaluation: an engine built here for a model, or a server at a URL.
+"""Respondents answer the problems of an evaluation: an engine built here for a model, or a server at a URL.
 
     async with respondent(target, config) as answering:
         samples = await answering.samples(order)
 
-Guarantees: an engine started here is always closed. If a target cannot answer, a message of one sentence says why
-before any request is sent. A server at a URL is probed first. An engine of this project receives one request for all
-samples of a problem. Any other server receives a request per sample and returns only text.
+An engine started here is always closed. A target that cannot answer is reported in one sentence before any order is
+sent. An engine of this project receives one request for all samples of a problem; any other server receives a request
+per sample and returns only text.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pipelinerl.system.background import to_its_end
 from pipelinerl.system.files import from_home
 from pipelinerl.types import Answered, PromptOrder
 
-#: The path that users often append to a server's base URL, and that is removed.
+#: Suffix that users often append to a server's base URL; it is removed.
 _V1: Final = "/v1"
 
 
@@ -47,11 +47,7 @@ class Respondent(Protocol):
     """Answers prompt orders."""
 
     async def samples(self, order: PromptOrder) -> list[TextAnswer]:
-        """Return all samples of the prompt order.
-
-        Raises:
-            ContractError, PipelineError: the request failed.
-        """
+        """Return all samples of the prompt order; raise `ContractError` or `PipelineError` if the request fails."""
         ...
 
     @property
@@ -73,9 +69,7 @@ class Target:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the files' names, sizes and times, which changes when the model is written again; empty for a
-        URL.
-        """
+        """A digest of the files' names, sizes and times, to detect a rewritten model; empty for a URL."""
         if self.model is None:
             return ""
         files = sorted(path for path in self.model.iterdir() if path.is_file())
@@ -83,20 +77,14 @@ class Target:
         return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
 
     def named(self, model: str) -> str:
-        """Return the name that stands for this target in an `AnswerLog`; `model` names one of a server's models, or is
-        empty.
-        """
+        """Return the target's name for an `AnswerLog`; `model` is one of a server's models, or empty."""
         return f"{self.url or self.model} {model}".strip()
 
 
 def target_of(text: str, *, checkpoint: str = "") -> Target:
-    """Parse a target.
+    """Parse a URL, a model directory, `shipped:<name>` or a run's directory; raise `UserError` for anything else.
 
-    It is a URL, a run's directory (which means its newest checkpoint, or `checkpoint`), a model directory, or
-    `shipped:<name>`.
-
-    Raises:
-        UserError: it is none of these, or the run has no such checkpoint.
+    A run's directory stands for its checkpoint named `checkpoint`, by default its newest.
     """
     if is_url(text):
         if checkpoint:
@@ -132,11 +120,7 @@ def _checkpoint_of(run_dir: Path, checkpoint: str) -> Target:
 
 
 def recipe_of(target: Target, recipe: str | None) -> str:
-    """Return the path of the recipe to use: `recipe` if given, else the recipe of the target's run.
-
-    Raises:
-        UserError: there is neither.
-    """
+    """Return `recipe` if given, else the path of the target's own recipe; raise `UserError` if there is neither."""
     if recipe is None and target.recipe is None:
         raise UserError(f"--recipe is required, because {target.name} is not a run's directory")
     return recipe or str(target.recipe)
@@ -146,15 +130,10 @@ def recipe_of(target: Target, recipe: str | None) -> str:
 async def respondent(
     target: Target, config: RunConfig, *, token: str | None, model: str = ""
 ) -> AsyncIterator[Respondent]:
-    """Yield a respondent for the target until the block ends.
+    """Yield a respondent for the target until the block ends; raise `UserError` if nothing can answer.
 
-    Args:
-        config: the recipe; its `engine` section is used to build an engine.
-        token: bearer token of the server at a URL.
-        model: one of the server's models; the first by default.
-
-    Raises:
-        UserError: nothing can answer; the message says why.
+    The recipe's `engine` section describes the engine for a model directory. `token` and `model` (by default the first)
+    are for the server at a URL.
     """
     if target.model is not None:
         async with _made_here(_with_model(config, target.model)) as engine:
@@ -206,7 +185,7 @@ class _OfTheContract:
 
     @property
     def sampler(self) -> Sampler:
-        """This object, which samples for episodes, too."""
+        """The sampler for episodes: this object itself."""
         return self
 
     async def complete(

@@ -1,8 +1,4 @@
-"""Findings of `check` on how the model is computed: experts, adapters, attention and mesh.
-
-They cover which parts can compute a mixture of experts and whose routers choose; which layers get adapters and how much
-of the model trains; the attention of packed rollouts; and the processes of a torch trainer with their share of heads.
-"""
+"""Findings of `check` on how the model is computed: experts, adapters, attention and mesh."""
 
 from __future__ import annotations
 
@@ -21,11 +17,7 @@ from trainer_contract.types import Device
 
 
 def refuse_experts(config: RunConfig) -> None:
-    """Check that the engine and the trainer can compute the model's experts and replay the router's choice.
-
-    Raises:
-        RecipeError: one of them cannot.
-    """
+    """Raise `RecipeError` unless engine and trainer can compute the model's experts and replay the router's choice."""
     routing_of(config)
     for part, chosen in (("engine", config.engine.type), ("trainer", config.trainer.type)):
         if chosen == "jax" and mixture_of(config.model.resolved) is not None:
@@ -55,11 +47,7 @@ def expert_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def adapter_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (part, finding) on adapters; nothing if all weights are trained.
-
-    Raises:
-        RecipeError: the model has none of the layers that are to get adapters.
-    """
+    """Yield (part, finding) on adapters; raise `RecipeError` if the model lacks the layers that should get them."""
     if config.trainer.type != "torch" or config.trainer.options.get("lora") is None:
         return
     from pipelinerl.trainers.torch.lora.lora_options import lora_of
@@ -74,11 +62,8 @@ def adapter_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def attention_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (part, finding) on a torch trainer's attention. The GPU is not inspected: it may be on another machine.
-
-    Raises:
-        RecipeError: the recipe requests the kernel where it cannot be used.
-    """
+    """Yield (part, finding) on a torch trainer's attention; raise `RecipeError` if a requested kernel is unusable."""
+    # The GPU is not inspected: it may be on another machine.
     if config.trainer.type != "torch":
         return
     from pipelinerl.trainers.torch.options import attention_of
@@ -109,12 +94,7 @@ def attention_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def mesh_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (part, finding) on the trainer's mesh; nothing for a single process.
-
-    Raises:
-        RecipeError: the attention heads do not divide among the processes that share tokens, or parallel experts do not
-            divide among the model's shards.
-    """
+    """Yield (part, finding) on the trainer's mesh; raise `RecipeError` if heads or experts do not divide evenly."""
     if config.trainer.type != "torch" or config.trainer.options.get("mesh") is None:
         return
     from pipelinerl.trainers.torch.mesh import ExpertWeights, refuse_heads, refuse_uneven_experts

@@ -1,12 +1,8 @@
 """Findings on problems: whether they can be built, judged and rendered, whether prompts fit, and instructions.
 
-`pipelinerl run` checks a few problems before it starts anything, `pipelinerl check` checks many.
-
-A recipe is refused if many prompts leave no room for an answer. If only a few do, as in most large data sets, their
-share is reported: an engine rejects a prompt that fills the context, and truncates an answer that reaches its end.
-
-Unknown instructions and wrong parameters are reported with the problem that contains them. All rows of data sets are
-checked, but only `LOOKED_AT` problems of a generator.
+`pipelinerl run` checks a few problems, `pipelinerl check` many. If many prompts leave no room for an answer, the recipe
+is refused. If only a few do, as in most large data sets, their share is reported: an engine rejects a prompt that fills
+the context, and truncates an answer that reaches its end.
 """
 
 from __future__ import annotations
@@ -30,8 +26,7 @@ from pipelinerl.roles.verification import names_of
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.instruction_following import instructions_of_problem
 
-#: Number of training problems whose prompts are checked; instructions are checked in all of them if their source is
-#: finite. Evaluation sets are checked in full.
+#: Number of training problems to check. Evaluation sets, and the instructions of finite sources, are checked in full.
 LOOKED_AT: Final = 256
 #: The recipe is refused if a larger share of its prompts leaves no room for an answer.
 MOST_WITHOUT_ROOM: Final = 0.1
@@ -84,7 +79,6 @@ def prompt_findings(
 def _shown(
     problems: list[Problem], domains: dict[str, DomainSection], tokenizer: ChatTokenizer
 ) -> Iterator[tuple[str, str]]:
-    """Yield (part, first prompt) for each domain, rendered as the model sees it."""
     firsts = {problem.domain: problem for problem in reversed(problems)}
     for name in (name for name in domains if name in firsts):
         ids = _encoded(firsts[name], domains[name], tokenizer)
@@ -131,11 +125,7 @@ def _without_room(measured: dict[str, _Prompts]) -> Iterator[str]:
 
 
 def instruction_findings(config: RunConfig, domain: DomainSection) -> Iterator[tuple[str, str]]:
-    """Yield (part, finding): the instructions in the domain's problems, if a verifier checks them.
-
-    Raises:
-        RecipeError: a problem names no instruction, an unknown one, or a wrong parameter.
-    """
+    """Yield (part, finding) on the instructions in the domain's problems; raise `RecipeError` for an invalid one."""
     if _FOLLOWS_INSTRUCTIONS not in {name for _, name in names_of(domain)}:
         return
     counts: Counter[str] = Counter()
@@ -171,9 +161,7 @@ MOST: Final = FirstRows(rows=50_000, bytes=2**30)
 
 
 def refuse_problems(config: RunConfig, head: FirstRows) -> None:
-    """Build problems from the first rows of each domain's files, and render the first problem as the engine will.
-
-    `head` limits the rows that are read from each file.
+    """Build problems from the first rows (`head`) of each domain's files, and render each domain's first problem.
 
     Raises:
         RecipeError: a row is invalid (the message names it), or the chat template rejects the messages of a domain.

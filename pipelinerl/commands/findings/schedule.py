@@ -59,9 +59,9 @@ _SIGMA: Final = 0.5
 
 
 def stale_share(config: RunConfig) -> str:
-    """Describe the share of tokens that would be dropped as stale in the worst case: engines slower than the trainer.
+    """Describe the share of tokens dropped as stale in the worst case, which is engines slower than the trainer.
 
-    Empty if the recipe cannot be simulated, or if it sets no staleness bound.
+    Empty if the recipe cannot be simulated or sets no staleness bound.
     """
     if math.isinf(config.staleness.bounds.k):
         return ""

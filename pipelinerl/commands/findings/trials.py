@@ -1,10 +1,8 @@
 """Trials of a domain for `pipelinerl check`: an episode with a scripted model, and its verifier on a real problem.
 
-In the episode, the model's first answer is empty, or a call of the `python` tool. Each further answer is the problem's
-reference answer. The output shows the exact tokens that the model would see, turn by turn.
-
-The verifier judges the reference answer and an empty answer. An LLM judge may cost money, so it casts only one vote,
-and only on the reference answer.
+The scripted model first answers with nothing, or with a call of the `python` tool, and then with the reference answer.
+The output shows the exact tokens that the model would see, turn by turn. The verifier judges the reference answer and
+an empty answer; an LLM judge, which may cost money, casts one vote, on the reference answer only.
 """
 
 from __future__ import annotations
@@ -45,8 +43,8 @@ async def episode_tried(
     """Play an episode; return (kind of finding, line) for each turn, for the verdict, and for an episode too long.
 
     Raises:
-        RecipeError: the environment fails (the message has the file and the line), or it offers tools, but the chat
-            template cannot write tool calls.
+        RecipeError: the environment fails (the message has the file and the line), or the chat template cannot write
+            calls of the tools that it offers.
     """
     first = _first_call(domain, tokenizer) if domain.episode.tools else ""
     answerer = ScriptedAnswers(tokenizer, [first, *[problem.ground_truth] * 1000])
@@ -105,7 +103,6 @@ def _turns(played: PlayedEpisode, tokenizer: ChatTokenizer) -> Iterator[str]:
 
 
 def _too_long(config: RunConfig, domain: DomainSection, played: PlayedEpisode) -> Iterator[str]:
-    """Yield a warning if `max_turns` turns with full answers and contexts like these do not fit into the context."""
     turns, most = [each.turn for each in played.episode.turns], domain.episode.max_turns
     answer = domain.episode.turn_tokens or domain.max_tokens or config.sampling.max_tokens
     later = [len(turn.context_token_ids) for turn in turns[1:]]
@@ -201,8 +198,7 @@ async def verifier_tried(domain: DomainSection, problems: Mixture) -> str:
 
 
 def called_by_place(domain: DomainSection) -> Iterator[str]:
-    """Yield a warning for each reward function whose first two parameters have unusual names and are passed by
-    position.
+    """Yield a warning for each reward function whose first two parameters, of unusual names, are passed by position.
 
     They receive the problem and the answer's text, but the author of `(response, label)` may have meant the answer
     and the ground truth.
@@ -220,7 +216,7 @@ def called_by_place(domain: DomainSection) -> Iterator[str]:
 
 
 async def _tried_once(domain: DomainSection, problems: Mixture, *, where: str) -> str:
-    """Describe the LLM judge's verdict on the reference answer by a single vote, which is enough to test the judge."""
+    # A single vote is enough to test an LLM judge.
     once = domain.model_copy(update={"judge": domain.judge and domain.judge.model_copy(update={"votes": 1})})
     verifier = open_verifier(once)
     try:
@@ -233,11 +229,7 @@ async def _tried_once(domain: DomainSection, problems: Mixture, *, where: str) -
 
 
 async def filter_tried(judge: GroupFilter, problem: Problem, *, samples: int) -> str:
-    """Describe what the recipe's group filter decides on a made-up group for a real problem: half correct, half empty.
-
-    Raises:
-        RecipeError: the filter fails.
-    """
+    """Describe the filter's decision on a made-up group, half correct, half empty; raise `RecipeError` if it fails."""
     right = SampledAnswer(problem.ground_truth, range(1, len(problem.ground_truth) + 1))
     answers = [right if place < (samples + 1) // 2 else SampledAnswer("", (1,), "length") for place in range(samples)]
     verdicts = [correct(answer.text) if answer.text else wrong("no answer") for answer in answers]
@@ -253,12 +245,7 @@ async def filter_tried(judge: GroupFilter, problem: Problem, *, samples: int) ->
 
 
 async def _find_one_right(verifier: GroupVerifier, problems: Mixture, first: Judgement, *, where: str) -> None:
-    """Check that the verifier accepts the reference answer of at least one problem; `first` is its verdict on the
-    first.
-
-    Raises:
-        RecipeError: it rejects the reference answers of all `_TRIED` problems.
-    """
+    """Raise `RecipeError` if the reference answers of `_TRIED` problems are all rejected; `first` judged the first."""
     if first.verdict.outcome is Outcome.CORRECT:
         return
     for index in range(1, _TRIED):

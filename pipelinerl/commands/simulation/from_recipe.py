@@ -26,11 +26,7 @@ _MOST_LENGTHS: Final = 20_000
 def setting_of(
     config: RunConfig, *, lengths: LengthLaw, prompt_tokens: int, filtered: float = 0.0, steps: int | None = None
 ) -> SimulatedSetting:
-    """Return the settings of a recipe that determine its schedule, for the simulator.
-
-    Raises:
-        RecipeError: the recipe uses a setting that the simulator does not support.
-    """
+    """Return the settings that determine a recipe's schedule; raise `RecipeError` if the simulator lacks one."""
     _refuse_unknown(config)
     bounds, drops = config.staleness.bounds, _filters(config)
     oversample = config.curation.oversample or (OVERSAMPLED if bounds.k > bounds.j else 1.0)
@@ -57,11 +53,7 @@ def setting_of(
 
 
 def observed(run_dir: Path, changes: Sequence[str] = ()) -> ObservedRun:
-    """Return a finished run as recorded, with the observed lengths of its answers.
-
-    Raises:
-        UserError: it is no run, or it did not record what is needed.
-    """
+    """Return a finished run as recorded, with its answers' lengths; raise `UserError` if something is missing."""
     try:
         config, events = load_run(run_dir, changes), read_events(run_dir / "events.jsonl")
     except (OSError, ValueError, UserError) as error:
@@ -76,11 +68,7 @@ def observed(run_dir: Path, changes: Sequence[str] = ()) -> ObservedRun:
 
 
 def lengths_of(run_dir: Path) -> ObservedLengths:
-    """Return the lengths of the answers in the run's sample log.
-
-    Raises:
-        UserError: the log has none.
-    """
+    """Return the lengths of the answers in the run's sample log; raise `UserError` if there are none."""
     groups = (group for group in read_samples(run_dir) if group.kind is SampleKind.TRAINED)
     tokens = tuple(islice((answer.length for group in groups for answer in group.answers), _MOST_LENGTHS))
     if not tokens:
@@ -105,7 +93,6 @@ def _filtered(events: Sequence[Event]) -> float:
 
 
 def _filters(config: RunConfig) -> bool:
-    """Return True if the run filters groups that carry no training signal, by the controller's own rules."""
     dynamic = (config.training.no_signal or no_signal_of(config.objective)) is NoSignal.FILTER
     return dynamic or config.curation.filter is not None
 

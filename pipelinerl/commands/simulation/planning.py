@@ -53,10 +53,7 @@ _SECTIONS: Final[Mapping[str, type[Any]]] = {
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Basis:
-    """Inputs of predictions.
-
-    `checks` has the relative error (simulated ÷ measured − 1) of several figures, for each measured run.
-    """
+    """Inputs of predictions; `checks` has the relative errors (simulated ÷ measured − 1) of figures by measured run."""
 
     hardware: Hardware | PublishedHardware
     lengths: LengthLaw | None
@@ -67,7 +64,7 @@ class Basis:
 
     @property
     def worst(self) -> float:
-        """The largest relative error of any figure, ignoring its sign; 0 without measurements."""
+        """The largest absolute relative error of any figure; 0 without measurements."""
         return max((abs(error) for errors in self.checks.values() for error in errors.values()), default=0.0)
 
     @property
@@ -92,8 +89,7 @@ class Basis:
 def basis_of_runs(run_dirs: Sequence[Path]) -> Basis:
     """Calibrate from finished runs.
 
-    As checks, the second half of the first run is predicted from its first half, and each run is predicted from all
-    runs.
+    As checks, the first run's second half is predicted from its first half, and each run from all runs.
 
     Raises:
         UserError: a directory is no run, or the run is too short.
@@ -118,11 +114,7 @@ def basis_of_runs(run_dirs: Sequence[Path]) -> Basis:
 
 
 def basis_of_table(table_name: str) -> Basis:
-    """Return the inputs of predictions from a hardware table: a file, or the name of published hardware.
-
-    Raises:
-        UserError: there is no such table, or it is invalid.
-    """
+    """Return the inputs of predictions from a hardware table (a file or a published one), or raise `UserError`."""
     path = Path(table_name)
     if not path.exists() and (":" in table_name or table_name in ACCELERATORS):
         hardware = published_hardware(table_name)
@@ -144,8 +136,7 @@ def halves(run: ObservedRun) -> tuple[ObservedRun, ObservedRun]:
 
 
 def tried(recipe: str, overrides: Sequence[str], changes: tuple[str, ...], basis: Basis, *, steps: int) -> Trial:
-    """Simulate the recipe with these changes; the trial of an invalid combination holds the reason instead of a
-    prediction.
+    """Simulate the recipe with these changes; an invalid combination gets a trial with the reason and no prediction.
 
     Raises:
         UserError: the lengths of answers are unknown.
@@ -181,10 +172,7 @@ def tried(recipe: str, overrides: Sequence[str], changes: tuple[str, ...], basis
 @final
 @dataclass(frozen=True, slots=True)
 class HardwareTable:
-    """The times of operations on given hardware, as read from a table.
-
-    `lengths` has the format of `--lengths`, and is empty if the table does not have it.
-    """
+    """Times of operations, as read from a table; `lengths` has the format of `--lengths`, or is empty."""
 
     hardware: Hardware
     lengths: str = ""
@@ -192,11 +180,7 @@ class HardwareTable:
 
 
 def read_table(path: Path) -> HardwareTable:
-    """Read a hardware table from a file.
-
-    Raises:
-        UserError: the file cannot be read, or it has an unknown key or an invalid value.
-    """
+    """Read a hardware table; raise `UserError` if the file is unreadable or has an unknown key or invalid value."""
     try:
         table = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -220,11 +204,7 @@ def read_table(path: Path) -> HardwareTable:
 
 
 def parse_lengths(text: str, *, most: int) -> LengthLaw:
-    """Parse `fixed:TOKENS` or `heavy:MEDIAN,SIGMA`; no answer has more than `most` tokens.
-
-    Raises:
-        UserError: the text has neither form.
-    """
+    """Parse `fixed:TOKENS` or `heavy:MEDIAN,SIGMA`, truncated at `most` tokens; raise `UserError` for other text."""
     kind, _, numbers = text.partition(":")
     try:
         match kind, [float(number) for number in numbers.split(",")]:
@@ -314,9 +294,7 @@ def json_of(
 
 
 def page_of(title: str, trials: Sequence[Trial], notes: Sequence[str]) -> str:
-    """Return a self-contained HTML page: notes, a table, a plot of each figure over the trials, and ages of
-    rollouts.
-    """
+    """Return a self-contained HTML page: notes, a table, a plot per figure over the trials, and ages of rollouts."""
     ran = [trial for trial in trials if trial.prediction is not None]
     figures = [_figure(heading, _over_trials(ran, attribute, form)) for heading, attribute, form in _COLUMNS]
     figures += [

@@ -16,9 +16,9 @@ from pipelinerl.observability.status import EngineStatus, HeldOutStatus, RunStat
 
 _STATE_STYLES: Final = {"live": "bold green", "finished": "bold cyan", "starting": "bold yellow", "suspended": "bold"}
 _LABEL: Final = 10
-#: Columns that a label and its value need; two pairs share a line if both have this many.
+#: Width of a label and its value, in columns; a terminal that is twice as wide shows two pairs per line.
 _FIGURE: Final = 22
-#: Narrower terminals do not show an engine's running sequences.
+#: Minimum width at which an engine's running sequences are shown.
 _LOADS: Final = 42
 #: Maximum number of domains and of engines on the screen; `pipelinerl status` and `engines list` show all.
 _MOST: Final = 12
@@ -51,7 +51,6 @@ def _head(snapshot: RunSnapshot, width: int) -> Iterator[Text]:
 
 
 def _pairs(snapshot: RunSnapshot, width: int) -> Iterator[Text]:
-    """Yield pairs of a label and its value, two per line if there is room."""
     status, step = snapshot.status, snapshot.status.last_step
     pairs = {
         "reward": _figure(step.reward, ".3f"),
@@ -83,7 +82,6 @@ def _waits(snapshot: RunSnapshot) -> Iterator[Text]:
 
 
 def _wrong(snapshot: RunSnapshot) -> Iterator[Text]:
-    """Yield alarms, the number of unreadable events, and the condition that blocks the run."""
     yield from (Text.assemble(("alarm ", "bold red"), one_line(alarm)) for alarm in snapshot.status.alarms)
     if snapshot.unread:
         yield Text(f"{snapshot.unread:,} events of the log could not be read", "red")

@@ -1,7 +1,7 @@
 """`RunFollower`: the state of one run, from its controller if that answers, otherwise from the run's files.
 
-A thread polls the controller and reads the files, so that drawing never blocks: it uses the newest `RunSnapshot`. The
-same thread changes knobs, one at a time, through the controller. `result` is the result of the last change.
+A thread polls the controller and reads the files, so that drawing the newest `RunSnapshot` never blocks. The same
+thread changes knobs through the controller, one at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pipelinerl.observability.status import (
 #: Seconds between two polls.
 _EVERY_S: Final = 1.0
 _TIMEOUT_S: Final = 5.0
-#: Seconds of reading a long log after which the progress of reading is shown.
+#: Seconds after which reading a long log is interrupted to show how much has been read.
 _PIECE_S: Final = 0.5
 #: Number of steps over which waits are averaged.
 _WINDOW: Final = 20
@@ -48,7 +48,7 @@ class RunSnapshot:
     """A run at one moment.
 
     Attributes:
-        status: the controller's status. If no controller answers, as much of a status as the files contain.
+        status: the controller's status; if no controller answers, the part of it that the files contain.
         state: live, starting, finished, suspended, failed, crashed or silent.
         knobs: values by name, domain weights as `domain_weights.<name>`.
         ledger: counts of prompt orders; None if unknown.
@@ -123,7 +123,6 @@ class RunSource:
         return 1.0 if self._tail is None else self._tail.share
 
     def _read(self) -> None:
-        """Read the next part of the log, for a limited time."""
         until = time.monotonic() + _PIECE_S
         while self._tail is not None:
             try:
@@ -181,7 +180,7 @@ class RunFollower:
         self._thread.start()
 
     def change(self, name: str, value: str) -> None:
-        """Queue a change of a knob; `result` is set when it is done."""
+        """Queue a change of a knob; `result` is set when the controller has answered."""
         self._wanted.put((name, value))
 
     def close(self, *, timeout_s: float = 1.0) -> None:
@@ -205,11 +204,7 @@ class RunFollower:
 
 
 def source_of(run: str) -> RunSource:
-    """Return the source for a run's directory or a controller's URL.
-
-    Raises:
-        UserError: there is no run in the directory.
-    """
+    """Return the source for a run's directory or a controller's URL, or raise `UserError` if there is no run."""
     if not is_url(run) and not any((Path(run) / name).exists() for name in ("events.jsonl", "recipe.toml")):
         raise UserError(f"{run} is not a run: it has neither events.jsonl nor recipe.toml; name the run's directory")
     return RunSource(run)
@@ -283,7 +278,6 @@ def _silent(snapshot: RunSnapshot, why: str) -> RunSnapshot:
 
 
 def _steps_of(recipe: Path) -> int:
-    """Return the number of steps in a recipe; 0 if it has none."""
     try:
         section = tomllib.loads(recipe.read_text()).get("run")
     except (OSError, ValueError):

@@ -1,8 +1,7 @@
 """The screen of `pipelinerl top`, drawn with textual: figures left of the knobs, or above them on narrow terminals.
 
-It reads the snapshot of a `RunFollower` four times a second and never waits for it. The arrow keys select a knob; Enter
-starts and submits an edit; Escape cancels it. textual restores the terminal on exit. The app ignores the mouse, so that
-the terminal can select text with it.
+The app draws the newest snapshot of a `RunFollower` four times a second, and never waits for it. The arrow keys
+select a knob; Enter starts and submits an edit; Escape cancels it. The terminal keeps the mouse, to select text.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class KnobRow(Horizontal, can_focus=True):
         yield field
 
     def take(self, value: str) -> None:
-        """Display a new value; text that the user is typing stays."""
+        """Display a new value, but keep text that the user is typing."""
         if value != self._value:
             self._value = value
             self.query_one(".value", Static).update(Text(value))
@@ -164,9 +163,7 @@ class TopApp(App[None]):
         self._follower.change(row.knob, submitted.value.strip())
 
     async def _look(self) -> None:
-        """Draw the newest snapshot. The timer may run once more while the screen closes, when widgets are already
-        gone.
-        """
+        # The timer may run once more while the screen closes, when the widgets are already gone.
         with suppress(NoMatches, MountError):
             await self._draw()
 

@@ -3,11 +3,11 @@
     http://127.0.0.1:4321/?key=…    works once     ──▶ a cookie with the server's token  ──▶  /   views and changes
     http://127.0.0.1:4321/?share=…  works always   ──▶ a cookie with the share's key     ──▶  /   views only
 
-A link redirects to an address without its key. A one-time key that remains in a browser's history or a log is already
-used up. When a one-time link is used, the server prints the next one, for another browser. Cookies are HttpOnly and
-SameSite=Strict. Either cookie is translated to the bearer token of `http_service`'s gate, so that requests are admitted
-in one place. A cookie is ignored if the browser reports that another site, or another port of this machine, made the
-request. Browsers without a cookie get a page that asks for a key; programs get a JSON error.
+A link redirects to an address without its key: a one-time key in a browser's history or a log is already used up. When
+a one-time link is used, the server prints the next one, for another browser. Cookies are HttpOnly and SameSite=Strict;
+a cookie is ignored if the browser reports that another site, or another port of this machine, made the request. Valid
+cookies are translated to the bearer token, so that only the gate of `http_service` admits requests. Browsers without a
+cookie get a page that asks for a key; programs get a JSON error.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def new_token() -> str:
 
 @dataclass(frozen=True, slots=True)
 class SharedLink:
-    """A permanent link to the page: its key, and the port of its address; 0 if the port is unknown."""
+    """A permanent link to the page: its key, and the port in its address; 0 if unknown."""
 
     key: str
     port: int = 0
@@ -79,9 +79,7 @@ def lasting_link(run_dir: Path) -> SharedLink:
 
 
 def keep_link(run_dir: Path, share: SharedLink) -> bool:
-    """Store the permanent link for the next `pipelinerl watch --share`; return False if the directory is not
-    writable.
-    """
+    """Store the permanent link for the next `pipelinerl watch --share`; return False if that is not possible."""
     try:
         write_private(run_dir / _SHARE_FILE, json.dumps({"key": share.key, "port": share.port}))
     except OSError:
@@ -91,7 +89,7 @@ def keep_link(run_dir: Path, share: SharedLink) -> bool:
 
 @final
 class PageLinks:
-    """One-time links to the page. `announce` is called with each new key; using a key creates the next one."""
+    """One-time links to the page. Each new key is passed to `announce`; using a key creates the next one."""
 
     def __init__(self, announce: Callable[[str], None]) -> None:
         self._announce = announce
@@ -113,17 +111,14 @@ class PageLinks:
 def admit(app: FastAPI, links: PageLinks, *, token: str, cookie: str, share_key: str = "") -> None:
     """Add the middleware that admits links and cookies to `app`. It must run before the gate, so add the gate first.
 
-    Args:
-        share_key: key of the permanent link; empty if there is none.
+    `share_key` is the permanent link's key; empty if there is none.
     """
     app.add_middleware(_Door, links=links, token=token, cookie=cookie, share_key=share_key)
 
 
 @final
 class _Door:
-    """ASGI middleware that translates links and cookies to the token, and adds the security policy to every
-    response.
-    """
+    """ASGI middleware: translate links and cookies to the token; add the security policy to every response."""
 
     def __init__(self, app: ASGIApp, links: PageLinks, token: str, cookie: str, share_key: str) -> None:
         self._app = app
@@ -160,10 +155,9 @@ class _Door:
         await (self._app if answer is None else answer)(scope, receive, sending)
 
     def _opened(self, scope: Scope, *, is_known: bool) -> Response | None:
-        """Answer a request that opens a link.
+        """Answer a request that opens a link: set the link's cookie and redirect to the page.
 
-        A valid link sets its cookie and redirects to the page. An invalid link gets the page that asks for a key,
-        unless the browser has a cookie already.
+        An invalid link gets the page that asks for a key, unless the browser has a cookie already.
         """
         if scope["path"] != "/" or scope["method"] != "GET":
             return None
@@ -175,7 +169,7 @@ class _Door:
         return None if not name or is_known else _ask_for_key(scope)
 
     def _refused(self, scope: Scope) -> Response | None:
-        """Reject requests without credentials; a bearer token is left for the gate to check."""
+        # A bearer token is left for the gate to check.
         if scope["path"] == OPEN_PATH or _headers(scope, b"authorization"):
             return None
         return _ask_for_key(scope)
@@ -193,7 +187,7 @@ class _Door:
 def _link_in(query: bytes) -> tuple[str, str]:
     """Return `key` or `share` with its value, or two empty strings if the query has neither.
 
-    Users paste whole links into the field for a key; then the key is taken from the pasted link.
+    If the value is a whole link, pasted into the field for a key, the link's key is used.
     """
     try:
         fields = parse_qs(query.decode("ascii"), max_num_fields=4, keep_blank_values=True)
@@ -217,7 +211,6 @@ def _welcome(scope: Scope, cookie: str, value: str) -> Response:
 
 
 def _ask_for_key(scope: Scope) -> Response:
-    """Answer a browser with the page that asks for a key, and any other client with a JSON error."""
     accepted = b",".join(_headers(scope, b"accept"))
     if scope["path"] != "/" or b"text/html" not in accepted:
         return refusal(401, _ASK_FOR_LINK, code="unauthorized")

@@ -29,11 +29,9 @@ from pipelinerl.observability.samples.record import SampleKind
 from pipelinerl.observability.status import RunStatus
 
 _MOST_METRICS: Final = 64
-#: Maximum age of the controller's status, in seconds. It is above the polling interval of listeners, so the cache is
-#: used.
+#: Maximum age of the controller's status in seconds; longer than the polling interval, so that the cache is used.
 _STATUS_S: Final = STATE_S + 1.0
-#: Up to this many steps are computed within the event loop: they take a few milliseconds, which other requests can
-#: wait.
+#: Up to this many steps are computed within the event loop: that takes a few milliseconds.
 _FEW: Final = 100
 _SHOWN: Final = "reward,entropy,length_mean,grad_norm,staleness_mean,wait_s,step_s"
 
@@ -55,7 +53,7 @@ _PLACES: Final = {Axis.STEP: "step", Axis.SECONDS: "elapsed_s", Axis.SAMPLES: "s
 
 
 def add_reading(app: FastAPI, pages: Pages) -> None:
-    """Add the routes to `app`."""
+    """Add the routes that describe runs to `app`."""
     _add_now(app, pages)
 
     @app.get("/api/run")
@@ -95,8 +93,7 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
 def _add_now(app: FastAPI, pages: Pages) -> None:
     """Add the route that every open page polls.
 
-    Several pages send the same request at the same moment, so the last response is cached. Requests for a few new steps
-    are answered without another thread.
+    Several pages send the same request at the same moment, so the last response is cached.
     """
     latest: dict[int, tuple[object, bytes]] = {}
 
@@ -206,7 +203,7 @@ def _steps(
 
 
 def _names(metrics: str) -> list[str]:
-    """Parse the names of figures in a query; `%2C` stands for a comma within a name."""
+    """Parse the figures' names in a query; `%2C` stands for a comma within a name."""
     names = [name.replace("%2C", ",") for name in metrics.split(",") if name]
     if len(names) > _MOST_METRICS:
         raise HTTPException(422, f"metrics must be at most {_MOST_METRICS} names, got {len(names)}")
@@ -244,11 +241,9 @@ def _overlaid(watched: Watched, metrics: Sequence[str], axis: Axis, points: int)
 
 
 def differences(recipes: Sequence[Mapping[str, Any]], made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the recipe keys whose values differ, each with its value in every recipe; None where a recipe lacks the
-    key.
+    """Return the recipe keys whose values differ, each with its value in every recipe or None.
 
-    Args:
-        made: the non-default settings of each recipe; keys that are in none of them are left out.
+    `made` holds the non-default settings of each recipe; keys that are in none of them are left out.
     """
     flat = [dict(_flat(recipe, "")) for recipe in recipes]
     paths = sorted({path for each in made for path, _ in _flat(each, "")})
@@ -260,9 +255,7 @@ def differences(recipes: Sequence[Mapping[str, Any]], made: Sequence[Mapping[str
 
 
 def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) for each value in nested tables and lists; list members with a `name` are called by
-    it.
-    """
+    """Yield (dotted path, value) of nested tables and lists; list members go by their `name` if they have one."""
     if isinstance(value, list) and value and all(isinstance(each, dict) and "name" in each for each in value):
         value = {str(each["name"]): each for each in value}
     if not isinstance(value, Mapping):

@@ -60,7 +60,7 @@ class WantedKind(StrEnum):
 
 
 class Signal(StrEnum):
-    """Filter of groups: `with` a training signal, because their rewards differ, or `without`."""
+    """Filter of groups: `with` a training signal, that is differing rewards, or `without`."""
 
     WITH = "with"
     WITHOUT = "without"
@@ -174,7 +174,6 @@ def _row(place: SamplePlace, group: SampleGroup) -> dict[str, Any]:
 
 
 def _differing_prompt_parts(groups: Sequence[SampleGroup]) -> list[str]:
-    """Return for each group the part of its prompt that differs from the other prompts of its domain."""
     prompts: dict[str, list[str]] = {}
     for group in groups:
         prompts.setdefault(group.domain, []).append(group.prompt)
@@ -202,14 +201,13 @@ def _shared_start(texts: Sequence[str]) -> str:
 
 
 def _answer(number: int, each: AnswerRecord) -> dict[str, Any]:
-    """Return an answer as JSON values, without its tokens."""
     fields = {name: getattr(each, name) for name in each.__struct_fields__ if name != "tokens"}
     turns = [msgspec.structs.asdict(turn) for turn in each.turns]
     return {"sample": number, **fields, "turns": turns, "has_tokens": each.tokens is not None}
 
 
 def _columns(group: SampleGroup, number: int, answer: AnswerTokens) -> dict[str, Any]:
-    """Return columns with one entry per token: first the prompt's tokens, then the answer's."""
+    """Return columns with one entry per token, the prompt's tokens first."""
     prompt, tokens = group.prompt_tokens, answer.tokens
     ids = [*(prompt.ids if prompt else ()), *tokens.ids]
     texts = [*(prompt.texts if prompt else ()), *tokens.texts]
@@ -246,11 +244,10 @@ def _columns(group: SampleGroup, number: int, answer: AnswerTokens) -> dict[str,
 
 
 def causes_of(versions: tuple[int | None, ...], *, held: int) -> tuple[Cause | None, ...]:
-    """Return for each token the cause for which the trainer's log-prob differs from the sampler's, as in
-    `numerics.causes`.
+    """Return for each token why the trainer's log-prob differs from the sampler's, as in `numerics.causes`.
 
-    The cause follows from the token's version, the first version of its turn, and the version `held` by the trainer. It
-    is None for tokens that were not sampled.
+    This depends on the token's version, the first version of its turn, and the version `held` by the trainer. It is
+    None for tokens that were not sampled.
     """
     causes: list[Cause | None] = []
     first: int | None = None

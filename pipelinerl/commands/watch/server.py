@@ -1,7 +1,7 @@
-"""The page's server: files and JSON for a browser that has the link; docs/use/watching.md lists its routes.
+"""The page's server: files and JSON for a browser that has the link; docs/use/watching.md lists the routes.
 
-It shows what `Follower` has read from the runs' files, and sends changes to the runs' controllers. The processes of a
-run do not depend on it. It generates no HTML: the page consists of static files that fetch JSON.
+It shows what `Follower` has read from the runs' files, and sends changes to the runs' controllers. No process of a run
+depends on it. It generates no HTML: the page consists of static files that fetch JSON.
 """
 
 from __future__ import annotations
@@ -55,15 +55,14 @@ _SILENCE_S: Final = 15.0
 def add_stream(app: FastAPI, pages: Pages) -> None:
     """Add `/api/stream`: events of a run as server-sent events, for a limited number of listeners.
 
-    A listener sleeps until the feed's bell rings. A slow listener costs only its connection and its place in the feed.
-    A reconnecting listener sends its place as `Last-Event-ID`. The feed encodes each event once for all listeners.
-    FastAPI's own event generators are not used: they build a model per listener and event, and raise an error when a
-    client disconnects within an event.
+    A listener sleeps until the feed wakes it, and sends its place as `Last-Event-ID` when it reconnects. FastAPI's
+    event generators are not used: they build a model per listener and event, and fail if a client disconnects within
+    an event.
     """
     seats = asyncio.BoundedSemaphore(SEATS)
 
     async def seat(number: RunNumber = 0) -> AsyncIterator[None]:
-        pages.of(number)  # checked before the response begins, so that an error still gets its own status
+        pages.of(number)  # checked before the response begins, so that an unknown run gets its own status code
         if seats.locked():
             raise HTTPException(503, f"{SEATS} pages are listening already; close one of them")
         async with seats:
@@ -71,12 +70,11 @@ def add_stream(app: FastAPI, pages: Pages) -> None:
 
     @app.get("/api/stream", dependencies=[Depends(seat)])
     async def stream(number: RunNumber = 0, last_event_id: Annotated[str, Header(max_length=64)] = "") -> Response:
-        # This header tells nginx not to buffer events.
+        # The header stops nginx from buffering events.
         return EventSourceResponse(_stream_frames(pages, number, last_event_id), headers={"x-accel-buffering": "no"})
 
 
 async def _stream_frames(pages: Pages, number: int, last_event_id: str) -> AsyncIterator[bytes]:
-    """Yield frames of server-sent events as they arrive, until the client disconnects."""
     run = pages.of(number).run
     with run.feed.listener() as bell:
         place, sent_at = run.feed.place, time.monotonic()
@@ -107,7 +105,7 @@ async def _stream_frames(pages: Pages, number: int, last_event_id: str) -> Async
 
 
 def _frames(entries: Sequence[FeedEntry], run: int) -> bytes:
-    """Return the entries as frames of server-sent events; too many steps are replaced by one notice."""
+    """Return the entries as frames of server-sent events; if there are many steps, one notice replaces them."""
     many = summarised(entries)
     if many is None:
         return b"".join(entry.frame for entry in entries)
@@ -133,11 +131,10 @@ def create_page(
     read_only: bool = False,
     share_key: str = "",
 ) -> FastAPI:
-    """Return the application; it reads the runs' files while it is being served.
+    """Return the application, which reads the runs' files while it is being served.
 
     Args:
         token: bearer token of programs; browsers receive it as a cookie from a link.
-        read_only: refuse all changes.
         share_key: key of the permanent read-only link; empty if there is none.
     """
 
@@ -177,7 +174,7 @@ def _add_files(app: FastAPI) -> None:
 
 
 def _file(name: str) -> Response:
-    """Return a static file of the page by its bare name; other files are never served."""
+    # Files are looked up by bare name, so that files elsewhere are never served.
     known = {path.name: path for path in STATIC.iterdir() if path.is_file()} if STATIC.is_dir() else {}
     if name not in known:
         raise HTTPException(404, "the page has no such file")
@@ -187,8 +184,7 @@ def _file(name: str) -> Response:
 
 # --- routes that change a run -----------------------------------------------------------------------------------------
 #
-# `/api/knobs`, `/api/engines`, `/api/stop`. If no controller answers, they refuse changes and show the state that the
-# event log has.
+# `/api/knobs`, `/api/engines`, `/api/stop`. Without a controller they refuse changes and show the event log's state.
 
 _EFFECTIVE: Final = "at the next step boundary"
 
@@ -197,7 +193,7 @@ _Grace = Annotated[float, Field(ge=0, le=86_400)]
 
 
 class EngineWanted(BaseModel):
-    """Request to add an engine: a running one by its `url`, or `count` new ones of a `type`."""
+    """Request to add engines: a running one by its `url`, or `count` new ones of a `type`."""
 
     url: _Text = ""
     type: _Text = ""
@@ -205,14 +201,14 @@ class EngineWanted(BaseModel):
 
 
 class EngineLeaving(BaseModel):
-    """Request to remove the engine with a URL or name; its running requests have `grace_s` seconds to finish."""
+    """Request to remove an engine, given by URL or name; its running requests have `grace_s` seconds to finish."""
 
     engine: _Text
     grace_s: _Grace = GRACE_S
 
 
 class EngineReplaced(BaseModel):
-    """Request to replace the engine with a URL or name by a new one of a `type`."""
+    """Request to replace an engine, given by URL or name, by a new one of a `type`."""
 
     engine: _Text
     type: _Text
@@ -226,7 +222,7 @@ class RunEnding(BaseModel):
 
 
 def add_steering(app: FastAPI, pages: Pages) -> None:
-    """Add the routes to `app`."""
+    """Add the routes that change a run to `app`."""
     app.add_exception_handler(UserError, _refused)
     _add_knobs(app, pages)
     _add_engines(app, pages)
@@ -300,9 +296,7 @@ def _add_engines(app: FastAPI, pages: Pages) -> None:
 
 
 def _steered(watched: Watched, looks_only: bool = False) -> tuple[dict[str, Any], RunStatus | None]:
-    """Return whether this client may change the run, as JSON values, and the controller's status; None if none
-    answers.
-    """
+    """Return whether this client may change the run, as JSON values, and the controller's status if one answers."""
     if watched.run.view.state:
         status, why_not = None, "the run is over"
     else:

@@ -1,7 +1,7 @@
 """`Steering`: the page's connection to the controller of a live run. Without a controller, the page only shows the run.
 
-Changes use the controller's API with the run's token and the operator's name, like `pipelinerl knobs` and `pipelinerl
-engines`. Before a change is sent, the controller's own rules are applied here, so that refusals show at once.
+Changes use the controller's API with the run's token and the operator's name, like `pipelinerl knobs` and `engines`.
+Before a change is sent, the controller's own rules are applied here, so that refusals show at once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class CannotSteer(UserError):
 @final
 @dataclass(slots=True)
 class Steering:
-    """Connection to the controller of the run in a directory; used from any thread. Must be closed."""
+    """Connection to the controller of the run in a directory, for use from any thread; close it after use."""
 
     run_dir: Path
     read_only: bool = False
@@ -100,9 +100,7 @@ class Steering:
             self._client = None
 
     def obstacle(self, *, looks_only: bool = False) -> str:
-        """Return the reason why changes are refused, for a client that `looks_only` or in general; empty if they are
-        allowed.
-        """
+        """Return why changes are refused; empty if they are allowed. `looks_only` means a read-only client."""
         if self.read_only or looks_only:
             return _SHARED if looks_only else _READ_ONLY
         return "" if self.status() is not None else "no controller answers: the run is not live, or is just starting"
@@ -116,9 +114,9 @@ class Steering:
         return self._changing(lambda controller: controller.change_knobs(changes))
 
     def refused(self, changes: Mapping[str, Any]) -> list[dict[str, str]]:
-        """Return the messages with which the controller would refuse the changes; empty if it would accept them.
+        """Return the messages with which the controller would refuse the changes, each with its knob's name.
 
-        Each message names its knob; the name is `""` if only the combination of changes is invalid.
+        The name is empty if only the combination of changes is invalid; the list is empty if all would be accepted.
         """
         now = self._knobs_now()
         try:
@@ -130,7 +128,7 @@ class Steering:
         return []
 
     def steps_of(self, name: str) -> dict[str, Any]:
-        """Return the step of a knob's slider, if it depends on the recipe; else an empty table."""
+        """Return the step of a knob's slider if it depends on the recipe, otherwise an empty table."""
         if name != "rollouts_per_step":
             return {}
         try:

@@ -1,8 +1,7 @@
 """`WatchedRun`: one run on the page, with the state read from its files so far and the feed of its listeners.
 
-The thread of `Follower` reads all runs in bounded pieces, so that responses never wait for a long log. Responses cover
-what has been read so far and state which share of the files that is. `Pages` are the runs of one server, with the
-connections to their controllers.
+The thread of `Follower` reads all runs in bounded pieces, so that responses never wait for a long log. Each response
+says which share of the files it covers. `Pages` are the runs of one server, with the connections to their controllers.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from pipelinerl.observability.page.sample_index import SampleIndex
 from pipelinerl.observability.samples.reading import FOLDER
 
 _MOST: Final = 2000
-#: A listener that is further behind receives one notice to refetch the steps, instead of every step.
+#: Number of entries above which a listener receives one notice to refetch the steps, instead of every step.
 _FAR_BEHIND: Final = 200
 _MOST_BYTES: Final = 16384
 #: Delay before a disconnected browser reconnects, in milliseconds.
@@ -48,7 +47,7 @@ _RETRY_MS: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class FeedEntry:
-    """One event of the feed: its place and the bytes that each listener receives; `step` if the event is a step."""
+    """One event of the feed: its place and the bytes sent to each listener; `step` if the event is a step."""
 
     place: str
     frame: bytes
@@ -57,12 +56,12 @@ class FeedEntry:
 
 @final
 class Feed:
-    """Recent events of a run for all its listeners, bounded however slow a listener is; used on any threads.
+    """Recent events of a run, for all its listeners; bounded even if a listener is slow; thread-safe.
 
-    A listener keeps its place: the number of the last event that it received. It also has a bell: an asyncio event that
-    is set when there are more events. A reconnecting listener sends its place and receives what it missed, or a notice
-    that it is too far behind. All bells ring at the same moment, so that pages send the same requests at the same time
-    and share the cached responses.
+    A listener remembers its place, which is the number of the last event that it received, and has a bell: an asyncio
+    event, set when there are more events. A reconnecting listener sends its place and receives the missed events, or a
+    notice that they are no longer kept. All bells ring at the same moment, so that pages send the same requests at the
+    same time and share cached responses.
     """
 
     def __init__(self, run: int) -> None:
@@ -98,7 +97,7 @@ class Feed:
 
     @contextmanager
     def listener(self) -> Iterator[asyncio.Event]:
-        """Yield a bell that is set in the running event loop whenever there are new entries."""
+        """Yield an asyncio event that is set whenever there are new entries."""
         bell = asyncio.Event()
         with self._lock:
             self._bells[bell] = asyncio.get_running_loop()
@@ -109,9 +108,7 @@ class Feed:
                 del self._bells[bell]
 
     def after(self, place: str) -> Sequence[FeedEntry] | None:
-        """Return the entries after a listener's place; None if the place is unknown or its entries are no longer
-        kept.
-        """
+        """Return the entries after a listener's place; None if the place is unknown or too old."""
         life, _, number = place.partition("-")
         with self._lock:
             if life != self._life or not number.isdigit() or len(number) > 18:
@@ -123,7 +120,7 @@ class Feed:
 
 
 def frame(name: str, data: Mapping[str, Any], place: str) -> bytes:
-    """Return one server-sent event; a client that loses its connection after this event will reconnect with `place`."""
+    """Return one server-sent event; a client that loses its connection after the event reconnects with `place`."""
     return _frame(name, as_json(data), place)
 
 
@@ -145,16 +142,14 @@ def step_figures(event: Event) -> dict[str, Any]:
 
 
 def summarised(entries: Sequence[FeedEntry]) -> tuple[int, int] | None:
-    """Return (step before the first, last step) if the entries should be replaced by one notice; None if they are
-    few.
-    """
+    """Return the steps (before the first, last) that one notice should replace; None if there are few entries."""
     steps = [entry.step for entry in entries if entry.step is not None]
     return (min(steps) - 1, max(steps)) if len(entries) > _FAR_BEHIND and steps else None
 
 
 log = logging.getLogger("pipelinerl")
 
-#: Seconds between two reads of the files, and so the least time between two notifications of pages.
+#: Seconds between two reads of the files, and so between two notifications of pages.
 _POLL_S: Final = 0.5
 #: Seconds of pause after each piece of a long log, so that other threads can run.
 _BREATH_S: Final = 0.001
@@ -188,7 +183,7 @@ class WatchedRun:
 
     @property
     def name(self) -> str:
-        """The run's name; until the log contains it, the name of the directory."""
+        """The run's name, or its directory's name until the log contains the run's name."""
         return str(self.view.started.get("run") or self.run_dir.resolve().name)[:200]
 
     @property
@@ -230,9 +225,7 @@ class WatchedRun:
             return more
 
     def note_state(self, *, answers: bool) -> None:
-        """Derive the run's state from the log and from whether its controller `answers`; notify listeners of a
-        change.
-        """
+        """Derive the run's state from its log and whether its controller `answers`; notify listeners of changes."""
         with self.lock:
             state = self.view.state or ("live" if answers else self._silent_state())
             if state != self.state:
@@ -287,11 +280,7 @@ class WatchedRun:
 
 
 def watched_runs(directories: Sequence[Path]) -> list[WatchedRun]:
-    """Return the runs to watch, numbered in the order of their directories.
-
-    Raises:
-        UserError: a directory holds no run.
-    """
+    """Return the runs to watch, numbered in the order of their directories; raise `UserError` if one holds no run."""
     for directory in directories:
         there = ("events.jsonl", "recipe.toml", FOLDER)
         if not any((directory / name).exists() for name in there):
@@ -321,7 +310,6 @@ class Follower:
 
 
 def _plain(value: Any) -> Any:
-    """Return values that JSON can represent, without users and passwords in addresses."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -352,7 +340,7 @@ StepNumber = Annotated[int | None, Query(ge=0, le=2**53)]
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """One run: its files, and the connection to its controller."""
+    """One run, and the connection to its controller."""
 
     run: WatchedRun
     steering: Steering

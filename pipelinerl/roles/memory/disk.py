@@ -71,8 +71,7 @@ def disk_line(config: RunConfig, predicted: MemoryPrediction) -> str:
 def disk_faults(config: RunConfig, predicted: MemoryPrediction, place: Path | None = None) -> Iterator[str]:
     """Yield an error if the run does not fit on its disk; it names the keys to change and values that fit.
 
-    The files of a resumed run are already on the disk, in `place` (default: the recipe's run directory), and are
-    subtracted.
+    Files that a resumed run already has in `place` (default: the recipe's run directory) are subtracted.
     """
     place = place or config.run_directory
     written = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
@@ -91,15 +90,12 @@ def disk_faults(config: RunConfig, predicted: MemoryPrediction, place: Path | No
 
 
 def refuse_full_disk(config: RunConfig, predicted: MemoryPrediction, place: Path | None = None) -> None:
-    """Raise UserError if the run does not fit on its disk; `place` is the directory of a resumed run, None for a new
-    run.
-    """
+    """Raise `UserError` if the run does not fit on its disk; `place` is the directory of a run that is resumed."""
     for sentence in disk_faults(config, predicted, place):
         raise UserError(sentence)
 
 
-#: Fraction of a device's memory that the predicted part may fill. Libraries, the stream server and verifiers, which are
-#: not predicted, use the rest.
+#: Fraction of a device's memory that the predicted part may fill; libraries, stream server and verifiers use the rest.
 _USED: Final = 0.8
 _LEAST_TOKENS: Final = 1024
 #: Engines that cast weights to the recipe's dtype.

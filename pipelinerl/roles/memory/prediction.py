@@ -1,7 +1,7 @@
 """The memory table of `pipelinerl check`: the memory of each process, whether it fits, and the knobs that would help.
 
-Nothing heavy is imported and no weight is read. Trainers and engines of other types than ours, and external servers,
-cannot be predicted and are left out.
+Nothing heavy is imported and no weight is read. The memory of third-party trainers and engines, and of external
+servers, cannot be predicted and is left out.
 """
 
 from __future__ import annotations
@@ -133,11 +133,7 @@ class MemoryPrediction:
 
 
 def predict(config: RunConfig, objective: PolicyObjective) -> MemoryPrediction:
-    """Predict the memory of a recipe that `check` has accepted.
-
-    Raises:
-        ModelError: the model's sizes cannot be read.
-    """
+    """Predict the memory of a recipe that `check` has accepted; raise `ModelError` if its sizes are unreadable."""
     path = config.model.resolved
     if model_type(path) == bigram.MODEL_TYPE:
         return MemoryPrediction(None, None, 0)
@@ -189,9 +185,7 @@ def _engine(config: RunConfig, shape: ModelShape) -> EngineMemory | None:
 
 
 def trainable(prediction: MemoryPrediction) -> str | None:
-    """Return a line such as `LoRA: 1.2 M of 135 M parameters train`; None if all parameters train or the trainer is not
-    predicted.
-    """
+    """Return a line such as `LoRA: 1.2 M of 135 M parameters train`; None if all train or no trainer is predicted."""
     trainer = prediction.trainer
     if trainer is None or not trainer.rank:
         return None
@@ -234,9 +228,7 @@ def _of_all(prediction: MemoryPrediction) -> int:
 
 
 def _advice(footprint: Footprint, limit: int) -> str:
-    """Return the changes that each suffice on their own; if none does, the change that saves most, and the memory it
-    leaves.
-    """
+    """Return all changes that suffice on their own; if none does, the one that saves most, and the memory it leaves."""
     tried = list(_changes(footprint))
     enough: dict[str, str] = {}  # the smallest sufficient change of each knob, by the knob's name
     for name, changed in tried:
@@ -274,7 +266,6 @@ class _Together:
 
 
 def _changes(footprint: Footprint) -> Iterator[tuple[str, Footprint]]:
-    """Yield changes of the recipe that lower the memory, each with the resulting footprint."""
     if isinstance(footprint, TrainerMemory):
         yield from _trainer_changes(footprint)
     elif isinstance(footprint, _Together):
@@ -320,7 +311,6 @@ def _trainer_changes(trainer: TrainerMemory) -> Iterator[tuple[str, Footprint]]:
 
 
 def _halves(number: int, least: int) -> Sequence[int]:
-    """Return the number halved once, twice and so on, as long as the result is at least `least`."""
     halves = []
     while (number := number // 2) >= least:
         halves.append(number)

@@ -35,18 +35,17 @@ from trainer_contract.types import Precision, WeightDType
 LOGITS_AT_ONCE: Final = 2**24
 #: Factor for the padding of sequences to buckets of similar lengths.
 _PADDING: Final = 1.1
-#: How many arrays of the logits' size are held: log-softmax, its gradient, and the gradient of the logits.
+#: Number of arrays of the logits' size that are held: log-softmax, its gradient, and the gradient of the logits.
 _LOGITS_HELD: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerMemory:
-    """Memory of one process of a torch trainer whose model is divided over `shards` processes; replicas do not matter.
+    """Memory of one process of a torch trainer whose model is divided over `shards` processes, whatever the replicas.
 
     A micro-batch has `tokens`, of which `trained` have a loss; `cp` processes compute it together. `rank` is the rank
     of LoRA adapters on `targets` (None: all linear layers); 0 trains every weight. `values` is True if a critic of the
-    same size is loaded as well, and `references` counts the frozen models. `moments` and `place` describe the
-    optimizer's state.
+    same size is loaded as well; `references` counts frozen models; `moments` and `place` are about optimizer state.
     """
 
     shape: ModelShape
@@ -114,7 +113,6 @@ class TrainerMemory:
 
     @property
     def _moments(self) -> int:
-        """Bytes of both moments of the optimizer, wherever they are kept."""
         return (8 if self.moments is MomentDType.FP32 else 4) * self._trained // self.shards
 
     @property
@@ -141,9 +139,7 @@ class TrainerMemory:
 
     @property
     def _weights(self) -> int:
-        """Bytes of one copy of the model; on a mesh, of one shard plus two gathered layers and the gathered outer
-        parameters.
-        """
+        """Bytes of one copy of the model; on a mesh, of a shard, two gathered layers and the outer parameters."""
         shape, matrix = self.shape, 2 if self._keeps_base_in_bf16 else 4
         whole = 4 * shape.count - (4 - matrix) * shape.matrices - 2 * self._rounded
         if self.shards == 1:
@@ -162,9 +158,7 @@ class TrainerMemory:
 
     @property
     def _gradients(self) -> int:
-        """Bytes of gradients: of all weights, or of a shard plus a layer and the outer parameters, which are in
-        transfer.
-        """
+        """Bytes of all gradients, or of a shard plus a layer and the outer parameters, which are in transfer."""
         if self.shards == 1 or self.gradients is GradientSum.WHOLE:
             return 4 * self._trained
         passing = 2 * (self._layer + self._outer) if not self.rank else 0
@@ -172,10 +166,7 @@ class TrainerMemory:
 
     @property
     def _casts(self) -> int:
-        """Bytes of the bf16 copies that autocast makes of fp32 weights for a backward pass.
-
-        With checkpointing, only one layer's copies exist at a time.
-        """
+        """Bytes of the bf16 copies that autocast makes of fp32 weights; with checkpointing, of one layer at a time."""
         if not self._is_half or self._keeps_base_in_bf16:
             return 0
         in_bf16 = max(self._rounded, self._narrow)
@@ -235,7 +226,7 @@ class TrainerMemory:
         whole = self._own_trained * shape.vocab
         at_once, weight = min(whole, LOGITS_AT_ONCE), 0 if self.rank else 4 * shape.vocab * shape.hidden
         head = max(_LOGITS_HELD * 4 * at_once, 4 * at_once + 2 * weight)
-        if whole > LOGITS_AT_ONCE:  # in pieces: sum the weight's gradient in fp32; bf16 needs as much again
+        if whole > LOGITS_AT_ONCE:  # in pieces, which sum the weight's gradient in fp32; bf16 needs as much again
             head = _LOGITS_HELD * 4 * at_once + (2 if self._is_half else 1) * weight
         size = 2 if self._is_half else 4
         back = size * tokens * (2 * shape.intermediate + 2 * shape.hidden)

@@ -25,7 +25,7 @@ class BatchError(TrainerError):
 
 
 class StateError(TrainerError):
-    """A saved state cannot be restored, or given weights do not belong to this model."""
+    """A saved state cannot be restored, or the given weights do not belong to this model."""
 
 
 class ProtocolError(TrainerError):
@@ -35,8 +35,7 @@ class ProtocolError(TrainerError):
 class NonFiniteError(TrainerError):
     """A loss, gradient or log-prob is not finite; the step was not applied.
 
-    Attributes:
-        number: index of the micro-batch with that loss in its sequence; None if no single micro-batch caused the error.
+    `number` is the index of the micro-batch with that loss in its sequence; None if no single micro-batch is the cause.
     """
 
     def __init__(self, message: str, *, number: int | None = None) -> None:

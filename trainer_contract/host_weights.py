@@ -1,7 +1,6 @@
 """Weights in host memory: copies of gathered weights as bytes, and a check that they fit a model.
 
-Weights are bytes because numpy has no bfloat16. One format therefore covers every backend, dtype and file, and code
-that stores weights needs no backend's library.
+Weights are bytes because numpy has no bfloat16, so one format covers every backend, dtype and file.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def copied(weights: Iterable[tuple[str, Any]]) -> HostWeights:
 
 
 def check_weights(weights: HostWeights, layout: Sequence[ParameterInfo]) -> None:
-    """Check that the weights contain exactly the parameters of the layout.
+    """Check that the weights contain exactly the parameters of the layout, each with the right number of bytes.
 
     Raises:
         StateError: names the first parameter that is missing, unknown or of another size.
@@ -49,10 +48,7 @@ def num_bytes(info: ParameterInfo) -> int:
 
 
 def bytes_of(array: Any) -> NDArray[np.uint8]:
-    """Return the flat bytes of a numpy array, a torch tensor on any device, or a DLPack array.
-
-    Host data is not copied.
-    """
+    """Return the flat bytes of a numpy array, torch tensor or DLPack array; data on the host is not copied."""
     if hasattr(array, "detach"):
         flat = array.detach().cpu().contiguous().flatten()
         return np.asarray(flat.view(dtype=flat.new_empty(0).byte().dtype).numpy())

@@ -1,8 +1,8 @@
 """The bigram model: the smallest language model that can be trained and served. numpy only.
 
-The next token depends on the current one alone: row i of `logits` [V, V] holds the logits of the token after token i.
-The model is stored like a Hugging Face model (`config.json` with model_type `bigram`, `model.safetensors`, tokenizer
-files). The bigram engine and trainer can therefore replace real ones in the tests of all higher layers.
+The next token depends only on the current one: row i of `logits` [V, V] holds the logits of the token after token i.
+The directory has a Hugging Face model's files (`config.json` with model_type `bigram`, `model.safetensors`, tokenizer),
+so bigram engine and trainer can replace real ones in tests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class BigramModel:
 
     Attributes:
         logits: f32 [V, V]; `logits[i, j]` is the logit of token j after token i.
-        context_length: most tokens of a sequence; the model itself has no limit.
+        context_length: the maximum number of tokens of a sequence; the model itself has no limit.
     """
 
     logits: NDArray[np.float32]
@@ -67,11 +67,7 @@ class BigramModel:
 
     @classmethod
     def load(cls, path: Path) -> BigramModel:
-        """Read a directory that `save` wrote.
-
-        Raises:
-            ModelError: it is missing, damaged, or holds another kind of model.
-        """
+        """Read a directory that `save` wrote. Raises ModelError if it is missing, damaged or has another model type."""
         try:
             config = json_object(path / "config.json")
             tensors = load_file(path / "model.safetensors")

@@ -1,8 +1,8 @@
-"""The named algorithms: each entry gives the five slots, the paper and the equation they come from.
+"""The named algorithms: each entry gives the five slots, and the paper and equation they come from.
 
 Where a paper and RLAX's appendix A differ, the entry follows the paper and its note says so. RLAX's sections and
-equations are numbered as in its English text. Values that depend on a run (L_max, a cap, β) have defaults that a recipe
-can change. A preset needs an extra forward pass only if its entry says so.
+equations are numbered as in its English text. Recipes can change defaults that depend on a run (L_max, a bound, β). The
+note says if a preset needs an extra forward pass.
 """
 
 from __future__ import annotations
@@ -201,8 +201,8 @@ _CLIPPED: Final[Mapping[str, Preset]] = {
     ),
 }
 
-#: The objectives that the TIS note (Yao et al. 2025) compares on PPO. They use the group-relative advantage, which
-#: needs no critic; any advantage would do.
+# The objectives that the TIS note (Yao et al. 2025) compares on PPO. They use the group-relative advantage because it
+# needs no critic.
 _TIS: Final[Mapping[str, Preset]] = {
     "ppo_recomputed": Preset(
         _slots(Trajectory(), Unweighted(), GroupRelative(), ClippedRatio(over=Policy.OLD)),
@@ -228,7 +228,7 @@ _TIS: Final[Mapping[str, Preset]] = {
     ),
 }
 
-#: Algorithms published from the end of 2025 on, and DRO. Where a text and its code differ, the note says so.
+# Algorithms published from the end of 2025 on, and DRO. Where a paper and its code differ, the note says so.
 _RECENT: Final[Mapping[str, Preset]] = {
     "icepop": Preset(
         _slots(

@@ -1,7 +1,7 @@
 """Slot `grad1` of RLAX Eq. 3: the policy term, which the advantage multiplies.
 
-A term is a value and its pullback (vector-Jacobian product). Pullbacks are written in closed form. So backends without
-automatic differentiation can train, and tests can compare with automatic gradients.
+A term has a value and a pullback (vector-Jacobian product) in closed form, so backends without automatic
+differentiation can train, and tests can compare with automatic gradients.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Level(StrEnum):
 
     TOKEN = "token"
     SEQUENCE = "sequence"
-    """All tokens of a rollout share one value, so the aggregation has to divide by the length."""
+    """All tokens of a rollout share one value, so the aggregation must divide by the length."""
 
 
 class PolicyTerm(Protocol):
-    """A differentiable function of the current log-probs."""
+    """A differentiable function of the current log-probs, multiplied by the advantage."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -58,7 +58,7 @@ class PolicyTerm(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class LogProb:
-    """log π_θ: the source of gradient of REINFORCE, CISPO and PipelineRL."""
+    """log π_θ: the policy term of REINFORCE, CISPO and PipelineRL."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -84,7 +84,7 @@ class LogProb:
         return cotangent
 
     def clipped(self, tokens: Tokens) -> Array:
-        """Return False everywhere."""
+        """Return False everywhere: nothing is clipped."""
         return ~tokens.inside & tokens.inside
 
 
@@ -93,10 +93,9 @@ class LogProb:
 class ClippedRatio:
     """M·r with r = π_θ/π_over: PPO's clipped surrogate as a gradient mask (RLAX §4.2, Eq. 7; MiniMax-M1 Eq. 7).
 
-    M is 0 where clip(r, 1 − epsilon_low, 1 + epsilon_high)·A < r·A. That is the case if A > 0 and r > 1 + epsilon_high,
-    or if A < 0 and r < 1 − epsilon_low. The gradient is exactly that of PPO's min (Schulman et al. 2017, Eq. 7). `over`
-    is the policy that the step starts from: `old` costs a forward pass, `behavior` uses the sampler's log-probs. An
-    infinite epsilon disables clipping on its side.
+    M is 0 if A > 0 and r > 1 + epsilon_high, or if A < 0 and r < 1 − epsilon_low; else 1. The gradient is exactly that
+    of PPO's min (Schulman et al. 2017, Eq. 7). `over` is the policy at the start of the step: `old` costs a forward
+    pass, `behavior` uses the sampler's log-probs. An infinite epsilon disables clipping on its side.
 
     With a finite `max_drift` M is also 0 for rollouts with A < 0 whose mean log(π_over/π_θ) exceeds it: DeepSeek-V3.2's
     off-policy sequence mask (2025, §3.1).
@@ -109,7 +108,7 @@ class ClippedRatio:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The column of `over`."""
+        """The optional log-prob column of the policy `over`."""
         return columns_of(self.over)
 
     @property
@@ -126,7 +125,7 @@ class ClippedRatio:
         return Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
-        """Return M·r, [T]."""
+        """Return the ratio, 0 where clipped: M·r, [T]."""
         return _masked_exp(tokens, *self._masked(tokens))
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
@@ -138,7 +137,7 @@ class ClippedRatio:
         return self._masked(tokens)[1] == 0.0
 
     def _masked(self, tokens: Tokens) -> tuple[Array, Array]:
-        """Return log r and M."""
+        """Return log r and the mask M."""
         difference = tokens.log_ratio(Policy.CURRENT, self.over)
         kept = _kept(tokens, difference, *_logs(self.epsilon_low, self.epsilon_high))
         if self.max_drift < math.inf:
@@ -152,8 +151,8 @@ class ClippedRatio:
 class DivergenceRatio:
     """DPPO-TV (Qi et al. 2026): M·r like PPO, but M bounds the change of the token's probability, not its ratio.
 
-    M is 0 where A > 0 and π_θ − π_over > delta_high, or A < 0 and π_over − π_θ > delta_low: the total variation of the
-    two-valued distribution "this token or another", in the direction of the advantage.
+    M is 0 where A > 0 and π_θ − π_over > delta_high, or A < 0 and π_over − π_θ > delta_low. The difference is the total
+    variation of the two-valued distribution "this token or another", in the direction of the advantage.
     """
 
     delta_low: float = 0.15
@@ -162,7 +161,7 @@ class DivergenceRatio:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The column of `over`."""
+        """The optional log-prob column of the policy `over`."""
         return columns_of(self.over)
 
     @property
@@ -178,7 +177,7 @@ class DivergenceRatio:
         return Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
-        """Return M·r, [T]."""
+        """Return the ratio, 0 where clipped: M·r, [T]."""
         return _masked_exp(tokens, tokens.log_ratio(Policy.CURRENT, self.over), self._kept(tokens))
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
@@ -197,9 +196,9 @@ class DivergenceRatio:
 @final
 @dataclass(frozen=True, slots=True)
 class QuadraticRatio:
-    """CFPO (Çağatan et al. 2026, Eq. 7): r − sgn(A)·(r − 1)²/(2·epsilon), so that A times it has no clip.
+    """CFPO (Çağatan et al. 2026, Eq. 7): r − sgn(A)·(r − 1)²/(2·epsilon), a quadratic penalty instead of a clip.
 
-    Its slope in r is 1 − sgn(A)·(r − 1)/epsilon: 0 at PPO's bound in the advantage's direction, and a pull back beyond.
+    Its slope in r is 1 − sgn(A)·(r − 1)/epsilon: 0 at PPO's bound in the advantage's direction, reversed beyond.
     """
 
     epsilon: float = 0.2
@@ -207,7 +206,7 @@ class QuadraticRatio:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The column of `over`."""
+        """The optional log-prob column of the policy `over`."""
         return columns_of(self.over)
 
     @property
@@ -221,7 +220,7 @@ class QuadraticRatio:
         return Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
-        """Return the term, [T]; written so that an overflowing ratio makes it infinite, not NaN."""
+        """Return the penalised ratio, [T]; an overflowing ratio makes it infinite, not NaN."""
         ratio, sign = self._ratio(tokens)
         return ratio * (1.0 + sign * (1.0 - 0.5 * ratio) / self.epsilon) - 0.5 * sign / self.epsilon
 
@@ -231,7 +230,7 @@ class QuadraticRatio:
         return cotangent * ratio * (1.0 - sign * (ratio - 1.0) / self.epsilon)
 
     def clipped(self, tokens: Tokens) -> Array:
-        """Return False everywhere."""
+        """Return False everywhere: nothing is clipped."""
         return ~tokens.inside & tokens.inside
 
     def _ratio(self, tokens: Tokens) -> tuple[Array, Array]:
@@ -252,7 +251,7 @@ class SoftGate:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The column of `over`."""
+        """The optional log-prob column of the policy `over`."""
         return columns_of(self.over)
 
     @property
@@ -267,7 +266,7 @@ class SoftGate:
         return Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
-        """Return the gate, [T]."""
+        """Return the gated ratio (4/τ)·σ(τ·(r − 1)), [T]."""
         _, tau, gate = self._gate(tokens)
         return 4.0 * gate / tau
 
@@ -277,11 +276,11 @@ class SoftGate:
         return cotangent * 4.0 * gate * (1.0 - gate) * ratio
 
     def clipped(self, tokens: Tokens) -> Array:
-        """Return False everywhere."""
+        """Return False everywhere: nothing is clipped."""
         return ~tokens.inside & tokens.inside
 
     def _gate(self, tokens: Tokens) -> tuple[Array, Array, Array]:
-        """Return r, τ and σ(τ·(r − 1)); log r is bounded, since the gate is flat long before."""
+        """Return r, τ and σ(τ·(r − 1)); log r is bounded, far beyond the point where the gate is flat."""
         xp = tokens.xp
         ratio = tokens.exp(xp.clip(tokens.log_ratio(Policy.CURRENT, self.over), None, _FLAT))
         tau = xp.where(tokens.advantages > 0, self.positive, xp.full_like(ratio, self.negative))
@@ -293,7 +292,7 @@ class SoftGate:
 class SequenceRatio:
     """GSPO (Zheng et al. 2025, Eq. 5): M·s with s = (Π_t π_θ/π_over)^(1/|o_i|), one ratio for the whole rollout.
 
-    Its gradient flows through s into every token of the rollout: ds/d log π_θ(o_t) = s/|o_i|. M is as in PPO.
+    The gradient flows through s into every token of the rollout: ds/d log π_θ(o_t) = s/|o_i|. M is PPO's mask, for s.
     """
 
     epsilon_low: float = 3e-4
@@ -302,7 +301,7 @@ class SequenceRatio:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The column of `over`."""
+        """The optional log-prob column of the policy `over`."""
         return columns_of(self.over)
 
     @property
@@ -317,7 +316,7 @@ class SequenceRatio:
         return Level.SEQUENCE
 
     def value(self, tokens: Tokens) -> Array:
-        """Return M·s, [T]."""
+        """Return the rollout's ratio, 0 where clipped: M·s, [T]."""
         return _masked_exp(tokens, *self._masked(tokens))
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
@@ -329,7 +328,7 @@ class SequenceRatio:
         return self._masked(tokens)[1] == 0.0
 
     def _masked(self, tokens: Tokens) -> tuple[Array, Array]:
-        """Return log s and M."""
+        """Return log s and the mask M."""
         mean = tokens.rollout_mean(tokens.log_ratio(Policy.CURRENT, self.over))
         return mean, _kept(tokens, mean, *_logs(self.epsilon_low, self.epsilon_high))
 
@@ -340,8 +339,8 @@ class GeometricRatio:
     """GMPO (Zhao et al. 2025, Algorithm 1): the rollout's geometric mean of token ratios, each clipped separately.
 
     The value is (Π_t ρ_t)^(1/|o_i|). log ρ_t is log r_t, bounded above by epsilon_high where A > 0 and below by
-    −epsilon_low where A < 0. A clipped token has no gradient; every other token has value/|o_i|. The epsilons bound log
-    r, not r.
+    −epsilon_low where A < 0; the epsilons bound log r, not r. A clipped token has no gradient; any other has
+    value/|o_i|.
     """
 
     epsilon_low: float = 0.4
@@ -350,7 +349,7 @@ class GeometricRatio:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The column of `over`."""
+        """The optional log-prob column of the policy `over`."""
         return columns_of(self.over)
 
     @property
@@ -366,7 +365,7 @@ class GeometricRatio:
         return Level.SEQUENCE
 
     def value(self, tokens: Tokens) -> Array:
-        """Return the geometric mean, [T]."""
+        """Return the geometric mean of the rollout's clipped ratios, [T]."""
         difference = tokens.log_ratio(Policy.CURRENT, self.over)
         bounded = tokens.xp.clip(stop_gradient(difference), -self.epsilon_low, self.epsilon_high)
         kept = self._kept(tokens, difference)
@@ -399,18 +398,18 @@ KINDS: Final[Mapping[str, type[PolicyTerm]]] = {
 #: Kinds that contain the ratio of the current policy to `over`.
 OverPolicy = ClippedRatio | DivergenceRatio | QuadraticRatio | SoftGate | SequenceRatio | GeometricRatio
 
-#: A log-ratio beyond which SAPO's gate has no slope, for any temperature above 1e-6.
+# Bound of log r in SAPO's gate, which has no slope beyond it for any temperature above 1e-6.
 _FLAT: Final = 20.0
 
-#: Bounds log-ratios so that their excess is finite; any finite clip range acts below this bound.
+# Bound of log-ratios, which makes their excess finite; any finite clip range lies within it.
 _FAR: Final = 1e4
 
 
 def _kept(tokens: Tokens, difference: Array, low: float, high: float) -> Array:
-    """Return M [T], without gradient: 0 where clip(r)·A < r·A, so that PPO's min takes the clipped side; otherwise 1.
+    """Return M [T], without gradient: 0 where clip(r)·A < r·A, where PPO's min takes the clipped side; otherwise 1.
 
-    The computation uses log-ratios and the logs of the bounds, since ratios overflow. It uses numbers instead of
-    booleans, which are many times slower on CPUs.
+    Log-ratios and logs of the bounds are used, since ratios overflow. M is a number because booleans are many times
+    slower on CPUs.
     """
     xp = tokens.xp
     fixed = xp.clip(stop_gradient(difference), -_FAR, _FAR)
@@ -419,12 +418,11 @@ def _kept(tokens: Tokens, difference: Array, low: float, high: float) -> Array:
 
 
 def _masked_exp(tokens: Tokens, difference: Array, kept: Array) -> Array:
-    """Return M·e^difference, [T], with the exponent set to 0 where M is 0: the gradient of 0·∞ would be NaN."""
+    """Return M·e^difference, [T]; the exponent is set to 0 where M is 0, since the gradient of 0·∞ would be NaN."""
     return tokens.exp(tokens.xp.where(kept != 0.0, difference, 0.0)) * kept
 
 
 def _logs(epsilon_low: float, epsilon_high: float) -> tuple[float, float]:
-    """Return log(1 − epsilon_low) and log(1 + epsilon_high)."""
     return (math.log1p(-epsilon_low) if epsilon_low < 1.0 else -math.inf), math.log1p(epsilon_high)
 
 

@@ -30,21 +30,21 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-#: A value model's head: `weight` [1, D] and `bias` [1], fp32, in this separate file of the directory.
+# File of a value model's head in its directory: `weight` [1, D] and `bias` [1], fp32.
 VALUE_HEAD_FILE: Final = "value_head.safetensors"
-#: The longest header that safetensors itself reads, in bytes.
+# Longest header in bytes that safetensors itself reads.
 _LONGEST_HEADER: Final = 100_000_000
-#: The form of model names on the hub.
+# Form of a model's name on the hub.
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-#: Files of unsupported tokenizers, which can be converted to a supported one.
+# Files of unsupported tokenizers that can be converted to a supported one.
 _SLOW_TOKENIZERS: Final = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-#: The number of bytes read and hashed at once.
+# Number of bytes read and hashed at once.
 _BLOCK_BYTES: Final = 2**20
-#: Supported dtypes: safetensors' name for each, and the name in torch and NumPy.
+# Supported dtypes: safetensors' name, and the name in torch and NumPy.
 _DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 #: Size in bytes of one value, by safetensors' dtype name.
 _WIDTHS: Final = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
-#: The part to load: the language model, or its layers alone, whose output is the last hidden states.
+# Part to load: the language model, or only its layers, whose output is the last hidden states.
 Part = Literal["causal_lm", "trunk"]
 
 
@@ -58,11 +58,7 @@ class StoredTensor(NamedTuple):
 
 
 def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "tokenizer.json")) -> None:
-    """Reject a directory with missing files, or with a damaged config.json or index. Cheap.
-
-    Raises:
-        ModelError: names the missing or damaged file.
-    """
+    """Raise ModelError for missing files, or a damaged config.json or index; the message names the file. Cheap."""
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing there"
         download = f"; get the hub's {path} by: hf download {path} --local-dir models/{path.name}"
@@ -91,7 +87,7 @@ def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "token
 
 
 def _refuse_adapter(path: Path) -> None:
-    """Raise ModelError for an adapter; transformers would load its layers into the model here or that it names."""
+    """Raise ModelError for a LoRA adapter, which transformers would load into a base model."""
     adapter = path / "adapter_config.json"
     if adapter.is_file():
         base = json_object(adapter).get("base_model_name_or_path")
@@ -113,11 +109,7 @@ def refuse_quantised(path: Path) -> None:
 
 
 def model_type(path: Path) -> str:
-    """Return the `model_type` that config.json declares.
-
-    Raises:
-        ModelError: there is none.
-    """
+    """Return the `model_type` that config.json declares. Raises ModelError if it declares none."""
     declared = json_object(path / "config.json").get("model_type")
     if not isinstance(declared, str) or not declared:
         raise ModelError(f"{path / 'config.json'} must be a JSON object that names a model_type; copy it again")
@@ -125,18 +117,14 @@ def model_type(path: Path) -> str:
 
 
 def text_config(path: Path) -> Mapping[str, Any]:
-    """Return the configuration of the text model: all of config.json, or a part of it.
-
-    Raises:
-        ModelError: config.json cannot be read.
-    """
+    """Return the configuration of the text model: all of config.json, or a part. Raises ModelError if unreadable."""
     return text_table(path / "config.json")
 
 
 def weight_files(path: Path) -> list[Path]:
     """Return the files with the model's weights: those of the index, the single file, or all safetensors files.
 
-    The directory may hold other files as well, such as the same weights in their maker's own format.
+    Other files in the directory are ignored, such as the same weights in another format.
 
     Raises:
         ModelError: the index is damaged, or names a missing file.
@@ -160,10 +148,9 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def weights_digest(path: Path) -> str:
-    """Return the XXH3-128 of the bytes of all weight files, as 32 hexadecimal digits; paths do not matter.
+    """Return the XXH3-128 of the bytes of all weight files, as 32 hexadecimal digits; file names do not matter.
 
-    Raises:
-        ModelError: a file cannot be read.
+    Raises ModelError if a file cannot be read.
     """
     digest = xxhash.xxh3_128()
     for file in weight_files(path):
@@ -177,9 +164,9 @@ def weights_digest(path: Path) -> str:
 
 
 def model_dtype(path: Path) -> WeightDType:
-    """Return the dtype of the weights: that of config.json, or otherwise that of most bytes in the files.
+    """Return the dtype of the weights: that of config.json, or else that of most bytes in the files.
 
-    Single parameters may have another dtype; a loaded model has this one throughout.
+    Single parameters may be stored in another dtype; a loaded model has this one throughout.
 
     Raises:
         ModelError: the dtype cannot be served, such as eight bits; or a file cannot be read.
@@ -199,7 +186,7 @@ def model_dtype(path: Path) -> WeightDType:
 
 
 def _stored_dtype(path: Path) -> str:
-    """Return the dtype of most bytes, by the headers of the files alone."""
+    """Return the dtype of most bytes, from the headers of the files alone."""
     sizes: Counter[str] = Counter()
     for file in weight_files(path):
         for tensor in stored_tensors(file).values():
@@ -210,8 +197,7 @@ def _stored_dtype(path: Path) -> str:
 def stored_tensors(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file by name, from its header: eight bytes of length, then JSON.
 
-    Raises:
-        ModelError: it is no safetensors file.
+    Raises ModelError if the file is no safetensors file.
     """
     found = {}
     try:
@@ -241,7 +227,7 @@ def _stored(tensor: Mapping[str, Any], *, before: int, most: int) -> StoredTenso
 
 
 def vocab_size(path: Path) -> int | None:
-    """Return the size of the vocabulary by config.json, or None if it is absent there."""
+    """Return the vocabulary's size from config.json, or None if it is absent there."""
     try:
         return int(text_config(path)["vocab_size"])
     except (ModelError, ValueError, KeyError, TypeError):
@@ -249,22 +235,14 @@ def vocab_size(path: Path) -> int | None:
 
 
 def check_weights(path: Path) -> PreTrainedModel:
-    """Return the causal LM of a local directory, reading only names and shapes of its weights: quick.
-
-    Raises:
-        ModelError: `load_model` would raise it.
-    """
+    """Return the causal LM of a directory, reading only names and shapes of its weights. Raises as `load_model`."""
     return _load(path, device_map="meta")
 
 
 def check_values(path: Path, *, most_bytes: int) -> int:
-    """Check up to `most_bytes` bytes of the stored parameters for NaN and infinity.
+    """Check up to `most_bytes` bytes of the stored parameters for NaN and infinity; return the bytes left unchecked.
 
-    Returns:
-        The number of bytes that were not checked.
-
-    Raises:
-        ModelError: a value is NaN or infinite; or a file cannot be read.
+    Raises ModelError if a value is NaN or infinite, or a file cannot be read.
     """
     room, left = most_bytes, 0
     for file in weight_files(path):
@@ -281,12 +259,9 @@ def check_values(path: Path, *, most_bytes: int) -> int:
 
 
 def load_skeleton(path: Path, *, dtype: WeightDType) -> PreTrainedModel:
-    """Return the causal LM of a local directory with its names, shapes and `dtype`, but no values.
+    """Return the causal LM of a local directory with names, shapes and `dtype`, but without values.
 
-    Its parameters are in the order in which a trainer sends them.
-
-    Raises:
-        ModelError: `load_model` would raise it.
+    Its parameters are in the order in which a trainer sends them. Raises as `load_model`.
     """
     import torch
 
@@ -300,8 +275,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Return the causal LM of a local directory (or its `part`), on CPU, in eval mode.
 
-    Args:
-        attention: name of a function registered with transformers' `AttentionInterface`; None keeps the model's own.
+    `attention` names a function in transformers' `AttentionInterface`; None keeps the model's own.
 
     Raises:
         ModelError: the directory is incomplete, damaged, or holds an architecture that transformers does not know.
@@ -312,12 +286,9 @@ def load_model(
 
 
 def load_structure(path: Path, *, attention: str | None = None, part: Part = "causal_lm") -> PreTrainedModel:
-    """Return `load_model`'s model in fp32 before its weights are read, with parameters on the meta device.
+    """Return the model of `load_model` in fp32 without reading its weights: its parameters are on the meta device.
 
-    Buffers have their values, except those stored in the directory, which are on the meta device too.
-
-    Raises:
-        ModelError: `load_model` would raise it.
+    So are buffers that are stored in the directory; other buffers have their values. Raises as `load_model`.
     """
     import torch
 
@@ -334,7 +305,6 @@ def load_structure(path: Path, *, attention: str | None = None, part: Part = "ca
 
 
 def _attending(model: PreTrainedModel, attention: str | None) -> PreTrainedModel:
-    """Return the model in eval mode, with this attention."""
     if attention is not None:
         if not getattr(model, "_supports_attention_backend", False):
             raise ModelError(f"{type(model).__name__} does not use transformers' attention interface")
@@ -389,7 +359,7 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
 
 
 def _refuse_more_layers_than_stored(path: Path) -> None:
-    """Raise ModelError if config.json names more layers than the files hold, before building such a model."""
+    """Raise ModelError if config.json names more layers than the files have tensors, before building such a model."""
     text = text_config(path)
     layers = next((text[name] for name in ("num_hidden_layers", "n_layer") if name in text), 0)
     stored = sum(len(stored_tensors(file)) for file in weight_files(path))
@@ -401,7 +371,7 @@ def _refuse_more_layers_than_stored(path: Path) -> None:
 
 
 def refuse_unusable(path: Path, name: str, values: Tensor) -> None:
-    """Raise ModelError if a parameter of the directory `path`, on the CPU, contains a NaN or an infinity."""
+    """Raise ModelError if a parameter of the directory `path`, on the CPU, contains NaN or infinity."""
     import torch
 
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -413,8 +383,7 @@ def refuse_unusable(path: Path, name: str, values: Tensor) -> None:
 def save_model(model: PreTrainedModel, tokenizer: ChatTokenizer, path: Path) -> None:
     """Write model and tokenizer to the new directory `path`, atomically and durably.
 
-    Raises:
-        ModelError: `path` already exists, or its parent cannot be written.
+    Raises ModelError if `path` exists, or its parent cannot be written.
     """
     if path.exists():
         raise ModelError(f"{path} exists already; choose another path or remove it")

@@ -1,13 +1,12 @@
-"""Tiny decoders built from scratch: random ones for tests and benchmarks, and the warm start of the demonstration's.
+"""Tiny decoders built from scratch: random ones for tests and benchmarks, and a warm start for demonstrations.
 
 They are ordinary Qwen3 checkpoints with an ordinary fast tokenizer, so code that runs them also runs real models.
 Building uses no network and writes no files unless requested; the same seed gives the same weights.
 
-In a supervised warm start, demonstrations teach a tiny decoder part of a task, and RL does the rest. `warm_start`
-checks the greedy accuracy on a whole mixture, which suits tasks with one right answer. `warm_start_domains` checks the
-reward of sampled answers, domain by domain. A domain whose reward is high enough is only rehearsed while others catch
-up, so that every domain begins RL with room to improve. Demonstrations are correct and come from the training split.
-The result is accepted by the validation split alone; held-out problems are never used.
+A supervised warm start teaches a tiny decoder part of a task, and leaves the rest to RL. `warm_start` checks greedy
+accuracy on a whole mixture, for tasks with one right answer. `warm_start_domains` checks the reward of sampled answers
+by domain; a domain with a sufficient reward is only rehearsed until the others catch up. Demonstrations come from the
+training split, checks use the validation split, and held-out problems are never used.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def random_decoder(shape: DecoderShape | DebugSize, *, seed: int = 0) -> PreTrai
 
 
 def word_tokenizer(texts: Iterable[str], *, vocab: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE with `vocab` tokens on `texts`, one token per digit, with the same chat template.
+    """Train a byte-level BPE with `vocab` tokens on `texts`, one token per digit, with the chat template above.
 
     Every text survives encoding and decoding exactly. The same texts give the same tokens.
     """
@@ -162,21 +161,21 @@ def char_tokenizer(*, phrases: Sequence[str] = (), alphabet: str = ALPHABET) -> 
 
 
 _IGNORED = -100
-#: The number of demonstrations, of which the longest determines a domain's batch size.
+# Number of demonstrations that are measured to choose a domain's batch size.
 _MEASURED = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartSettings:
-    """Settings of the warm start and its end.
+    """Settings of `warm_start`.
 
     Attributes:
         training_problem, validation_problem: problem i of the training and of the validation split.
         shape: of the decoder; its `vocab` must hold the tokenizer's.
-        accuracy: stop at the first check inside [low, high] of greedy validation accuracy; above `high` is a failure,
-            since RL would have too little left to do.
-        demonstration_temperature: demonstrations are fitted as samples at this temperature, so that at temperature 1
-            the model is decisive. At 1 the partly trained model would sample far worse than its greedy answers.
+        accuracy: [low, high] of greedy validation accuracy. Training stops at the first check inside; above `high` is a
+            failure, since RL would have too little left to do.
+        demonstration_temperature: the logits are divided by it in the loss, so the model is decisive when sampled at
+            temperature 1. With 1, samples would be far worse than greedy answers.
         check_every: optimizer steps between two checks.
     """
 
@@ -220,10 +219,10 @@ class WarmStartReport:
 def warm_start(
     settings: WarmStartSettings, on_progress: Callable[[WarmStartProgress], None] = lambda _: None
 ) -> WarmStartReport:
-    """Fit demonstrations until the validation accuracy is inside the band.
+    """Fit demonstrations until the validation accuracy is inside [low, high].
 
     Raises:
-        ModelError: the band was missed; the message says how, and what to change.
+        ModelError: the accuracy stayed below or jumped above; the message says what to change.
     """
     import torch
 
@@ -303,7 +302,7 @@ def _step(
     *,
     temperature: float,
 ) -> float:
-    """Run one optimizer step; return the weighted mean over the batches of the mean loss per answer token."""
+    """Run one optimizer step; return the mean loss per answer token, averaged over batches by weight."""
     import torch
 
     optimizer.zero_grad()
@@ -319,10 +318,9 @@ def _step(
 
 
 def accuracies(model: PreTrainedModel, batch: Demonstrations) -> tuple[float, float]:
-    """Return the greedy accuracy and the expected accuracy of samples at temperature 1; only exact answers count.
+    """Return greedy accuracy and expected accuracy of samples at temperature 1, on exact answers, without generation.
 
-    No generation is needed: greedy decoding yields the answer if and only if each of its tokens is the likeliest after
-    the tokens before it.
+    Greedy decoding yields the answer if and only if each of its tokens is the likeliest after the tokens before it.
     """
     import torch
 
@@ -337,16 +335,16 @@ def accuracies(model: PreTrainedModel, batch: Demonstrations) -> tuple[float, fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainWarmStartSettings:
-    """Settings of the warm start by domain, and its end.
+    """Settings of `warm_start_domains`.
 
     Attributes:
-        demonstrations: problem i of each domain's training split, by its name.
-        rewards: returns the mean reward by domain of answers sampled to validation problems at temperature 1.
+        demonstrations: problem i of each domain's training split, by the domain's name.
+        rewards: returns each domain's mean reward of sampled answers to validation problems at temperature 1.
         reward: (low, high). A domain whose reward is `low` or more is only rehearsed; above `high` is a failure, since
             RL would have too little left to do.
-        tokens: approximate tokens per step of each domain: short problems are shown more often than long ones.
-        rehearsal: share of tokens, and weight in the loss, of a domain whose reward is high enough. Without rehearsal
-            it would be forgotten within tens of steps.
+        tokens: approximate tokens per step of each domain; domains of short problems show more of them.
+        rehearsal: share of tokens, and weight in the loss, of a rehearsed domain. Without rehearsal, the model would
+            forget a domain within tens of steps.
         check_every: optimizer steps between two checks.
     """
 
@@ -366,7 +364,7 @@ class DomainWarmStartSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainProgress:
-    """One check: reward of sampled answers and demonstrations shown so far, by domain; mean loss per token in nats."""
+    """One check: reward of sampled answers and demonstrations so far, by domain; mean loss per token in nats."""
 
     step: int
     rewards: Mapping[str, float]
@@ -377,10 +375,10 @@ class DomainProgress:
 def warm_start_domains(
     settings: DomainWarmStartSettings, on_progress: Callable[[DomainProgress], None] = lambda _: None
 ) -> tuple[PreTrainedModel, DomainProgress]:
-    """Fit demonstrations until each domain's reward is inside the band; return the model and the last check.
+    """Fit demonstrations until each domain's reward is inside [low, high]; return the model and the last check.
 
     Raises:
-        ModelError: the band was missed; the message names the rewards by domain, and what to change.
+        ModelError: a reward is outside at the end; the message has all rewards, and says what to change.
     """
     import torch
 
@@ -419,7 +417,6 @@ def warm_start_domains(
 
 
 def _batch_size(problem: Callable[[int], Problem], settings: DomainWarmStartSettings) -> int:
-    """Return the number of a domain's demonstrations that fill about `settings.tokens` tokens."""
     rows = _batch([problem(i) for i in range(_MEASURED)], settings.tokenizer).token_ids
     return max(1, settings.tokens // rows.shape[1])
 

@@ -11,11 +11,10 @@
     capture   before the weights change  write weights and states to a hidden directory, at page-cache speed
     commit    any time later             digest, manifest, sync, rename, sync the parent, prune
 
-Both stages run in parallel with training, which waits for the capture before it changes weights. A directory with a
-final name is complete, or its digests reveal the damage. Partial and damaged checkpoints are logged as errors and
-skipped if an older checkpoint is complete. If none is complete, the run is rejected: it must not silently restart from
-scratch. A trainer that resumes from below a damaged checkpoint renames the damaged one to damaged-e<its
-epoch>-step-000100. The renamed directory is not a checkpoint and is never removed.
+Both stages run in parallel with training, which waits only for the capture before it changes weights. Partial and
+damaged checkpoints are skipped with an error in the log; if none is complete, the run is rejected, so it cannot
+silently restart from scratch. A trainer that resumes from an older checkpoint renames damaged newer ones to
+damaged-e<its epoch>-step-000100; these are never removed.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from pipelinerl.training.checkpoints.manifest import (
 from trainer_contract.types import ParameterInfo
 
 log = logging.getLogger("pipelinerl")
-#: Lower than every version.
+# Lower than every version.
 _NONE: Final = -1
 #: Name prefix of a checkpoint while another one of the same step replaces it.
 _REPLACED: Final = ".replaced-"
@@ -91,13 +90,13 @@ class CheckpointStore:
         return self._fence.epoch
 
     def claim(self, epoch: int) -> None:
-        """Fence off trainers of earlier epochs, which from now on can neither add nor remove checkpoints here.
+        """Exclude trainers of earlier epochs, which can from now on neither add nor remove checkpoints here.
 
-        Damaged checkpoints above the loaded one are set aside, so that they do not count as the newest.
+        Damaged checkpoints above the loaded one are renamed, so that they do not count as the newest.
 
         Raises:
             FencedError: a later epoch has claimed the directory.
-            CheckpointError: the previous trainer has added a checkpoint since this store's call of `latest`.
+            CheckpointError: the previous trainer has added a checkpoint since this store called `latest`.
         """
         self._fence.claim(epoch)
         if self._listed is None:
@@ -121,13 +120,10 @@ class CheckpointStore:
         weights: Iterable[tuple[str, Any]],
         parts: Mapping[str, Callable[[Path], None]],
     ) -> Capture:
-        """Write the current weights and states; captures that were never committed are removed first.
+        """Write the current weights and states, after removing captures that were never committed.
 
-        Args:
-            parts: by directory name, the function that writes its state into this directory.
-
-        Raises:
-            FencedError: a later epoch has claimed the directory.
+        `parts` has, by directory name, the function that writes its state into the directory. Raises FencedError if a
+        later epoch has claimed the checkpoints.
         """
         with self._fence.held(state.epoch):
             for abandoned in self.directory.glob(".*-step-*"):  # left by a trainer that was killed or fenced
@@ -147,9 +143,7 @@ class CheckpointStore:
         return Capture(state, temporary)
 
     def commit(self, capture: Capture) -> Path:
-        """Make a capture the checkpoint of its step; return its directory once it is durable.
-
-        Checkpoints beyond the retention limits are removed; failures to remove them are only logged.
+        """Make a capture the checkpoint of its step and prune old ones; return its directory once it is durable.
 
         Raises:
             FencedError: a later epoch has claimed the directory.
@@ -183,11 +177,7 @@ class CheckpointStore:
             self._copies.save(path)
 
     def all(self) -> list[Path]:
-        """Return the directories with a final name, oldest first.
-
-        Raises:
-            OSError: the directory exists but cannot be read; `glob` would treat it as empty.
-        """
+        """Return the directories with a final name, oldest first. Raises OSError if they cannot be listed."""
         try:
             names = os.listdir(self.directory)
         except FileNotFoundError:
@@ -196,11 +186,9 @@ class CheckpointStore:
         return sorted((path for path in final if path.is_dir()), key=_version)
 
     def latest(self) -> tuple[Path, TrainingState] | None:
-        """Return the newest complete checkpoint; damaged ones are logged and skipped.
+        """Return the newest complete checkpoint, or None without checkpoints; damaged ones are logged and skipped.
 
-        Raises:
-            RunFailed: checkpoints exist but none is complete, or they cannot be read. A run that has trained must not
-                silently start from scratch.
+        Raises RunFailed if checkpoints exist but none is complete or readable.
         """
         try:
             self._put_back()
@@ -226,7 +214,7 @@ class CheckpointStore:
         return None
 
     def _put_back(self) -> None:
-        """Restore checkpoints that were renamed for replacement by a trainer that was then killed."""
+        """Restore checkpoints that a trainer renamed to replace them, before it was killed."""
         for replaced in self.directory.glob(f"{_REPLACED}step-*"):
             with self._fence.held(self._fence.epoch):
                 final_path = self.directory / replaced.name.removeprefix(_REPLACED)
@@ -264,8 +252,7 @@ def copy_model_files(model: Path, target: Path) -> None:
 def load(path: Path) -> TrainingState:
     """Verify a checkpoint and return its state.
 
-    Raises:
-        CheckpointError: a file is missing, changed or unreadable; the message names it.
+    Raises CheckpointError if a file is missing, changed or unreadable; the message names it.
     """
     manifest = Manifest.read(path)
     manifest.verify(path)
@@ -273,7 +260,6 @@ def load(path: Path) -> TrainingState:
 
 
 def _is_of(path: Path, state: TrainingState) -> bool:
-    """Return True if the manifest in this directory describes a checkpoint of this state."""
     try:
         found = Manifest.read(path)
     except CheckpointError:
@@ -283,7 +269,7 @@ def _is_of(path: Path, state: TrainingState) -> bool:
 
 @contextmanager
 def _as_far_as_it_goes(path: Path) -> Iterator[None]:
-    """Log a failed removal instead of raising: later checkpoints retry it."""
+    """Log a failed removal instead of raising; later checkpoints retry it."""
     try:
         yield
     except OSError as error:
@@ -299,17 +285,15 @@ def _version(path: Path) -> int:
 
 
 def _digests(directory: Path) -> dict[str, str]:
-    """Return the digests of all files below, except the manifest of an earlier attempt."""
+    """Return the digests of all files below `directory`, except the manifest of an earlier attempt."""
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / MANIFEST)
     return {str(path.relative_to(directory)): digest_of(path) for path in files}
 
 
 def _sync_tree(directory: Path) -> None:
-    """Sync all files and directories to disk.
+    """Sync all files and directories to disk; on failure, remove them and raise CheckpointError.
 
-    Raises:
-        CheckpointError: a sync failed. The system may then have dropped unwritten data, and a second sync may report
-            success, so retrying is unsafe.
+    Retrying is unsafe: the system may have dropped unwritten data, and a second sync may report success.
     """
     try:
         for path in directory.rglob("*"):
@@ -325,7 +309,7 @@ _POLL_S: Final = 0.02
 
 @final
 class CheckpointFence:
-    """Fence of one directory, which need not exist before it is claimed."""
+    """Lock and epoch of a checkpoint directory, which exclude trainers of earlier epochs."""
 
     def __init__(self, directory: Path, *, deadline_s: float = 120.0) -> None:
         self._directory = directory
@@ -350,7 +334,7 @@ class CheckpointFence:
             )
 
     def claim(self, epoch: int) -> None:
-        """Fence off every earlier epoch. Raises like `held`."""
+        """Exclude every earlier epoch. Raises like `held`."""
         with self.held(epoch):
             draft = self._claim.with_name(f"{self._claim.name}.new")
             with draft.open("w") as file:
@@ -361,7 +345,7 @@ class CheckpointFence:
 
     @contextmanager
     def blamed(self, epoch: int) -> Iterator[None]:
-        """Raise FencedError instead of an error caused by a later epoch that has removed files used in the block."""
+        """Raise FencedError if the block fails because a later epoch has removed files that it uses."""
         self.check(epoch)
         try:
             yield
@@ -404,14 +388,13 @@ class CheckpointFence:
 # capture reads weights and moments during these passes; they may change only after `captured` has returned.
 #
 # Transient failures (a full disk, an unreachable object store) are reported to the controller and retried. Training
-# continues until the next checkpoint is due and then waits: the streams keep everything that was trained after the last
-# durable checkpoint, so a kill loses nothing. After `deadline_s` the checkpoint fails. Permanent errors are raised at
-# once.
+# continues until the next checkpoint is due, then waits; a kill loses nothing, since streams keep everything after the
+# last durable checkpoint. After `deadline_s` the checkpoint fails. Permanent errors are raised at once.
 
 #: First and longest pause between two attempts.
 _FIRST_RETRY_S: Final = 0.1
 _RETRY_S: Final = 5.0
-#: Errors that a retry cannot fix. Any other may come from the disk or the network, whatever type a library raises.
+# Errors that a retry cannot fix. Any other may come from the disk or the network, whatever type a library raises.
 _NEVER_PASS: Final = (CheckpointError, FencedError, AssertionError, AttributeError, LookupError, TypeError)
 T = TypeVar("T")
 
@@ -432,7 +415,7 @@ class Checkpointing:
 
         Args:
             report: sends a message to the controller.
-            trim: called after each checkpoint with stream positions and the epoch; that epoch never reads before them.
+            trim: called after each checkpoint with stream positions and the epoch, which never reads before them.
             deadline_s: longest time to retry a failing checkpoint.
         """
         self._store = store
@@ -447,9 +430,7 @@ class Checkpointing:
     async def begin(self, state: TrainingState, capture: Callable[[], Capture]) -> None:
         """Start capturing the state on another thread, once the previous checkpoint is durable.
 
-        Raises:
-            CheckpointError: the previous checkpoint was lost while it was written.
-            Exception: the error that made the previous checkpoint fail until its deadline.
+        Raises CheckpointError if the previous checkpoint was lost, or the error that made it fail until its deadline.
         """
         began = time.monotonic()
         await self.finish()
@@ -458,7 +439,7 @@ class Checkpointing:
         self._under_way = asyncio.create_task(self._settle(state, self._capturing))
 
     async def captured(self) -> None:
-        """Wait until the capture no longer reads the trainer; only then may its state change. Raises like `begin`."""
+        """Wait until the capture no longer reads the trainer, whose state may then change. Raises like `begin`."""
         if self._capturing is None:
             return
         began, capturing, self._capturing = time.monotonic(), self._capturing, None
@@ -479,7 +460,7 @@ class Checkpointing:
             await self.finish()
 
     async def close(self) -> None:
-        """Abandon the current checkpoint; it does not count unless it is durable already."""
+        """Abandon the current checkpoint, unless it is durable already."""
         if self._under_way is not None:
             self._under_way.cancel()
             await asyncio.gather(self._under_way, return_exceptions=True)

@@ -1,8 +1,8 @@
 """The groups that wait to be trained, the choice among them, and a step's wait for overdue groups.
 
-A batch is complete when the rollouts (or tokens) of a step have arrived. The oldest fresh groups go first (oldest
-version, then lowest index), since they become stale first. A batch does not depend on the order of arrival. Groups that
-become stale while they wait are dropped.
+A batch is complete when a step's rollouts (or tokens) have arrived. The oldest fresh groups go first (oldest version,
+then lowest index), since they become stale first; the order of arrival does not matter. Groups that become stale while
+they wait are dropped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StepBudget:
 
 @final
 class Batcher:
-    """Waiting groups and the ledger of those that ended. Not thread-safe."""
+    """The waiting groups, and the ledger of those that ended. Not thread-safe."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class Batcher:
             teaches: whether a group has anything to teach under the run's objective.
             signal: whether the rewards of a group differ.
             vocab_size: exclusive bound of token ids; None if unknown.
-            routing: shape of the model's routers. Groups must have the routed experts that the trainer replays; without
-                it routed experts are dropped.
+            routing: sizes of the routers whose choices the trainer replays, which groups must then have recorded; None
+                drops recorded choices.
             ended: called with groups that arrived and did not train.
         """
         self.ledger = ledger
@@ -83,16 +83,16 @@ class Batcher:
         self._scope = scope
         self._waiting: dict[int, RolloutGroup] = {}
         self.stale_tokens = 0
-        """Sampled tokens of the groups, and of the rollouts of groups, that were dropped as stale."""
+        """Sampled tokens of all rollouts that were dropped as stale."""
         self.stale_rollouts = 0
-        """Rollouts that were dropped as stale from groups whose others have trained."""
+        """Rollouts that were dropped as stale from groups whose other rollouts trained."""
         self.no_signal: dict[str, NoSignalGroups] = {}
-        """By domain, the groups that came since the last one with something to teach."""
+        """By domain, counts of groups since the last one with something to teach."""
         self._abandoned: list[int] = []
 
     @property
     def num_waiting(self) -> int:
-        """The number of groups that may still train."""
+        """The number of groups that wait to be trained."""
         return len(self._waiting)
 
     @property
@@ -101,10 +101,10 @@ class Batcher:
         return sorted(self._waiting)
 
     def offer(self, group: RolloutGroup, *, k: float = math.inf) -> None:
-        """Take a group that was read: keep it, settle it as filtered, or drop it as a duplicate or as abandoned.
+        """Keep a group that was read, settle it as filtered, or drop it as a duplicate or as abandoned.
 
-        In lockstep, a group whose order was issued for a lost step is abandoned too: engines may sample it before the
-        groups of earlier steps, which it would replace.
+        In lockstep, groups whose orders were issued for a lost step are abandoned too, since they could replace groups
+        of earlier steps.
         """
         if self.ledger.has(group.index) or group.index in self._waiting:
             return
@@ -131,7 +131,7 @@ class Batcher:
         self.ledger.settle(open_, fate)
 
     def take_abandoned(self) -> list[int]:
-        """Return orders since the last call whose groups abandoned weights sampled; they must be issued again."""
+        """Return orders, since the last call, whose groups were sampled by abandoned weights, to be issued again."""
         abandoned, self._abandoned = self._abandoned, []
         return abandoned
 
@@ -144,14 +144,14 @@ class Batcher:
         usable: Callable[[RolloutGroup], bool] = lambda group: True,
         must_wait: Callable[[Sequence[int]], bool] | None = None,
     ) -> list[RolloutGroup] | None:
-        """Return the groups of the next step, in index order and settled as trained; None while too few are ready.
+        """Return the groups of the next step, in index order and settled as trained; None if too few are ready.
 
-        If groups without signal are filtered, a full step in which no group teaches is filtered too. Otherwise it
-        trains with a gradient of zero.
+        If groups without signal are filtered, so is a full step in which no group teaches; otherwise it trains with
+        gradient 0.
 
         Args:
-            usable: False for groups for which a step with these bounds lacks something; they count as stale.
-            must_wait: called with the orders of the step; True if other groups must arrive first. Groups then train in
+            usable: returns False for a group whose weights are missing, which then counts as stale.
+            must_wait: given the step's orders, returns True if other groups must arrive first. With it, groups train in
                 the order of issue, so that none is delayed until it is too old.
         """
         fresh = self._fresh(producing=producing, bounds=bounds, usable=usable)
@@ -177,7 +177,7 @@ class Batcher:
         return sorted(chosen, key=lambda g: g.index)
 
     def skipped(self, groups: Sequence[RolloutGroup]) -> None:
-        """Settle groups as filtered that `take` settled as trained, because their step was not applied."""
+        """Change groups from trained to filtered, because their step was not applied."""
         self.ledger.revise([group.index for group in groups], before=GroupOutcome.TRAINED, after=GroupOutcome.FILTERED)
         self._ended(groups, GroupOutcome.FILTERED, "not finite")
 
@@ -202,7 +202,7 @@ class Batcher:
     ) -> dict[int, RolloutGroup]:
         """Return the part of each waiting group that may train this step; groups without any are dropped.
 
-        The part is a function of the whole group and the bounds alone, so that a step can be replayed.
+        The part depends only on the whole group and the bounds, so that a step can be replayed.
         """
         parts = {
             index: fresh_part(group, producing=producing, bounds=bounds, scope=self._scope)
@@ -241,7 +241,7 @@ def awaited(
     ledger: ConsumedLedger,
     directive: Directive,
 ) -> list[int]:
-    """Return outstanding orders without which `step` must not be taken; none if all of them can train in time.
+    """Return outstanding orders that `step` must wait for; none if all of them can train in time.
 
     Args:
         step: the version that the step would produce.
@@ -268,9 +268,7 @@ def awaited(
 
 @final
 class OverdueWait:
-    """Decides repeatedly, while a step is full, whether the step waits for other groups; at most `timeout_s` per
-    step.
-    """
+    """Decides whether a full step waits for other groups, at most `timeout_s` per step."""
 
     def __init__(self, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeout_s = timeout_s
@@ -280,7 +278,7 @@ class OverdueWait:
         self._given_up = False
 
     def must_wait(self, late: Sequence[int], *, step: int) -> bool:
-        """Return whether the step must still wait for these orders."""
+        """Return whether the step must still wait for the orders `late`."""
         if not late:
             return False
         now = self._clock()

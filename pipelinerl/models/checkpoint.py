@@ -30,21 +30,21 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-# File of a value model's head in its directory: `weight` [1, D] and `bias` [1], fp32.
+#: File of a value model's head in its directory: `weight` [1, D] and `bias` [1], fp32.
 VALUE_HEAD_FILE: Final = "value_head.safetensors"
-# Longest header in bytes that safetensors itself reads.
+#: Longest header in bytes that safetensors itself reads.
 _LONGEST_HEADER: Final = 100_000_000
-# Form of a model's name on the hub.
+#: Form of a model's name on the hub.
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# Files of unsupported tokenizers that can be converted to a supported one.
+#: Files of unsupported tokenizers that can be converted to a supported one.
 _SLOW_TOKENIZERS: Final = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-# Number of bytes read and hashed at once.
+#: Number of bytes read and hashed at once.
 _BLOCK_BYTES: Final = 2**20
-# Supported dtypes: safetensors' name, and the name in torch and NumPy.
+#: Supported dtypes: safetensors' name, and the name in torch and NumPy.
 _DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 #: Size in bytes of one value, by safetensors' dtype name.
 _WIDTHS: Final = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
-# Part to load: the language model, or only its layers, whose output is the last hidden states.
+#: Part to load: the language model, or only its layers, whose output is the last hidden states.
 Part = Literal["causal_lm", "trunk"]
 
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 from dataclasses import replace
 from itertools import count
 
-# A message as templates take it: `role`, `content`, and optionally `tool_calls`, `tool_call_id`, `name` and
-# `reasoning_content`.
+#: A message as templates take it: `role`, `content`, and optionally `tool_calls`, `tool_call_id`, `name` and
+#: `reasoning_content`.
 Turn = dict[str, Any]
 
 
@@ -80,21 +80,21 @@ class Text:
     place: str
 
 
-# Function that renders a template, as `ContentGuard` describes.
+#: Function that renders a template, as `ContentGuard` describes.
 Render = Callable[[Chat, bool], str]
-# Function that returns the position in a rendered text where its encoding begins.
+#: Function that returns the position in a rendered text where its encoding begins.
 Begin = Callable[[str], int]
 
-# Fields that may contain what the message's role may contain. Other fields are data, whatever the role.
+#: Fields that may contain what the message's role may contain. Other fields are data, whatever the role.
 _SPOKEN: Final = frozenset({"content", "reasoning_content"})
 #: Roles whose contents are data and may not contain inner control tokens.
 _DATA_ROLES: Final = frozenset({"user", "tool"})
-# Private characters, which no tokenizer changes: names of control tokens in the copy, and marks in texts.
+#: Private characters, which no tokenizer changes: names of control tokens in the copy, and marks in texts.
 _NAMES, _MARKS, _LAST = 0xF0000, 0x100000, 0x10FFFE
 #: Symbols, which control tokens contain and words rarely do.
 _SYMBOL: Final = re.compile(r"[^\w\s]")
 _HALF: Final = "a text contains a lone surrogate (U+D800 to U+DFFF), half of a character; leave it out"
-# Number of conversation shapes whose structure is cached.
+#: Number of conversation shapes whose structure is cached.
 _SHAPES: Final = 256
 
 
@@ -406,7 +406,7 @@ def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(made))
 
 
-# Letters and digits only, which no template or tokenizer changes.
+#: Letters and digits only, which no template or tokenizer changes.
 _MARK: Final = "Qz7answerQz7"
 _ASKS: Final[Turn] = {"role": "user", "content": "a"}
 

@@ -28,7 +28,7 @@ HEAD: Final = "lm_head.weight"
 VALUE_WEIGHT: Final = "value_head.weight"
 VALUE_BIAS: Final = "value_head.bias"
 
-# For each model_type: biases of queries, keys and values (None: by `attention_bias`), and norms of queries and keys.
+#: For each model_type: biases of queries, keys and values (None: by `attention_bias`), and norms of queries and keys.
 _FAMILY: Final[Mapping[str, tuple[bool | None, bool]]] = {
     "llama": (None, False),
     "mistral": (False, False),

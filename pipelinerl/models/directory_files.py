@@ -28,7 +28,7 @@ _SIZES: Final[Mapping[str, int]] = {
     "max_position_embeddings": 1 << 30,
     "n_positions": 1 << 30,
 }
-# Sizes that may be null or 0; they then follow from the others.
+#: Sizes that may be null or 0; they then follow from the others.
 _MAY_BE_ABSENT: Final = frozenset(
     {
         "num_key_value_heads", "head_dim", "n_inner", "num_experts", "num_local_experts", "n_routed_experts",
@@ -97,9 +97,9 @@ def one_line(error: BaseException) -> str:
     return message[:300] or type(error).__name__
 
 
-# Bits of the exponent by dtype; values of other dtypes, such as eight bits, are not checked.
+#: Bits of the exponent by dtype; values of other dtypes, such as eight bits, are not checked.
 _EXPONENTS: Final = {"float32": 0x7F80_0000, "bfloat16": 0x7F80, "float16": 0x7C00, "float64": 0x7FF0 << 48}
-# Number of values checked at once; a block stays in a core's cache between the two maxima.
+#: Number of values checked at once; a block stays in a core's cache between the two maxima.
 _BLOCK: Final = 2**18
 
 

@@ -47,7 +47,7 @@ from pipelinerl.models.decoder_config import (
 )
 from pipelinerl.models.directory_files import refuse_not_finite
 
-# Arrays by name; within one layer, names lack the prefix `model.layers.*.`.
+#: Arrays by name; within one layer, names lack the prefix `model.layers.*.`.
 Weights = Mapping[str, Array]
 State = TypeVar("State")
 #: (query […, H, d], key […, K, d], value […, K, d], state of the layer) → (attended […, H, d], new state).
@@ -174,7 +174,7 @@ def grouped_attention(query: Array, key: Array, value: Array, visible: Array) ->
     return jnp.einsum("bkgqt,btkd->bqkgd", shares, value).reshape(query.shape)
 
 
-# Both names of one setting in JAX, the second of them older; JAX rejects having both set.
+#: Both names of one setting in JAX, the second of them older; JAX rejects having both set.
 _VARIABLES: Final = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
@@ -190,7 +190,7 @@ def bound_memory(share: float | None) -> None:
 Storage = Callable[[Parameter], Sharding]
 
 _PREFIX: Final = "model."
-# Parameters of a value model's head, with their names in its file.
+#: Parameters of a value model's head, with their names in its file.
 _VALUE_HEAD: Final = {VALUE_WEIGHT: "weight", VALUE_BIAS: "bias"}
 
 

@@ -20,9 +20,9 @@ from pipelinerl.models.directory_files import json_object, text_table
 from trainer_contract.types import RoutingShape, WeightDType
 
 _HEAD: Final = "lm_head.weight"
-# Last names of embedding modules in the supported families.
+#: Last names of embedding modules in the supported families.
 _EMBEDDINGS: Final = frozenset({"embed_tokens", "wte", "wpe", "embed_positions", "embed_in"})
-# Names right before a layer's number in parameter names.
+#: Names right before a layer's number in parameter names.
 _LAYERS: Final = frozenset({"layers", "h", "block", "blocks"})
 
 BYTES: Final[Mapping[WeightDType, int]] = {
@@ -156,14 +156,14 @@ def _is_inner(name: str) -> bool:
     return name.endswith(".weight") and not _LAYERS.isdisjoint(name.split(".")) and _module(name) not in _EMBEDDINGS
 
 
-# Model types whose routing the torch engine records and the torch trainer replays (`torch_routers`).
+#: Model types whose routing the torch engine records and the torch trainer replays (`torch_routers`).
 REPLAYED: Final = frozenset({"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
-# Matrix of one expert in a model's files; Mixtral numbers its matrices.
+#: Matrix of one expert in a model's files; Mixtral numbers its matrices.
 _OF_EXPERT: Final = re.compile(
     r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight"
 )
 _DOWN: Final = ("down_proj", "w2")
-# Names in configurations for the number of experts per layer.
+#: Names in configurations for the number of experts per layer.
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 

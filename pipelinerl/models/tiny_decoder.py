@@ -161,7 +161,7 @@ def char_tokenizer(*, phrases: Sequence[str] = (), alphabet: str = ALPHABET) -> 
 
 
 _IGNORED = -100
-# Number of demonstrations that are measured to choose a domain's batch size.
+#: Number of demonstrations that are measured to choose a domain's batch size.
 _MEASURED = 32
 
 

@@ -32,20 +32,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-# The decoder's output for bytes that do not form a character (yet).
+#: The decoder's output for bytes that do not form a character (yet).
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# More than the bytes of any character; after this number of undecided tokens, the bytes are emitted as they are.
+#: More than the bytes of any character; after this number of undecided tokens, the bytes are emitted as they are.
 _MAX_UNDECIDED = 16
-# Model types whose tokenizer is loaded with the class that tokenizer_config.json names. `AutoTokenizer` would load the
-# same class, but takes two seconds of CPU time in each process and imports torch. Other types need `AutoTokenizer`,
-# because their tokenizer_config.json may name a wrong class.
+#: Model types whose tokenizer is loaded with the class that tokenizer_config.json names. `AutoTokenizer` would load the
+#: same class, but takes two seconds of CPU time in each process and imports torch. Other types need `AutoTokenizer`,
+#: because their tokenizer_config.json may name a wrong class.
 _TAKEN_AT_THEIR_WORD: Final = frozenset({"bigram", "gpt2", "llama", "qwen3", "qwen3_moe"})
-# Text outside most vocabularies, which tests that a tokenizer has a token for unknown characters.
+#: Text outside most vocabularies, which tests that a tokenizer has a token for unknown characters.
 _UNUSUAL: Final = "a\U000f0000\u0378"
 _MOST_TOKENS: Final = 1 << 24
 _PLAIN_CLASSES: Final = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 _NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
-# Exceptions that templates raise for a message of an unexpected shape.
+#: Exceptions that templates raise for a message of an unexpected shape.
 FAILURES: Final = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 _WITHOUT_TEMPLATE: Final = (
     "{} has no chat template, as a base model may; write one into chat_template.jinja of its directory, such as "
@@ -407,7 +407,7 @@ def _declared_eos(path: Path) -> set[int]:
     return set()
 
 
-# Suffix of entries in tokenizer_config.json that templates may use, such as `bos_token`.
+#: Suffix of entries in tokenizer_config.json that templates may use, such as `bos_token`.
 _TOKEN: Final = "_token"
 
 
@@ -446,9 +446,9 @@ def _renders(path: Path, messages: Sequence[Message], template_kwargs: Mapping[s
 # `PreTrainedTokenizerFast`, to the character. Directories with settings that this class does not write are not
 # supported. Chats with non-text contents, and failures, are left to that class (`whole`), loaded on demand.
 
-# The tokens with a name in tokenizer_config.json, in transformers' order.
+#: The tokens with a name in tokenizer_config.json, in transformers' order.
 _NAMED: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-# Other entries of tokenizer_config.json, without effect on ids, texts and renderings.
+#: Other entries of tokenizer_config.json, without effect on ids, texts and renderings.
 _WITHOUT_MEANING: Final = frozenset(
     {
         "backend", "chat_template", "clean_up_tokenization_spaces", "is_local", "local_files_only", "model_max_length",
@@ -457,7 +457,7 @@ _WITHOUT_MEANING: Final = frozenset(
 )  # fmt: skip
 #: Additional files in which older versions kept tokens, and a folder of templates by name.
 _MORE: Final = ("added_tokens.json", "special_tokens_map.json", "additional_chat_templates")
-# Names that transformers defines differently in templates.
+#: Names that transformers defines differently in templates.
 _OF_ITS_OWN: Final = re.compile(r"\b(end)?generation\b|\bnamespace\b|\bdict\b")
 #: Larger vocabularies may be Mistral's, whose pre-tokenizer transformers repairs.
 _MOST_PLAIN_TOKENS: Final = 100_000

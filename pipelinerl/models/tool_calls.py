@@ -23,7 +23,7 @@ _CALL: Final = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION: Final = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*\Z", re.DOTALL)
 _PARAMETER: Final = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _PYTHON_TAG: Final = "<|python_tag|>"
-# Length of a call's id in letters and digits; Mistral's templates accept no other.
+#: Length of a call's id in letters and digits; Mistral's templates accept no other.
 _ID_LENGTH: Final = 9
 
 

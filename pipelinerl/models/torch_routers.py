@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 
 from trainer_contract.types import Experts, RoutingShape
 
-# Router classes; True if the router rounds the weights of the chosen experts to the dtype of its logits.
+#: Router classes; True if the router rounds the weights of the chosen experts to the dtype of its logits.
 _ROUNDS: Final = {
     "MixtralTopKRouter": False,
     "OlmoeTopKRouter": True,

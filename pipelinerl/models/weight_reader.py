@@ -30,7 +30,7 @@ class _StoredTensor(NamedTuple):
     file: Path
     key: str
     shape: tuple[int, ...]
-    # Pattern in transformers' table that selects this tensor for a conversion.
+    #: Pattern in transformers' table that selects this tensor for a conversion.
     pattern: str | None
 
     def read(self, rows: slice | None = None) -> Tensor:

@@ -420,7 +420,7 @@ class CovarianceClipped:
         return advantages
 
 
-# Formula of `covariances` as text.
+#: Formula of `covariances` as text.
 COVARIANCE: Final = "cov_t = (A_t − mean A)·(log π_old − mean log π_old)"
 
 

@@ -201,8 +201,8 @@ _CLIPPED: Final[Mapping[str, Preset]] = {
     ),
 }
 
-# The objectives that the TIS note (Yao et al. 2025) compares on PPO. They use the group-relative advantage because it
-# needs no critic.
+#: The objectives that the TIS note (Yao et al. 2025) compares on PPO. They use the group-relative advantage because it
+#: needs no critic.
 _TIS: Final[Mapping[str, Preset]] = {
     "ppo_recomputed": Preset(
         _slots(Trajectory(), Unweighted(), GroupRelative(), ClippedRatio(over=Policy.OLD)),
@@ -228,7 +228,7 @@ _TIS: Final[Mapping[str, Preset]] = {
     ),
 }
 
-# Algorithms published from the end of 2025 on, and DRO. Where a paper and its code differ, the note says so.
+#: Algorithms published from the end of 2025 on, and DRO. Where a paper and its code differ, the note says so.
 _RECENT: Final[Mapping[str, Preset]] = {
     "icepop": Preset(
         _slots(

@@ -398,10 +398,10 @@ KINDS: Final[Mapping[str, type[PolicyTerm]]] = {
 #: Kinds that contain the ratio of the current policy to `over`.
 OverPolicy = ClippedRatio | DivergenceRatio | QuadraticRatio | SoftGate | SequenceRatio | GeometricRatio
 
-# Bound of log r in SAPO's gate, which has no slope beyond it for any temperature above 1e-6.
+#: Bound of log r in SAPO's gate, which has no slope beyond it for any temperature above 1e-6.
 _FLAT: Final = 20.0
 
-# Bound of log-ratios, which makes their excess finite; any finite clip range lies within it.
+#: Bound of log-ratios, which makes their excess finite; any finite clip range lies within it.
 _FAR: Final = 1e4
 
 

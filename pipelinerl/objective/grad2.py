@@ -196,7 +196,7 @@ class CovariancePenalty:
         return -self.beta * tokens.column(CHOSEN) * side * cotangent
 
 
-# Name of the column that marks the tokens penalised by `CovariancePenalty`.
+#: Name of the column that marks the tokens penalised by `CovariancePenalty`.
 CHOSEN: Final = "kl_coefficients"
 
 

@@ -231,10 +231,10 @@ KINDS: Final[Mapping[str, type[ImportanceWeight]]] = {
     "gamma": GammaWeight,
 }
 
-# Bound of a sequence's log-ratio, as in VESPO's code; the weight underflows to 0 long before.
+#: Bound of a sequence's log-ratio, as in VESPO's code; the weight underflows to 0 long before.
 _FAR: Final = 20.0
 
-# Kinds that divide one policy by another; the second alias has those that read whole rollouts.
+#: Kinds that divide one policy by another; the second alias has those that read whole rollouts.
 Ratio = TokenRatio | SequenceWeight | ToprWeight | GammaWeight
 SequenceRatioWeight = SequenceWeight | ToprWeight | GammaWeight
 

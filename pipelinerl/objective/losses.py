@@ -25,7 +25,7 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.reward import Parts, Scored, TurnReward, Turns
 from pipelinerl.objective.tokens import COMPUTED_BY
 
-# Columns that a caller may pass in addition to the log-probs.
+#: Columns that a caller may pass in addition to the log-probs.
 _COLUMNS: Final = tuple(name for name in COMPUTED_BY if name.endswith(("logprobs", "entropies")) or name == "values")
 
 

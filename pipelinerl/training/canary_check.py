@@ -47,9 +47,10 @@ class Tolerance:
         return " and ".join(worst + mean) or "any number of nats"
 
 
-# By the precision of the engine's weights or arithmetic. Two float32 implementations of one decoder differ by rounding,
-# 1e-5 at most in our tests. Coarser weights are judged by the mean: for int8 rollouts it is 0.02 on average and 0.08 in
-# the worst step of `bench tis`, while single rare tokens differ by up to 7. Wrong weights differ by nats throughout.
+#: By the precision of the engine's weights or arithmetic. Two float32 implementations of one decoder differ by
+#: rounding, 1e-5 at most in our tests. Coarser weights are judged by the mean: for int8 rollouts it is 0.02 on average
+#: and 0.08 in the worst step of `bench tis`, while single rare tokens differ by up to 7. Wrong weights differ by nats
+#: throughout.
 TOLERANCES: Final[Mapping[str, Tolerance]] = {
     "float32": Tolerance(worst=1e-4),
     "float16": Tolerance(mean=0.05),
@@ -57,13 +58,13 @@ TOLERANCES: Final[Mapping[str, Tolerance]] = {
     "int8": Tolerance(mean=0.3),
     "int4": Tolerance(mean=1.5),
 }
-# For float32 weights of a mixture of experts. Each side may choose another of two nearly equal experts, which changes
-# single tokens a lot and the mean little.
+#: For float32 weights of a mixture of experts. Each side may choose another of two nearly equal experts, which changes
+#: single tokens a lot and the mean little.
 ROUTED_APART: Final = Tolerance(mean=0.05)
 
 _PAUSE_S: Final = 0.1
 
-# Function that returns the trainer's log-probs [T] of a micro-batch.
+#: Function that returns the trainer's log-probs [T] of a micro-batch.
 Forward = Callable[[MicroBatch], Awaitable[Float32]]
 
 

@@ -21,7 +21,7 @@ from pipelinerl.training.rollouts.batch import TrainBatch
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.types import Float32, MicroBatch
 
-# In order of computation: the first column that is not finite is the cause of the others.
+#: In order of computation: the first column that is not finite is the cause of the others.
 _COLUMNS: Final = (
     "behavior_logprobs", "weights", "old_logprobs", "ref_logprobs", "values", "advantages", "returns"
 )  # fmt: skip

@@ -30,7 +30,7 @@ from trainer_contract.errors import NonFiniteError
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Bool, Float32, MicroBatch
 
-# Function that computes a column of all micro-batches of a step.
+#: Function that computes a column of all micro-batches of a step.
 Pass = Callable[[Sequence[MicroBatch]], list[Float32]]
 
 
@@ -148,9 +148,9 @@ def _versions(batch: MicroBatch) -> np.ndarray:
     return batch.behavior_versions
 
 
-# One rollout in this number is measured.
+#: One rollout in this number is measured.
 _ONE_IN: Final = 16
-# Name of the metric.
+#: Name of the metric.
 EXACT_ENTROPY: Final = "exact_entropy"
 
 

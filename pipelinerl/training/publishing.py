@@ -152,7 +152,7 @@ class Publishing:
         return predictions
 
 
-# The version that an engine serves, or the reason why it does not serve the new one.
+#: The version that an engine serves, or the reason why it does not serve the new one.
 _Outcome = WeightUpdateResponse | ContractError | PipelineError
 
 _MOST: Final = 4096

@@ -25,7 +25,7 @@ from pipelinerl.training.schedule import AdaptiveObjective
 from pipelinerl.training.train_step import TrainStep
 from pipelinerl.types import RolloutGroup
 
-# Figures that identify a step: they depend on every weight, token and log-prob.
+#: Figures that identify a step: they depend on every weight, token and log-prob.
 COMPARED: Final = ("loss", "grad_norm", "reward", "tokens", "entropy", "ratio_max", "optimizer_steps")
 
 

@@ -39,7 +39,7 @@ class LearningRateSchedule:
 CONSTANT: Final = LearningRateSchedule(warmup_steps=0, steps=1, shape="constant", final_fraction=1.0)
 
 
-# The metric of a step that the KL controller reads.
+#: The metric of a step that the KL controller reads.
 KL_FIGURE: Final = "kl_reference"
 
 

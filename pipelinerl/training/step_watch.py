@@ -36,7 +36,7 @@ from pipelinerl.training.rollouts.batch import TrainBatch
 from pipelinerl.types import ROOT, Outcome, Rollout, RolloutGroup, Turn
 from trainer_contract.types import Float32, LossStats, MicroBatch
 
-# Number of reasons counted separately in a step; a user's filter may give a different one each time.
+#: Number of reasons counted separately in a step; a user's filter may give a different one each time.
 MOST_REASONS: Final = 20
 OTHER_REASONS: Final = "other reasons"
 
@@ -181,11 +181,11 @@ def mean_advantages(
     return np.where(trained | batch.learns, means, np.nan), trained
 
 
-# Number of tags with their own metrics in a step, by number of rollouts; other tags are counted together.
+#: Number of tags with their own metrics in a step, by number of rollouts; other tags are counted together.
 MOST_TAGS: Final = 50
-# Name under which the other tags are counted.
+#: Name under which the other tags are counted.
 OTHER_TAGS: Final = "other"
-# Bound of the tags counted for a group, and of the parts of a reward.
+#: Bound of the tags counted for a group, and of the parts of a reward.
 _MOST_OF_A_GROUP: Final = 16
 
 
@@ -312,12 +312,12 @@ def _figures(tallies: Mapping[str, Tally]) -> dict[str, dict[str, float]]:
 
 T = TypeVar("T")
 
-# Function that returns the text of token ids, special tokens included.
+#: Function that returns the text of token ids, special tokens included.
 Decode = Callable[[Sequence[int]], str]
 
-# Bound of the recorded tags of a group, and of the parts of a reward.
+#: Bound of the recorded tags of a group, and of the parts of a reward.
 _MOST: Final = 16
-# Number of different tokens whose texts are cached.
+#: Number of different tokens whose texts are cached.
 _MOST_TEXTS: Final = 2**16
 
 

@@ -26,9 +26,9 @@ from pipelinerl.training.schedule import CONSTANT, LearningRateSchedule
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Float32, LossStats, MicroBatch, StepStats
 
-# KL from π_old in nats per sampled token, by K3; `training.target_kl` bounds it.
+#: KL from π_old in nats per sampled token, by K3; `training.target_kl` bounds it.
 KL_OLD: Final = "kl_old"
-# Metrics of the tokens that are reported for each update.
+#: Metrics of the tokens that are reported for each update.
 _TOLD: Final = (KL_OLD, "clip_fraction", "truncated_fraction", "ratio_max", "ess")
 
 

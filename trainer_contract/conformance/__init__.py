@@ -54,7 +54,7 @@ from trainer_contract.types import Head, MicroBatch
 
 _LOGPROB_TOLERANCE: Final = 2e-4
 _WEIGHT_TOLERANCE: Final = 2e-5
-# Largest vocabulary whose probabilities are summed; each token takes one segment.
+#: Largest vocabulary whose probabilities are summed; each token takes one segment.
 _MAX_SUMMED_VOCABULARY: Final = 8192
 
 

@@ -36,7 +36,7 @@ from trainer_contract.host_weights import copied
 from trainer_contract.types import Columns, HeadMeasure
 
 _READS: Final = 30
-# Pause between two reads, which spreads the reads over the passes.
+#: Pause between two reads, which spreads the reads over the passes.
 _PAUSE_S: Final = 0.002
 
 
@@ -171,7 +171,7 @@ FORWARD_AT: Final = (
 # --- measures of the output distribution, and their gradients ---------------------------------------------------------
 
 _MEASURE_TOLERANCE: Final = 1e-3
-# Largest vocabulary whose probabilities are summed; each token takes one segment.
+#: Largest vocabulary whose probabilities are summed; each token takes one segment.
 _MAX_SUMMED: Final = 8192
 
 

@@ -1,7 +1,7 @@
 """`PackedModel`, a Hugging Face causal language model as a function from packed tokens to log-probs.
 
-It is a single module, so that wrappers (DDP, FSDP, DeepSpeed) see one forward. Only the requested positions reach the
-output layer. `value_model` has the equivalent with a value head.
+As a single module it has one forward, which wrappers (DDP, FSDP, DeepSpeed) need. Only the requested positions reach
+the output layer. `value_model` has the equivalent with a value head.
 """
 
 from __future__ import annotations
@@ -87,8 +87,7 @@ class PackedModel(nn.Module):
     def probe(self, device: torch.device, products: torch.dtype = torch.float32) -> None:
         """Check that the architecture supports packing, and that its output layer is its last operation.
 
-        Args:
-            products: dtype of the trial; bf16 only if matrices are stored in bf16.
+        `products` is the dtype of the trial; bf16 only if matrices are stored in bf16.
 
         Raises:
             SpecError: a layer mixes segments, or the model changes logits after its output layer, which `forward` would
@@ -117,9 +116,9 @@ class PackedModel(nn.Module):
 def compile_layers(model: nn.Module, *, gradient_checkpointing: bool) -> None:
     """Make the first pass compile each layer, except for its attention, for any number of tokens.
 
-    Norms, rotations, gates and conversions then run in few kernels, which keep fewer intermediate results. Results are
-    rounded where uncompiled layers round. Torch compiles nothing around a checkpoint, so there each part of a layer is
-    compiled by itself.
+    Norms, rotations, gates and conversions then run in few kernels, with fewer intermediate results and the same
+    rounding. Torch compiles nothing around a checkpoint; with checkpointing, each part of a layer is compiled by
+    itself.
     """
     AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attend))
     for layer in model.modules():
@@ -131,7 +130,7 @@ def compile_layers(model: nn.Module, *, gradient_checkpointing: bool) -> None:
 def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the tensors of a model directory other than parameters.
 
-    Call this at the start: during a pass over a sharded model, `state_dict` would remove gathered weights.
+    Call this before any pass: in a pass over a sharded model, `state_dict` would remove gathered weights.
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
@@ -150,10 +149,10 @@ def hidden_states(trunk: nn.Module, token_ids: Tensor, segments: AttentionPlan) 
 
 
 def computing_in(products: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which matmuls use this dtype, with autocast unless it is fp32.
+    """Return a context in which matmuls use the dtype `products`, with autocast unless it is fp32.
 
-    Autocast's cache of rounded weights is off: with checkpointing, only one layer's rounded weights exist at once. Each
-    use of a weight then also has its own gradient, and these are summed in fp32.
+    Autocast's cache of rounded weights is off, so with checkpointing only one layer's rounded weights exist at once.
+    Each use of a weight then has its own gradient, and these are summed in fp32.
     """
     mixed = products is not torch.float32
     return torch.autocast(device.type, dtype=products if mixed else None, enabled=mixed, cache_enabled=False)
@@ -163,13 +162,9 @@ def computing_in(products: torch.dtype, device: torch.device) -> AbstractContext
 def probe_packing(
     trunk: PreTrainedModel, device: torch.device, products: torch.dtype = torch.float32
 ) -> tuple[Tensor, SegmentPlan]:
-    """Run the same segment twice in one row to test that the architecture supports packing.
+    """Run the same segment twice in one row; return the tokens with their positions, and the plan.
 
-    Returns:
-        The tokens with their positions, and the plan, of the trial.
-
-    Raises:
-        SpecError: the second copy differs from the first, so a layer mixes segments.
+    Raises SpecError if the second copy differs from the first, because a layer mixes segments.
     """
     positions = np.array([0, 1, 2, 0, 1, 2], dtype=np.int32)
     tokens = (positions + 1) % trunk.config.get_text_config().vocab_size
@@ -210,8 +205,7 @@ class ReadableModel(NamedTuple):
 def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = "causal_lm") -> ReadableModel:
     """Load the model (or its `part`) of a directory for training, with fp32 weights, without dropout or jitter.
 
-    Raises:
-        SpecError: the directory is incomplete, or the architecture is not a causal language model.
+    Raises SpecError if the directory is incomplete, or the architecture is not a causal language model.
     """
     try:
         model = load_structure(path, attention=IMPLEMENTATION, part=part)
@@ -243,7 +237,6 @@ def _checkpoint_layers(model: PreTrainedModel) -> None:
 
 
 def _read_buffers(model: PreTrainedModel, reader: WeightReader) -> None:
-    """Load the buffers that the directory holds, in the model's dtypes."""
     for path, module in model.named_modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:

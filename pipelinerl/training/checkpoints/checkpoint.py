@@ -49,7 +49,7 @@ from pipelinerl.training.checkpoints.manifest import (
 from trainer_contract.types import ParameterInfo
 
 log = logging.getLogger("pipelinerl")
-# Lower than every version.
+#: Lower than every version.
 _NONE: Final = -1
 #: Name prefix of a checkpoint while another one of the same step replaces it.
 _REPLACED: Final = ".replaced-"
@@ -394,7 +394,7 @@ class CheckpointFence:
 #: First and longest pause between two attempts.
 _FIRST_RETRY_S: Final = 0.1
 _RETRY_S: Final = 5.0
-# Errors that a retry cannot fix. Any other may come from the disk or the network, whatever type a library raises.
+#: Errors that a retry cannot fix. Any other may come from the disk or the network, whatever type a library raises.
 _NEVER_PASS: Final = (CheckpointError, FencedError, AssertionError, AttributeError, LookupError, TypeError)
 T = TypeVar("T")
 

@@ -34,7 +34,7 @@ from pipelinerl.training.checkpoints.manifest import (
 log = logging.getLogger("pipelinerl")
 
 _FOLDER: Final = re.compile(r"step-(\d+)-e(\d+)(?:-(\d+))?-[0-9a-f]{8}")
-# Folder of the run's own files.
+#: Folder of the run's own files.
 RUN: Final = "run"
 
 

@@ -22,7 +22,7 @@ from trainer_contract.types import ParameterInfo
 
 MANIFEST: Final = "manifest.json"
 _FORMAT: Final = 2
-# Number of bytes read and hashed at once; a block stays in the CPU cache in between.
+#: Number of bytes read and hashed at once; a block stays in the CPU cache in between.
 _BLOCK_BYTES: Final = 2**18
 
 

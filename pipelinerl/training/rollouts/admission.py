@@ -27,9 +27,9 @@ from trainer_contract.batch import check
 from trainer_contract.errors import BatchError
 from trainer_contract.types import RoutingShape
 
-# Fewest rollouts of a group that train if its other rollouts are too old.
+#: Fewest rollouts of a group that train if its other rollouts are too old.
 LEAST_LEFT: Final = 2
-# Order and problem id of groups, by domain.
+#: Order and problem id of groups, by domain.
 Pairs = dict[str, list[tuple[int, str]]]
 
 

@@ -45,7 +45,7 @@ from pipelinerl.types import Outcome, Rollout, RolloutGroup
 from trainer_contract.types import MicroBatch
 
 Floats = NDArray[np.float64]
-# Function that assigns segments to micro-batches, given their lengths, prompts and rollouts.
+#: Function that assigns segments to micro-batches, given their lengths, prompts and rollouts.
 Bins = Callable[[Sequence[int], Sequence[int], Sequence[int]], list[list[int]]]
 
 

@@ -55,7 +55,7 @@ class Packed(NamedTuple):
     members: list[int]
 
 
-# Faster than a generator: most batches have no rollout with parents.
+#: Faster than a generator: most batches have no rollout with parents.
 _PARENTS: Final = attrgetter("parents")
 
 
@@ -128,8 +128,8 @@ class SegmentTable:
         return np.concatenate([np.arange(ends[i] - lengths[i], ends[i]) for i in self.trained_turns(number)])
 
 
-# Cost of one pair of query and key in attention, as a fraction of a token's other cost: 1/(6·d) for d = 2048. Used only
-# to balance the parts of a trainer that computes several micro-batches at once.
+#: Cost of one pair of query and key in attention, as a fraction of a token's other cost: 1/(6·d) for d = 2048. Used
+#: only to balance the parts of a trainer that computes several micro-batches at once.
 _ATTENTION: Final = 1 / 12288
 
 

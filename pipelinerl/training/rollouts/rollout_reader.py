@@ -33,7 +33,7 @@ from pipelinerl.streams.records import decode_group, named_order
 from pipelinerl.streams.stream import START, DeadLetters, Entry, Fence, Stream, parse_id
 from pipelinerl.types import Purpose, RolloutGroup
 
-# Stream whose only entry identifies the server's data; offsets are meaningless on another server.
+#: Stream whose only entry identifies the server's data; offsets are meaningless on another server.
 _IDENTITY: Final = "identity"
 
 
@@ -152,9 +152,9 @@ class RolloutReader:
         return group
 
 
-# Interval after which an unanswered report is sent again.
+#: Interval after which an unanswered report is sent again.
 RESEND_S: Final = 5.0
-# Longest wait of one read for its first entry.
+#: Longest wait of one read for its first entry.
 _BLOCK_S: Final = 1.0
 
 

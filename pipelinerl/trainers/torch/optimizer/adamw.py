@@ -4,10 +4,9 @@
     masters    fp32 values of parameters that passes use in bf16
     place      of both: the parameters' device, or the host
 
-A step processes a parameter piece by piece. The fp32 moments and master of only one piece are on the device while
-torch's fused kernel steps it. Rounding to nearest would lose small changes: with beta2 = 0.999, a bf16 second moment
-would never decay, because each step reduces it by less than half of its last place. Stochastic rounding has the correct
-mean.
+A step processes a parameter piece by piece: only one piece's fp32 moments and master are on the device while torch's
+fused kernel steps it. Rounding to nearest would lose small changes: with beta2 = 0.999, a bf16 second moment would
+never decay, because each step reduces it by less than half of its last place.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, O
 from pipelinerl.trainers.torch.transfers import to_device
 from trainer_contract.types import OptimizerSpec
 
-#: The number of elements stepped at once.
+#: Number of elements stepped at once.
 _PIECE: Final = 2**22
-#: The bits of an fp32 value that bf16 drops.
+#: Bits of an fp32 value that bf16 drops.
 _DROPPED: Final = 0xFFFF
 _DTYPES: Final = {MomentDType.FP32: torch.float32, MomentDType.BF16: torch.bfloat16}
 #: Keys of a parameter's state: its number of steps, and its moments.
@@ -108,8 +107,8 @@ def dtype_of(options: OptimizerOptions) -> torch.dtype:
 class PiecewiseAdamW:
     """A `ParameterOptimizer` whose state is smaller than fp32 or not on the parameters' device.
 
-    On CUDA, all copies and kernels use one stream, so each sees the results of the previous one. `step` returns when
-    the host's memory has been written.
+    On CUDA, all copies and kernels use one stream, so each sees the previous results. `step` returns once host memory
+    is written.
     """
 
     def __init__(
@@ -205,9 +204,7 @@ class PiecewiseAdamW:
 def rounded_at_random(values: Tensor, drawn: Tensor) -> Tensor:
     """Round fp32 to bf16 stochastically: away from 0 with a probability that makes the mean correct.
 
-    Args:
-        values: input; overwritten.
-        drawn: i32 of the same shape; the last 16 bits of each element are uniform.
+    `values` are overwritten; `drawn` is i32 of the same shape, with 16 uniform last bits.
     """
     bits = values.view(torch.int32)
     return bits.add_(drawn & _DROPPED).bitwise_and_(~_DROPPED).view(torch.float32).bfloat16()

@@ -1,7 +1,7 @@
 """Attention over packed segments for any Hugging Face model, and the interface of its implementations.
 
-Only attention keeps rollouts apart; all other layers work on the packed tokens. The plan chooses the implementation:
-`segments.py` lays rollouts out in buckets, `varlen.py` passes their boundaries to one kernel.
+All other layers work on the packed tokens as they are. `segments.py` lays rollouts out in buckets, `varlen.py` passes
+their boundaries to one kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNSUPPORTED: Final = ("softcap", "s_aux", "position_bias")
 
 
 class AttentionPlan(Protocol):
-    """The positions of the segments among the K tokens that are computed of a micro-batch."""
+    """The positions of the segments among the K computed tokens of a micro-batch."""
 
     @property
     def group(self) -> SequenceGroup | None:
@@ -44,8 +44,8 @@ class AttentionPlan(Protocol):
         ...
 
 
-#: Plans attention for packed segments, from their positions [T], which restart at 0 in each. Without `Distinct`, all
-#: tokens are computed.
+#: Function that plans attention for packed segments, from their positions [T], which restart at 0 in each. Without
+#: `Distinct`, all tokens are computed.
 Planner = Callable[[NDArray[np.int32], torch.device, Distinct | None, SequenceGroup | None], AttentionPlan]
 
 
@@ -64,7 +64,6 @@ def attend(
     """Implement transformers' attention interface for one packed row; dropout is never applied.
 
     Args:
-        module: the attention layer, unused.
         query: [1, H, K, d]; key and value: [1, H_kv, K, d]. With n processes, each has K / n of the K tokens.
         attention_mask: None, since transformers creates no mask for this implementation.
         segments: the plan, passed to the model's forward as a keyword.

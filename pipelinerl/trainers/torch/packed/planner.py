@@ -1,6 +1,6 @@
-"""The choice of an attention plan for a torch trainer's passes, including a trial of the kernel.
+"""The choice of an attention plan for a torch trainer's passes, after a trial of the kernel.
 
-A kernel that raises, or whose results differ from those of buckets, is not used, and the trainer logs this.
+A kernel that raises, or whose results differ from those of buckets, is not used, and the log says why.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct
 from pipelinerl.trainers.torch.packed.varlen import VarlenKernel, VarlenPlan, torch_kernel
 from trainer_contract.types import Precision
 
-#: Inputs of the trial: segment lengths, the number of tokens that the second segment shares with the first, and
-#: windows.
+#: Inputs of the trial: segment lengths, number of tokens that the second segment shares with the first, and windows.
 _LENGTHS: Final = (150, 90, 1)
 _SHARED: Final = 60
 _WINDOWS: Final = (None, 33)
@@ -48,13 +47,9 @@ class Planning(NamedTuple):
 def planning(
     requested: SegmentAttention, precision: Precision, device: torch.device, config: Mapping[str, Any]
 ) -> Planning:
-    """Choose the planner for a trainer on this device.
+    """Choose the planner for a trainer on this device; `config` is the configuration of the model's text part.
 
-    Args:
-        config: the configuration of the model's text part.
-
-    Raises:
-        SpecError: the kernel was requested but cannot be used.
+    Raises SpecError if the kernel was requested but cannot be used.
     """
     heads = HeadShapes.of(config)
     why_not = why_not_varlen(facts_of(device, precision=precision, widths=heads.widths))
@@ -67,7 +62,7 @@ def planning(
 
 
 def facts_of(device: torch.device, *, precision: Precision, widths: frozenset[int]) -> AttentionFacts:
-    """Return what decides whether the kernel can be used here: device, precision and head widths."""
+    """Return the facts that decide whether the kernel can be used on this device."""
     is_here = device.type == "cuda" and torch.cuda.is_available()
     return AttentionFacts(
         device=device.type,
@@ -81,9 +76,7 @@ def facts_of(device: torch.device, *, precision: Precision, widths: frozenset[in
 def failed_trial(kernel: VarlenKernel, *, heads: HeadShapes, device: torch.device, dtype: torch.dtype) -> str | None:
     """Compare the kernel's results and gradients with those of buckets; return None, or the failure.
 
-    Args:
-        heads: head shapes, of a single width.
-        dtype: dtype of the kernel's inputs; buckets compute with the same values in fp32.
+    `heads` must have a single width. The kernel's inputs have `dtype`; buckets compute with the same values in fp32.
     """
     positions = np.concatenate([np.arange(length) for length in _LENGTHS]).astype(np.int32)
     source = np.arange(len(positions))

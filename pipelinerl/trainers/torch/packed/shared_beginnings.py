@@ -1,9 +1,8 @@
 """Shared prefixes of a micro-batch's segments, which the model computes only once.
 
-Under causal attention, a token's hidden states depend only on the tokens before it. Equal prefixes therefore have equal
-hidden states in every layer, and their gradients are summed. The system prompt of all groups, a group's prompt, and the
-equal first tokens of its answers are computed once each. The segments of a micro-batch form a tree of tokens, and the
-cost of a pass is proportional to its nodes. Only attention sees whole segments (`segments.py`).
+Under causal attention, equal prefixes have equal hidden states in every layer, and their gradients are summed. So a
+system prompt, a group's prompt, and the equal first tokens of its answers are computed once each. The segments form a
+tree of tokens, and the cost of a pass is proportional to its nodes. Only attention sees whole segments (`segments.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Distinct(NamedTuple):
 
     Attributes:
         kept: i64 [K], the computed tokens, ascending.
-        place: i64 [T], the index among the K of each of the T tokens.
+        place: i64 [T], each token's index among the K computed ones.
     """
 
     kept: Indices
@@ -38,10 +37,10 @@ class Distinct(NamedTuple):
 
     @classmethod
     def of(cls, batch: MicroBatch) -> Self:
-        """Keep one of all tokens with equal prefixes; keep every token if this would save too little.
+        """Keep one of all tokens with equal prefixes, or every token if this would save too little.
 
-        If the sampler's experts are replayed, only prompts are compared: two samplers may have routed equal answers to
-        different experts.
+        If the sampler's experts are replayed, only prompts are compared, since equal answers may have been routed
+        differently.
         """
         tokens, every = batch.token_ids, np.arange(batch.num_tokens)
         source = every.copy()
@@ -79,8 +78,8 @@ def _equal(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 class Sums:
     """Sums of the gradients of rows that were read from the same place.
 
-    Rows are added in pairs, then pairs of pairs, so that no addition involves more than two rows. The fixed order makes
-    the sum deterministic on every device, with a logarithmic number of rounds.
+    Rows are added in pairs, then pairs of pairs: a fixed order, deterministic on every device, in a logarithmic number
+    of rounds.
 
     Attributes:
         rows: i64 [M], the rows that share their place with others.
@@ -131,7 +130,7 @@ class Reading:
     """Rows [N, …] read from [K, …], some of them more than once.
 
     Attributes:
-        index: i64 [N].
+        index: i64 [N], the row that each reads.
         size: K.
         sums: gradient sums of rows that are read more than once.
     """
@@ -146,7 +145,7 @@ class Reading:
         return cls(torch.from_numpy(place).to(device), size, Sums.of(place, device))
 
     def __call__(self, computed: Tensor) -> Tensor:
-        """Convert [K, …] to [N, …]."""
+        """Return the rows [N, …] of `computed` [K, …]."""
         read: Tensor = _Read.apply(computed, self)
         return read
 

@@ -44,11 +44,7 @@ class TorchOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> TorchOptions:
-        """Parse `TrainerSpec.options`.
-
-        Raises:
-            SpecError: an unknown key, a value of the wrong type, or an impossible mesh.
-        """
+        """Parse `TrainerSpec.options`. Raises SpecError for an unknown key, a wrong type, or an impossible mesh."""
         mesh, lora, optimizer = checked(options)
         read = cls(
             mesh=mesh,
@@ -77,8 +73,7 @@ class TorchOptions:
 def checked(options: Mapping[str, Any]) -> tuple[ProcessMesh, LoraOptions | None, OptimizerOptions]:
     """Validate options before a run starts; return the mesh, adapters and optimizer options.
 
-    Raises:
-        SpecError: see `TorchOptions.of`, except for `distributed`, which the launcher sets.
+    Raises SpecError like `TorchOptions.of`, except for `distributed`, which the launcher sets.
     """
     gradients_of(options)
     experts_of(options)
@@ -108,8 +103,7 @@ def attention_of(options: Mapping[str, Any]) -> SegmentAttention:
 def compile_of(options: Mapping[str, Any]) -> bool | None:
     """Return the `compile` option, or None if the trainer chooses.
 
-    Raises:
-        SpecError: it is no boolean, or the trainer has several processes.
+    Raises SpecError if it is no boolean, or if it is true and the trainer has several processes.
     """
     value = options.get("compile")
     if value is not None and not isinstance(value, bool):

@@ -61,7 +61,7 @@ class TorchWorker:
     optimizer: ParameterOptimizer
     gather_dtype: torch.dtype
     vocab_size: int
-    #: The trained storage. Parameters use other storage while weights are lent to them.
+    #: Storage of the trained values; parameters use other storage while other weights are lent to them.
     own: Mapping[str, Tensor]
     #: fp32 values on the host of the tensors in `own` that are bf16.
     masters: Mapping[str, Tensor]
@@ -128,7 +128,7 @@ class TorchWorker:
 
     @property
     def routing(self) -> RoutingShape | None:
-        """The shape of routers that can replay given experts, if the model has any."""
+        """The sizes of routers that can replay recorded experts, if the model has any."""
         return self.unwrapped.routing
 
     @property
@@ -141,7 +141,7 @@ class TorchWorker:
         yield from self.unwrapped.named_weights() if self.adapters is None else self.adapters.base.items()
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
-        """See `Trainer.forward`."""
+        """Return the predictions f32 [T] of each micro-batch."""
         predictions = []
         for batch in batches:
             predictions.append(predicted(self.model, self.setting, batch))
@@ -245,7 +245,7 @@ def _accelerator(spec: TrainerSpec) -> Accelerator:
 
 
 def _is_worth_compiling(model: PackedModel | PackedValueModel, device: torch.device) -> bool:
-    """Return whether compiled layers soon win back the time of compiling; experts' layers are not worth it."""
+    """Return whether compiled layers soon win back the time of compiling; experts' layers do not."""
     count = sum(each.numel() for each in model.parameters())
     return device.type == "cuda" and model.routing is None and count >= COMPILED_FROM
 
@@ -256,12 +256,8 @@ def _lent(
 ) -> Iterator[None]:
     """Temporarily give each parameter other values, and always restore its storage.
 
-    Gradients and optimizer state belong to the parameter, not to its storage, so they are unaffected. Tied parameters
-    are one parameter, so both change.
-
-    Args:
-        weights: bytes of every parameter, checked against the layout.
-        dtype: dtype of `weights`.
+    Gradients and optimizer state belong to the parameter, not to its storage, so they are unaffected. `weights` are the
+    bytes of every parameter in `dtype`, checked against the layout.
     """
     own = {name: (parameter, parameter.data) for name, parameter in parameters}
     try:

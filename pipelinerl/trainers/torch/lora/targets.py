@@ -19,8 +19,7 @@ _LINEAR: Final = (nn.Linear, Conv1D)
 def target_modules(model: Any, options: LoraOptions) -> Mapping[str, nn.Module]:
     """Return the linear layers of a Hugging Face `model` that the options select, by name, in the model's order.
 
-    Raises:
-        SpecError: a target matches no linear layer, or one whose weight another module shares.
+    Raises SpecError if a target matches no linear layer, or one whose weight another module shares.
     """
     linear = {name: module for name, module in model.named_modules() if isinstance(module, _LINEAR)}
     head = model.get_output_embeddings()
@@ -33,7 +32,7 @@ def target_modules(model: Any, options: LoraOptions) -> Mapping[str, nn.Module]:
 
 
 def last_names(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return targets in the form of peft's configuration."""
+    """Return targets in the form of peft's configuration: the last parts of module names."""
     return sorted({name.rpartition(".")[2] for name in modules})
 
 
@@ -72,9 +71,7 @@ def _is_named(name: str, target: str) -> bool:
 def described(path: Path, options: LoraOptions) -> str:
     """Describe the parameters that train in a directory's model, without reading weights.
 
-    Raises:
-        SpecError: see `target_modules`.
-        ModelError: there is no model.
+    Raises SpecError like `target_modules`, and ModelError if there is no model.
     """
     model = check_weights(path)
     modules = target_modules(model, options)

@@ -33,10 +33,7 @@ class ProtocolError(TrainerError):
 
 
 class NonFiniteError(TrainerError):
-    """A loss, gradient or log-prob is not finite; the step was not applied.
-
-    `number` is the index of the micro-batch with that loss in its sequence; None if no single micro-batch is the cause.
-    """
+    """A loss, gradient or log-prob is not finite; the step was not applied. `number` is the micro-batch's, if known."""
 
     def __init__(self, message: str, *, number: int | None = None) -> None:
         super().__init__(message)

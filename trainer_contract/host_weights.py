@@ -1,7 +1,4 @@
-"""Weights in host memory: copies of gathered weights as bytes, and a check that they fit a model.
-
-Weights are bytes because numpy has no bfloat16, so one format covers every backend, dtype and file.
-"""
+"""Weights in host memory, copied as bytes (numpy has no bfloat16), and a check that they fit a model."""
 
 from __future__ import annotations
 
@@ -22,11 +19,7 @@ def copied(weights: Iterable[tuple[str, Any]]) -> HostWeights:
 
 
 def check_weights(weights: HostWeights, layout: Sequence[ParameterInfo]) -> None:
-    """Check that the weights contain exactly the parameters of the layout, each with the right number of bytes.
-
-    Raises:
-        StateError: names the first parameter that is missing, unknown or of another size.
-    """
+    """Raise StateError unless the weights are exactly the layout's parameters, each with the right number of bytes."""
     for info in layout:
         if info.name not in weights:
             raise StateError(f"the given weights lack the parameter {info.name!r}; they belong to another model")

@@ -49,8 +49,8 @@ class Trainer(Protocol):
     def width(self) -> int:
         """The number of micro-batches computed at once, one on each part of the trainer.
 
-        All parts are busy if a sequence's length is a multiple of `width` and the micro-batches of a slice cost about
-        the same. Any other sequence gives correct results too.
+        Sequences are fastest if their length is a multiple of `width` and each slice's micro-batches cost about the
+        same.
         """
         ...
 

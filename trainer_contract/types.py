@@ -1,7 +1,7 @@
 """Values of the trainer contract: frozen, numpy only.
 
-In shapes, T is the number of tokens of a micro-batch and S the number of segments packed into it. A segment is a
-rollout, or a part of a branching rollout.
+In shapes, T is the number of tokens of a micro-batch and S that of segments in it: rollouts, or parts of branching
+ones.
 """
 
 from __future__ import annotations
@@ -223,11 +223,7 @@ class Objective(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The optional columns that the objective reads.
-
-        `old_logprobs`, `ref_logprobs`, `values` and `returns` come with the micro-batch; the trainer adds those of
-        `HeadMeasure`.
-        """
+        """The optional columns that the objective reads: those of the micro-batch, and those of `HeadMeasure`."""
         ...
 
     def evaluate(self, predictions: Any, columns: Columns, /) -> Any:

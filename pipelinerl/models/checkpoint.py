@@ -1,6 +1,6 @@
-"""Model directories in Hugging Face's format: loaded from local disk, and saved atomically.
+"""Model directories in Hugging Face's format, loaded from local disk and saved atomically.
 
-Loading uses no network, runs no code from the directory, and reads weights from safetensors only.
+Loading runs no code from the directory and reads weights only from safetensors.
 """
 
 from __future__ import annotations
@@ -148,10 +148,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def weights_digest(path: Path) -> str:
-    """Return the XXH3-128 of the bytes of all weight files, as 32 hexadecimal digits; file names do not matter.
-
-    Raises ModelError if a file cannot be read.
-    """
+    """Return the XXH3-128 of the bytes of all weight files, as 32 hex digits. Raises ModelError if unreadable."""
     digest = xxhash.xxh3_128()
     for file in weight_files(path):
         try:
@@ -186,7 +183,6 @@ def model_dtype(path: Path) -> WeightDType:
 
 
 def _stored_dtype(path: Path) -> str:
-    """Return the dtype of most bytes, from the headers of the files alone."""
     sizes: Counter[str] = Counter()
     for file in weight_files(path):
         for tensor in stored_tensors(file).values():
@@ -195,10 +191,7 @@ def _stored_dtype(path: Path) -> str:
 
 
 def stored_tensors(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file by name, from its header: eight bytes of length, then JSON.
-
-    Raises ModelError if the file is no safetensors file.
-    """
+    """Return the tensors of a safetensors file by name, from its header alone. Raises ModelError for any other file."""
     found = {}
     try:
         with file.open("rb") as stream:
@@ -240,10 +233,7 @@ def check_weights(path: Path) -> PreTrainedModel:
 
 
 def check_values(path: Path, *, most_bytes: int) -> int:
-    """Check up to `most_bytes` bytes of the stored parameters for NaN and infinity; return the bytes left unchecked.
-
-    Raises ModelError if a value is NaN or infinite, or a file cannot be read.
-    """
+    """Check up to `most_bytes` stored bytes for NaN and infinity; return how many were skipped. Raises ModelError."""
     room, left = most_bytes, 0
     for file in weight_files(path):
         for name, tensor in stored_tensors(file).items():
@@ -259,10 +249,7 @@ def check_values(path: Path, *, most_bytes: int) -> int:
 
 
 def load_skeleton(path: Path, *, dtype: WeightDType) -> PreTrainedModel:
-    """Return the causal LM of a local directory with names, shapes and `dtype`, but without values.
-
-    Its parameters are in the order in which a trainer sends them. Raises as `load_model`.
-    """
+    """Return the causal LM of a directory in `dtype`, without values; its parameters are in a trainer's order."""
     import torch
 
     skeleton: Any = check_weights(path)
@@ -286,10 +273,7 @@ def load_model(
 
 
 def load_structure(path: Path, *, attention: str | None = None, part: Part = "causal_lm") -> PreTrainedModel:
-    """Return the model of `load_model` in fp32 without reading its weights: its parameters are on the meta device.
-
-    So are buffers that are stored in the directory; other buffers have their values. Raises as `load_model`.
-    """
+    """Return `load_model`'s model in fp32 with parameters, and stored buffers, on the meta device. Raises the same."""
     import torch
 
     model: Any = _load(path, part=part, device_map="meta", dtype=torch.float32)
@@ -381,10 +365,7 @@ def refuse_unusable(path: Path, name: str, values: Tensor) -> None:
 
 
 def save_model(model: PreTrainedModel, tokenizer: ChatTokenizer, path: Path) -> None:
-    """Write model and tokenizer to the new directory `path`, atomically and durably.
-
-    Raises ModelError if `path` exists, or its parent cannot be written.
-    """
+    """Write model and tokenizer atomically and durably. Raises ModelError if `path` exists or cannot be written."""
     if path.exists():
         raise ModelError(f"{path} exists already; choose another path or remove it")
     try:

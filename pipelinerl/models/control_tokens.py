@@ -227,7 +227,6 @@ class ContentGuard:
         return [index for index in ids if index in structural]
 
     def _structure_of_shape(self, shape: str) -> list[int] | None:
-        """Return the structural tokens that the template writes for a shape; None if it rejects the shape."""
         try:
             text = self._render(Chat(**json.loads(shape)), True)
         except ModelError:
@@ -248,8 +247,8 @@ class ContentGuard:
     ) -> frozenset[int] | None:
         """Return the positions in the rendered `text` of the characters at `starts` in the chat's texts.
 
-        The result is None if marking these characters changes the rest of the rendering. Raises `ModelError` if the
-        texts use up all private characters.
+        None if marking them changes the rest of the rendering. Raises ModelError if the texts use up all private
+        characters.
         """
         known = set(text)
         unused = (mark for mark in map(chr, range(_MARKS, _LAST)) if mark not in known)
@@ -305,7 +304,6 @@ class ContentGuard:
 
     @cached_property
     def _names(self) -> dict[int, str]:
-        """Return each control token's name in the renamed copy."""
         return {index: chr(_NAMES + row) for row, index in enumerate(self._control)}
 
     @cached_property
@@ -349,10 +347,7 @@ def _rewritten(value: Any, role: str, place: str, change: Callable[[Text], str])
 
 
 def _shape(chat: Chat) -> str:
-    """Return a chat as JSON, with its texts reduced to what the structure around them may depend on.
-
-    Contents become blank or not, calls have arguments or not, and identifiers keep their length. Tools keep all words.
-    """
+    """Return a chat as JSON, with its texts reduced to what the structure around them may depend on."""
     turns = [{name: _shape_of(name, value) for name, value in turn.items()} for turn in chat.turns]
     tools = [_rewritten(tool, "tool", "", lambda each: _SYMBOL.sub("a", each.value)) for tool in chat.tools]
     return json.dumps({"turns": turns, "tools": tools, "also": dict(sorted(chat.also.items()))})
@@ -386,7 +381,6 @@ def _marked(content: str, places: Iterable[int], marks: Mapping[str, str]) -> st
 
 
 def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
-    """Return a copy of the tokenizer with other names for some tokens, in added tokens and vocabulary."""
     from tokenizers import Tokenizer
 
     made: dict[str, Any] = json.loads(backend.to_str())
@@ -472,10 +466,7 @@ class ConversationTail:
         return ids[1:] if last_id in self._ends and ids and ids[0] in self._ends else ids
 
     def reproduces_deployment(self, *, calls: int = 0) -> bool:
-        """Return whether a continued conversation equals the template's rendering of the whole conversation.
-
-        `calls` is the number of tools that the answer calls; 0 means a text answer.
-        """
+        """Return whether a conversation continued after `calls` tool calls equals its rendering by the template."""
         answer: Turn = {"role": "assistant", "content": "b"}
         replies: list[Turn] = [{"role": "user", "content": "c"}]
         if calls:

@@ -39,10 +39,7 @@ _FAMILY: Final[Mapping[str, tuple[bool | None, bool]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
-    """Rotary position embedding; `factor` stretches all frequencies (`linear`), or only low ones (`llama3`).
-
-    `original_positions`, `low_freq_factor` and `high_freq_factor` belong to Llama 3.1's scaling (`llama3`).
-    """
+    """Rotary position embedding; `factor` stretches all frequencies (`linear`), or only low ones (`llama3`)."""
 
     theta: float = 10_000.0
     factor: float = 1.0
@@ -157,11 +154,7 @@ class DecoderConfig:
 
 
 def read_config(path: Path) -> DecoderConfig:
-    """Return the decoder that `config.json` in the directory `path` describes.
-
-    Raises:
-        ModelError: config.json is missing or damaged, or describes an unknown architecture or unsupported feature.
-    """
+    """Return the decoder that a directory's config.json describes. Raises ModelError if damaged or unsupported."""
     try:
         table = json_object(path / "config.json")
         text_table(path / "config.json")

@@ -1,7 +1,4 @@
-"""Readers of a model directory's files, which reject implausible JSON and weights that are not finite.
-
-A directory may come from an untrusted source: reading any file takes bounded memory and gives a table or `ModelError`.
-"""
+"""Readers of a model directory's files, which may be untrusted; implausible JSON and weights are rejected."""
 
 from __future__ import annotations
 
@@ -38,11 +35,7 @@ _MAY_BE_ABSENT: Final = frozenset(
 
 
 def json_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        ModelError: the file cannot be read, is too large or nested too deeply, or holds something else.
-    """
+    """Return the JSON object in a file. Raises ModelError if there is none, or it is too large or too deep."""
     try:
         if file.stat().st_size > _LONGEST_JSON:
             raise ModelError(f"{file} has more than {_LONGEST_JSON >> 20} MiB, which no model needs; copy it again")
@@ -57,10 +50,7 @@ def json_object(file: Path) -> dict[str, Any]:
 
 
 def text_table(file: Path) -> dict[str, Any]:
-    """Return the configuration of the text model: all of config.json, or its `text_config`.
-
-    Raises ModelError if the file cannot be read or names an implausible size.
-    """
+    """Return the configuration of the text model. Raises ModelError if it is unreadable or has implausible sizes."""
     whole = json_object(file)
     text = whole.get("text_config") or whole
     if not isinstance(text, dict):

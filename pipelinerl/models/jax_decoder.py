@@ -179,10 +179,7 @@ _VARIABLES: Final = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 def bound_memory(share: float | None) -> None:
-    """Limit this process to `share` of each GPU; None leaves JAX's default, three quarters.
-
-    Call it before JAX first looks for devices; JAX ignores later changes.
-    """
+    """Limit this process to `share` of each GPU (None: JAX's three quarters); call it before JAX looks for devices."""
     if share is not None and not any(name in os.environ for name in _VARIABLES):
         os.environ[_VARIABLES[0]] = f"{share:g}"
 
@@ -225,10 +222,7 @@ def load_weights(path: Path, config: DecoderConfig, *, place: Storage, dtype: An
 def export_weight(
     weights: Mapping[str, jax.Array], parameter: Parameter, layer: int | None, *, dtype: Any
 ) -> jax.Array:
-    """Return a parameter (of `layer`, if stacked) in `dtype`, whole on every device.
-
-    Gathering is collective: with devices of several processes, every process must call this function.
-    """
+    """Return a parameter (of `layer`, if stacked) in `dtype`, whole on every device; every process must call this."""
     array = weights[parameter.name]
     sharding = array.sharding
     everywhere = NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else sharding

@@ -1,7 +1,6 @@
 """`ModelShape`: the sizes of a language model from its directory alone, without its weights and without torch.
 
-Shapes come from the headers of the safetensors files, in milliseconds for any size. If a directory has only
-config.json, they come from the table of a Llama-family decoder.
+Shapes come from the headers of the safetensors files, or without these from the table of a Llama-family decoder.
 """
 
 from __future__ import annotations
@@ -103,10 +102,7 @@ class ModelShape:
 
 
 def read_shape(path: Path) -> ModelShape:
-    """Return the shape of the model in the directory `path`.
-
-    Raises ModelError if its configuration or a header cannot be read or is incomplete.
-    """
+    """Return the shape of the model in the directory `path`. Raises ModelError if its files are unreadable."""
     try:
         table, text = json_object(path / "config.json"), text_table(path / "config.json")
         hidden, heads = _first(text, "hidden_size", "n_embd"), _first(text, "num_attention_heads", "n_head")
@@ -168,10 +164,7 @@ _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_
 
 
 def mixture_of(path: Path) -> RoutingShape | None:
-    """Return the routing sizes of the model in a directory, from its config.json; None for a model without experts.
-
-    Raises ModelError if the configuration cannot be read or is incomplete.
-    """
+    """Return the routing sizes in a model's config.json; None without experts. Raises ModelError if unreadable."""
     where = path / "config.json"
     try:
         text = text_table(where)
@@ -185,10 +178,7 @@ def mixture_of(path: Path) -> RoutingShape | None:
 
 
 def replayed_routing(path: Path) -> RoutingShape:
-    """Return the routing sizes of a model whose expert choices can be recorded and replayed.
-
-    Raises ModelError if the model has no routers, or unsupported ones.
-    """
+    """Return the routing sizes of a model. Raises ModelError if its expert choices cannot be recorded and replayed."""
     shape, kind = mixture_of(path), model_type(path)
     if shape is None:
         raise ModelError(f"the model in {path}, of type {kind!r}, has no experts whose routing could be replayed")

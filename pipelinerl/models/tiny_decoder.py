@@ -112,10 +112,7 @@ def random_decoder(shape: DecoderShape | DebugSize, *, seed: int = 0) -> PreTrai
 
 
 def word_tokenizer(texts: Iterable[str], *, vocab: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE with `vocab` tokens on `texts`, one token per digit, with the chat template above.
-
-    Every text survives encoding and decoding exactly. The same texts give the same tokens.
-    """
+    """Train a byte-level BPE of `vocab` tokens on `texts`, one token per digit; it encodes every text exactly."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -139,10 +136,9 @@ def word_tokenizer(texts: Iterable[str], *, vocab: int) -> PreTrainedTokenizerFa
 
 
 def char_tokenizer(*, phrases: Sequence[str] = (), alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with a token for each character of `alphabet`, each of `phrases`, and each role.
+    """Return a tokenizer with a token for each role, then each character of `alphabet`, then each of `phrases`.
 
-    Text over the alphabet survives encoding and decoding exactly; other characters become `<|unk|>`. Token ids: the
-    special tokens first, then the alphabet, then the phrases.
+    Text over the alphabet is decoded exactly; other characters become `<|unk|>`.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -219,11 +215,7 @@ class WarmStartReport:
 def warm_start(
     settings: WarmStartSettings, on_progress: Callable[[WarmStartProgress], None] = lambda _: None
 ) -> WarmStartReport:
-    """Fit demonstrations until the validation accuracy is inside [low, high].
-
-    Raises:
-        ModelError: the accuracy stayed below or jumped above; the message says what to change.
-    """
+    """Fit demonstrations until the validation accuracy is inside [low, high]. Raises ModelError if that fails."""
     import torch
 
     began = time.monotonic()
@@ -318,9 +310,9 @@ def _step(
 
 
 def accuracies(model: PreTrainedModel, batch: Demonstrations) -> tuple[float, float]:
-    """Return greedy accuracy and expected accuracy of samples at temperature 1, on exact answers, without generation.
+    """Return greedy accuracy and expected accuracy at temperature 1, on exact answers, without generation.
 
-    Greedy decoding yields the answer if and only if each of its tokens is the likeliest after the tokens before it.
+    Greedy decoding yields an answer if and only if each of its tokens is the likeliest after the tokens before it.
     """
     import torch
 
@@ -377,8 +369,7 @@ def warm_start_domains(
 ) -> tuple[PreTrainedModel, DomainProgress]:
     """Fit demonstrations until each domain's reward is inside [low, high]; return the model and the last check.
 
-    Raises:
-        ModelError: a reward is outside at the end; the message has all rewards, and says what to change.
+    Raises ModelError if a reward is outside at the end.
     """
     import torch
 

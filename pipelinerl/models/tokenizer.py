@@ -78,11 +78,7 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, path: Path) -> ChatTokenizer:
-        """Read the tokenizer files of the directory `path`.
-
-        Raises:
-            ModelError: the directory or its tokenizer is missing or damaged, or it names no end-of-turn token.
-        """
+        """Read the tokenizer of a directory. Raises ModelError if it is unusable or names no end-of-turn token."""
         if not (path / "tokenizer.json").is_file():
             raise ModelError(
                 f"expected a tokenizer.json in the model directory {path}, found none; give a local Hugging Face model "
@@ -201,7 +197,6 @@ class ChatTokenizer:
 
     @cached_property
     def _template_source(self) -> str:
-        """Return the source of the chat template, or of all templates joined; empty if there is none."""
         template: Any = self._tokenizer.chat_template
         sources = list(template.values()) if isinstance(template, dict) else [template or ""]
         if not all(isinstance(source, str) for source in sources):
@@ -209,18 +204,12 @@ class ChatTokenizer:
         return "\n".join(sources)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return token ids of `text` as a whole prompt, after the tokenizer's beginning-of-text token, if any.
-
-        Raises ModelError if the text spells a control token that has no plain form.
-        """
+        """Return token ids of `text` as a whole prompt, after a beginning-of-text token, if any. Raises as `encode`."""
         special: list[int] = self._tokenizer.backend_tokenizer.encode("", add_special_tokens=True).ids
         return [token_id for token_id in special if token_id not in self._eos_token_ids] + self.encode(text)
 
     def encode(self, text: str) -> list[int]:
-        """Return token ids of `text` as the assistant's content, without structural control tokens.
-
-        Raises ModelError if the text spells a control token that has no plain form.
-        """
+        """Return token ids of `text` as an assistant's content. Raises ModelError if it needs a control token."""
         return self._contents.encode_content(text, role="assistant")
 
     @cached_property
@@ -330,10 +319,7 @@ class IncrementalDetokenizer:
 
 
 def check_chat_template(path: Path) -> None:
-    """Raise ModelError if the directory has no chat template or a damaged tokenizer_config.json.
-
-    It only checks the places where transformers looks, so it is cheap.
-    """
+    """Raise ModelError if the directory has no chat template where transformers looks, or a damaged configuration."""
     declared = _named(path / "tokenizer_config.json", "chat_template")
     if declared is not None and not isinstance(declared, str | list | dict):
         raise ModelError(
@@ -374,7 +360,6 @@ def _read_whole(path: Path) -> PreTrainedTokenizerFast:
 
 
 def _is_plain(path: Path) -> bool:
-    """Return whether `PreTrainedTokenizerFast` reads the directory, by the class and model type in its files."""
     plain = _named(path / "tokenizer_config.json", "tokenizer_class") in _PLAIN_CLASSES
     return plain and _named(path / "config.json", "model_type") in _TAKEN_AT_THEIR_WORD
 
@@ -390,7 +375,6 @@ def _reader(path: Path) -> Any:
 
 
 def _named(file: Path, name: str) -> Any:
-    """Return the entry `name` of the JSON object in `file`; None without a file or entry."""
     return json_object(file).get(name) if file.is_file() else None
 
 
@@ -414,8 +398,7 @@ _TOKEN: Final = "_token"
 def refuse_unrenderable(path: Path, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> None:
     """Raise ModelError if the template of the directory `path` cannot render the conversation, or is damaged.
 
-    This takes milliseconds: the template is rendered as transformers does, in Jinja's sandbox, but without importing
-    that library. If that fails, or the directory has several templates, the tokenizer decides.
+    Jinja's sandbox renders it in milliseconds, without transformers; if that fails, the tokenizer decides.
     """
     if not messages or not _renders(path, messages, template_kwargs):
         ChatTokenizer.load(path).encode_chat(messages, template_kwargs)

@@ -107,7 +107,6 @@ def _llama_calls(text: str) -> Iterator[FunctionCall]:
 
 
 def _xml_reader(tools: Sequence[ToolDefinition]) -> Callable[[str], FunctionCall | None]:
-    """Return a parser of calls whose arguments have the types of the tools' schemas."""
     schemas = {tool.function.name: (tool.function.parameters or {}).get("properties", {}) for tool in tools}
 
     def read(text: str) -> FunctionCall | None:

@@ -74,7 +74,7 @@ class TorchRouteLog:
 class ReplayedRouters:
     """Replays recorded expert choices in a trainer's routers; without a recording, the routers choose.
 
-    A recording stays set until the next `tell`, because activation checkpointing recomputes layers in backward.
+    A recording is kept until the next `tell`, because activation checkpointing recomputes layers in backward.
     """
 
     def __init__(self, model: nn.Module) -> None:

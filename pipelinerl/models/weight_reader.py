@@ -59,8 +59,7 @@ class WeightReader:
     def of(cls, path: Path, model: PreTrainedModel) -> Self | None:
         """Return a reader of the directory from which `load_structure` made the model.
 
-        The result is None if the model must be loaded whole: one conversion makes several parameters, or tied
-        parameters are stored twice. Raises ModelError if a file is no safetensors file.
+        None if the model must be loaded whole: one conversion makes several parameters, or tied ones are stored twice.
         """
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
@@ -86,10 +85,7 @@ class WeightReader:
         return cls(model, wanted, converters)
 
     def rows(self, name: str, wanted: slice) -> Tensor:
-        """Return the `wanted` rows of a parameter or buffer, in their stored dtype, read-only.
-
-        Raises ModelError if a file cannot be read, or a value in it is NaN or infinite.
-        """
+        """Return the `wanted` rows of a parameter or buffer, read-only. Raises ModelError if they are unusable."""
         parts = self._stored[name]
         return parts[0].read(wanted) if parts[0].pattern is None else self._converted(name, parts)[wanted]
 

@@ -1,7 +1,6 @@
-"""RLAX Eq. 3 as five slots: pure functions on arrays of any library. The only import is numpy.
+"""RLAX Eq. 3 as five slots: pure functions on arrays of any library; needs only numpy.
 
-The losses also work without the rest of the system: `policy_loss` takes arrays, `rollouts_loss` takes rollouts;
-`resolve` and `PRESETS` give the algorithms.
+`policy_loss` takes arrays, `rollouts_loss` takes rollouts; `resolve` and `PRESETS` give the algorithms.
 """
 
 from pipelinerl.objective.catalogue import PRESETS

@@ -55,9 +55,7 @@ class Scale(StrEnum):
 
     NONE = "none"
     STD = "std"
-    """Standard deviation of the group + `epsilon`, as in GRPO, with ddof 0. torch's default has ddof 1, which makes
-    advantages smaller by √((G − 1)/G).
-    """
+    """Standard deviation of the group + `epsilon`, as in GRPO, with ddof 0; torch's default is ddof 1."""
     MEAN = "mean"
     """Mean of the group, for non-negative rewards (MaxRL); a group whose mean is 0 has advantages 0."""
     BATCH = "batch"
@@ -425,10 +423,7 @@ COVARIANCE: Final = "cov_t = (A_t − mean A)·(log π_old − mean log π_old)"
 
 
 def covariances(advantages: Floats, logprobs: Floats, judged: Bools) -> Floats:
-    """Return (A_t − mean A)·(log π(o_t) − mean log π) [N], with means over the judged tokens; 0 elsewhere.
-
-    The mean of the result is the covariance that lowers the entropy (Cui et al. 2025).
-    """
+    """Return (A_t − mean A)·(log π(o_t) − mean log π) [N] over the judged tokens, 0 elsewhere (Cui et al. 2025)."""
     if not judged.any():
         return np.zeros_like(advantages)
     centred = (column - column[judged].mean() for column in (advantages, logprobs))

@@ -1,8 +1,4 @@
-"""Checks for slots that make no sense alone, in combination, or in a given run; one sentence per problem.
-
-`contradictions` yields combinations that never make sense, `without_effect` those that make no sense with a run's
-settings, and `doubts` those that are rarely intended, which `pipelinerl check` reports.
-"""
+"""Checks for slots that never make sense, make none in a given run, or are rarely intended; one sentence each."""
 
 from __future__ import annotations
 

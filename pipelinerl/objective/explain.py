@@ -135,10 +135,7 @@ class TokenFactors(NamedTuple):
 
 
 def factors(objective: PolicyObjective, rollouts: Sequence[ScoredRollout]) -> list[TokenFactors]:
-    """Return the factors of every sampled token; the rollouts are the whole batch of a step.
-
-    Raises UserError if a rollout lacks a column that the objective reads.
-    """
+    """Return the factors of every sampled token of a batch. Raises UserError if a rollout lacks a needed column."""
     lengths = np.array([len(one.tokens) for one in rollouts])
     groups, valid = np.array([one.group for one in rollouts]), np.array([one.judged for one in rollouts])
     recorded = {name: _joined(rollouts, name) for name in ("behavior_logprobs", "logprobs", *sorted(objective.passes))}

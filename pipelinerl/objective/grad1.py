@@ -1,7 +1,6 @@
 """Slot `grad1` of RLAX Eq. 3: the policy term, which the advantage multiplies.
 
-A term has a value and a pullback (vector-Jacobian product) in closed form, so backends without automatic
-differentiation can train, and tests can compare with automatic gradients.
+Values and pullbacks (vector-Jacobian products) are in closed form, for backends without automatic differentiation.
 """
 
 from __future__ import annotations
@@ -137,7 +136,6 @@ class ClippedRatio:
         return self._masked(tokens)[1] == 0.0
 
     def _masked(self, tokens: Tokens) -> tuple[Array, Array]:
-        """Return log r and the mask M."""
         difference = tokens.log_ratio(Policy.CURRENT, self.over)
         kept = _kept(tokens, difference, *_logs(self.epsilon_low, self.epsilon_high))
         if self.max_drift < math.inf:
@@ -328,7 +326,6 @@ class SequenceRatio:
         return self._masked(tokens)[1] == 0.0
 
     def _masked(self, tokens: Tokens) -> tuple[Array, Array]:
-        """Return log s and the mask M."""
         mean = tokens.rollout_mean(tokens.log_ratio(Policy.CURRENT, self.over))
         return mean, _kept(tokens, mean, *_logs(self.epsilon_low, self.epsilon_high))
 
@@ -408,8 +405,7 @@ _FAR: Final = 1e4
 def _kept(tokens: Tokens, difference: Array, low: float, high: float) -> Array:
     """Return M [T], without gradient: 0 where clip(r)·A < r·A, where PPO's min takes the clipped side; otherwise 1.
 
-    Log-ratios and logs of the bounds are used, since ratios overflow. M is a number because booleans are many times
-    slower on CPUs.
+    Ratios overflow, so logs are compared. M is a number because booleans are many times slower on CPUs.
     """
     xp = tokens.xp
     fixed = xp.clip(stop_gradient(difference), -_FAR, _FAR)

@@ -186,8 +186,7 @@ class ToprWeight:
 class GammaWeight:
     """VESPO (Shen et al. 2026): W^power·e^(decay·(1 − W)) for the sequence's ratio W, which is 1 at W = 1.
 
-    It vanishes at small and at large W, so it needs no bound. Power and decay depend on the advantage's sign; the
-    defaults are those of the authors' code (`core_algos.py`).
+    It vanishes at small and large W. The defaults, by the advantage's sign, are those of the authors' `core_algos.py`.
     """
 
     positive_power: float = 2.0

@@ -36,10 +36,7 @@ class KLController:
     gain: float = 0.1
 
     def next(self, beta: float, kl: float) -> float:
-        """Return β after a step whose rollouts had this KL, the mean of K1 over their sampled tokens.
-
-        K1 may be negative on a batch; the error is bounded below, so β stays positive.
-        """
+        """Return β after a step whose rollouts had this KL: the mean of K1 over their sampled tokens."""
         error = min(max(kl / self.target - 1.0, -_MOST), _MOST)
         return beta * (1.0 + self.gain * error)
 
@@ -74,7 +71,7 @@ class KLCoefficientColumn(NamedTuple):
 def as_column(objective: PolicyObjective) -> KLCoefficientColumn:
     """Split an objective into β and a form that is the same for every β, which backends compile once.
 
-    If β is in the rewards (as in Ziegler et al.), the advantages already include it, and backends do not need it.
+    If β is in the rewards (as in Ziegler et al.), the advantages include it, and backends do not need it.
     """
     beta = kl_coefficient(objective)
     if beta is None:

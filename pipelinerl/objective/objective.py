@@ -54,19 +54,13 @@ class PolicyObjective:
 
     @property
     def late_columns(self) -> frozenset[str]:
-        """Columns from forward passes that functions of the whole batch read: advantages, or a choice of tokens.
-
-        If there are any, advantages and choice are computed after the passes.
-        """
+        """Columns from forward passes that functions of the whole batch read: advantages, or a choice of tokens."""
         return self.adv.needs | (
             frozenset({"old_logprobs"}) if isinstance(self.grad2, CovariancePenalty) else frozenset()
         )
 
     def choices(self, scored: Scored, columns: Mapping[str, Floats]) -> dict[str, Floats]:
-        """Return the columns [N] that select tokens of the whole batch, by name; {} for most objectives.
-
-        `columns` has `advantages` and each of `late_columns`, [N].
-        """
+        """Return the columns [N] that select tokens of the whole batch, by name; {} for most objectives."""
         if not isinstance(self.grad2, CovariancePenalty):
             return {}
         return {CHOSEN: self.grad2.chosen(columns["advantages"], columns["old_logprobs"], scored.judged)}

@@ -68,10 +68,7 @@ def preset_of(choice: str | Mapping[str, Any]) -> Any:
 
 
 def no_signal_of(choice: str | Mapping[str, Any], *, path: str = "objective") -> NoSignal:
-    """Return the preset's treatment of groups with equal rewards, such as DAPO's dynamic sampling.
-
-    Raises RecipeError for an unknown preset.
-    """
+    """Return the preset's treatment of groups with equal rewards. Raises RecipeError for an unknown preset."""
     return _entry(PRESETS, preset_of(choice), f"{path}.preset").no_signal
 
 

@@ -67,10 +67,7 @@ class Turns:
         )
 
     def rewards_to_go(self, rewards: Floats) -> Floats:
-        """Return G_{i,k} = R_i − Σ_{k' < k} r_{i,k'}, [M]: the rollout's reward from turn k on, for `rewards` R [B].
-
-        The last turn thereby gets the part of the verdict's reward R_i that is no turn's reward.
-        """
+        """Return G_{i,k} = R_i − Σ_{k' < k} r_{i,k'}, [M]: the rollout's reward from turn k on, for `rewards` R [B]."""
         before = np.cumsum(self.rewards) - self.rewards
         starts = np.cumsum(self.counts) - self.counts
         has_turns = self.counts > 0
@@ -249,7 +246,6 @@ class RewardShaping:
 
 
 def _overlong(lengths: Ints, most: int, margin: int) -> Floats:
-    """Return 0 up to most − margin, −1 above `most`, linear between."""
     if margin == 0:
         return np.where(lengths > most, -1.0, 0.0)
     return np.asarray(np.clip((most - margin - lengths) / margin, -1.0, 0.0))

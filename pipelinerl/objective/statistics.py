@@ -18,10 +18,7 @@ _OPTIONAL: Final = ("old_logprobs", "ref_logprobs", "values", "streams")
 
 
 def trained_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float32]) -> Tokens | None:
-    """Return the tokens in the loss masks of a step's micro-batches, concatenated, in float64; None if there are none.
-
-    `logprobs` holds the log-probs f32 [T] of each micro-batch, as in `LossStats.predictions`.
-    """
+    """Return a step's tokens in the loss masks with their `logprobs` f32 [T], joined, in float64; None without any."""
     masks = [batch.loss_mask for batch in micro_batches]
     if not any(mask.any() for mask in masks):
         return None

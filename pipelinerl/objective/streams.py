@@ -64,10 +64,7 @@ class Part(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class StreamedObjective:
-    """The sum of the objectives of several streams; satisfies `trainer_contract.types.Objective`.
-
-    `rl` is the run's objective, `others` are the other losses that tokens may have.
-    """
+    """The sum of `rl`, the run's objective, and the objectives of `others`; satisfies the contract's `Objective`."""
 
     rl: PolicyObjective
     others: tuple[Loss, ...]
@@ -101,7 +98,7 @@ class StreamedObjective:
 def within(columns: Columns, loss: Loss) -> Columns:
     """Return the columns with the loss mask reduced to the tokens of one stream.
 
-    `kl_coefficients`, the factors of the KL penalty, are kept only for the run's objective.
+    `kl_coefficients` are kept only for the run's objective.
     """
     its = {**columns, "loss_mask": columns["loss_mask"] & (column_of(columns, "streams") == loss.code)}
     if loss is not Loss.RL:
@@ -129,10 +126,7 @@ _OF_OTHERS: Final = DomainLoss()
 @final
 @dataclass(frozen=True, slots=True)
 class DomainLosses:
-    """The loss of each domain; domains without an entry have the run's objective.
-
-    If any domain has another loss, `by_domain` names every domain that a step may contain.
-    """
+    """The loss of each domain that a step may contain; empty if all domains have the run's objective."""
 
     by_domain: Mapping[str, DomainLoss] = field(default_factory=dict)
 
@@ -167,8 +161,7 @@ class DomainLosses:
     ) -> NDArray[np.float64]:
         """Return the weight [B] of each rollout's sampled tokens; each stream is divided by its own total.
 
-        `agg` is the run's aggregation, `domains` [B] the domain of each rollout; other arguments as
-        `agg.token_weights`.
+        `agg` is the run's aggregation, `domains` [B] the domains; other arguments are those of `agg.token_weights`.
         """
         codes = self.codes(domains)
         if codes is None:

@@ -59,11 +59,7 @@ COMPUTED_BY: Final[Mapping[str, str]] = {
 
 
 def column_of(columns: Mapping[str, Any], name: str) -> Any:
-    """Return the column of that name.
-
-    Raises:
-        ColumnError: the column is missing; the message says which component computes it.
-    """
+    """Return a column. Raises ColumnError if it is missing; the message says which component computes it."""
     column = columns.get(name)
     if column is None:
         present = ", ".join(sorted(key for key, value in columns.items() if value is not None)) or "none"
@@ -157,10 +153,7 @@ class Tokens:
         return self.xp.exp(stop_gradient(self._of(policy)))
 
     def rollout_total(self, amounts: Array) -> Array:
-        """Return the sum of `amounts` [T] over each token's rollout, [T]; micro-batches never split rollouts.
-
-        `rollout_ids` assigns segments to rollouts; without that column each segment is a rollout.
-        """
+        """Return the sum of `amounts` [T] over each token's rollout (`rollout_ids`, or else its segment), [T]."""
         rollout_ids = self.columns.get("rollout_ids")
         if rollout_ids is None:
             rollout_ids = column_of(self.columns, "segment_ids")

@@ -69,10 +69,7 @@ def write_record(path: Path, *, model_version: int, architecture: str, **further
 
 
 def read_record(path: Path, *, architecture: str, model_type: str) -> Mapping[str, Any]:
-    """Read `trainer.json` in `path` and check it against the model given by `model_type` and `architecture`.
-
-    Raises StateError if the record is missing, damaged, of another format or of another model.
-    """
+    """Read `trainer.json` in `path`. Raises StateError if it is missing, damaged, or of another format or model."""
     try:
         record: dict[str, Any] = json.loads((path / _FILE).read_text())
         record["model_version"] = int(record["model_version"])

@@ -72,8 +72,7 @@ Forward = Callable[[MicroBatch], Awaitable[Float32]]
 class Canary:
     """The prompt that an engine must answer, and the allowed distance of its log-probs from the trainer's.
 
-    With `routing_replay` the trainer computes a mixture's tokens with the engine's experts, so a different choice
-    between two nearly equal experts does not count as a difference of weights.
+    With `routing_replay` the trainer uses the engine's experts, so near ties between experts cause no difference.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -99,7 +98,7 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class CanaryFindings:
-    """Results by URL: the largest difference in nats, the reason of a mismatch, or the reason why there is no result.
+    """Results by URL: largest difference in nats, reason of a mismatch, or reason for having no result.
 
     Retries are useless for engines in `permanent`.
     """
@@ -201,11 +200,7 @@ class LogprobCanaryChecker:
 
 
 def micro_batch_of(completion: ChatCompletion, *, version: int) -> MicroBatch:
-    """Return a canary's answer as a micro-batch, with the engine's log-probs in `behavior_logprobs`.
-
-    Raises:
-        _Mismatched: there is no choice; or it has no tokens, invalid ids, or tokens of another version than `version`.
-    """
+    """Return a canary's answer as a micro-batch with the engine's log-probs. Raises `_Mismatched` if it is invalid."""
     if not completion.choices:
         raise _Mismatched("the canary must be answered with at least one choice, its answer has none")
     return alone([_rollout(completion, choice, version) for choice in completion.choices])

@@ -65,10 +65,7 @@ class ForwardPasses:
     def plan(
         self, needs: Iterable[str], batch: TrainBatch | None = None, *, objective: PolicyObjective | None = None
     ) -> Mapping[str, Pass]:
-        """Return the passes for `needs`, by the name of their column, in the order in which they are made.
-
-        Pass `batch` if its domains have several losses, and `objective`, that of domains with rewards.
-        """
+        """Return the passes for `needs`, by the name of their column, in the order in which they are made."""
         old: dict[OldLogprobs, Pass] = {
             OldLogprobs.SAMPLING_WEIGHTS: self._at_sampling_weights,
             OldLogprobs.RECOMPUTE: self.policy.forward,
@@ -88,11 +85,7 @@ class ForwardPasses:
         return {name: call for name, call in passes.items() if name in wanted}
 
     def _at_sampling_weights(self, batches: Sequence[MicroBatch]) -> list[Float32]:
-        """Return the policy's log-probs [T] of each token in the loss mask at the weights that sampled it; 0 elsewhere.
-
-        Each version has a pass over the rollouts that it sampled, up to its last token in each. So a rollout of n
-        versions costs n passes of rising length.
-        """
+        """Return the policy's log-probs [T] at the weights that sampled each token; one pass per version."""
         assert self.history is not None, "old_logprobs at the sampling weights need a history of them"
         columns = [np.zeros(batch.num_tokens, np.float32) for batch in batches]
         sampled = np.concatenate([_versions(batch)[batch.loss_mask] for batch in batches])
@@ -102,10 +95,7 @@ class ForwardPasses:
         return columns
 
     def _by_domain(self, batch: TrainBatch, batches: Sequence[MicroBatch], *, refers: bool) -> list[Float32]:
-        """Return the log-probs [T] of each token by the model with which its domain's loss compares; 0 without one.
-
-        `refers` is True if the run's objective reads the reference.
-        """
+        """Return the log-probs [T] of each token by its domain's reference or teacher; 0 without one."""
         taught: dict[int, tuple[Teacher, set[str]]] = {}
         for domain in {group.domain for group in batch.groups}:
             own = self.teachers.get(domain, self.reference) if batch.losses.of(domain) is Loss.REF_KL else None

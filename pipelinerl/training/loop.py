@@ -273,7 +273,6 @@ class TrainingLoop:
                 reported_at = now
 
     def _next_batch(self) -> TrainBatch | None:
-        """Return a batch of the waiting groups, or None if they are too few."""
         knobs, producing = self._current.knobs, self._version + 1
         groups = self._batcher.take(
             StepBudget(rollouts=knobs.rollouts_per_step, tokens=self._settings.tokens_per_step),
@@ -324,7 +323,6 @@ class TrainingLoop:
         )
 
     async def _ask(self, question: Question) -> None:
-        """Send `question` to the controller, and process arrivals until the answer is applied."""
         async for arrivals in self._link.wait_for_answer(question):
             await self._take_in(arrivals)
 
@@ -337,11 +335,7 @@ class TrainingLoop:
     # --- step ------------------------------------------------------------------------------------------------------
 
     async def _train(self, batch: TrainBatch) -> tuple[StepResult, StepFigures]:
-        """Take the optimizer steps of a batch, which make the next version; return metrics in total and by domain.
-
-        Raises:
-            NonFiniteStep: the step must be skipped.
-        """
+        """Take the optimizer steps of a batch; return metrics in total and by domain. Raises NonFiniteStep."""
         accumulated = await self._in_worker(lambda: self._step.accumulate(batch, self._objective.current))
         computed = time.monotonic()
         await self._until_weights_may_change()
@@ -375,10 +369,7 @@ class TrainingLoop:
         await self._checkpointing.captured()
 
     async def _skip(self, batch: TrainBatch, error: NonFiniteStep) -> None:
-        """Report a step that was not applied; raise DivergedError if the controller then stops the run.
-        On the first directive, fence an earlier trainer before this one writes anything. On the first directive, fence
-        an earlier trainer before this one writes anything.
-        """
+        """Report a step that was not applied; raise DivergedError if the controller then stops the run."""
         await self._until_weights_may_change()
         self._skipped += 1
         self._batcher.skipped(batch.groups)

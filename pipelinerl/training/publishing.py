@@ -1,7 +1,4 @@
-"""`Publishing`: publishes weights to engines during a step, one publication at a time, and reports the result.
-
-`StreamAnnouncer` announces a version once, on a stream, to all engines that follow it.
-"""
+"""`Publishing`: one publication of weights at a time, during a step; `StreamAnnouncer`: announcements to engines."""
 
 from __future__ import annotations
 
@@ -198,7 +195,6 @@ class StreamAnnouncer:
         return answers
 
     async def _heard(self, *, block_s: float) -> list[WeightsTaken]:
-        """Return the engines' reports since the last call."""
         found = []
         for entry in await self._stream.read({TAKEN: self._offset}, count=_MOST, block_s=block_s):
             self._offset = entry.entry_id

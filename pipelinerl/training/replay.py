@@ -55,10 +55,7 @@ class RecordedStep:
 
 
 def trained_groups(recorded: RecordedStep, groups: Mapping[int, Sequence[RolloutGroup]]) -> list[RolloutGroup]:
-    """Return a step's groups: for each of its orders the first recorded copy that belongs to the step's lineage.
-
-    `groups` has the recorded groups by order, each in the order of arrival. Raises RecordError if a group was trimmed.
-    """
+    """Return a step's groups: of each order the first copy in its lineage. Raises RecordError if one was trimmed."""
     chosen = []
     for index in recorded.orders:
         copies = [group for group in groups.get(index, ()) if recorded.lineage.includes(group)]

@@ -45,10 +45,7 @@ KL_FIGURE: Final = "kl_reference"
 
 @final
 class AdaptiveObjective:
-    """The current objective, and the baselines of roles. Without a controller the objective stays the recipe's.
-
-    Checkpoints store `coefficient` and `baselines`.
-    """
+    """The current objective and baselines of roles; checkpoints store `coefficient` and `baselines`."""
 
     def __init__(
         self,

@@ -167,10 +167,7 @@ def _tokens_of(
 def mean_advantages(
     batch: TrainBatch, micro_batches: Sequence[MicroBatch]
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return each rollout's mean advantage over its sampled tokens [B], and whether it was in the step [B].
-
-    The mean is 0 for a rollout that was left out because all its advantages are 0, and NaN for one that may not train.
-    """
+    """Return each rollout's mean advantage [B] (NaN if it may not train), and whether it was in the step [B]."""
     sums, trained = np.zeros(len(batch.learns)), np.zeros(len(batch.learns), bool)
     for number, micro_batch in enumerate(micro_batches):
         rollouts = np.array(batch.rollouts_of(number))
@@ -364,8 +361,6 @@ class StepRollouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trained:
-    """The results of one rollout."""
-
     shaped: float | None = None
     advantage: float | None = None
     trained: bool = False

@@ -102,11 +102,7 @@ class TrainStep:
         return self.passes.history is None or self.passes.history.covers(group)
 
     def accumulate(self, batch: TrainBatch, objective: PolicyObjective) -> Accumulated:
-        """Run the necessary forward passes, compute advantages, and run backward of the first mini-batch.
-
-        Raises:
-            NonFiniteStep: a column, loss or prediction is not finite.
-        """
+        """Run forward passes and the first mini-batch's backward. Raises NonFiniteStep if any result is not finite."""
         with self._clean_on_failure():
             completed = batch.completed(self._completed(batch, objective))
             measured = self.entropy.measure(self._policy, batch)
@@ -115,11 +111,7 @@ class TrainStep:
         return Accumulated(batch=completed, objective=objective, first=first, rest=rest, measured=measured)
 
     def apply(self, accumulated: Accumulated, *, learning_rates: Sequence[float]) -> StepResult:
-        """Take the optimizer steps of the batch, at most one for each learning rate.
-
-        Raises:
-            NonFiniteStep: the first gradient is not finite.
-        """
+        """Take the batch's optimizer steps, at most one per rate. Raises NonFiniteStep if the first is not finite."""
         batch, objective = accumulated.batch, accumulated.objective
         mini_batching, end = batch.partition.mini_batching, BatchEnd.WHOLE
         updates = [self._update(accumulated.first, objective, number=0, rate=learning_rates[0])]
@@ -184,7 +176,6 @@ class TrainStep:
         return self.critic is not None and self.critic.warms_up(batch.producing - 1)
 
     def _completed(self, batch: TrainBatch, objective: PolicyObjective) -> list[MicroBatch]:
-        """Return the micro-batches with every column that policy and critic read."""
         finite_check.check_rewards(batch)
         needs = objective.passes | batch.losses.passes | (self.critic.loss.needs if self.critic else frozenset())
         if batch.partition.mini_batching.target_kl is not None:
@@ -258,7 +249,6 @@ class TrainStep:
 
     @contextmanager
     def _clean_on_failure(self) -> Iterator[None]:
-        """Discard the gradient if the block raises NonFiniteStep."""
         try:
             yield
         except NonFiniteStep:

@@ -54,10 +54,7 @@ class BatchEnd(StrEnum):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradient:
-    """The losses of the backward passes over a mini-batch; `losses` is empty during the critic's warm-up.
-
-    `cross_entropy` is that of the demonstrations, in nats per token; None without any.
-    """
+    """The losses of the backward passes over a mini-batch; `losses` is empty while only the critic trains."""
 
     mini_batch: MiniBatch
     losses: list[LossStats]

@@ -113,10 +113,7 @@ class WeightHistory:
 
     @classmethod
     def restored(cls, path: Path, layout: Sequence[ParameterInfo]) -> Self:
-        """Return the history saved in the directory `path`; an empty one if there is none.
-
-        Raises CheckpointError if a file is damaged, or of another model.
-        """
+        """Return the history saved in `path`, empty if there is none. Raises CheckpointError if a file is unusable."""
         files = sorted(path.glob(f"{_PREFIX}*.safetensors"))
         return cls(layout, {int(file.stem.removeprefix(_PREFIX)): _read(file, layout) for file in files})
 

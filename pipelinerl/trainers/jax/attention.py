@@ -104,10 +104,7 @@ _LEAST_COLUMNS: Final = 64
 @final
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Positions of the T tokens of a micro-batch in rows of `shape` [R, C].
-
-    `place` i64 [T] is the index of each token in the flattened rows.
-    """
+    """Positions of T packed tokens in rows of `shape` [R, C]; `place` i64 [T] indexes the flattened rows."""
 
     shape: tuple[int, int]
     place: NDArray[np.int64]

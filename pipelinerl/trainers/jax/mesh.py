@@ -44,10 +44,7 @@ class MeshShape:
 
 
 def build(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
-    """Build a mesh over the first devices; with several processes it must use all devices.
-
-    Raises SpecError if there are too few devices, or the mesh does not divide their number.
-    """
+    """Build a mesh over the first devices. Raises SpecError if their number is wrong; several processes need all."""
     needed = shape.num_devices
     if len(devices) % needed or (jax.process_count() > 1 and needed != len(devices)):
         raise SpecError(

@@ -1,7 +1,7 @@
 """The computations of a JAX trainer as pure functions: log-probs, gradient accumulation and AdamW's step.
 
-Each function is compiled once per program and row shape. Buffers that a step replaces (weights, moments, the gradient)
-are donated to XLA, so memory never holds both old and new values.
+Each is compiled once per program and row shape. Buffers that a step replaces (weights, moments, the gradient) are
+donated to XLA, so memory never holds both old and new values.
 """
 
 from __future__ import annotations
@@ -58,10 +58,7 @@ class TrainerProgram:
         return fetched
 
     def output_layer(self, weights: Weights) -> Array:
-        """Return the output layer [V, D]; with `HeadPrecision.FP32` it is fp32, with values rounded as in the engines.
-
-        The gradient passes straight through the rounding.
-        """
+        """Return the output layer [V, D]; with `HeadPrecision.FP32`, in fp32 with the engines' rounded values."""
         if self.head is HeadPrecision.MODEL:
             return output_embedding(weights, fetch=self.fetch)
         exact = output_embedding(weights, fetch=replace(self, compute=jnp.float32).fetch)
@@ -136,10 +133,7 @@ def _ahead(
 def accumulate(
     program: TrainerProgram, objective: Objective, weights: Weights, gradient: Weights, columns: Columns
 ) -> tuple[Weights, Array, Array]:
-    """Add a micro-batch's gradient to `gradient`, unless the loss is not finite.
-
-    Returns the new gradient, the loss, and the predictions [R, C], 0 outside the loss mask.
-    """
+    """Add a micro-batch's gradient, if its loss is finite; return the gradient, the loss and the predictions [R, C]."""
 
     inside, measures = columns["loss_mask"], measures_of(objective)
 

@@ -38,10 +38,7 @@ class JaxSavedState:
     model_version: int
 
     def restore(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, dict[str, jax.Array]]:
-        """Read the arrays of every kind, placed according to `like` (name → shape, dtype, sharding).
-
-        Raises StateError if an array is missing, damaged or of another shape.
-        """
+        """Read all arrays, placed by `like` (name → shape, dtype, sharding). Raises StateError if one is damaged."""
         return {kind: {name: self._array(kind, name, wanted) for name, wanted in like.items()} for kind in KINDS}
 
     def _array(self, kind: str, name: str, expected: jax.ShapeDtypeStruct) -> jax.Array:

@@ -96,11 +96,7 @@ class JaxWorker:
         return [_forward(self.program, self.weights, batch) for batch in batches]
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights | None) -> list[Float32]:
-        """Run `forward` with other weights; see `Trainer.forward_at`.
-
-        Only rank 0 passes `weights` and sends them over the mesh, one parameter of one layer at a time; others pass
-        None.
-        """
+        """Run `forward` with other weights; rank 0 passes them and sends them over the mesh, others pass None."""
         sizes = {info.name: num_bytes(info) for info in self.layout()}
 
         def received(name: str) -> NDArray[np.uint8]:

@@ -1,7 +1,6 @@
 """Messages between rank 0 and the other ranks: the methods of the trainer contract as msgpack, and the answers.
 
-All values are plain data. A class (an objective or a slot) is sent as `module:Class`; the receiver accepts only
-dataclasses and enums of the objective or of the trainer contract.
+Values are plain data. A class is sent as `module:Class`; only dataclasses and enums of the objective are accepted.
 """
 
 from __future__ import annotations
@@ -101,10 +100,7 @@ class GatheredKind(StrEnum):
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
-    """Gather `count` consecutive parameters for `gather_weights`, starting at position `place` of `weight_layout`.
-
-    If `into` is set, ranks that share memory with rank 0 write their rows there; all other ranks send their rows.
-    """
+    """Gather `count` parameters from position `place` of the layout; ranks on rank 0's host write to `into`."""
 
     trainer: int
     place: int
@@ -232,10 +228,7 @@ def _plain_path(value: Any) -> str:
 
 
 def encode_objective(value: Any) -> Any:
-    """Convert an objective, or a part of one, to plain values.
-
-    Raises SpecError unless it consists of dataclasses and enums of the objective or the contract.
-    """
+    """Convert an objective to plain values. Raises SpecError for a class that is not part of an objective."""
     kind = type(value)
     if isinstance(value, Enum) and _is_known(kind.__module__):
         return {"class": _name(kind), "value": value.value}

@@ -281,10 +281,7 @@ _led: tuple[Distributed, Ranks] | None = None
 
 
 def lead(distributed: Distributed, join: Join) -> Ranks:
-    """Return this process's connections to the other ranks; the first call waits until all have joined.
-
-    Raises SpecError if ranks are missing, or this process is another rank or already leads other ranks.
-    """
+    """Return this process's connections to the other ranks, once all have joined. Raises SpecError."""
     global _led
     if distributed.process != 0:
         raise SpecError(

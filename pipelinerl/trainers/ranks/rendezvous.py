@@ -73,10 +73,7 @@ Join = Callable[[Distributed, int], None]
 
 
 def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
-    """Wait for all other ranks and join them; called by rank 0.
-
-    Raises SpecError if rank 0 cannot listen at the address, ranks are missing, or joining them fails.
-    """
+    """Wait for all other ranks and join them, on rank 0. Raises SpecError if ranks are missing or joining fails."""
     token, deadline = _token(distributed), time.monotonic() + distributed.timeout_s
     host, port = distributed.address
     try:
@@ -105,10 +102,7 @@ def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
 
 
 def join_rank0(distributed: Distributed, join: Join) -> Channel:
-    """Connect to rank 0 and join all ranks; called by the other ranks.
-
-    Raises SpecError if rank 0 does not answer or rejects this rank, or joining the ranks fails.
-    """
+    """Connect to rank 0 and join all ranks, on another rank. Raises SpecError if rank 0 rejects it or is missing."""
     token, deadline = _token(distributed), time.monotonic() + distributed.timeout_s
     connection = _connected(distributed, deadline)
     left_s = max(deadline - time.monotonic(), 1.0)  # rank 0 sends no heartbeats until all ranks arrived
@@ -204,10 +198,7 @@ _WHERE: Final = "options.distributed"
 
 
 def read_distributed(value: Any, *, trainer: str, processes: int | None = None) -> Distributed:
-    """Parse the table; `processes` may be omitted from the table if it is passed here.
-
-    Raises SpecError for an unknown key, a wrong type, or a number of processes that contradicts `processes`.
-    """
+    """Parse the `distributed` table; `processes` is the default of its entry. Raises SpecError if they contradict."""
     options: Mapping[str, Any] = table(value, Distributed, _WHERE, trainer=trainer)
     if processes is not None:
         options = {"processes": processes, **options}

@@ -1,7 +1,7 @@
 """Memory of rank 0 that other ranks on its host can write to: an anonymous file, opened through /proc.
 
-The other ranks write to the file without mapping it, at a fifth of the cost of a local connection. Only Linux has such
-files. Ranks of other hosts, users or containers cannot open the file; `is_here` tests this.
+Writing to the file costs a fifth of sending over a local connection. Only Linux has such files, and ranks of other
+hosts, users or containers cannot open them; `is_here` tests this.
 """
 
 from __future__ import annotations
@@ -92,8 +92,7 @@ class Block(NamedTuple):
 class RecycledMemory:
     """Blocks of `size` bytes, shared with ranks of this host if possible.
 
-    Each shared block is an open file, so their number is limited. While all are in use, and for larger requests, `take`
-    returns memory that is not recycled.
+    Shared blocks are open files, so their number is limited; if all are in use, `take` returns other memory.
     """
 
     def __init__(self, size: int) -> None:

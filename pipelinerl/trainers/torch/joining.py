@@ -44,8 +44,8 @@ _CONTENT: Final = struct.Struct("<q")
 class TorchWorld:
     """This process among the others; `reads` is the process group for reads that run concurrently with the passes.
 
-    The ranks in `on_same_host` can write into rank 0's shared memory. `views` has a number for each rank, equal for
-    ranks of one host with the same visible GPUs.
+    Ranks in `on_same_host` can write into rank 0's memory. `views` are equal for ranks of one host that see the same
+    GPUs.
     """
 
     rank: int
@@ -112,7 +112,6 @@ def _ranks_sharing_memory(rank: int, processes: int) -> frozenset[int]:
 
 
 def _views(processes: int) -> tuple[int, ...]:
-    """Return a digest of host and visible GPUs for each rank."""
     facts = (socket.gethostname(), uuid.getnode(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     own = torch.tensor(int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7]))
     views = [torch.empty_like(own) for _ in range(processes)]
@@ -129,10 +128,7 @@ def _bind_gloo_to_loopback() -> None:
 
 @contextmanager
 def in_agreement() -> Iterator[None]:
-    """Raise an error on all processes if any of them raises one in this block, so that none waits for a failed one.
-
-    Raises SpecError or StateError: this process's own error, else that of the first process with one.
-    """
+    """Raise an error on all processes if one of them raises SpecError or StateError, so that none waits for it."""
     own: SpecError | StateError | None = None
     try:
         yield

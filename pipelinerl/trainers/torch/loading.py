@@ -42,8 +42,8 @@ from trainer_contract.types import (
 class LoadedModel(NamedTuple):
     """A model, the saved state it comes from (if any), and the dtype of the weights sent to engines.
 
-    Its parameters stay on the meta device until they have a target, so a process of a sharded model never holds more
-    than its own rows and one layer. If parameters cannot be read one by one, they are already loaded on the CPU.
+    Parameters stay on the meta device until they have a target, so a sharded process never holds more than its rows and
+    one layer. Parameters that cannot be read one by one are already on the CPU.
     """
 
     model: PackedModel | PackedValueModel
@@ -133,7 +133,6 @@ class LoadedModel(NamedTuple):
 
     @property
     def _unread(self) -> list[str]:
-        """Return names of the parameters without values, or whose values come from a sharded state."""
         is_divided = self.saved is not None and self.saved.shards is not None
         return [name for name, parameter in self.weights.items() if is_divided or parameter.is_meta]
 
@@ -150,7 +149,6 @@ class LoadedModel(NamedTuple):
                 raise SpecError(f"model_path: {error}") from error
 
     def _read_to(self, device: torch.device, masters: Mapping[str, Tensor] = MappingProxyType({})) -> None:
-        """Load each parameter that has no values yet, and its master if it has one, onto this device."""
         weights = self.weights
         for name in self._unread:
             parameter = weights[name]
@@ -163,10 +161,7 @@ class LoadedModel(NamedTuple):
 
 
 def load(spec: TrainerSpec) -> LoadedModel:
-    """Load the model of `spec.model_path` or `spec.restore_from`, and seed torch's generators with the spec's seed.
-
-    Raises SpecError if the model is not available, StateError if the saved state is damaged or of another model.
-    """
+    """Load the spec's model and seed torch. Raises SpecError if it is not available, StateError for a damaged state."""
     config, lora = load_config(spec.model_path), lora_of(spec.options)
     torch.manual_seed(rng.key(spec.seed, "torch_trainer"))
     saved = None if spec.restore_from is None else torch_state.load(spec.restore_from, expected=config, head=spec.head)
@@ -238,10 +233,7 @@ def rounded_in_passes(model: PreTrainedModel) -> set[Tensor]:
 
 
 def with_masters(parameters: dict[str, nn.Parameter], device: torch.device) -> dict[str, Tensor]:
-    """Make parameters bf16 and allocate their fp32 masters on the host, by name, with the current values if loaded.
-
-    `device` is the future device of the parameters.
-    """
+    """Make parameters bf16 and return their fp32 masters on the host; `device` will hold the parameters."""
     masters = {}
     for name, parameter in parameters.items():
         pinned = device.type == "cuda"  # pinned, so that CUDA copies run concurrently with kernels

@@ -222,11 +222,7 @@ class MeshWorker:
         return sum(shape.numel() for shape in self._shapes(places).values()) * self._dtype_of(kind).itemsize
 
     def received(self, places: range, kind: GatheredKind, block: Block) -> list[Tensor]:
-        """Gather whole parameters at these positions, or their moments, into the block; called on rank 0.
-
-        Rank 0 copies its own rows while those of other ranks arrive. With several copies of the model, the first is
-        read.
-        """
+        """Gather whole parameters at these positions, or their moments, into the block; called on rank 0."""
         shapes, dtype = self._shapes(places), self._dtype_of(kind)
         flat = torch.from_numpy(block.memory).view(dtype)
         parts = torch.split(flat, [shape.numel() for shape in shapes.values()])
@@ -428,7 +424,6 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _dummy_batch() -> MicroBatch:
-    """Return a micro-batch of two dummy tokens, for a rank without one."""
     nothing = np.zeros(2, np.float32)
     return MicroBatch(
         token_ids=np.zeros(2, np.int32),

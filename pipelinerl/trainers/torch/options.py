@@ -71,10 +71,7 @@ class TorchOptions:
 
 
 def checked(options: Mapping[str, Any]) -> tuple[ProcessMesh, LoraOptions | None, OptimizerOptions]:
-    """Validate options before a run starts; return the mesh, adapters and optimizer options.
-
-    Raises SpecError like `TorchOptions.of`, except for `distributed`, which the launcher sets.
-    """
+    """Validate all options but `distributed`; return mesh, adapters and optimizer. Raises SpecError."""
     gradients_of(options)
     experts_of(options)
     attention_of(options)
@@ -101,10 +98,7 @@ def attention_of(options: Mapping[str, Any]) -> SegmentAttention:
 
 
 def compile_of(options: Mapping[str, Any]) -> bool | None:
-    """Return the `compile` option, or None if the trainer chooses.
-
-    Raises SpecError if it is no boolean, or if it is true and the trainer has several processes.
-    """
+    """Return the `compile` option; None lets the trainer choose. Raises SpecError if it is invalid for this mesh."""
     value = options.get("compile")
     if value is not None and not isinstance(value, bool):
         raise SpecError(f"options.compile must be true or false, got {value!r}")

@@ -1,7 +1,6 @@
 """`PackedModel`, a Hugging Face causal language model as a function from packed tokens to log-probs.
 
-As a single module it has one forward, which wrappers (DDP, FSDP, DeepSpeed) need. Only the requested positions reach
-the output layer. `value_model` has the equivalent with a value head.
+It is one module, so wrappers (DDP, FSDP, DeepSpeed) see one forward. Only requested positions reach the output layer.
 """
 
 from __future__ import annotations
@@ -128,10 +127,7 @@ def compile_layers(model: nn.Module, *, gradient_checkpointing: bool) -> None:
 
 
 def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the tensors of a model directory other than parameters.
-
-    Call this before any pass: in a pass over a sharded model, `state_dict` would remove gathered weights.
-    """
+    """Return a model directory's tensors other than parameters; call it before any pass over a sharded model."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
 
@@ -162,10 +158,7 @@ def computing_in(products: torch.dtype, device: torch.device) -> AbstractContext
 def probe_packing(
     trunk: PreTrainedModel, device: torch.device, products: torch.dtype = torch.float32
 ) -> tuple[Tensor, SegmentPlan]:
-    """Run the same segment twice in one row; return the tokens with their positions, and the plan.
-
-    Raises SpecError if the second copy differs from the first, because a layer mixes segments.
-    """
+    """Run the same segment twice in one row; return its tokens and plan. Raises SpecError if the copies differ."""
     positions = np.array([0, 1, 2, 0, 1, 2], dtype=np.int32)
     tokens = (positions + 1) % trunk.config.get_text_config().vocab_size
     token_ids = torch.from_numpy(np.stack((tokens, positions)).astype(np.int64)).to(device)
@@ -203,10 +196,7 @@ class ReadableModel(NamedTuple):
 
 
 def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = "causal_lm") -> ReadableModel:
-    """Load the model (or its `part`) of a directory for training, with fp32 weights, without dropout or jitter.
-
-    Raises SpecError if the directory is incomplete, or the architecture is not a causal language model.
-    """
+    """Load a directory's model (or `part`) for training, in fp32 and without dropout. Raises SpecError."""
     try:
         model = load_structure(path, attention=IMPLEMENTATION, part=part)
         reader = WeightReader.of(path, model)

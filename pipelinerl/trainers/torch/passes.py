@@ -43,10 +43,7 @@ def predict(
     inside: Bool,
     measures: tuple[HeadMeasure, ...] = (),
 ) -> Tensor:
-    """Return [1 + M, N]: log-probs, or values, of the tokens where `inside` [T] is True, and the M measures there.
-
-    With a group, each process computes its part and receives all N.
-    """
+    """Return [1 + M, N] on each process of the group: predictions of the tokens `inside` [T], and M measures there."""
     requested, distinct, positions, group = (
         np.flatnonzero(inside),
         Distinct.of(batch),

@@ -252,10 +252,7 @@ def _token_exchange() -> Any:
 
 @final
 class _TravellingTokens:
-    """Forward of an experts module that sends each token to the processes that hold its experts, and back.
-
-    Under autocast, tokens are sent in autocast's dtype, which the experts would cast them to anyway.
-    """
+    """Forward of an experts module that sends each token, in autocast's dtype, to its experts' processes and back."""
 
     def __init__(self, exchange: Callable[..., Tensor]) -> None:
         self._exchange = exchange

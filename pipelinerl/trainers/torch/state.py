@@ -141,10 +141,7 @@ class TorchSavedState:
         return RandomState(self.tensors["rng.cpu"], self.tensors.get("rng.cuda"))
 
     def moments(self, shapes: Mapping[str, torch.Size], rows_of: RowsOf = _all_rows) -> dict[str, dict[str, Tensor]]:
-        """Return AdamW's state by parameter, for the rows `rows_of`; {} for a trainer that never stepped.
-
-        Raises StateError unless the state belongs to whole parameters of these `shapes`.
-        """
+        """Return AdamW's state by parameter, for the rows `rows_of`; {} if never stepped. Raises StateError."""
         if self.shards is not None:
             self.shards.check(shapes)
         restored: dict[str, dict[str, Tensor]] = {}
@@ -176,10 +173,7 @@ def save(
     model_version: int,
     adapters: SavedAdapters | None = None,
 ) -> None:
-    """Write the state into the existing directory `path`; `weights` and AdamW's `moments` are by parameter name.
-
-    With `adapters`, these are written instead of the weights.
-    """
+    """Write the state into the directory `path`; with `adapters`, these are written instead of the weights."""
     tensors = _tensors_of(random)
     for name, kinds in moments.items():
         tensors |= {f"{name}.{kind}": kinds[kind].contiguous() for kind in MOMENTS}
@@ -204,10 +198,7 @@ def save_divided(
     head: Head,
     model_version: int,
 ) -> None:
-    """Write the common files of a sharded state after all shards in `path`; this completes the state.
-
-    `shapes` are those of whole parameters. `steps` has AdamW's step count of each; {} for a trainer that never stepped.
-    """
+    """Write the common files of a sharded state, after all shards; `steps` are AdamW's step counts."""
     write_index(path, shards, shapes)
     counts = {f"{name}.{MOMENTS[0]}": count for name, count in steps.items()}
     save_file(_tensors_of(random) | counts, path / "optimizer.safetensors")
@@ -219,10 +210,7 @@ def _tensors_of(random: RandomState) -> dict[str, Tensor]:
 
 
 def load(path: Path, *, expected: PreTrainedConfig, head: Head) -> TorchSavedState:
-    """Read a state and check that it belongs to the model `expected` and its `head`; the caller reads the weights.
-
-    Raises StateError if something is missing, damaged, or of another model.
-    """
+    """Read a state, except its weights. Raises StateError unless it is intact and of this model and head."""
     record = read_record(path, architecture=_architecture(expected), model_type=expected.model_type)
     try:
         tensors = load_file(path / "optimizer.safetensors")

@@ -1,7 +1,4 @@
-"""Copies between host and device that send each tensor in its own dtype and convert on the device.
-
-Torch itself converts on the host: it sends fp32 where bf16 would do, through memory that is not pinned.
-"""
+"""Copies between host and device in a tensor's own dtype, converted on the device; torch converts on the host."""
 
 from __future__ import annotations
 
@@ -24,10 +21,7 @@ class HostBuffer:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def fetch(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the values on the host in `dtype`; the result may be this buffer, which the next call overwrites.
-
-        Values are rounded on the device if that makes them smaller, else converted on the host.
-        """
+        """Return the values on the host in `dtype`; the result may be this buffer, which the next call overwrites."""
         if values.device.type == "cpu":
             return values.to(dtype)
         sent = values.to(dtype) if dtype.itemsize < values.dtype.itemsize else values

@@ -50,10 +50,7 @@ class PackedValueModel(nn.Module):
 
     @classmethod
     def load(cls, path: Path, *, gradient_checkpointing: bool) -> tuple[PackedValueModel, WeightReader | None]:
-        """Load a value model's or a language model's directory; the reader is that of `load_for_training`.
-
-        Raises SpecError if the directory is incomplete, or its head has another width.
-        """
+        """Load the directory of a value model or a language model. Raises SpecError if it is incomplete."""
         model, reader = load_for_training(path, gradient_checkpointing=gradient_checkpointing, part="trunk")
         made = cls(model)
         if (path / VALUE_HEAD_FILE).is_file():
@@ -73,10 +70,7 @@ class PackedValueModel(nn.Module):
         measures: tuple[HeadMeasure, ...] = (),
         routed: Tensor | None = None,
     ) -> Tensor:
-        """Return values f32 [1, N] of the states in which the `chosen` tokens came next, with the head in fp32.
-
-        The arguments are those of `PackedModel.forward`; temperatures, measures and routing have no effect.
-        """
+        """Return values f32 [1, N] of the states before the `chosen` tokens; arguments as `PackedModel.forward`."""
         del chosen, temperatures, measures, routed
         hidden = before(hidden_states(self.model, token_ids, segments))
         with torch.autocast(hidden.device.type, enabled=False):

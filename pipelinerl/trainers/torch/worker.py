@@ -254,11 +254,7 @@ def _is_worth_compiling(model: PackedModel | PackedValueModel, device: torch.dev
 def _lent(
     parameters: Iterable[tuple[str, torch.nn.Parameter]], weights: HostWeights, *, dtype: torch.dtype
 ) -> Iterator[None]:
-    """Temporarily give each parameter other values, and always restore its storage.
-
-    Gradients and optimizer state belong to the parameter, not to its storage, so they are unaffected. `weights` are the
-    bytes of every parameter in `dtype`, checked against the layout.
-    """
+    """Temporarily give each parameter the bytes in `weights`; gradients and optimizer state are unaffected."""
     own = {name: (parameter, parameter.data) for name, parameter in parameters}
     try:
         for name, (parameter, data) in own.items():

@@ -120,11 +120,7 @@ class CheckpointStore:
         weights: Iterable[tuple[str, Any]],
         parts: Mapping[str, Callable[[Path], None]],
     ) -> Capture:
-        """Write the current weights and states, after removing captures that were never committed.
-
-        `parts` has, by directory name, the function that writes its state into the directory. Raises FencedError if a
-        later epoch has claimed the checkpoints.
-        """
+        """Write the current weights, and the states that `parts` write by directory name. Raises FencedError."""
         with self._fence.held(state.epoch):
             for abandoned in self.directory.glob(".*-step-*"):  # left by a trainer that was killed or fenced
                 with _as_far_as_it_goes(abandoned):
@@ -186,10 +182,7 @@ class CheckpointStore:
         return sorted((path for path in final if path.is_dir()), key=_version)
 
     def latest(self) -> tuple[Path, TrainingState] | None:
-        """Return the newest complete checkpoint, or None without checkpoints; damaged ones are logged and skipped.
-
-        Raises RunFailed if checkpoints exist but none is complete or readable.
-        """
+        """Return the newest complete checkpoint, or None if there are none. Raises RunFailed if all are damaged."""
         try:
             self._put_back()
             paths = self.all()
@@ -250,10 +243,7 @@ def copy_model_files(model: Path, target: Path) -> None:
 
 
 def load(path: Path) -> TrainingState:
-    """Verify a checkpoint and return its state.
-
-    Raises CheckpointError if a file is missing, changed or unreadable; the message names it.
-    """
+    """Verify a checkpoint and return its state. Raises CheckpointError, which names a missing or changed file."""
     manifest = Manifest.read(path)
     manifest.verify(path)
     return manifest.state
@@ -285,7 +275,6 @@ def _version(path: Path) -> int:
 
 
 def _digests(directory: Path) -> dict[str, str]:
-    """Return the digests of all files below `directory`, except the manifest of an earlier attempt."""
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / MANIFEST)
     return {str(path.relative_to(directory)): digest_of(path) for path in files}
 
@@ -428,10 +417,7 @@ class Checkpointing:
         self._thread: Future[Any] | None = None
 
     async def begin(self, state: TrainingState, capture: Callable[[], Capture]) -> None:
-        """Start capturing the state on another thread, once the previous checkpoint is durable.
-
-        Raises CheckpointError if the previous checkpoint was lost, or the error that made it fail until its deadline.
-        """
+        """Start a capture on another thread, once the previous checkpoint is durable. Raises the error if it failed."""
         began = time.monotonic()
         await self.finish()
         self._stall_s = time.monotonic() - began

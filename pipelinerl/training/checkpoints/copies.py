@@ -55,8 +55,7 @@ class Copy:
 class CheckpointCopies:
     """The copies of one run's checkpoints below `url`; only one trainer at a time writes there.
 
-    Each of `run_files` is copied as it is at the time of the checkpoint, with secrets removed (`without_secrets`).
-    Missing files are skipped.
+    Existing files of `run_files` are copied in their current state, with secrets removed (`without_secrets`).
     """
 
     def __init__(self, url: str, *, retention: Retention, run_files: Sequence[Path] = ()) -> None:
@@ -100,10 +99,7 @@ class CheckpointCopies:
                 log.error("skipping a damaged checkpoint: %s", error)
 
     def fetch(self, copy: Copy, into: Path) -> None:
-        """Download a copy into the new directory `into`, in the layout of a local checkpoint.
-
-        Raises CheckpointError if a file is missing or has changed; the message names it.
-        """
+        """Download a copy into the new directory `into`. Raises CheckpointError if a file is missing or has changed."""
         for name in copy.manifest.files:
             target = into / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +147,6 @@ class CheckpointCopies:
             self._place.remove(folder)
 
     def _folders(self) -> list[str]:
-        """Return complete and incomplete folders, sorted by epoch, version and number."""
         return sorted((name for name in self._place.names() if _FOLDER.fullmatch(name)), key=_order)
 
 

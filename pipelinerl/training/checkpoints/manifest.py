@@ -102,10 +102,7 @@ class Manifest:
         return manifest
 
     def verify(self, path: Path) -> None:
-        """Verify every file of the checkpoint in the directory `path`.
-
-        Raises CheckpointError if a file is missing, changed or unreadable; the message names it.
-        """
+        """Verify every file of the checkpoint in `path`. Raises CheckpointError for a missing or changed file."""
         for name, digest in self.files.items():
             try:
                 found = digest_of(path / name)

@@ -185,8 +185,7 @@ def is_judged(group: RolloutGroup) -> bool:
 def fault_of(group: RolloutGroup, *, vocab_size: int | None, routing: RoutingShape | None = None) -> str:
     """Return why no trainer can compute a judged group, such as an invalid token id; "" if there is no fault.
 
-    Such groups come from broken engines, or engines with another model, and would crash every trainer. With `routing`,
-    the sizes of the routers whose choices are replayed, each rollout must have recorded choices.
+    Broken engines, or engines with another model, make such groups. `routing` requires recorded choices of that size.
     """
     judged = alone([rollout for rollout in group.rollouts if _trains(rollout)])
     if routing is None:

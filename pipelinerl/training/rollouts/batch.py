@@ -143,7 +143,6 @@ class TrainBatch:
                 yield MiniBatch(epoch, number, replace(self, packed=packed))
 
     def _computed_segments(self) -> dict[int, MicroBatch]:
-        """Return each computed segment with its columns, by its number."""
         return {
             member: segment
             for packed in self.packed
@@ -164,10 +163,7 @@ class TrainBatch:
         return packed
 
     def with_advantages(self, objective: PolicyObjective, completed: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches with advantages and, for a critic, returns, computed from the passes' columns.
-
-        Unjudged rollouts are not packed; their tokens have 0 in the columns, which is never read.
-        """
+        """Return the micro-batches with advantages, and returns for a critic, computed from the passes' columns."""
         adv = objective.adv
         columns = {name: self._gathered(completed, name) for name in objective.late_columns}
         advantages, streams = adv.advantages(self.scored, columns), self.partition.streams
@@ -226,10 +222,7 @@ def signal_of(objective: PolicyObjective, losses: DomainLosses = ONE_LOSS) -> Ca
 
 
 def learns_from_equals(objective: PolicyObjective, shaping: Mapping[str, RewardShaping]) -> bool:
-    """Return whether a group whose verdicts are all equal can have a gradient.
-
-    It cannot if the baseline is its own mean, only the advantage has a gradient, and there is no length penalty.
-    """
+    """Return whether a group whose verdicts are all equal can have a gradient."""
     punished = any(how.overlong_tokens for how in shaping.values())
     if objective.late_columns or not objective.zero_advantage_is_idle or punished:
         return True
@@ -274,11 +267,7 @@ class MiniBatching:
         return self.epochs * self.mini_batches
 
     def dealt(self, sizes: Sequence[int], *, producing: int, epoch: int) -> list[list[int]]:
-        """Return the group numbers of each mini-batch of an epoch (from 0), ascending.
-
-        There are at most as many mini-batches as groups with gradient, so none is empty. `sizes` are the tokens to
-        compute in each group, 0 without gradient; `producing` is the version that the batch produces.
-        """
+        """Return the groups of each mini-batch of an epoch (from 0); `sizes` are tokens to compute in each group."""
         count = max(1, min(self.mini_batches, sum(size > 0 for size in sizes)))
         draw = rng.generator(self.seed, "mini-batches", producing, epoch)
         return deal(sizes, count, draw)
@@ -381,7 +370,6 @@ def _turns(rollouts: Sequence[Rollout]) -> Turns:
 
 
 def _roles(groups: Sequence[RolloutGroup]) -> list[str]:
-    """Return the role of each turn: its domain, and its agent if it has one."""
     return [
         f"{group.domain}/{turn.agent}" if turn.agent else group.domain
         for group in groups

@@ -103,8 +103,7 @@ class Batcher:
     def offer(self, group: RolloutGroup, *, k: float = math.inf) -> None:
         """Keep a group that was read, settle it as filtered, or drop it as a duplicate or as abandoned.
 
-        In lockstep, groups whose orders were issued for a lost step are abandoned too, since they could replace groups
-        of earlier steps.
+        In lockstep, groups issued for a lost step are abandoned too, since they could replace groups of earlier steps.
         """
         if self.ledger.has(group.index) or group.index in self._waiting:
             return
@@ -218,7 +217,6 @@ class Batcher:
         return fresh
 
     def _note_left_out(self, group: RolloutGroup, part: RolloutGroup) -> None:
-        """Count the rollouts of a group that were too old for its step."""
         left_out = len(group.rollouts) - len(part.rollouts)
         self.stale_rollouts += left_out
         if left_out:

@@ -28,10 +28,7 @@ from trainer_contract.types import Bool, Experts, Float32, MicroBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedRollout:
-    """A rollout, the advantages [N] of its sampled tokens, turn after turn, and the weight of each such token.
-
-    `stream` is the number of its tokens' loss; None if all rollouts have the same.
-    """
+    """A rollout with the advantages [N] and the weight of its sampled tokens; `stream` is the number of their loss."""
 
     rollout: Rollout
     advantages: NDArray[np.floating]
@@ -141,11 +138,7 @@ def work(length: int) -> float:
 def pack(
     rollouts: Sequence[WeightedRollout], *, token_budget: int, width: int = 1, split: Splitting = Splitting.WHERE_LARGE
 ) -> list[Packed]:
-    """Pack micro-batches of at most `token_budget` tokens; a longer segment gets its own.
-
-    `width` is the number of micro-batches computed at once, in the order of `interleaved`. `split` says whether a
-    rollout that exceeds the budget may be split.
-    """
+    """Pack micro-batches of at most `token_budget` tokens, `width` computed at once; a longer segment gets its own."""
     table = SegmentTable.of([each.rollout for each in rollouts])
     prompts = [turns[0].context_token_ids.tobytes() for turns in table.paths]
     bins = bins_of(table.lengths, prompts, table.owners, token_budget=token_budget, width=width, split=split)
@@ -161,7 +154,7 @@ def bins_of(
     width: int,
     split: Splitting = Splitting.WHERE_LARGE,
 ) -> list[list[int]]:
-    """Return the numbers of the segments in each micro-batch, given their lengths, prompts and rollouts.
+    """Return the numbers of the segments in each micro-batch.
 
     Segments of one rollout stay together where they fit. Bins are filled first fit, with rollouts of one prompt in
     sequence, so that a trainer can compute their prompt once.
@@ -331,7 +324,6 @@ def joined(segments: Sequence[MicroBatch], *, token_weights: Sequence[float], ow
 
 
 def _rollout_ids(owners: Sequence[int], lengths: Sequence[int] | NDArray[np.intp]) -> NDArray[np.int32] | None:
-    """Return the column of each token's rollout; None if each segment is its own rollout."""
     if len(owners) == len(set(owners)):
         return None
     _, numbers = np.unique(owners, return_inverse=True)

@@ -160,10 +160,7 @@ _BLOCK_S: Final = 1.0
 
 @final
 class ControllerLink:
-    """Sender of one trainer's reports, and receiver of directives together with rollouts.
-
-    One read waits for both directives and rollouts, so the first arrival of either wakes the trainer.
-    """
+    """Sender of one trainer's reports, and receiver of both directives and rollouts: either wakes the trainer."""
 
     def __init__(self, stream: Stream, reader: RolloutReader, *, deadline_s: float) -> None:
         """Create a link; `deadline_s` bounds the wait for an answer."""
@@ -206,10 +203,9 @@ class ControllerLink:
         )
 
     async def read(self) -> Arrivals:
-        """Return new rollouts and valid directives, in order, waiting up to a second for the first.
+        """Return new rollouts and valid directives, waiting up to a second. Raises FencedError.
 
-        Before the first directive no rollouts are read, since it says which weights may have sampled them. Raises
-        FencedError if a directive is meant for a later trainer.
+        Before the first directive no rollouts are read, since it says which weights may have sampled them.
         """
         if self._directive is None:
             arrivals = Arrivals([], await self._reader.read_directives(block_s=_BLOCK_S))

@@ -44,10 +44,7 @@ class Adapters:
     """The adapters of one model, which must not be wrapped yet and must be on the CPU or the meta device."""
 
     def __init__(self, packed: PackedModel | PackedValueModel, options: LoraOptions) -> None:
-        """Freeze the model and add adapters to its targets; B is 0, so the model's results do not change.
-
-        A is drawn from torch's generator. Raises SpecError if the model lacks these targets, or has no layer to adapt.
-        """
+        """Freeze the model and add adapters, which change no result at first. Raises SpecError without targets."""
         from peft import LoraConfig, inject_adapter_in_model
 
         self.options = options
@@ -137,9 +134,9 @@ class Adapters:
             self._set_dropout(active=False)
 
     def compact(self) -> None:
-        """Keep the base's matrices in bf16. For a bf16 directory and bf16 matmuls (autocast), results do not change.
+        """Keep the base's matrices in bf16, which changes no result for a bf16 directory and bf16 matmuls (autocast).
 
-        Vectors stay fp32, and embedding outputs are converted to fp32, like the residual stream over an fp32 base.
+        Embedding outputs are converted to fp32, like the residual stream over an fp32 base.
         """
         for parameter in self.base.values():
             if parameter.ndim >= 2 and not parameter.requires_grad:
@@ -243,9 +240,9 @@ _BASES: Final[WeakValueDictionary[tuple[str, ...], SharedBase]] = WeakValueDicti
 
 
 def shared(parameters: Mapping[str, nn.Parameter], *, digest: str, device: torch.device) -> SharedBase:
-    """Return the shared base of the directory with this digest, and point parameters to weights already on the device.
+    """Return the shared base of the directory with this digest, and point parameters to its weights on the device.
 
-    `parameters` are by their names within the layers, without the prefix they have in a language model.
+    `parameters` have their names within the layers, without a language model's prefix.
     """
     dtypes = {str(parameter.dtype) for parameter in parameters.values()}
     base = _BASES.setdefault((digest, str(device), *sorted(dtypes)), SharedBase({}))

@@ -43,10 +43,7 @@ _DEFAULT: Final = LoraOptions()
 
 
 def lora_of(options: Mapping[str, Any]) -> LoraOptions | None:
-    """Parse the LoRA options of `TrainerSpec.options`; None if absent, in which case every weight is trained.
-
-    Raises SpecError for an unknown key, a value out of range, or if peft is not installed.
-    """
+    """Parse the LoRA options of `TrainerSpec.options`; None if absent. Raises SpecError if invalid or without peft."""
     if options.get("lora") is None:
         return None
     given = table(options["lora"], LoraOptions, _WHERE, trainer="torch")

@@ -107,8 +107,7 @@ def dtype_of(options: OptimizerOptions) -> torch.dtype:
 class PiecewiseAdamW:
     """A `ParameterOptimizer` whose state is smaller than fp32 or not on the parameters' device.
 
-    On CUDA, all copies and kernels use one stream, so each sees the previous results. `step` returns once host memory
-    is written.
+    CUDA copies and kernels use one stream, so they run in order; `step` returns once host memory is written.
     """
 
     def __init__(
@@ -202,10 +201,7 @@ class PiecewiseAdamW:
 
 
 def rounded_at_random(values: Tensor, drawn: Tensor) -> Tensor:
-    """Round fp32 to bf16 stochastically: away from 0 with a probability that makes the mean correct.
-
-    `values` are overwritten; `drawn` is i32 of the same shape, with 16 uniform last bits.
-    """
+    """Round fp32 to bf16 stochastically, correct in the mean; overwrites `values`, `drawn` is random i32."""
     bits = values.view(torch.int32)
     return bits.add_(drawn & _DROPPED).bitwise_and_(~_DROPPED).view(torch.float32).bfloat16()
 

@@ -1,8 +1,4 @@
-"""Attention over packed segments for any Hugging Face model, and the interface of its implementations.
-
-All other layers work on the packed tokens as they are. `segments.py` lays rollouts out in buckets, `varlen.py` passes
-their boundaries to one kernel.
-"""
+"""Attention over packed segments for any Hugging Face model: `segments.py` in buckets, `varlen.py` in one kernel."""
 
 from __future__ import annotations
 

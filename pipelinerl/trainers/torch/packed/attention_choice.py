@@ -96,10 +96,7 @@ def why_not_varlen(facts: AttentionFacts) -> str | None:
 
 
 def chosen(requested: SegmentAttention, why_not: str | None) -> SegmentAttention:
-    """Return BUCKETS or VARLEN; `why_not` is the reason against the kernel, if any.
-
-    Raises SpecError if the kernel was requested but cannot be used.
-    """
+    """Return BUCKETS or VARLEN. Raises SpecError if VARLEN was requested but `why_not` has a reason against it."""
     if requested is SegmentAttention.VARLEN and why_not is not None:
         raise SpecError(f'options.attention = "varlen" is not possible: {why_not}; use "auto", or leave it out')
     if requested is SegmentAttention.BUCKETS or why_not is not None:

@@ -1,7 +1,4 @@
-"""The choice of an attention plan for a torch trainer's passes, after a trial of the kernel.
-
-A kernel that raises, or whose results differ from those of buckets, is not used, and the log says why.
-"""
+"""The choice of an attention plan for a torch trainer; a kernel that fails its trial is logged and not used."""
 
 from __future__ import annotations
 
@@ -47,10 +44,7 @@ class Planning(NamedTuple):
 def planning(
     requested: SegmentAttention, precision: Precision, device: torch.device, config: Mapping[str, Any]
 ) -> Planning:
-    """Choose the planner for a trainer on this device; `config` is the configuration of the model's text part.
-
-    Raises SpecError if the kernel was requested but cannot be used.
-    """
+    """Choose the planner for a device and model configuration. Raises SpecError if a requested kernel fails."""
     heads = HeadShapes.of(config)
     why_not = why_not_varlen(facts_of(device, precision=precision, widths=heads.widths))
     if chosen(requested, why_not) is SegmentAttention.VARLEN:
@@ -74,10 +68,7 @@ def facts_of(device: torch.device, *, precision: Precision, widths: frozenset[in
 
 
 def failed_trial(kernel: VarlenKernel, *, heads: HeadShapes, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Compare the kernel's results and gradients with those of buckets; return None, or the failure.
-
-    `heads` must have a single width. The kernel's inputs have `dtype`; buckets compute with the same values in fp32.
-    """
+    """Compare the kernel's results and gradients with those of buckets in fp32; return None, or the failure."""
     positions = np.concatenate([np.arange(length) for length in _LENGTHS]).astype(np.int32)
     source = np.arange(len(positions))
     source[_LENGTHS[0] : _LENGTHS[0] + _SHARED] = np.arange(_SHARED)
@@ -101,7 +92,6 @@ def failed_trial(kernel: VarlenKernel, *, heads: HeadShapes, device: torch.devic
 
 
 def _attended(plan: AttentionPlan, drawn: list[Tensor], window: int | None) -> tuple[Tensor, ...]:
-    """Return the attention output and the gradients of query, key and value."""
     inputs, cotangent = [each.detach().requires_grad_() for each in drawn[:3]], drawn[3]
     with torch.enable_grad(), torch.autocast(cotangent.device.type, enabled=False):
         attended = plan.attend(*inputs, window=window, scale=None)

@@ -35,10 +35,7 @@ class SequenceGroup:
     place: int
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange [k, H, d], this process's tokens, for [K, H / n, d], its heads of all tokens.
-
-        Raises SpecError on every process if H is not a multiple of n.
-        """
+        """Exchange [k, H, d], this process's tokens, for [K, H / n, d], its heads of all tokens. Raises SpecError."""
         refuse_heads(query.shape[1], self.size)
         repeats = repeats_of(query.shape[1], key.shape[1], self.size)
         if repeats > 1:
@@ -57,8 +54,7 @@ class SequenceGroup:
     def together(self, own: Tensor, readers: list[NDArray[np.int64]]) -> Tensor:
         """Gather [M, N] on every process; `own` [M, N_own] becomes the columns `readers[place]`.
 
-        `readers` has the columns of each process, each column once. Backward gives each process the gradient of its own
-        columns, since all processes evaluate the same loss.
+        Backward gives each process the gradient of its own columns, since all processes evaluate the same loss.
         """
         whole: Tensor = _Together.apply(own, self, readers)
         return whole
@@ -84,10 +80,7 @@ class SequencePart(NamedTuple):
     def of(
         cls, group: SequenceGroup, distinct: Distinct, position_ids: NDArray[np.int32], requested: NDArray[np.int64]
     ) -> SequencePart:
-        """Divide the tokens evenly; the process that computes a token makes the prediction from it.
-
-        `requested` i64 [N] are the tokens whose predictions are requested, without first tokens of segments.
-        """
+        """Divide the tokens evenly; a token's process also makes the prediction from it, if `requested` [N] has it."""
         padding = -len(distinct.kept) % group.size
         padded = distinct.with_padding(padding)
         each = len(padded.kept) // group.size

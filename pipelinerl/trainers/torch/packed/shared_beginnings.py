@@ -67,7 +67,6 @@ class Distinct(NamedTuple):
 
 
 def _equal(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """Return the length of the common prefix."""
     shorter = min(len(one), len(other))
     (differ,) = np.nonzero(one[:shorter] != other[:shorter])
     return int(differ[0]) if len(differ) else shorter

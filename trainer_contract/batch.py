@@ -34,14 +34,10 @@ _OPTIONAL = {
 def check(
     batch: MicroBatch, *, vocab_size: int, needs: Iterable[str] = (), routing: RoutingShape | None = None
 ) -> None:
-    """Check shapes, dtypes, ranges and packing. `vocab_size` is the exclusive upper bound of token ids.
+    """Raise BatchError for the first column with a wrong shape, dtype, range or packing.
 
-    Args:
-        needs: optional columns that the objective reads.
-        routing: sizes of the routers that can replay recorded experts; None if the model or trainer has none.
-
-    Raises:
-        BatchError: names the first invalid column, the expected value and the actual one.
+    Token ids must be below `vocab_size`, and the columns `needs` present. `routing` has the sizes of routers that can
+    replay recorded experts; None if the model or trainer has none.
     """
     for name, dtype in _COLUMNS.items():
         _check_column(name, getattr(batch, name), dtype, batch.token_ids)

@@ -1,8 +1,7 @@
 """The bigram model: the smallest language model that can be trained and served. numpy only.
 
-The next token depends only on the current one: row i of `logits` [V, V] holds the logits of the token after token i.
-The directory has a Hugging Face model's files (`config.json` with model_type `bigram`, `model.safetensors`, tokenizer),
-so bigram engine and trainer can replace real ones in tests.
+Row i of `logits` [V, V] holds the logits of the token after token i. The directory has a Hugging Face model's files, so
+bigram engine and trainer can replace real ones in tests.
 """
 
 from __future__ import annotations
@@ -28,12 +27,7 @@ PARAMETER: Final = "bigram.logits"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BigramModel:
-    """A model with vocabulary V.
-
-    Attributes:
-        logits: f32 [V, V]; `logits[i, j]` is the logit of token j after token i.
-        context_length: the maximum number of tokens of a sequence; the model itself has no limit.
-    """
+    """A model with vocabulary V; `logits[i, j]`, f32 [V, V], is the logit of token j after token i."""
 
     logits: NDArray[np.float32]
     context_length: int = 512

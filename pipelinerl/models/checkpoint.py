@@ -124,10 +124,7 @@ def text_config(path: Path) -> Mapping[str, Any]:
 def weight_files(path: Path) -> list[Path]:
     """Return the files with the model's weights: those of the index, the single file, or all safetensors files.
 
-    Other files in the directory are ignored, such as the same weights in another format.
-
-    Raises:
-        ModelError: the index is damaged, or names a missing file.
+    Raises ModelError if the index is damaged, or names a missing file.
     """
     index, whole = path / "model.safetensors.index.json", path / "model.safetensors"
     if not index.is_file():
@@ -163,10 +160,7 @@ def weights_digest(path: Path) -> str:
 def model_dtype(path: Path) -> WeightDType:
     """Return the dtype of the weights: that of config.json, or else that of most bytes in the files.
 
-    Single parameters may be stored in another dtype; a loaded model has this one throughout.
-
-    Raises:
-        ModelError: the dtype cannot be served, such as eight bits; or a file cannot be read.
+    Raises ModelError if the dtype cannot be served, such as eight bits, or a file cannot be read.
     """
     try:
         table, text = json_object(path / "config.json"), text_table(path / "config.json")
@@ -260,12 +254,9 @@ def load_skeleton(path: Path, *, dtype: WeightDType) -> PreTrainedModel:
 def load_model(
     path: Path, *, dtype: WeightDType = WeightDType.FLOAT32, attention: str | None = None, part: Part = "causal_lm"
 ) -> PreTrainedModel:
-    """Return the causal LM of a local directory (or its `part`), on CPU, in eval mode.
+    """Return the causal LM of a local directory (or its `part`), on CPU, in eval mode. Raises ModelError.
 
     `attention` names a function in transformers' `AttentionInterface`; None keeps the model's own.
-
-    Raises:
-        ModelError: the directory is incomplete, damaged, or holds an architecture that transformers does not know.
     """
     import torch
 

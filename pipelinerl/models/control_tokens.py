@@ -168,15 +168,11 @@ class ContentGuard:
     def encode_chat(self, chat: Chat, *, begin: Begin | None = None, first_row: int = 0) -> list[int]:
         """Return token ids of the rendered conversation, with the opening of the assistant's turn.
 
-        The texts of `chat.also` may not spell a control token, because the template may write them anywhere.
-
-        Args:
-            begin: returns the position in the rendered text to begin at, by default 0; it splits no control token.
-            first_row: the number of the first turn in error messages.
+        `begin` returns the position in the rendered text to begin at; `first_row` numbers turns in error messages.
 
         Raises:
-            ModelError: the template rejects the chat; a text of `also` spells a control token; or another text does,
-                and the template changes it in a way that cannot be tracked.
+            ModelError: the template rejects the chat; a text of `also`, which it may write anywhere, spells a control
+                token; or another text does, and the template changes it in a way that cannot be tracked.
         """
         for name, value in chat.also.items():
             if isinstance(value, str) and self._closed_to_data.starts(value):
@@ -420,13 +416,9 @@ class ConversationTail:
 
     The tail is the text after the last mark in one rendering of `[user, assistant(MARK), *new messages]`. The
     difference of two renderings would be wrong, because templates may render earlier messages differently once later
-    ones follow. If a template writes no mark, or rejects the short conversation, there is no tail, and the caller
-    renders the whole conversation.
+    ones follow. There is no tail if a template writes no mark or rejects the short conversation.
 
-    Args:
-        guard: encodes rendered texts.
-        render: renders a chat, as for `ContentGuard`.
-        ends: spelling of each token that ends a sample, by id.
+    `ends` has the spelling of each token that ends a sample, by id.
     """
 
     def __init__(self, guard: ContentGuard, render: Render, ends: Mapping[int, str]) -> None:
@@ -436,11 +428,9 @@ class ConversationTail:
         self._closings: dict[int, tuple[str, int]] = {}  # by the number of calls in the answer
 
     def encode(self, chat: Chat, first_new: int, *, last_id: int) -> list[int] | None:
-        """Return token ids after the answer `chat.turns[first_new - 1]`, which ends with `last_id`; or None.
+        """Return token ids after the answer `chat.turns[first_new - 1]`, which ends with `last_id`.
 
-        Raises:
-            ModelError: a new message spells a control token, and the template changes it in a way that cannot be
-                tracked.
+        None if there is no tail. Raises ModelError like `ContentGuard.encode_chat`.
         """
         new = chat.turns[first_new:]
         mark = _unused_mark(new)

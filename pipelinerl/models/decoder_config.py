@@ -1,8 +1,7 @@
 """`DecoderConfig`: a Llama-family decoder's configuration, read from `config.json`, and its parameters.
 
-Llama, Mistral, Qwen2 and Qwen3 differ only in biases and norms, so one description covers all four. Settings that the
-decoder does not support (sliding windows in use, other rotary scalings, experts, quantisation) are rejected. Needs only
-numpy.
+One description covers Llama, Mistral, Qwen2 and Qwen3, which differ only in biases and norms. Unsupported settings
+(sliding windows in use, other rotary scalings, experts, quantisation) are rejected.
 """
 
 from __future__ import annotations

@@ -97,8 +97,7 @@ def refuse_not_finite(path: Path, name: str, values: NDArray[Any], dtype: str) -
     """Raise ModelError if the values of a parameter of the directory `path` contain NaN or infinity.
 
     A float is NaN or infinite if all bits of its exponent are set. Read as integers, such values are the largest of
-    either sign, so two maxima find them at the speed of memory. `values` has any shape; `dtype` is their dtype's name
-    in torch and NumPy, as wide as their items.
+    either sign, so two maxima find them at the speed of memory.
     """
     exponent = _EXPONENTS.get(dtype)
     if exponent is None:

@@ -1,16 +1,13 @@
 """The Llama family (Llama, Mistral, Qwen2, Qwen3) in plain JAX: pure functions of a mapping from names to arrays.
 
-Weights are read from a Hugging Face directory as sharded arrays, and exported one parameter at a time. Each device's
-part is read separately, so the host holds at most one part of one parameter, apart from the page cache.
-
-Names and layouts are Hugging Face's. A parameter of every layer is one array with a leading dimension of layers and a
-`*` in its name, over which `lax.scan` runs.
+Weights are read from a Hugging Face directory as sharded arrays, each device's part separately, and exported one
+parameter at a time. Names and layouts are Hugging Face's. A parameter of every layer is one array with a leading
+dimension of layers and a `*` in its name, over which `lax.scan` runs.
 
     weights["model.layers.*.self_attn.q_proj.weight"]      [L, H·d, D]
 
-Training and decoding share everything except attention and the storage of weights, which are arguments of
-`hidden_states`: `attend` takes a layer's queries, keys, values and state (a cache, or nothing); `fetch` takes a layer's
-weights and casts them or gathers them from shards.
+Training and decoding differ only in the arguments `attend` and `fetch` of `hidden_states`. `attend` takes a layer's
+queries, keys, values and state (a cache, or nothing); `fetch` casts a layer's weights or gathers them from shards.
 
 Letters in shapes: … any leading dimensions, D hidden size, H heads, K key-value heads, d head size, L layers, V tokens.
 """
@@ -192,14 +189,9 @@ _VALUE_HEAD: Final = {VALUE_WEIGHT: "weight", VALUE_BIAS: "bias"}
 
 
 def load_weights(path: Path, config: DecoderConfig, *, place: Storage, dtype: Any = np.float32) -> dict[str, jax.Array]:
-    """Load every parameter, stacked over layers and sharded by `place`.
+    """Load every parameter, stacked over layers, in `dtype`; `place` returns the sharding of `stacked_shape`.
 
     A value model's head has a separate file; without that file the head is 0, and so is every value.
-
-    Args:
-        path: a directory with `*.safetensors`, whole or in shards.
-        place: returns the sharding of `parameter.stacked_shape`.
-        dtype: of the arrays; values in the files are converted.
 
     Raises:
         ModelError: a file is damaged, or a tensor is missing, misshapen, unknown to the decoder or not finite.
@@ -234,9 +226,9 @@ def place_weights(
 ) -> dict[str, jax.Array]:
     """Return weights from host bytes in `config.dtype`, stacked, with the dtype and sharding of `like`.
 
-    This is the inverse of gathering; programs compiled for `like` can be reused. `read` returns a parameter's bytes by
-    its name in a layer and is called once for each name, in a fixed order. The host holds one whole parameter at a
-    time, and the parts of its own devices.
+    Programs compiled for `like` can be reused. `read` returns a parameter's bytes by its name in a layer and is called
+    once for each name, in a fixed order. The host holds one whole parameter at a time, and the parts of its own
+    devices.
     """
     dtype = jax.numpy.dtype(config.dtype)
 

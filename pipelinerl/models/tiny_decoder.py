@@ -1,12 +1,11 @@
 """Tiny decoders built from scratch: random ones for tests and benchmarks, and a warm start for demonstrations.
 
-They are ordinary Qwen3 checkpoints with an ordinary fast tokenizer, so code that runs them also runs real models.
-Building uses no network and writes no files unless requested; the same seed gives the same weights.
+They are ordinary Qwen3 checkpoints with an ordinary fast tokenizer, so code that runs them also runs real models. The
+same seed gives the same weights.
 
 A supervised warm start teaches a tiny decoder part of a task, and leaves the rest to RL. `warm_start` checks greedy
-accuracy on a whole mixture, for tasks with one right answer. `warm_start_domains` checks the reward of sampled answers
-by domain; a domain with a sufficient reward is only rehearsed until the others catch up. Demonstrations come from the
-training split, checks use the validation split, and held-out problems are never used.
+accuracy on a whole mixture. `warm_start_domains` checks the reward of sampled answers by domain; a domain with a
+sufficient reward is only rehearsed until the others catch up. Held-out problems are never used.
 """
 
 from __future__ import annotations
@@ -170,8 +169,7 @@ class WarmStartSettings:
         shape: of the decoder; its `vocab` must hold the tokenizer's.
         accuracy: [low, high] of greedy validation accuracy. Training stops at the first check inside; above `high` is a
             failure, since RL would have too little left to do.
-        demonstration_temperature: the logits are divided by it in the loss, so the model is decisive when sampled at
-            temperature 1. With 1, samples would be far worse than greedy answers.
+        demonstration_temperature: divides the logits in the loss, which makes the model decisive at temperature 1.
         check_every: optimizer steps between two checks.
     """
 
@@ -334,9 +332,8 @@ class DomainWarmStartSettings:
         rewards: returns each domain's mean reward of sampled answers to validation problems at temperature 1.
         reward: (low, high). A domain whose reward is `low` or more is only rehearsed; above `high` is a failure, since
             RL would have too little left to do.
-        tokens: approximate tokens per step of each domain; domains of short problems show more of them.
-        rehearsal: share of tokens, and weight in the loss, of a rehearsed domain. Without rehearsal, the model would
-            forget a domain within tens of steps.
+        tokens: approximate tokens per step of each domain.
+        rehearsal: share of tokens, and weight in the loss, of a rehearsed domain, which would otherwise be forgotten.
         check_every: optimizer steps between two checks.
     """
 

@@ -1,9 +1,8 @@
 """`ChatTokenizer`: the tokenizer of a model directory, with its chat template. Read from disk, never from the network.
 
-All conversion of text to tokens happens here. Templates may write control tokens, contents may not (`control_tokens`).
-A chat whose contents spell no control token is encoded as by the tokenizer's own `apply_chat_template`. Decoding is
-exact: special tokens are shown, and spaces are kept. The incremental detokenizer emits whole characters only, and its
-output adds up to the text decoded at once.
+Templates may write control tokens, contents may not (`control_tokens`). A chat whose contents spell no control token is
+encoded as by the tokenizer's own `apply_chat_template`. Decoding is exact: special tokens and spaces are kept, and the
+incremental detokenizer's output adds up to the text decoded at once.
 """
 
 from __future__ import annotations
@@ -116,11 +115,8 @@ class ChatTokenizer:
     ) -> list[int]:
         """Return token ids of the rendered conversation, with the opening of the assistant's turn.
 
-        A control token that a message or a tool spells becomes plain text.
-
-        Args:
-            template_kwargs: other names that the template may look up.
-            tools: functions that the template describes to the model.
+        Control tokens that messages or tools spell become plain text. `template_kwargs` are other names for the
+        template.
 
         Raises:
             ModelError: the model has no chat template, the template rejects the messages or changes a spelling in a way

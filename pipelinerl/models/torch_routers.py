@@ -1,9 +1,9 @@
 """The routers of a mixture-of-experts model: an engine records their choices, and a trainer replays them.
 
-Sampler and trainer compute the same weights in different arithmetic, so their router logits differ by rounding. If two
-experts are nearly equal, they may choose different ones, and the rest of the forward pass diverges. In rollout routing
-replay (R3: Ma et al. 2025, arXiv 2510.11370), the trainer uses the sampler's choice. The weights of the chosen experts
-still come from the trainer's own router logits, so gradients reach the router.
+Router logits of sampler and trainer differ by rounding, so of two nearly equal experts they may choose different ones,
+and the rest of the forward pass diverges. In rollout routing replay (R3: Ma et al. 2025, arXiv 2510.11370), the trainer
+uses the sampler's choice. The weights of the chosen experts still come from the trainer's own router logits, so
+gradients reach the router.
 
 Supported are routers that choose the k likeliest experts of a softmax over all (Qwen2-MoE, Qwen3-MoE, OLMoE, Mixtral).
 """

@@ -1,8 +1,7 @@
 """Slot `agg` of RLAX Eq. 3: the weight of each token, computed once on the whole batch before packing.
 
-All sampled tokens of a rollout have the same weight. Rollouts without a judgement or without sampled tokens have weight
-0 and are excluded from every denominator. The weights of `Trajectory`, `Group` and `Batch` sum to 1 over the tokens of
-the batch.
+Rollouts without a judgement or without sampled tokens have weight 0 and are excluded from every denominator. The
+weights of `Trajectory`, `Group` and `Batch` sum to 1 over the tokens of the batch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The named algorithms: each entry gives the five slots, and the paper and equation they come from.
 
-Where a paper and RLAX's appendix A differ, the entry follows the paper and its note says so. RLAX's sections and
-equations are numbered as in its English text. Recipes can change defaults that depend on a run (L_max, a bound, β). The
-note says if a preset needs an extra forward pass.
+Where a paper and RLAX's appendix A differ, the entry follows the paper and its note says so, as it does if a preset
+needs an extra forward pass. RLAX's sections and equations are numbered as in its English text.
 """
 
 from __future__ import annotations
@@ -57,11 +56,8 @@ from pipelinerl.objective.tokens import Policy
 class Preset:
     """A named algorithm.
 
-    Attributes:
-        objective: the five slots.
-        source: the paper and the equation.
-        note: remarks for a reader of the paper.
-        no_signal: default treatment of groups with equal rewards, if the recipe does not set it.
+    `source` is the paper and equation, `note` is for readers of the paper, and `no_signal` the default treatment of
+    groups with equal rewards.
     """
 
     objective: PolicyObjective

@@ -111,7 +111,6 @@ class Setting:
 
     Attributes:
         group_sizes: rollouts per group, by the recipe's key.
-        max_tokens: maximum number of tokens in an answer.
         step_begins_at: policies that equal the current policy when a step begins.
         updates: optimizer steps per training step. If it is 1, the ratio to a policy in `step_begins_at` is always 1.
     """

@@ -336,8 +336,7 @@ class GeometricRatio:
     """GMPO (Zhao et al. 2025, Algorithm 1): the rollout's geometric mean of token ratios, each clipped separately.
 
     The value is (Π_t ρ_t)^(1/|o_i|). log ρ_t is log r_t, bounded above by epsilon_high where A > 0 and below by
-    −epsilon_low where A < 0; the epsilons bound log r, not r. A clipped token has no gradient; any other has
-    value/|o_i|.
+    −epsilon_low where A < 0 (bounds of log r, not r). Tokens have gradient value/|o_i|, or 0 if clipped.
     """
 
     epsilon_low: float = 0.4

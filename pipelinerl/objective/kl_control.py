@@ -26,10 +26,7 @@ _MOST: Final = 0.2
 class KLController:
     """Rule that adjusts the coefficient so that the KL approaches its target.
 
-    Attributes:
-        target: the desired KL of the policy from the reference, in nats per token.
-        gain: K. At the error bound, β changes by a factor of 1 ± gain·0.2. ROLL and TRL write K as (rollouts of a step)
-            / horizon.
+    `target` is in nats per token. `gain` is K, which ROLL and TRL write as (rollouts of a step) / horizon.
     """
 
     target: float

@@ -35,8 +35,7 @@ class PolicyLoss(NamedTuple):
     Attributes:
         loss: −J, a scalar in the library of the log-probs, differentiable if the library differentiates.
         gradient: d loss / d logprobs, [B, T], in closed form; excludes the path through a measure of the output layer.
-        advantages: f64 [B, T], on the host.
-        weights: the aggregation's weights, f64 [B, T], on the host.
+        advantages, weights: f64 [B, T], on the host; `weights` are the aggregation's.
     """
 
     loss: Any

@@ -30,10 +30,10 @@ from trainer_contract.types import Columns, HeadMeasure
 class PolicyObjective:
     """One algorithm; satisfies `trainer_contract.types.Objective`.
 
-    Columns [T] that `evaluate` and `prediction_gradient` read: `loss_mask`, `advantages`, `weights`,
-    `behavior_logprobs`, `segment_ids`, the number `num_segments`, and the columns of `needs`. Outside the mask, columns
-    may hold any value, even NaN. If a token's weight, advantage or clip is 0, its term is 0 even if its ratio overflows
-    the dtype. If any other token overflows, the loss is infinite, and the step is skipped.
+    `evaluate` and `prediction_gradient` read the columns [T] `loss_mask`, `advantages`, `weights`, `behavior_logprobs`,
+    `segment_ids`, those of `needs`, and the number `num_segments`. Outside the mask, columns may hold any value, even
+    NaN. A token with weight, advantage or clip 0 has term 0 even if its ratio overflows; any other overflow makes the
+    loss infinite, and the step is skipped.
     """
 
     agg: Aggregation

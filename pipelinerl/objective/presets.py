@@ -38,8 +38,7 @@ def resolve(
 ) -> PolicyObjective:
     """Return the algorithm for a preset's name or a recipe table; the module shows an example.
 
-    `max_tokens` is the maximum number of sampled tokens of an answer in this run, for an `agg.length` that refers to
-    it.
+    `max_tokens` is the run's maximum number of sampled tokens of an answer, for an `agg.length` that refers to it.
 
     Raises:
         RecipeError: an unknown preset, slot, kind or field, a value of the wrong type, or a combination of slots that

@@ -1,8 +1,7 @@
 """Rewards of a step, split by turns and by parts, and the shaping of a domain's rewards.
 
-`RewardShaping` transforms verifier rewards before advantages are computed, as in ROLL's RLVR pipeline. Its optional
-steps run in this order: overlong penalty (DAPO), normalisation, clipping, scaling. Each is a function of one step's
-rollouts of one domain.
+`RewardShaping` transforms verifier rewards before advantages, as in ROLL's RLVR pipeline. Its optional steps are, in
+order: overlong penalty (DAPO), normalisation, clipping, scaling.
 """
 
 from __future__ import annotations
@@ -226,13 +225,9 @@ class RewardShaping:
             yield f"epsilon must not be negative, got {self.epsilon:g}"
 
     def apply(self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools) -> Floats:
-        """Return the shaped rewards [B] of one domain's rollouts; 0 without a judgement.
+        """Return the shaped rewards [B] of one domain's rollouts; 0 where not `valid`.
 
-        Args:
-            rewards: [B]; any value where not `valid`.
-            groups: [B], index of the rollout's group; any integers.
-            lengths: [B], numbers of sampled tokens.
-            valid: [B], False if the verdict is not a judgement.
+        `groups` [B] has the index of each rollout's group, `lengths` [B] the sampled tokens.
         """
         shaped = np.where(valid, rewards, 0.0).astype(np.float64)
         if self.overlong_tokens:

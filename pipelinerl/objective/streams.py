@@ -2,8 +2,8 @@
 
     loss = Σ_s loss_s(tokens of stream s)
 
-Each stream has an algorithm of five slots and its own denominator, so changing one stream's tokens does not change the
-gradients of the others. The column `streams` of a micro-batch holds the stream of each token.
+Each stream has an algorithm of five slots and its own denominator, so streams do not change each other's gradients. The
+column `streams` of a micro-batch holds the stream of each token.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`Tokens`: the columns that an objective's slots read, in one array library, set to 0 outside the loss mask.
 
-Log-ratios, log-probs, advantages and weights are 0 outside the mask even if the columns hold NaN or infinity there, so
-slots need no code for padding or prompts. A column is masked only when a slot reads it; a missing one raises
-`ColumnError`.
+The columns may hold NaN or infinity there, so slots need no code for padding or prompts. A column is masked only when a
+slot reads it; a missing one raises `ColumnError`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Check that an engine computes what the trainer computes with the weights that were published to it.
 
 The engine answers a canary prompt. The trainer, whose weights do not change during the check, computes log-probs of the
-engine's own tokens, and both sides' log-probs are compared. So there is no stored figure, and engines need not sample
-the same tokens. A digest only proves that the bytes arrived: weights loaded under a wrong name, tied wrongly or
-quantised wrongly have the right digest.
+engine's own tokens, and both sides' log-probs are compared; engines need not sample the same tokens. A digest only
+proves that the bytes arrived, not that they are loaded under the right names or quantised correctly.
 
 | waits for | unblocked by | at the latest |
 |---|---|---|

@@ -146,12 +146,9 @@ EXACT_ENTROPY: Final = "exact_entropy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredEntropy:
-    """The entropy of one step.
+    """The entropy of one step: `figures` has the mean, in nats per sampled token; {} if nothing was measured.
 
-    Attributes:
-        figures: the mean, in nats per sampled token; {} if nothing was measured.
-        of_tokens: entropies of the sampled tokens, f32 [N], by the rollout's row; {} if the trainer only reports the
-            mean.
+    `of_tokens` has the entropies of sampled tokens, f32 [N], by rollout; {} if the trainer only reports the mean.
     """
 
     figures: dict[str, float] = field(default_factory=dict)

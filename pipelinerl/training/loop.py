@@ -72,11 +72,9 @@ class LoopSettings:
     """Settings of a training loop.
 
     `deadline_s` bounds every wait of the loop, `publish_timeout_s` a publication. `overdue_s` bounds how long a full
-    step waits for groups that would be stale after it; None disables that wait.
-
-    `schedule` counts optimizer steps, of which `mini_batching` may make several per batch. `shaping` and `losses` are
-    by domain; `kl` controls the KL coefficient. Token ids of a group must be below `vocab_size`; `routing` has the
-    sizes of the routers whose choices are replayed.
+    step waits for groups that would be stale after it; None disables that wait. `schedule` counts optimizer steps, of
+    which `mini_batching` may make several per batch. `shaping` and `losses` are by domain. Token ids must be below
+    `vocab_size`; `routing` has the sizes of the routers whose choices are replayed.
     """
 
     micro_batch_tokens: int

@@ -1,8 +1,7 @@
 """Replay of a run's steps from a checkpoint and the recorded groups, without engine, stream or controller.
 
-A step is a function of the weights before it, its groups, its learning rates and the objective, all of which are
-recorded. On a CPU, trainers are deterministic. So a replayed step must give the recorded figures to the last bit;
-otherwise the run computed on other data.
+A step is a function of recorded data (weights, groups, learning rates, objective), and trainers on a CPU are
+deterministic. So a replayed step must give the recorded figures to the last bit.
 """
 
 from __future__ import annotations
@@ -107,9 +106,7 @@ class Replay:
     def run(self, steps: Sequence[RecordedStep]) -> Iterator[ReplayedStep]:
         """Repeat the steps, the first of which must follow `began_at`.
 
-        Raises:
-            RecordError: a step or one of its groups is missing.
-            DivergedError: a step is not finite.
+        Raises RecordError if a step or one of its groups is missing, DivergedError if a step is not finite.
         """
         held = self.began_at
         for recorded in steps:

@@ -1,8 +1,8 @@
 """The training loop's records of how groups end and what each step consists of. They do not influence training.
 
 `TrainingSamples` writes groups of a step for readers. A few trained groups are drawn by seed and step, so the choice is
-unbiased and a repeated run has the same ones; one filtered group represents all filtered since the last step. Drawing
-runs in the loop, the rest, including decoding, on the log's thread. Tokens are kept as sampled and trained on.
+unbiased and repeatable; one filtered group represents all filtered since the last step. Everything but the draw runs on
+the log's thread.
 """
 
 from __future__ import annotations
@@ -101,10 +101,8 @@ class StepWatch:
     ) -> StepFigures:
         """Return the metrics since the last step, and write samples of the step that made `version`.
 
-        Args:
-            micro_batches: those of the batch, with the advantages on which they trained.
-            losses: of each micro-batch at the weights from which the step started, if known.
-            entropies: of the sampled tokens of some rollouts, by row, at these weights.
+        `micro_batches` have the advantages; `losses`, if known, and `entropies` of some rollouts by row, are at the
+        weights from which the step started.
         """
         self._tallies.add(batch.groups)
         if self.samples is not None:
@@ -329,12 +327,7 @@ class FilteredGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedTokens:
-    """The sampled tokens of one rollout in its step, f32 [N], turn after turn.
-
-    Attributes:
-        logprobs: the trainer's; None if they are unknown.
-        entropies: of the distributions from which the tokens were sampled; None if not measured.
-    """
+    """The sampled tokens of one rollout in its step, f32 [N]; the trainer's log-probs are None if unknown."""
 
     advantages: Float32
     logprobs: Float32 | None
@@ -345,11 +338,8 @@ class TrainedTokens:
 class StepRollouts:
     """The results of a step's rollouts, [B] each, group after group.
 
-    Attributes:
-        shaped: rewards from which advantages were computed.
-        advantages: means over a rollout's tokens; NaN if there is none.
-        trained: True if the rollout had a gradient.
-        tokens_of: returns the tokens of a rollout by its number; None if it had no gradient.
+    `shaped` are rewards, `advantages` means over a rollout's tokens or NaN, `trained` is True if the rollout had a
+    gradient, and `tokens_of` returns the tokens of such a rollout by its number.
     """
 
     groups: Sequence[RolloutGroup]

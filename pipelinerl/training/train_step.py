@@ -2,10 +2,9 @@
 
     forward passes ─▶ advantages on the whole batch ─▶ ( backward of policy and critic ─▶ both optimizer steps )+
 
-The last part runs once for each mini-batch of each epoch. All calls block and run on the trainer's thread: `accumulate`
-during the current publication, `apply` after it. If a value is not finite before the first update, `NonFiniteStep` is
-raised and nothing has changed. Later, the batch ends before the first mini-batch that is not finite or is too far from
-π_old.
+The last part runs once for each mini-batch of each epoch. All calls block: `accumulate` runs during the current
+publication, `apply` after it. If a value is not finite before the first update, `NonFiniteStep` is raised. Later, the
+batch ends before the first mini-batch that is not finite or too far from π_old.
 """
 
 from __future__ import annotations

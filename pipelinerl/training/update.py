@@ -1,8 +1,7 @@
 """Updates of the policy and its critic: the optimizer steps of a batch, and the metrics of these steps.
 
-Metrics of a step cover every token of every update, at the log-probs of its loss: a rollout that trains in two epochs
-counts twice. Comparisons of engine and trainer use only the first update, whose log-probs have the weights at the start
-of the step.
+Metrics cover every token of every update, so a rollout that trains in two epochs counts twice. Comparisons of engine
+and trainer use only the first update, whose log-probs have the weights at the start of the step.
 """
 
 from __future__ import annotations
@@ -175,8 +174,7 @@ class Critic:
     """The critic's worker and loss, and the warm-up before the policy trains.
 
     The critic's rate is the peak times `schedule`. During the warm-up, the policy takes steps without any token: its
-    weights stay the same and its version rises. So pacing, checkpoints and reports still see one version per step, at
-    the cost of publishing unchanged weights and of a staleness that looks slightly too high.
+    weights stay the same and its version rises, so pacing, checkpoints and reports still see one version per step.
     """
 
     worker: Trainer

@@ -2,13 +2,11 @@
 
     publish v ──▶ keep v, forget versions below v + 1 − k ──▶ forward pass of a step at each version in its batch
 
-Only published weights sample, so only those are kept: about k/j of the k versions from which a rollout may come, if
-every j-th is published. A version identifies one set of weights, even across restarts, since rollouts of an abandoned
-epoch are rejected first.
+Only published weights are kept, since only these sample. A version identifies one set of weights, even across restarts,
+since rollouts of an abandoned epoch are rejected first.
 
-The history follows k: it shrinks at the first publication after k fell and grows after k rose. Weights that were
-dropped, or are missing from the checkpoint, are never replaced by others: rollouts of that version end as stale, with a
-warning in the log.
+The history follows k at the next publication. Weights that were dropped, or are missing from the checkpoint, are never
+replaced by others: rollouts of that version end as stale, with a warning in the log.
 """
 
 from __future__ import annotations
@@ -65,9 +63,7 @@ class WeightHistory:
     def keep(self, trainer: Trainer, *, version: int, acceptance: float) -> None:
         """Copy the trainer's weights, which are about to sample, and drop versions that no later step needs.
 
-        Args:
-            version: v, of the weights.
-            acceptance: k; the next step, which makes version v + 1, accepts nothing older than v + 1 − k.
+        The next step, which makes version v + 1, accepts nothing older than v + 1 − k, where k is `acceptance`.
         """
         before = len(self._held)
         for older in [held for held in self._held if held < version + 1 - acceptance]:

@@ -206,9 +206,8 @@ _SHARE: Final = 1e-3
 def loss_decrease_matches_the_gradient(subject: TrainerUnderTest, batch: MicroBatch, objective: Objective) -> None:
     """Check that a small step reduces the loss by the rate times the square of the reported norm.
 
-    Gathered weights contain merged adapters, so they do not reveal the gradient; the loss does. With AdamW's eps = 1
-    and a gradient far below 1, the first step is lr·g, and the loss falls by lr·|g|²; clipped to the norm c, by
-    lr·c·|g|.
+    Merged weights of adapters do not reveal the gradient; the loss does. With AdamW's eps = 1 and a gradient far below
+    1, the first step is lr·g, and the loss falls by lr·|g|²; clipped to the norm c, by lr·c·|g|.
     """
     faint, norm, rate = _fainter(subject, batch, objective)
     fall = _fall(subject, faint, objective, rate)

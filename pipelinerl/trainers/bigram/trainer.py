@@ -1,8 +1,7 @@
 """`BigramTrainer`, a trainer in numpy for a bigram model, with closed-form gradients.
 
-The model is one table: logits [V, V], or values [V] with a value head. The trainer replaces real ones in tests, and is
-an independent reference for them, since it uses no automatic differentiation. Weights and optimizer state are float64;
-weights are gathered as float32.
+The model is one table: logits [V, V], or values [V] with a value head. In tests it replaces real trainers and is an
+independent reference for them. Weights and optimizer state are float64; weights are gathered as float32.
 """
 
 from __future__ import annotations

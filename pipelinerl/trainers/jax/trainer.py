@@ -1,10 +1,8 @@
 """`JaxTrainer`, the trainer contract for Llama-family decoders in JAX, on a mesh of any devices that XLA supports.
 
 Weights and optimizer state are fp32 and sharded over the mesh; `Precision.BF16` computes in bf16. Segments are packed
-into rows of a few fixed shapes. On CPU and TPU, equal calls give equal bits on the same mesh.
-
-With several processes (`options.distributed`) this class runs on rank 0, which checks arguments before it sends a verb
-to the other ranks (`JaxFollower`).
+into rows of a few fixed shapes. On CPU and TPU, equal calls give equal bits on the same mesh. With several processes
+(`options.distributed`) this class runs on rank 0 and checks arguments for the other ranks (`JaxFollower`).
 """
 
 from __future__ import annotations

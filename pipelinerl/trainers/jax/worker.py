@@ -1,8 +1,7 @@
 """`JaxWorker`, one process's part of a JAX trainer: its shards and the programs on them, the same on every rank.
 
-Every method except `save_parts` and `save_record` runs programs on the whole mesh: each process must call the same
-methods with the same arguments in the same order. Results and errors are then the same on every rank. `JaxTrainer`
-checks arguments.
+Except for `save_parts` and `save_record`, each process must call the same methods with the same arguments in the same
+order; results and errors are then the same on every rank. `JaxTrainer` checks arguments.
 """
 
 from __future__ import annotations

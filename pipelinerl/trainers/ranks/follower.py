@@ -50,9 +50,7 @@ Start = Callable[[TrainerSpec], RankWorker]
 def follow(distributed: Distributed, *, join: Join, start: Start, say: Callable[[str], None]) -> None:
     """Join rank 0 and execute its commands with workers from `start`; return when rank 0 has finished its work.
 
-    Raises:
-        SpecError: rank 0 does not answer, or rejects this rank.
-        RankError: rank 0 died, hangs or gave up; or this rank failed, which it reported to rank 0.
+    Raises SpecError if rank 0 rejects this rank, RankError if rank 0 is lost or this rank failed.
     """
     channel = join_rank0(distributed, join)
     say(f"rank {distributed.process} of {distributed.processes} follows {distributed.coordinator}")

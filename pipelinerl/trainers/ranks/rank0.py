@@ -8,9 +8,8 @@
 A command is sent when a verb begins; the lane's single thread executes rank 0's part. So programs from all threads
 reach every rank's devices in the same order, and the next verb may begin before the previous one has ended.
 
-A verb ends when every rank has finished its part. If a rank dies, hangs or fails, this and every later verb raise a
-`RankError` that names the rank, and the other ranks are ended. A computation that hangs in a collective is left in its
-daemon thread.
+If a rank dies, hangs or fails, this and every later verb raise a `RankError` that names the rank, and the other ranks
+are ended. A computation that hangs in a collective is left in its daemon thread.
 """
 
 from __future__ import annotations

@@ -81,17 +81,10 @@ class LoadedModel(NamedTuple):
             self.adapters.compact()
 
     def move_to(self, device: torch.device, *, masters: StatePlace = StatePlace.DEVICE) -> dict[str, Tensor]:
-        """Load whole parameters onto the device, and check that the model supports packing.
+        """Load whole parameters onto the device, and check that the model supports packing; return the masters by name.
 
-        With `masters` HOST, the device holds bf16 parameters and accumulates their gradients in fp32; their fp32 values
-        are on the host.
-
-        Returns:
-            The masters on the host, by name.
-
-        Raises:
-            SpecError: the model cannot be packed, or a file cannot be read.
-            StateError: a saved state cannot be read.
+        With `masters` HOST, the device holds bf16 parameters with fp32 gradients, and their fp32 masters are on the
+        host. Raises SpecError or StateError if a file cannot be read, SpecError if the model cannot be packed.
         """
         self._compact()
         if self.adapters is not None:
@@ -118,9 +111,7 @@ class LoadedModel(NamedTuple):
     ) -> ShardedModel:
         """Shard the model over the mesh and load this process's rows; the result has not been probed yet.
 
-        Raises:
-            SpecError: a file cannot be read, or the experts cannot be divided.
-            StateError: a saved state cannot be read.
+        Raises SpecError or StateError if a file cannot be read, SpecError if the experts cannot be divided.
         """
         self._compact()
         unread, named = self._unread, self.weights | self.trained
@@ -223,9 +214,8 @@ def rounded_in_passes(model: PreTrainedModel) -> set[Tensor]:
     """Return the weights that only autocast's linear layers use, which the device can hold in bf16.
 
     Under autocast, a linear layer multiplies by its weight rounded to bf16, and the gradient of that product is bf16
-    converted to fp32. A bf16 parameter with an fp32 gradient gives the same bits without a second, rounded copy. Passes
-    do not round embeddings and vectors, and an output layer with our own forward (`to_fp32`) reads fp32, so these are
-    excluded.
+    converted to fp32. A bf16 parameter with an fp32 gradient gives the same bits without a second copy. Embeddings,
+    vectors and an output layer with our own forward (`to_fp32`) are not rounded in passes.
     """
     linear = [each for each in model.modules() if isinstance(each, nn.Linear | Conv1D) and "forward" not in vars(each)]
     embedded: set[Tensor] = {each.weight for each in model.modules() if isinstance(each, nn.Embedding)}

@@ -1,11 +1,9 @@
 """`MeshWorker`, one process's part of a multi-process torch trainer, the same on every rank.
 
 Every rank makes the same passes in the same order, because the others wait for its part of each layer. A rank without a
-micro-batch in a round computes two dummy tokens. Before each backward an all-reduce of 4 bytes checks that no rank's
-loss is broken; if a single rank skipped the round, the others would wait for it.
-
-`received` and `deliver` run on the thread of reads, all other methods on the thread of passes. `MeshLeader` calls the
-worker on rank 0; on other ranks, `MeshFollower` executes rank 0's commands with it.
+micro-batch in a round computes two dummy tokens, and an all-reduce before each backward makes all ranks skip a round
+with a broken loss. `received` and `deliver` run on the thread of reads, all other methods on the thread of passes.
+`MeshLeader` calls the worker on rank 0, `MeshFollower` on the other ranks.
 """
 
 from __future__ import annotations

@@ -86,11 +86,8 @@ class PackedModel(nn.Module):
     def probe(self, device: torch.device, products: torch.dtype = torch.float32) -> None:
         """Check that the architecture supports packing, and that its output layer is its last operation.
 
-        `products` is the dtype of the trial; bf16 only if matrices are stored in bf16.
-
-        Raises:
-            SpecError: a layer mixes segments, or the model changes logits after its output layer, which `forward` would
-                miss.
+        `products` is the dtype of the trial. Raises SpecError if a layer mixes segments, or the model changes logits
+        after its output layer, which `forward` would miss.
         """
         if self._replay is not None:
             self._replay.tell(None)
@@ -115,9 +112,8 @@ class PackedModel(nn.Module):
 def compile_layers(model: nn.Module, *, gradient_checkpointing: bool) -> None:
     """Make the first pass compile each layer, except for its attention, for any number of tokens.
 
-    Norms, rotations, gates and conversions then run in few kernels, with fewer intermediate results and the same
-    rounding. Torch compiles nothing around a checkpoint; with checkpointing, each part of a layer is compiled by
-    itself.
+    Norms, rotations, gates and conversions then run in few kernels, with the same rounding. Torch compiles nothing
+    around a checkpoint; with checkpointing, each part of a layer is compiled by itself.
     """
     AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attend))
     for layer in model.modules():

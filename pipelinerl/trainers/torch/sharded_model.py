@@ -1,17 +1,15 @@
 """`ShardedModel`, a packed model whose parameters are sharded over a mesh of processes with torch's `fully_shard`.
 
 Each layer's parameters are gathered at their use and then dropped. Gradients are summed over the processes into fp32
-shards, in the last backward of a sequence or in each. They are never averaged, because token weights are computed on
-the whole batch.
+shards, never averaged, because token weights are computed on the whole batch.
 
-Shards are kept as plain tensors that share memory with the passes, because during a pass `named_parameters` shows whole
-parameters, and `state_dict` would remove them. Other threads read these tensors, which hold the result of the last
+Shards are kept as plain tensors that share memory with the passes, because `named_parameters` shows whole parameters
+during a pass, and `state_dict` would remove them. Other threads read these tensors, which hold the result of the last
 optimizer step even while passes use other weights.
 
-With expert parallelism, tokens are sent to the process that holds their expert, instead of gathering experts. Experts
-are divided by rows like any parameter. The exchange is transformers' own (`AllToAllEP`): two all-to-alls per layer,
-which autograd follows. After backward, an expert's gradient covers the tokens of all processes that share its copy of
-the model.
+With expert parallelism, experts are divided by rows, and tokens are sent to the process that holds their expert by
+transformers' `AllToAllEP`: two all-to-alls per layer, which autograd follows. After backward, an expert's gradient
+covers the tokens of all processes that share its copy of the model.
 """
 
 from __future__ import annotations
@@ -61,15 +59,9 @@ class ShardedModel:
     ) -> None:
         """Shard `model`, which is the same on every process, layer by layer.
 
-        Parameters on the meta device get memory on `device` without values; the caller fills the shards.
-
-        Args:
-            compute: dtype of matmuls.
-            parameters: the model's parameters by their external names; None uses the model's names.
-            experts: placement of experts; parallel experts are not sharded by `fully_shard`.
-
-        Raises:
-            SpecError: the processes cannot divide the experts; raised on every process.
+        Parameters on the meta device get memory on `device`; the caller fills the shards. `compute` is the dtype of
+        matmuls, `parameters` are the model's by external names. Raises SpecError on every process if experts cannot be
+        divided.
         """
         self.model = model
         named = dict(model.named_weights()) if parameters is None else parameters
@@ -215,12 +207,8 @@ def _layers(model: PackedModel | PackedValueModel) -> list[nn.Module]:
 def keep_own_experts(model: nn.Module, mesh: ProcessMesh, device: torch.device) -> set[nn.Parameter]:
     """Reduce every layer's experts to this process's rows, and make them process the tokens of all processes.
 
-    Returns:
-        The experts' parameters: this process's rows on the device, without values if they were on the meta device.
-
-    Raises:
-        SpecError: transformers cannot exchange tokens, there are no experts, or they cannot be divided evenly; raised
-            on every process.
+    Returns the experts' parameters: this process's rows on the device, without values if they were on the meta device.
+    Raises SpecError on every process if tokens cannot be exchanged or experts not divided evenly.
     """
     exchange = _token_exchange()
     modules, kept = fused_experts(model), set[nn.Parameter]()

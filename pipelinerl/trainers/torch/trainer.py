@@ -1,10 +1,8 @@
 """`TorchTrainer`, the trainer contract for any Hugging Face causal language model, or its value head.
 
 Weights and optimizer state are fp32; `Precision.BF16` computes under autocast. Segments are packed without padding. On
-CPU, and on CUDA with deterministic kernels, equal calls give equal bits.
-
-A single process uses a `TorchWorker`. With several processes in `options.mesh`, this class runs on rank 0
-(`MeshLeader`), which checks arguments before it sends a verb to the other ranks.
+CPU, and on CUDA with deterministic kernels, equal calls give equal bits. One process uses a `TorchWorker`, several
+processes in `options.mesh` a `MeshLeader` on rank 0.
 """
 
 from __future__ import annotations

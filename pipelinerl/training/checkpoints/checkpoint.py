@@ -90,9 +90,7 @@ class CheckpointStore:
         return self._fence.epoch
 
     def claim(self, epoch: int) -> None:
-        """Exclude trainers of earlier epochs, which can from now on neither add nor remove checkpoints here.
-
-        Damaged checkpoints above the loaded one are renamed, so that they do not count as the newest.
+        """Exclude trainers of earlier epochs, and rename damaged checkpoints above the loaded one.
 
         Raises:
             FencedError: a later epoch has claimed the directory.
@@ -346,9 +344,8 @@ class CheckpointFence:
     def held(self, epoch: int) -> Iterator[None]:
         """Prevent other trainers from changing the directory during the block.
 
-        Raises:
-            FencedError: a later epoch has claimed the directory.
-            DeadlineError: another process holds the lock for too long.
+        Raises FencedError if a later epoch has claimed it, DeadlineError if another process holds the lock for too
+        long.
         """
         self._lock.parent.mkdir(parents=True, exist_ok=True)
         # filelock can fall back to a plain lock file, which would outlive a holder on another machine.
@@ -400,12 +397,9 @@ class Checkpointing:
         trim: Callable[[dict[str, str], int], Awaitable[None]],
         deadline_s: float,
     ) -> None:
-        """Create a writer for one trainer.
+        """Create a writer that sends messages by `report` and retries a failing checkpoint for `deadline_s`.
 
-        Args:
-            report: sends a message to the controller.
-            trim: called after each checkpoint with stream positions and the epoch, which never reads before them.
-            deadline_s: longest time to retry a failing checkpoint.
+        `trim` is called after each checkpoint with stream positions and the epoch, which never reads before them.
         """
         self._store = store
         self._report = report

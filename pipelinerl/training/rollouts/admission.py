@@ -1,9 +1,8 @@
 """Admission of rollout groups to training: the staleness bound k, duplicates, signal, and the ledger of all groups.
 
 Pure. Each group that is read ends as trained, stale or filtered (no signal, no valid verdict, not computable, or in a
-skipped step); an order can also fail without a group. Duplicates are not counted. Groups sampled by abandoned weights
-are not counted either; their orders are issued again. The ledger stores a frontier and the ended orders beyond it, so
-its size is bounded by how far groups overtake one another.
+skipped step); an order can also fail without a group. Duplicates, and groups sampled by abandoned weights, are not
+counted; orders of the latter are issued again. The ledger stores a frontier and the ended orders beyond it.
 
 Groups with only right answers are reported to the controller, which then skips such problems for a while
 (`controller/state/cooldown.py`). Checkpoints include unacknowledged reports.

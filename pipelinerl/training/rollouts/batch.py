@@ -5,8 +5,8 @@ Other advantages are computed after the forward passes, still on the whole batch
 
     build ─▶ packed micro-batches ─▶ forward passes ─▶ `with_advantages` ─▶ `mini_batches` ─▶ backward of each
 
-The first epoch trains on the micro-batches of the forward passes, in which each mini-batch is contiguous. So π_θ/π_old
-starts at exactly 1 where forward and backward use the same computation.
+The first epoch trains on the micro-batches of the forward passes, so π_θ/π_old starts at exactly 1 where forward and
+backward use the same computation.
 
 In shapes, B is the number of rollouts of the step, N = Σ lengths their sampled tokens, rollout after rollout.
 """
@@ -73,7 +73,6 @@ class TrainBatch:
 
     Attributes:
         learns: [B], False for rollouts without gradient: not judged, or truncated and masked.
-        losses: of the groups' domains.
         segments: of all B rollouts.
         packed: the computed segments in micro-batches; `members` are their numbers.
     """
@@ -248,12 +247,10 @@ def _scattered(column: Floats, batch: MicroBatch, rows: NDArray[np.intp]) -> NDA
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatching:
-    """The number of epochs over a batch, and of mini-batches in each.
+    """The number of epochs over a batch, and of mini-batches (optimizer steps) in each.
 
-    Attributes:
-        mini_batches: optimizer steps in each epoch.
-        target_kl: KL from π_old in nats per token beyond which a batch takes no further step; None for no bound.
-        seed: of the run; seed, version and epoch determine the mini-batches.
+    A batch takes no further step once its KL from π_old exceeds `target_kl`, in nats per token. `seed`, version and
+    epoch determine the mini-batches.
     """
 
     epochs: int = 1
@@ -302,12 +299,7 @@ def build(
     otherwise finishing would earn nothing. It counts in no denominator of the aggregation. Advantages that read columns
     exclude it, because it is not computed.
 
-    Args:
-        shaping: by domain; other domains keep the verifiers' rewards.
-        truncated: handling of rollouts that ran out of tokens.
-        width: micro-batches that the trainer computes at once.
-        losses: by domain, if not all have the objective.
-        baselines: of roles, for an advantage that reads them.
+    `shaping` and `losses` are by domain, `baselines` by role; the trainer computes `width` micro-batches at once.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     verdicts = np.array([rollout.verdict.reward for rollout in rollouts], np.float64)
@@ -475,9 +467,7 @@ class BatchPartition:
         producing: the version that the batch produces.
         token_weights: returns the weight [B] of each rollout's tokens in a mini-batch, given those that it counts.
         streams: [B], the number of each rollout's loss; None if all have the objective.
-        groups: [B], index of each rollout's group.
-        lengths: [B], sampled tokens.
-        num_tokens: [B], all packed tokens.
+        groups, lengths, num_tokens: [B], the group's index, sampled tokens, and all packed tokens.
         learns: [B], True if the rollout counts in the aggregation.
         computed: numbers of the rollouts that can have a gradient.
     """

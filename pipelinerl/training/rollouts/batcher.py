@@ -1,8 +1,7 @@
 """The groups that wait to be trained, the choice among them, and a step's wait for overdue groups.
 
 A batch is complete when a step's rollouts (or tokens) have arrived. The oldest fresh groups go first (oldest version,
-then lowest index), since they become stale first; the order of arrival does not matter. Groups that become stale while
-they wait are dropped.
+then lowest index), since they become stale first. Groups that become stale while they wait are dropped.
 """
 
 from __future__ import annotations
@@ -64,13 +63,9 @@ class Batcher:
     ) -> None:
         """Create an empty batcher.
 
-        Args:
-            teaches: whether a group has anything to teach under the run's objective.
-            signal: whether the rewards of a group differ.
-            vocab_size: exclusive bound of token ids; None if unknown.
-            routing: sizes of the routers whose choices the trainer replays, which groups must then have recorded; None
-                drops recorded choices.
-            ended: called with groups that arrived and did not train.
+        `teaches` tells whether a group has a gradient, `signal` whether its rewards differ; `ended` is called with
+        groups that arrived and did not train. `routing` has the sizes of routers whose choices must be recorded; None
+        drops them.
         """
         self.ledger = ledger
         self.lineage = lineage
@@ -146,12 +141,8 @@ class Batcher:
         """Return the groups of the next step, in index order and settled as trained; None if too few are ready.
 
         If groups without signal are filtered, so is a full step in which no group teaches; otherwise it trains with
-        gradient 0.
-
-        Args:
-            usable: returns False for a group whose weights are missing, which then counts as stale.
-            must_wait: given the step's orders, returns True if other groups must arrive first. With it, groups train in
-                the order of issue, so that none is delayed until it is too old.
+        gradient 0. `usable` returns False for a group whose weights are missing, which counts as stale. `must_wait`,
+        given the step's orders, returns True if others must arrive first; groups then train in the order of issue.
         """
         fresh = self._fresh(producing=producing, bounds=bounds, usable=usable)
         ranked = sorted(fresh.values(), key=lambda g: (0 if must_wait else g.oldest_version, g.index))
@@ -239,12 +230,9 @@ def awaited(
     ledger: ConsumedLedger,
     directive: Directive,
 ) -> list[int]:
-    """Return outstanding orders that `step` must wait for; none if all of them can train in time.
+    """Return outstanding orders that the step of version `step` must wait for; none if all can train in time.
 
-    Args:
-        step: the version that the step would produce.
-        chosen: the orders whose groups it would train; later steps are assumed to train as many.
-        waiting: the orders of all groups that have arrived.
+    The step would train the orders `chosen`, and later steps as many; `waiting` are the orders that have arrived.
     """
     firsts = [first for first, _ in directive.fresh_until]
     if not firsts:

@@ -45,11 +45,8 @@ def imitated(groups: Sequence[RolloutGroup], *, token_budget: int, width: int) -
 class DemonstrationStream:
     """The demonstrations that train with the rollouts, in the stream `ce`.
 
-    Attributes:
-        problem: returns problem i ≥ 0.
-        count: demonstrations of each optimizer step, without those of more than `most_tokens` tokens.
-        losses: of their domains: all `ce`, each with its factor.
-        token_budget: maximum number of tokens of a micro-batch.
+    `problem` returns problem i. Each optimizer step has `count` demonstrations, without those of more than
+    `most_tokens` tokens; micro-batches have up to `token_budget` tokens.
     """
 
     problem: Callable[[int], Problem]

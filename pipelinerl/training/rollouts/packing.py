@@ -3,10 +3,7 @@
 Packing works on segments: a conversation is one segment, an episode that branched has several
 (`types.Rollout.segments`). An episode's segments share a micro-batch where they fit, so that a trainer can compute
 their common beginning once. For a trainer that computes several micro-batches at once, rollouts are first distributed
-by their work and then packed within each part.
-
-Weights and advantages are computed on the whole batch before, so packing does not affect the gradient. Rollouts without
-a valid verdict are left out.
+by their work. Weights and advantages are computed before, so packing does not affect the gradient.
 """
 
 from __future__ import annotations

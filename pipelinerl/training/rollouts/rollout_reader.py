@@ -1,8 +1,7 @@
 """Readers of rollouts and directives: `RolloutReader` keeps offsets for checkpoints, `ControllerLink` awaits answers.
 
-Each actor has one partition of rollouts, read by offset. Groups that wait at a checkpoint must be read again after a
-restart, so a partition's saved offset stops before the first such group. Later groups that have ended are recognised by
-the ledger and dropped.
+Each actor has one partition of rollouts, read by offset. A partition's saved offset stops before the first group that
+waits at a checkpoint, which must be read again; later groups that have ended are dropped by the ledger.
 """
 
 from __future__ import annotations
@@ -183,9 +182,7 @@ class ControllerLink:
     async def wait_for_answer(self, question: Question) -> AsyncIterator[Arrivals]:
         """Send a question, again every `RESEND_S`, and yield all arrivals up to its answer.
 
-        Raises:
-            DeadlineError: the controller does not answer.
-            FencedError: another trainer has taken over.
+        Raises DeadlineError without an answer, FencedError if another trainer has taken over.
         """
         deadline = time.monotonic() + self._deadline_s
         asked_at = float("-inf")

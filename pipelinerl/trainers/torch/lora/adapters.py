@@ -4,9 +4,8 @@
     trained    A and B of every target, in fp32, and a value head if there is one
     merged     W + (alpha / rank) · B A in fp32, computed for one parameter on demand; the base never changes
 
-Reads that run concurrently with passes use the base's own storage, even while passes use other weights. Within a
-process, the models of a policy, a critic and a reference from one directory share its weights on a device
-(`SharedBase`).
+Reads concurrent with passes use the base's own storage, even while passes use other weights. Within a process, policy,
+critic and reference from one directory share its weights on a device (`SharedBase`).
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
     masters    fp32 values of parameters that passes use in bf16
     place      of both: the parameters' device, or the host
 
-A step processes a parameter piece by piece: only one piece's fp32 moments and master are on the device while torch's
-fused kernel steps it. Rounding to nearest would lose small changes: with beta2 = 0.999, a bf16 second moment would
-never decay, because each step reduces it by less than half of its last place.
+Only one piece of a parameter's fp32 moments and master is on the device while torch's fused kernel steps it. Rounding
+to nearest would lose small changes: with beta2 = 0.999, a bf16 second moment would never decay.
 """
 
 from __future__ import annotations
@@ -68,10 +67,8 @@ def adamw(
 ) -> ParameterOptimizer:
     """Create AdamW without weight decay for vectors (biases and norms).
 
-    Args:
-        seed: seed of stochastic rounding.
-        shard: the rows of a sharded model that the parameters hold; processes with the same rows round alike.
-        masters: fp32 values on the host of parameters that are rounded on the device.
+    `seed` is that of stochastic rounding; processes with the same `shard` round alike. `masters` are fp32 values on the
+    host of parameters that are rounded on the device.
     """
     trained = list(parameters)
     groups: list[dict[str, Any]] = [

@@ -33,9 +33,7 @@ class AttentionPlan(Protocol):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None) -> Tensor:
         """Return causal attention [K, H, d] within each segment, for query [K, H, d], key and value [K, H_kv, d].
 
-        Args:
-            window: number of positions that a query sees, including its own; None means all earlier ones.
-            scale: scale of the scores; None means 1/√d.
+        A query sees `window` positions, including its own (None: all earlier ones). `scale` None means 1/√d.
         """
         ...
 
@@ -63,8 +61,6 @@ def attend(
         query: [1, H, K, d]; key and value: [1, H_kv, K, d]. With n processes, each has K / n of the K tokens.
         attention_mask: None, since transformers creates no mask for this implementation.
         segments: the plan, passed to the model's forward as a keyword.
-        scaling: scale of the scores; None means 1/√d.
-        sliding_window: number of positions that a query sees, including its own.
 
     Returns:
         [1, K, H, d], and no attention weights.

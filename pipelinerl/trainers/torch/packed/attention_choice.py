@@ -3,9 +3,8 @@
     varlen     `torch.nn.attention.varlen.varlen_attn`, one kernel over all segments: CUDA, bf16
     buckets    `segments.py`, any device and dtype, and the reference for `varlen`
 
-The kernel (flash attention 2, as shipped with torch) supports sliding windows, fewer key heads than query heads, any
-scale, shared prefixes, and heads divided among processes; `why_not_varlen` lists its limitations. Neither supports
-capped scores or attention sinks (`attention.py` rejects them).
+The kernel is flash attention 2, as shipped with torch; `why_not_varlen` lists its limitations. Neither supports capped
+scores or attention sinks (`attention.py` rejects them).
 """
 
 from __future__ import annotations
@@ -59,12 +58,8 @@ def _whole(config: Mapping[str, Any], *names: str) -> int:
 class AttentionFacts:
     """The facts that decide whether the kernel can be used.
 
-    Attributes:
-        device: torch's name of the device type.
-        precision: precision of the passes.
-        capability: compute capability of the GPU; None if there is none, or if it is on another machine.
-        has_kernel: True if this build of torch includes the kernel.
-        widths: head widths of all kinds of heads in the model's configuration.
+    `device` is torch's name of the device type, `capability` None without a GPU here, `has_kernel` False for a torch
+    built without the kernel, and `widths` has the widths of all kinds of heads.
     """
 
     device: str

@@ -1,9 +1,9 @@
 """Attention over packed segments in buckets, on any device: it never crosses a boundary and needs no T² mask.
 
-Within attention only, segments are laid out in buckets of similar length, padded at the end to the bucket's longest.
-Causal attention hides such padding without a mask, so fast kernels stay usable. A prefix shared by several segments
-exists once in the packed layout and in each segment of the padded one. Both directions of the re-layout are gathers, or
-sums in a fixed order, so gradients are deterministic on every device.
+Within attention only, segments are laid out in buckets of similar length, padded at the end. Causal attention hides
+such padding without a mask, so fast kernels stay usable. A prefix shared by several segments exists once in the packed
+layout and in each segment of the padded one. The re-layout gathers, or sums in a fixed order, so gradients are
+deterministic on every device.
 """
 
 from __future__ import annotations

@@ -27,9 +27,7 @@ _LEAST_SAVED: Final = 1 / 32
 class Distinct(NamedTuple):
     """The K of a micro-batch's T tokens that are computed: the nodes of the tree.
 
-    Attributes:
-        kept: i64 [K], the computed tokens, ascending.
-        place: i64 [T], each token's index among the K computed ones.
+    `kept` i64 [K] are these tokens, ascending; `place` i64 [T] is each token's index among them.
     """
 
     kept: Indices
@@ -77,8 +75,7 @@ def _equal(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 class Sums:
     """Sums of the gradients of rows that were read from the same place.
 
-    Rows are added in pairs, then pairs of pairs: a fixed order, deterministic on every device, in a logarithmic number
-    of rounds.
+    Rows are added in pairs, then pairs of pairs: a fixed order, deterministic on every device, in few rounds.
 
     Attributes:
         rows: i64 [M], the rows that share their place with others.
@@ -126,13 +123,7 @@ class Sums:
 @final
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Rows [N, …] read from [K, …], some of them more than once.
-
-    Attributes:
-        index: i64 [N], the row that each reads.
-        size: K.
-        sums: gradient sums of rows that are read more than once.
-    """
+    """Rows [N, …] read by `index` i64 [N] from `size` rows; `sums` add the gradients of rows read more than once."""
 
     index: Tensor
     size: int

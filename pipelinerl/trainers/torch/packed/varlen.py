@@ -1,8 +1,7 @@
 """Attention over packed segments in one kernel, `torch.nn.attention.varlen.varlen_attn`, which takes their boundaries.
 
-There is no padding. If segments share a prefix, queries cover each computed token once, keys and values each segment
-whole. The causal mask is aligned to the end of the keys, so a segment costs its unshared tokens times all its tokens.
-`planner.py` tests the kernel before use.
+If segments share a prefix, queries cover each computed token once, keys and values each segment whole. The causal mask
+is aligned to the end of the keys, so a segment costs its unshared tokens times all its tokens.
 """
 
 from __future__ import annotations

@@ -250,7 +250,6 @@ class ChatTokenizer:
 
     @cached_property
     def _not_for_templates(self) -> frozenset[str]:
-        """Return names that `apply_chat_template` takes as arguments or sets for templates itself."""
         signature = inspect.signature(self._whole.apply_chat_template)
         return frozenset({*signature.parameters, *self._whole.special_tokens_map, "messages"})
 
@@ -375,7 +374,6 @@ def _named(file: Path, name: str) -> Any:
 
 
 def _declared_eos(path: Path) -> set[int]:
-    """Return `eos_token_id` of generation_config.json, else of config.json: none, one id or a list."""
     for name in ("generation_config.json", "config.json"):
         declared = _named(path / name, "eos_token_id")
         if declared is None:

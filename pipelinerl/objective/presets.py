@@ -83,7 +83,6 @@ def to_table(objective: PolicyObjective) -> dict[str, dict[str, Any]]:
 
 
 def _slot(kinds: Mapping[str, type[Any]], current: Any, choice: Any, path: str) -> Any:
-    """Return the slot's value for the name of a kind, or for a table with changed fields and an optional `kind`."""
     table = {"kind": choice} if isinstance(choice, str) else choice
     if not isinstance(table, Mapping):
         raise RecipeError(f"{path} must be the name of a kind or a table, got {choice!r}; kinds: {', '.join(kinds)}")
@@ -97,7 +96,6 @@ def _slot(kinds: Mapping[str, type[Any]], current: Any, choice: Any, path: str) 
 
 
 def _convert(value: Any, wanted: Any, path: str) -> Any:
-    """Convert a TOML value to a field's type: a number, an enum member, or a union of both."""
     if isinstance(wanted, UnionType):
         words = next(kind for kind in typing.get_args(wanted) if issubclass(kind, StrEnum))
         return _convert(value, words if isinstance(value, str) else float, path)

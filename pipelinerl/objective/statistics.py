@@ -84,7 +84,6 @@ def cuts(objective: PolicyObjective | StreamedObjective, tokens: Tokens | None) 
 def _cut(
     objective: PolicyObjective | StreamedObjective, tokens: Tokens, rule: Callable[[PolicyObjective], Any]
 ) -> NDArray[np.bool_]:
-    """Return the mask [N] in which each token has the result of `rule` for its stream's objective."""
     if isinstance(objective, PolicyObjective):
         mask: NDArray[np.bool_] = rule(objective)
         return mask

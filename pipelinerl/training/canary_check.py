@@ -175,7 +175,6 @@ class LogprobCanaryChecker:
                 await asyncio.sleep(_PAUSE_S)
 
     async def _judged(self, completion: ChatCompletion, published: PublishReport, forward: Forward) -> float:
-        """Return the largest difference. Raises `_Mismatched` if it is too large, or if the answer is incomplete."""
         if completion.epoch != published.epoch:
             raise _Mismatched(
                 f"the canary must be sampled in epoch {published.epoch}, its answer is of {completion.epoch}"

@@ -202,7 +202,6 @@ class EntropyMeter:
 
 
 def _by_rollout(rollouts: Sequence[Rollout], seen: Sequence[Float32]) -> list[Float32]:
-    """Return the entropies of each rollout, turn after turn; none if the probe has not seen all tokens."""
     lengths = [rollout.num_sampled_tokens for rollout in rollouts]
     if len(seen) != 1 or len(seen[0]) != sum(lengths):
         return []

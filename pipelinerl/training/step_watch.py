@@ -293,7 +293,6 @@ def _percentile(rising: Sequence[int], share: float) -> float:
 
 
 def _bounded(tags: Mapping[str, Tally]) -> dict[str, Tally]:
-    """Return the tallies of the tags with most rollouts, by name, and those of other tags merged."""
     ranked = sorted(tags, key=lambda tag: (-len(tags[tag].lengths), tag))
     kept = {tag: tags[tag] for tag in sorted(ranked[:MOST_TAGS])}
     for tag in ranked[MOST_TAGS:]:
@@ -462,7 +461,6 @@ class TrainingSamples:
         )
 
     def _turns(self, rollout: Rollout, prompt: NDArray[np.int32]) -> tuple[TurnRecord, ...]:
-        """Return the turns of an episode, without the group's prompt, which is stored once."""
         parents = rollout.parents or range(ROOT, len(rollout.turns) - 1)
         segment_of = {turn: number for number, each in enumerate(rollout.segments, 1) for turn in each.trained}
         return tuple(
@@ -484,7 +482,6 @@ class TrainingSamples:
         return "" if np.array_equal(its, prompt) else self.decode(its.tolist())
 
     def _columns(self, rollout: Rollout, token_ids: Sequence[int], trained: TrainedTokens | None) -> AnswerTokens:
-        """Return the columns of an answer; `token_ids` are all tokens after the prompt."""
         gaps = [0, *(len(turn.context_token_ids) for turn in rollout.turns[1:])]
         counts = [len(turn.token_ids) for turn in rollout.turns]
 

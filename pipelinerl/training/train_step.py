@@ -151,7 +151,6 @@ class TrainStep:
         )
 
     def _demonstrated(self, mini_batch: MiniBatch) -> list[MicroBatch]:
-        """Return the demonstrations of this optimizer step; none while only the critic trains."""
         batch = mini_batch.batch
         if self.demonstrations is None or self._stands_still(batch):
             return []
@@ -261,7 +260,6 @@ class TrainStep:
 
 
 def _orders(batch: TrainBatch, number: int | None) -> list[int]:
-    """Return the orders of micro-batch `number`, or of the whole batch if the number is unknown."""
     return batch.orders if number is None else batch.group_indices(number)
 
 

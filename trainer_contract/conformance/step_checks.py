@@ -178,8 +178,6 @@ _MAX_SUMMED: Final = 8192
 @final
 @dataclass(frozen=True, slots=True)
 class _Measuring:
-    """The objective −Σ weights·measure."""
-
     measure: HeadMeasure
 
     @property

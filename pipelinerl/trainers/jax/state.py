@@ -92,7 +92,6 @@ def load(path: Path, *, expected: DecoderConfig) -> JaxSavedState:
 
 
 def _write(spec: dict[str, Any], array: jax.Array) -> list[tensorstore.WriteFutures]:
-    """Start writing the parts of `array` on this host, one file each; only the first of several replicas writes."""
     store = tensorstore.open(
         spec,
         create=True,

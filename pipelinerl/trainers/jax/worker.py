@@ -205,7 +205,6 @@ def _devices(spec: TrainerSpec) -> list[Any]:
 
 
 def _attention(requested: PackedAttention | None, platform: str, compute: Any) -> PackedAttention:
-    """Return the requested attention, or the platform's default. Raises SpecError if a kernel is unavailable."""
     if requested is PackedAttention.FLASH and platform != "tpu":
         raise SpecError(f'options.attention = "flash" is a kernel for TPUs, got {platform}; leave it out')
     return PackedAttention.on(platform, compute=compute) if requested is None else requested

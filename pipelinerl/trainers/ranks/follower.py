@@ -70,8 +70,6 @@ def follow(distributed: Distributed, *, join: Join, start: Start, say: Callable[
 
 @final
 class _Rank:
-    """The workers of this process, by rank 0's trainer numbers, and the threads that execute their commands."""
-
     def __init__(self, channel: Channel, start: Start) -> None:
         self._channel = channel
         self._start = start

@@ -65,8 +65,6 @@ class RankResults(NamedTuple, Generic[T]):
 @final
 @dataclass(slots=True)
 class _Pending:
-    """A running command: rank 0's part, and the answers of the others."""
-
     number: int
     verb: str
     own: Callable[[], Any]

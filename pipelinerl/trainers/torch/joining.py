@@ -96,7 +96,6 @@ def _store(host: str, port: int, distributed: Distributed, timeout: timedelta) -
 
 
 def _ranks_sharing_memory(rank: int, processes: int) -> frozenset[int]:
-    """Return the ranks that can write into rank 0's memory; each rank tries, and all receive the results."""
     now, offer = time.time_ns(), torch.zeros(5, dtype=torch.int64)  # unique to this host and call
     with suppress(OSError):  # shared memory is not supported here
         if rank == 0:

@@ -252,7 +252,6 @@ class MeshLeader:
     def _by_part(
         self, own: list[T], others: Mapping[int, list[RankResult]], decoded: Callable[[RankResult], T]
     ) -> Iterator[tuple[int, list[T]]]:
-        """Yield the results of each part of the mesh, taken from the first process of the part."""
         yield 0, own
         for rank, results in others.items():
             if rank % self._worker.mesh.cp == 0:
@@ -262,7 +261,6 @@ class MeshLeader:
         return self._ranks.together(lambda _: command, own, lane=Lane.PASSES).own
 
     def _merged(self, name: str, adapters: Adapters) -> Tensor:
-        """Return a parameter as engines receive it, merged with its adapter if it has one."""
         pair = adapters.pair_of(name)
         if pair is None:
             return self._gathered([name], GatheredKind.WEIGHTS)[0]
@@ -271,7 +269,6 @@ class MeshLeader:
         return rounded(merged, self._worker.loaded.gather_dtype, self._worker.spec.rounding, name=name)
 
     def _gathered(self, names: Sequence[str], kind: GatheredKind) -> list[Tensor]:
-        """Gather whole parameters, or their moments; `names` are adjacent in the model's order."""
         return self._begun(names, kind, RecycledMemory(0))()
 
     def _begun(self, names: Sequence[str], kind: GatheredKind, memory: RecycledMemory) -> Callable[[], list[Tensor]]:

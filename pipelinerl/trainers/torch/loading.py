@@ -128,7 +128,6 @@ class LoadedModel(NamedTuple):
         return [name for name, parameter in self.weights.items() if is_divided or parameter.is_meta]
 
     def _values_of(self, name: str, rows: slice) -> Tensor:
-        """Read rows of a parameter from the model directory or a sharded state. Raises SpecError or StateError."""
         if self.saved is not None and self.saved.shards is not None:
             return self.saved.shards.rows(name, VALUE, rows)
         assert self.reader is not None, "what cannot be read one by one is there"

@@ -319,8 +319,6 @@ class MeshWorker:
         return self.loaded.gather_dtype if kind is GatheredKind.WEIGHTS else torch.float32
 
     def _sent(self, weights: HostWeights | None) -> Callable[[str], Tensor]:
-        """Return a function that gives this rank's rows of each parameter; rank 0 sends them to the others."""
-
         def rows_of(name: str) -> Tensor:
             shape, dtype = self.model.shapes[name], self.loaded.gather_dtype
             if weights is None:
@@ -417,7 +415,6 @@ def _gathering(names: Iterable[str]) -> Iterator[None]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """View contiguous host rows as bytes, a dtype that every transport supports."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -437,7 +434,6 @@ def _dummy_batch() -> MicroBatch:
 
 
 def _zero_loss(model: ShardedModel, setting: PassSetting) -> Tensor:
-    """Return a loss whose gradients are all 0."""
     batch = _dummy_batch()
     return predict(model, setting, batch, batch.loss_mask).sum() * 0.0
 

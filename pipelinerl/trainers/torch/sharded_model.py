@@ -253,5 +253,4 @@ class _TravellingTokens:
 
 @cache
 def _expert_meshes(device_type: str, copies: int, shards: int) -> DeviceMesh:
-    """Return a mesh of all processes: `experts` share a copy of the model, `alone` is a single process."""
     return init_device_mesh(device_type, (copies, shards, 1), mesh_dim_names=("copy", "experts", "alone"))

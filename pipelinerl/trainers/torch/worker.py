@@ -245,7 +245,6 @@ def _accelerator(spec: TrainerSpec) -> Accelerator:
 
 
 def _is_worth_compiling(model: PackedModel | PackedValueModel, device: torch.device) -> bool:
-    """Return whether compiled layers soon win back the time of compiling; experts' layers do not."""
     count = sum(each.numel() for each in model.parameters())
     return device.type == "cuda" and model.routing is None and count >= COMPILED_FROM
 

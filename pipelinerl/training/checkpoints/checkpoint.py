@@ -457,7 +457,6 @@ class Checkpointing:
         )
 
     async def _insist(self, state: TrainingState, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Retry until the attempt succeeds, fails permanently, or passes the deadline."""
         deadline, pause_s = time.monotonic() + self._deadline_s, _FIRST_RETRY_S
         cause: Exception | None = None
         while True:

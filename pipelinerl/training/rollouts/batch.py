@@ -386,7 +386,6 @@ def _packed(
     advantages: Sequence[Floats],
     packing: Callable[[Sequence[WeightedRollout]], list[Packed]],
 ) -> list[Packed]:
-    """Return the micro-batches of the first epoch, mini-batch after mini-batch."""
     packed = []
     for members, weights in partition.portions(0):
         weighted = [

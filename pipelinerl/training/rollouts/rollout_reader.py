@@ -133,7 +133,6 @@ class RolloutReader:
                 self._offsets.setdefault(partition, START)
 
     async def _decoded(self, entry: Entry) -> list[Directive]:
-        """Return the directive of an entry; an unreadable entry goes to the dead-letter stream."""
         self._directives_offset = entry.entry_id
         try:
             return [decode_directive(entry.payload)]

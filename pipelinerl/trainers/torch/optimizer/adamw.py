@@ -204,7 +204,6 @@ def rounded_at_random(values: Tensor, drawn: Tensor) -> Tensor:
 
 
 def _keep(values: Tensor, place: Tensor) -> None:
-    """Copy values back unless they share memory with `place`."""
     if values.data_ptr() != place.data_ptr():
         place.copy_(values, non_blocking=True)
 

@@ -141,6 +141,5 @@ class _Unpad(torch.autograd.Function):
 
 
 def _band(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return a bool mask [length, length]: causal, and at most `window` positions wide."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < (window or length))

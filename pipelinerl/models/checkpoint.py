@@ -274,7 +274,7 @@ def load_structure(path: Path, *, attention: str | None = None, part: Part = "ca
                 setattr(module, name, torch.empty_like(buffer, device="cpu"))
                 module._is_hf_initialized = False
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # keeps values that are read later
+        parameter._is_hf_initialized = True  # so that `initialize_weights` skips parameters
     model.initialize_weights()  # creates buffers as transformers' own loading does
     return _attending(model, attention)
 
@@ -301,8 +301,8 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
             f"{path} holds a {kind}, which is no causal language model; use one that reads and writes only text"
         )
 
-    transformers_logging.disable_progress_bar()  # it logs a line for each parameter
-    transformers_logging.set_verbosity_error()  # hides tables of mismatches; the first is reported below
+    transformers_logging.disable_progress_bar()  # the progress bar logs a line for each parameter
+    transformers_logging.set_verbosity_error()  # hides tables of mismatched weights; the first is reported below
     factory: Any = AutoModelForCausalLM if part == "causal_lm" else AutoModel
     advice = (
         "copy it again" if kind in CONFIG_MAPPING else "use another model, or a transformers version that supports it"
@@ -370,7 +370,7 @@ def save_model(model: PreTrainedModel, tokenizer: ChatTokenizer, path: Path) -> 
         tokenizer.save(staging)
         staging.chmod(0o755)
         for file in staging.iterdir():
-            file.chmod(0o644)  # safetensors' files are readable by their owner only
+            file.chmod(0o644)  # safetensors writes files that only their owner can read
             sync(file)
         sync(staging)
         staging.rename(path)

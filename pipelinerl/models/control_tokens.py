@@ -85,7 +85,7 @@ Render = Callable[[Chat, bool], str]
 #: Function that returns the position in a rendered text where its encoding begins.
 Begin = Callable[[str], int]
 
-#: Fields that may contain what the message's role may contain. Other fields are data, whatever the role.
+#: Fields in which a message's role may write control tokens. Other fields are data, whatever the role.
 _SPOKEN: Final = frozenset({"content", "reasoning_content"})
 #: Roles whose contents are data and may not contain inner control tokens.
 _DATA_ROLES: Final = frozenset({"user", "tool"})
@@ -150,7 +150,7 @@ class ContentGuard:
         try:
             around = render(Chat(turns=[{"role": "user", "content": "a"}]), False)
         except ModelError:
-            around = template  # it rejects a lone user message: all it mentions is structure
+            around = template  # the template rejects a lone user message: all its tokens count as structural
         added, ends = backend.get_added_tokens_decoder(), frozenset(ends)
         spellings = {index: token.content for index, token in added.items() if token.content}
         structural = {
@@ -199,7 +199,7 @@ class ContentGuard:
             return ids
         symbols = [[at.start() for at in _SYMBOL.finditer(each.value)] for each in texts]
         data = self._places(chat, texts, symbols, text)
-        # None: the template's own output depends on the texts, none of which spells a control token.
+        # If `data` is None, the template's output depends on the texts, none of which spells a control token.
         return ids if data is None else self._apart(text[start:], _after(start, data))
 
     def encode_content(self, content: str, *, role: str) -> list[int]:
@@ -392,11 +392,11 @@ def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
         model["merges"] = [pair for pair in pairs if names.keys().isdisjoint({*pair, "".join(pair)})]
     if model.get("unk_token"):
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    made["post_processor"] = None  # it would add tokens around the text
+    made["post_processor"] = None  # a post-processor would add tokens around the text
     return Tokenizer.from_str(json.dumps(made))
 
 
-#: Letters and digits only, which no template or tokenizer changes.
+#: Mark in place of an answer: letters and digits only, which no template or tokenizer changes.
 _MARK: Final = "Qz7answerQz7"
 _ASKS: Final[Turn] = {"role": "user", "content": "a"}
 
@@ -425,7 +425,7 @@ class ConversationTail:
         self._guard = guard
         self._render = render
         self._ends = dict(ends)
-        self._closings: dict[int, tuple[str, int]] = {}  # by the number of calls in the answer
+        self._closings: dict[int, tuple[str, int]] = {}  # by the number of tool calls in the answer
 
     def encode(self, chat: Chat, first_new: int, *, last_id: int) -> list[int] | None:
         """Return token ids after the answer `chat.turns[first_new - 1]`, which ends with `last_id`.
@@ -448,7 +448,7 @@ class ConversationTail:
         try:
             self._render(short, True)
         except ModelError:
-            return None  # the whole conversation may still render
+            return None  # the caller renders the whole conversation, which the template may accept
         try:
             ids = self._guard.encode_chat(short, begin=begin, first_row=first_new - 2)
         except _NoTail:

@@ -47,7 +47,7 @@ from pipelinerl.models.directory_files import refuse_not_finite
 #: Arrays by name; within one layer, names lack the prefix `model.layers.*.`.
 Weights = Mapping[str, Array]
 State = TypeVar("State")
-#: (query […, H, d], key […, K, d], value […, K, d], state of the layer) → (attended […, H, d], new state).
+#: Function (query […, H, d], key […, K, d], value […, K, d], layer's state) → (attended […, H, d], new state).
 Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
 Fetch = Callable[[dict[str, Array]], dict[str, Array]]
 
@@ -171,7 +171,7 @@ def grouped_attention(query: Array, key: Array, value: Array, visible: Array) ->
     return jnp.einsum("bkgqt,btkd->bqkgd", shares, value).reshape(query.shape)
 
 
-#: Both names of one setting in JAX, the second of them older; JAX rejects having both set.
+#: JAX's two names for one setting; the second is older, and setting both is an error.
 _VARIABLES: Final = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 

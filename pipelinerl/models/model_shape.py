@@ -154,7 +154,7 @@ def _is_inner(name: str) -> bool:
 
 #: Model types whose routing the torch engine records and the torch trainer replays (`torch_routers`).
 REPLAYED: Final = frozenset({"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
-#: Matrix of one expert in a model's files; Mixtral numbers its matrices.
+#: Name of one expert's matrix in a model's files; Mixtral calls the matrices w1, w2 and w3.
 _OF_EXPERT: Final = re.compile(
     r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight"
 )

@@ -434,7 +434,7 @@ _WITHOUT_MEANING: Final = frozenset(
 )  # fmt: skip
 #: Additional files in which older versions kept tokens, and a folder of templates by name.
 _MORE: Final = ("added_tokens.json", "special_tokens_map.json", "additional_chat_templates")
-#: Names that transformers defines differently in templates.
+#: Names that mean something else in transformers' templates than in plain Jinja.
 _OF_ITS_OWN: Final = re.compile(r"\b(end)?generation\b|\bnamespace\b|\bdict\b")
 #: Larger vocabularies may be Mistral's, whose pre-tokenizer transformers repairs.
 _MOST_PLAIN_TOKENS: Final = 100_000

@@ -174,7 +174,7 @@ class DomainLosses:
         return np.sum(weights, axis=0) * self.factors(domains)
 
 
-#: Every domain has the run's objective.
+#: No domain has its own loss: all have the run's objective.
 ONE_LOSS: Final = DomainLosses()
 
 

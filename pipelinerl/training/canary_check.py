@@ -46,10 +46,10 @@ class Tolerance:
         return " and ".join(worst + mean) or "any number of nats"
 
 
-#: By the precision of the engine's weights or arithmetic. Two float32 implementations of one decoder differ by
-#: rounding, 1e-5 at most in our tests. Coarser weights are judged by the mean: for int8 rollouts it is 0.02 on average
-#: and 0.08 in the worst step of `bench tis`, while single rare tokens differ by up to 7. Wrong weights differ by nats
-#: throughout.
+#: Tolerances by the precision of the engine's weights or arithmetic. Two float32 implementations of one decoder differ
+#: by rounding, 1e-5 at most in our tests. Coarser weights are judged by the mean difference: for int8 rollouts it is
+#: 0.02 on average and 0.08 in the worst step of `bench tis`, while single rare tokens differ by up to 7. Wrong weights
+#: differ by nats throughout.
 TOLERANCES: Final[Mapping[str, Tolerance]] = {
     "float32": Tolerance(worst=1e-4),
     "float16": Tolerance(mean=0.05),

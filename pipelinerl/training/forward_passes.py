@@ -138,9 +138,9 @@ def _versions(batch: MicroBatch) -> np.ndarray:
     return batch.behavior_versions
 
 
-#: One rollout in this number is measured.
+#: One in this many rollouts is measured.
 _ONE_IN: Final = 16
-#: Name of the metric.
+#: Name of the entropy metric.
 EXACT_ENTROPY: Final = "exact_entropy"
 
 

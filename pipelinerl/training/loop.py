@@ -405,7 +405,7 @@ class TrainingLoop:
         if directive.publish_to:
             await self._in_worker(lambda: self._step.will_sample(self._version, acceptance=directive.knobs.k))
             await self._publishing.begin(directive, self._version)
-        saved = directive.stop and self._saved == (directive.epoch, self._version)  # it was stopped while it asked
+        saved = directive.stop and self._saved == (directive.epoch, self._version)  # this version is saved already
         if directive.checkpoint and directive.controller_state is not None and not saved:
             await self._checkpoint(directive, directive.controller_state)
             self._saved = (directive.epoch, self._version)

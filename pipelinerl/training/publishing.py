@@ -191,7 +191,7 @@ class StreamAnnouncer:
             log.warning("%d engines that follow announcements have not reported; sending them requests", len(awaited))
             self._follow -= awaited
         await self._stream.trim(ANNOUNCEMENTS, before=f"{number}-0")
-        await self._stream.trim(TAKEN, before=before)  # later trainers read it
+        await self._stream.trim(TAKEN, before=before)  # later trainers read the rest
         return answers
 
     async def _heard(self, *, block_s: float) -> list[WeightsTaken]:

@@ -35,7 +35,7 @@ class LearningRateSchedule:
         return self.final_fraction + (1.0 - self.final_fraction) * decay
 
 
-#: Always the peak rate.
+#: Schedule that always gives the peak rate.
 CONSTANT: Final = LearningRateSchedule(warmup_steps=0, steps=1, shape="constant", final_fraction=1.0)
 
 

@@ -264,7 +264,7 @@ def _orders(batch: TrainBatch, number: int | None) -> list[int]:
 
 
 def _raise_cause_of_gradient(gradient: Gradient, objective: PolicyObjective) -> NoReturn:
-    batch = gradient.batch  # there are no losses while the policy stands still
+    batch = gradient.batch  # during the critic's warm-up there are no losses to check
     for number, (micro_batch, loss) in enumerate(zip(batch.micro_batches, gradient.losses, strict=False)):
         finite_check.check_terms(batch, number, micro_batch, loss.predictions, objective)
     raise NonFiniteStep("model's gradient", batch.orders)

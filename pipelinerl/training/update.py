@@ -195,7 +195,7 @@ class Critic:
             replace(
                 batch,
                 weights=(batch.loss_mask / np.float32(max(total, 1))).astype(np.float32),
-                routed_experts=None,  # they belong to the policy
+                routed_experts=None,  # only the policy replays routing
             )
             for batch in rewarded
         ]

@@ -199,7 +199,7 @@ def require_raises(error: type[TrainerError], call: Callable[[], object], what: 
 
 #: Gradient norm to which the objective's weights are scaled, far below eps.
 _FAINT: Final = 0.01
-#: Relative fall of the loss: large enough for fp32, small enough to be proportional to the step.
+#: Relative decrease of the loss: large enough for fp32, small enough to be proportional to the step.
 _SHARE: Final = 1e-3
 
 

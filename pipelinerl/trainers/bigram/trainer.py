@@ -140,7 +140,7 @@ class BigramTrainer:
             )
         if worker.gradient is None:
             worker.gradient = np.zeros_like(worker.table)
-        with np.errstate(invalid="ignore", over="ignore"):  # not finite after an overflow: `optimizer_step` rejects it
+        with np.errstate(invalid="ignore", over="ignore"):  # `optimizer_step` rejects an overflow
             gradient = objective.prediction_gradient(predictions, columns)
             if distributions is not None:
                 temperatures = micro_batch.temperatures[where]

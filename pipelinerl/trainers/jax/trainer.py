@@ -184,7 +184,7 @@ class JaxTrainer:
         if self._ranks is None:
             return own()
         message = command() if callable(command) else command
-        lane = Lane.READS if isinstance(message, Save) else Lane.PASSES  # gathering runs on devices: a pass
+        lane = Lane.READS if isinstance(message, Save) else Lane.PASSES  # gathering computes on devices
         return self._ranks.together(lambda _: message, own, lane=lane).own
 
 

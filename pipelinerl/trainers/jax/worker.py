@@ -74,7 +74,7 @@ class JaxWorker:
         )
         load = _loaded if spec.restore_from is None else _restored
         worker = load(program, spec)
-        if spec.head_precision is not HeadPrecision.FP32:  # FP32: the program rounds the output layer
+        if spec.head_precision is not HeadPrecision.FP32:  # with FP32, the program itself rounds the output layer
             worker.rounding = spec.rounding
         return worker
 

@@ -319,7 +319,7 @@ class Channel:
     def close(self) -> None:
         """Close the connection; the peer notices at once."""
         self._closed.set()
-        with suppress(OSError):  # already closed
+        with suppress(OSError):  # the connection is already closed
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 

@@ -230,7 +230,7 @@ class Ranks:
             pending = self._lanes[lane].get()
             try:
                 result = pending.own()
-            except BaseException as error:  # passed to the caller
+            except BaseException as error:  # the error is passed to the caller
                 pending.result.set_exception(error)
             else:
                 pending.result.set_result(result)

@@ -96,7 +96,7 @@ def _store(host: str, port: int, distributed: Distributed, timeout: timedelta) -
 
 
 def _ranks_sharing_memory(rank: int, processes: int) -> frozenset[int]:
-    now, offer = time.time_ns(), torch.zeros(5, dtype=torch.int64)  # unique to this host and call
+    now, offer = time.time_ns(), torch.zeros(5, dtype=torch.int64)  # the time is unique to this call
     with suppress(OSError):  # shared memory is not supported here
         if rank == 0:
             block, place = shared_block(_CONTENT.size)

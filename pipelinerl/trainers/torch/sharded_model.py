@@ -90,7 +90,7 @@ class ShardedModel:
             part.set_force_sum_reduction_for_comms(True)
         divided = dict(model.named_parameters())
         self._divided = {name: divided[places[id(parameter)]] for name, parameter in named.items()}
-        #: The memory of this process's rows for all parameters by name; empty without rows.
+        #: This process's rows of every parameter, by name; an empty tensor where it has none.
         self.shards = {
             name: nn.Parameter(_own(each).detach(), requires_grad=each.requires_grad)
             for name, each in self._divided.items()

@@ -149,7 +149,7 @@ class TorchSavedState:
             rows = rows_of(shape[0])
             moments = {kind: self.tensors[f"{name}.{kind}"] for kind in MOMENTS if f"{name}.{kind}" in self.tensors}
             if not moments:
-                continue  # never stepped
+                continue  # the optimizer never stepped this parameter
             if self.shards is not None:
                 moments |= {kind: self.shards.rows(name, kind, rows) for kind in MOMENTS[1:]}
             elif len(moments) < len(MOMENTS) or any(m.ndim and m.shape != shape for m in moments.values()):

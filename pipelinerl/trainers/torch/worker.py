@@ -237,7 +237,7 @@ def _accelerator(spec: TrainerSpec) -> Accelerator:
     # accelerate keeps one state per process, which its trainers share, and rejects a second precision.
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     precision = "bf16" if spec.precision is Precision.BF16 else "no"
-    uncached = AutocastKwargs(cache_enabled=False)  # see `computing_in`
+    uncached = AutocastKwargs(cache_enabled=False)  # `computing_in` explains why
     accelerator = Accelerator(cpu=spec.device is Device.CPU, mixed_precision=precision, kwargs_handlers=[uncached])
     if spec.memory_share is not None and accelerator.device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(spec.memory_share)

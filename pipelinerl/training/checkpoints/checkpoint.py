@@ -49,7 +49,7 @@ from pipelinerl.training.checkpoints.manifest import (
 from trainer_contract.types import ParameterInfo
 
 log = logging.getLogger("pipelinerl")
-#: Lower than every version.
+#: Stands for no checkpoint; lower than every version.
 _NONE: Final = -1
 #: Name prefix of a checkpoint while another one of the same step replaces it.
 _REPLACED: Final = ".replaced-"
@@ -155,7 +155,7 @@ class CheckpointStore:
                 _sync_tree(temporary)
         with self._fence.held(state.epoch):
             if not in_place:
-                if final_path.exists():  # same step: abandoned epoch, or run that stops where it saved
+                if final_path.exists():  # an abandoned epoch saved this step, or the run stops where it saved
                     final_path.rename(replaced)
                 temporary.rename(final_path)
             sync(self.directory)

@@ -49,7 +49,7 @@ class Packed(NamedTuple):
     members: list[int]
 
 
-#: Faster than a generator: most batches have no rollout with parents.
+#: Getter of a rollout's parents; mapping it over a batch is faster than a generator.
 _PARENTS: Final = attrgetter("parents")
 
 

@@ -70,7 +70,7 @@ class RolloutReader:
     async def start(self) -> None:
         """Skip directives to an earlier trainer; drop offsets that were saved with another server."""
         self._directives_offset = await self._stream.last_id(DIRECTIVES)
-        await self._stream.append(_IDENTITY, [uuid.uuid4().hex.encode()], first_id=1)  # only the first is kept
+        await self._stream.append(_IDENTITY, [uuid.uuid4().hex.encode()], first_id=1)  # the server keeps only the first
         (identity,) = await self._stream.read({_IDENTITY: START}, count=1, block_s=1.0)
         if self._offsets.pop(_IDENTITY, None) != identity.payload.decode():
             self._offsets.clear()

@@ -46,9 +46,9 @@ class HeadMeasure(StrEnum):
     """
 
     MEAN_LOGPROB = "vocab_mean_logprobs"
-    """(1/V) Σ_a log π(a|s_t)."""
+    """The mean log-prob over the vocabulary, (1/V) Σ_a log π(a|s_t)."""
     ENTROPY = "vocab_entropies"
-    """−Σ_a π(a|s_t) log π(a|s_t)."""
+    """The entropy, −Σ_a π(a|s_t) log π(a|s_t)."""
 
 
 class HeadPrecision(StrEnum):

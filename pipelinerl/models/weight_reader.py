@@ -90,7 +90,7 @@ class WeightReader:
         return parts[0].read(wanted) if parts[0].pattern is None else self._converted(name, parts)[wanted]
 
     def whole(self, name: str) -> Tensor:
-        """Return all of a parameter or buffer, which may have no dimension. Raises as `rows`."""
+        """Return all of a parameter or buffer, scalars included. Raises as `rows`."""
         parts = self._stored[name]
         return parts[0].read() if parts[0].pattern is None else self._converted(name, parts)
 

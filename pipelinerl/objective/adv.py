@@ -32,7 +32,7 @@ class Advantage(Protocol):
 
     @property
     def formula(self) -> str:
-        """Formula of A_{i,t} as text."""
+        """Formula of the advantage as text."""
         ...
 
     def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
@@ -93,7 +93,7 @@ class GroupRelative:
 
     @property
     def formula(self) -> str:
-        """Formula of A_{i,t} as text."""
+        """Formula of the advantage as text."""
         if self.credit is Credit.TURNS:
             earned, others, group, end = "G_{i,k}", "G", ",k", _TO_GO
             mean, deviation = f"mean_{{g{group}}} {others}", f"std_{{g{group}}} {others}"
@@ -164,7 +164,7 @@ class GroupFiltered:
 
     @property
     def formula(self) -> str:
-        """Formula of A_{i,t} as text."""
+        """Formula of the advantage as text."""
         by_turns, end = self.credit is Credit.TURNS, f",  S = the {self.keep} by {self.metric}{_DDOF}"
         earned, others, group = ("G_{i,k}", "G", "{S,k}") if by_turns else ("R_i", "R", "S")
         difference = f"{earned} − mean_{group} {others}"
@@ -201,7 +201,7 @@ class Decoupled:
 
     @property
     def formula(self) -> str:
-        """Formula of A_{i,t} as text."""
+        """Formula of the advantage as text."""
         part = f"w_n·(r_{{i,n}} − mean_g r_n) / (std_g r_n + {self.epsilon:g})"
         return f"normalise_batch(Σ_n {part}){_DDOF}"
 
@@ -231,7 +231,7 @@ class Constant:
 
     @property
     def formula(self) -> str:
-        """Formula of A_{i,t} as text."""
+        """Formula of the advantage as text."""
         return f"{self.value:g}"
 
     def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
@@ -270,7 +270,7 @@ class RewardToGo:
 
     @property
     def formula(self) -> str:
-        """Formula of A_{i,t} as text."""
+        """Formula of the advantage as text."""
         power = "" if self.discount == 1.0 else f"{self.discount:g}^(t'−t)·"
         return _whitening(f"Σ_(t'≥t) {power}r_(t')", self.whitening) + _reward_formula(self.kl, self.credit)
 
@@ -305,7 +305,7 @@ class GAE:
 
     @property
     def formula(self) -> str:
-        """Formula of A_{i,t} as text."""
+        """Formula of the advantage as text."""
         total = f"Σ_l {self.discount * self.trace:g}^l·δ_(t+l)"
         factor = "" if self.discount == 1.0 else f"{self.discount:g}·"
         surprise = f",  δ_t = r_t + {factor}V_(t+1) − V_t"
@@ -348,7 +348,7 @@ class RoleBaseline:
 
     @property
     def formula(self) -> str:
-        """Formula of A_{i,t} as text."""
+        """Formula of the advantage as text."""
         return (
             f"R_{{i,p}} − b_p,  then b_p ← {self.decay:g}·b_p + {1 - self.decay:g}·R_{{i,p}},  p the role of the turn"
         )
@@ -402,7 +402,7 @@ class CovarianceClipped:
 
     @property
     def formula(self) -> str:
-        """Formula of A_{i,t} as text."""
+        """Formula of the advantage as text."""
         chosen = f"0 for {self.share:g}·N random tokens with {self.low:g} < cov_t < {self.high:g}"
         return f"A_i = (R_i − mean_g R) / (std_g R + {self.epsilon:g}){_DDOF}; {chosen},  {COVARIANCE}"
 

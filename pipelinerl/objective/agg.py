@@ -54,7 +54,7 @@ class Trajectory:
 
     @property
     def formula(self) -> str:
-        """Formula of Agg_{i,t} as text."""
+        """Formula of the token weight as text."""
         return "1/(Q·G·|o_i|)"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
@@ -71,7 +71,7 @@ class Group:
 
     @property
     def formula(self) -> str:
-        """Formula of Agg_{i,t} as text."""
+        """Formula of the token weight as text."""
         return "1/(Q·Σ_g |o|)"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
@@ -88,7 +88,7 @@ class Batch:
 
     @property
     def formula(self) -> str:
-        """Formula of Agg_{i,t} as text."""
+        """Formula of the token weight as text."""
         return "1/Σ_batch |o|"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
@@ -109,7 +109,7 @@ class Sequences:
 
     @property
     def formula(self) -> str:
-        """Formula of Agg_{i,t} as text."""
+        """Formula of the token weight as text."""
         if isinstance(self.length, Length):
             return "1/(B·L_max)"
         return "1/B" if self.length == 1.0 else f"1/(B·{self.length:g})"

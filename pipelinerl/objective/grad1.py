@@ -33,7 +33,7 @@ class PolicyTerm(Protocol):
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm1_{i,t} as text."""
+        """Formula of the policy term as text."""
         ...
 
     @property
@@ -42,7 +42,7 @@ class PolicyTerm(Protocol):
         ...
 
     def value(self, tokens: Tokens) -> Array:
-        """Return the term [T]."""
+        """Return the policy term of each token, [T]."""
         ...
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
@@ -66,7 +66,7 @@ class LogProb:
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm1_{i,t} as text."""
+        """Formula of the policy term as text."""
         return "log π_θ(o_t)"
 
     @property
@@ -112,7 +112,7 @@ class ClippedRatio:
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm1_{i,t} as text."""
+        """Formula of the policy term as text."""
         mask = _mask("r_t", self.epsilon_low, self.epsilon_high)
         if self.max_drift < math.inf:
             mask += f",  or A < 0 and mean_t log({SYMBOLS[self.over]}/π_θ) > {self.max_drift:g}"
@@ -132,7 +132,7 @@ class ClippedRatio:
         return cotangent * self.value(tokens)
 
     def clipped(self, tokens: Tokens) -> Array:
-        """Return the mask [T] where M = 0."""
+        """Return the mask [T] of clipped tokens, where M = 0."""
         return self._masked(tokens)[1] == 0.0
 
     def _masked(self, tokens: Tokens) -> tuple[Array, Array]:
@@ -164,7 +164,7 @@ class DivergenceRatio:
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm1_{i,t} as text."""
+        """Formula of the policy term as text."""
         change = f"π_θ − {SYMBOLS[self.over]}"
         mask = f"M = 0 where A > 0 and {change} > {self.delta_high:g} or A < 0 and {change} < −{self.delta_low:g}"
         return f"M_t·r_t,  r_t = π_θ/{SYMBOLS[self.over]},  {mask}"
@@ -183,7 +183,7 @@ class DivergenceRatio:
         return cotangent * self.value(tokens)
 
     def clipped(self, tokens: Tokens) -> Array:
-        """Return the mask [T] where M = 0."""
+        """Return the mask [T] of clipped tokens, where M = 0."""
         return self._kept(tokens) == 0.0
 
     def _kept(self, tokens: Tokens) -> Array:
@@ -209,7 +209,7 @@ class QuadraticRatio:
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm1_{i,t} as text."""
+        """Formula of the policy term as text."""
         return f"r_t − sgn(A)·(r_t − 1)²/(2·{self.epsilon:g}),  r_t = π_θ/{SYMBOLS[self.over]}"
 
     @property
@@ -254,7 +254,7 @@ class SoftGate:
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm1_{i,t} as text."""
+        """Formula of the policy term as text."""
         gate = f"τ = {self.positive:g} where A > 0, else {self.negative:g}"
         return f"(4/τ)·σ(τ·(r_t − 1)),  r_t = π_θ/{SYMBOLS[self.over]},  {gate}"
 
@@ -304,7 +304,7 @@ class SequenceRatio:
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm1_{i,t} as text."""
+        """Formula of the policy term as text."""
         ratio = f"(Π_t π_θ/{SYMBOLS[self.over]})^(1/|o_i|)"
         return f"M_i·s_i,  s_i = {ratio},  {_mask('s_i', self.epsilon_low, self.epsilon_high)}"
 
@@ -322,7 +322,7 @@ class SequenceRatio:
         return tokens.blanked(tokens.rollout_mean(cotangent * self.value(tokens)))
 
     def clipped(self, tokens: Tokens) -> Array:
-        """Return the mask [T] where M = 0."""
+        """Return the mask [T] of tokens of clipped rollouts, where M = 0."""
         return self._masked(tokens)[1] == 0.0
 
     def _masked(self, tokens: Tokens) -> tuple[Array, Array]:
@@ -350,7 +350,7 @@ class GeometricRatio:
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm1_{i,t} as text."""
+        """Formula of the policy term as text."""
         low, high = f"−{self.epsilon_low:g}", f"{self.epsilon_high:g}"
         clipped = f"log r_t ≤ {high} where A > 0, ≥ {low} where A < 0"
         return f"(Π_t ρ_t)^(1/|o_i|),  ρ_t = r_t = π_θ/{SYMBOLS[self.over]} clipped to {clipped}"

@@ -26,11 +26,11 @@ class Regularizer(Protocol):
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm2_{i,t} as text."""
+        """Formula of the regularizer as text."""
         ...
 
     def value(self, tokens: Tokens) -> Array:
-        """Return the term [T]."""
+        """Return the regularizer's value for each token, [T]."""
         ...
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
@@ -64,15 +64,15 @@ class NoRegularizer:
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm2_{i,t} as text."""
+        """Formula of the regularizer as text."""
         return "0"
 
     def value(self, tokens: Tokens) -> Array:
-        """Return 0, [T]."""
+        """Return zeros, [T]."""
         return tokens.xp.zeros_like(tokens.current)
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return 0, [T]."""
+        """Return zeros, [T]."""
         return tokens.xp.zeros_like(cotangent)
 
 
@@ -116,7 +116,7 @@ class KLPenalty:
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm2_{i,t} as text."""
+        """Formula of the regularizer as text."""
         text = {Estimator.K1: "(−d_t)", Estimator.K2: "d_t²/2", Estimator.K3: "(e^d_t − d_t − 1)"}
         text[Estimator.K3_WEIGHTED] = f"(π_θ/{SYMBOLS[self.over]})·{text[Estimator.K3]}"
         return f"−{self.beta:g}·{text[self.estimator]},  d_t = log({SYMBOLS[self.to]}/π_θ)" if self.beta else "0"
@@ -173,7 +173,7 @@ class CovariancePenalty:
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm2_{i,t} as text."""
+        """Formula of the regularizer as text."""
         return f"−{self.beta:g}·|log(π_θ/π_old)| for the {self.share:g}·N tokens with the highest cov_t,  {COVARIANCE}"
 
     def chosen(self, advantages: Floats, old_logprobs: Floats, judged: Bools) -> Floats:
@@ -217,7 +217,7 @@ class EntropyBonus:
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm2_{i,t} as text."""
+        """Formula of the regularizer as text."""
         return f"−{self.beta:g}·(log π_θ(o_t))²/2"
 
     def value(self, tokens: Tokens) -> Array:
@@ -249,7 +249,7 @@ class ExactEntropy:
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm2_{i,t} as text."""
+        """Formula of the regularizer as text."""
         return f"{self.beta:g}·H(π_θ(·|s_t))"
 
     def value(self, tokens: Tokens) -> Array:
@@ -288,7 +288,7 @@ class LogBarrier:
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm2_{i,t} as text."""
+        """Formula of the regularizer as text."""
         return f"{self.beta:g}·(1/|A|)·Σ_a log π_θ(a|s_t)"
 
     def value(self, tokens: Tokens) -> Array:

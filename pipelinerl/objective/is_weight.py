@@ -22,7 +22,7 @@ class ImportanceWeight(Protocol):
 
     @property
     def formula(self) -> str:
-        """Formula of IS_{i,t} as text."""
+        """Formula of the weight as text."""
         ...
 
     def weight(self, tokens: Tokens) -> Array:

@@ -147,7 +147,7 @@ class Scored:
 
     @property
     def judged(self) -> Bools:
-        """`valid` of each token's rollout, [N]."""
+        """True for tokens of `valid` rollouts, [N]."""
         return np.repeat(self.valid, self.lengths)
 
     def by_turns(self, turns: Turns) -> Scored:

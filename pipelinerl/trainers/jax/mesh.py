@@ -44,7 +44,7 @@ class MeshShape:
 
 
 def build(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
-    """Build a mesh over the first devices. Raises SpecError if their number is wrong; several processes need all."""
+    """Build a mesh over the first devices, or over all with several processes. Raises SpecError if it does not fit."""
     needed = shape.num_devices
     if len(devices) % needed or (jax.process_count() > 1 and needed != len(devices)):
         raise SpecError(

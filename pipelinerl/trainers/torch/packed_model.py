@@ -37,7 +37,7 @@ _PROBE_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 @final
 class PackedModel(nn.Module):
-    """Log-probs of packed tokens under a causal language model."""
+    """A causal language model that predicts the log-probs of packed tokens."""
 
     def __init__(self, model: PreTrainedModel, *, logits_at_once: int = LOGITS_AT_ONCE) -> None:
         super().__init__()

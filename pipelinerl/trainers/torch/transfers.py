@@ -1,4 +1,4 @@
-"""Copies between host and device in a tensor's own dtype, converted on the device; torch converts on the host."""
+"""Copies between host and device that send a tensor in its own dtype and convert it on the device, unlike torch."""
 
 from __future__ import annotations
 

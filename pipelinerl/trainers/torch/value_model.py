@@ -36,7 +36,7 @@ _HEAD: Final = "value_head."
 
 @final
 class PackedValueModel(nn.Module):
-    """Values of the states before packed tokens."""
+    """A model that predicts the values of the states before packed tokens."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()

@@ -64,8 +64,8 @@ class Batcher:
         """Create an empty batcher.
 
         `teaches` tells whether a group has a gradient, `signal` whether its rewards differ; `ended` is called with
-        groups that arrived and did not train. `routing` has the sizes of routers whose choices must be recorded; None
-        drops them.
+        groups that arrived and did not train. `routing` has the sizes of routers whose recorded choices groups must
+        have; with None, recorded choices are dropped.
         """
         self.ledger = ledger
         self.lineage = lineage

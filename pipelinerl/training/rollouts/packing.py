@@ -275,7 +275,7 @@ class Prefixes(NamedTuple):
 
 
 def prefixes(batch: MicroBatch, *, through: Bool) -> Prefixes:
-    """Return the tokens of each segment up to its last one in `through` [T], which suffice for a causal model."""
+    """Return each segment up to its last token in `through` [T], which is all that a causal model needs for it."""
     last = np.full(batch.num_segments, -1)
     where = np.flatnonzero(through)
     last[batch.segment_ids[where]] = where  # ascending, so that the last one stays

@@ -218,7 +218,7 @@ class Adapters:
 
     @classmethod
     def of(cls, packed: PackedModel | PackedValueModel, options: LoraOptions | None) -> Self | None:
-        """Create adapters if the options request them. Raises like the class."""
+        """Create adapters, or return None if `options` is None. Raises SpecError like the constructor."""
         return None if options is None else cls(packed, options)
 
 

@@ -52,7 +52,7 @@ class SegmentPlan:
         distinct: Distinct | None = None,
         group: SequenceGroup | None = None,
     ) -> SegmentPlan:
-        """Plan for packed segments, whose `position_ids` [T] restart at 0. All tokens are in it without `distinct`."""
+        """Plan for packed segments, whose `position_ids` [T] restart at 0; `distinct` None computes every token."""
         starts = np.flatnonzero(position_ids == 0)
         lengths = np.diff(starts, append=len(position_ids))
         bucket_of = np.searchsorted(_EDGES, lengths)

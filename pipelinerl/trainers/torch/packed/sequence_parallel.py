@@ -80,7 +80,7 @@ class SequencePart(NamedTuple):
     def of(
         cls, group: SequenceGroup, distinct: Distinct, position_ids: NDArray[np.int32], requested: NDArray[np.int64]
     ) -> SequencePart:
-        """Divide the tokens evenly; a token's process also makes the prediction from it, if `requested` [N] has it."""
+        """Divide the computed tokens evenly; each process makes the `requested` [N] predictions from its own tokens."""
         padding = -len(distinct.kept) % group.size
         padded = distinct.with_padding(padding)
         each = len(padded.kept) // group.size

@@ -91,7 +91,7 @@ class Sums:
 
     @classmethod
     def of(cls, place: Indices, device: torch.device, rows: Indices | None = None) -> Self:
-        """Plan the sums for `rows` [N] (default 0, 1, …), each read from its `place` [N]."""
+        """Plan how to sum gradients of `rows` [N] (default 0, 1, …) that were read from the same `place` [N]."""
         order = np.argsort(place, kind="stable")
         first = np.flatnonzero(np.diff(place[order], prepend=-1))
         counts = np.diff(first, append=len(place))

@@ -100,7 +100,7 @@ class VarlenPlan:
         *,
         kernel: VarlenKernel,
     ) -> VarlenPlan:
-        """Plan for packed segments, whose `position_ids` [T] restart at 0. All tokens are in it without `distinct`."""
+        """Plan for packed segments, whose `position_ids` [T] restart at 0. `distinct` None computes every token."""
         begins = position_ids == 0
         lengths = np.diff(np.flatnonzero(begins), append=len(position_ids))
         own, keys = lengths, None

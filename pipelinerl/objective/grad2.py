@@ -79,8 +79,8 @@ class NoRegularizer:
 class Estimator(StrEnum):
     """Estimator of KL(π_θ ‖ π_ref) from one token (Schulman 2020), with d = log π_ref − log π_θ.
 
-    On-policy, the gradient of K2 is an unbiased estimate of the KL's gradient, that of K3 estimates the gradient of the
-    reversed KL, and that of K1 is 0, so K1 is for rewards (`adv.kl`) or importance weights.
+    On-policy, the gradient of K2 is an unbiased estimate of the KL's gradient, and that of K3 estimates the gradient of
+    the reversed KL. That of K1 is 0 in expectation, so K1 is for rewards (`adv.kl`) or importance weights.
     """
 
     K1 = "k1"

@@ -32,8 +32,8 @@ class PolicyObjective:
 
     `evaluate` and `prediction_gradient` read the columns [T] `loss_mask`, `advantages`, `weights`, `behavior_logprobs`,
     `segment_ids`, those of `needs`, and the number `num_segments`. Outside the mask, columns may hold any value, even
-    NaN. A token with weight, advantage or clip 0 has term 0 even if its ratio overflows; any other overflow makes the
-    loss infinite, and the step is skipped.
+    NaN. A token with weight or advantage 0, or a clipped one, has term 0 even if its ratio overflows; any other
+    overflow makes the loss infinite, and the step is skipped.
     """
 
     agg: Aggregation

@@ -295,7 +295,7 @@ class TrainingLoop:
         )
 
     def _scope_figures(self) -> dict[str, float]:
-        """Return the oldest version in the last step, for replays, and the number of rollouts left out so far."""
+        """Return the oldest version that the last step accepted, and the number of rollouts left out so far."""
         if self._settings.scope is StalenessScope.GROUP:
             return {}
         oldest = max(0.0, self._version - self._current.knobs.k)

@@ -43,7 +43,7 @@ class PackedAttention(StrEnum):
 
     @property
     def least_columns(self) -> int:
-        """The smallest number of columns of a row; all are powers of two times it. The kernel's blocks have 128."""
+        """The smallest number of columns of a row, 128 for the TPU kernel; it grows by powers of two."""
         return 128 if self is PackedAttention.FLASH else 64
 
     def within(self, segment_ids: Array, mesh: Mesh) -> Attend:

@@ -1,9 +1,9 @@
 """`MeshWorker`, one process's part of a multi-process torch trainer, the same on every rank.
 
 Every rank makes the same passes in the same order, because the others wait for its part of each layer. A rank without a
-micro-batch in a round computes two dummy tokens, and an all-reduce before each backward makes all ranks skip a round
-with a broken loss. `received` and `deliver` run on the thread of reads, all other methods on the thread of passes.
-`MeshLeader` calls the worker on rank 0, `MeshFollower` on the other ranks.
+micro-batch in a round computes two dummy tokens. An all-reduce before each backward makes all ranks abandon a sequence
+if any loss is not finite. `received` and `deliver` run on the thread of reads, all other methods on the thread of
+passes. `MeshLeader` calls the worker on rank 0, `MeshFollower` on the other ranks.
 """
 
 from __future__ import annotations

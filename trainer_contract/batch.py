@@ -34,16 +34,10 @@ _OPTIONAL = {
 def check(
     batch: MicroBatch, *, vocab_size: int, needs: Iterable[str] = (), routing: RoutingShape | None = None
 ) -> None:
-    """Check shapes, dtypes, ranges and packing.
+    """Raise BatchError for the first column with a wrong shape, dtype, range or packing.
 
-    Args:
-        batch: the micro-batch.
-        vocab_size: exclusive upper bound of token ids.
-        needs: optional columns that the objective reads.
-        routing: the shape of the routers that can replay given experts; None if the model or trainer has none.
-
-    Raises:
-        BatchError: names the first invalid column, what was expected and what arrived.
+    Token ids must be below `vocab_size`, and the columns `needs` present. `routing` has the sizes of routers that can
+    replay recorded experts; None if the model or trainer has none.
     """
     for name, dtype in _COLUMNS.items():
         _check_column(name, getattr(batch, name), dtype, batch.token_ids)
@@ -60,7 +54,7 @@ def check(
 
 
 def check_measures(objective: Objective, head: Head) -> None:
-    """Raise SpecError if the objective measures a distribution on a value head, which has none."""
+    """Raise SpecError if the objective reads a `HeadMeasure` and the head predicts values, not a distribution."""
     if (measures := measures_of(objective)) and head is Head.VALUE:
         raise SpecError(f"a value head has no distribution to measure, asked for {', '.join(measures)}")
 

@@ -25,7 +25,7 @@ class BatchError(TrainerError):
 
 
 class StateError(TrainerError):
-    """A saved state cannot be restored, or given weights do not belong to this model."""
+    """A saved state cannot be restored, or the given weights do not belong to this model."""
 
 
 class ProtocolError(TrainerError):
@@ -33,11 +33,7 @@ class ProtocolError(TrainerError):
 
 
 class NonFiniteError(TrainerError):
-    """A loss, gradient or log-prob is not finite; the step was not applied.
-
-    Attributes:
-        number: index of the micro-batch with that loss in its sequence; None if no single micro-batch caused the error.
-    """
+    """A loss, gradient or log-prob is not finite; the step was not applied. `number` is the micro-batch's, if known."""
 
     def __init__(self, message: str, *, number: int | None = None) -> None:
         super().__init__(message)

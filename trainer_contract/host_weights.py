@@ -1,8 +1,4 @@
-"""Weights in host memory: copies of gathered weights as bytes, and a check that they fit a model.
-
-Weights are bytes because numpy has no bfloat16. One format therefore covers every backend, dtype and file, and code
-that stores weights needs no backend's library.
-"""
+"""Weights in host memory, copied as bytes (numpy has no bfloat16), and a check that they fit a model."""
 
 from __future__ import annotations
 
@@ -23,11 +19,7 @@ def copied(weights: Iterable[tuple[str, Any]]) -> HostWeights:
 
 
 def check_weights(weights: HostWeights, layout: Sequence[ParameterInfo]) -> None:
-    """Check that the weights contain exactly the parameters of the layout.
-
-    Raises:
-        StateError: names the first parameter that is missing, unknown or of another size.
-    """
+    """Raise StateError unless the weights are exactly the layout's parameters, each with the right number of bytes."""
     for info in layout:
         if info.name not in weights:
             raise StateError(f"the given weights lack the parameter {info.name!r}; they belong to another model")
@@ -49,10 +41,7 @@ def num_bytes(info: ParameterInfo) -> int:
 
 
 def bytes_of(array: Any) -> NDArray[np.uint8]:
-    """Return the flat bytes of a numpy array, a torch tensor on any device, or a DLPack array.
-
-    Host data is not copied.
-    """
+    """Return the flat bytes of a numpy array, torch tensor or DLPack array; data on the host is not copied."""
     if hasattr(array, "detach"):
         flat = array.detach().cpu().contiguous().flatten()
         return np.asarray(flat.view(dtype=flat.new_empty(0).byte().dtype).numpy())

@@ -2,9 +2,8 @@
 
     init_worker → ( forward* → forward_at* → ( backward+ → optimizer_step )+ → gather_weights? → save_state? )* → close
 
-`gather_weights` and `save_state` read the weights and state that the last `optimizer_step` left. They may run on
-another thread during the forward and backward passes of the next step, so that publications and checkpoints do not
-delay training.
+`gather_weights` and `save_state` read the weights and state after the last `optimizer_step`. They may run on another
+thread during the forward and backward passes of the next step, so publishing and saving do not delay training.
 
 A step passes its micro-batches as one sequence. A trainer with several devices can then compute `width` of them at once
 and reduce its gradients once, after the last.
@@ -43,20 +42,15 @@ class Trainer(Protocol):
 
     @property
     def model_version(self) -> int:
-        """The number of optimizer steps applied to the weights.
-
-        The loop may take several optimizer steps per batch; it publishes, counts and saves only the weights after the
-        last.
-        """
+        """The number of optimizer steps applied to the weights; the loop may publish only after several of them."""
         ...
 
     @property
     def width(self) -> int:
-        """The number of micro-batches computed at once.
+        """The number of micro-batches computed at once, one on each part of the trainer.
 
-        A sequence is processed in slices of `width` micro-batches, one for each part of the trainer. No part idles if
-        the sequence's length is a multiple of `width` and the micro-batches of a slice cost about the same. Any other
-        sequence gives correct results too.
+        Sequences are fastest if their length is a multiple of `width` and each slice's micro-batches cost about the
+        same.
         """
         ...
 
@@ -72,8 +66,8 @@ class Trainer(Protocol):
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
         """Return the predictions f32 [T] of each micro-batch, without gradient; 0 at segment starts.
 
-        Depending on `spec.head`, predictions are the log-probs of the tokens at their temperatures, or the values of
-        the states before the tokens.
+        With a policy head, predictions are log-probs of the tokens at their temperatures. With a value head, they are
+        the values of the states before the tokens.
 
         Raises:
             NonFiniteError: a prediction is NaN or infinite.
@@ -81,12 +75,11 @@ class Trainer(Protocol):
         ...
 
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
-        """Run `forward` on each micro-batch with the given weights.
+        """Run `forward` on each micro-batch with the given weights; the trainer's own weights and state do not change.
 
-        The trainer's own weights and state do not change. The computation and devices are those of a trainer that had
-        loaded the given weights. While it runs, the devices hold one more copy of the model. The weights come from an
-        earlier `gather_weights`, copied to the host (`host_weights.copied`). They are the weights that engines
-        received; where master weights are rounded for engines, these are the rounded ones.
+        The result is that of a trainer that had loaded the given weights on the same devices. During the call, the
+        devices hold one more copy of the model. The weights come from an earlier `gather_weights`, copied to the host
+        (`host_weights.copied`). Where master weights are rounded for engines, these are the rounded ones.
 
         Raises:
             StateError: the weights do not match `weight_layout`.
@@ -96,7 +89,7 @@ class Trainer(Protocol):
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
         """Evaluate the objective on each micro-batch (at least one) and accumulate the sum of their gradients.
 
-        The gradient is 0 where the loss mask selects no token.
+        A micro-batch whose loss mask selects no token adds gradient 0.
 
         Raises:
             NonFiniteError: a loss is NaN or infinite; `number` is the index of its micro-batch. All gradients
@@ -105,9 +98,7 @@ class Trainer(Protocol):
         ...
 
     def optimizer_step(self, *, learning_rate: float) -> StepStats:
-        """Clip, apply and clear the accumulated gradient; increment the version.
-
-        A learning rate of 0 leaves every weight unchanged, bit for bit.
+        """Clip, apply and clear the accumulated gradient; increment the version. Rate 0 leaves all weights unchanged.
 
         Raises:
             ProtocolError: no gradient was accumulated.
@@ -124,7 +115,7 @@ class Trainer(Protocol):
         ...
 
     def gather_weights(self) -> Iterator[tuple[str, Any]]:
-        """Yield full parameters one by one, layer by layer: numpy arrays, torch tensors or DLPack arrays.
+        """Yield whole parameters one by one, layer by layer: numpy arrays, torch tensors or DLPack arrays.
 
         A yielded array may share memory with the trainer; it is valid until the next `optimizer_step`.
         """
@@ -140,11 +131,7 @@ class Trainer(Protocol):
 
 
 def started(worker: W | None) -> W:
-    """Return the worker that `init_worker` created; trainers keep None until then.
-
-    Raises:
-        ProtocolError: `init_worker` was not called yet, or `close` was.
-    """
+    """Return the worker that `init_worker` created, or raise ProtocolError if there is none (yet, or after `close`)."""
     if worker is None:
         raise ProtocolError("the trainer has no model: call init_worker first")
     return worker

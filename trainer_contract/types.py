@@ -1,7 +1,7 @@
 """Values of the trainer contract: frozen, numpy only.
 
-Letters in shapes: T tokens of a micro-batch, and S segments packed into it. Each segment is a rollout, or a part of a
-branching rollout.
+In shapes, T is the number of tokens of a micro-batch and S that of segments in it: rollouts, or parts of branching
+ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Experts = NDArray[np.unsignedinteger[Any]]
 
 
 class Precision(StrEnum):
-    """Arithmetic of forward and backward; master weights and optimizer state are always fp32."""
+    """Precision of arithmetic in forward and backward; master weights and optimizer state are always fp32."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -35,28 +35,27 @@ class Head(StrEnum):
     POLICY = "policy"
     """The token's log-prob: a language model."""
     VALUE = "value"
-    """The expected return from there on: the same architecture with a scalar in place of the output layer."""
+    """The expected return from the state before the token: the same architecture with a scalar output layer."""
 
 
 class HeadMeasure(StrEnum):
     """A statistic of the whole distribution π(·|s_t) that token t was sampled from, at its temperature.
 
-    An objective that lists a measure in `needs` receives it as a column, f32 [T], differentiable like the log-probs. It
-    needs no extra pass, since the logits are available. A trainer that cannot compute it rejects the objective with
-    SpecError.
+    An objective that lists a measure in `needs` receives it as a differentiable column, f32 [T], computed from the
+    logits of the same pass. A trainer that cannot compute it rejects the objective with SpecError.
     """
 
     MEAN_LOGPROB = "vocab_mean_logprobs"
-    """(1/V) Σ_a log π(a|s_t)."""
+    """The mean log-prob over the vocabulary, (1/V) Σ_a log π(a|s_t)."""
     ENTROPY = "vocab_entropies"
-    """−Σ_a π(a|s_t) log π(a|s_t)."""
+    """The entropy, −Σ_a π(a|s_t) log π(a|s_t)."""
 
 
 class HeadPrecision(StrEnum):
-    """Arithmetic of the output layer, shared by engine and trainer."""
+    """Precision of arithmetic in the output layer; engine and trainer use the same."""
 
     MODEL = "model"
-    """The arithmetic of the rest of the model."""
+    """The precision of the rest of the model."""
     FP32 = "fp32"
     """Products and sums in at least fp32, with hidden states and weights as they are."""
 
@@ -95,15 +94,11 @@ class Rounding(StrEnum):
     NEAREST = "nearest"
     """Round to nearest. An update smaller than half the spacing changes nothing."""
     DITHERED = "dithered"
-    """Round up or down by a fixed threshold per weight, so that the mean over the weights is exact."""
+    """Round up or down by a fixed threshold per weight, so that rounding errors average out over the weights."""
 
 
 class RoutingShape(NamedTuple):
-    """Routing dimensions of a mixture-of-experts model.
-
-    `layers` counts the layers with a router, `experts` the experts of each, and `top_k` the experts that compute a
-    token.
-    """
+    """Sizes of a mixture-of-experts model: layers with a router, experts per layer, and experts per token."""
 
     layers: int
     experts: int
@@ -116,13 +111,13 @@ class RoutingShape(NamedTuple):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of the expert indices of one token."""
+        """The size of one token's expert indices in bytes."""
         return self.layers * self.top_k * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """AdamW (decoupled weight decay) and the global gradient-norm clip; `grad_clip` 0 disables clipping."""
+    """AdamW (decoupled weight decay) and clipping of the global gradient norm; `grad_clip` 0 disables clipping."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -134,7 +129,7 @@ class OptimizerSpec:
 class TrainerSpec:
     """Arguments of `init_worker`. `model_path` is a local Hugging Face directory (or a bigram model's).
 
-    With `Head.VALUE` the directory may hold a language model; values then start at 0 for every state.
+    With `Head.VALUE` the directory may hold a language model; its value head then starts at 0.
     """
 
     model_path: Path
@@ -159,14 +154,14 @@ class TrainerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Rollouts packed back to back, without padding: the tokens of one forward and backward.
+    """Rollouts packed back to back, without padding: the tokens of one forward and backward pass.
 
-    Most rollouts are one segment. An episode that branched has several. Tokens with which more than one of them begins
-    are in the loss mask of the first alone.
+    Most rollouts are one segment. An episode that branched has several; a beginning that several segments share is in
+    the loss mask of the first of them only.
 
     Column t describes token t. `logprobs[t]` predicts `token_ids[t]` from the earlier tokens of its segment. The first
-    token of a segment has no prediction: its log-prob is 0 by definition and `loss_mask` is False. `values[t]` belongs
-    to the state in which token t was sampled, so it is predicted from the same earlier tokens.
+    token of a segment has no prediction: its log-prob is 0 by definition and `loss_mask` is False. `values[t]` is the
+    value of the state in which token t was sampled, predicted from the same earlier tokens.
 
     Example, two rollouts "ab→c" and "d→ef" (→ divides prompt and sample):
         token_ids    a b c d e f
@@ -178,8 +173,8 @@ class MicroBatch:
         token_ids: i32 [T].
         position_ids: i32 [T], restart at 0 in each segment.
         segment_ids: i32 [T], 0..S-1, not decreasing; attention never crosses a boundary.
-        rollout_ids: i32 [T] or None, the rollout of each segment, in 0..S-1: segments with equal numbers are parts of
-            one rollout. Objectives with a term of whole rollouts read it. None: each segment is a rollout.
+        rollout_ids: i32 [T] or None, the rollout of each segment, in 0..S-1; segments of one rollout have equal
+            numbers. Read by objectives with a term of whole rollouts. None: each segment is a rollout.
         loss_mask: bool [T], True for tokens that the model sampled and that may be trained on.
         advantages: f32 [T], computed on whole groups before packing; 0 outside the mask.
         weights: f32 [T], the aggregation weight of each token, computed on the whole batch; 0 outside the mask.
@@ -189,15 +184,15 @@ class MicroBatch:
         ref_logprobs: f32 [T] or None, of the frozen reference.
         values: f32 [T] or None, predicted by the critic when the step began; 0 at segment starts.
         returns: f32 [T] or None, targets of the critic; 0 outside the mask.
-        kl_coefficients: f32 [T] or None, factors of the KL penalty's coefficient where it varies between steps. They
-            are a column so that a backend need not recompile the objective when the value changes.
-        streams: i32 [T] or None, the number of the loss that each token takes, for an objective that is a sum of
-            several (`pipelinerl.objective.streams`); None if all tokens take the same.
+        kl_coefficients: f32 [T] or None, factors of the KL penalty's coefficient. As a column, a coefficient that
+            varies between steps does not make a backend recompile the objective.
+        streams: i32 [T] or None, the number of each token's loss, for an objective that is a sum of several losses
+            (`pipelinerl.objective.streams`); None if all tokens have the same loss.
         behavior_versions: i32 [T] or None, version of the weights that sampled each token; 0 outside the mask. Trainers
-            do not read them; metrics use them to separate staleness from numerical mismatch.
+            ignore them; metrics use them to separate staleness from numerical mismatch.
         routed_experts: u8 or u16 [T, layers, top_k] or None. Row t holds the experts that the sampler's routers chose
-            for the token before t, when token t was sampled; meaningless at segment starts. The trainer's routers then
-            choose the same (rollout routing replay, R3: arXiv 2510.11370); with None they choose freely.
+            for the token before t; meaningless at segment starts. The trainer's routers then choose the same experts
+            (rollout routing replay, R3: arXiv 2510.11370); with None they choose freely.
         num_segments: S.
     """
 
@@ -222,7 +217,7 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """T, the number of tokens."""
         return int(self.token_ids.shape[0])
 
 
@@ -238,11 +233,7 @@ class Objective(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The optional columns that the objective requires.
-
-        `old_logprobs`, `ref_logprobs`, `values` and `returns` come with the micro-batch; the trainer adds those of
-        `HeadMeasure`.
-        """
+        """The optional columns that the objective reads: those of the micro-batch, and those of `HeadMeasure`."""
         ...
 
     def evaluate(self, predictions: Any, columns: Columns, /) -> Any:
@@ -250,19 +241,16 @@ class Objective(Protocol):
         ...
 
     def prediction_gradient(self, predictions: Any, columns: Columns, /) -> Any:
-        """Return the closed form of d loss / d predictions, [T].
-
-        Backends without automatic differentiation and tests use it.
-        """
+        """Return d loss / d predictions, [T], in closed form, for backends without automatic gradients."""
         ...
 
 
 @runtime_checkable
 class MeasuringObjective(Protocol):
-    """The additional method of an `Objective` that may need a `HeadMeasure`."""
+    """The additional method of an `Objective` whose `needs` may contain a `HeadMeasure`."""
 
     def measure_gradients(self, predictions: Any, columns: Columns, /) -> Mapping[HeadMeasure, Any]:
-        """Return the closed form of d loss / d measure, [T], for each measure in `needs`."""
+        """Return d loss / d measure, [T], in closed form, for each measure in `needs`."""
         ...
 
 
@@ -277,10 +265,7 @@ HostWeights = Mapping[str, NDArray[np.uint8]]
 
 @dataclass(frozen=True, slots=True)
 class LossStats:
-    """The result of one `backward`: the loss it added, and its predictions f32 [T], 0 outside the loss mask.
-
-    All other statistics of a step can be computed from these predictions and the micro-batch.
-    """
+    """The result of one `backward`: the loss it added, and its predictions f32 [T], 0 outside the loss mask."""
 
     loss: float
     predictions: Float32
@@ -300,7 +285,7 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class ParameterInfo:
-    """Hugging Face name, shape and dtype (`float32`, `bfloat16`, …) of a parameter as it is gathered."""
+    """Hugging Face name, shape and dtype (`float32`, `bfloat16`, …) of a gathered parameter."""
 
     name: str
     shape: tuple[int, ...]

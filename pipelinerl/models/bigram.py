@@ -1,8 +1,7 @@
 """The bigram model: the smallest language model that can be trained and served. numpy only.
 
-The next token depends on the current one alone: row i of `logits` [V, V] holds the logits of the token after token i.
-The model is stored like a Hugging Face model (`config.json` with model_type `bigram`, `model.safetensors`, tokenizer
-files). The bigram engine and trainer can therefore replace real ones in the tests of all higher layers.
+Row i of `logits` [V, V] holds the logits of the token after token i. The directory has a Hugging Face model's files, so
+bigram engine and trainer can replace real ones in tests.
 """
 
 from __future__ import annotations
@@ -28,12 +27,7 @@ PARAMETER: Final = "bigram.logits"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BigramModel:
-    """A model with vocabulary V.
-
-    Attributes:
-        logits: f32 [V, V]; `logits[i, j]` is the logit of token j after token i.
-        context_length: most tokens of a sequence; the model itself has no limit.
-    """
+    """A model with vocabulary V; `logits[i, j]`, f32 [V, V], is the logit of token j after token i."""
 
     logits: NDArray[np.float32]
     context_length: int = 512
@@ -67,11 +61,7 @@ class BigramModel:
 
     @classmethod
     def load(cls, path: Path) -> BigramModel:
-        """Read a directory that `save` wrote.
-
-        Raises:
-            ModelError: it is missing, damaged, or holds another kind of model.
-        """
+        """Read a directory that `save` wrote. Raises ModelError if it is missing, damaged or has another model type."""
         try:
             config = json_object(path / "config.json")
             tensors = load_file(path / "model.safetensors")

@@ -1,6 +1,6 @@
-"""Model directories in Hugging Face's format: loaded from local disk, and saved atomically.
+"""Model directories in Hugging Face's format, loaded from local disk and saved atomically.
 
-Loading uses no network, runs no code from the directory, and reads weights from safetensors only.
+Loading runs no code from the directory and reads weights only from safetensors.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-#: A value model's head: `weight` [1, D] and `bias` [1], fp32, in this separate file of the directory.
+#: File of a value model's head in its directory: `weight` [1, D] and `bias` [1], fp32.
 VALUE_HEAD_FILE: Final = "value_head.safetensors"
-#: The longest header that safetensors itself reads, in bytes.
+#: Longest header in bytes that safetensors itself reads.
 _LONGEST_HEADER: Final = 100_000_000
-#: The form of model names on the hub.
+#: Form of a model's name on the hub.
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-#: Files of unsupported tokenizers, which can be converted to a supported one.
+#: Files of unsupported tokenizers that can be converted to a supported one.
 _SLOW_TOKENIZERS: Final = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-#: The number of bytes read and hashed at once.
+#: Number of bytes read and hashed at once.
 _BLOCK_BYTES: Final = 2**20
-#: Supported dtypes: safetensors' name for each, and the name in torch and NumPy.
+#: Supported dtypes: safetensors' name, and the name in torch and NumPy.
 _DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 #: Size in bytes of one value, by safetensors' dtype name.
 _WIDTHS: Final = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
-#: The part to load: the language model, or its layers alone, whose output is the last hidden states.
+#: Part to load: the language model, or only its layers, whose output is the last hidden states.
 Part = Literal["causal_lm", "trunk"]
 
 
@@ -58,11 +58,7 @@ class StoredTensor(NamedTuple):
 
 
 def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "tokenizer.json")) -> None:
-    """Reject a directory with missing files, or with a damaged config.json or index. Cheap.
-
-    Raises:
-        ModelError: names the missing or damaged file.
-    """
+    """Raise ModelError for missing files, or a damaged config.json or index; the message names the file. Cheap."""
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing there"
         download = f"; get the hub's {path} by: hf download {path} --local-dir models/{path.name}"
@@ -91,7 +87,7 @@ def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "token
 
 
 def _refuse_adapter(path: Path) -> None:
-    """Raise ModelError for an adapter; transformers would load its layers into the model here or that it names."""
+    """Raise ModelError for a LoRA adapter, which transformers would load into a base model."""
     adapter = path / "adapter_config.json"
     if adapter.is_file():
         base = json_object(adapter).get("base_model_name_or_path")
@@ -113,11 +109,7 @@ def refuse_quantised(path: Path) -> None:
 
 
 def model_type(path: Path) -> str:
-    """Return the `model_type` that config.json declares.
-
-    Raises:
-        ModelError: there is none.
-    """
+    """Return the `model_type` that config.json declares. Raises ModelError if it declares none."""
     declared = json_object(path / "config.json").get("model_type")
     if not isinstance(declared, str) or not declared:
         raise ModelError(f"{path / 'config.json'} must be a JSON object that names a model_type; copy it again")
@@ -125,21 +117,14 @@ def model_type(path: Path) -> str:
 
 
 def text_config(path: Path) -> Mapping[str, Any]:
-    """Return the configuration of the text model: all of config.json, or a part of it.
-
-    Raises:
-        ModelError: config.json cannot be read.
-    """
+    """Return the configuration of the text model: all of config.json, or a part. Raises ModelError if unreadable."""
     return text_table(path / "config.json")
 
 
 def weight_files(path: Path) -> list[Path]:
     """Return the files with the model's weights: those of the index, the single file, or all safetensors files.
 
-    The directory may hold other files as well, such as the same weights in their maker's own format.
-
-    Raises:
-        ModelError: the index is damaged, or names a missing file.
+    Raises ModelError if the index is damaged, or names a missing file.
     """
     index, whole = path / "model.safetensors.index.json", path / "model.safetensors"
     if not index.is_file():
@@ -160,11 +145,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def weights_digest(path: Path) -> str:
-    """Return the XXH3-128 of the bytes of all weight files, as 32 hexadecimal digits; paths do not matter.
-
-    Raises:
-        ModelError: a file cannot be read.
-    """
+    """Return the XXH3-128 of the bytes of all weight files, as 32 hex digits. Raises ModelError if unreadable."""
     digest = xxhash.xxh3_128()
     for file in weight_files(path):
         try:
@@ -177,12 +158,9 @@ def weights_digest(path: Path) -> str:
 
 
 def model_dtype(path: Path) -> WeightDType:
-    """Return the dtype of the weights: that of config.json, or otherwise that of most bytes in the files.
+    """Return the dtype of the weights: that of config.json, or else that of most bytes in the files.
 
-    Single parameters may have another dtype; a loaded model has this one throughout.
-
-    Raises:
-        ModelError: the dtype cannot be served, such as eight bits; or a file cannot be read.
+    Raises ModelError if the dtype cannot be served, such as eight bits, or a file cannot be read.
     """
     try:
         table, text = json_object(path / "config.json"), text_table(path / "config.json")
@@ -199,7 +177,6 @@ def model_dtype(path: Path) -> WeightDType:
 
 
 def _stored_dtype(path: Path) -> str:
-    """Return the dtype of most bytes, by the headers of the files alone."""
     sizes: Counter[str] = Counter()
     for file in weight_files(path):
         for tensor in stored_tensors(file).values():
@@ -208,11 +185,7 @@ def _stored_dtype(path: Path) -> str:
 
 
 def stored_tensors(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file by name, from its header: eight bytes of length, then JSON.
-
-    Raises:
-        ModelError: it is no safetensors file.
-    """
+    """Return the tensors of a safetensors file by name, from its header alone. Raises ModelError for any other file."""
     found = {}
     try:
         with file.open("rb") as stream:
@@ -241,7 +214,7 @@ def _stored(tensor: Mapping[str, Any], *, before: int, most: int) -> StoredTenso
 
 
 def vocab_size(path: Path) -> int | None:
-    """Return the size of the vocabulary by config.json, or None if it is absent there."""
+    """Return the vocabulary's size from config.json, or None if it is absent there."""
     try:
         return int(text_config(path)["vocab_size"])
     except (ModelError, ValueError, KeyError, TypeError):
@@ -249,23 +222,12 @@ def vocab_size(path: Path) -> int | None:
 
 
 def check_weights(path: Path) -> PreTrainedModel:
-    """Return the causal LM of a local directory, reading only names and shapes of its weights: quick.
-
-    Raises:
-        ModelError: `load_model` would raise it.
-    """
+    """Return the causal LM of a directory, reading only names and shapes of its weights. Raises as `load_model`."""
     return _load(path, device_map="meta")
 
 
 def check_values(path: Path, *, most_bytes: int) -> int:
-    """Check up to `most_bytes` bytes of the stored parameters for NaN and infinity.
-
-    Returns:
-        The number of bytes that were not checked.
-
-    Raises:
-        ModelError: a value is NaN or infinite; or a file cannot be read.
-    """
+    """Check up to `most_bytes` stored bytes for NaN and infinity; return how many were skipped. Raises ModelError."""
     room, left = most_bytes, 0
     for file in weight_files(path):
         for name, tensor in stored_tensors(file).items():
@@ -281,13 +243,7 @@ def check_values(path: Path, *, most_bytes: int) -> int:
 
 
 def load_skeleton(path: Path, *, dtype: WeightDType) -> PreTrainedModel:
-    """Return the causal LM of a local directory with its names, shapes and `dtype`, but no values.
-
-    Its parameters are in the order in which a trainer sends them.
-
-    Raises:
-        ModelError: `load_model` would raise it.
-    """
+    """Return the causal LM of a directory in `dtype`, without values; its parameters are in a trainer's order."""
     import torch
 
     skeleton: Any = check_weights(path)
@@ -298,13 +254,9 @@ def load_skeleton(path: Path, *, dtype: WeightDType) -> PreTrainedModel:
 def load_model(
     path: Path, *, dtype: WeightDType = WeightDType.FLOAT32, attention: str | None = None, part: Part = "causal_lm"
 ) -> PreTrainedModel:
-    """Return the causal LM of a local directory (or its `part`), on CPU, in eval mode.
+    """Return the causal LM of a local directory (or its `part`), on CPU, in eval mode. Raises ModelError.
 
-    Args:
-        attention: name of a function registered with transformers' `AttentionInterface`; None keeps the model's own.
-
-    Raises:
-        ModelError: the directory is incomplete, damaged, or holds an architecture that transformers does not know.
+    `attention` names a function in transformers' `AttentionInterface`; None keeps the model's own.
     """
     import torch
 
@@ -312,13 +264,7 @@ def load_model(
 
 
 def load_structure(path: Path, *, attention: str | None = None, part: Part = "causal_lm") -> PreTrainedModel:
-    """Return `load_model`'s model in fp32 before its weights are read, with parameters on the meta device.
-
-    Buffers have their values, except those stored in the directory, which are on the meta device too.
-
-    Raises:
-        ModelError: `load_model` would raise it.
-    """
+    """Return `load_model`'s model in fp32 with parameters, and stored buffers, on the meta device. Raises the same."""
     import torch
 
     model: Any = _load(path, part=part, device_map="meta", dtype=torch.float32)
@@ -328,13 +274,12 @@ def load_structure(path: Path, *, attention: str | None = None, part: Part = "ca
                 setattr(module, name, torch.empty_like(buffer, device="cpu"))
                 module._is_hf_initialized = False
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # keeps values that are read later
+        parameter._is_hf_initialized = True  # so that `initialize_weights` skips parameters
     model.initialize_weights()  # creates buffers as transformers' own loading does
     return _attending(model, attention)
 
 
 def _attending(model: PreTrainedModel, attention: str | None) -> PreTrainedModel:
-    """Return the model in eval mode, with this attention."""
     if attention is not None:
         if not getattr(model, "_supports_attention_backend", False):
             raise ModelError(f"{type(model).__name__} does not use transformers' attention interface")
@@ -356,8 +301,8 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
             f"{path} holds a {kind}, which is no causal language model; use one that reads and writes only text"
         )
 
-    transformers_logging.disable_progress_bar()  # it logs a line for each parameter
-    transformers_logging.set_verbosity_error()  # hides tables of mismatches; the first is reported below
+    transformers_logging.disable_progress_bar()  # the progress bar logs a line for each parameter
+    transformers_logging.set_verbosity_error()  # hides tables of mismatched weights; the first is reported below
     factory: Any = AutoModelForCausalLM if part == "causal_lm" else AutoModel
     advice = (
         "copy it again" if kind in CONFIG_MAPPING else "use another model, or a transformers version that supports it"
@@ -389,7 +334,7 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
 
 
 def _refuse_more_layers_than_stored(path: Path) -> None:
-    """Raise ModelError if config.json names more layers than the files hold, before building such a model."""
+    """Raise ModelError if config.json names more layers than the files have tensors, before building such a model."""
     text = text_config(path)
     layers = next((text[name] for name in ("num_hidden_layers", "n_layer") if name in text), 0)
     stored = sum(len(stored_tensors(file)) for file in weight_files(path))
@@ -401,7 +346,7 @@ def _refuse_more_layers_than_stored(path: Path) -> None:
 
 
 def refuse_unusable(path: Path, name: str, values: Tensor) -> None:
-    """Raise ModelError if a parameter of the directory `path`, on the CPU, contains a NaN or an infinity."""
+    """Raise ModelError if a parameter of the directory `path`, on the CPU, contains NaN or infinity."""
     import torch
 
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -411,11 +356,7 @@ def refuse_unusable(path: Path, name: str, values: Tensor) -> None:
 
 
 def save_model(model: PreTrainedModel, tokenizer: ChatTokenizer, path: Path) -> None:
-    """Write model and tokenizer to the new directory `path`, atomically and durably.
-
-    Raises:
-        ModelError: `path` already exists, or its parent cannot be written.
-    """
+    """Write model and tokenizer atomically and durably. Raises ModelError if `path` exists or cannot be written."""
     if path.exists():
         raise ModelError(f"{path} exists already; choose another path or remove it")
     try:
@@ -429,7 +370,7 @@ def save_model(model: PreTrainedModel, tokenizer: ChatTokenizer, path: Path) -> 
         tokenizer.save(staging)
         staging.chmod(0o755)
         for file in staging.iterdir():
-            file.chmod(0o644)  # safetensors' files are readable by their owner only
+            file.chmod(0o644)  # safetensors writes files that only their owner can read
             sync(file)
         sync(staging)
         staging.rename(path)

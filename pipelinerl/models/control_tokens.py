@@ -1,8 +1,7 @@
 """`ContentGuard`: encodes a chat so that templates may write control tokens and contents may not.
 
-`ConversationTail` continues such a chat after an answer.
-
-A control token is an added token that structures a conversation. There are two kinds:
+`ConversationTail` continues such a chat after an answer. A control token is an added token that structures a
+conversation. There are two kinds:
 
     structural   special by its flag, or ends a sample, or written by the template around a plain user message.
                  No content may contain one, whatever its role.
@@ -14,12 +13,11 @@ A control token is an added token that structures a conversation. There are two 
 All other added tokens are ordinary vocabulary for every role. Control text that is no added token (Llama 2's `[INST]`)
 cannot be distinguished from data by its tokens, in any implementation.
 
-A chat without control-token spellings gets exactly the tokenizer's own ids of the rendered text. Otherwise, the guard
-locates the spellings that are data. It renders the template again with the first character of each spelling replaced by
-a private one; the result must be the same text except for these characters. The text is then encoded in one piece by a
-twin of the tokenizer, in which control tokens have other names, after the template's own control tokens were replaced
-by these names. A spelling in a content thus becomes its plain characters, merged with its neighbours as the tokenizer
-merges any text.
+A chat whose texts spell no control token gets the tokenizer's own ids of the rendered text. Otherwise the guard locates
+the spellings in the texts. It renders the template again with the first character of each spelling replaced by a
+private one; apart from these characters the result must be the same. The text is then encoded in one piece by a copy of
+the tokenizer in which control tokens have other names, after the template's own control tokens were replaced by these
+names. A spelling in a text thus becomes plain characters, merged with its neighbours like any text.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 from dataclasses import replace
 from itertools import count
 
-#: A message in the form that templates take: `role`, `content`, and optionally `tool_calls`, `tool_call_id`, `name` and
+#: A message as templates take it: `role`, `content`, and optionally `tool_calls`, `tool_call_id`, `name` and
 #: `reasoning_content`.
 Turn = dict[str, Any]
 
@@ -55,7 +53,7 @@ class Chat:
     also: Mapping[str, Any] = field(default_factory=dict)
 
     def rewritten(self, change: Callable[[Text], str]) -> Chat:
-        """Return the chat with each of its texts changed, visited in a fixed order. Roles and `also` stay."""
+        """Return the chat with each of its texts changed, in a fixed order. Roles and `also` are kept."""
         turns = [_rewritten_turn(row, turn, change) for row, turn in enumerate(self.turns)]
         tools = [_rewritten(tool, "tool", f"tools.{row}", change) for row, tool in enumerate(self.tools)]
         return Chat(turns=turns, tools=tools, also=self.also)
@@ -75,35 +73,35 @@ class Chat:
 @final
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text of a chat, with the role whose rights it has, and its place (`messages.0.content`)."""
+    """A text of a chat, the role that decides which control tokens it may spell, and its place in the chat."""
 
     value: str
     role: str
     place: str
 
 
-#: Renders a template, as `ContentGuard` describes.
+#: Function that renders a template, as `ContentGuard` describes.
 Render = Callable[[Chat, bool], str]
-#: Returns the position in a rendered text where its encoding begins.
+#: Function that returns the position in a rendered text where its encoding begins.
 Begin = Callable[[str], int]
 
-#: Fields with the rights of the message's role. All other fields of a message are data, whatever its role.
+#: Fields in which a message's role may write control tokens. Other fields are data, whatever the role.
 _SPOKEN: Final = frozenset({"content", "reasoning_content"})
 #: Roles whose contents are data and may not contain inner control tokens.
 _DATA_ROLES: Final = frozenset({"user", "tool"})
-#: Private characters, which no tokenizer changes: names of control tokens in the twin, and marks of data.
+#: Private characters, which no tokenizer changes: names of control tokens in the copy, and marks in texts.
 _NAMES, _MARKS, _LAST = 0xF0000, 0x100000, 0x10FFFE
 #: Symbols, which control tokens contain and words rarely do.
 _SYMBOL: Final = re.compile(r"[^\w\s]")
 _HALF: Final = "a text contains a lone surrogate (U+D800 to U+DFFF), half of a character; leave it out"
-#: The number of conversation shapes whose structure is cached.
+#: Number of conversation shapes whose structure is cached.
 _SHAPES: Final = 256
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Spellings:
-    """A set of texts and a search for all their occurrences, overlapping ones included."""
+    """A set of texts, with a search for all their occurrences, overlapping ones included."""
 
     texts: frozenset[str]
     lengths: tuple[int, ...]
@@ -111,7 +109,7 @@ class Spellings:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> Spellings:
-        """Return the set of `texts`, which must not be empty strings."""
+        """Return the set of `texts`, none of which may be empty."""
         known = frozenset(texts)
         firsts = "".join(sorted({re.escape(text[0]) for text in known}))
         return cls(known, tuple(sorted({len(text) for text in known})), re.compile(f"[{firsts}]" if firsts else "(?!)"))
@@ -130,7 +128,7 @@ class ContentGuard:
     """Encoder of conversations for one tokenizer and template.
 
     Args:
-        backend: without truncation and padding.
+        backend: a tokenizer without truncation and padding.
         template: the source of the chat template, empty if there is none.
         render: renders a chat; its second argument adds the opening of the assistant's turn. Raises `ModelError` for a
             chat that the template rejects.
@@ -152,7 +150,7 @@ class ContentGuard:
         try:
             around = render(Chat(turns=[{"role": "user", "content": "a"}]), False)
         except ModelError:
-            around = template  # it rejects a lone user message: all it mentions is structure
+            around = template  # the template rejects a lone user message: all its tokens count as structural
         added, ends = backend.get_added_tokens_decoder(), frozenset(ends)
         spellings = {index: token.content for index, token in added.items() if token.content}
         structural = {
@@ -170,15 +168,11 @@ class ContentGuard:
     def encode_chat(self, chat: Chat, *, begin: Begin | None = None, first_row: int = 0) -> list[int]:
         """Return token ids of the rendered conversation, with the opening of the assistant's turn.
 
-        The template may write the texts of `chat.also` anywhere, so none of them may spell a control token.
-
-        Args:
-            begin: returns the position in the rendered text to begin at, by default 0; it splits no control token.
-            first_row: the number of the first turn in error messages.
+        `begin` returns the position in the rendered text to begin at; `first_row` numbers turns in error messages.
 
         Raises:
-            ModelError: the template rejects the chat; a text of `also` spells a control token; or another text does,
-                and the template's changes to it cannot be followed.
+            ModelError: the template rejects the chat; a text of `also`, which it may write anywhere, spells a control
+                token; or another text does, and the template changes it in a way that cannot be tracked.
         """
         for name, value in chat.also.items():
             if isinstance(value, str) and self._closed_to_data.starts(value):
@@ -205,7 +199,7 @@ class ContentGuard:
             return ids
         symbols = [[at.start() for at in _SYMBOL.finditer(each.value)] for each in texts]
         data = self._places(chat, texts, symbols, text)
-        # None: the template's own output depends on the texts, none of which spells a control token.
+        # If `data` is None, the template's output depends on the texts, none of which spells a control token.
         return ids if data is None else self._apart(text[start:], _after(start, data))
 
     def encode_content(self, content: str, *, role: str) -> list[int]:
@@ -214,7 +208,7 @@ class ContentGuard:
         return self._apart(content, frozenset(spelt)) if spelt else self._ids(content)
 
     def _ids(self, text: str) -> list[int]:
-        """Return the tokenizer's own ids, without offsets, which would cost a tenth more."""
+        """Return the tokenizer's own ids, without offsets, which would take a tenth longer."""
         try:
             ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except TypeError:
@@ -225,12 +219,10 @@ class ContentGuard:
         return self._closed_to_data if role in _DATA_ROLES else self._closed_to_all
 
     def _structure(self, ids: Iterable[int]) -> list[int]:
-        """Return the structural tokens among `ids`."""
         structural = self._structural
         return [index for index in ids if index in structural]
 
     def _structure_of_shape(self, shape: str) -> list[int] | None:
-        """Return the structural tokens that the template writes for this shape; None if it rejects the shape."""
         try:
             text = self._render(Chat(**json.loads(shape)), True)
         except ModelError:
@@ -238,9 +230,7 @@ class ContentGuard:
         return self._structure(self._ids(text))
 
     def _structure_of_tail(self, chat: Chat, begin: Begin) -> list[int] | None:
-        """Return the structural tokens from `begin` on, for texts without symbols; None if the template rejects such
-        texts.
-        """
+        """Return the structural tokens from `begin` on for texts without symbols; None if the template rejects them."""
         plain = chat.rewritten(lambda each: _SYMBOL.sub("a", each.value) if each.role in _DATA_ROLES else each.value)
         try:
             text = self._render(plain, True)
@@ -253,8 +243,8 @@ class ContentGuard:
     ) -> frozenset[int] | None:
         """Return the positions in the rendered `text` of the characters at `starts` in the chat's texts.
 
-        The result is None if the template renders something else once these characters are marked. Raises `ModelError`
-        if the messages leave no character for a mark.
+        None if marking them changes the rest of the rendering. Raises ModelError if the texts use up all private
+        characters.
         """
         known = set(text)
         unused = (mark for mark in map(chr, range(_MARKS, _LAST)) if mark not in known)
@@ -310,17 +300,15 @@ class ContentGuard:
 
     @cached_property
     def _names(self) -> dict[int, str]:
-        """The names of the control tokens in the twin."""
         return {index: chr(_NAMES + row) for row, index in enumerate(self._control)}
 
     @cached_property
     def _twin(self) -> Tokenizer:
-        """The tokenizer with these names. Building a large one takes about a second, once, on first use."""
+        """Copy the tokenizer with renamed control tokens, once, on first use; a large one takes about a second."""
         return _renamed(self._backend, {self._control[index]: name for index, name in self._names.items()})
 
 
 def _after(start: int, places: frozenset[int]) -> frozenset[int]:
-    """Return the positions in `places` that are at least `start`, relative to `start`."""
     return frozenset(at - start for at in places if at >= start)
 
 
@@ -355,10 +343,7 @@ def _rewritten(value: Any, role: str, place: str, change: Callable[[Text], str])
 
 
 def _shape(chat: Chat) -> str:
-    """Return a chat as JSON whose texts say only as much as the structure around them may depend on.
-
-    Contents are blank or not, calls have arguments or not, and identifiers keep their length. Tools keep all words.
-    """
+    """Return a chat as JSON, with its texts reduced to what the structure around them may depend on."""
     turns = [{name: _shape_of(name, value) for name, value in turn.items()} for turn in chat.turns]
     tools = [_rewritten(tool, "tool", "", lambda each: _SYMBOL.sub("a", each.value)) for tool in chat.tools]
     return json.dumps({"turns": turns, "tools": tools, "also": dict(sorted(chat.also.items()))})
@@ -385,7 +370,6 @@ def _shape_of_call(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _marked(content: str, places: Iterable[int], marks: Mapping[str, str]) -> str:
-    """Return `content` with its characters at these places replaced by their marks."""
     letters = list(content)
     for at in places:
         letters[at] = marks[letters[at]]
@@ -393,7 +377,6 @@ def _marked(content: str, places: Iterable[int], marks: Mapping[str, str]) -> st
 
 
 def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
-    """Return a copy of the tokenizer that spells some tokens differently, in added tokens and vocabulary."""
     from tokenizers import Tokenizer
 
     made: dict[str, Any] = json.loads(backend.to_str())
@@ -409,11 +392,11 @@ def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
         model["merges"] = [pair for pair in pairs if names.keys().isdisjoint({*pair, "".join(pair)})]
     if model.get("unk_token"):
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    made["post_processor"] = None  # it would add tokens around the text
+    made["post_processor"] = None  # a post-processor would add tokens around the text
     return Tokenizer.from_str(json.dumps(made))
 
 
-#: Only letters and digits, which no template or tokenizer changes.
+#: Mark in place of an answer: letters and digits only, which no template or tokenizer changes.
 _MARK: Final = "Qz7answerQz7"
 _ASKS: Final[Turn] = {"role": "user", "content": "a"}
 
@@ -424,37 +407,30 @@ class _NoTail(Exception):
 
 @final
 class ConversationTail:
-    """The tokens that a chat template writes after an answer, up to the opening of the next one.
+    """Encoder of the tokens that a chat template writes after an answer, up to the opening of the next one.
 
-    A continued conversation keeps its tokens exactly: sampled tokens stay as they were sampled, and only new messages
-    are rendered.
+    A continued conversation keeps its tokens exactly as sampled; only new messages are rendered.
 
         sampled tokens … answer | <end of turn> new messages, opening of the assistant's turn
                                 └───────────────────── the tail ─────────────────────────────┘
 
-    The tail comes from one rendering of `[user, assistant(MARK), *new messages]`: all text after the last mark. The
-    code is independent of the model. The difference of two renderings would be wrong, because templates may render
-    earlier messages differently once later ones follow. If a template writes no mark, or rejects the short
-    conversation, there is no tail, and the caller renders the whole conversation instead.
+    The tail is the text after the last mark in one rendering of `[user, assistant(MARK), *new messages]`. The
+    difference of two renderings would be wrong, because templates may render earlier messages differently once later
+    ones follow. There is no tail if a template writes no mark or rejects the short conversation.
 
-    Args:
-        guard: encodes rendered texts.
-        render: renders a chat, as for `ContentGuard`.
-        ends: spelling of each token that ends a sample, by id.
+    `ends` has the spelling of each token that ends a sample, by id.
     """
 
     def __init__(self, guard: ContentGuard, render: Render, ends: Mapping[int, str]) -> None:
         self._guard = guard
         self._render = render
         self._ends = dict(ends)
-        self._closings: dict[int, tuple[str, int]] = {}  # by the number of calls in the answer
+        self._closings: dict[int, tuple[str, int]] = {}  # by the number of tool calls in the answer
 
     def encode(self, chat: Chat, first_new: int, *, last_id: int) -> list[int] | None:
-        """Return token ids after the answer `chat.turns[first_new - 1]`, which ends with `last_id`; None without a
-        tail.
+        """Return token ids after the answer `chat.turns[first_new - 1]`, which ends with `last_id`.
 
-        Raises:
-            ModelError: a new message spells a control token, and the template's changes to it cannot be followed.
+        None if there is no tail. Raises ModelError like `ContentGuard.encode_chat`.
         """
         new = chat.turns[first_new:]
         mark = _unused_mark(new)
@@ -472,7 +448,7 @@ class ConversationTail:
         try:
             self._render(short, True)
         except ModelError:
-            return None  # the whole conversation may still render
+            return None  # the caller renders the whole conversation, which the template may accept
         try:
             ids = self._guard.encode_chat(short, begin=begin, first_row=first_new - 2)
         except _NoTail:
@@ -480,11 +456,7 @@ class ConversationTail:
         return ids[1:] if last_id in self._ends and ids and ids[0] in self._ends else ids
 
     def reproduces_deployment(self, *, calls: int = 0) -> bool:
-        """Return whether a continued conversation equals the template's rendering of the whole conversation.
-
-        Args:
-            calls: the number of tools that the answer calls; 0 means a text answer.
-        """
+        """Return whether a conversation continued after `calls` tool calls equals its rendering by the template."""
         answer: Turn = {"role": "assistant", "content": "b"}
         replies: list[Turn] = [{"role": "user", "content": "c"}]
         if calls:
@@ -513,10 +485,7 @@ class ConversationTail:
         return self._closings[calls]
 
     def _closing_after(self, calls: int) -> tuple[str, int]:
-        """Return the text between an answer and the end of its turn, including the end token.
-
-        The second value is the number of characters before that token.
-        """
+        """Return the text from an answer through its end token, and the number of characters before that token."""
         answer: Turn = {"role": "assistant", "content": "b"}
         if calls:
             answer["tool_calls"] = [_call(f"call{number}", {"a": "b"}) for number in range(calls)]
@@ -533,7 +502,7 @@ class ConversationTail:
 
 
 def _with_mark(answer: Turn, mark: str) -> Turn:
-    """Return the answer with the mark as its texts. A template may write a call in place of the content."""
+    """Return the answer with the mark as content and arguments; a template may write a call instead of the content."""
     marked = {**answer, "content": mark}
     marked.pop("reasoning_content", None)
     if calls := answer.get("tool_calls"):
@@ -553,6 +522,5 @@ def _call(name: str, arguments: Any) -> dict[str, Any]:
 
 
 def _unused_mark(turns: Sequence[Turn]) -> str:
-    """Return a mark that no text of these turns contains."""
     text = "\n".join(each.value for each in Chat(turns=turns).texts())
     return next(mark for mark in (_MARK + "x" * more for more in count()) if mark not in text)

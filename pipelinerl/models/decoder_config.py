@@ -1,8 +1,7 @@
 """`DecoderConfig`: a Llama-family decoder's configuration, read from `config.json`, and its parameters.
 
-Llama, Mistral, Qwen2 and Qwen3 differ in biases and norms alone, so one description covers them all. A feature that the
-decoder does not compute (sliding windows in use, other rotary scalings, experts, quantisation) is rejected with a
-message, never ignored. Needs no array library but numpy.
+One description covers Llama, Mistral, Qwen2 and Qwen3, which differ only in biases and norms. Unsupported settings
+(sliding windows in use, other rotary scalings, experts, quantisation) are rejected.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ HEAD: Final = "lm_head.weight"
 VALUE_WEIGHT: Final = "value_head.weight"
 VALUE_BIAS: Final = "value_head.bias"
 
-#: For each model_type: biases of queries, keys and values (None: as in `attention_bias`), and norms of queries and
-#: keys.
+#: For each model_type: biases of queries, keys and values (None: by `attention_bias`), and norms of queries and keys.
 _FAMILY: Final[Mapping[str, tuple[bool | None, bool]]] = {
     "llama": (None, False),
     "mistral": (False, False),
@@ -40,10 +38,7 @@ _FAMILY: Final[Mapping[str, tuple[bool | None, bool]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
-    """Rotary position embedding; `factor` stretches all frequencies (`linear`), or only low ones given the bounds.
-
-    `original_positions`, `low_freq_factor` and `high_freq_factor` are those of Llama 3.1's scaling (`llama3`).
-    """
+    """Rotary position embedding; `factor` stretches all frequencies (`linear`), or only low ones (`llama3`)."""
 
     theta: float = 10_000.0
     factor: float = 1.0
@@ -68,7 +63,7 @@ class Parameter:
 
     Attributes:
         name: Hugging Face's; a `*` stands for the layer's number.
-        shape: of one layer's, in Hugging Face's order [out, in].
+        shape: in one layer, in Hugging Face's order [out, in].
         axes: the mesh axis (`tensor`, `fsdp` or None) along which each dimension of `shape` is divided.
         layers: the number of layers stacked along a leading dimension; None for a parameter outside the layers.
     """
@@ -90,11 +85,11 @@ class Parameter:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Hugging Face's names, layer by layer."""
+        """Hugging Face's names of the parameter, layer by layer."""
         return (self.name,) if self.layers is None else tuple(self.name_at(layer) for layer in range(self.layers))
 
     def name_at(self, layer: int) -> str:
-        """Return Hugging Face's name in one layer."""
+        """Return Hugging Face's name of the parameter in one layer."""
         return self.name.replace("*", str(layer))
 
 
@@ -158,11 +153,7 @@ class DecoderConfig:
 
 
 def read_config(path: Path) -> DecoderConfig:
-    """Return the decoder that `config.json` in the directory `path` describes.
-
-    Raises:
-        ModelError: config.json is missing or damaged, or describes an unknown architecture or an unsupported feature.
-    """
+    """Return the decoder that a directory's config.json describes. Raises ModelError if damaged or unsupported."""
     try:
         table = json_object(path / "config.json")
         text_table(path / "config.json")
@@ -203,7 +194,6 @@ def _parsed(table: Mapping[str, Any], *, where: Path) -> DecoderConfig:
 
 
 def _refuse_unsupported(table: Mapping[str, Any], where: Path) -> None:
-    """Raise ModelError for the first unsupported setting that would change the result."""
     layers, window = int(table["num_hidden_layers"]), table.get("sliding_window")
     if table["model_type"] != "mistral":  # the other types have a separate switch
         window = window if table.get("use_sliding_window", False) else None
@@ -222,10 +212,7 @@ def _refuse_unsupported(table: Mapping[str, Any], where: Path) -> None:
 
 
 def _rope_table(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return rotary settings from their current place (`rope_parameters`) or the old ones.
-
-    The old ones are `rope_theta` and `rope_scaling`.
-    """
+    """Return rotary settings from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`."""
     scaling = table.get("rope_parameters") or table.get("rope_scaling") or {}
     return {name: table[name] for name in ("rope_theta", "partial_rotary_factor") if table.get(name)} | dict(scaling)
 

@@ -1,8 +1,4 @@
-"""Readers of a model directory's files, which reject implausible JSON and weights that are not finite.
-
-A directory may come from an untrusted source. Reading any file takes bounded memory and ends in a table or a
-`ModelError`.
-"""
+"""Readers of a model directory's files, which may be untrusted; implausible JSON and weights are rejected."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ _SIZES: Final[Mapping[str, int]] = {
     "max_position_embeddings": 1 << 30,
     "n_positions": 1 << 30,
 }
-#: Sizes that may be null or 0, in which case they follow from the others.
+#: Sizes that may be null or 0; they then follow from the others.
 _MAY_BE_ABSENT: Final = frozenset(
     {
         "num_key_value_heads", "head_dim", "n_inner", "num_experts", "num_local_experts", "n_routed_experts",
@@ -39,11 +35,7 @@ _MAY_BE_ABSENT: Final = frozenset(
 
 
 def json_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        ModelError: the file cannot be read, is too large or nested too deeply, or holds something else.
-    """
+    """Return the JSON object in a file. Raises ModelError if there is none, or it is too large or too deep."""
     try:
         if file.stat().st_size > _LONGEST_JSON:
             raise ModelError(f"{file} has more than {_LONGEST_JSON >> 20} MiB, which no model needs; copy it again")
@@ -58,11 +50,7 @@ def json_object(file: Path) -> dict[str, Any]:
 
 
 def text_table(file: Path) -> dict[str, Any]:
-    """Return the configuration of the text model: all of config.json, or its `text_config`.
-
-    Raises:
-        ModelError: it cannot be read, or names an implausible size.
-    """
+    """Return the configuration of the text model. Raises ModelError if it is unreadable or has implausible sizes."""
     whole = json_object(file)
     text = whole.get("text_config") or whole
     if not isinstance(text, dict):
@@ -94,28 +82,22 @@ def foreign_failures(problem: str, remedy: str = "copy it again") -> Iterator[No
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its name, to embed in a sentence."""
+    """Return the first line of an error's message, or its class name, to embed in a sentence."""
     message = str(error).partition("\n")[0].strip().rstrip(".;")
     return message[:300] or type(error).__name__
 
 
-#: The bits of the exponent, by dtype; other dtypes, such as eight bits, are not checked.
+#: Bits of the exponent by dtype; values of other dtypes, such as eight bits, are not checked.
 _EXPONENTS: Final = {"float32": 0x7F80_0000, "bfloat16": 0x7F80, "float16": 0x7C00, "float64": 0x7FF0 << 48}
-#: The number of values checked at once, which fits a core's cache between the two maxima.
+#: Number of values checked at once; a block stays in a core's cache between the two maxima.
 _BLOCK: Final = 2**18
 
 
 def refuse_not_finite(path: Path, name: str, values: NDArray[Any], dtype: str) -> None:
-    """Check the values of a parameter of the directory `path` for NaN and infinity.
+    """Raise ModelError if the values of a parameter of the directory `path` contain NaN or infinity.
 
     A float is NaN or infinite if all bits of its exponent are set. Read as integers, such values are the largest of
     either sign, so two maxima find them at the speed of memory.
-
-    Args:
-        values: of any shape, with items of the size of `dtype`, given by its name in torch and NumPy.
-
-    Raises:
-        ModelError: a value is NaN or infinite.
     """
     exponent = _EXPONENTS.get(dtype)
     if exponent is None:

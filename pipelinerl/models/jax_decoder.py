@@ -1,16 +1,13 @@
 """The Llama family (Llama, Mistral, Qwen2, Qwen3) in plain JAX: pure functions of a mapping from names to arrays.
 
-Weights are read from a Hugging Face directory as sharded arrays, and written back, one parameter at a time. Each
-device's part is read separately, so the host never holds more than one part of one parameter, besides the page cache.
-
-Names and layouts are Hugging Face's, so nothing is renamed or transposed. A parameter of every layer is one array with
-a leading dimension of layers and a `*` in its name, over which `lax.scan` runs.
+Weights are read from a Hugging Face directory as sharded arrays, each device's part separately, and exported one
+parameter at a time. Names and layouts are Hugging Face's. A parameter of every layer is one array with a leading
+dimension of layers and a `*` in its name, over which `lax.scan` runs.
 
     weights["model.layers.*.self_attn.q_proj.weight"]      [L, H·d, D]
 
-Training and decoding differ in how attention sees other tokens and where weights are stored. Both are arguments of
-`hidden_states`: `attend` takes a layer's queries, keys, values and state (a cache, or nothing), `fetch` takes a layer's
-weights before they are used (cast, gathered from shards). Everything else is shared.
+Training and decoding differ only in the arguments `attend` and `fetch` of `hidden_states`. `attend` takes a layer's
+queries, keys, values and state (a cache, or nothing); `fetch` casts a layer's weights or gathers them from shards.
 
 Letters in shapes: … any leading dimensions, D hidden size, H heads, K key-value heads, d head size, L layers, V tokens.
 """
@@ -47,10 +44,10 @@ from pipelinerl.models.decoder_config import (
 )
 from pipelinerl.models.directory_files import refuse_not_finite
 
-#: Arrays by name; those of one layer without the prefix `model.layers.*.`.
+#: Arrays by name; within one layer, names lack the prefix `model.layers.*.`.
 Weights = Mapping[str, Array]
 State = TypeVar("State")
-#: (query […, H, d], key […, K, d], value […, K, d], state of the layer) → (attended […, H, d], new state).
+#: Function (query […, H, d], key […, K, d], value […, K, d], layer's state) → (attended […, H, d], new state).
 Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
 Fetch = Callable[[dict[str, Array]], dict[str, Array]]
 
@@ -72,8 +69,8 @@ def hidden_states(
         weights: every parameter of `config.parameters`.
         token_ids, positions: i32 […].
         attend: computes attention alone, after projection and rotation.
-        state: a pytree whose arrays have a leading dimension L; each layer takes its slice and returns it changed.
-        fetch: applied to a layer's weights inside the loop, and to the others where they are used.
+        state: a pytree whose arrays have a leading dimension L; each layer receives its slice and returns a new one.
+        fetch: applied to a layer's weights inside the loop, and to other weights where they are used.
         wrap: applied to the function of one layer, for rematerialisation.
 
     Returns:
@@ -106,7 +103,7 @@ def embed(weights: Weights, token_ids: Array, *, fetch: Fetch = lambda layer: la
 
 
 def output_embedding(weights: Weights, *, fetch: Fetch = lambda layer: layer) -> Array:
-    """Return the output layer's weight [V, D], which is the input embedding's if they are tied."""
+    """Return the output layer's weight [V, D], which is the input embedding's if the model ties them."""
     name = HEAD if HEAD in weights else EMBEDDING
     return fetch({name: weights[name]})[name]
 
@@ -131,7 +128,7 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def linear(layer: Weights, name: str, x: Array) -> Array:
-    """Return x […, in] · weightᵀ + bias, if there is one: […, out]."""
+    """Return x […, in] · weightᵀ + bias, if the layer has one: […, out]."""
     weight = layer[f"{name}.weight"]
     y = jnp.einsum("...i,oi->...o", x, weight)
     bias = layer.get(f"{name}.bias")
@@ -160,14 +157,11 @@ def gated_mlp(layer: Weights, h: Array) -> Array:
 
 
 def grouped_attention(query: Array, key: Array, value: Array, visible: Array) -> Array:
-    """Return softmax(q·kᵀ / √d)·v, in which each key-value head serves H / K query heads; softmax in fp32.
+    """Return softmax(q·kᵀ / √d)·v [B, Q, H, d]; each key-value head serves H / K query heads; softmax in fp32.
 
     Args:
         query: [B, Q, H, d]; key, value: [B, T, K, d].
         visible: bool, broadcast to [B, Q, T]; every query must see at least one position.
-
-    Returns:
-        [B, Q, H, d].
     """
     batch, rows, heads, width = query.shape
     grouped = query.reshape(batch, rows, key.shape[2], heads // key.shape[2], width)
@@ -177,15 +171,12 @@ def grouped_attention(query: Array, key: Array, value: Array, visible: Array) ->
     return jnp.einsum("bkgqt,btkd->bqkgd", shares, value).reshape(query.shape)
 
 
-#: JAX knows both names, of which the second is older, and rejects both at once.
+#: JAX's two names for one setting; the second is older, and setting both is an error.
 _VARIABLES: Final = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def bound_memory(share: float | None) -> None:
-    """Limit this process to `share` of each GPU; None leaves JAX's default, three quarters.
-
-    Must be called before the first look for devices; JAX ignores later changes.
-    """
+    """Limit this process to `share` of each GPU (None: JAX's three quarters); call it before JAX looks for devices."""
     if share is not None and not any(name in os.environ for name in _VARIABLES):
         os.environ[_VARIABLES[0]] = f"{share:g}"
 
@@ -193,19 +184,14 @@ def bound_memory(share: float | None) -> None:
 Storage = Callable[[Parameter], Sharding]
 
 _PREFIX: Final = "model."
-#: Parameters of a value model's head, and their names in its file.
+#: Parameters of a value model's head, with their names in its file.
 _VALUE_HEAD: Final = {VALUE_WEIGHT: "weight", VALUE_BIAS: "bias"}
 
 
 def load_weights(path: Path, config: DecoderConfig, *, place: Storage, dtype: Any = np.float32) -> dict[str, jax.Array]:
-    """Load every parameter, stacked over layers and divided by `place`.
+    """Load every parameter, stacked over layers, in `dtype`; `place` returns the sharding of `stacked_shape`.
 
-    Args:
-        path: a directory with `*.safetensors`, whole or in shards.
-        place: the sharding of `parameter.stacked_shape`.
-        dtype: of the arrays; the files' own is converted.
-
-    A value model's head comes from a separate file; without it the head is zero, and so is every value.
+    A value model's head has a separate file; without that file the head is 0, and so is every value.
 
     Raises:
         ModelError: a file is damaged, or a tensor is missing, misshapen, unknown to the decoder or not finite.
@@ -228,11 +214,7 @@ def load_weights(path: Path, config: DecoderConfig, *, place: Storage, dtype: An
 def export_weight(
     weights: Mapping[str, jax.Array], parameter: Parameter, layer: int | None, *, dtype: Any
 ) -> jax.Array:
-    """Return a parameter (of `layer`, if stacked) in `dtype`, whole on every device.
-
-    Each device holds only one whole parameter at a time. With devices of several processes, every process must call
-    this, because gathering is collective.
-    """
+    """Return a parameter (of `layer`, if stacked) in `dtype`, whole on every device; every process must call this."""
     array = weights[parameter.name]
     sharding = array.sharding
     everywhere = NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else sharding
@@ -242,11 +224,11 @@ def export_weight(
 def place_weights(
     config: DecoderConfig, read: Callable[[str], NDArray[np.uint8]], *, like: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Return weights from host bytes in `config.dtype`, stacked and placed like `like`: the inverse of gathering.
+    """Return weights from host bytes in `config.dtype`, stacked, with the dtype and sharding of `like`.
 
-    Each device gets its own part. Dtype and sharding are those of `like`, so programs compiled for it can be reused.
-    `read` returns a parameter's bytes by its name in a layer. It is called once for each name, always in the same
-    order. The host holds one such parameter, besides the parts of its own devices.
+    Programs compiled for `like` can be reused. `read` returns a parameter's bytes by its name in a layer and is called
+    once for each name, in a fixed order. The host holds one whole parameter at a time, and the parts of its own
+    devices.
     """
     dtype = jax.numpy.dtype(config.dtype)
 
@@ -269,7 +251,7 @@ def place_weights(
 
 
 def _key(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
-    """Return a part's place as a key, because Python 3.11 cannot hash slices."""
+    """Return a part's index as a key, because Python 3.11 cannot hash slices."""
     return tuple((part.start, part.stop) for part in index)
 
 
@@ -284,13 +266,11 @@ def export_order(config: DecoderConfig) -> Iterator[tuple[Parameter, int | None]
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
 def _gathered(array: jax.Array, layer: int, stacked: bool, dtype: np.dtype[Any], everywhere: Sharding) -> jax.Array:
-    """Return one layer's parameter, or an unstacked one, in `dtype` on every device."""
     one = lax.dynamic_index_in_dim(array, layer, keepdims=False) if stacked else array
     return lax.with_sharding_constraint(one.astype(dtype), everywhere)
 
 
 def _value_head(path: Path, config: DecoderConfig, place: Storage, dtype: np.dtype[Any]) -> dict[str, jax.Array]:
-    """Return the parameters of a value model's head; none for a language model."""
     heads = [parameter for parameter in config.parameters if parameter.name in _VALUE_HEAD]
     file = path / VALUE_HEAD_FILE
     saved = load_file(file) if heads and file.is_file() else {}
@@ -304,7 +284,7 @@ def _value_head(path: Path, config: DecoderConfig, place: Storage, dtype: np.dty
 
 
 def _whole_name(name: str) -> str:
-    """Return a tensor's name in a language model; files of value models leave out the prefix `model.`."""
+    """Return a tensor's name in a language model; files of value models omit the prefix `model.`."""
     return name if name == HEAD or name.startswith(_PREFIX) else _PREFIX + name
 
 
@@ -327,7 +307,6 @@ def _check(tensors: Mapping[str, Any], trunk: Sequence[Parameter], config: Decod
 def _divided(
     path: Path, parameter: Parameter, sharding: Sharding, tensors: Mapping[str, Any], dtype: np.dtype[Any]
 ) -> jax.Array:
-    """Read and place each device's part."""
     shape = parameter.stacked_shape
 
     def part(index: tuple[slice, ...]) -> np.ndarray[Any, Any]:

@@ -1,7 +1,6 @@
 """`ModelShape`: the sizes of a language model from its directory alone, without its weights and without torch.
 
-Shapes come from the headers of the safetensors files, a few kilobytes each. If a directory has only config.json, they
-come from the table of a Llama-family decoder. A model of 70 billion parameters takes milliseconds.
+Shapes come from the headers of the safetensors files, or without these from the table of a Llama-family decoder.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from pipelinerl.models.directory_files import json_object, text_table
 from trainer_contract.types import RoutingShape, WeightDType
 
 _HEAD: Final = "lm_head.weight"
-#: Last names of embedding modules, in the supported families.
+#: Last names of embedding modules in the supported families.
 _EMBEDDINGS: Final = frozenset({"embed_tokens", "wte", "wpe", "embed_positions", "embed_in"})
-#: Names that come right before the number of a layer in parameter names.
+#: Names right before a layer's number in parameter names.
 _LAYERS: Final = frozenset({"layers", "h", "block", "blocks"})
 
 BYTES: Final[Mapping[WeightDType, int]] = {
@@ -34,7 +33,7 @@ BYTES: Final[Mapping[WeightDType, int]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of a model; `parameters` are shapes by name, with tied ones once."""
+    """Sizes of a model; `parameters` has the shape of each parameter by name, tied ones once."""
 
     parameters: Mapping[str, tuple[int, ...]]
     dtype: WeightDType
@@ -58,7 +57,7 @@ class ModelShape:
 
     @property
     def linear(self) -> Mapping[str, tuple[int, ...]]:
-        """The matrices inside the layers."""
+        """The weight matrices inside the layers, as shapes by name."""
         return {name: shape for name, shape in self.parameters.items() if len(shape) == 2 and _is_inner(name)}
 
     @property
@@ -78,7 +77,7 @@ class ModelShape:
 
     @property
     def products(self) -> int:
-        """The number of parameters of linear layers, including an output layer that is not tied."""
+        """The number of parameters of linear layers, and of the output layer unless it is tied."""
         outer = [shape for name, shape in self.parameters.items() if name.endswith(_HEAD)]
         return sum(map(math.prod, [*self.linear.values(), *outer]))
 
@@ -98,16 +97,12 @@ class ModelShape:
         return any("c_attn" in name or "qkv" in name for name in self.parameters)
 
     def adapted(self, targets: Collection[str] | None) -> list[tuple[int, ...]]:
-        """Return shapes of the matrices that LoRA adapts: those with these last names, or all inside the layers."""
+        """Return the shapes of matrices that LoRA adapts: those with these last names, or all inside the layers."""
         return [shape for name, shape in self.linear.items() if targets is None or _module(name) in targets]
 
 
 def read_shape(path: Path) -> ModelShape:
-    """Return the shape of the model directory `path`.
-
-    Raises:
-        ModelError: its configuration or a header cannot be read or is incomplete.
-    """
+    """Return the shape of the model in the directory `path`. Raises ModelError if its files are unreadable."""
     try:
         table, text = json_object(path / "config.json"), text_table(path / "config.json")
         hidden, heads = _first(text, "hidden_size", "n_embd"), _first(text, "num_attention_heads", "n_head")
@@ -138,7 +133,7 @@ def _parameters(path: Path, *, tied: bool) -> dict[str, tuple[int, ...]]:
 
 
 def _mlp_width(text: Mapping[str, Any], hidden: int) -> int:
-    """Return the width of the MLP for one token; for a mixture, the sum over its active experts."""
+    """Return the width of the MLP for one token; in a mixture of experts, summed over the active experts."""
     one, count = text.get("moe_intermediate_size"), text.get("num_experts_per_tok")
     if one and count:
         return int(one) * int(count) + int(text.get("shared_expert_intermediate_size") or 0)
@@ -159,24 +154,17 @@ def _is_inner(name: str) -> bool:
 
 #: Model types whose routing the torch engine records and the torch trainer replays (`torch_routers`).
 REPLAYED: Final = frozenset({"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
-#: A matrix of one expert in a model's files; Mixtral numbers them.
+#: Name of one expert's matrix in a model's files; Mixtral calls the matrices w1, w2 and w3.
 _OF_EXPERT: Final = re.compile(
     r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight"
 )
 _DOWN: Final = ("down_proj", "w2")
-#: Names of the number of experts per layer in configurations.
+#: Names in configurations for the number of experts per layer.
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def mixture_of(path: Path) -> RoutingShape | None:
-    """Return the routers of the model in a directory, by its config.json; None for a model without expert layers.
-
-    A layer's router chooses `top_k` experts for each token. The trainer can replay a sampler's choice only if it knows
-    the router's arithmetic: a softmax over all experts, of which the chosen ones keep their weights.
-
-    Raises:
-        ModelError: the configuration cannot be read or is incomplete.
-    """
+    """Return the routing sizes in a model's config.json; None without experts. Raises ModelError if unreadable."""
     where = path / "config.json"
     try:
         text = text_table(where)
@@ -190,11 +178,7 @@ def mixture_of(path: Path) -> RoutingShape | None:
 
 
 def replayed_routing(path: Path) -> RoutingShape:
-    """Return the routers of a model whose choice can be recorded and replayed.
-
-    Raises:
-        ModelError: the model has no routers, or unsupported ones.
-    """
+    """Return the routing sizes of a model. Raises ModelError if its expert choices cannot be recorded and replayed."""
     shape, kind = mixture_of(path), model_type(path)
     if shape is None:
         raise ModelError(f"the model in {path}, of type {kind!r}, has no experts whose routing could be replayed")
@@ -206,7 +190,7 @@ def replayed_routing(path: Path) -> RoutingShape:
 
 
 def fused_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Convert a directory's shapes by name to those of a loaded model, in which a layer's experts are two parameters.
+    """Convert a directory's shapes by name to those of the loaded model, in which a layer's experts are two parameters.
 
     Files name each expert's matrices, `….experts.3.gate_proj.weight`. The loaded parameters, which are trained,
     gathered and sent, are `gate_up_proj` [experts, 2 · width, hidden] and `down_proj` [experts, hidden, width].
@@ -225,7 +209,7 @@ def fused_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int,
 
 
 def _layers(text: Mapping[str, Any]) -> int:
-    """Return the number of layers with experts; other layers have one MLP for all tokens."""
+    """Return the number of layers with experts."""
     kinds = text.get("mlp_layer_types")
     if kinds is not None:
         return sum(kind == "sparse" for kind in kinds)

@@ -1,13 +1,11 @@
-"""Tiny decoders built from scratch: random ones for tests and benchmarks, and the warm start of the demonstration's.
+"""Tiny decoders built from scratch: random ones for tests and benchmarks, and a warm start for demonstrations.
 
-They are ordinary Qwen3 checkpoints with an ordinary fast tokenizer, so code that runs them also runs real models.
-Building uses no network and writes no files unless requested; the same seed gives the same weights.
+They are ordinary Qwen3 checkpoints with an ordinary fast tokenizer, so code that runs them also runs real models. The
+same seed gives the same weights.
 
-In a supervised warm start, demonstrations teach a tiny decoder part of a task, and RL does the rest. `warm_start`
-checks the greedy accuracy on a whole mixture, which suits tasks with one right answer. `warm_start_domains` checks the
-reward of sampled answers, domain by domain. A domain whose reward is high enough is only rehearsed while others catch
-up, so that every domain begins RL with room to improve. Demonstrations are correct and come from the training split.
-The result is accepted by the validation split alone; held-out problems are never used.
+A supervised warm start teaches a tiny decoder part of a task, and leaves the rest to RL. `warm_start` checks greedy
+accuracy on a whole mixture. `warm_start_domains` checks the reward of sampled answers by domain; a domain with a
+sufficient reward is only rehearsed until the others catch up. Held-out problems are never used.
 """
 
 from __future__ import annotations
@@ -113,10 +111,7 @@ def random_decoder(shape: DecoderShape | DebugSize, *, seed: int = 0) -> PreTrai
 
 
 def word_tokenizer(texts: Iterable[str], *, vocab: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE with `vocab` tokens on `texts`, one token per digit, with the same chat template.
-
-    Every text survives encoding and decoding exactly. The same texts give the same tokens.
-    """
+    """Train a byte-level BPE of `vocab` tokens on `texts`, one token per digit; it encodes every text exactly."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -140,10 +135,9 @@ def word_tokenizer(texts: Iterable[str], *, vocab: int) -> PreTrainedTokenizerFa
 
 
 def char_tokenizer(*, phrases: Sequence[str] = (), alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with a token for each character of `alphabet`, each of `phrases`, and each role.
+    """Return a tokenizer with a token for each role, then each character of `alphabet`, then each of `phrases`.
 
-    Text over the alphabet survives encoding and decoding exactly; other characters become `<|unk|>`. Token ids: the
-    special tokens first, then the alphabet, then the phrases.
+    Text over the alphabet is decoded exactly; other characters become `<|unk|>`.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -162,21 +156,20 @@ def char_tokenizer(*, phrases: Sequence[str] = (), alphabet: str = ALPHABET) -> 
 
 
 _IGNORED = -100
-#: The number of demonstrations, of which the longest determines a domain's batch size.
+#: Number of demonstrations that are measured to choose a domain's batch size.
 _MEASURED = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartSettings:
-    """Settings of the warm start and its end.
+    """Settings of `warm_start`.
 
     Attributes:
         training_problem, validation_problem: problem i of the training and of the validation split.
         shape: of the decoder; its `vocab` must hold the tokenizer's.
-        accuracy: stop at the first check inside [low, high] of greedy validation accuracy; above `high` is a failure,
-            since RL would have too little left to do.
-        demonstration_temperature: demonstrations are fitted as samples at this temperature, so that at temperature 1
-            the model is decisive. At 1 the partly trained model would sample far worse than its greedy answers.
+        accuracy: [low, high] of greedy validation accuracy. Training stops at the first check inside; above `high` is a
+            failure, since RL would have too little left to do.
+        demonstration_temperature: divides the logits in the loss, which makes the model decisive at temperature 1.
         check_every: optimizer steps between two checks.
     """
 
@@ -220,11 +213,7 @@ class WarmStartReport:
 def warm_start(
     settings: WarmStartSettings, on_progress: Callable[[WarmStartProgress], None] = lambda _: None
 ) -> WarmStartReport:
-    """Fit demonstrations until the validation accuracy is inside the band.
-
-    Raises:
-        ModelError: the band was missed; the message says how, and what to change.
-    """
+    """Fit demonstrations until the validation accuracy is inside [low, high]. Raises ModelError if that fails."""
     import torch
 
     began = time.monotonic()
@@ -303,7 +292,7 @@ def _step(
     *,
     temperature: float,
 ) -> float:
-    """Run one optimizer step; return the weighted mean over the batches of the mean loss per answer token."""
+    """Run one optimizer step; return the mean loss per answer token, averaged over batches by weight."""
     import torch
 
     optimizer.zero_grad()
@@ -319,10 +308,9 @@ def _step(
 
 
 def accuracies(model: PreTrainedModel, batch: Demonstrations) -> tuple[float, float]:
-    """Return the greedy accuracy and the expected accuracy of samples at temperature 1; only exact answers count.
+    """Return greedy accuracy and expected accuracy at temperature 1, on exact answers, without generation.
 
-    No generation is needed: greedy decoding yields the answer if and only if each of its tokens is the likeliest after
-    the tokens before it.
+    Greedy decoding yields an answer if and only if each of its tokens is the likeliest after the tokens before it.
     """
     import torch
 
@@ -337,16 +325,15 @@ def accuracies(model: PreTrainedModel, batch: Demonstrations) -> tuple[float, fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainWarmStartSettings:
-    """Settings of the warm start by domain, and its end.
+    """Settings of `warm_start_domains`.
 
     Attributes:
-        demonstrations: problem i of each domain's training split, by its name.
-        rewards: returns the mean reward by domain of answers sampled to validation problems at temperature 1.
+        demonstrations: problem i of each domain's training split, by the domain's name.
+        rewards: returns each domain's mean reward of sampled answers to validation problems at temperature 1.
         reward: (low, high). A domain whose reward is `low` or more is only rehearsed; above `high` is a failure, since
             RL would have too little left to do.
-        tokens: approximate tokens per step of each domain: short problems are shown more often than long ones.
-        rehearsal: share of tokens, and weight in the loss, of a domain whose reward is high enough. Without rehearsal
-            it would be forgotten within tens of steps.
+        tokens: approximate tokens per step of each domain.
+        rehearsal: share of tokens, and weight in the loss, of a rehearsed domain, which would otherwise be forgotten.
         check_every: optimizer steps between two checks.
     """
 
@@ -366,7 +353,7 @@ class DomainWarmStartSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainProgress:
-    """One check: reward of sampled answers and demonstrations shown so far, by domain; mean loss per token in nats."""
+    """One check: reward of sampled answers and demonstrations so far, by domain; mean loss per token in nats."""
 
     step: int
     rewards: Mapping[str, float]
@@ -377,10 +364,9 @@ class DomainProgress:
 def warm_start_domains(
     settings: DomainWarmStartSettings, on_progress: Callable[[DomainProgress], None] = lambda _: None
 ) -> tuple[PreTrainedModel, DomainProgress]:
-    """Fit demonstrations until each domain's reward is inside the band; return the model and the last check.
+    """Fit demonstrations until each domain's reward is inside [low, high]; return the model and the last check.
 
-    Raises:
-        ModelError: the band was missed; the message names the rewards by domain, and what to change.
+    Raises ModelError if a reward is outside at the end.
     """
     import torch
 
@@ -419,7 +405,6 @@ def warm_start_domains(
 
 
 def _batch_size(problem: Callable[[int], Problem], settings: DomainWarmStartSettings) -> int:
-    """Return the number of a domain's demonstrations that fill about `settings.tokens` tokens."""
     rows = _batch([problem(i) for i in range(_MEASURED)], settings.tokenizer).token_ids
     return max(1, settings.tokens // rows.shape[1])
 

@@ -1,9 +1,8 @@
 """`ChatTokenizer`: the tokenizer of a model directory, with its chat template. Read from disk, never from the network.
 
-All conversion of text to tokens happens here. A template may write control tokens and contents may not
-(`control_tokens`). A chat that spells no control token is encoded as by the tokenizer's own `apply_chat_template`.
-Decoding is exact: special tokens are shown, and nothing is cleaned up. The incremental detokenizer emits whole
-characters only, and its output adds up to the text decoded at once.
+Templates may write control tokens, contents may not (`control_tokens`). A chat whose contents spell no control token is
+encoded as by the tokenizer's own `apply_chat_template`. Decoding is exact: special tokens and spaces are kept, and the
+incremental detokenizer's output adds up to the text decoded at once.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-#: The decoder's output for bytes that do not (yet) form a character.
+#: The decoder's output for bytes that do not form a character (yet).
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-#: More tokens than any character has bytes; after as many undecided tokens, the bytes are shown as they are.
+#: More than the bytes of any character; after this number of undecided tokens, the bytes are emitted as they are.
 _MAX_UNDECIDED = 16
-#: Model types whose tokenizer is loaded with the class named in tokenizer_config.json. `AutoTokenizer` would load the
-#: same class, but costs each process two seconds of CPU time and imports torch. Other types use `AutoTokenizer`,
-#: because their tokenizer_config.json may name a class that does not fit.
+#: Model types whose tokenizer is loaded with the class that tokenizer_config.json names. `AutoTokenizer` would load the
+#: same class, but takes two seconds of CPU time in each process and imports torch. Other types need `AutoTokenizer`,
+#: because their tokenizer_config.json may name a wrong class.
 _TAKEN_AT_THEIR_WORD: Final = frozenset({"bigram", "gpt2", "llama", "qwen3", "qwen3_moe"})
-#: Text outside most vocabularies: a tokenizer must have a token for unknown characters.
+#: Text outside most vocabularies, which tests that a tokenizer has a token for unknown characters.
 _UNUSUAL: Final = "a\U000f0000\u0378"
 _MOST_TOKENS: Final = 1 << 24
 _PLAIN_CLASSES: Final = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 _NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
-#: Exceptions from templates that receive a message of an unexpected shape.
+#: Exceptions that templates raise for a message of an unexpected shape.
 FAILURES: Final = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 _WITHOUT_TEMPLATE: Final = (
     "{} has no chat template, as a base model may; write one into chat_template.jinja of its directory, such as "
@@ -78,11 +77,7 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, path: Path) -> ChatTokenizer:
-        """Read the tokenizer files of the directory `path`.
-
-        Raises:
-            ModelError: the directory or its tokenizer is missing or damaged, or it names no end-of-turn token.
-        """
+        """Read the tokenizer of a directory. Raises ModelError if it is unusable or names no end-of-turn token."""
         if not (path / "tokenizer.json").is_file():
             raise ModelError(
                 f"expected a tokenizer.json in the model directory {path}, found none; give a local Hugging Face model "
@@ -104,7 +99,7 @@ class ChatTokenizer:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """The tokens that end a sample: those of generation_config.json or config.json, and of the tokenizer."""
+        """The tokens that end a sample: those of generation_config.json or config.json, and the tokenizer's."""
         return self._eos_token_ids
 
     @property
@@ -120,15 +115,12 @@ class ChatTokenizer:
     ) -> list[int]:
         """Return token ids of the rendered conversation, with the opening of the assistant's turn.
 
-        A control token that a message or a tool spells becomes plain text.
-
-        Args:
-            template_kwargs: other names that the template may look up.
-            tools: functions that the template describes to the model.
+        Control tokens that messages or tools spell become plain text. `template_kwargs` are other names for the
+        template.
 
         Raises:
-            ModelError: the model has no chat template, the template rejects the messages, the template's changes to a
-                spelling cannot be followed, or a name is not allowed in `template_kwargs`.
+            ModelError: the model has no chat template, the template rejects the messages or changes a spelling in a way
+                that cannot be tracked, or a name is not allowed in `template_kwargs`.
             UnshownFieldError: the template does not use the tools, or a field of a message.
         """
         turns = [self._turn(row, message) for row, message in enumerate(messages)]
@@ -145,10 +137,10 @@ class ChatTokenizer:
         template_kwargs: Mapping[str, Any] = _NO_KWARGS,
         tools: Sequence[ToolDefinition] = (),
     ) -> list[int]:
-        """Return token ids of a conversation whose tokens up to the answer `messages[first_new - 1]` are `token_ids`.
+        """Return token ids of a conversation, reusing `token_ids` up to the answer `messages[first_new - 1]`.
 
-        `token_ids` come first, followed by the tokens that the template writes after an answer (`conversation_tail`).
-        If the template does not append, the result is that of `encode_chat`. Raises as `encode_chat`.
+        The tokens that the template writes after an answer follow (`ConversationTail`). If they cannot be separated,
+        the result is that of `encode_chat`. Raises as `encode_chat`.
         """
         turns = [self._turn(row, message) for row, message in enumerate(messages)]
         chat = Chat(turns=turns, tools=[tool.for_template() for tool in tools], also=template_kwargs)
@@ -164,16 +156,16 @@ class ChatTokenizer:
 
     @property
     def call_format(self) -> CallFormat | None:
-        """The format of the calls that the chat template writes; None for no calls or an unknown format."""
+        """The format of tool calls in the chat template; None if it has none or an unknown one."""
         return format_of(self._template_source)
 
     def parse_answer(self, text: str, tools: Sequence[ToolDefinition], *, key: bytes) -> ParsedAnswer:
-        """Return an answer's text and its calls of `tools`, in this template's format; ids are derived from `key`."""
+        """Return an answer's text and its calls of `tools`, in this template's format; call ids depend on `key`."""
         form = self.call_format
         return ParsedAnswer(text) if form is None else parsed(text, form, tools, key=key)
 
     def _turn(self, row: int, message: ChatTurn) -> Turn:
-        """Return a message in the template's form. A developer becomes the system role if the template has none."""
+        """Return a message in the template's form; `developer` becomes `system` if the template lacks that role."""
         turn: Turn = {"role": message.role, "content": message.content}
         if message.role == "developer" and "developer" not in self._template_source:
             turn["role"] = "system"
@@ -201,7 +193,6 @@ class ChatTokenizer:
 
     @cached_property
     def _template_source(self) -> str:
-        """The source of the chat template, or of all of them; empty if there is none."""
         template: Any = self._tokenizer.chat_template
         sources = list(template.values()) if isinstance(template, dict) else [template or ""]
         if not all(isinstance(source, str) for source in sources):
@@ -209,25 +200,17 @@ class ChatTokenizer:
         return "\n".join(sources)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return token ids of `text` as a whole prompt, after the tokenizer's beginning-of-text token, if any.
-
-        Raises:
-            ModelError: the text spells a control token and has no plain form.
-        """
+        """Return token ids of `text` as a whole prompt, after a beginning-of-text token, if any. Raises as `encode`."""
         special: list[int] = self._tokenizer.backend_tokenizer.encode("", add_special_tokens=True).ids
         return [token_id for token_id in special if token_id not in self._eos_token_ids] + self.encode(text)
 
     def encode(self, text: str) -> list[int]:
-        """Return token ids of `text` as the assistant's content, without structural control tokens.
-
-        Raises:
-            ModelError: the text spells one and has no plain form.
-        """
+        """Return token ids of `text` as an assistant's content. Raises ModelError if it needs a control token."""
         return self._contents.encode_content(text, role="assistant")
 
     @cached_property
     def _contents(self) -> ContentGuard:
-        """The content guard, built on first use because it renders the template."""
+        """Build the content guard on first use, because that renders the template."""
         tokenizer = self._tokenizer
         backend = tokenizer.backend_tokenizer
         backend.no_truncation()
@@ -242,7 +225,6 @@ class ChatTokenizer:
         )
 
     def _render(self, chat: Chat, opens: bool) -> str:
-        """Render a chat; `opens` adds the opening of the assistant's turn."""
         from jinja2 import TemplateError
 
         tokenizer, template_kwargs, tools = self._tokenizer, chat.also, list(chat.tools) or None
@@ -268,7 +250,6 @@ class ChatTokenizer:
 
     @cached_property
     def _not_for_templates(self) -> frozenset[str]:
-        """Names that `apply_chat_template` takes as arguments, or sets for templates itself."""
         signature = inspect.signature(self._whole.apply_chat_template)
         return frozenset({*signature.parameters, *self._whole.special_tokens_map, "messages"})
 
@@ -289,13 +270,13 @@ class ChatTokenizer:
         return IncrementalDetokenizer(self)
 
     def save(self, path: Path) -> None:
-        """Write the tokenizer files into the existing directory `path`, chat template in tokenizer_config.json."""
+        """Write the tokenizer files into the existing directory `path`, with the template in tokenizer_config.json."""
         self._whole.save_pretrained(str(path), save_jinja_files=False)
 
 
 @final
 class IncrementalDetokenizer:
-    """Converter of the tokens of one sample to text, as they arrive.
+    """Converter of one sample's tokens to text, token by token.
 
     A window of tokens is decoded twice, without and with the newest; the difference is the new text. The window begins
     one emission back, since some decoders treat the first token specially, and ends once a character is whole.
@@ -319,7 +300,7 @@ class IncrementalDetokenizer:
         return self._emit(text)
 
     def flush(self) -> str:
-        """Return the text still held back; bytes that form no character become U+FFFD."""
+        """Return the text not emitted yet; bytes that form no character become U+FFFD."""
         if self._read == len(self._window):
             return ""
         return self._emit(self._tokenizer.decode(self._window))
@@ -333,11 +314,7 @@ class IncrementalDetokenizer:
 
 
 def check_chat_template(path: Path) -> None:
-    """Raise unless the directory has a chat template. Cheap: it checks names only, where transformers looks.
-
-    Raises:
-        ModelError: there is no template, or its tokenizer_config.json is damaged.
-    """
+    """Raise ModelError if the directory has no chat template where transformers looks, or a damaged configuration."""
     declared = _named(path / "tokenizer_config.json", "chat_template")
     if declared is not None and not isinstance(declared, str | list | dict):
         raise ModelError(
@@ -352,7 +329,7 @@ def check_chat_template(path: Path) -> None:
 
 
 def decoder_of(path: Path) -> Callable[[Sequence[int]], str]:
-    """Return a decoder by the tokenizer of `path`, read at the first call; without one, it prints the ids."""
+    """Return a decoder by the tokenizer of `path`, loaded on first call; if that fails, it prints the ids."""
 
     @cache
     def decode() -> Callable[[Sequence[int]], str]:
@@ -378,13 +355,11 @@ def _read_whole(path: Path) -> PreTrainedTokenizerFast:
 
 
 def _is_plain(path: Path) -> bool:
-    """Return whether the class and model type named in the files are those that `PreTrainedTokenizerFast` reads."""
     plain = _named(path / "tokenizer_config.json", "tokenizer_class") in _PLAIN_CLASSES
     return plain and _named(path / "config.json", "model_type") in _TAKEN_AT_THEIR_WORD
 
 
 def _reader(path: Path) -> Any:
-    """Return the class of transformers that reads the tokenizer of `path`."""
     if _is_plain(path):
         from transformers import PreTrainedTokenizerFast
 
@@ -395,16 +370,10 @@ def _reader(path: Path) -> Any:
 
 
 def _named(file: Path, name: str) -> Any:
-    """Return the entry `name` of the JSON object in `file`; None without a file or entry.
-
-    Raises:
-        ModelError: the file holds no JSON object.
-    """
     return json_object(file).get(name) if file.is_file() else None
 
 
 def _declared_eos(path: Path) -> set[int]:
-    """Return `eos_token_id` of generation_config.json, else of config.json; it may be absent, one id or a list."""
     for name in ("generation_config.json", "config.json"):
         declared = _named(path / name, "eos_token_id")
         if declared is None:
@@ -416,26 +385,21 @@ def _declared_eos(path: Path) -> set[int]:
     return set()
 
 
-#: Suffix of the tokenizer_config.json entries, such as `bos_token`, that templates may use.
+#: Suffix of entries in tokenizer_config.json that templates may use, such as `bos_token`.
 _TOKEN: Final = "_token"
 
 
 def refuse_unrenderable(path: Path, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> None:
-    """Render the conversation by the template of the directory `path`, with the opening of the assistant's turn.
+    """Raise ModelError if the template of the directory `path` cannot render the conversation, or is damaged.
 
-    This takes milliseconds: the template is rendered as transformers renders it, with Jinja's sandbox and a few names,
-    but without importing that library. If rendering fails, or the directory has several templates, the tokenizer
-    decides.
-
-    Raises:
-        ModelError: the template fails, or one of its files is damaged.
+    Jinja's sandbox renders it in milliseconds, without transformers; if that fails, the tokenizer decides.
     """
     if not messages or not _renders(path, messages, template_kwargs):
         ChatTokenizer.load(path).encode_chat(messages, template_kwargs)
 
 
 def _renders(path: Path, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the template renders without the library; False leaves the decision to the tokenizer."""
+    """Return whether the template renders without transformers; after False, the tokenizer decides."""
     from jinja2 import TemplateError
 
     try:
@@ -454,14 +418,14 @@ def _renders(path: Path, messages: Sequence[Message], template_kwargs: Mapping[s
 
 # --- without transformers ---------------------------------------------------------------------------------------------
 #
-# Importing transformers takes most of a second of CPU time, and numpy and JAX engines need it for nothing else.
+# Importing transformers takes most of a second of CPU time; numpy and JAX engines need it only for the tokenizer.
 # `PlainTokenizer` reads tokenizer.json and the chat template. Ids, texts and renderings equal those of
-# `PreTrainedTokenizerFast`, to the character. A directory with settings beyond those that class itself writes is not
-# supported. Chats with non-text contents, and failures, are left to that class (`whole`), which is loaded on demand.
+# `PreTrainedTokenizerFast`, to the character. Directories with settings that this class does not write are not
+# supported. Chats with non-text contents, and failures, are left to that class (`whole`), loaded on demand.
 
-#: The tokens that have a name, in transformers' order.
+#: The tokens with a name in tokenizer_config.json, in transformers' order.
 _NAMED: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-#: Other entries of tokenizer_config.json, which do not affect ids, texts and renderings.
+#: Other entries of tokenizer_config.json, without effect on ids, texts and renderings.
 _WITHOUT_MEANING: Final = frozenset(
     {
         "backend", "chat_template", "clean_up_tokenization_spaces", "is_local", "local_files_only", "model_max_length",
@@ -470,7 +434,7 @@ _WITHOUT_MEANING: Final = frozenset(
 )  # fmt: skip
 #: Additional files in which older versions kept tokens, and a folder of templates by name.
 _MORE: Final = ("added_tokens.json", "special_tokens_map.json", "additional_chat_templates")
-#: Names that transformers gives templates in a form of its own.
+#: Names that mean something else in transformers' templates than in plain Jinja.
 _OF_ITS_OWN: Final = re.compile(r"\b(end)?generation\b|\bnamespace\b|\bdict\b")
 #: Larger vocabularies may be Mistral's, whose pre-tokenizer transformers repairs.
 _MOST_PLAIN_TOKENS: Final = 100_000
@@ -478,7 +442,7 @@ _MOST_PLAIN_TOKENS: Final = 100_000
 
 @final
 class PlainTokenizer:
-    """The part of `PreTrainedTokenizerFast` that `ChatTokenizer` uses."""
+    """The part of `PreTrainedTokenizerFast` that `ChatTokenizer` uses, without transformers."""
 
     def __init__(
         self,
@@ -545,7 +509,7 @@ class PlainTokenizer:
 
 
 def _plain(value: Any) -> Any:
-    """Return a plain string for a subclass of `str`; a template would print an enum member otherwise."""
+    """Return a plain `str` for a string, because a template would print an enum member by its name."""
     return str.__str__(value) if isinstance(value, str) else value
 
 
@@ -574,7 +538,7 @@ def read_plain(path: Path, read_whole: Callable[[], Any]) -> PlainTokenizer | No
 
 
 def compiled(template: str) -> Template:
-    """Compile a template as `transformers` does (`utils/chat_template_utils.py`), without its own extensions."""
+    """Compile a template as transformers does (`utils/chat_template_utils.py`), without its own extensions."""
     from jinja2 import TemplateError, ext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

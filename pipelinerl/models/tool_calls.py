@@ -4,7 +4,7 @@
     Qwen3 XML   <tool_call><function=f><parameter=a>1</parameter></function></tool_call>          Qwen3-Coder
     Llama JSON  {"name": "f", "parameters": {"a": 1}}, alone or after <|python_tag|>              Llama 3.1 to 3.3
 
-Calls that cannot be parsed stay text, so the agent sees what the model wrote.
+Calls that cannot be parsed stay in the text, where the agent can see them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _CALL: Final = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION: Final = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*\Z", re.DOTALL)
 _PARAMETER: Final = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _PYTHON_TAG: Final = "<|python_tag|>"
-#: The length of an id in letters and digits; Mistral's templates accept no other.
+#: Length of a call's id in letters and digits; Mistral's templates accept no other.
 _ID_LENGTH: Final = 9
 
 
 class CallFormat(StrEnum):
-    """Formats in which models write calls."""
+    """Formats in which models write tool calls."""
 
     HERMES = "hermes"
     QWEN3_XML = "qwen3_xml"
@@ -37,14 +37,14 @@ class CallFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """The text outside the calls, and the calls."""
+    """An answer's tool calls, and its text outside these calls."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()
 
 
 def format_of(template: str) -> CallFormat | None:
-    """Return the format of the calls that a chat template writes; None for no calls or an unknown format."""
+    """Return the format of tool calls in a chat template; None if it has none or an unknown one."""
     if "<function=" in template:
         return CallFormat.QWEN3_XML
     if "<tool_call>" in template:
@@ -53,9 +53,7 @@ def format_of(template: str) -> CallFormat | None:
 
 
 def parsed(text: str, form: CallFormat, tools: Sequence[ToolDefinition], *, key: bytes) -> ParsedAnswer:
-    """Parse the calls in an answer's text. The id of a call depends only on `key` and the call's position in the
-    answer.
-    """
+    """Parse the tool calls in an answer's text. A call's id depends only on `key` and its position in the answer."""
     if form is CallFormat.LLAMA_JSON:
         found = list(_llama_calls(text))
         return ParsedAnswer("" if found else text, _with_ids(found, key))
@@ -72,7 +70,7 @@ def parsed(text: str, form: CallFormat, tools: Sequence[ToolDefinition], *, key:
 
 
 def written(form: CallFormat, name: str, arguments: Mapping[str, str]) -> str:
-    """Return a call as a model writes it in this format."""
+    """Return a tool call as a model writes it in this format."""
     if form is CallFormat.QWEN3_XML:
         parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
         return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
@@ -109,7 +107,6 @@ def _llama_calls(text: str) -> Iterator[FunctionCall]:
 
 
 def _xml_reader(tools: Sequence[ToolDefinition]) -> Callable[[str], FunctionCall | None]:
-    """Return a parser of calls whose arguments have the types of the tools' schemas."""
     schemas = {tool.function.name: (tool.function.parameters or {}).get("properties", {}) for tool in tools}
 
     def read(text: str) -> FunctionCall | None:
@@ -124,7 +121,7 @@ def _xml_reader(tools: Sequence[ToolDefinition]) -> Callable[[str], FunctionCall
 
 
 def _typed(value: str, schema: Any) -> Any:
-    """Return a string if the schema requires one, otherwise the JSON value of the text, if it is JSON."""
+    """Return the text itself if the schema requires a string or the text is no JSON; otherwise its JSON value."""
     if isinstance(schema, Mapping) and schema.get("type") == "string":
         return value
     plain = _json(value)

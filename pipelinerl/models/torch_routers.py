@@ -1,12 +1,11 @@
-"""The routers of a mixture-of-experts model: an engine records their choice, and a trainer replays it.
+"""The routers of a mixture-of-experts model: an engine records their choices, and a trainer replays them.
 
-A sampler and a trainer that compute the same weights in different arithmetic round router logits differently. If two
-experts are nearly equal, they choose different ones, and the rest of the forward is then another function. In rollout
-routing replay (R3: Ma et al. 2025, arXiv 2510.11370), the trainer uses the sampler's choice. The weights of the chosen
-experts still come from the trainer's own router logits, so gradients reach the router as before.
+Router logits of sampler and trainer differ by rounding, so of two nearly equal experts they may choose different ones,
+and the rest of the forward pass diverges. In rollout routing replay (R3: Ma et al. 2025, arXiv 2510.11370), the trainer
+uses the sampler's choice. The weights of the chosen experts still come from the trainer's own router logits, so
+gradients reach the router.
 
-Supported are routers that take a softmax over all experts and then the k likeliest (Qwen2-MoE, Qwen3-MoE, OLMoE,
-Mixtral).
+Supported are routers that choose the k likeliest experts of a softmax over all (Qwen2-MoE, Qwen3-MoE, OLMoE, Mixtral).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch.nn.functional import linear
 
 from trainer_contract.types import Experts, RoutingShape
 
-#: For each class: True if the router rounds the weights of the chosen experts to the dtype of its logits.
+#: Router classes; True if the router rounds the weights of the chosen experts to the dtype of its logits.
 _ROUNDS: Final = {
     "MixtralTopKRouter": False,
     "OlmoeTopKRouter": True,
@@ -31,33 +30,33 @@ _ROUNDS: Final = {
 
 
 def routers_of(model: nn.Module) -> list[Any]:
-    """Return the supported routers, in the order of the layers."""
+    """Return the supported routers in the order of the layers."""
     return [module for module in model.modules() if type(module).__name__ in _ROUNDS]
 
 
 def shape_of(model: nn.Module) -> RoutingShape | None:
-    """Return the sizes of the supported routers; None without any."""
+    """Return the sizes of the supported routers; None if there are none."""
     routers = routers_of(model)
     return RoutingShape(len(routers), routers[0].num_experts, routers[0].top_k) if routers else None
 
 
 @final
 class TorchRouteLog:
-    """Log of the experts that the routers of an engine's model chose in its last forward, while `is_on`."""
+    """Log of the experts that an engine's routers chose in the last forward pass; it records while `is_on`."""
 
     def __init__(self, model: nn.Module, shape: RoutingShape) -> None:
         self.shape = shape
         self.is_on = False
         self.decoded: Experts = np.empty((0, shape.layers, shape.top_k), shape.dtype)
-        """The choices of the last decode step's rows [B, layers, top_k], for the token that each row was fed."""
+        """The choices of the last decode step [B, layers, top_k], for the input token of each row."""
         self.prefilled: list[Experts] = []
-        """The choices for each prompt of the last prefill [tokens, layers, top_k], in the given order."""
+        """The choices of the last prefill [tokens, layers, top_k], one array per prompt."""
         self._chosen: list[Tensor] = []
         for router in routers_of(model):
             router.forward = self._recording(router.forward)
 
     def take(self) -> Experts:
-        """Return and clear the choices for one forward [tokens, layers, top_k], with prompts one after another."""
+        """Return and clear the choices of one forward pass [tokens, layers, top_k], prompts concatenated."""
         chosen, self._chosen = torch.stack(self._chosen, dim=1), []
         return chosen.to(torch.int32).cpu().numpy().astype(self.shape.dtype)
 
@@ -75,8 +74,7 @@ class TorchRouteLog:
 class ReplayedRouters:
     """Replays recorded expert choices in a trainer's routers; without a recording, the routers choose.
 
-    A recording stays set until the next `tell`, so that a layer that activation checkpointing recomputes in backward
-    uses the same experts.
+    A recording is kept until the next `tell`, because activation checkpointing recomputes layers in backward.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -85,9 +83,7 @@ class ReplayedRouters:
             router.forward = self._replaying(router, layer, router.forward)
 
     def tell(self, routed: Tensor | None) -> None:
-        """Set the experts for the tokens of the next forward, integers [K, layers, top_k]; with None, the routers
-        choose.
-        """
+        """Set the experts [K, layers, top_k] for the tokens of the next forward pass; with None, the routers choose."""
         self._replayed = routed
 
     def _replaying(self, router: Any, layer: int, forward: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -100,7 +96,7 @@ class ReplayedRouters:
 
 
 def _weighed(router: Any, hidden: Tensor, experts: Tensor) -> Sequence[Tensor]:
-    """Return logits [K, E], weights [K, top_k] and `experts` i64 [K, top_k], in the router's own format."""
+    """Return logits [K, E], weights [K, top_k] and `experts` i64 [K, top_k], the result of a router's forward."""
     logits = linear(hidden.reshape(-1, router.hidden_dim), router.weight)
     weights = logits.float().softmax(dim=-1).gather(-1, experts)
     if getattr(router, "norm_topk_prob", True):  # Mixtral always normalises

@@ -1,11 +1,11 @@
 """`WeightReader`: the parameters of a model directory, read on demand and only in the requested rows.
 
-transformers' table of conversions defines the tensors and files of each parameter. It is applied to names here, and to
-values when they are read: checkpoints may name layers differently, and store experts separately that a model has in one
-parameter.
+Checkpoints may name layers differently than the model, and store experts separately that the model has in one
+parameter. transformers' table of conversions says which stored tensors form a parameter; it is applied to names at the
+start, and to values when they are read.
 
-Nothing is read before it is requested. For a parameter that is stored as the model has it, only the requested rows are
-read; for an assembled parameter, only its own parts. NaN and infinity are rejected.
+Of a parameter stored as one tensor, only the requested rows are read; of any other, all its tensors. NaN and infinity
+are rejected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _StoredTensor(NamedTuple):
     file: Path
     key: str
     shape: tuple[int, ...]
-    #: The pattern of transformers' table that names this tensor's part in a conversion.
+    #: Pattern in transformers' table that selects this tensor for a conversion.
     pattern: str | None
 
     def read(self, rows: slice | None = None) -> Tensor:
@@ -59,11 +59,7 @@ class WeightReader:
     def of(cls, path: Path, model: PreTrainedModel) -> Self | None:
         """Return a reader of the directory from which `load_structure` made the model.
 
-        The result is None if the model must be loaded whole: one conversion makes several parameters, or tied
-        parameters are stored twice.
-
-        Raises:
-            ModelError: a file is no safetensors file.
+        None if the model must be loaded whole: one conversion makes several parameters, or tied ones are stored twice.
         """
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
@@ -89,16 +85,12 @@ class WeightReader:
         return cls(model, wanted, converters)
 
     def rows(self, name: str, wanted: slice) -> Tensor:
-        """Return these rows of a parameter or buffer, in their stored dtype; not for writing to.
-
-        Raises:
-            ModelError: a file cannot be read, or a value in it is NaN or infinite.
-        """
+        """Return the `wanted` rows of a parameter or buffer, read-only. Raises ModelError if they are unusable."""
         parts = self._stored[name]
         return parts[0].read(wanted) if parts[0].pattern is None else self._converted(name, parts)[wanted]
 
     def whole(self, name: str) -> Tensor:
-        """Return all of a parameter or buffer, as `rows`, also without any dimension. Raises ModelError."""
+        """Return all of a parameter or buffer, scalars included. Raises as `rows`."""
         parts = self._stored[name]
         return parts[0].read() if parts[0].pattern is None else self._converted(name, parts)
 
@@ -135,7 +127,7 @@ def _stored_by_name(
 def _with_aliases(
     model: PreTrainedModel, stored: Mapping[str, tuple[_StoredTensor, ...]]
 ) -> dict[str, tuple[_StoredTensor, ...]]:
-    """Add every name of a shared parameter, which is stored under one of its names."""
+    """Add the other names of shared parameters, which are stored under one of their names."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, each in model.state_dict(keep_vars=True).items():
         names[id(each)].append(name)

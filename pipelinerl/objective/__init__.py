@@ -1,7 +1,6 @@
-"""RLAX Eq. 3 as five slots: pure functions on arrays of any library.
+"""RLAX Eq. 3 as five slots: pure functions on arrays of any library; needs only numpy.
 
-To use the losses without the rest of the system: `policy_loss` takes arrays, `rollouts_loss` takes rollouts, and
-`resolve` and `PRESETS` give the algorithms. The only import is numpy.
+`policy_loss` takes arrays, `rollouts_loss` takes rollouts; `resolve` and `PRESETS` give the algorithms.
 """
 
 from pipelinerl.objective.catalogue import PRESETS

@@ -1,9 +1,9 @@
 """Slot `adv` of RLAX Eq. 3: advantages of sampled tokens, computed once on the whole batch.
 
-Advantages that depend only on rewards are computed before the batch is packed; the others after the forward passes that
-they need. Rollouts without a judgement are excluded from baselines and normalisation; their tokens have advantage 0.
+Advantages that depend only on rewards are computed before packing, the others after the forward passes that they need.
+Rollouts without a judgement are excluded from baselines and normalisation; their tokens have advantage 0.
 
-Letters in shapes: B rollouts of the batch, N = Σ lengths sampled tokens (concatenated by rollout), M turns.
+In shapes, B is the number of rollouts of the batch, N = Σ lengths their sampled tokens (concatenated), M their turns.
 """
 
 from __future__ import annotations
@@ -27,19 +27,16 @@ class Advantage(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Optional columns that the estimator reads, such as `values`; their forward passes run first."""
+        """Optional columns that the estimator reads, such as `values`, from forward passes."""
         ...
 
     @property
     def formula(self) -> str:
-        """Formula of A_{i,t} as text."""
+        """Formula of the advantage as text."""
         ...
 
     def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
-        """Return the advantage [N] of each sampled token.
-
-        `columns` has each of `needs`, [N].
-        """
+        """Return the advantage [N] of each sampled token; `columns` has each of `needs`, [N]."""
         ...
 
 
@@ -48,31 +45,30 @@ class Baseline(StrEnum):
 
     NONE = "none"
     MEAN = "mean"
-    """Mean of the group including the rollout, as in RLAX; the difference is (G − 1)/G of that of `leave_one_out`."""
+    """Mean of the group, the rollout included, as in RLAX; the difference is (G − 1)/G of that of `leave_one_out`."""
     LEAVE_ONE_OUT = "leave_one_out"
     """Mean of the group's other rollouts (Kool et al. 2019); unbiased. A single rollout has advantage 0."""
 
 
 class Scale(StrEnum):
-    """The quantity by which the difference is divided."""
+    """The quantity that divides the difference of reward and baseline."""
 
     NONE = "none"
     STD = "std"
-    """Standard deviation of the group + `epsilon`, as in GRPO. The divisor is G (ddof 0); torch's default `std` divides
-    by G − 1, which gives √((G − 1)/G) times these advantages."""
+    """Standard deviation of the group + `epsilon`, as in GRPO, with ddof 0; torch's default is ddof 1."""
     MEAN = "mean"
-    """Mean of the group, for rewards that are not negative; a group whose mean is 0 has no advantages. MaxRL."""
+    """Mean of the group, for non-negative rewards (MaxRL); a group whose mean is 0 has advantages 0."""
     BATCH = "batch"
-    """Normalise the difference over the batch's tokens; see `whitened`. REINFORCE++, Eq. 12."""
+    """Mean and deviation of the difference over the batch's tokens; see `whitened`. REINFORCE++, Eq. 12."""
 
 
 class Credit(StrEnum):
-    """The rewards of an episode with which a turn is credited."""
+    """The rewards of an episode that count for a turn."""
 
     EPISODE = "episode"
     """All rewards: each token has the advantage of its rollout."""
     TURNS = "turns"
-    """Rewards from the turn on, compared with the same turn of the group's other rollouts."""
+    """Rewards from the turn on, compared with the same turn in the group's other rollouts."""
 
 
 @final
@@ -81,8 +77,8 @@ class GroupRelative:
     """(R_i − baseline) / scale, each over the rollout's group. GRPO uses mean and std; Dr. GRPO uses the mean alone.
 
     With `credit` turns, the reward-to-go of a turn (`Turns.rewards_to_go`) replaces R_i, and the same turn of the
-    group's rollouts replaces the group: A_{i,k} = (G_{i,k} − baseline_{g,k}) / scale_{g,k}. A turn that no other
-    rollout of the group has reached has advantage 0 if the baseline is a mean.
+    group's rollouts replaces the group: A_{i,k} = (G_{i,k} − baseline_{g,k}) / scale_{g,k}. With a mean as baseline, a
+    turn that only one rollout of the group has reached has advantage 0.
     """
 
     baseline: Baseline = Baseline.MEAN
@@ -97,7 +93,7 @@ class GroupRelative:
 
     @property
     def formula(self) -> str:
-        """Formula of A_{i,t} as text."""
+        """Formula of the advantage as text."""
         if self.credit is Credit.TURNS:
             earned, others, group, end = "G_{i,k}", "G", ",k", _TO_GO
             mean, deviation = f"mean_{{g{group}}} {others}", f"std_{{g{group}}} {others}"
@@ -152,9 +148,8 @@ class Metric(StrEnum):
 class GroupFiltered:
     """GFPO (Shrivastava et al. 2025 §3): only the best `keep` rollouts of each group train; all others get 0.
 
-    The advantage is (R_i − mean_S R) / (std_S R + epsilon) for i in S. S is the set of the `keep` judged rollouts of
-    the group that `metric` ranks first; ties go to the earlier rollout. A group with fewer judged rollouts keeps all of
-    them.
+    The advantage is (R_i − mean_S R) / (std_S R + epsilon) for i in S, the `keep` judged rollouts of the group that
+    `metric` ranks first. Ties go to the earlier rollout. A group with fewer judged rollouts keeps all of them.
     """
 
     keep: int = 8
@@ -169,7 +164,7 @@ class GroupFiltered:
 
     @property
     def formula(self) -> str:
-        """Formula of A_{i,t} as text."""
+        """Formula of the advantage as text."""
         by_turns, end = self.credit is Credit.TURNS, f",  S = the {self.keep} by {self.metric}{_DDOF}"
         earned, others, group = ("G_{i,k}", "G", "{S,k}") if by_turns else ("R_i", "R", "S")
         difference = f"{earned} − mean_{group} {others}"
@@ -190,11 +185,11 @@ class GroupFiltered:
 @final
 @dataclass(frozen=True, slots=True)
 class Decoupled:
-    """GDPO (Liu et al. 2026, arXiv 2601.05242): each part of the reward is normalised alone, so none hides another.
+    """GDPO (Liu et al. 2026, arXiv 2601.05242): each part of the reward is normalised separately.
 
     A_i = Σ_n w_n·(r_{i,n} − mean_g r_n) / (std_g r_n + epsilon), then normalised over the judged rollouts of the batch.
-    w_n is the weight of the part in the reward; an answer without the part takes no share in its mean. A reward of a
-    single part is GRPO's advantage, normalised once more.
+    w_n is the part's weight in the reward; a rollout without the part is excluded from its mean. With a single part,
+    this is GRPO's advantage, normalised over the batch.
     """
 
     epsilon: float = 1e-6
@@ -206,7 +201,7 @@ class Decoupled:
 
     @property
     def formula(self) -> str:
-        """Formula of A_{i,t} as text."""
+        """Formula of the advantage as text."""
         part = f"w_n·(r_{{i,n}} − mean_g r_n) / (std_g r_n + {self.epsilon:g})"
         return f"normalise_batch(Σ_n {part}){_DDOF}"
 
@@ -225,7 +220,7 @@ class Decoupled:
 @final
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """The same for every token, whatever it earned: 1 imitates; with 0 only the regularizer trains (distillation)."""
+    """One value for all tokens, whatever the reward: 1 imitates; with 0 only the regularizer trains (distillation)."""
 
     value: float = 1.0
 
@@ -236,11 +231,11 @@ class Constant:
 
     @property
     def formula(self) -> str:
-        """Formula of A_{i,t} as text."""
+        """Formula of the advantage as text."""
         return f"{self.value:g}"
 
     def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
-        """Return the value for each token [N] of judged rollouts, and 0 for the others."""
+        """Return `value` for each token [N] of judged rollouts, and 0 for the others."""
         return np.where(scored.judged, self.value, 0.0)
 
 
@@ -257,10 +252,9 @@ class Whitening(StrEnum):
 class RewardToGo:
     """The plain return: Σ_{t' ≥ t} discount^{t'−t} r_{t'}, where r is R_i at the last token minus the KL cost.
 
-    With `credit` turns, r is the reward of each turn at the turn's last token, and the last turn's also has the part of
-    R_i that no turn was given. With `kl` β > 0 each token costs β·(log π_old − log π_ref). This is the K1 penalty of
-    Ziegler et al. 2019, and with whitening it is REINFORCE++ (Hu 2025, Eq. 8). A truncated rollout is treated like a
-    finished one.
+    With `credit` turns, r is each turn's reward at the turn's last token; the last turn also gets the part of R_i that
+    is no turn's reward. With `kl` β > 0 each token costs β·(log π_old − log π_ref), the K1 penalty of Ziegler et al.
+    2019; with whitening, this is REINFORCE++ (Hu 2025, Eq. 8). Truncated rollouts are treated like finished ones.
     """
 
     discount: float = 1.0
@@ -276,7 +270,7 @@ class RewardToGo:
 
     @property
     def formula(self) -> str:
-        """Formula of A_{i,t} as text."""
+        """Formula of the advantage as text."""
         power = "" if self.discount == 1.0 else f"{self.discount:g}^(t'−t)·"
         return _whitening(f"Σ_(t'≥t) {power}r_(t')", self.whitening) + _reward_formula(self.kl, self.credit)
 
@@ -292,8 +286,9 @@ class RewardToGo:
 class GAE:
     """Generalised advantage estimation (Schulman et al. 2016, Eq. 16): Σ_l (discount·trace)^l δ_{t+l}.
 
-    δ_t = r_t + discount·V_{t+1} − V_t, with V = 0 after the last token and r as in `RewardToGo`. `values[t]` belongs to
-    the state in which token t was chosen. Whitening follows PPO's implementations (Huang et al. 2022, detail 7).
+    δ_t = r_t + discount·V_{t+1} − V_t, with V = 0 after the last token and r as in `RewardToGo`. `values[t]` is the
+    value of the state in which token t was sampled. Whitening follows PPO's implementations (Huang et al. 2022, detail
+    7).
     """
 
     discount: float = 1.0
@@ -310,7 +305,7 @@ class GAE:
 
     @property
     def formula(self) -> str:
-        """Formula of A_{i,t} as text."""
+        """Formula of the advantage as text."""
         total = f"Σ_l {self.discount * self.trace:g}^l·δ_(t+l)"
         factor = "" if self.discount == 1.0 else f"{self.discount:g}·"
         surprise = f",  δ_t = r_t + {factor}V_(t+1) − V_t"
@@ -322,10 +317,7 @@ class GAE:
         return whitened(raw, scored.judged, self.epsilon) if self.whitening is Whitening.BATCH else raw
 
     def returns(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
-        """Return the critic's targets [N]: the advantage before whitening plus the value; 0 without a judgement.
-
-        This is the TD(λ) return.
-        """
+        """Return the critic's targets [N], TD(λ) returns: unwhitened advantage + value; 0 without a judgement."""
         values = np.asarray(column_of(columns, "values"), np.float64)
         return self._raw(scored, columns) + values * scored.judged
 
@@ -340,11 +332,11 @@ class GAE:
 @final
 @dataclass(frozen=True, slots=True)
 class RoleBaseline:
-    """RAE of SPIRAL (Liu et al. 2025, arXiv 2506.24119): each role's reward less an average of its earlier rewards.
+    """RAE of SPIRAL (Liu et al. 2025, arXiv 2506.24119): a role's reward minus a running mean of its earlier rewards.
 
     A_{i,p} = R_{i,p} − b_p for all tokens of role p in rollout i, then b_p ← decay·b_p + (1 − decay)·R_{i,p}, rollout
-    after rollout and step after step, from b_p = 0. A role is an agent of a domain. R_{i,p} is the sum of its turns'
-    rewards; the last turn's also has the part of R_i that no turn was given.
+    by rollout and across steps, from b_p = 0. A role is an agent of a domain. R_{i,p} is the sum of the role's turn
+    rewards; the role of the last turn also gets the part of R_i that is no turn's reward.
     """
 
     decay: float = 0.95
@@ -356,7 +348,7 @@ class RoleBaseline:
 
     @property
     def formula(self) -> str:
-        """Formula of A_{i,t} as text."""
+        """Formula of the advantage as text."""
         return (
             f"R_{{i,p}} − b_p,  then b_p ← {self.decay:g}·b_p + {1 - self.decay:g}·R_{{i,p}},  p the role of the turn"
         )
@@ -394,8 +386,8 @@ class RoleBaseline:
 class CovarianceClipped:
     """Clip-Cov (Cui et al. 2025, arXiv 2505.22617): no gradient for some of the tokens that lower the entropy most.
 
-    `GroupRelative`'s advantage, but 0 for share·N tokens (at least one), drawn from those whose `covariances` lie
-    between `low` and `high`. The draw is a function of the batch.
+    The advantage is that of `GroupRelative`, set to 0 for share·N tokens (at least one), drawn from those whose
+    `covariances` lie between `low` and `high`. The same batch always gives the same draw.
     """
 
     share: float = 2e-4
@@ -410,7 +402,7 @@ class CovarianceClipped:
 
     @property
     def formula(self) -> str:
-        """Formula of A_{i,t} as text."""
+        """Formula of the advantage as text."""
         chosen = f"0 for {self.share:g}·N random tokens with {self.low:g} < cov_t < {self.high:g}"
         return f"A_i = (R_i − mean_g R) / (std_g R + {self.epsilon:g}){_DDOF}; {chosen},  {COVARIANCE}"
 
@@ -426,15 +418,12 @@ class CovarianceClipped:
         return advantages
 
 
-#: `covariances` as text.
+#: Formula of `covariances` as text.
 COVARIANCE: Final = "cov_t = (A_t − mean A)·(log π_old − mean log π_old)"
 
 
 def covariances(advantages: Floats, logprobs: Floats, judged: Bools) -> Floats:
-    """Return (A_t − mean A)·(log π(o_t) − mean log π) [N], with means over the judged tokens; 0 elsewhere.
-
-    Cui et al. 2025: its mean is the covariance that lowers the entropy.
-    """
+    """Return (A_t − mean A)·(log π(o_t) − mean log π) [N] over the judged tokens, 0 elsewhere (Cui et al. 2025)."""
     if not judged.any():
         return np.zeros_like(advantages)
     centred = (column - column[judged].mean() for column in (advantages, logprobs))
@@ -474,8 +463,8 @@ def ends_of(lengths: Ints) -> Ints:
 def token_rewards(scored: Scored, kl: float, columns: Mapping[str, Floats], credit: Credit) -> Floats:
     """Return r [N]: the reward at each judged rollout's last token, minus kl·(log π_old − log π_ref) at every token.
 
-    With credit by turns, the reward of a turn is at the turn's last token instead, or, if the model sampled none in it,
-    at the last token before; what was given to no turn is at the rollout's last token.
+    With credit by turns, the reward of a turn is at the turn's last sampled token, or at the last one before if there
+    is none in the turn. The part of the rollout's reward that is no turn's is at the rollout's last token.
     """
     lengths, turns = scored.lengths, scored.turns
     earned, known = np.zeros(scored.num_tokens), scored.known
@@ -493,10 +482,7 @@ def token_rewards(scored: Scored, kl: float, columns: Mapping[str, Floats], cred
 
 
 def discounted(amounts: Floats, lengths: Ints, factor: float) -> Floats:
-    """Return Σ_{t' ≥ t} factor^{t'−t}·amount_{t'} within each rollout, [N].
-
-    The loop runs backwards over token positions and handles all rollouts at each position at once.
-    """
+    """Return Σ_{t' ≥ t} factor^{t'−t}·amount_{t'} within each rollout, [N]."""
     totals = np.array(amounts, dtype=np.float64)
     ends, sizes = ends_of(lengths), lengths[lengths > 0]
     for behind in range(1, int(sizes.max(initial=0))):

@@ -1,8 +1,7 @@
 """Slot `agg` of RLAX Eq. 3: the weight of each token, computed once on the whole batch before packing.
 
-Every aggregation gives each rollout one weight, shared by all its sampled tokens. Rollouts without a judgement or
-without sampled tokens have weight 0 and are excluded from every denominator. The weights of `Trajectory`, `Group` and
-`Batch` sum to 1 over the tokens of the batch.
+Rollouts without a judgement or without sampled tokens have weight 0 and are excluded from every denominator. The
+weights of `Trajectory`, `Group` and `Batch` sum to 1 over the tokens of the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Floats = NDArray[np.float64]
 
 
 class Length(StrEnum):
-    """A length that comes from the run instead of the algorithm."""
+    """A length that is a setting of the run instead of a number."""
 
     MAX_TOKENS = "max_tokens"
     """L_max: the maximum number of tokens in an answer, `sampling.max_tokens`."""
@@ -34,14 +33,14 @@ class Aggregation(Protocol):
 
     @property
     def formula(self) -> str:
-        """Formula of Agg_{i,t} as text; Q groups of G rollouts, B rollouts in all."""
+        """Formula of Agg_{i,t} as text, for Q groups of G rollouts, B rollouts in all."""
         ...
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
         """Return the weight [B] of each sampled token of each rollout.
 
         Args:
-            lengths: [B], tokens that the model sampled.
+            lengths: [B], numbers of sampled tokens.
             groups: [B], index of the rollout's group; any integers.
             valid: [B], False if the verdict is not a judgement.
         """
@@ -55,7 +54,7 @@ class Trajectory:
 
     @property
     def formula(self) -> str:
-        """Formula of Agg_{i,t} as text."""
+        """Formula of the token weight as text."""
         return "1/(Q·G·|o_i|)"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
@@ -72,7 +71,7 @@ class Group:
 
     @property
     def formula(self) -> str:
-        """Formula of Agg_{i,t} as text."""
+        """Formula of the token weight as text."""
         return "1/(Q·Σ_g |o|)"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
@@ -89,7 +88,7 @@ class Batch:
 
     @property
     def formula(self) -> str:
-        """Formula of Agg_{i,t} as text."""
+        """Formula of the token weight as text."""
         return "1/Σ_batch |o|"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
@@ -101,16 +100,16 @@ class Batch:
 @final
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """1 / (B·length): equal weight for tokens, independent of the rollout's length.
+    """1 / (B·length): equal weight for all tokens, independent of the rollout's length.
 
-    `length` 1 is PipelineRL's normalisation (only by the number of sequences); `length` = L_max is Dr. GRPO's.
+    `length` 1 is PipelineRL's normalisation (by the number of sequences); `length` = L_max is Dr. GRPO's.
     """
 
     length: float | Length = 1.0
 
     @property
     def formula(self) -> str:
-        """Formula of Agg_{i,t} as text."""
+        """Formula of the token weight as text."""
         if isinstance(self.length, Length):
             return "1/(B·L_max)"
         return "1/B" if self.length == 1.0 else f"1/(B·{self.length:g})"
@@ -135,7 +134,7 @@ KINDS: Final[Mapping[str, type[Aggregation]]] = {
 
 
 def _totals(amounts: Floats, groups: Ints, counted: Bools) -> tuple[int, Floats]:
-    """Return the number of groups with a counted rollout, and for each rollout its group's sum of `amounts`, [B]."""
+    """Return the number of groups with a counted rollout, and each rollout's sum of `amounts` over its group, [B]."""
     _, index = np.unique(groups, return_inverse=True)
     sums = np.bincount(index, weights=amounts, minlength=1).astype(np.float64)
     return len(np.unique(index[counted])), sums[index]

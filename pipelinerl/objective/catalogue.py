@@ -1,8 +1,7 @@
-"""The named algorithms: each entry gives the five slots, the paper and the equation they come from.
+"""The named algorithms: each entry gives the five slots, and the paper and equation they come from.
 
-Where a paper and RLAX's appendix A differ, the entry follows the paper and its note says so. RLAX's sections and
-equations are numbered as in its English text. Values that depend on a run (L_max, a cap, β) have defaults that a recipe
-can change. A preset needs an extra forward pass only if its entry says so.
+Where a paper and RLAX's appendix A differ, the entry follows the paper and its note says so, as it does if a preset
+needs an extra forward pass. RLAX's sections and equations are numbered as in its English text.
 """
 
 from __future__ import annotations
@@ -57,11 +56,8 @@ from pipelinerl.objective.tokens import Policy
 class Preset:
     """A named algorithm.
 
-    Attributes:
-        objective: the five slots.
-        source: the paper and the equation.
-        note: remarks for a reader of the paper.
-        no_signal: default treatment of groups with equal rewards, if the recipe does not set it.
+    `source` is the paper and equation, `note` is for readers of the paper, and `no_signal` the default treatment of
+    groups with equal rewards.
     """
 
     objective: PolicyObjective
@@ -201,8 +197,8 @@ _CLIPPED: Final[Mapping[str, Preset]] = {
     ),
 }
 
-#: The objectives that the TIS note (Yao et al. 2025) compares on PPO. They use the group-relative advantage, which
-#: needs no critic; any advantage would do.
+#: The objectives that the TIS note (Yao et al. 2025) compares on PPO. They use the group-relative advantage because it
+#: needs no critic.
 _TIS: Final[Mapping[str, Preset]] = {
     "ppo_recomputed": Preset(
         _slots(Trajectory(), Unweighted(), GroupRelative(), ClippedRatio(over=Policy.OLD)),
@@ -228,7 +224,7 @@ _TIS: Final[Mapping[str, Preset]] = {
     ),
 }
 
-#: Algorithms published from the end of 2025 on, and DRO. Where a text and its code differ, the note says so.
+#: Algorithms published from the end of 2025 on, and DRO. Where a paper and its code differ, the note says so.
 _RECENT: Final[Mapping[str, Preset]] = {
     "icepop": Preset(
         _slots(

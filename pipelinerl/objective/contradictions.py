@@ -1,9 +1,4 @@
-"""Checks for slots that make no sense alone, in combination, or in a given run. Each check yields one sentence per
-problem.
-
-`contradictions` rejects combinations that are always meaningless, `without_effect` those that are meaningless for a
-run's settings. Combinations that are meaningful but rarely intended are `doubts`; `pipelinerl check` reports them.
-"""
+"""Checks for slots that never make sense, make none in a given run, or are rarely intended; one sentence each."""
 
 from __future__ import annotations
 
@@ -115,8 +110,7 @@ class Setting:
     """Settings of a run that decide whether a slot has any effect.
 
     Attributes:
-        group_sizes: rollouts of each group, by the recipe's key.
-        max_tokens: maximum number of tokens in an answer.
+        group_sizes: rollouts per group, by the recipe's key.
         step_begins_at: policies that equal the current policy when a step begins.
         updates: optimizer steps per training step. If it is 1, the ratio to a policy in `step_begins_at` is always 1.
     """
@@ -139,7 +133,6 @@ def without_effect(objective: PolicyObjective, setting: Setting) -> Iterator[str
 
 
 def _without_effect_in_groups(adv: Advantage, key: str, size: int) -> Iterator[str]:
-    """Yield a sentence for each slot without effect at one group size, which the recipe sets at `key`."""
     if isinstance(adv, GroupFiltered) and adv.keep >= size:
         yield (
             f"adv.keep ({adv.keep}) must be below {key} ({size}): as it is every rollout of a group is "
@@ -202,6 +195,5 @@ def doubts(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
 
 
 def _over(objective: PolicyObjective) -> Policy | None:
-    """Return the denominator policy of the ratio in grad1, or None without a ratio."""
     grad1 = objective.grad1
     return grad1.over if isinstance(grad1, OverPolicy) else None

@@ -1,7 +1,4 @@
-"""Explanations of an objective: its five slots with their formulas, and the factors of given tokens.
-
-Pure functions; the numbers come from the slots used in training, in float64.
-"""
+"""Explanations of an objective: its five slots with their formulas, and the factors of given tokens in float64."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ COSTS: Final[Mapping[str, str]] = {
     "vocab_mean_logprobs": "no pass: a sum over the vocabulary in the output layer",
     "vocab_entropies": "no pass: a sum over the vocabulary in the output layer",
 }
-"""Cost per step of each optional column and each measure of the output layer."""
+"""Cost per step of each optional column and of each measure of the output layer."""
 
 
 class SlotLine(NamedTuple):
@@ -42,7 +39,7 @@ class SlotLine(NamedTuple):
 
 
 def slot_lines(objective: PolicyObjective) -> list[SlotLine]:
-    """Return the five slots in the order of the formula."""
+    """Return a line for each of the five slots, in the order of the formula."""
     lines = []
     for slot, table in to_table(objective).items():
         fields = ", ".join(f"{name} = {value}" for name, value in table.items() if name != "kind")
@@ -53,9 +50,7 @@ def slot_lines(objective: PolicyObjective) -> list[SlotLine]:
 
 
 def differing(objective: PolicyObjective, preset: PolicyObjective) -> dict[str, str]:
-    """Return the slots in which an objective differs from a preset, mapped to the kind and fields that the preset has
-    there.
-    """
+    """Return the kind and fields that a preset has in each slot in which `objective` differs from it."""
     pairs = zip(slot_lines(objective), slot_lines(preset), strict=True)
     return {ours.slot: theirs.kind for ours, theirs in pairs if ours.kind != theirs.kind}
 
@@ -67,7 +62,7 @@ class ScoredRollout:
 
     Attributes:
         tokens: as text, [N].
-        reward, group, judged: the verdict's reward, the index of the group, and whether the verdict is a judgement.
+        reward, group, judged: the verdict's reward, the index of the group, and False if a verifier reached no verdict.
         behavior_logprobs: the sampler's, [N].
         logprobs: the current policy's, [N].
         old_logprobs, ref_logprobs, values: [N], or None if unknown.
@@ -89,7 +84,7 @@ class ScoredRollout:
 
 
 def _example(group: int, reward: float, *tokens: tuple[str, float, float, float, float], right: float) -> ScoredRollout:
-    """Return a rollout; each token is (text, π_θ, μ, π_ref, value). The recomputed policy is that of the sampler."""
+    """Return a rollout of tokens (text, π_θ, μ, π_ref, value), with π_old = μ."""
     texts, current, sampler, reference, values = zip(*tokens, strict=True)
     return ScoredRollout(
         tokens=texts,
@@ -123,8 +118,9 @@ class TokenFactors(NamedTuple):
         agg, is_weight, adv: the values of those slots.
         kept: False if clipping removes its gradient from grad1.
         truncated: True if the importance weight was truncated.
-        multiplier: the full derivative dJ / d log π_θ(token). With a sequence ratio it includes the path through every
-            token of the rollout. Terms that read the whole distribution (`log_barrier`, `exact_entropy`) are excluded.
+        multiplier: the full derivative dJ / d log π_θ(token), including the path through the rollout's other tokens if
+            the ratio is a sequence's. Terms that read the whole distribution (`log_barrier`, `exact_entropy`) are
+            excluded.
     """
 
     rollout: int
@@ -139,11 +135,7 @@ class TokenFactors(NamedTuple):
 
 
 def factors(objective: PolicyObjective, rollouts: Sequence[ScoredRollout]) -> list[TokenFactors]:
-    """Return the factors of every sampled token, treating the rollouts as the whole batch of a step.
-
-    Raises:
-        UserError: a column that the objective reads is missing for some rollout.
-    """
+    """Return the factors of every sampled token of a batch. Raises UserError if a rollout lacks a needed column."""
     lengths = np.array([len(one.tokens) for one in rollouts])
     groups, valid = np.array([one.group for one in rollouts]), np.array([one.judged for one in rollouts])
     recorded = {name: _joined(rollouts, name) for name in ("behavior_logprobs", "logprobs", *sorted(objective.passes))}

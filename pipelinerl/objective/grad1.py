@@ -1,7 +1,6 @@
 """Slot `grad1` of RLAX Eq. 3: the policy term, which the advantage multiplies.
 
-A term is a value and its pullback (vector-Jacobian product). Pullbacks are written in closed form. So backends without
-automatic differentiation can train, and tests can compare with automatic gradients.
+Values and pullbacks (vector-Jacobian products) are in closed form, for backends without automatic differentiation.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ class Level(StrEnum):
 
     TOKEN = "token"
     SEQUENCE = "sequence"
-    """All tokens of a rollout share one value, so the aggregation has to divide by the length."""
+    """All tokens of a rollout share one value, so the aggregation must divide by the length."""
 
 
 class PolicyTerm(Protocol):
-    """A differentiable function of the current log-probs."""
+    """A differentiable function of the current log-probs, multiplied by the advantage."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -34,7 +33,7 @@ class PolicyTerm(Protocol):
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm1_{i,t} as text."""
+        """Formula of the policy term as text."""
         ...
 
     @property
@@ -43,7 +42,7 @@ class PolicyTerm(Protocol):
         ...
 
     def value(self, tokens: Tokens) -> Array:
-        """Return the term [T]."""
+        """Return the policy term of each token, [T]."""
         ...
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
@@ -58,7 +57,7 @@ class PolicyTerm(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class LogProb:
-    """log π_θ: the source of gradient of REINFORCE, CISPO and PipelineRL."""
+    """log π_θ: the policy term of REINFORCE, CISPO and PipelineRL."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -67,7 +66,7 @@ class LogProb:
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm1_{i,t} as text."""
+        """Formula of the policy term as text."""
         return "log π_θ(o_t)"
 
     @property
@@ -84,7 +83,7 @@ class LogProb:
         return cotangent
 
     def clipped(self, tokens: Tokens) -> Array:
-        """Return False everywhere."""
+        """Return False everywhere: nothing is clipped."""
         return ~tokens.inside & tokens.inside
 
 
@@ -93,10 +92,9 @@ class LogProb:
 class ClippedRatio:
     """M·r with r = π_θ/π_over: PPO's clipped surrogate as a gradient mask (RLAX §4.2, Eq. 7; MiniMax-M1 Eq. 7).
 
-    M is 0 where clip(r, 1 − epsilon_low, 1 + epsilon_high)·A < r·A. That is the case if A > 0 and r > 1 + epsilon_high,
-    or if A < 0 and r < 1 − epsilon_low. The gradient is exactly that of PPO's min (Schulman et al. 2017, Eq. 7). `over`
-    is the policy that the step starts from: `old` costs a forward pass, `behavior` uses the sampler's log-probs. An
-    infinite epsilon disables clipping on its side.
+    M is 0 if A > 0 and r > 1 + epsilon_high, or if A < 0 and r < 1 − epsilon_low; else 1. The gradient is exactly that
+    of PPO's min (Schulman et al. 2017, Eq. 7). `over` is the policy at the start of the step: `old` costs a forward
+    pass, `behavior` uses the sampler's log-probs. An infinite epsilon disables clipping on its side.
 
     With a finite `max_drift` M is also 0 for rollouts with A < 0 whose mean log(π_over/π_θ) exceeds it: DeepSeek-V3.2's
     off-policy sequence mask (2025, §3.1).
@@ -109,12 +107,12 @@ class ClippedRatio:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The column of `over`."""
+        """The optional log-prob column of the policy `over`."""
         return columns_of(self.over)
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm1_{i,t} as text."""
+        """Formula of the policy term as text."""
         mask = _mask("r_t", self.epsilon_low, self.epsilon_high)
         if self.max_drift < math.inf:
             mask += f",  or A < 0 and mean_t log({SYMBOLS[self.over]}/π_θ) > {self.max_drift:g}"
@@ -126,7 +124,7 @@ class ClippedRatio:
         return Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
-        """Return M·r, [T]."""
+        """Return the ratio, 0 where clipped: M·r, [T]."""
         return _masked_exp(tokens, *self._masked(tokens))
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
@@ -134,11 +132,10 @@ class ClippedRatio:
         return cotangent * self.value(tokens)
 
     def clipped(self, tokens: Tokens) -> Array:
-        """Return the mask [T] where M = 0."""
+        """Return the mask [T] of clipped tokens, where M = 0."""
         return self._masked(tokens)[1] == 0.0
 
     def _masked(self, tokens: Tokens) -> tuple[Array, Array]:
-        """Return log r and M."""
         difference = tokens.log_ratio(Policy.CURRENT, self.over)
         kept = _kept(tokens, difference, *_logs(self.epsilon_low, self.epsilon_high))
         if self.max_drift < math.inf:
@@ -152,8 +149,8 @@ class ClippedRatio:
 class DivergenceRatio:
     """DPPO-TV (Qi et al. 2026): M·r like PPO, but M bounds the change of the token's probability, not its ratio.
 
-    M is 0 where A > 0 and π_θ − π_over > delta_high, or A < 0 and π_over − π_θ > delta_low: the total variation of the
-    two-valued distribution "this token or another", in the direction of the advantage.
+    M is 0 where A > 0 and π_θ − π_over > delta_high, or A < 0 and π_over − π_θ > delta_low. The difference is the total
+    variation of the two-valued distribution "this token or another", in the direction of the advantage.
     """
 
     delta_low: float = 0.15
@@ -162,12 +159,12 @@ class DivergenceRatio:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The column of `over`."""
+        """The optional log-prob column of the policy `over`."""
         return columns_of(self.over)
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm1_{i,t} as text."""
+        """Formula of the policy term as text."""
         change = f"π_θ − {SYMBOLS[self.over]}"
         mask = f"M = 0 where A > 0 and {change} > {self.delta_high:g} or A < 0 and {change} < −{self.delta_low:g}"
         return f"M_t·r_t,  r_t = π_θ/{SYMBOLS[self.over]},  {mask}"
@@ -178,7 +175,7 @@ class DivergenceRatio:
         return Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
-        """Return M·r, [T]."""
+        """Return the ratio, 0 where clipped: M·r, [T]."""
         return _masked_exp(tokens, tokens.log_ratio(Policy.CURRENT, self.over), self._kept(tokens))
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
@@ -186,7 +183,7 @@ class DivergenceRatio:
         return cotangent * self.value(tokens)
 
     def clipped(self, tokens: Tokens) -> Array:
-        """Return the mask [T] where M = 0."""
+        """Return the mask [T] of clipped tokens, where M = 0."""
         return self._kept(tokens) == 0.0
 
     def _kept(self, tokens: Tokens) -> Array:
@@ -197,9 +194,9 @@ class DivergenceRatio:
 @final
 @dataclass(frozen=True, slots=True)
 class QuadraticRatio:
-    """CFPO (Çağatan et al. 2026, Eq. 7): r − sgn(A)·(r − 1)²/(2·epsilon), so that A times it has no clip.
+    """CFPO (Çağatan et al. 2026, Eq. 7): r − sgn(A)·(r − 1)²/(2·epsilon), a quadratic penalty instead of a clip.
 
-    Its slope in r is 1 − sgn(A)·(r − 1)/epsilon: 0 at PPO's bound in the advantage's direction, and a pull back beyond.
+    Its slope in r is 1 − sgn(A)·(r − 1)/epsilon: 0 at PPO's bound in the advantage's direction, reversed beyond.
     """
 
     epsilon: float = 0.2
@@ -207,12 +204,12 @@ class QuadraticRatio:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The column of `over`."""
+        """The optional log-prob column of the policy `over`."""
         return columns_of(self.over)
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm1_{i,t} as text."""
+        """Formula of the policy term as text."""
         return f"r_t − sgn(A)·(r_t − 1)²/(2·{self.epsilon:g}),  r_t = π_θ/{SYMBOLS[self.over]}"
 
     @property
@@ -221,7 +218,7 @@ class QuadraticRatio:
         return Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
-        """Return the term, [T]; written so that an overflowing ratio makes it infinite, not NaN."""
+        """Return the penalised ratio, [T]; an overflowing ratio makes it infinite, not NaN."""
         ratio, sign = self._ratio(tokens)
         return ratio * (1.0 + sign * (1.0 - 0.5 * ratio) / self.epsilon) - 0.5 * sign / self.epsilon
 
@@ -231,7 +228,7 @@ class QuadraticRatio:
         return cotangent * ratio * (1.0 - sign * (ratio - 1.0) / self.epsilon)
 
     def clipped(self, tokens: Tokens) -> Array:
-        """Return False everywhere."""
+        """Return False everywhere: nothing is clipped."""
         return ~tokens.inside & tokens.inside
 
     def _ratio(self, tokens: Tokens) -> tuple[Array, Array]:
@@ -252,12 +249,12 @@ class SoftGate:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The column of `over`."""
+        """The optional log-prob column of the policy `over`."""
         return columns_of(self.over)
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm1_{i,t} as text."""
+        """Formula of the policy term as text."""
         gate = f"τ = {self.positive:g} where A > 0, else {self.negative:g}"
         return f"(4/τ)·σ(τ·(r_t − 1)),  r_t = π_θ/{SYMBOLS[self.over]},  {gate}"
 
@@ -267,7 +264,7 @@ class SoftGate:
         return Level.TOKEN
 
     def value(self, tokens: Tokens) -> Array:
-        """Return the gate, [T]."""
+        """Return the gated ratio (4/τ)·σ(τ·(r − 1)), [T]."""
         _, tau, gate = self._gate(tokens)
         return 4.0 * gate / tau
 
@@ -277,11 +274,11 @@ class SoftGate:
         return cotangent * 4.0 * gate * (1.0 - gate) * ratio
 
     def clipped(self, tokens: Tokens) -> Array:
-        """Return False everywhere."""
+        """Return False everywhere: nothing is clipped."""
         return ~tokens.inside & tokens.inside
 
     def _gate(self, tokens: Tokens) -> tuple[Array, Array, Array]:
-        """Return r, τ and σ(τ·(r − 1)); log r is bounded, since the gate is flat long before."""
+        """Return r, τ and σ(τ·(r − 1)); log r is bounded, far beyond the point where the gate is flat."""
         xp = tokens.xp
         ratio = tokens.exp(xp.clip(tokens.log_ratio(Policy.CURRENT, self.over), None, _FLAT))
         tau = xp.where(tokens.advantages > 0, self.positive, xp.full_like(ratio, self.negative))
@@ -293,7 +290,7 @@ class SoftGate:
 class SequenceRatio:
     """GSPO (Zheng et al. 2025, Eq. 5): M·s with s = (Π_t π_θ/π_over)^(1/|o_i|), one ratio for the whole rollout.
 
-    Its gradient flows through s into every token of the rollout: ds/d log π_θ(o_t) = s/|o_i|. M is as in PPO.
+    The gradient flows through s into every token of the rollout: ds/d log π_θ(o_t) = s/|o_i|. M is PPO's mask, for s.
     """
 
     epsilon_low: float = 3e-4
@@ -302,12 +299,12 @@ class SequenceRatio:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The column of `over`."""
+        """The optional log-prob column of the policy `over`."""
         return columns_of(self.over)
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm1_{i,t} as text."""
+        """Formula of the policy term as text."""
         ratio = f"(Π_t π_θ/{SYMBOLS[self.over]})^(1/|o_i|)"
         return f"M_i·s_i,  s_i = {ratio},  {_mask('s_i', self.epsilon_low, self.epsilon_high)}"
 
@@ -317,7 +314,7 @@ class SequenceRatio:
         return Level.SEQUENCE
 
     def value(self, tokens: Tokens) -> Array:
-        """Return M·s, [T]."""
+        """Return the rollout's ratio, 0 where clipped: M·s, [T]."""
         return _masked_exp(tokens, *self._masked(tokens))
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
@@ -325,11 +322,10 @@ class SequenceRatio:
         return tokens.blanked(tokens.rollout_mean(cotangent * self.value(tokens)))
 
     def clipped(self, tokens: Tokens) -> Array:
-        """Return the mask [T] where M = 0."""
+        """Return the mask [T] of tokens of clipped rollouts, where M = 0."""
         return self._masked(tokens)[1] == 0.0
 
     def _masked(self, tokens: Tokens) -> tuple[Array, Array]:
-        """Return log s and M."""
         mean = tokens.rollout_mean(tokens.log_ratio(Policy.CURRENT, self.over))
         return mean, _kept(tokens, mean, *_logs(self.epsilon_low, self.epsilon_high))
 
@@ -340,8 +336,7 @@ class GeometricRatio:
     """GMPO (Zhao et al. 2025, Algorithm 1): the rollout's geometric mean of token ratios, each clipped separately.
 
     The value is (Π_t ρ_t)^(1/|o_i|). log ρ_t is log r_t, bounded above by epsilon_high where A > 0 and below by
-    −epsilon_low where A < 0. A clipped token has no gradient; every other token has value/|o_i|. The epsilons bound log
-    r, not r.
+    −epsilon_low where A < 0 (bounds of log r, not r). Tokens have gradient value/|o_i|, or 0 if clipped.
     """
 
     epsilon_low: float = 0.4
@@ -350,12 +345,12 @@ class GeometricRatio:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The column of `over`."""
+        """The optional log-prob column of the policy `over`."""
         return columns_of(self.over)
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm1_{i,t} as text."""
+        """Formula of the policy term as text."""
         low, high = f"−{self.epsilon_low:g}", f"{self.epsilon_high:g}"
         clipped = f"log r_t ≤ {high} where A > 0, ≥ {low} where A < 0"
         return f"(Π_t ρ_t)^(1/|o_i|),  ρ_t = r_t = π_θ/{SYMBOLS[self.over]} clipped to {clipped}"
@@ -366,7 +361,7 @@ class GeometricRatio:
         return Level.SEQUENCE
 
     def value(self, tokens: Tokens) -> Array:
-        """Return the geometric mean, [T]."""
+        """Return the geometric mean of the rollout's clipped ratios, [T]."""
         difference = tokens.log_ratio(Policy.CURRENT, self.over)
         bounded = tokens.xp.clip(stop_gradient(difference), -self.epsilon_low, self.epsilon_high)
         kept = self._kept(tokens, difference)
@@ -399,18 +394,17 @@ KINDS: Final[Mapping[str, type[PolicyTerm]]] = {
 #: Kinds that contain the ratio of the current policy to `over`.
 OverPolicy = ClippedRatio | DivergenceRatio | QuadraticRatio | SoftGate | SequenceRatio | GeometricRatio
 
-#: A log-ratio beyond which SAPO's gate has no slope, for any temperature above 1e-6.
+#: Bound of log r in SAPO's gate, which has no slope beyond it for any temperature above 1e-6.
 _FLAT: Final = 20.0
 
-#: Bounds log-ratios so that their excess is finite; any finite clip range acts below this bound.
+#: Bound of log-ratios, which makes their excess finite; any finite clip range lies within it.
 _FAR: Final = 1e4
 
 
 def _kept(tokens: Tokens, difference: Array, low: float, high: float) -> Array:
-    """Return M [T], without gradient: 0 where clip(r)·A < r·A, so that PPO's min takes the clipped side; otherwise 1.
+    """Return M [T], without gradient: 0 where clip(r)·A < r·A, where PPO's min takes the clipped side; otherwise 1.
 
-    The computation uses log-ratios and the logs of the bounds, since ratios overflow. It uses numbers instead of
-    booleans, which are many times slower on CPUs.
+    Ratios overflow, so logs are compared. M is a number because booleans are many times slower on CPUs.
     """
     xp = tokens.xp
     fixed = xp.clip(stop_gradient(difference), -_FAR, _FAR)
@@ -419,12 +413,11 @@ def _kept(tokens: Tokens, difference: Array, low: float, high: float) -> Array:
 
 
 def _masked_exp(tokens: Tokens, difference: Array, kept: Array) -> Array:
-    """Return M·e^difference, [T], with the exponent set to 0 where M is 0: the gradient of 0·∞ would be NaN."""
+    """Return M·e^difference, [T]; the exponent is set to 0 where M is 0, since the gradient of 0·∞ would be NaN."""
     return tokens.exp(tokens.xp.where(kept != 0.0, difference, 0.0)) * kept
 
 
 def _logs(epsilon_low: float, epsilon_high: float) -> tuple[float, float]:
-    """Return log(1 − epsilon_low) and log(1 + epsilon_high)."""
     return (math.log1p(-epsilon_low) if epsilon_low < 1.0 else -math.inf), math.log1p(epsilon_high)
 
 

@@ -17,7 +17,7 @@ from trainer_contract.types import HeadMeasure
 
 
 class Regularizer(Protocol):
-    """A differentiable function of the current log-probs."""
+    """A differentiable function of the current log-probs, added to the policy term."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -26,11 +26,11 @@ class Regularizer(Protocol):
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm2_{i,t} as text."""
+        """Formula of the regularizer as text."""
         ...
 
     def value(self, tokens: Tokens) -> Array:
-        """Return the term [T]."""
+        """Return the regularizer's value for each token, [T]."""
         ...
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
@@ -40,7 +40,7 @@ class Regularizer(Protocol):
 
 @runtime_checkable
 class DistributionTerm(Protocol):
-    """Additional interface of a `Regularizer` that reads one measure of the whole distribution at each token."""
+    """Additional interface of a `Regularizer` that reads a measure of the whole distribution at each token."""
 
     @property
     def measure(self) -> HeadMeasure:
@@ -55,7 +55,7 @@ class DistributionTerm(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class NoRegularizer:
-    """No regularisation."""
+    """No regularisation: the term is 0."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -64,24 +64,23 @@ class NoRegularizer:
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm2_{i,t} as text."""
+        """Formula of the regularizer as text."""
         return "0"
 
     def value(self, tokens: Tokens) -> Array:
-        """Return 0, [T]."""
+        """Return zeros, [T]."""
         return tokens.xp.zeros_like(tokens.current)
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return 0, [T]."""
+        """Return zeros, [T]."""
         return tokens.xp.zeros_like(cotangent)
 
 
 class Estimator(StrEnum):
     """Estimator of KL(π_θ ‖ π_ref) from one token (Schulman 2020), with d = log π_ref − log π_θ.
 
-    Training depends on the gradient. On-policy, the gradient of K2 is an unbiased estimate of the KL's gradient; that
-    of K3 estimates the gradient of the reversed KL; that of K1 is 0 in expectation. So K1 penalises only in the reward
-    (`adv.kl`) or together with importance weights.
+    On-policy, the gradient of K2 is an unbiased estimate of the KL's gradient, and that of K3 estimates the gradient of
+    the reversed KL. That of K1 is 0 in expectation, so K1 is for rewards (`adv.kl`) or importance weights.
     """
 
     K1 = "k1"
@@ -117,7 +116,7 @@ class KLPenalty:
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm2_{i,t} as text."""
+        """Formula of the regularizer as text."""
         text = {Estimator.K1: "(−d_t)", Estimator.K2: "d_t²/2", Estimator.K3: "(e^d_t − d_t − 1)"}
         text[Estimator.K3_WEIGHTED] = f"(π_θ/{SYMBOLS[self.over]})·{text[Estimator.K3]}"
         return f"−{self.beta:g}·{text[self.estimator]},  d_t = log({SYMBOLS[self.to]}/π_θ)" if self.beta else "0"
@@ -138,10 +137,7 @@ class KLPenalty:
         return -beta * estimate
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return −beta (K1), beta·d (K2), beta·(e^d − 1) (K3) or beta·(π_θ/π_over)·d (weighted), times the cotangent.
-
-        d falls as log π_θ rises.
-        """
+        """Return the cotangent times −beta (K1), beta·d (K2), beta·(e^d − 1) (K3) or beta·(π_θ/π_over)·d (weighted)."""
         if not self.beta:
             return tokens.xp.zeros_like(cotangent)
         beta = self._coefficient(tokens)
@@ -163,8 +159,8 @@ class KLPenalty:
 class CovariancePenalty:
     """KL-Cov (Cui et al. 2025, arXiv 2505.22617): −beta·|log π_θ − log π_old| for tokens of high covariance.
 
-    These are the share·N tokens (at least one) of the whole batch with the highest `adv.covariances` when the step
-    begins. The column `kl_coefficients` is 1 for them and 0 for the others. The slope is 0 where π_θ = π_old.
+    The share·N tokens (at least one) of the whole batch with the highest `adv.covariances` when the step begins are
+    penalised. The column `kl_coefficients` is 1 for them and 0 for the others. The slope is 0 where π_θ = π_old.
     """
 
     beta: float = 1.0
@@ -172,16 +168,16 @@ class CovariancePenalty:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The old log-probs, and the choice of tokens."""
+        """The old log-probs, and the column of penalised tokens."""
         return frozenset({"old_logprobs", CHOSEN})
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm2_{i,t} as text."""
+        """Formula of the regularizer as text."""
         return f"−{self.beta:g}·|log(π_θ/π_old)| for the {self.share:g}·N tokens with the highest cov_t,  {COVARIANCE}"
 
     def chosen(self, advantages: Floats, old_logprobs: Floats, judged: Bools) -> Floats:
-        """Return 1 for the chosen tokens of the batch and 0 for the others, [N]; `judged` are those that train."""
+        """Return 1 for penalised tokens of the batch and 0 for the others, [N]; only `judged` tokens qualify."""
         found = np.where(judged, covariances(advantages, old_logprobs, judged), -np.inf)
         count = min(int(judged.sum()), max(1, int(self.share * judged.sum())))
         coefficients = np.zeros(len(found))
@@ -189,17 +185,17 @@ class CovariancePenalty:
         return coefficients
 
     def value(self, tokens: Tokens) -> Array:
-        """Return −beta times the distance of the chosen tokens, [T]."""
+        """Return −beta·|log π_θ − log π_old| for penalised tokens and 0 elsewhere, [T]."""
         distance = tokens.xp.abs(tokens.log_ratio(Policy.CURRENT, Policy.OLD))
         return -self.beta * tokens.column(CHOSEN) * distance
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
-        """Return −beta·sign(log π_θ − log π_old) for chosen tokens, times the cotangent."""
+        """Return −beta·sign(log π_θ − log π_old) for penalised tokens, times the cotangent."""
         side = tokens.xp.sign(tokens.log_ratio(Policy.CURRENT, Policy.OLD))
         return -self.beta * tokens.column(CHOSEN) * side * cotangent
 
 
-#: The column with the choice of `CovariancePenalty`.
+#: Name of the column that marks the tokens penalised by `CovariancePenalty`.
 CHOSEN: Final = "kl_coefficients"
 
 
@@ -208,8 +204,8 @@ CHOSEN: Final = "kl_coefficients"
 class EntropyBonus:
     """beta·H(π_θ), estimated from the sampled tokens as K2 estimates a KL: the value is −beta·(log π_θ)²/2.
 
-    Its derivative is −beta·log π_θ, and E_{o~π_θ}[−log π_θ(o)·∇log π_θ(o)] = ∇H. The estimate is unbiased if the tokens
-    are on-policy or have importance weights. The more obvious value −log π_θ has an expected gradient of 0.
+    Its derivative is −beta·log π_θ, and E_{o~π_θ}[−log π_θ(o)·∇log π_θ(o)] = ∇H. The estimate is unbiased for on-policy
+    tokens or with importance weights. The more obvious value −log π_θ has an expected gradient of 0.
     """
 
     beta: float = 0.001
@@ -221,7 +217,7 @@ class EntropyBonus:
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm2_{i,t} as text."""
+        """Formula of the regularizer as text."""
         return f"−{self.beta:g}·(log π_θ(o_t))²/2"
 
     def value(self, tokens: Tokens) -> Array:
@@ -253,7 +249,7 @@ class ExactEntropy:
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm2_{i,t} as text."""
+        """Formula of the regularizer as text."""
         return f"{self.beta:g}·H(π_θ(·|s_t))"
 
     def value(self, tokens: Tokens) -> Array:
@@ -274,8 +270,8 @@ class ExactEntropy:
 class LogBarrier:
     """beta·(1/|A|) Σ_a log π_θ(a|s_t): the log barrier of Agarwal et al. 2021, Eq. 12, with beta for their λ.
 
-    It is −beta·KL(uniform ‖ π_θ(·|s_t)) up to a constant. So the penalty grows without bound as the probability of any
-    vocabulary token goes to 0. The mean over the batch's tokens replaces the paper's mean over states, 1/|S| Σ_s.
+    Up to a constant it is −beta·KL(uniform ‖ π_θ(·|s_t)), a penalty that grows without bound as any vocabulary token's
+    probability goes to 0. The mean over the batch's tokens replaces the paper's mean over states, 1/|S| Σ_s.
     """
 
     beta: float = 0.001
@@ -292,7 +288,7 @@ class LogBarrier:
 
     @property
     def formula(self) -> str:
-        """Formula of GradTerm2_{i,t} as text."""
+        """Formula of the regularizer as text."""
         return f"{self.beta:g}·(1/|A|)·Σ_a log π_θ(a|s_t)"
 
     def value(self, tokens: Tokens) -> Array:

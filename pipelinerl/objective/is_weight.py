@@ -13,7 +13,7 @@ from pipelinerl.objective.tokens import SYMBOLS, Policy, Tokens, columns_of
 
 
 class ImportanceWeight(Protocol):
-    """Weights of tokens from the ratio of two policies, such as current over behavior."""
+    """A rule for the importance weights of tokens, such as the ratio of current to behavior policy."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -22,7 +22,7 @@ class ImportanceWeight(Protocol):
 
     @property
     def formula(self) -> str:
-        """Formula of IS_{i,t} as text."""
+        """Formula of the weight as text."""
         ...
 
     def weight(self, tokens: Tokens) -> Array:
@@ -37,7 +37,7 @@ class ImportanceWeight(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class Unweighted:
-    """No weights: the data counts as on-policy, or `grad1` contains the ratio (PPO)."""
+    """Weight 1 for every token: the data counts as on-policy, or `grad1` contains the ratio (PPO)."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -50,11 +50,11 @@ class Unweighted:
         return "1"
 
     def weight(self, tokens: Tokens) -> Array:
-        """Return 1, [T]."""
+        """Return ones, [T]."""
         return tokens.xp.ones_like(tokens.current)
 
     def truncated(self, tokens: Tokens) -> Array:
-        """Return False everywhere."""
+        """Return False everywhere: no weight is truncated."""
         return ~tokens.inside & tokens.inside
 
 
@@ -72,9 +72,9 @@ class Outside(StrEnum):
 class TokenRatio:
     """π_numerator / π_denominator for each token, kept within [low, high].
 
-    current/behavior with high = C is truncated importance sampling for REINFORCE (TIS, Yao et al. 2025); without a cap
-    it is their vanilla importance sampling. old/behavior corrects for the sampler's numerics in addition to PPO's own
-    ratio. low = 1 − ε with high = 1 + ε is CISPO (MiniMax-M1 Eq. 5).
+    current/behavior with high = C is truncated importance sampling for REINFORCE (TIS, Yao et al. 2025); without a
+    bound it is their vanilla importance sampling. old/behavior corrects for the sampler's numerics in addition to PPO's
+    own ratio. low = 1 − ε with high = 1 + ε is CISPO (MiniMax-M1 Eq. 5).
     """
 
     low: float = 0.0
@@ -85,7 +85,7 @@ class TokenRatio:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The columns of its two policies."""
+        """The optional log-prob columns of numerator and denominator."""
         return columns_of(self.numerator, self.denominator)
 
     @property
@@ -94,7 +94,7 @@ class TokenRatio:
         return _kept(f"{_fraction(self)}(o_t)", self.low, self.high, self.outside)
 
     def weight(self, tokens: Tokens) -> Array:
-        """Return the ratios [T]."""
+        """Return the ratios within [low, high], [T]."""
         return _keep(tokens, tokens.ratio(self.numerator, self.denominator), self.low, self.high, self.outside)
 
     def truncated(self, tokens: Tokens) -> Array:
@@ -125,7 +125,7 @@ class SequenceWeight:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The columns of its two policies."""
+        """The optional log-prob columns of numerator and denominator."""
         return columns_of(self.numerator, self.denominator)
 
     @property
@@ -134,7 +134,7 @@ class SequenceWeight:
         return _kept(_of_sequence(self, self.mean), self.low, self.high, self.outside)
 
     def weight(self, tokens: Tokens) -> Array:
-        """Return the rollout's ratio, [T]."""
+        """Return the rollout's ratio within [low, high] for each token, [T]."""
         return _keep(tokens, self._ratio(tokens), self.low, self.high, self.outside)
 
     def truncated(self, tokens: Tokens) -> Array:
@@ -160,7 +160,7 @@ class ToprWeight:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The columns of its two policies."""
+        """The optional log-prob columns of numerator and denominator."""
         return columns_of(self.numerator, self.denominator)
 
     @property
@@ -169,12 +169,12 @@ class ToprWeight:
         return f"1 where A ≥ 0, else min({_of_sequence(self, self.mean)}, {self.negative_high:g})"
 
     def weight(self, tokens: Tokens) -> Array:
-        """Return the rollout's ratio, bounded above, where its advantage is negative, and 1 elsewhere, [T]."""
+        """Return the rollout's bounded ratio where its advantage is negative, and 1 elsewhere, [T]."""
         ratio = tokens.xp.clip(self._ratio(tokens), None, self.negative_high)
         return tokens.xp.where(tokens.advantages < 0, ratio, 1.0)
 
     def truncated(self, tokens: Tokens) -> Array:
-        """Return the mask [T] where A < 0 and the ratio exceeds `negative_high`."""
+        """Return the mask [T] where the advantage is negative and the ratio exceeds `negative_high`."""
         return tokens.inside & (tokens.advantages < 0) & (self._ratio(tokens) > self.negative_high)
 
     def _ratio(self, tokens: Tokens) -> Array:
@@ -186,8 +186,7 @@ class ToprWeight:
 class GammaWeight:
     """VESPO (Shen et al. 2026): W^power·e^(decay·(1 − W)) for the sequence's ratio W, which is 1 at W = 1.
 
-    It grows as W^power and vanishes on both sides, so no bound is needed. Power and decay differ by the advantage's
-    sign; the defaults are those of the authors' code (`core_algos.py`).
+    It vanishes at small and large W. The defaults, by the advantage's sign, are those of the authors' `core_algos.py`.
     """
 
     positive_power: float = 2.0
@@ -199,7 +198,7 @@ class GammaWeight:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The columns of its two policies."""
+        """The optional log-prob columns of numerator and denominator."""
         return columns_of(self.numerator, self.denominator)
 
     @property
@@ -210,7 +209,7 @@ class GammaWeight:
         return f"{up} where A ≥ 0, else {below},  W = {_of_sequence(self, Mean.PRODUCT)}"
 
     def weight(self, tokens: Tokens) -> Array:
-        """Return the rollout's weight, [T]."""
+        """Return the rollout's weight for each token, [T]."""
         xp, is_good = tokens.xp, tokens.advantages >= 0
         log_ratio = tokens.rollout_total(tokens.log_ratio(self.numerator, self.denominator))
         log_ratio = xp.clip(log_ratio, -_FAR, _FAR)
@@ -219,7 +218,7 @@ class GammaWeight:
         return xp.exp(xp.where(is_good, up, down))
 
     def truncated(self, tokens: Tokens) -> Array:
-        """Return False everywhere."""
+        """Return False everywhere: no weight is truncated."""
         return ~tokens.inside & tokens.inside
 
 
@@ -231,10 +230,10 @@ KINDS: Final[Mapping[str, type[ImportanceWeight]]] = {
     "gamma": GammaWeight,
 }
 
-#: Bounds a sequence's log-ratio, as in VESPO's code: the weight is 0 in any dtype long before.
+#: Bound of a sequence's log-ratio, as in VESPO's code; the weight underflows to 0 long before.
 _FAR: Final = 20.0
 
-#: Kinds that divide one policy by another, and those of them that read whole rollouts.
+#: Kinds that divide one policy by another; the second alias has those that read whole rollouts.
 Ratio = TokenRatio | SequenceWeight | ToprWeight | GammaWeight
 SequenceRatioWeight = SequenceWeight | ToprWeight | GammaWeight
 

@@ -4,7 +4,7 @@ Ziegler et al. 2019, §2.2 (ROLL's `kl_ctrl`, InstructGPT):
 
     e = clip(KL / target − 1, −0.2, 0.2)        β ← β·(1 + K·e)
 
-`KLController` is the stateless rule; only β passes from step to step and into a checkpoint.
+`KLController` is stateless: checkpoints store only β.
 """
 
 from __future__ import annotations
@@ -26,26 +26,20 @@ _MOST: Final = 0.2
 class KLController:
     """Rule that adjusts the coefficient so that the KL approaches its target.
 
-    Attributes:
-        target: wanted KL of the policy from the reference, in nats per token.
-        gain: K per step. At the error bound, β changes by a factor of 1 ± gain·0.2. ROLL and TRL write K as
-            (rollouts of a step) / horizon.
+    `target` is in nats per token. `gain` is K, which ROLL and TRL write as (rollouts of a step) / horizon.
     """
 
     target: float
     gain: float = 0.1
 
     def next(self, beta: float, kl: float) -> float:
-        """Return the coefficient after a step whose rollouts had this KL: the mean of K1 over their sampled tokens.
-
-        K1 may be negative on a batch. The error is bounded below, so β stays positive.
-        """
+        """Return β after a step whose rollouts had this KL: the mean of K1 over their sampled tokens."""
         error = min(max(kl / self.target - 1.0, -_MOST), _MOST)
         return beta * (1.0 + self.gain * error)
 
 
 def kl_coefficient(objective: PolicyObjective) -> float | None:
-    """Return β of the penalty on the KL to the reference, or else of its cost in the rewards; None without either."""
+    """Return β of the KL penalty to the reference, or of the KL cost in the rewards; None without either."""
     if isinstance(objective.grad2, KLPenalty) and _is_controlled(objective.grad2):
         return objective.grad2.beta
     if isinstance(objective.adv, GAE | RewardToGo) and objective.adv.kl:
@@ -54,11 +48,7 @@ def kl_coefficient(objective: PolicyObjective) -> float | None:
 
 
 def with_kl_coefficient(objective: PolicyObjective, beta: float) -> PolicyObjective:
-    """Return the objective with another β in the place that `kl_coefficient` reads.
-
-    Raises:
-        ValueError: the objective has no KL term.
-    """
+    """Return the objective with `beta` in place of its KL coefficient. Raises ValueError if it has no KL term."""
     if isinstance(objective.grad2, KLPenalty) and _is_controlled(objective.grad2):
         return dataclasses.replace(objective, grad2=dataclasses.replace(objective.grad2, beta=beta))
     if isinstance(objective.adv, GAE | RewardToGo) and objective.adv.kl:
@@ -69,18 +59,16 @@ def with_kl_coefficient(objective: PolicyObjective, beta: float) -> PolicyObject
 
 
 class KLCoefficientColumn(NamedTuple):
-    """An objective with β = 1, and β itself for the column `kl_coefficients`; the latter is None if no slot reads the
-    column.
-    """
+    """An objective with β = 1, and β for the column `kl_coefficients`; β is None if no slot reads the column."""
 
     objective: PolicyObjective
     coefficient: float | None
 
 
 def as_column(objective: PolicyObjective) -> KLCoefficientColumn:
-    """Split the objective into a form that is the same for every β, so that backends compile it once, and β itself.
+    """Split an objective into β and a form that is the same for every β, which backends compile once.
 
-    If β is in the rewards (as in Ziegler et al.), the advantages already include it, and backends do not need it.
+    If β is in the rewards (as in Ziegler et al.), the advantages include it, and backends do not need it.
     """
     beta = kl_coefficient(objective)
     if beta is None:

@@ -7,7 +7,7 @@
     result.gradient                     # d loss / d logprobs in closed form, in any of the three
 
 Pass the whole batch: advantages and weights are computed over all its rollouts, on the host. The loss is evaluated in
-the library of the log-probs. Apart from numpy, only libraries that the caller has already imported are used.
+the library of the log-probs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.reward import Parts, Scored, TurnReward, Turns
 from pipelinerl.objective.tokens import COMPUTED_BY
 
-#: Columns that a caller may give in addition to the log-probs.
+#: Columns that a caller may pass in addition to the log-probs.
 _COLUMNS: Final = tuple(name for name in COMPUTED_BY if name.endswith(("logprobs", "entropies")) or name == "values")
 
 
@@ -35,8 +35,7 @@ class PolicyLoss(NamedTuple):
     Attributes:
         loss: −J, a scalar in the library of the log-probs, differentiable if the library differentiates.
         gradient: d loss / d logprobs, [B, T], in closed form; excludes the path through a measure of the output layer.
-        advantages: f64 [B, T], on the host.
-        weights: the aggregation's weights, f64 [B, T], on the host.
+        advantages, weights: f64 [B, T], on the host; `weights` are the aggregation's.
     """
 
     loss: Any
@@ -74,7 +73,7 @@ def policy_loss(
             `vocab_entropies`; in the library of the log-probs, or in numpy.
 
     Raises:
-        ColumnError: the objective reads a column that is not given.
+        ColumnError: the objective reads a column that is missing.
         UserError: shapes do not fit, a column is unknown, or the combination of slots makes no sense.
     """
     chosen = objective if isinstance(objective, PolicyObjective) else resolve(_plain(objective), max_tokens=max_tokens)
@@ -117,14 +116,7 @@ def rollouts_loss(
     *,
     max_tokens: int | None = None,
 ) -> PolicyLoss:
-    """Return the `policy_loss` of rollouts, computed in numpy float64.
-
-    Arrays are [B, T], where T is the number of sampled tokens of the longest rollout; they are 0 beyond a rollout's
-    end.
-
-    Raises:
-        ColumnError, UserError: as `policy_loss`.
-    """
+    """Return the `policy_loss` of rollouts in numpy float64; arrays [B, T] are padded with 0. Raises its errors."""
     width = max((len(one.tokens) for one in rollouts), default=0)
     known = [name for name in ("logprobs", *_COLUMNS) if all(getattr(one, name, None) is not None for one in rollouts)]
 
@@ -170,7 +162,6 @@ def _per_rollout(name: str, values: Any, num_rollouts: int) -> np.ndarray:
 
 
 def _host(array: Any) -> np.ndarray:
-    """Return any array as a numpy array, without gradient."""
     return np.asarray(array.detach().cpu() if hasattr(array, "detach") else array)
 
 

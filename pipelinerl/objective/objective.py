@@ -2,10 +2,9 @@
 
     J = Σ_{i,t} sg[agg · is_weight] · ( sg[adv] · grad1 + grad2 )
 
-`agg` and `adv` are computed on the whole batch (columns `weights` and `advantages`). The other slots are evaluated on
-each micro-batch. The sum runs over tokens, or over whole rollouts, which micro-batches never split. No term depends on
-the rest of its micro-batch. So the gradient is invariant to packing, to the split into micro-batches, to order and to
-sharding.
+`agg` and `adv` are computed on the whole batch (columns `weights` and `advantages`), the other slots on each
+micro-batch. A term depends on one token or one whole rollout, and micro-batches never split rollouts. So the gradient
+is invariant to packing, to the split into micro-batches, to order and to sharding.
 """
 
 from __future__ import annotations
@@ -31,11 +30,10 @@ from trainer_contract.types import Columns, HeadMeasure
 class PolicyObjective:
     """One algorithm; satisfies `trainer_contract.types.Objective`.
 
-    Columns [T] that `evaluate` and `prediction_gradient` read: `loss_mask`, `advantages`, `weights`,
-    `behavior_logprobs`, `segment_ids`, the number `num_segments`, and the columns of `needs`. Positions outside the
-    mask can be missing from all columns or hold any value, even NaN, without changing the result. If a token's weight,
-    advantage or clip is 0, its term is 0 even if its ratio overflows the dtype. If a token that counts overflows, the
-    loss is infinite, which the step's guard detects.
+    `evaluate` and `prediction_gradient` read the columns [T] `loss_mask`, `advantages`, `weights`, `behavior_logprobs`,
+    `segment_ids`, those of `needs`, and the number `num_segments`. Outside the mask, columns may hold any value, even
+    NaN. A token with weight or advantage 0, or a clipped one, has term 0 even if its ratio overflows; any other
+    overflow makes the loss infinite, and the step is skipped.
     """
 
     agg: Aggregation
@@ -51,49 +49,35 @@ class PolicyObjective:
 
     @property
     def passes(self) -> frozenset[str]:
-        """The optional columns that `evaluate` or the advantages read and that forward passes compute before a step.
-        Measures of the output layer (`HeadMeasure`) are not among them.
-        """
+        """Columns computed by forward passes before a step, for the loss or the advantages; without a `HeadMeasure`."""
         return (self.needs | self.adv.needs) - frozenset(HeadMeasure) - {CHOSEN}
 
     @property
     def late_columns(self) -> frozenset[str]:
-        """The columns of forward passes that functions of the whole batch read: advantages, or a choice of tokens.
-
-        If there are any, both are computed after the passes.
-        """
+        """Columns from forward passes that functions of the whole batch read: advantages, or a choice of tokens."""
         return self.adv.needs | (
             frozenset({"old_logprobs"}) if isinstance(self.grad2, CovariancePenalty) else frozenset()
         )
 
     def choices(self, scored: Scored, columns: Mapping[str, Floats]) -> dict[str, Floats]:
-        """Return the columns [N] that choose among the tokens of the whole batch, by name; mostly none.
-
-        Args:
-            columns: `advantages`, and each of `late_columns`, [N].
-        """
+        """Return the columns [N] that select tokens of the whole batch, by name; {} for most objectives."""
         if not isinstance(self.grad2, CovariancePenalty):
             return {}
         return {CHOSEN: self.grad2.chosen(columns["advantages"], columns["old_logprobs"], scored.judged)}
 
     @property
     def zero_advantage_is_idle(self) -> bool:
-        """True if a token with zero advantage has no gradient at all, so that its computation can be skipped."""
+        """True if a token with zero advantage has no gradient, so that its computation can be skipped."""
         return self._is_free
 
     @property
     def reads_whole_rollouts(self) -> bool:
-        """True if a term is a function of a whole rollout, so that all its segments must share a micro-batch."""
+        """True if a term is a function of a whole rollout, whose segments must then share a micro-batch."""
         drift = isinstance(self.grad1, ClippedRatio) and self.grad1.max_drift < math.inf
         return drift or self.grad1.level is Level.SEQUENCE or isinstance(self.is_weight, SequenceRatioWeight)
 
     def evaluate(self, logprobs: Array, columns: Columns) -> Array:
-        """Return loss = −J on this micro-batch, a scalar.
-
-        Args:
-            logprobs: [T], current.
-            columns: in the same array library.
-        """
+        """Return loss = −J on this micro-batch, a scalar; log-probs [T] and columns are of one array library."""
         tokens = Tokens.of(logprobs, columns)
         outer = self._outer(tokens)
         steer, term = self._steered(tokens, outer)
@@ -119,7 +103,6 @@ class PolicyObjective:
 
     @property
     def _is_free(self) -> bool:
-        """True if there is no regularizer, so that its computation can be skipped."""
         return isinstance(self.grad2, NoRegularizer)
 
     def _steered(self, tokens: Tokens, outer: Array) -> tuple[Array, Array]:
@@ -133,7 +116,6 @@ class PolicyObjective:
         return xp.where(xp.isinf(steer) & (term == 0), 0.0, steer), term
 
     def _outer(self, tokens: Tokens) -> Array:
-        """Return sg[agg · is_weight], [T]."""
         if isinstance(self.is_weight, Unweighted):
             return tokens.weights
         return tokens.weights * stop_gradient(self.is_weight.weight(tokens))

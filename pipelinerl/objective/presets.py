@@ -36,10 +36,9 @@ SLOTS: Final[Mapping[str, Mapping[str, type[Any]]]] = {
 def resolve(
     choice: str | Mapping[str, Any], *, path: str = "objective", max_tokens: int | None = None
 ) -> PolicyObjective:
-    """Return the algorithm for a preset's name or a recipe table (see above).
+    """Return the algorithm for a preset's name or a recipe table; the module shows an example.
 
-    Args:
-        max_tokens: maximum sampled tokens of an answer in this run, for an `agg.length` that refers to it.
+    `max_tokens` is the run's maximum number of sampled tokens of an answer, for an `agg.length` that refers to it.
 
     Raises:
         RecipeError: an unknown preset, slot, kind or field, a value of the wrong type, or a combination of slots that
@@ -68,16 +67,12 @@ def preset_of(choice: str | Mapping[str, Any]) -> Any:
 
 
 def no_signal_of(choice: str | Mapping[str, Any], *, path: str = "objective") -> NoSignal:
-    """Return the preset's default for groups of equal rewards: DAPO's dynamic-sampling switch.
-
-    Raises:
-        RecipeError: an unknown preset.
-    """
+    """Return the preset's treatment of groups with equal rewards. Raises RecipeError for an unknown preset."""
     return _entry(PRESETS, preset_of(choice), f"{path}.preset").no_signal
 
 
 def to_table(objective: PolicyObjective) -> dict[str, dict[str, Any]]:
-    """Return the full recipe table of an objective; `resolve` turns it back into an equal objective."""
+    """Return the full recipe table of an objective; `resolve` converts it back to an equal objective."""
     table = {}
     for slot, kinds in SLOTS.items():
         value = getattr(objective, slot)
@@ -88,7 +83,6 @@ def to_table(objective: PolicyObjective) -> dict[str, dict[str, Any]]:
 
 
 def _slot(kinds: Mapping[str, type[Any]], current: Any, choice: Any, path: str) -> Any:
-    """Return the slot's value for a kind's name, or for a table with fields to change and an optional `kind`."""
     table = {"kind": choice} if isinstance(choice, str) else choice
     if not isinstance(table, Mapping):
         raise RecipeError(f"{path} must be the name of a kind or a table, got {choice!r}; kinds: {', '.join(kinds)}")
@@ -102,7 +96,6 @@ def _slot(kinds: Mapping[str, type[Any]], current: Any, choice: Any, path: str) 
 
 
 def _convert(value: Any, wanted: Any, path: str) -> Any:
-    """Convert a TOML value to a field's type: a number, an enum member, or a union of both."""
     if isinstance(wanted, UnionType):
         words = next(kind for kind in typing.get_args(wanted) if issubclass(kind, StrEnum))
         return _convert(value, words if isinstance(value, str) else float, path)

@@ -1,8 +1,7 @@
-"""Rewards of a step: the terms of which they are sums, by turns and by parts, and the shaping of a domain's rewards.
+"""Rewards of a step, split by turns and by parts, and the shaping of a domain's rewards.
 
-`RewardShaping` transforms verifier rewards before advantages are computed, as in ROLL's RLVR pipeline. Its steps, each
-optional, in this order: the overlong penalty (DAPO), normalisation, clipping, scaling. All are functions of one step's
-rollouts of one domain.
+`RewardShaping` transforms verifier rewards before advantages, as in ROLL's RLVR pipeline. Its optional steps are, in
+order: overlong penalty (DAPO), normalisation, clipping, scaling.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Turns:
         counts: [B], turns of each rollout.
         lengths: [M], tokens that the model sampled in each turn.
         rewards: [M], the environment's reward of each turn.
-        places: [M]. Two turns of a group have equal places if each is the k-th turn of the same agent; such turns are
+        places: [M], a number for (agent, k) if the turn is the k-th of its agent; a group's turns with equal places are
             compared with each other.
     """
 
@@ -50,7 +49,7 @@ class Turns:
 
     @classmethod
     def of(cls, rollouts: Sequence[Sequence[TurnReward]]) -> Self:
-        """Return the turns of these rollouts."""
+        """Build from the turns of each rollout."""
         places: dict[tuple[str, int], int] = {}
         placed: list[int] = []
         for turns in rollouts:
@@ -67,13 +66,7 @@ class Turns:
         )
 
     def rewards_to_go(self, rewards: Floats) -> Floats:
-        """Return G_{i,k} = R_i − Σ_{k' < k} r_{i,k'}, [M]: the rollout's reward from turn k on.
-
-        The last turn receives the part of the verdict's reward R_i that was not assigned to any turn.
-
-        Args:
-            rewards: R, [B].
-        """
+        """Return G_{i,k} = R_i − Σ_{k' < k} r_{i,k'}, [M]: the rollout's reward from turn k on, for `rewards` R [B]."""
         before = np.cumsum(self.rewards) - self.rewards
         starts = np.cumsum(self.counts) - self.counts
         has_turns = self.counts > 0
@@ -93,9 +86,9 @@ class PartReward(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The terms of the rewards of B rollouts, [B, P]: `rewards`, and `weights`, their factors in the sum.
+    """The terms of the rewards of B rollouts, [B, P]: their values in `rewards`, their factors in the sum in `weights`.
 
-    A rollout without a part has weight 0 there. A rollout without any parts has its reward as the only one.
+    A part that a rollout lacks has weight 0. A rollout without any parts has its whole reward as the only one.
     """
 
     rewards: Floats
@@ -103,7 +96,7 @@ class Parts:
 
     @classmethod
     def of(cls, rollouts: Sequence[Sequence[PartReward]], rewards: Floats) -> Self:
-        """Return the parts of these rollouts, whose sums are `rewards` [B]."""
+        """Build from the parts of each rollout; `rewards` [B] are their sums."""
         named = [parts or (PartReward("", reward),) for parts, reward in zip(rollouts, rewards.tolist(), strict=True)]
         names = sorted({name for parts in named for name, _, _ in parts})
         table = np.zeros((2, len(named), len(names)))
@@ -114,7 +107,7 @@ class Parts:
 
 
 class Roles(NamedTuple):
-    """The role of each turn [M], such as the domain and the agent, and the baselines of roles when the step begins."""
+    """The role of each turn [M], such as the domain and the agent, and each role's baseline when the step begins."""
 
     names: Sequence[str]
     baselines: Mapping[str, float]
@@ -123,15 +116,15 @@ class Roles(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """The rollouts of a step as advantages and weights see them, [B] each.
+    """The rollouts of a step as input of advantages and weights, [B] each.
 
     Attributes:
         rewards: after shaping; any value where not `valid`.
         groups: index of each rollout's group; any integers.
         lengths: tokens that the model sampled.
         valid: False if the verdict is not a judgement, or there is nothing to train on.
-        turns, parts: of the rollouts and their rewards; None if each is a single turn, and a single term.
-        roles: of the turns, for baselines that last from step to step; None if all turns have one role.
+        turns, parts: of the rollouts and their rewards; None if each rollout is one turn, and each reward one term.
+        roles: of the turns, for baselines that last across steps; None if all turns have one role.
     """
 
     rewards: Floats
@@ -154,11 +147,11 @@ class Scored:
 
     @property
     def judged(self) -> Bools:
-        """`valid` of each token's rollout, [N]."""
+        """True for tokens of `valid` rollouts, [N]."""
         return np.repeat(self.valid, self.lengths)
 
     def by_turns(self, turns: Turns) -> Scored:
-        """Return each turn as a rollout that earned the reward from there on, grouped with the same turn of others."""
+        """Return a copy with turns as rollouts: each has its reward-to-go, and same turns of a group form a group."""
         pairs = np.stack([np.repeat(self.groups, turns.counts), turns.places])
         _, same_turn = np.unique(pairs, axis=1, return_inverse=True)
         return Scored(
@@ -186,9 +179,9 @@ class RewardShaping:
     """The shaping of a domain's rewards; the default leaves them unchanged.
 
     Attributes:
-        overlong_tokens: L_max of DAPO's soft overlong punishment (Yu et al. 2025, Eq. 13); 0 disables it. A rollout of
-            more than L_max − overlong_margin sampled tokens loses up to 1, linearly, and beyond L_max it loses 1.
-        overlong_margin: L_cache, the tokens over which the punishment grows.
+        overlong_tokens: L_max of DAPO's soft overlong punishment (Yu et al. 2025, Eq. 13); 0 disables it. The penalty
+            grows linearly from 0 at L_max − overlong_margin sampled tokens to 1 at L_max and beyond.
+        overlong_margin: L_cache, the tokens over which the penalty grows.
         mean, std: scopes of the mean to subtract and of the deviation to divide by (with `epsilon`; ddof 0). Group mean
             and batch deviation form ROLL's reinforce++ baseline.
         low, high: bounds of the result.
@@ -213,7 +206,7 @@ class RewardShaping:
         return self != replace(plain, epsilon=self.epsilon, part_weights=self.part_weights)
 
     def parts(self, named: Sequence[tuple[str, float]]) -> tuple[PartReward, ...]:
-        """Return those of the named rewards that are parts of a domain's reward, with their weights."""
+        """Return the parts of the domain's reward among `named`, with their weights."""
         weights = dict(self.part_weights)
         return tuple(PartReward(name, reward, weights[name]) for name, reward in named if name in weights)
 
@@ -232,13 +225,9 @@ class RewardShaping:
             yield f"epsilon must not be negative, got {self.epsilon:g}"
 
     def apply(self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools) -> Floats:
-        """Return the shaped rewards [B]; 0 without a judgement.
+        """Return the shaped rewards [B] of one domain's rollouts; 0 where not `valid`.
 
-        Args:
-            rewards: [B], of one domain; any value where not `valid`.
-            groups: [B], index of the rollout's group; any integers.
-            lengths: [B], tokens that the model sampled.
-            valid: [B], False if the verdict is not a judgement.
+        `groups` [B] has the index of each rollout's group, `lengths` [B] the sampled tokens.
         """
         shaped = np.where(valid, rewards, 0.0).astype(np.float64)
         if self.overlong_tokens:
@@ -252,16 +241,13 @@ class RewardShaping:
 
 
 def _overlong(lengths: Ints, most: int, margin: int) -> Floats:
-    """Return 0 up to most − margin, −1 above `most`, linear between."""
     if margin == 0:
         return np.where(lengths > most, -1.0, 0.0)
     return np.asarray(np.clip((most - margin - lengths) / margin, -1.0, 0.0))
 
 
 def _mean(amounts: Floats, groups: Ints, valid: Bools, over: NormalizationScope) -> Floats:
-    """Return for each rollout the mean of `amounts` over the judged rollouts of its group or of the batch, [B]; 0 if
-    `over` is NONE.
-    """
+    """Return each rollout's mean of `amounts` over the judged rollouts of its group or batch, [B]; 0 for scope NONE."""
     if over is NormalizationScope.NONE:
         return np.zeros_like(amounts)
     index = (

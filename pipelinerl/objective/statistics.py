@@ -1,7 +1,4 @@
-"""Metrics of a step: functions of its micro-batches and of the log-probs used in their loss.
-
-They are computed on the host, in numpy, after the backward passes, so the device computes only the loss.
-"""
+"""Metrics of a step: numpy functions of its micro-batches and of the log-probs used in their loss."""
 
 from __future__ import annotations
 
@@ -21,12 +18,7 @@ _OPTIONAL: Final = ("old_logprobs", "ref_logprobs", "values", "streams")
 
 
 def trained_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float32]) -> Tokens | None:
-    """Return the tokens that trained, concatenated over all micro-batches, in float64; None if no token trained.
-
-    Args:
-        micro_batches: the micro-batches of one step.
-        logprobs: of each micro-batch, f32 [T], as `LossStats.logprobs`.
-    """
+    """Return a step's tokens in the loss masks with their `logprobs` f32 [T], joined, in float64; None without any."""
     masks = [batch.loss_mask for batch in micro_batches]
     if not any(mask.any() for mask in masks):
         return None
@@ -49,9 +41,9 @@ def trained_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float
 
 
 def statistics(objective: PolicyObjective | StreamedObjective, tokens: Tokens | None) -> dict[str, float]:
-    """Return metrics of a step from the tokens that trained; {} if none did.
+    """Return metrics of a step from its trained tokens; {} without any.
 
-    `entropy` is the mean surprisal of the sampled tokens. `kl_k1` and `kl_k3` estimate KL(behavior ‖ current). `kl_old`
+    `entropy` is the mean surprisal of the sampled tokens. `kl_k1` and `kl_k3` estimate KL(behavior ‖ current); `kl_old`
     is K3 of KL(old ‖ current), if old log-probs are available. `ess` is the effective sample size of the ratios
     current/behavior as a fraction of the tokens, 1 when on-policy.
     """
@@ -78,7 +70,7 @@ def statistics(objective: PolicyObjective | StreamedObjective, tokens: Tokens | 
 
 
 def cuts(objective: PolicyObjective | StreamedObjective, tokens: Tokens | None) -> dict[str, NDArray[np.bool_]]:
-    """Return boolean masks [N] by name: clipped tokens, truncated weights, zero weights; {} without tokens."""
+    """Return masks [N] by name: tokens that are clipped, with truncated weight, or with weight 0; {} without any."""
     if tokens is None:
         return {}
     masked = _cut(objective, tokens, lambda part: part.is_weight.weight(tokens) == 0)
@@ -92,7 +84,6 @@ def cuts(objective: PolicyObjective | StreamedObjective, tokens: Tokens | None) 
 def _cut(
     objective: PolicyObjective | StreamedObjective, tokens: Tokens, rule: Callable[[PolicyObjective], Any]
 ) -> NDArray[np.bool_]:
-    """Return the mask [N] that `rule` gives for the objective of each token's stream."""
     if isinstance(objective, PolicyObjective):
         mask: NDArray[np.bool_] = rule(objective)
         return mask

@@ -1,9 +1,9 @@
-"""Streams of loss: which loss each token takes when a batch holds more than one, and their sum as one objective.
+"""Streams of loss: the tokens of a batch may have different losses, and their sum is one objective.
 
     loss = Σ_s loss_s(tokens of stream s)
 
-Each stream is an algorithm of five slots with a denominator of its own: a change in one stream's tokens leaves the
-gradient of the others as it is. The column `streams` of a micro-batch holds the stream of each token.
+Each stream has an algorithm of five slots and its own denominator, so streams do not change each other's gradients. The
+column `streams` of a micro-batch holds the stream of each token.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from trainer_contract.types import Columns, HeadMeasure, MicroBatch
 
 
 class Loss(StrEnum):
-    """The loss that the tokens of a domain take."""
+    """The loss of a domain's tokens."""
 
     RL = "rl"
     """The run's objective."""
     CE = "ce"
-    """Cross-entropy: the mean of −log π_θ over the tokens of right answers that the data give."""
+    """Cross-entropy: the mean of −log π_θ over the tokens of reference answers from the data."""
     REF_KL = "ref_kl"
-    """Reverse KL to a teacher on the policy's own answers (`on_policy_distillation`); rewards are not read."""
+    """Reverse KL to a teacher on the policy's own answers (`on_policy_distillation`); rewards are ignored."""
 
     @property
     def code(self) -> int:
@@ -50,12 +50,12 @@ _OWN: Final[Mapping[Loss, PolicyObjective]] = {
     Loss.CE: CROSS_ENTROPY,
     Loss.REF_KL: resolve("on_policy_distillation"),
 }
-#: The advantage of every token of a stream whose objective has a constant one.
+#: The constant advantage of each stream's tokens, by code; NaN for RL, which has none.
 _ADVANTAGES: Final = np.array([np.nan, 1.0, 0.0])
 
 
 class Part(NamedTuple):
-    """One stream of a batch, and its objective."""
+    """One stream of a batch, with its objective."""
 
     loss: Loss
     objective: PolicyObjective
@@ -64,11 +64,7 @@ class Part(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class StreamedObjective:
-    """The sum of the objectives of several streams; satisfies `trainer_contract.types.Objective`.
-
-    Attributes:
-        rl: the run's objective. others: the further losses that tokens may take.
-    """
+    """The sum of `rl`, the run's objective, and the objectives of `others`; satisfies the contract's `Objective`."""
 
     rl: PolicyObjective
     others: tuple[Loss, ...]
@@ -80,7 +76,7 @@ class StreamedObjective:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The optional columns that any stream reads, and `streams`."""
+        """The optional columns that any of the streams reads, and `streams`."""
         return frozenset({"streams"}).union(*(part.objective.needs for part in self.parts))
 
     def evaluate(self, logprobs: Array, columns: Columns) -> Array:
@@ -102,7 +98,7 @@ class StreamedObjective:
 def within(columns: Columns, loss: Loss) -> Columns:
     """Return the columns with the loss mask reduced to the tokens of one stream.
 
-    The factors of the KL penalty's coefficient belong to the run's objective alone.
+    `kl_coefficients` are kept only for the run's objective.
     """
     its = {**columns, "loss_mask": columns["loss_mask"] & (column_of(columns, "streams") == loss.code)}
     if loss is not Loss.RL:
@@ -118,7 +114,7 @@ def only(batch: MicroBatch, loss: Loss) -> MicroBatch:
 
 
 class DomainLoss(NamedTuple):
-    """The loss of a domain, and the factor of its tokens' weights."""
+    """The loss of a domain, and a factor for the weights of its tokens."""
 
     loss: Loss = Loss.RL
     factor: float = 1.0
@@ -130,10 +126,7 @@ _OF_OTHERS: Final = DomainLoss()
 @final
 @dataclass(frozen=True, slots=True)
 class DomainLosses:
-    """The loss of each domain; domains without an entry take the run's objective.
-
-    `by_domain` names every domain that a step may hold, if any of them takes another loss.
-    """
+    """The loss of each domain that a step may contain; empty if all domains have the run's objective."""
 
     by_domain: Mapping[str, DomainLoss] = field(default_factory=dict)
 
@@ -147,29 +140,28 @@ class DomainLosses:
         return tuple(loss for loss in _OWN if any(each.loss is loss for each in self.by_domain.values()))
 
     def objective(self, rl: PolicyObjective) -> PolicyObjective | StreamedObjective:
-        """Return the run's objective, joined with those of the other streams if there are any."""
+        """Return the run's objective, added to those of the other streams if there are any."""
         return StreamedObjective(rl, self.others) if self.others else rl
 
     @property
     def passes(self) -> frozenset[str]:
-        """The columns of forward passes that the other streams read."""
+        """The columns computed by forward passes that the other streams read."""
         return frozenset().union(*(_OWN[loss].passes for loss in self.others))
 
     def codes(self, domains: Sequence[str]) -> NDArray[np.int32] | None:
-        """Return the stream of each of these domains; None if all take the run's objective."""
+        """Return the stream of each domain in `domains`; None if all have the run's objective."""
         return np.array([self.of(domain).code for domain in domains], np.int32) if self.others else None
 
     def factors(self, domains: Sequence[str]) -> NDArray[np.float64]:
-        """Return the factor of each of these domains."""
+        """Return the weight factor of each domain in `domains`."""
         return np.array([self.by_domain.get(domain, _OF_OTHERS).factor for domain in domains])
 
     def token_weights(
         self, agg: Aggregation, domains: Sequence[str], *, lengths: Ints, groups: Ints, valid: Bools
     ) -> NDArray[np.float64]:
-        """Return the weight [B] of each sampled token of each rollout: each stream is divided by its own total.
+        """Return the weight [B] of each rollout's sampled tokens; each stream is divided by its own total.
 
-        Args:
-            agg: the run's. domains: [B], of each rollout. lengths, groups, valid: as for `agg.token_weights`.
+        `agg` is the run's aggregation, `domains` [B] the domains; other arguments are those of `agg.token_weights`.
         """
         codes = self.codes(domains)
         if codes is None:
@@ -182,10 +174,10 @@ class DomainLosses:
         return np.sum(weights, axis=0) * self.factors(domains)
 
 
-#: Every domain takes the run's objective.
+#: No domain has its own loss: all have the run's objective.
 ONE_LOSS: Final = DomainLosses()
 
 
 def with_constants(advantages: NDArray[np.float64], codes: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Return the advantages [N] with the constant of each token's stream [N] in place of those of other streams."""
+    """Return advantages [N], with a stream's constant for its tokens if it has one; `codes` [N] are the streams."""
     return np.where(codes == Loss.RL.code, advantages, _ADVANTAGES[codes])

@@ -1,8 +1,7 @@
 """`Tokens`: the columns that an objective's slots read, in one array library, set to 0 outside the loss mask.
 
-Log-ratios, log-probs, advantages and weights are 0 outside the mask, even if the columns hold NaN or infinity there. So
-slots need not handle padding or prompts. A column is read and masked only when a slot accesses it; a missing column
-raises `ColumnError`.
+The columns may hold NaN or infinity there, so slots need no code for padding or prompts. A column is masked only when a
+slot reads it; a missing one raises `ColumnError`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from trainer_contract.types import Columns, HeadMeasure
 
 
 class Policy(StrEnum):
-    """Policy that log-probs belong to; the glossary explains each column of log-probs."""
+    """The policy that log-probs belong to."""
 
     CURRENT = "current"
     OLD = "old"
@@ -55,15 +54,11 @@ COMPUTED_BY: Final[Mapping[str, str]] = {
     "num_segments": "packing",
     **{str(measure): _HEAD for measure in HeadMeasure},
 }
-"""Component that computes each column."""
+"""The component that computes each column, for error messages."""
 
 
 def column_of(columns: Mapping[str, Any], name: str) -> Any:
-    """Return the column of that name.
-
-    Raises:
-        ColumnError: the column is missing; the message says which component computes it.
-    """
+    """Return a column. Raises ColumnError if it is missing; the message says which component computes it."""
     column = columns.get(name)
     if column is None:
         present = ", ".join(sorted(key for key, value in columns.items() if value is not None)) or "none"
@@ -75,7 +70,7 @@ def column_of(columns: Mapping[str, Any], name: str) -> Any:
 
 
 def columns_of(*policies: Policy) -> frozenset[str]:
-    """Return the optional columns with the log-probs of `policies`; the sampler's column is always present."""
+    """Return the optional columns with log-probs of `policies`; the sampler's are not optional."""
     return frozenset(_COLUMNS[policy] for policy in policies if policy in (Policy.OLD, Policy.REFERENCE))
 
 
@@ -86,10 +81,11 @@ class Tokens:
 
     Attributes:
         xp: the array library.
-        inside: bool, True where a token trains.
+        inside: bool, the loss mask.
         current: log-probs, differentiable if the library differentiates; any value outside the mask.
         columns: named as the fields of `MicroBatch`.
-        live: bool, True where a term counts; elsewhere exponents are set to 0 to avoid overflow. None means everywhere.
+        live: bool, False where a term's factor is 0; exponents are set to 0 there to avoid overflow. None: True
+            everywhere.
     """
 
     xp: ModuleType
@@ -100,11 +96,11 @@ class Tokens:
 
     @classmethod
     def of(cls, logprobs: Array, columns: Columns) -> Tokens:
-        """Build from current log-probs and the columns of a micro-batch, all in one array library."""
+        """Return the tokens of a micro-batch; log-probs and columns must be in one array library."""
         return cls(namespace(logprobs), column_of(columns, "loss_mask"), logprobs, columns)
 
     def counting(self, factors: Array) -> Tokens:
-        """Return a copy for a term that is multiplied by `factors` [T]: a factor of 0 makes the term 0, not NaN."""
+        """Return a copy for a term that is multiplied by `factors` [T]; a factor of 0 makes the term 0, not NaN."""
         return replace(self, live=factors != 0)
 
     @property
@@ -124,7 +120,7 @@ class Tokens:
 
     @property
     def mask(self) -> Array:
-        """1 where a token trains, else 0, in the dtype of the log-probs."""
+        """1 in the loss mask, 0 elsewhere, in the dtype of the log-probs."""
         return self.blanked(self.xp.ones_like(self.current))
 
     def blanked(self, column: Array) -> Array:
@@ -136,11 +132,11 @@ class Tokens:
         return self.blanked(column_of(self.columns, name))
 
     def exp(self, amounts: Array) -> Array:
-        """Return e^amounts, [T]; 1 where the term does not count."""
+        """Return e^amounts, [T]; 1 where the term's factor is 0."""
         return self.xp.exp(self._counted(amounts))
 
     def expm1(self, amounts: Array) -> Array:
-        """Return e^amounts − 1, [T]; 0 where the term does not count."""
+        """Return e^amounts − 1, [T]; 0 where the term's factor is 0."""
         return self.xp.expm1(self._counted(amounts))
 
     def log_ratio(self, numerator: Policy, denominator: Policy) -> Array:
@@ -152,25 +148,22 @@ class Tokens:
         return self.exp(self.log_ratio(numerator, denominator))
 
     def probability(self, policy: Policy) -> Array:
-        """Return π_policy(o_t), [T], without gradient; 1 outside the mask."""
+        """Return the probability of each sampled token under `policy`, [T], without gradient; 1 outside the mask."""
         return self.xp.exp(stop_gradient(self._of(policy)))
 
     def rollout_total(self, amounts: Array) -> Array:
-        """Return Σ of `amounts` [T] over the token's own rollout, which no micro-batch splits, [T].
-
-        `rollout_ids` assigns segments to rollouts; without that column each segment is a rollout.
-        """
+        """Return the sum of `amounts` [T] over each token's rollout (`rollout_ids`, or else its segment), [T]."""
         rollout_ids = self.columns.get("rollout_ids")
         if rollout_ids is None:
             rollout_ids = column_of(self.columns, "segment_ids")
         return segment_sum(amounts, rollout_ids, column_of(self.columns, "num_segments"))[rollout_ids]
 
     def rollout_mean(self, amounts: Array) -> Array:
-        """Return the mean of `amounts` [T] (0 outside the mask) over the sampled tokens of the token's rollout, [T]."""
+        """Return the mean of `amounts` [T], 0 outside the mask, over the sampled tokens of each rollout, [T]."""
         return self.rollout_total(amounts) / self.rollout_length()
 
     def rollout_length(self) -> Array:
-        """Return |o_i|, the sampled tokens of the token's rollout, at least 1, [T]."""
+        """Return the number of sampled tokens of each token's rollout, at least 1, [T]."""
         return self.xp.clip(self.rollout_total(self.mask), 1.0, None)
 
     def _of(self, policy: Policy) -> Array:

@@ -2,8 +2,8 @@
 
     L = Σ_t w_t · ½·max( (V_t − R_t)², (clip(V_t, V_old,t − ε, V_old,t + ε) − R_t)² )
 
-The formula is that of PPO's reference implementation (Engstrom et al. 2020, "Implementation Matters", Eq. 3). Because
-of the maximum, a value that has moved by more than ε towards its return gets no gradient until the next step.
+As in PPO's reference implementation (Engstrom et al. 2020, "Implementation Matters", Eq. 3). Because of the maximum, a
+value that has moved by more than ε towards its return gets no gradient until the next step.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from trainer_contract.types import Columns, Float32, MicroBatch
 class ValueLoss:
     """Objective for a value head; satisfies `trainer_contract.types.Objective`.
 
-    `clip` is ε in reward units; inf disables it. Columns [T] that it reads: `loss_mask`, `weights`, `values`,
-    `returns`. Positions outside the mask may be left out, or hold any value, NaN included.
+    `clip` is ε in reward units; inf disables it. It reads the columns [T] `loss_mask`, `weights`, `values` and
+    `returns`, which may hold any value outside the mask, even NaN.
     """
 
     clip: float = 0.2
 
     @property
     def needs(self) -> frozenset[str]:
-        """The old values and the returns."""
+        """The columns `returns` and, unless clipping is disabled, `values`."""
         return frozenset({"returns"} if math.isinf(self.clip) else {"values", "returns"})
 
     def evaluate(self, values: Array, columns: Columns, /) -> Array:
@@ -44,16 +44,13 @@ class ValueLoss:
         return (0.5 * _inside(column_of(columns, "weights"), columns) * square).sum()
 
     def prediction_gradient(self, values: Array, columns: Columns, /) -> Array:
-        """Return d loss / d values, [T]: w·(V − R), or 0 where the clipped error is the maximum, because that error
-        does not depend on V.
-        """
+        """Return d loss / d values, [T]: w·(V − R), or 0 where the clipped error, constant in V, is the maximum."""
         xp = namespace(values)
         error, clipped = self._errors(values, columns)
         slope = xp.where(error * error >= clipped * clipped, error, xp.zeros_like(error))
         return _inside(column_of(columns, "weights"), columns) * slope
 
     def _errors(self, values: Array, columns: Columns) -> tuple[Array, Array]:
-        """Return V − R, and the same for the clipped V; 0 outside the mask."""
         current, returns = _inside(values, columns), _inside(column_of(columns, "returns"), columns)
         if math.isinf(self.clip):
             return current - returns, current - returns
@@ -70,8 +67,8 @@ def _inside(column: Array, columns: Columns) -> Array:
 def value_statistics(micro_batches: Sequence[MicroBatch], values: Sequence[Float32]) -> dict[str, float]:
     """Return metrics of a critic's step from the values used in its loss; {} if no token trained.
 
-    `value_explained` is 1 − Var(R − V)/Var(R): 1 for a perfect critic, 0 for one that predicts only the mean, below 0
-    for a harmful one. It is 0 if the returns do not vary.
+    `value_explained` is 1 − Var(R − V)/Var(R): 1 for a perfect critic, 0 for one that predicts only the mean or for
+    returns that do not vary, below 0 for a harmful one.
     """
     parts: Mapping[str, list[np.ndarray]] = {"values": [], "returns": []}
     for batch, predicted in zip(micro_batches, values, strict=True):

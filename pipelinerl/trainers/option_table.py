@@ -1,7 +1,4 @@
-"""Parsing of what trainers are given: a recipe's `trainer.options`, and the record of a saved state.
-
-Unknown options and values of the wrong type are rejected by name.
-"""
+"""Parsing of trainer options and of the record of a saved state; invalid entries are rejected by name."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ Choice = TypeVar("Choice", bound=StrEnum)
 
 
 def table(value: Any, kind: type[Any], where: str, *, trainer: str) -> Mapping[str, Any]:
-    """Check that `value` is a table whose keys are fields of the dataclass `kind`, and return it. Raises SpecError."""
+    """Return `value` if it is a table whose keys are fields of the dataclass `kind`, else raise SpecError."""
     if not isinstance(value, Mapping):
         raise SpecError(f"{where} must be a table, got {value!r}")
     refuse_unknown(value, [field.name for field in fields(kind)], where, trainer=trainer)
@@ -66,20 +63,13 @@ def architecture_of(fields: Mapping[str, Any]) -> str:
 
 
 def write_record(path: Path, *, model_version: int, architecture: str, **further: Any) -> None:
-    """Write `trainer.json` into the existing directory `path`.
-
-    Write it last, after all other files: a state without this record counts as missing.
-    """
+    """Write `trainer.json` into the directory `path`, after all other files: a state without it counts as missing."""
     record = {"format": _FORMAT, "model_version": model_version, "architecture": architecture, **further}
     (path / _FILE).write_text(json.dumps(record, indent=1) + "\n")
 
 
 def read_record(path: Path, *, architecture: str, model_type: str) -> Mapping[str, Any]:
-    """Read the record in `path` and check it against the model given by `model_type` and `architecture`.
-
-    Raises:
-        StateError: the record is missing, damaged, of another format or of another model.
-    """
+    """Read `trainer.json` in `path`. Raises StateError if it is missing, damaged, or of another format or model."""
     try:
         record: dict[str, Any] = json.loads((path / _FILE).read_text())
         record["model_version"] = int(record["model_version"])

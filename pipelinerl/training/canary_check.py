@@ -1,14 +1,12 @@
-"""Proof that an engine computes the same as the trainer with the weights that were published to it.
+"""Check that an engine computes what the trainer computes with the weights that were published to it.
 
-The engine answers a canary prompt. The trainer, which holds those weights until the proof has ended, computes log-probs
-of the engine's own tokens. There is no stored figure to compare with, and engines need not sample the same tokens: the
-check compares the probabilities that both sides give to these tokens. A digest proves that the bytes arrived; this
-check proves that they are used. Weights loaded under a wrong name, tied wrongly or quantised wrongly have the right
-digest.
+The engine answers a canary prompt. The trainer, whose weights do not change during the check, computes log-probs of the
+engine's own tokens, and both sides' log-probs are compared; engines need not sample the same tokens. A digest only
+proves that the bytes arrived, not that they are loaded under the right names or quantised correctly.
 
-| waits for | unblocked by | or, at the latest |
+| waits for | unblocked by | at the latest |
 |---|---|---|
-| the canary's answer | the engine | `deadline_s`, for a queue may stand before it |
+| the canary's answer | the engine, which may have a queue | `deadline_s` |
 | the trainer's log-probs | the current step, on the trainer's thread | – |
 """
 
@@ -36,24 +34,22 @@ from trainer_contract.types import Float32, MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The allowed distance of an engine's log-probs from the trainer's, in nats: of the worst token, and of the
-    mean.
-    """
+    """The allowed distance of an engine's log-probs from the trainer's, in nats, for the worst token and the mean."""
 
     worst: float = math.inf
     mean: float = math.inf
 
     def __str__(self) -> str:
-        """Return the bounds that there are, as a message has them."""
+        """Return the finite bounds as text for messages."""
         worst = [f"{self.worst:g} nats"] if math.isfinite(self.worst) else []
         mean = [f"{self.mean:g} nats on average"] if math.isfinite(self.mean) else []
         return " and ".join(worst + mean) or "any number of nats"
 
 
-#: By the precision of the engine's weights or arithmetic. Two float32 implementations of one decoder differ by
-#: rounding, 1e-5 at most in our tests. Coarser weights are judged by the mean: for int8 rollouts it is 0.02 on average
-#: and 0.08 in the worst step of `bench tis`, while single rare tokens differ by up to 7. Wrong weights differ by nats
-#: throughout.
+#: Tolerances by the precision of the engine's weights or arithmetic. Two float32 implementations of one decoder differ
+#: by rounding, 1e-5 at most in our tests. Coarser weights are judged by the mean difference: for int8 rollouts it is
+#: 0.02 on average and 0.08 in the worst step of `bench tis`, while single rare tokens differ by up to 7. Wrong weights
+#: differ by nats throughout.
 TOLERANCES: Final[Mapping[str, Tolerance]] = {
     "float32": Tolerance(worst=1e-4),
     "float16": Tolerance(mean=0.05),
@@ -61,13 +57,13 @@ TOLERANCES: Final[Mapping[str, Tolerance]] = {
     "int8": Tolerance(mean=0.3),
     "int4": Tolerance(mean=1.5),
 }
-#: For float32 weights of a mixture of experts: of two experts that are equal but for rounding each side may choose
-#: another, which changes single tokens a lot and the mean little.
+#: For float32 weights of a mixture of experts. Each side may choose another of two nearly equal experts, which changes
+#: single tokens a lot and the mean little.
 ROUTED_APART: Final = Tolerance(mean=0.05)
 
 _PAUSE_S: Final = 0.1
 
-#: Returns the trainer's log-probs [T] of a micro-batch.
+#: Function that returns the trainer's log-probs [T] of a micro-batch.
 Forward = Callable[[MicroBatch], Awaitable[Float32]]
 
 
@@ -75,8 +71,7 @@ Forward = Callable[[MicroBatch], Awaitable[Float32]]
 class Canary:
     """The prompt that an engine must answer, and the allowed distance of its log-probs from the trainer's.
 
-    With `routing_replay` the trainer computes a mixture's tokens with the engine's experts, so a choice between two
-    nearly equal experts does not count as a difference of weights.
+    With `routing_replay` the trainer uses the engine's experts, so near ties between experts cause no difference.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -87,7 +82,7 @@ class Canary:
     routing_replay: RoutingReplay = RoutingReplay.OFF
 
     def request(self, version: int) -> ChatCompletionRequest:
-        """Return the request: sampled from the model's own distribution, with a seed of its own for each version."""
+        """Return the request: sampled at temperature 1, with the version as seed."""
         return ChatCompletionRequest(
             messages=list(self.messages),
             n=self.samples,
@@ -102,9 +97,9 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class CanaryFindings:
-    """Results by URL: the largest difference in nats, the reason of a mismatch, or the reason why there is no result.
+    """Results by URL: largest difference in nats, reason of a mismatch, or reason for having no result.
 
-    For engines in `permanent` a retry would not produce a result.
+    Retries are useless for engines in `permanent`.
     """
 
     worst: dict[str, float] = field(default_factory=dict)
@@ -114,19 +109,19 @@ class CanaryFindings:
 
 
 class CanaryEngines(Protocol):
-    """The part of `EngineClient` that a proof needs."""
+    """The part of `EngineClient` that a canary check needs."""
 
     async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
         """Return one whole completion."""
         ...
 
     async def models(self, url: str) -> ModelList:
-        """GET /v1/models."""
+        """Return the answer to GET /v1/models."""
         ...
 
 
 class CanaryChecker(Protocol):
-    """A checker of the weights that were published to engines."""
+    """A check of the weights that were published to engines."""
 
     async def check(self, urls: Iterable[str], published: PublishReport, forward: Forward) -> CanaryFindings:
         """Check each engine; `forward` computes with exactly the published weights."""
@@ -134,7 +129,7 @@ class CanaryChecker(Protocol):
 
 
 class _Mismatched(Exception):
-    """The engine's answer is wrong; the message says how."""
+    """The engine's answer is wrong; the message says why."""
 
 
 @final
@@ -180,7 +175,6 @@ class LogprobCanaryChecker:
                 await asyncio.sleep(_PAUSE_S)
 
     async def _judged(self, completion: ChatCompletion, published: PublishReport, forward: Forward) -> float:
-        """Return the largest difference. Raises `_Mismatched` if it is too large, or if the answer is incomplete."""
         if completion.epoch != published.epoch:
             raise _Mismatched(
                 f"the canary must be sampled in epoch {published.epoch}, its answer is of {completion.epoch}"
@@ -204,11 +198,7 @@ class LogprobCanaryChecker:
 
 
 def micro_batch_of(completion: ChatCompletion, *, version: int) -> MicroBatch:
-    """Return a canary's answer as a micro-batch, with the engine's log-probs in `behavior_logprobs`.
-
-    Raises:
-        _Mismatched: there is no choice; or it has no tokens, invalid ids, or tokens of another version than `version`.
-    """
+    """Return a canary's answer as a micro-batch with the engine's log-probs. Raises `_Mismatched` if it is invalid."""
     if not completion.choices:
         raise _Mismatched("the canary must be answered with at least one choice, its answer has none")
     return alone([_rollout(completion, choice, version) for choice in completion.choices])

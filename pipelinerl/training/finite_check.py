@@ -1,7 +1,7 @@
 """Detection of NaN and infinity before they reach a weight, and of their cause.
 
-A step whose loss, gradient or log-probs are not finite raises `NonFiniteStep` and is skipped. To name the cause, the
-columns are checked first, then each term of the objective on the step's log-probs. Otherwise the cause is the model.
+A step whose loss, gradient or log-probs are not finite raises `NonFiniteStep` and is skipped. Columns are checked
+first, then each term of the objective on the step's log-probs. If all are finite, the cause is the model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipelinerl.training.rollouts.batch import TrainBatch
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.types import Float32, MicroBatch
 
-#: In the order of their computation, so that the first one that is not finite is the cause of the others.
+#: In order of computation: the first column that is not finite is the cause of the others.
 _COLUMNS: Final = (
     "behavior_logprobs", "weights", "old_logprobs", "ref_logprobs", "values", "advantages", "returns"
 )  # fmt: skip
@@ -46,7 +46,7 @@ def naming(what: str, groups: list[int]) -> Iterator[None]:
 
 
 def check_rewards(batch: TrainBatch) -> None:
-    """Raise NonFiniteStep for judged rewards, as verified or as shaped, before anything is computed from them."""
+    """Raise NonFiniteStep if a judged reward is not finite, before or after shaping."""
     verdicts = np.array([rollout.verdict.reward for group in batch.groups for rollout in group.rollouts])
     scored = batch.scored
     for rewards in (verdicts, scored.rewards):
@@ -70,7 +70,7 @@ def check_columns(batch: TrainBatch, completed: Sequence[MicroBatch]) -> None:
 def check_predictions(
     batch: TrainBatch, number: int, micro_batch: MicroBatch, predictions: Float32, *, what: str
 ) -> None:
-    """Raise NonFiniteStep for predictions that are not finite although the loss on them is."""
+    """Raise NonFiniteStep if predictions are not finite, even though the loss on them is."""
     if groups := _groups_of(batch, number, micro_batch, ~np.isfinite(predictions)):
         raise NonFiniteStep(what, sorted(groups))
 
@@ -80,7 +80,7 @@ def check_terms(
 ) -> None:
     """Raise NonFiniteStep for the first slot of the objective that is not finite on these log-probs, in fp32.
 
-    Terms of whole distributions are not checked: only the trainer had those distributions.
+    Terms of whole distributions are not checked, because only the trainer had those distributions.
     """
     measured = isinstance(objective.grad2, DistributionTerm)
     names = (*_COLUMNS, "loss_mask", "segment_ids", "rollout_ids", "num_segments", "kl_coefficients")

@@ -5,7 +5,7 @@
     ref_logprobs   the reference: a worker with the run's initial weights, which never steps; or a domain's teacher
     values         the critic, before it learns from this step
 
-Replayed routing applies to the policy's passes. Reference and critic are other models, whose routers choose.
+Routing is replayed only in the policy's passes; reference and critic are other models.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from trainer_contract.errors import NonFiniteError
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Bool, Float32, MicroBatch
 
-#: Computes a column of all micro-batches of a step.
+#: Function that computes a column of all micro-batches of a step.
 Pass = Callable[[Sequence[MicroBatch]], list[Float32]]
 
 
 class Teacher(Protocol):
-    """A frozen model that gives log-probs: a trainer that never steps, or an engine."""
+    """A frozen model that computes log-probs: a trainer that never steps, or an engine."""
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
         """Return the log-probs f32 [T] of each micro-batch's tokens at their temperatures; 0 at segment starts."""
         ...
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Free devices and connections."""
         ...
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardPasses:
-    """The workers that compute each column. A pass without a worker is rejected when the recipe is read.
+    """The workers that compute each column. Reading a recipe rejects passes without a worker.
 
-    `teachers` has those of domains that are distilled from another model than the reference. `history` is set if
+    `teachers` are those of domains that are distilled from another model than the reference. `history` is set if
     `old_logprobs` are those at the sampling weights.
     """
 
@@ -65,11 +65,7 @@ class ForwardPasses:
     def plan(
         self, needs: Iterable[str], batch: TrainBatch | None = None, *, objective: PolicyObjective | None = None
     ) -> Mapping[str, Pass]:
-        """Return the passes for `needs`, by the name of their column, in the order in which they are made.
-
-        Args:
-            batch: of the micro-batches, if its domains take several losses. objective: of those that earn rewards.
-        """
+        """Return the passes for `needs`, by the name of their column, in the order in which they are made."""
         old: dict[OldLogprobs, Pass] = {
             OldLogprobs.SAMPLING_WEIGHTS: self._at_sampling_weights,
             OldLogprobs.RECOMPUTE: self.policy.forward,
@@ -89,11 +85,7 @@ class ForwardPasses:
         return {name: call for name, call in passes.items() if name in wanted}
 
     def _at_sampling_weights(self, batches: Sequence[MicroBatch]) -> list[Float32]:
-        """Return the policy's log-probs [T] of each token in the loss mask at the weights that sampled it; 0 elsewhere.
-
-        Versions are computed one by one, each on the tokens up to its last one in the rollouts that it sampled. A
-        rollout of one version costs one pass, a rollout of n versions n passes of rising length.
-        """
+        """Return the policy's log-probs [T] at the weights that sampled each token; one pass per version."""
         assert self.history is not None, "old_logprobs at the sampling weights need a history of them"
         columns = [np.zeros(batch.num_tokens, np.float32) for batch in batches]
         sampled = np.concatenate([_versions(batch)[batch.loss_mask] for batch in batches])
@@ -103,11 +95,7 @@ class ForwardPasses:
         return columns
 
     def _by_domain(self, batch: TrainBatch, batches: Sequence[MicroBatch], *, refers: bool) -> list[Float32]:
-        """Return the log-probs [T] of each token by the model with which its domain's loss compares; 0 without one.
-
-        Args:
-            refers: whether the run's objective reads the reference.
-        """
+        """Return the log-probs [T] of each token by its domain's reference or teacher; 0 without one."""
         taught: dict[int, tuple[Teacher, set[str]]] = {}
         for domain in {group.domain for group in batch.groups}:
             own = self.teachers.get(domain, self.reference) if batch.losses.of(domain) is Loss.REF_KL else None
@@ -129,7 +117,7 @@ def _fill(
     tokens: Sequence[Bool],
     forward: Callable[[list[MicroBatch]], list[Float32]],
 ) -> None:
-    """Write the log-probs of some `tokens` [T] of each micro-batch into the columns; compute only what they need."""
+    """Write log-probs of the `tokens` [T] of each micro-batch into the columns, computing only prefixes."""
     touched = [number for number, its in enumerate(tokens) if its.any()]
     parts = [prefixes(batches[number], through=tokens[number]) for number in touched]
     found = forward([part.micro_batch for part in parts]) if parts else []
@@ -139,7 +127,7 @@ def _fill(
 
 
 def unrouted(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Return the micro-batches for another model than the one that sampled: its own routers choose."""
+    """Return the micro-batches without recorded routing, for models other than the one that sampled."""
     return [
         batch if batch.routed_experts is None else with_columns(batch, {"routed_experts": None}) for batch in batches
     ]
@@ -150,20 +138,17 @@ def _versions(batch: MicroBatch) -> np.ndarray:
     return batch.behavior_versions
 
 
-#: One rollout in `_ONE_IN` is measured.
+#: One in this many rollouts is measured.
 _ONE_IN: Final = 16
-#: The name of the figure.
+#: Name of the entropy metric.
 EXACT_ENTROPY: Final = "exact_entropy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredEntropy:
-    """The entropy of one step.
+    """The entropy of one step: `figures` has the mean, in nats per sampled token; {} if nothing was measured.
 
-    Attributes:
-        figures: the mean, in nats per sampled token; {} if nothing was measured.
-        of_tokens: by rollout of the batch, the entropy of each of its sampled tokens, f32 [N]; {} if the trainer only
-            reports the mean.
+    `of_tokens` has the entropies of sampled tokens, f32 [N], by rollout; {} if the trainer only reports the mean.
     """
 
     figures: dict[str, float] = field(default_factory=dict)
@@ -173,18 +158,16 @@ class MeasuredEntropy:
 @final
 @dataclass(frozen=True, slots=True)
 class EntropyMeter:
-    """Measures every step whose version is divisible by `interval_steps`; 0 for none.
+    """Measures every step whose version is divisible by `interval_steps`; 0 measures none.
 
-    `kept(version, groups)` returns which groups of the step that makes the version are in the sample log.
+    `kept(version, groups)` returns the numbers of the step's groups that the sample log records.
     """
 
     interval_steps: int = 0
     kept: Callable[[int, int], Sequence[int]] = lambda version, groups: ()
 
     def measure(self, policy: Trainer, batch: TrainBatch) -> MeasuredEntropy:
-        """Measure at the weights from which the step starts. No gradient may be accumulated before, and none is
-        left.
-        """
+        """Measure at the current weights. The gradient must be clear before, and is clear afterwards."""
         if self.interval_steps == 0 or batch.producing % self.interval_steps:
             return MeasuredEntropy()
         rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
@@ -203,7 +186,7 @@ class EntropyMeter:
         )
 
     def _chosen(self, batch: TrainBatch) -> list[int]:
-        """Return rows of rollouts that the step computes, whatever their length."""
+        """Choose rollouts that the step computes: up to half from recorded groups, the others evenly spaced."""
         computed = {row for number in range(len(batch.packed)) for row in batch.rollouts_of(number)}
         members = sorted(computed)
         count, ends = -(-len(members) // _ONE_IN), np.cumsum([len(group.rollouts) for group in batch.groups]).tolist()
@@ -219,7 +202,6 @@ class EntropyMeter:
 
 
 def _by_rollout(rollouts: Sequence[Rollout], seen: Sequence[Float32]) -> list[Float32]:
-    """Return the entropies of each rollout, turn after turn; none unless the probe has seen all tokens."""
     lengths = [rollout.num_sampled_tokens for rollout in rollouts]
     if len(seen) != 1 or len(seen[0]) != sum(lengths):
         return []

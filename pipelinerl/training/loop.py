@@ -6,13 +6,12 @@
     apply       gradients             the current publication          engines (they received the old weights)
     report      —                     the controller's directive       controller
 
-A step that is not finite is not applied but reported, and its groups are counted as filtered. The controller ends the
+A step that is not finite is reported but not applied, and its groups are counted as filtered. The controller ends the
 run after three such steps in a row.
 
-A version is the result of one batch, by one optimizer step or several: only whole versions are published, reported and
-saved. A publication runs concurrently with the next forward and backward and ends before the next `optimizer_step`,
-which alone changes weights. One worker thread makes every trainer call, so the event loop keeps reading while the
-trainer computes.
+A version is the result of one batch, by one or several optimizer steps; only whole versions are published, reported and
+saved. A publication runs during the next forward and backward and ends before the next `optimizer_step`, which alone
+changes weights. One worker thread makes every trainer call, so the event loop keeps reading while the trainer computes.
 """
 
 from __future__ import annotations
@@ -72,12 +71,10 @@ T = TypeVar("T")
 class LoopSettings:
     """Settings of a training loop.
 
-    `deadline_s` bounds every wait of the loop, and `publish_timeout_s` a publication. `overdue_s` bounds a full step's
-    wait for groups that the step would make stale; None: it does not wait.
-
-    `schedule` counts optimizer steps, of which `mini_batching` may make several per batch. `shaping` and `losses` are
-    by domain; `kl` controls the KL coefficient. Token ids of a group must lie below `vocab_size`; `routing` is the
-    shape of the routers whose choices are replayed.
+    `deadline_s` bounds every wait of the loop, `publish_timeout_s` a publication. `overdue_s` bounds how long a full
+    step waits for groups that would be stale after it; None disables that wait. `schedule` counts optimizer steps, of
+    which `mini_batching` may make several per batch. `shaping` and `losses` are by domain. Token ids must be below
+    `vocab_size`; `routing` has the sizes of the routers whose choices are replayed.
     """
 
     micro_batch_tokens: int
@@ -100,9 +97,7 @@ class LoopSettings:
 
 @final
 class TrainingLoop:
-    """Driver of one policy, and of the workers beside it, through a run. `run` returns the last version when it is
-    stopped.
-    """
+    """Driver of one policy's training, from the first batch until the run stops."""
 
     def __init__(
         self,
@@ -177,7 +172,7 @@ class TrainingLoop:
         self._leaving = True
 
     async def run(self) -> int:
-        """Train until a directive says stop, or until `leave` takes effect.
+        """Train until a directive stops the run, or until `leave` takes effect; return the last version.
 
         Raises:
             DivergedError: the controller stopped the run after several steps that were not finite; the state is saved.
@@ -246,7 +241,7 @@ class TrainingLoop:
     # --- collect ---------------------------------------------------------------------------------------------------
 
     async def _collect(self) -> TrainBatch | None:
-        """Return the next batch, or None if the run is stopped, or left, while waiting."""
+        """Return the next batch, or None if the run stops, or the trainer leaves, while waiting."""
         progress_at = reported_at = time.monotonic()
         while True:
             await self._checkpointing.raise_if_failed()
@@ -276,7 +271,6 @@ class TrainingLoop:
                 reported_at = now
 
     def _next_batch(self) -> TrainBatch | None:
-        """Return a batch of the waiting groups, or None while there are too few."""
         knobs, producing = self._current.knobs, self._version + 1
         groups = self._batcher.take(
             StepBudget(rollouts=knobs.rollouts_per_step, tokens=self._settings.tokens_per_step),
@@ -301,9 +295,7 @@ class TrainingLoop:
         )
 
     def _scope_figures(self) -> dict[str, float]:
-        """Return what a replay needs to leave out the same rollouts of the last step, and the number left out so
-        far.
-        """
+        """Return the oldest version that the last step accepted, and the number of rollouts left out so far."""
         if self._settings.scope is StalenessScope.GROUP:
             return {}
         oldest = max(0.0, self._version - self._current.knobs.k)
@@ -329,7 +321,6 @@ class TrainingLoop:
         )
 
     async def _ask(self, question: Question) -> None:
-        """Send `question` to the controller, and process what arrives until its answer is applied."""
         async for arrivals in self._link.wait_for_answer(question):
             await self._take_in(arrivals)
 
@@ -342,12 +333,7 @@ class TrainingLoop:
     # --- step ------------------------------------------------------------------------------------------------------
 
     async def _train(self, batch: TrainBatch) -> tuple[StepResult, StepFigures]:
-        """Make the optimizer steps of a batch, which produce the next version; return their figures, in total and by
-        domain.
-
-        Raises:
-            NonFiniteStep: the step must be skipped.
-        """
+        """Take the optimizer steps of a batch; return metrics in total and by domain. Raises NonFiniteStep."""
         accumulated = await self._in_worker(lambda: self._step.accumulate(batch, self._objective.current))
         computed = time.monotonic()
         await self._until_weights_may_change()
@@ -381,7 +367,7 @@ class TrainingLoop:
         await self._checkpointing.captured()
 
     async def _skip(self, batch: TrainBatch, error: NonFiniteStep) -> None:
-        """Account for a step that was not applied; end as `run` says when the controller stops the run."""
+        """Report a step that was not applied; raise DivergedError if the controller then stops the run."""
         await self._until_weights_may_change()
         self._skipped += 1
         self._batcher.skipped(batch.groups)
@@ -419,7 +405,7 @@ class TrainingLoop:
         if directive.publish_to:
             await self._in_worker(lambda: self._step.will_sample(self._version, acceptance=directive.knobs.k))
             await self._publishing.begin(directive, self._version)
-        saved = directive.stop and self._saved == (directive.epoch, self._version)  # it was stopped while it asked
+        saved = directive.stop and self._saved == (directive.epoch, self._version)  # this version is saved already
         if directive.checkpoint and directive.controller_state is not None and not saved:
             await self._checkpoint(directive, directive.controller_state)
             self._saved = (directive.epoch, self._version)
@@ -456,9 +442,7 @@ class TrainingLoop:
         return self._reported
 
     async def _report_progress(self) -> None:
-        """Report groups that ended without a step, or must be sampled again, so that the controller may issue
-        orders.
-        """
+        """Report groups that ended without a step or must be sampled again, so that the controller can issue orders."""
         before, again = self._reported, self._batcher.take_abandoned()
         if self._consumed() != before or again:
             await self._link.report(

@@ -1,7 +1,4 @@
-"""`Publishing`: at most one publication of weights under way during the step, and the report of how it went.
-
-`StreamAnnouncer` announces a version once, on a stream, to all engines that follow it.
-"""
+"""`Publishing`: one publication of weights at a time, during a step; `StreamAnnouncer`: announcements to engines."""
 
 from __future__ import annotations
 
@@ -42,9 +39,9 @@ log = logging.getLogger("pipelinerl")
 
 @final
 class Publishing:
-    """Takes the trainer's weights to the engines, and has those prove them that the controller does not trust yet.
+    """Publishes the trainer's weights to the engines, and checks engines that the controller does not trust yet.
 
-    The trainer computes on meanwhile, and changes its weights only after `finish`:
+    Meanwhile the trainer computes, but changes its weights only after `finish`:
 
         await publishing.begin(directive, version)  # begins a task:
             await link.raise_if_fenced()
@@ -53,10 +50,10 @@ class Publishing:
             await canary_checker.check(directive.to_verify, report, forward)
             await link.report(CanaryChecked(...))
         step.accumulate(batch)                   # reads the weights, too
-        await publishing.finish()                # the task has ended: the engines have them
-        step.apply(accumulated)                  # changes them
+        await publishing.finish()                # the task has ended: the engines have the weights
+        step.apply(accumulated)                  # changes the weights
 
-    A publication that fails is reported, engine by engine; training continues.
+    A publication that fails is reported for each engine; training continues.
     """
 
     def __init__(
@@ -82,7 +79,7 @@ class Publishing:
         self._under_way: asyncio.Task[None] | None = None
 
     async def begin(self, directive: Directive, version: int) -> None:
-        """Publish the weights as they are to the engines that the directive names, once the one before has ended."""
+        """Start publishing the current weights to the directive's engines, after the previous publication has ended."""
         await self.finish()
         publication = Publication(
             version=version,
@@ -97,13 +94,13 @@ class Publishing:
         self._under_way = asyncio.create_task(self._publish(publication, directive))
 
     async def finish(self) -> None:
-        """Wait for the publication under way, if any: weights may change only afterwards."""
+        """Wait for the current publication, if any; weights may change only afterwards."""
         if self._under_way is not None:
             task, self._under_way = self._under_way, None
             await task
 
     async def raise_if_failed(self) -> None:
-        """Raise what has ended the publication under way, if anything has that is not an engine's."""
+        """Raise the error that ended the current publication, if any; failures of engines are only reported."""
         if self._under_way is not None and self._under_way.done():
             await self.finish()
 
@@ -152,7 +149,7 @@ class Publishing:
         return predictions
 
 
-#: The version that an engine serves now, or the reason why it does not serve the new one.
+#: The version that an engine serves, or the reason why it does not serve the new one.
 _Outcome = WeightUpdateResponse | ContractError | PipelineError
 
 _MOST: Final = 4096
@@ -161,7 +158,7 @@ _BLOCK_S: Final = 1.0
 
 @final
 class StreamAnnouncer:
-    """Announcer of one trainer. Used from one event loop, one announcement at a time."""
+    """The `Announcer` of one trainer. Used from one event loop, one announcement at a time."""
 
     def __init__(self, stream: Stream, *, quiet_s: float = 5.0) -> None:
         self._stream = stream
@@ -172,7 +169,7 @@ class StreamAnnouncer:
     async def tell(
         self, prepare: WeightUpdateRequest, engines: Sequence[str], *, left_out: Sequence[str], deadline: float
     ) -> dict[str, _Outcome]:
-        """Announce an update; see `Announcer`. Answers in `taken` to an earlier trainer are read too."""
+        """Announce an update; see `Announcer`. Reads reports in `TAKEN` to an earlier trainer too."""
         before = self._offset
         while await self._heard(block_s=0.0):
             pass
@@ -194,11 +191,10 @@ class StreamAnnouncer:
             log.warning("%d engines that follow announcements have not reported; sending them requests", len(awaited))
             self._follow -= awaited
         await self._stream.trim(ANNOUNCEMENTS, before=f"{number}-0")
-        await self._stream.trim(TAKEN, before=before)  # later trainers read it
+        await self._stream.trim(TAKEN, before=before)  # later trainers read the rest
         return answers
 
     async def _heard(self, *, block_s: float) -> list[WeightsTaken]:
-        """Return what engines have said since the last call."""
         found = []
         for entry in await self._stream.read({TAKEN: self._offset}, count=_MOST, block_s=block_s):
             self._offset = entry.entry_id

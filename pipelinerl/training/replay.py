@@ -1,8 +1,7 @@
 """Replay of a run's steps from a checkpoint and the recorded groups, without engine, stream or controller.
 
-A step is a function of the weights before it, its groups, its learning rates and the objective. All of them are
-recorded, and on a CPU a trainer repeats equal calls to the bit. So a replayed step must give the figures that the run
-reported, to the last bit; otherwise something was computed on other data.
+A step is a function of recorded data (weights, groups, learning rates, objective), and trainers on a CPU are
+deterministic. So a replayed step must give the recorded figures to the last bit.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from pipelinerl.training.schedule import AdaptiveObjective
 from pipelinerl.training.train_step import TrainStep
 from pipelinerl.types import RolloutGroup
 
-#: Figures that tell whether two steps were the same: they depend on every weight, token and log-prob.
+#: Figures that identify a step: they depend on every weight, token and log-prob.
 COMPARED: Final = ("loss", "grad_norm", "reward", "tokens", "entropy", "ratio_max", "optimizer_steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """A step as its run reported it: the version it made, its lineage, the orders of its groups, its figures."""
+    """A step as its run reported it: the version it made, its lineage, the orders of its groups, and its figures."""
 
     version: int
     lineage: Lineage
     orders: Sequence[int]
     figures: Mapping[str, float]
     updates: Sequence[Mapping[str, float]] = ()
-    """Figures of each optimizer step, where the step was to have several."""
+    """Figures of each optimizer step, if the step has several."""
 
     @property
     def learning_rates(self) -> list[float]:
@@ -46,7 +45,7 @@ class RecordedStep:
         return [update["learning_rate"] for update in self.updates] or [self.figures["learning_rate"]]
 
     def part_of(self, group: RolloutGroup) -> RolloutGroup:
-        """Return the part of a group that trained the step if its other rollouts were too old (`staleness.scope`)."""
+        """Return the part of a group that trained, without rollouts that were too old (`staleness.scope`)."""
         if "oldest_fresh" not in self.figures:
             return group
         bounds = StalenessBounds(1, self.version - self.figures["oldest_fresh"])
@@ -55,14 +54,7 @@ class RecordedStep:
 
 
 def trained_groups(recorded: RecordedStep, groups: Mapping[int, Sequence[RolloutGroup]]) -> list[RolloutGroup]:
-    """Return a step's groups: for each of its orders the first copy that its trainer could take.
-
-    Args:
-        groups: the recorded groups by order, each in the order of their arrival.
-
-    Raises:
-        RecordError: a group has been trimmed.
-    """
+    """Return a step's groups: of each order the first copy in its lineage. Raises RecordError if one was trimmed."""
     chosen = []
     for index in recorded.orders:
         copies = [group for group in groups.get(index, ()) if recorded.lineage.includes(group)]
@@ -77,7 +69,7 @@ def trained_groups(recorded: RecordedStep, groups: Mapping[int, Sequence[Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedStep:
-    """A repeated step."""
+    """A replayed step: the recorded step and the figures of the replay."""
 
     recorded: RecordedStep
     figures: Mapping[str, float]
@@ -96,7 +88,7 @@ class ReplayedStep:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """The settings of a replay; `groups` holds the recorded groups by order, each in the order of their arrival."""
+    """A replay and its settings; `groups` has the recorded groups by order, each in the order of arrival."""
 
     step: TrainStep
     objective: AdaptiveObjective
@@ -107,16 +99,14 @@ class Replay:
     truncated: Truncated = Truncated.TRAIN
     mini_batching: MiniBatching = ONE_STEP
     began_at: int = 0
-    """The version that the trainer holds before the first step."""
+    """The trainer's version before the first step."""
     acceptance: float = math.inf
-    """The greatest staleness among the steps; how many weights are kept for `old_logprobs` depends on it."""
+    """The greatest staleness among the steps, which decides how many weights are kept for `old_logprobs`."""
 
     def run(self, steps: Sequence[RecordedStep]) -> Iterator[ReplayedStep]:
-        """Repeat the steps, the first of which must follow `began_at`, the version of the trainer's weights.
+        """Repeat the steps, the first of which must follow `began_at`.
 
-        Raises:
-            RecordError: a step is missing, or one of its groups.
-            DivergedError: a step is not finite.
+        Raises RecordError if a step or one of its groups is missing, DivergedError if a step is not finite.
         """
         held = self.began_at
         for recorded in steps:
@@ -127,10 +117,7 @@ class Replay:
             yield ReplayedStep(recorded=recorded, figures=figures | self.objective.observe(figures))
 
     def instead(self, recorded: RecordedStep, objective: PolicyObjective) -> ReplayedStep:
-        """Take the next step with another objective; the trainer has made that step afterwards.
-
-        Raises the errors of `run`.
-        """
+        """Take the next step with another objective; the trainer then has that step's version. Raises as `run`."""
         return ReplayedStep(recorded=recorded, figures=self._take(recorded, objective))
 
     def _take(self, recorded: RecordedStep, objective: PolicyObjective) -> dict[str, float]:

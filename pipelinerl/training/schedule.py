@@ -35,20 +35,17 @@ class LearningRateSchedule:
         return self.final_fraction + (1.0 - self.final_fraction) * decay
 
 
-#: Always the peak rate.
+#: Schedule that always gives the peak rate.
 CONSTANT: Final = LearningRateSchedule(warmup_steps=0, steps=1, shape="constant", final_fraction=1.0)
 
 
-#: The figure of a step that the controller reads.
+#: The metric of a step that the KL controller reads.
 KL_FIGURE: Final = "kl_reference"
 
 
 @final
 class AdaptiveObjective:
-    """The current objective, and the baselines of roles. Without a controller the objective stays the recipe's.
-
-    Checkpoints carry `coefficient` and `baselines`.
-    """
+    """The current objective and baselines of roles; checkpoints store `coefficient` and `baselines`."""
 
     def __init__(
         self,
@@ -75,7 +72,7 @@ class AdaptiveObjective:
             self.baselines = self.current.adv.baselines(scored)
 
     def observe(self, figures: Mapping[str, float]) -> dict[str, float]:
-        """Update β after a step with these figures; return the β of that step as a figure."""
+        """Update β after a step with these metrics; return the β of that step as a metric."""
         beta = self.coefficient
         if self._controller is None or beta is None or KL_FIGURE not in figures:
             return {}

@@ -1,11 +1,8 @@
-"""The training loop's reports on how groups end and what each step consists of.
+"""The training loop's records of how groups end and what each step consists of. They do not influence training.
 
-Watching has no influence on training. Between two steps it keeps a tally and one group as an example.
-
-`TrainingSamples` are the groups of a step that readers see. A few groups are drawn by seed and step, so that the choice
-is unbiased and a repeated run shows the same ones. One of the groups filtered since the last step represents all of
-them. Everything but the draw, including the decoding, runs on the log's thread. Tokens are kept as they were sampled
-and trained on.
+`TrainingSamples` writes groups of a step for readers. A few trained groups are drawn by seed and step, so the choice is
+unbiased and repeatable; one filtered group represents all filtered since the last step. Everything but the draw runs on
+the log's thread.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ from pipelinerl.training.rollouts.batch import TrainBatch
 from pipelinerl.types import ROOT, Outcome, Rollout, RolloutGroup, Turn
 from trainer_contract.types import Float32, LossStats, MicroBatch
 
-#: Number of reasons counted separately in a step: those of a user's filter may all differ.
+#: Number of reasons counted separately in a step; a user's filter may give a different one each time.
 MOST_REASONS: Final = 20
 OTHER_REASONS: Final = "other reasons"
 
@@ -62,7 +59,7 @@ class DomainTallies:
         self._merge(group, Tally(stale=1))
 
     def take(self) -> StepFigures:
-        """Return the figures and reset the tallies."""
+        """Return the metrics since the last call, and reset the tallies."""
         domains, tags = self._domains, _bounded(self._tags)
         self._domains, self._tags = {}, {}
         return StepFigures(_figures(domains), _figures(tags))
@@ -76,7 +73,7 @@ class DomainTallies:
 @final
 @dataclass(slots=True)
 class StepWatch:
-    """Recorder of what ends between two steps; `samples` is None if no samples are kept."""
+    """Recorder of the groups that end between two steps; `samples` is None if no samples are kept."""
 
     samples: TrainingSamples | None = None
     _tallies: DomainTallies = field(default_factory=DomainTallies)
@@ -102,12 +99,10 @@ class StepWatch:
         losses: Sequence[LossStats | None] = (),
         entropies: Mapping[int, Float32] = MappingProxyType({}),
     ) -> StepFigures:
-        """Return the figures since the last step, and write samples of the step that made `version`.
+        """Return the metrics since the last step, and write samples of the step that made `version`.
 
-        Args:
-            micro_batches: those of the batch, with the advantages on which they trained.
-            losses: of each at the weights from which the step started, if known.
-            entropies: of the sampled tokens of some rollouts at these weights.
+        `micro_batches` have the advantages; `losses`, if known, and `entropies` of some rollouts by row, are at the
+        weights from which the step started.
         """
         self._tallies.add(batch.groups)
         if self.samples is not None:
@@ -170,10 +165,7 @@ def _tokens_of(
 def mean_advantages(
     batch: TrainBatch, micro_batches: Sequence[MicroBatch]
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return the mean advantage over each rollout's sampled tokens [B], and whether the rollout was in the step [B].
-
-    A rollout left out of the packing because its advantages are all zero has 0; one that may not learn has NaN.
-    """
+    """Return each rollout's mean advantage [B] (NaN if it may not train), and whether it was in the step [B]."""
     sums, trained = np.zeros(len(batch.learns)), np.zeros(len(batch.learns), bool)
     for number, micro_batch in enumerate(micro_batches):
         rollouts = np.array(batch.rollouts_of(number))
@@ -184,16 +176,16 @@ def mean_advantages(
     return np.where(trained | batch.learns, means, np.nan), trained
 
 
-#: Number of tags with figures of their own in a step, by rollouts; the rest are counted together.
+#: Number of tags with their own metrics in a step, by number of rollouts; other tags are counted together.
 MOST_TAGS: Final = 50
-#: Name of the remaining tags.
+#: Name under which the other tags are counted.
 OTHER_TAGS: Final = "other"
-#: Bound of the counted tags of a group, and of the parts of a reward.
+#: Bound of the tags counted for a group, and of the parts of a reward.
 _MOST_OF_A_GROUP: Final = 16
 
 
 class StepFigures(NamedTuple):
-    """Figures by name, for each domain and each tag."""
+    """Metrics by name, for each domain and each tag."""
 
     by_domain: dict[str, dict[str, float]]
     by_tag: dict[str, dict[str, float]]
@@ -202,7 +194,7 @@ class StepFigures(NamedTuple):
 @final
 @dataclass(slots=True)
 class Tally:
-    """Counts over groups of one kind."""
+    """Counts over the groups of one domain or tag."""
 
     groups: int = 0
     stale: int = 0
@@ -266,7 +258,7 @@ class Tally:
             self.parts[name] = (before + total, number + count)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of the module's table by name, without those that have no count."""
+        """Return metrics by name, without those whose denominator is 0."""
         rollouts = len(self.lengths)
         figures: dict[str, float] = {
             "rollouts": rollouts,
@@ -293,7 +285,7 @@ class Tally:
 
 
 def _percentile(rising: Sequence[int], share: float) -> float:
-    """Return numpy's percentile, linearly interpolated. numpy takes fifty times as long for short lists."""
+    """Return numpy's percentile, linearly interpolated; for short lists numpy takes fifty times as long."""
     place = share * (len(rising) - 1)
     below = int(place)
     above = min(below + 1, len(rising) - 1)
@@ -301,7 +293,6 @@ def _percentile(rising: Sequence[int], share: float) -> float:
 
 
 def _bounded(tags: Mapping[str, Tally]) -> dict[str, Tally]:
-    """Return the tags with most rollouts, by name, and the others as one."""
     ranked = sorted(tags, key=lambda tag: (-len(tags[tag].lengths), tag))
     kept = {tag: tags[tag] for tag in sorted(ranked[:MOST_TAGS])}
     for tag in ranked[MOST_TAGS:]:
@@ -315,10 +306,10 @@ def _figures(tallies: Mapping[str, Tally]) -> dict[str, dict[str, float]]:
 
 T = TypeVar("T")
 
-#: Returns the text of token ids, special tokens included.
+#: Function that returns the text of token ids, special tokens included.
 Decode = Callable[[Sequence[int]], str]
 
-#: Bound of a group's tags that are kept, and of the parts of a reward.
+#: Bound of the recorded tags of a group, and of the parts of a reward.
 _MOST: Final = 16
 #: Number of different tokens whose texts are cached.
 _MOST_TEXTS: Final = 2**16
@@ -335,12 +326,7 @@ class FilteredGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedTokens:
-    """The sampled tokens of one rollout in its step, f32 [N], turn after turn.
-
-    Attributes:
-        logprobs: the trainer's; None if the policy stood still.
-        entropies: of the distributions from which they were sampled; None if not measured.
-    """
+    """The sampled tokens of one rollout in its step, f32 [N]; the trainer's log-probs are None if unknown."""
 
     advantages: Float32
     logprobs: Float32 | None
@@ -351,10 +337,8 @@ class TrainedTokens:
 class StepRollouts:
     """The results of a step's rollouts, [B] each, group after group.
 
-    Attributes:
-        shaped: rewards from which advantages were computed. advantages: means over the tokens; NaN if there is none.
-        trained: True if the rollout had a gradient.
-        tokens_of: the tokens of a rollout by its number; None if it had no gradient.
+    `shaped` are rewards, `advantages` means over a rollout's tokens or NaN, `trained` is True if the rollout had a
+    gradient, and `tokens_of` returns the tokens of such a rollout by its number.
     """
 
     groups: Sequence[RolloutGroup]
@@ -366,8 +350,6 @@ class StepRollouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trained:
-    """The results of one rollout."""
-
     shaped: float | None = None
     advantage: float | None = None
     trained: bool = False
@@ -380,7 +362,7 @@ _UNTRAINED: Final = _Trained()
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSamples:
-    """Writer of samples of the steps to a log."""
+    """Writer of some groups of each step to the sample log."""
 
     log: SampleLog
     decode: Decode
@@ -479,7 +461,6 @@ class TrainingSamples:
         )
 
     def _turns(self, rollout: Rollout, prompt: NDArray[np.int32]) -> tuple[TurnRecord, ...]:
-        """Return the turns of an episode, without the group's prompt, which is stored once."""
         parents = rollout.parents or range(ROOT, len(rollout.turns) - 1)
         segment_of = {turn: number for number, each in enumerate(rollout.segments, 1) for turn in each.trained}
         return tuple(
@@ -501,12 +482,11 @@ class TrainingSamples:
         return "" if np.array_equal(its, prompt) else self.decode(its.tolist())
 
     def _columns(self, rollout: Rollout, token_ids: Sequence[int], trained: TrainedTokens | None) -> AnswerTokens:
-        """Return the columns of an answer; `token_ids` are all tokens after the prompt."""
         gaps = [0, *(len(turn.context_token_ids) for turn in rollout.turns[1:])]
         counts = [len(turn.token_ids) for turn in rollout.turns]
 
         def spread(values: Sequence[T]) -> tuple[T | None, ...]:
-            """Return the values at the sampled tokens, and None at tokens of the environment."""
+            """Return the values at sampled tokens, and None at tokens of the environment."""
             if len(counts) == 1:
                 return tuple(values)
             rest = iter(values)
@@ -540,7 +520,7 @@ class TrainingSamples:
 
 
 def drawn(seed: int, version: int, groups: int, most: int) -> list[int]:
-    """Return the numbers of the groups that are kept of the step that makes a version."""
+    """Return the numbers of the groups to write to the sample log for the step that makes `version`."""
     chosen: list[int] = generator(seed, "samples", version).permutation(groups)[:most].tolist()
     return chosen
 
@@ -554,7 +534,7 @@ def _rows(end: int, group: RolloutGroup) -> range:
 
 
 def _told(values: Sequence[float], form: str) -> list[float | None]:
-    """Return the values with the digits that readers need, to keep records small."""
+    """Round values to the format `form`, to keep records small; None for values that are not finite."""
     return [float(form % value) if math.isfinite(value) else None for value in values]
 
 

@@ -1,11 +1,10 @@
-"""One training step: from a batch to the next version of the policy, and of its critic if there is one, and to figures.
+"""One training step: from a batch to the next version of the policy (and of its critic, if any) and to metrics.
 
     forward passes ─▶ advantages on the whole batch ─▶ ( backward of policy and critic ─▶ both optimizer steps )+
 
-The last part runs once for each mini-batch of each epoch. All calls block: the loop makes them on the trainer's thread,
-`accumulate` before the current publication has ended and `apply` after it. A value that is not finite raises
-`NonFiniteStep`; no weight of the policy has changed then, and no gradient is left. Once a batch has changed weights, it
-ends before the first mini-batch that is not finite or takes the policy too far from π_old.
+The last part runs once for each mini-batch of each epoch. All calls block: `accumulate` runs during the current
+publication, `apply` after it. If a value is not finite before the first update, `NonFiniteStep` is raised. Later, the
+batch ends before the first mini-batch that is not finite or too far from π_old.
 """
 
 from __future__ import annotations
@@ -40,9 +39,7 @@ log = logging.getLogger("pipelinerl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulated:
-    """A batch with every column, the gradients of its first mini-batch in the workers, and its remaining
-    mini-batches.
-    """
+    """A batch with all columns, after backward of its first mini-batch; `rest` are the remaining mini-batches."""
 
     batch: TrainBatch
     objective: PolicyObjective
@@ -57,13 +54,13 @@ class Accumulated:
 
     @property
     def losses(self) -> list[LossStats | None]:
-        """The loss of each micro-batch at the weights from which the step starts; None in later mini-batches."""
+        """Each micro-batch's loss at the weights from which the step starts; None in later mini-batches."""
         known = {id(trained): loss for trained, loss in zip(self.first.trained, self.first.losses, strict=True)}
         return [known.get(id(micro_batch)) for micro_batch in self.micro_batches]
 
 
 class StepResult(NamedTuple):
-    """The figures of a step, and those of each of its optimizer steps if several were planned."""
+    """The metrics of a step, and those of each optimizer step if several were planned."""
 
     figures: dict[str, float]
     updates: list[dict[str, float]]
@@ -89,29 +86,22 @@ class TrainStep:
         return self._policy.width
 
     def parts(self) -> dict[str, Callable[[Path], None]]:
-        """Return the writers of the workers' current state, by the name of their checkpoint directory.
-
-        They may be called on another thread, until `apply`.
-        """
+        """Return functions that save the workers' states, by directory name; any thread may call them until `apply`."""
         parts: dict[str, Callable[[Path], None]] = {"trainer": self._policy.save_state}
         parts |= {"critic": self.critic.worker.save_state} if self.critic else {}
         return parts | ({"history": self.passes.history.saver()} if self.passes.history else {})
 
     def will_sample(self, version: int, *, acceptance: float) -> None:
-        """Keep what later steps with this k need of the policy's weights, which are about to be published."""
+        """Keep a copy of the weights, which are about to be published, if later passes with this k need one."""
         if self.passes.history is not None:
             self.passes.history.keep(self._policy, version=version, acceptance=acceptance)
 
     def can_train(self, group: RolloutGroup) -> bool:
-        """Return whether everything is available that the passes over this group need."""
+        """Return whether all weights are available that the passes over this group need."""
         return self.passes.history is None or self.passes.history.covers(group)
 
     def accumulate(self, batch: TrainBatch, objective: PolicyObjective) -> Accumulated:
-        """Run the forward passes that are needed, compute advantages, then run backward of the first mini-batch.
-
-        Raises:
-            NonFiniteStep: a column, loss or prediction is not finite.
-        """
+        """Run forward passes and the first mini-batch's backward. Raises NonFiniteStep if any result is not finite."""
         with self._clean_on_failure():
             completed = batch.completed(self._completed(batch, objective))
             measured = self.entropy.measure(self._policy, batch)
@@ -120,11 +110,7 @@ class TrainStep:
         return Accumulated(batch=completed, objective=objective, first=first, rest=rest, measured=measured)
 
     def apply(self, accumulated: Accumulated, *, learning_rates: Sequence[float]) -> StepResult:
-        """Make the optimizer steps of the batch, each with the next rate; at most as many as there are rates.
-
-        Raises:
-            NonFiniteStep: the first gradient is not finite.
-        """
+        """Take the batch's optimizer steps, at most one per rate. Raises NonFiniteStep if the first is not finite."""
         batch, objective = accumulated.batch, accumulated.objective
         mini_batching, end = batch.partition.mini_batching, BatchEnd.WHOLE
         updates = [self._update(accumulated.first, objective, number=0, rate=learning_rates[0])]
@@ -153,7 +139,6 @@ class TrainStep:
         return StepResult(figures | end.figures(updates), [update.figures(objective) for update in updates])
 
     def _gradient(self, mini_batch: MiniBatch, objective: PolicyObjective) -> Gradient:
-        """Run backward of policy and critic."""
         with self._clean_on_failure():
             batch, demonstrations = mini_batch.batch, self._demonstrated(mini_batch)
             losses = self._policy_backward(batch, demonstrations, objective)
@@ -166,7 +151,6 @@ class TrainStep:
         )
 
     def _demonstrated(self, mini_batch: MiniBatch) -> list[MicroBatch]:
-        """Return the demonstrations of this optimizer step; none while the policy stands still."""
         batch = mini_batch.batch
         if self.demonstrations is None or self._stands_still(batch):
             return []
@@ -174,7 +158,7 @@ class TrainStep:
         return self.demonstrations.micro_batches(number + mini_batch.number, width=self.width)
 
     def _update(self, gradient: Gradient, objective: PolicyObjective, *, number: int, rate: float) -> Update:
-        """Make both optimizer steps, the critic's first; the policy's is number `number` of the batch, from 0."""
+        """Take both optimizer steps, the critic's first; `number` counts the policy's within the batch, from 0."""
         batch, critic = gradient.batch, None
         with self._clean_on_failure():
             if self.critic is not None:
@@ -190,7 +174,6 @@ class TrainStep:
         return self.critic is not None and self.critic.warms_up(batch.producing - 1)
 
     def _completed(self, batch: TrainBatch, objective: PolicyObjective) -> list[MicroBatch]:
-        """Return the micro-batches with every column that policy and critic read."""
         finite_check.check_rewards(batch)
         needs = objective.passes | batch.losses.passes | (self.critic.loss.needs if self.critic else frozenset())
         if batch.partition.mini_batching.target_kl is not None:
@@ -212,7 +195,7 @@ class TrainStep:
     def _policy_backward(
         self, batch: TrainBatch, demonstrations: Sequence[MicroBatch], objective: PolicyObjective
     ) -> list[LossStats]:
-        """Run backward of every stream at once; return the losses of the rollouts, then those of demonstrations."""
+        """Run backward of all streams at once; return the losses of the rollouts, then those of demonstrations."""
         (compiled, beta), completed = as_column(objective), batch.micro_batches
         if self._stands_still(batch):
             first = completed[0]
@@ -253,7 +236,7 @@ class TrainStep:
     def _raise_cause_of_loss(
         self, batch: TrainBatch, error: NonFiniteError, completed: list[MicroBatch], objective: PolicyObjective
     ) -> NoReturn:
-        """Name the term of the objective, or the model, that makes the loss of finite columns not finite."""
+        """Raise NonFiniteStep with the term of the objective, or the model, that makes the loss not finite."""
         everyone = _orders(batch, error.number)
         if error.number is not None:
             micro_batch = completed[error.number]
@@ -264,7 +247,6 @@ class TrainStep:
 
     @contextmanager
     def _clean_on_failure(self) -> Iterator[None]:
-        """Discard the gradient of a step that is skipped."""
         try:
             yield
         except NonFiniteStep:
@@ -278,25 +260,23 @@ class TrainStep:
 
 
 def _orders(batch: TrainBatch, number: int | None) -> list[int]:
-    """Return the orders of a micro-batch, or of all if the trainer does not say which one it was."""
     return batch.orders if number is None else batch.group_indices(number)
 
 
 def _raise_cause_of_gradient(gradient: Gradient, objective: PolicyObjective) -> NoReturn:
-    batch = gradient.batch  # there are no losses while the policy stands still
+    batch = gradient.batch  # during the critic's warm-up there are no losses to check
     for number, (micro_batch, loss) in enumerate(zip(batch.micro_batches, gradient.losses, strict=False)):
         finite_check.check_terms(batch, number, micro_batch, loss.predictions, objective)
     raise NonFiniteStep("model's gradient", batch.orders)
 
 
 def _cross_entropy(demonstrations: Sequence[MicroBatch], losses: Sequence[LossStats]) -> float | None:
-    """Return the mean of −log π_θ over the tokens of demonstrations; None without any."""
     tokens = sum(int(batch.loss_mask.sum()) for batch in demonstrations)
     return -sum(float(loss.predictions.sum(dtype=np.float64)) for loss in losses) / tokens if tokens else None
 
 
 def _kl_reference(micro_batches: Sequence[MicroBatch], *, reads: bool) -> dict[str, float]:
-    """Return KL(sampler ‖ reference) in nats per sampled token, by K1, of each stream that reads a reference."""
+    """Return KL(sampler ‖ reference) in nats per sampled token, by K1, for each stream that reads a reference."""
     found: dict[str, float] = {}
     for name, loss in ((KL_FIGURE, Loss.RL), ("kl_teacher", Loss.REF_KL)):
         differences = [

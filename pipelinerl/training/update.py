@@ -1,8 +1,7 @@
-"""Updates of the policy and of its critic: one optimizer step of a batch, and the figures of all steps.
+"""Updates of the policy and its critic: the optimizer steps of a batch, and the metrics of these steps.
 
-Figures of a step are over every token of every update, at the log-probs on which its loss was evaluated: a rollout that
-trains in two epochs counts twice. Comparisons of engine and trainer use the first update alone, since only its
-log-probs come from the weights with which the step begins.
+Metrics cover every token of every update, so a rollout that trains in two epochs counts twice. Comparisons of engine
+and trainer use only the first update, whose log-probs have the weights at the start of the step.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from trainer_contract.types import Float32, LossStats, MicroBatch, StepStats
 
 #: KL from π_old in nats per sampled token, by K3; `training.target_kl` bounds it.
 KL_OLD: Final = "kl_old"
-#: Figures of the tokens that are reported for each update.
+#: Metrics of the tokens that are reported for each update.
 _TOLD: Final = (KL_OLD, "clip_fraction", "truncated_fraction", "ratio_max", "ess")
 
 
@@ -36,14 +35,14 @@ class BatchEnd(StrEnum):
     """The reason why a batch of several optimizer steps ended."""
 
     WHOLE = "whole"
-    """All were made."""
+    """All steps were taken."""
     KL = "kl"
     """The next mini-batch's KL from π_old exceeded its bound."""
     NOT_FINITE = "not_finite"
-    """The next mini-batch was not finite: what is left of the batch trains nothing."""
+    """The next mini-batch was not finite; the rest of the batch is not trained."""
 
     def figures(self, updates: Sequence[Update]) -> dict[str, float]:
-        """Return the end as figures of the step with these updates."""
+        """Return metrics of a step with these updates: their number and the reason for the end."""
         return {
             "optimizer_steps": float(len(updates)),
             "ended_by_kl": float(self is BatchEnd.KL),
@@ -54,10 +53,7 @@ class BatchEnd(StrEnum):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradient:
-    """The losses of the backward passes over a mini-batch. There are none while the policy stands still.
-
-    `cross_entropy` is that of the demonstrations, in nats per token; None without any.
-    """
+    """The losses of the backward passes over a mini-batch; `losses` is empty while only the critic trains."""
 
     mini_batch: MiniBatch
     losses: list[LossStats]
@@ -80,21 +76,21 @@ class Gradient:
         return [loss.predictions for loss in self.losses]
 
     def kl_from_old(self, objective: PolicyObjective) -> float | None:
-        """Return K3 in nats per token; None if the batch has no old log-probs."""
+        """Return the KL from π_old by K3, in nats per token; None if the batch has no old log-probs."""
         return statistics(objective, trained_tokens(self.trained, self.logprobs)).get(KL_OLD)
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """An optimizer step with the gradient, and the critic's step if there is a critic."""
+    """An optimizer step of the policy, its gradient, and the critic's step if there is a critic."""
 
     gradient: Gradient
     policy: StepStats
     critic: StepStats | None
 
     def figures(self, objective: PolicyObjective) -> dict[str, float]:
-        """Return the figures of this update; epochs and mini-batches are counted from 1."""
+        """Return the metrics of this update; epochs and mini-batches are counted from 1."""
         gradient, tokens = self.gradient, _tokens([self])
         measured = statistics(gradient.batch.losses.objective(objective), tokens)
         return {
@@ -110,7 +106,7 @@ class Update:
 
 
 def figures_of(updates: Sequence[Update], objective: PolicyObjective, *, held_version: int) -> dict[str, float]:
-    """Return the figures of a step with these updates, which began with the weights `held_version`."""
+    """Return the metrics of a step with these updates, which began with the weights `held_version`."""
     tokens, first = _tokens(updates), updates[0].gradient
     streamed = first.batch.losses.objective(objective)
     compared = causes.sampled_tokens(first.trained, first.logprobs)
@@ -175,14 +171,10 @@ def _loss(losses: Sequence[LossStats]) -> float:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critic:
-    """The worker, its loss, and the warm-up during which the policy waits for it.
+    """The critic's worker and loss, and the warm-up before the policy trains.
 
-    Its rate is the peak times `schedule` of the run's optimizer steps, including those of its warm-up.
-
-    During the warm-up the policy stands still: its optimizer steps have no token, its weights stay equal to the bit,
-    and its version rises. One version per step keeps everything that depends on versions simple: pacing by staleness,
-    one checkpoint and one report per step, exactly-once. The cost is the publication of unchanged weights, and a
-    staleness that looks slightly too high.
+    The critic's rate is the peak times `schedule`. During the warm-up, the policy takes steps without any token: its
+    weights stay the same and its version rises, so pacing, checkpoints and reports still see one version per step.
     """
 
     worker: Trainer
@@ -192,24 +184,22 @@ class Critic:
     warmup_steps: int = 0
 
     def warms_up(self, version: int) -> bool:
-        """Return whether the policy stands still in the step that follows `version`."""
+        """Return whether the step that follows `version` trains only the critic."""
         return version < self.warmup_steps
 
     def weighed(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches with equal weights of all tokens that take the run's objective, whatever its
-        aggregation; the loss mask leaves the others out.
-        """
+        """Return the micro-batches with equal weights for tokens of the run's objective; other tokens are masked."""
         rewarded = [only(batch, Loss.RL) for batch in micro_batches]
         total = sum(int(batch.loss_mask.sum()) for batch in rewarded)
         return [
             replace(
                 batch,
                 weights=(batch.loss_mask / np.float32(max(total, 1))).astype(np.float32),
-                routed_experts=None,  # they belong to the policy
+                routed_experts=None,  # only the policy replays routing
             )
             for batch in rewarded
         ]
 
     def apply(self, step: int) -> StepStats:
-        """Make the critic's optimizer step number `step` of the run, from 0."""
+        """Take the critic's optimizer step number `step` of the run, from 0."""
         return self.worker.optimizer_step(learning_rate=self.learning_rate * self.schedule.factor(step))

@@ -2,13 +2,11 @@
 
     publish v ──▶ keep v, forget versions below v + 1 − k ──▶ forward pass of a step at each version in its batch
 
-Only published weights sample, so only those are kept: about k/j of the k versions from which a rollout may come. A
-version names one set of weights, also in a checkpoint, since rollouts of an abandoned epoch are rejected before their
-weights are needed.
+Only published weights are kept, since only these sample. A version identifies one set of weights, even across restarts,
+since rollouts of an abandoned epoch are rejected first.
 
-The history follows k: it shrinks at the first publication after k fell and grows after k rose. A version that was
-dropped by then, or that a checkpoint was written without, cannot be restored. Its rollouts end as stale, and the log
-says why. Other weights are never used in its place.
+The history follows k at the next publication. Weights that were dropped, or are missing from the checkpoint, are never
+replaced by others: rollouts of that version end as stale, with a warning in the log.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ _PREFIX: Final = "version-"
 
 @final
 class WeightHistory:
-    """Copies of one policy's weights, by version. A copy never changes, so weights that were read stay valid."""
+    """Copies of one policy's weights, by version; a copy never changes."""
 
     def __init__(
         self,
@@ -50,24 +48,22 @@ class WeightHistory:
 
     @property
     def versions(self) -> list[int]:
-        """The versions that are held, ascending."""
+        """The versions in the history, ascending."""
         return sorted(self._held)
 
     @property
     def num_bytes(self) -> int:
-        """Host memory of the copies."""
+        """The size of the copies in host memory, in bytes."""
         return sum(data.nbytes for weights in self._held.values() for data in weights.values())
 
     def figures(self) -> dict[str, float]:
-        """Return the history's figures for a step."""
+        """Return the history's metrics for a step."""
         return {"history_versions": float(len(self._held)), "history_bytes": float(self.num_bytes)}
 
     def keep(self, trainer: Trainer, *, version: int, acceptance: float) -> None:
-        """Copy the trainer's weights, which are about to sample, and drop those that no step may need any more.
+        """Copy the trainer's weights, which are about to sample, and drop versions that no later step needs.
 
-        Args:
-            version: v, of the weights.
-            acceptance: k; the next step, which makes version v + 1, takes nothing older than v + 1 − k.
+        The next step, which makes version v + 1, accepts nothing older than v + 1 − k, where k is `acceptance`.
         """
         before = len(self._held)
         for older in [held for held in self._held if held < version + 1 - acceptance]:
@@ -84,11 +80,7 @@ class WeightHistory:
             )
 
     def weights(self, version: int) -> HostWeights:
-        """Return the weights of one version.
-
-        Raises:
-            RecordError: they are not held.
-        """
+        """Return the weights of one version. Raises RecordError if the history does not have them."""
         if version not in self._held:
             raise RecordError(
                 f"the weights of version {version} are no longer kept, so log-probs at them cannot be computed; "
@@ -97,7 +89,7 @@ class WeightHistory:
         return self._held[version]
 
     def covers(self, group: RolloutGroup) -> bool:
-        """Return whether the weights of all its tokens are held. The log names each missing version once."""
+        """Return whether the history has the weights of all tokens of a group; each missing version is logged once."""
         versions = {span.model_version for one in group.rollouts for turn in one.turns for span in turn.spans}
         missing = versions - self._held.keys()
         if missing - self._missed:
@@ -112,18 +104,12 @@ class WeightHistory:
     # --- in a checkpoint -------------------------------------------------------------------------------------------
 
     def saver(self) -> Callable[[Path], None]:
-        """Return a function that writes a file below a directory for each version that is held now, whenever it is
-        called.
-        """
+        """Return a function that writes the versions held now, one file each, into a directory; it can run later."""
         return partial(_save, self._layout, dict(self._held))
 
     @classmethod
     def restored(cls, path: Path, layout: Sequence[ParameterInfo]) -> Self:
-        """Return the history saved below `path`; an empty one if nothing was.
-
-        Raises:
-            CheckpointError: a file is damaged, or of another model.
-        """
+        """Return the history saved in `path`, empty if there is none. Raises CheckpointError if a file is unusable."""
         files = sorted(path.glob(f"{_PREFIX}*.safetensors"))
         return cls(layout, {int(file.stem.removeprefix(_PREFIX)): _read(file, layout) for file in files})
 

@@ -3,9 +3,8 @@
     results = run(TrainerUnderTest(factory=MyTrainer, spec=TrainerSpec(model_path=…), vocab_size=64), directory=tmp)
     assert all(result.status is Status.PASSED for result in results)
 
-The kit needs only the contract: its objective uses operators that every array library has. With eps = 1 and no
-clipping, AdamW's first step is lr·g/(|g| + 1). The weights therefore reveal the gradient, which is checked against the
-loss. This does not work for adapters (see `loss_decrease_matches_the_gradient`).
+With eps = 1 and no clipping, AdamW's first step is lr·g/(|g| + 1). The change of the weights therefore reveals the
+gradient, which is compared with the loss. Adapters need another check (`loss_decrease_matches_the_gradient`).
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from trainer_contract.types import Head, MicroBatch
 
 _LOGPROB_TOLERANCE: Final = 2e-4
 _WEIGHT_TOLERANCE: Final = 2e-5
-#: Largest vocabulary that is summed over; each token takes one segment.
+#: Largest vocabulary whose probabilities are summed; each token takes one segment.
 _MAX_SUMMED_VOCABULARY: Final = 8192
 
 
@@ -184,7 +183,7 @@ def loss_matches_forward(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def optional_columns_reach_the_objective(subject: TrainerUnderTest, _: Path) -> None:
-    """An objective finds in `rollout_ids` the rollout of each segment, and in `streams` the loss of each token."""
+    """The objective receives the columns `rollout_ids` and `streams` of the micro-batch."""
     trainer, batch = warmed_up(subject), pack(rollouts_of(subject.vocab_size))
     owners = (np.arange(batch.num_segments, dtype=np.int32) // 2)[batch.segment_ids]
     streams = (batch.position_ids % 3).astype(np.int32)
@@ -218,7 +217,7 @@ def gradient_matches_the_loss(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def clipping_bounds_the_norm(subject: TrainerUnderTest, _: Path) -> None:
-    """`grad_clip` scales the gradient to that norm; `grad_norm` reports the norm before clipping."""
+    """`grad_clip` scales the gradient down to that norm; `grad_norm` reports the norm before clipping."""
     batch, rate = pack(rollouts_of(subject.vocab_size)), 1e-2
     if subject.learns is Learns.ADAPTERS:
         loss_decrease_is_clipped(subject, batch, LINEAR)
@@ -231,7 +230,7 @@ def clipping_bounds_the_norm(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def parts_equal_the_whole(subject: TrainerUnderTest, _: Path) -> None:
-    """Parts accumulate the gradient of the whole, in one call or in several; results keep the order of the parts."""
+    """Parts of a batch accumulate the gradient of the whole, in one call or several; results keep their order."""
     rollouts = rollouts_of(subject.vocab_size)
     parts = [pack(rollouts[:1]), pack(rollouts[1:4]), pack(rollouts[4:])]
     whole = stepped(started(subject), [pack(rollouts)])
@@ -253,7 +252,7 @@ def parts_equal_the_whole(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def order_does_not_matter(subject: TrainerUnderTest, _: Path) -> None:
-    """Rollouts may be packed in any order."""
+    """The order of rollouts in a batch does not change the step."""
     rollouts = rollouts_of(subject.vocab_size)
     forwards, backwards = stepped(started(subject), [pack(rollouts)]), stepped(started(subject), [pack(rollouts[::-1])])
     require_same_weights(

@@ -1,7 +1,4 @@
-"""Inputs and comparisons of the conformance kit, and gradient checks for adapters.
-
-They are fixed rollouts, a minimal objective, and checks that explain a failure. This module needs only the contract.
-"""
+"""Inputs and comparisons of the conformance kit: fixed rollouts, a minimal objective, checks that explain a failure."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ Weights = dict[str, NDArray[np.float64]]
 
 
 class CheckUnsupported(Exception):
-    """Raised by a check that does not apply to this subject."""
+    """The check does not apply to this trainer."""
 
 
 class Learns(StrEnum):
     """The parameters that a spec's options make trainable."""
 
     WEIGHTS = "weights"
-    """The gathered weights, so that a step reveals the gradient."""
+    """The gathered weights; the change of the weights reveals the gradient."""
     ADAPTERS = "adapters"
     """Adapters, which are merged into the weights before they are gathered."""
 
@@ -68,7 +65,7 @@ LINEAR: Final = LinearObjective()
 @final
 @dataclass(frozen=True, slots=True)
 class ColumnObjective:
-    """−Σ weights·(1 + column)·predictions: shows whether an objective is given an optional column."""
+    """−Σ weights·(1 + column)·predictions: its value shows whether the trainer passes an optional column."""
 
     name: str
     needs: frozenset[str] = frozenset()
@@ -87,10 +84,7 @@ class ColumnObjective:
 
 
 def pack(rollouts: Sequence[Sequence[int]], *, prompt: int = 1, temperature: float = 1.0) -> MicroBatch:
-    """Pack rollouts into one micro-batch.
-
-    A token's advantage depends only on its rollout's tokens, not on the packing.
-    """
+    """Pack rollouts into one micro-batch; a token's advantage depends on its rollout's tokens, not on the packing."""
     lengths = [len(rollout) for rollout in rollouts]
     positions = np.concatenate([np.arange(length) for length in lengths])
     tokens = np.concatenate([np.asarray(rollout) for rollout in rollouts])
@@ -115,7 +109,7 @@ def rollouts_of(vocab_size: int, *, lengths: Sequence[int] = (5, 3, 7, 2, 4, 6))
 
 
 def weights_of(trainer: Trainer) -> Weights:
-    """Copy the weights as the trainer gathers them."""
+    """Return a copy of the gathered weights, in float64."""
     copies = {}
     for name, array in trainer.gather_weights():
         host = array.detach().float().cpu().numpy() if hasattr(array, "detach") else array
@@ -137,10 +131,7 @@ def started(subject: TrainerUnderTest, *, restore_from: Path | None = None, grad
 
 
 def warmed_up(subject: TrainerUnderTest) -> Trainer:
-    """Create a trainer whose predictions differ between tokens.
-
-    A value head may start at 0, so it takes a few steps first.
-    """
+    """Create a trainer whose predictions differ between tokens; a value head needs three steps for that."""
     trainer = started(subject)
     for _ in range(3 if subject.spec.head is Head.VALUE else 0):
         stepped(trainer, [pack(rollouts_of(subject.vocab_size))], rate=1.0)
@@ -148,10 +139,7 @@ def warmed_up(subject: TrainerUnderTest) -> Trainer:
 
 
 class ProbeStep(NamedTuple):
-    """The result of one step.
-
-    `loss` is the sum of losses, `norm` the reported norm, and `gradient` is inferred from the change of the weights.
-    """
+    """One step: its loss, the reported norm, the weights after it, and the gradient inferred from their change."""
 
     loss: float
     norm: float
@@ -209,17 +197,17 @@ def require_raises(error: type[TrainerError], call: Callable[[], object], what: 
     raise AssertionError(f"{what} must raise {error.__name__}, but nothing was raised")
 
 
-#: The gradient norm that the objective's weights are scaled to, far below eps.
+#: Gradient norm to which the objective's weights are scaled, far below eps.
 _FAINT: Final = 0.01
-#: Relative fall of the loss: large enough for fp32, small enough to be proportional to the step.
+#: Relative decrease of the loss: large enough for fp32, small enough to be proportional to the step.
 _SHARE: Final = 1e-3
 
 
 def loss_decrease_matches_the_gradient(subject: TrainerUnderTest, batch: MicroBatch, objective: Objective) -> None:
-    """A small step reduces the loss by the rate times the square of the reported norm.
+    """Check that a small step reduces the loss by the rate times the square of the reported norm.
 
-    Gathered weights of adapters are merged, so they do not reveal the gradient; the loss does. With AdamW's eps = 1 and
-    a gradient far below 1, the first step is lr·g, and the loss falls by lr·|g|²; clipped to the norm c, by lr·c·|g|.
+    Merged weights of adapters do not reveal the gradient; the loss does. With AdamW's eps = 1 and a gradient far below
+    1, the first step is lr·g, and the loss falls by lr·|g|²; clipped to the norm c, by lr·c·|g|.
     """
     faint, norm, rate = _fainter(subject, batch, objective)
     fall = _fall(subject, faint, objective, rate)
@@ -228,7 +216,7 @@ def loss_decrease_matches_the_gradient(subject: TrainerUnderTest, batch: MicroBa
 
 
 def loss_decrease_is_clipped(subject: TrainerUnderTest, batch: MicroBatch, objective: Objective) -> None:
-    """Clipping the gradient to half its norm halves the fall of the loss."""
+    """Check that clipping the gradient to half its norm halves the decrease of the loss."""
     faint, norm, rate = _fainter(subject, batch, objective)
     expected = rate * norm**2 / 2
     fall = _fall(subject, faint, objective, rate, grad_clip=norm / 2)

@@ -1,7 +1,4 @@
-"""Conformance checks of steps and predictions: empty steps, reads during the next step's passes, and `forward_at`.
-
-Weights and state are read while passes run, so that publications and checkpoints do not delay training.
-"""
+"""Conformance checks of steps and predictions: empty steps, reads during the next step's passes, and `forward_at`."""
 
 from __future__ import annotations
 
@@ -39,12 +36,12 @@ from trainer_contract.host_weights import copied
 from trainer_contract.types import Columns, HeadMeasure
 
 _READS: Final = 30
-#: Pause between two reads, so that reads fall into every part of the passes.
+#: Pause between two reads, which spreads the reads over the passes.
 _PAUSE_S: Final = 0.002
 
 
 def empty_steps_change_no_weight(subject: TrainerUnderTest, _: Path) -> None:
-    """A step at rate 0 and a step without unmasked tokens raise the version and change no weight."""
+    """A step at rate 0, and a step without unmasked tokens, increment the version and change no weight."""
     trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
     masked = replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
     before, first = weights_of(trainer), trainer.model_version
@@ -59,7 +56,7 @@ def empty_steps_change_no_weight(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def concurrent_reads_see_the_last_step(subject: TrainerUnderTest, directory: Path) -> None:
-    """Weights and state read while passes run on another thread are those after the last step."""
+    """Weights gathered, and state saved, during passes on another thread are those of the last step."""
     rollouts = rollouts_of(subject.vocab_size)
     batch = pack(rollouts)
     trainer = started(subject)
@@ -95,7 +92,7 @@ _TOLERANCE: Final = 2e-4
 
 
 def values_belong_to_prior_states(subject: TrainerUnderTest, _: Path) -> None:
-    """A value belongs to the state before its token: neither that token nor the temperature changes it."""
+    """The value of a token depends neither on that token nor on its temperature, only on the state before it."""
     trainer, (rollout, *_rest) = warmed_up(subject), rollouts_of(subject.vocab_size, lengths=(8,))
     values = trainer.forward([pack([rollout])])[0]
     require(float(np.ptp(values[1:])) > 0, "three steps left the same value for every state")
@@ -106,9 +103,7 @@ def values_belong_to_prior_states(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def forward_at_uses_the_given_weights(subject: TrainerUnderTest, _: Path) -> None:
-    """`forward_at` predicts the same as a trainer that holds those weights, whatever steps this trainer has taken
-    since.
-    """
+    """`forward_at` predicts what a trainer with the given weights predicts, after any number of further steps."""
     rollouts = rollouts_of(subject.vocab_size)
     batches = [pack(rollouts[:2], temperature=0.7), pack(rollouts[2:])]
     trainer = started(subject)
@@ -126,7 +121,7 @@ def forward_at_uses_the_given_weights(subject: TrainerUnderTest, _: Path) -> Non
 
 
 def forward_at_has_no_side_effect(subject: TrainerUnderTest, _: Path) -> None:
-    """`forward_at` has no side effect, even between backward and step: later results are the same bit for bit."""
+    """`forward_at` changes no later result by a bit, even when called between backward and step."""
     rollouts = rollouts_of(subject.vocab_size)
     batch = pack(rollouts)
 
@@ -176,15 +171,13 @@ FORWARD_AT: Final = (
 # --- measures of the output distribution, and their gradients ---------------------------------------------------------
 
 _MEASURE_TOLERANCE: Final = 1e-3
-#: Largest vocabulary that is summed over; each token takes one segment.
+#: Largest vocabulary whose probabilities are summed; each token takes one segment.
 _MAX_SUMMED: Final = 8192
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class _Measuring:
-    """−Σ weights·measure."""
-
     measure: HeadMeasure
 
     @property
@@ -205,9 +198,7 @@ class _Measuring:
 
 
 def measures_match_the_distribution(subject: TrainerUnderTest, _: Path) -> None:
-    """Mean log-prob and entropy match those of `forward` on every token at its temperature; a step along them raises
-    them.
-    """
+    """Mean log-prob and entropy match `forward` on every token at its temperature; their gradients increase them."""
     if subject.vocab_size > _MAX_SUMMED:
         raise CheckUnsupported(f"a vocabulary of {subject.vocab_size} is too large to sum over; try a smaller model")
     for temperature in (1.0, 0.5):
@@ -237,7 +228,7 @@ def _gradient_is_of(measure: HeadMeasure, subject: TrainerUnderTest) -> None:
     scale = abs(trainer.backward([batch], objective)[0].loss)
     norm = trainer.optimizer_step(learning_rate=0.0).grad_norm
     require(norm > 0, f"{measure} has no gradient")
-    rate = min(1e-2, 1e-3 * scale / norm**2)  # resolvable in fp32, yet proportional to the step
+    rate = min(1e-2, 1e-3 * scale / norm**2)  # large enough for fp32, small enough to be proportional to the step
     trainer = started(subject)
     before = weights_of(trainer)
     loss = trainer.backward([batch], objective)[0].loss

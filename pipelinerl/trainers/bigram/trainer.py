@@ -1,8 +1,7 @@
 """`BigramTrainer`, a trainer in numpy for a bigram model, with closed-form gradients.
 
-The model is one table: logits [V, V], or values [V] with a value head. The trainer replaces real trainers in tests of
-higher layers. It also serves as an independent reference for them, since it uses no automatic differentiation. Weights
-and optimizer state are float64; weights are gathered as float32.
+The model is one table: logits [V, V], or values [V] with a value head. In tests it replaces real trainers and is an
+independent reference for them. Weights and optimizer state are float64; weights are gathered as float32.
 """
 
 from __future__ import annotations
@@ -124,8 +123,8 @@ class BigramTrainer:
         """Accumulate the closed-form gradient of one micro-batch.
 
         With g = d loss/d predictions, d loss/d logits[previous] = Σ_t g_t·(onehot(token_t) − softmax)/temperature_t.
-        Each measure m of the distribution adds Σ_t d loss/d m_t · dm_t/dz_t / temperature_t. With a value head, d
-        loss/d values[previous] = Σ_t g_t.
+        Each measure m adds Σ_t d loss/d m_t · dm_t/dz_t / temperature_t. With a value head, d loss/d values[previous] =
+        Σ_t g_t.
         """
         worker, tokens = self._worker, micro_batch.token_ids
         where = np.flatnonzero(micro_batch.loss_mask)
@@ -141,7 +140,7 @@ class BigramTrainer:
             )
         if worker.gradient is None:
             worker.gradient = np.zeros_like(worker.table)
-        with np.errstate(invalid="ignore", over="ignore"):  # not finite after an overflow: `optimizer_step` rejects it
+        with np.errstate(invalid="ignore", over="ignore"):  # `optimizer_step` rejects an overflow
             gradient = objective.prediction_gradient(predictions, columns)
             if distributions is not None:
                 temperatures = micro_batch.temperatures[where]
@@ -223,7 +222,6 @@ def _predict(worker: BigramWorker, batch: MicroBatch, where: NDArray[np.intp]) -
 
 
 def _measures(objective: Objective, distributions: Float64 | None) -> dict[str, Float64]:
-    """Return the distribution measures that the objective needs, from log-probs [N, V]; empty for a value head."""
     if distributions is None:
         return {}
     measures = measures_of(objective)
@@ -243,7 +241,6 @@ def _restored(fresh: BigramWorker, path: Path) -> BigramWorker:
 
 
 def _columns(batch: MicroBatch, where: NDArray[np.intp]) -> Mapping[str, Any]:
-    """Return the objective's columns for the tokens at `where`; floats become float64."""
     names = ("advantages", "weights", "behavior_logprobs", "temperatures")
     optional = ("old_logprobs", "ref_logprobs", "values", "returns", "kl_coefficients")
     columns = {name: column for name in (*names, *optional) if (column := getattr(batch, name)) is not None}

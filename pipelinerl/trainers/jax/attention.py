@@ -5,8 +5,8 @@
     flash     `jax.experimental.pallas.ops.tpu.flash_attention` with segment ids: blocks of scores stay in on-chip
               memory, forward and backward
 
-The kernel always multiplies in bf16, so fp32 uses `dense`. The kernel was tested in Pallas's TPU interpreter on a CPU,
-where outputs and gradients agree with `dense`. It has not been run on a TPU.
+The kernel multiplies in bf16, so fp32 uses `dense`. It was tested in Pallas's TPU interpreter on a CPU, where outputs
+and gradients agree with `dense`; it has not been run on a TPU.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from pipelinerl.models.jax_decoder import Attend, grouped_attention
 from pipelinerl.trainers.jax import mesh as jax_mesh
 
-#: Number of queries whose scores are in memory at once. Longer rows are processed in blocks of this many queries; each
-#: block sees only earlier tokens.
+#: Number of queries whose scores are in memory at once; longer rows are processed in blocks of this many queries.
 _QUERIES_AT_ONCE: Final = 1024
 
 
@@ -44,13 +43,11 @@ class PackedAttention(StrEnum):
 
     @property
     def least_columns(self) -> int:
-        """The smallest number of columns C of a row; C is this number times a power of two. The TPU kernel's blocks
-        have 128.
-        """
+        """The smallest number of columns of a row, 128 for the TPU kernel; it grows by powers of two."""
         return 128 if self is PackedAttention.FLASH else 64
 
     def within(self, segment_ids: Array, mesh: Mesh) -> Attend:
-        """Return the `attend` argument that `hidden_states` expects, for sharded rows [R, C] with these segment ids."""
+        """Return the `attend` argument of `hidden_states` for sharded rows [R, C] with these segment ids."""
         return _dense(segment_ids) if self is PackedAttention.DENSE else _flash(segment_ids, mesh)
 
 
@@ -107,12 +104,7 @@ _LEAST_COLUMNS: Final = 64
 @final
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Positions of the T tokens of a micro-batch in [R, C].
-
-    Attributes:
-        shape: (R, C).
-        place: i64 [T], index of each token in the flattened rows.
-    """
+    """Positions of T packed tokens in rows of `shape` [R, C]; `place` i64 [T] indexes the flattened rows."""
 
     shape: tuple[int, int]
     place: NDArray[np.int64]
@@ -146,6 +138,6 @@ class Rows:
 
 
 def _bucket(count: int) -> int:
-    """Return the smallest number of the list 1, 2, 3, 4, 6, 8, 12, 16, … that is at least `count`."""
+    """Return the smallest number in 1, 2, 3, 4, 6, 8, 12, 16, … that is at least `count`."""
     power = 1 << (count - 1).bit_length()
     return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power

@@ -4,8 +4,8 @@
     fsdp      rows are sharded, and weights too; weights are gathered layer by layer where they are used
     tensor    heads, intermediate features and vocabulary are sharded (Megatron's split); each device sees whole rows
 
-`Parameter.axes` gives each parameter's sharding. A mesh is rejected before anything is loaded if its axes do not divide
-the number of devices, or the dimensions of the model that they shard.
+`Parameter.axes` gives each parameter's sharding. Axes must divide the number of devices and the dimensions that they
+shard; this is checked before anything is loaded.
 """
 
 from __future__ import annotations
@@ -44,11 +44,7 @@ class MeshShape:
 
 
 def build(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
-    """Build a mesh over the first devices; with several processes it must use all devices.
-
-    Raises:
-        SpecError: there are too few devices, or the mesh does not divide their number.
-    """
+    """Build a mesh over the first devices, or over all with several processes. Raises SpecError if it does not fit."""
     needed = shape.num_devices
     if len(devices) % needed or (jax.process_count() > 1 and needed != len(devices)):
         raise SpecError(
@@ -94,8 +90,7 @@ def of_rows(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(ROWS))
 
 
-#: Factor by which JAX's timeouts exceed ours. JAX ends the process with a stack trace; ours must fire first, because
-#: they end it with a clear message.
+#: Factor by which JAX's timeouts exceed ours: ours end the process with a clear message, JAX's with a stack trace.
 _JAX_PATIENCE: Final = 4
 _JAX_SHUTDOWN_S: Final = 10
 

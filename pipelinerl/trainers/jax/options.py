@@ -32,16 +32,12 @@ class Remat(StrEnum):
     MATMULS = "matmuls"
     """Keep the results of linear layers, recompute attention and pointwise operations."""
     INFERENCE_MATCHED = "inference_matched"
-    """Keep only each layer's output ("nothing saveable", RLAX §5.1). Without residuals, XLA fuses the forward pass as
-    in inference, so that its log-probs equal those of `forward`."""
+    """Keep only each layer's output (RLAX §5.1): XLA fuses forward as in inference, with the log-probs of `forward`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JaxOptions:
-    """Options of the JAX trainer.
-
-    `distributed` None means a single process; with `attention` None, the device decides.
-    """
+    """Options of the JAX trainer; `distributed` None means one process, `attention` None the device's default."""
 
     mesh: MeshShape
     remat: Remat = Remat.NONE
@@ -50,11 +46,7 @@ class JaxOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], *, gradient_checkpointing: bool) -> JaxOptions:
-        """Parse `TrainerSpec.options`; `gradient_checkpointing` selects `inference_matched` unless `remat` is given.
-
-        Raises:
-            SpecError: an unknown key, or a value of the wrong type.
-        """
+        """Parse `TrainerSpec.options`; `gradient_checkpointing` sets the default of `remat`. Raises SpecError."""
         refuse_lora(options)
         refuse_unknown(options, [field.name for field in fields(cls)], "options", trainer=_NAME)
         remat = options.get("remat", Remat.INFERENCE_MATCHED if gradient_checkpointing else Remat.NONE)

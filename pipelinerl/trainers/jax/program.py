@@ -1,7 +1,7 @@
 """The computations of a JAX trainer as pure functions: log-probs, gradient accumulation and AdamW's step.
 
-Each function is compiled once per program and row shape, however many trainers use it. Buffers that a step replaces
-(weights, moments, the gradient) are donated to XLA, so memory never holds both the old and the new values.
+Each is compiled once per program and row shape. Buffers that a step replaces (weights, moments, the gradient) are
+donated to XLA, so memory never holds both old and new values.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ _POLICIES: Final = {
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerProgram:
-    """The static configuration of one decoder on one mesh.
-
-    `compute` is the dtype of forward and backward; master weights are fp32.
-    """
+    """The static configuration of one decoder on one mesh; `compute` is the dtype of forward and backward."""
 
     config: DecoderConfig
     mesh: Mesh
@@ -85,7 +82,7 @@ class TrainerProgram:
         return part if self.remat is Remat.NONE else jax.checkpoint(part, policy=_POLICIES[self.remat])
 
     def wrap(self, layer: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a layer with rematerialisation and keep its rows sharded as given."""
+        """Wrap a layer with rematerialisation; the sharding of its rows is kept."""
         rows = jax_mesh.of_rows(self.mesh)
         replayed = self.replayed(layer)
 
@@ -103,20 +100,14 @@ class TrainerProgram:
 
 @partial(jax.jit, static_argnums=0)
 def logprobs(program: TrainerProgram, weights: Weights, columns: Columns) -> Array:
-    """Return log-probs f32 [R, C] of the tokens at their temperatures, or values.
-
-    They are 0 at segment starts and on padding.
-    """
+    """Return log-probs, or values, f32 [R, C] of the tokens at their temperatures; 0 at segment starts and padding."""
     return predictions(program, (), weights, columns)[0]
 
 
 def predictions(
     program: TrainerProgram, measures: tuple[HeadMeasure, ...], weights: Weights, columns: Columns
 ) -> Array:
-    """Return f32 [1 + M, R, C]: `logprobs` and M measures of their distributions; 0 at the same positions.
-
-    For a value model, the values of the states before the tokens, and no measures.
-    """
+    """Return f32 [1 + M, R, C]: `logprobs` and M measures of their distributions; a value model has no measures."""
     tokens, positions, segments = (columns[name] for name in ("token_ids", "position_ids", "segment_ids"))
     with jax.default_matmul_precision("float32"):  # otherwise a TPU multiplies fp32 in bf16; bf16 stays bf16
         hidden, _ = hidden_states(
@@ -149,11 +140,7 @@ def _ahead(
 def accumulate(
     program: TrainerProgram, objective: Objective, weights: Weights, gradient: Weights, columns: Columns
 ) -> tuple[Weights, Array, Array]:
-    """Add this micro-batch's gradient to `gradient`.
-
-    Returns the new gradient, the loss, and the predictions [R, C], 0 outside the loss mask. A loss that is not finite
-    adds no gradient.
-    """
+    """Add a micro-batch's gradient, if its loss is finite; return the gradient, the loss and the predictions [R, C]."""
 
     inside, measures = columns["loss_mask"], measures_of(objective)
 

@@ -3,9 +3,8 @@
     trainer.json                          format, model_version, architecture, mesh
     arrays/<weights|mean|square>/<name>/  zarr 3: one file for each part of the array, with its own CRC-32C
 
-Each process writes the parts on its devices and reads the parts it needs, so no host holds a whole array. The restoring
-mesh may differ from the saving mesh. A part that is missing, truncated or altered raises an error and never reads as
-zeros. The caller ensures durability, and renames the directory to publish the checkpoint.
+Each process writes and reads only its own parts, so no host holds a whole array. A part that is missing, truncated or
+altered raises an error and never reads as zeros. The caller makes the files durable and renames the directory.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pipelinerl.models.decoder_config import DecoderConfig
 from pipelinerl.trainers.option_table import architecture_of, read_record, write_record
 from trainer_contract.errors import StateError
 
-#: Arrays by name, by kind: the master weights and Adam's two moments.
+#: Arrays by name, for each kind: the master weights and Adam's two moments.
 Kinds = Mapping[str, Mapping[str, jax.Array]]
 KINDS: Final = ("weights", "mean", "square")
 
@@ -39,11 +38,7 @@ class JaxSavedState:
     model_version: int
 
     def restore(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, dict[str, jax.Array]]:
-        """Read the arrays of every kind, placed according to `like` (name → shape, dtype, sharding).
-
-        Raises:
-            StateError: an array is missing, damaged or of another shape.
-        """
+        """Read all arrays, placed by `like` (name → shape, dtype, sharding). Raises StateError if one is damaged."""
         return {kind: {name: self._array(kind, name, wanted) for name, wanted in like.items()} for kind in KINDS}
 
     def _array(self, kind: str, name: str, expected: jax.ShapeDtypeStruct) -> jax.Array:
@@ -80,8 +75,7 @@ def save_parts(path: Path, arrays: Kinds) -> None:
 def save_record(path: Path, arrays: Kinds, *, config: DecoderConfig, model_version: int) -> None:
     """Write `trainer.json` after every process has written its parts; a state without it counts as missing.
 
-    Raises:
-        StateError: some parts are not visible here, so the processes do not share one file system.
+    Raises StateError if some parts are not visible here, because the processes do not share a file system.
     """
     for kind, named in arrays.items():
         for name, array in named.items():
@@ -92,19 +86,12 @@ def save_record(path: Path, arrays: Kinds, *, config: DecoderConfig, model_versi
 
 
 def load(path: Path, *, expected: DecoderConfig) -> JaxSavedState:
-    """Read `trainer.json` of a state and check that it belongs to the model `expected`.
-
-    Raises:
-        StateError: the state is missing, damaged, or of another model.
-    """
+    """Read the state's `trainer.json`. Raises StateError if it is missing, damaged, or not of the model `expected`."""
     record = read_record(path, architecture=_architecture(expected), model_type=expected.model_type)
     return JaxSavedState(path, record["model_version"])
 
 
 def _write(spec: dict[str, Any], array: jax.Array) -> list[tensorstore.WriteFutures]:
-    """Start writing the parts of `array` on this host, each to its own file; of several replicas only the first
-    writes.
-    """
     store = tensorstore.open(
         spec,
         create=True,
@@ -146,8 +133,6 @@ def _spec(path: Path, kind: str, name: str) -> dict[str, Any]:
 
 
 def _architecture(config: DecoderConfig) -> str:
-    """Return the digest that identifies the model. It ignores the dtype of the model's directory and, for a policy,
-    `scalar_head`.
-    """
+    """Return the digest that identifies the model, whatever its directory's dtype and, for a policy, `scalar_head`."""
     left_out = {"dtype"} if config.scalar_head else {"dtype", "scalar_head"}
     return architecture_of({name: value for name, value in asdict(config).items() if name not in left_out})

@@ -1,11 +1,8 @@
 """`JaxTrainer`, the trainer contract for Llama-family decoders in JAX, on a mesh of any devices that XLA supports.
 
 Weights and optimizer state are fp32 and sharded over the mesh; `Precision.BF16` computes in bf16. Segments are packed
-into rows of a few fixed shapes and never attend to each other. On CPU and TPU, equal calls give equal bits on the same
-mesh.
-
-With several processes (`options.distributed`) this class runs on rank 0. Only rank 0 calls the verbs, on any thread;
-the other ranks follow (`JaxFollower`). Each verb checks its arguments here before it is sent to the other ranks.
+into rows of a few fixed shapes. On CPU and TPU, equal calls give equal bits on the same mesh. With several processes
+(`options.distributed`) this class runs on rank 0 and checks arguments for the other ranks (`JaxFollower`).
 """
 
 from __future__ import annotations
@@ -114,9 +111,7 @@ class JaxTrainer:
         )
 
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
-        """Run `forward` with other weights. Weights are an argument of the compiled programs, so nothing is
-        recompiled.
-        """
+        """Run `forward` with other weights; they are an argument of the compiled programs, so nothing is recompiled."""
         worker = self._worker
         check_weights(weights, self.weight_layout())
         for micro_batch in micro_batches:
@@ -127,10 +122,7 @@ class JaxTrainer:
         )
 
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Evaluate the objective and accumulate gradients.
-
-        With several processes, the module `ranks.commands` must be able to encode the objective.
-        """
+        """Evaluate the objective and accumulate gradients; with several processes, the objective is encoded."""
         worker = self._worker
         check_measures(objective, Head.VALUE if worker.config.scalar_head else Head.POLICY)
         for micro_batch in micro_batches:
@@ -176,18 +168,13 @@ class JaxTrainer:
             yield info.name, value
 
     def save_state(self, path: Path) -> None:
-        """Write weights and moments into the directory `path`.
-
-        Each process writes its parts, so all must see `path`.
-        """
+        """Write weights and moments into the directory `path`, which every process must see to write its parts."""
         worker = self._worker
         self._together(Save(self._number, str(path.absolute())), lambda: worker.save_parts(path))
         worker.save_record(path)
 
     def close(self) -> None:
-        """Drop weights and programs on every rank; the other ranks' processes stay up, as other trainers of this
-        process may use them.
-        """
+        """Drop weights and programs on every rank; other ranks' processes stay up for other trainers."""
         self._state = None
         if self._ranks is not None:
             ranks, self._ranks = self._ranks, None
@@ -198,15 +185,13 @@ class JaxTrainer:
         if self._ranks is None:
             return own()
         message = command() if callable(command) else command
-        lane = Lane.READS if isinstance(message, Save) else Lane.PASSES  # gathering runs on devices: a pass
+        lane = Lane.READS if isinstance(message, Save) else Lane.PASSES  # gathering computes on devices
         return self._ranks.together(lambda _: message, own, lane=lane).own
 
 
 @final
 class JaxFollower:
-    """Implements `ranks.follower.RankWorker` for JAX. It returns no results, because rank 0 computes every result
-    itself.
-    """
+    """The `ranks.follower.RankWorker` for JAX; it returns no results, because rank 0 computes all of them itself."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         options, config = read_spec(spec)
@@ -244,11 +229,7 @@ def _save(worker: JaxWorker, path: Path) -> None:
 
 
 def read_spec(spec: TrainerSpec) -> tuple[JaxOptions, DecoderConfig]:
-    """Parse the spec and reject everything that can be rejected before loading.
-
-    Raises:
-        SpecError: this trainer does not support an option, the head or the model.
-    """
+    """Parse the spec. Raises SpecError for options, kernels, heads and models that this trainer does not support."""
     if spec.kernels is Kernels.BATCH_INVARIANT:
         raise SpecError(
             "the JAX trainer has no batch-invariant kernels; leave out model.kernels, or use trainer.type torch"

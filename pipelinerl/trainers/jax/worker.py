@@ -1,8 +1,7 @@
 """`JaxWorker`, one process's part of a JAX trainer: its shards and the programs on them, the same on every rank.
 
-Every method except `save_parts` and `save_record` runs programs on the whole mesh. If the mesh spans processes, each
-process must call the same methods with the same arguments in the same order. Results and errors are then the same on
-every rank, since they are computed from arrays that every rank holds whole. `JaxTrainer` checks arguments.
+Except for `save_parts` and `save_record`, each process must call the same methods with the same arguments in the same
+order; results and errors are then the same on every rank. `JaxTrainer` checks arguments.
 """
 
 from __future__ import annotations
@@ -51,9 +50,7 @@ _PLATFORMS: Final = {Device.AUTO: None, Device.CPU: "cpu", Device.CUDA: "cuda", 
 @final
 @dataclass(slots=True)
 class JaxWorker:
-    """The weights, moments (optax's state) and gradient of one process; the gradient is None if none was
-    accumulated.
-    """
+    """The weights, moments (optax's state) and gradient of one process; the gradient is None until `backward`."""
 
     program: TrainerProgram
     optimizer: OptimizerSpec
@@ -65,9 +62,7 @@ class JaxWorker:
 
     @classmethod
     def started(cls, spec: TrainerSpec, options: JaxOptions, config: DecoderConfig) -> JaxWorker:
-        """Load this process's shards of the weights, and of the moments if the spec restores a state; see
-        `Trainer.init_worker`.
-        """
+        """Load this process's shards of the weights and, if the spec restores a state, of the moments."""
         devices, compute = _devices(spec), jnp.bfloat16 if spec.precision is Precision.BF16 else jnp.float32
         program = TrainerProgram(
             config=config,
@@ -79,7 +74,7 @@ class JaxWorker:
         )
         load = _loaded if spec.restore_from is None else _restored
         worker = load(program, spec)
-        if spec.head_precision is not HeadPrecision.FP32:  # FP32: the program rounds the output layer
+        if spec.head_precision is not HeadPrecision.FP32:  # with FP32, the program itself rounds the output layer
             worker.rounding = spec.rounding
         return worker
 
@@ -96,15 +91,11 @@ class JaxWorker:
         )
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
-        """See `Trainer.forward`."""
+        """Run `Trainer.forward` on this process's part of the mesh."""
         return [_forward(self.program, self.weights, batch) for batch in batches]
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights | None) -> list[Float32]:
-        """See `Trainer.forward_at`. Weights are an argument of the compiled programs, so nothing is recompiled.
-
-        Only rank 0 passes `weights`; all other ranks pass None. Rank 0 sends them over the mesh, one parameter of one
-        layer at a time.
-        """
+        """Run `forward` with other weights; rank 0 passes them and sends them over the mesh, others pass None."""
         sizes = {info.name: num_bytes(info) for info in self.layout()}
 
         def received(name: str) -> NDArray[np.uint8]:
@@ -206,7 +197,6 @@ def _forward(program: TrainerProgram, weights: Weights, batch: MicroBatch) -> Fl
 
 
 def _devices(spec: TrainerSpec) -> list[Any]:
-    """Return the devices of all processes."""
     bound_memory(spec.memory_share)
     try:
         return list(jax.devices(_PLATFORMS[spec.device]))
@@ -215,11 +205,6 @@ def _devices(spec: TrainerSpec) -> list[Any]:
 
 
 def _attention(requested: PackedAttention | None, platform: str, compute: Any) -> PackedAttention:
-    """Return the requested attention, or the default for the platform.
-
-    Raises:
-        SpecError: the requested kernel is unavailable.
-    """
     if requested is PackedAttention.FLASH and platform != "tpu":
         raise SpecError(f'options.attention = "flash" is a kernel for TPUs, got {platform}; leave it out')
     return PackedAttention.on(platform, compute=compute) if requested is None else requested

@@ -1,3 +1,1 @@
-"""Multi-process trainers for every array library: the training loop calls rank 0, and the other ranks execute its
-commands.
-"""
+"""Multi-process trainers for every array library: rank 0 is called by the training loop and commands other ranks."""

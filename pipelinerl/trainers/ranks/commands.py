@@ -1,7 +1,6 @@
 """Messages between rank 0 and the other ranks: the methods of the trainer contract as msgpack, and the answers.
 
-All values are plain data. A class (an objective and its slots) is sent as `module:Class`. The receiver accepts only
-dataclasses and enums of the objective or of the trainer contract, and executes nothing else that a command holds.
+Values are plain data. A class is sent as `module:Class`; only dataclasses and enums of the objective are accepted.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pipelinerl.trainers.ranks.shared_block import Place
 from trainer_contract.errors import RankError, SpecError
 from trainer_contract.types import MicroBatch, Objective, TrainerSpec
 
-#: Packages whose classes an objective may use.
+#: Packages whose classes may be part of an objective.
 _OBJECTIVES: Final = ("pipelinerl.objective.", "pipelinerl.numerics.", "trainer_contract.")
 
 
@@ -32,9 +31,9 @@ class Lane(StrEnum):
     """A sequence of commands that every rank executes in the same order; lanes run concurrently."""
 
     PASSES = "passes"
-    """Commands that compute on all processes at once; their order must be the same on every rank."""
+    """Commands that compute on all processes at once."""
     READS = "reads"
-    """Commands that only read the weights; they run concurrently with the passes and do not delay them."""
+    """Commands that only read the weights, concurrently with the passes."""
 
 
 class Columns(msgspec.Struct, frozen=True):
@@ -52,9 +51,7 @@ class StartCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForwardCommand(msgspec.Struct, frozen=True, tag=True):
-    """`forward` of this rank's micro-batches. All ranks make `rounds` passes, at least as many as a rank has
-    micro-batches.
-    """
+    """`forward` of this rank's micro-batches; all ranks make `rounds` passes, at least one per micro-batch."""
 
     trainer: int
     batches: list[Columns]
@@ -62,7 +59,7 @@ class ForwardCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForwardAt(msgspec.Struct, frozen=True, tag=True):
-    """`forward_at`; the weights are not in this command but follow over the collectives of the passes."""
+    """`forward_at`; the weights follow through the collectives of the passes."""
 
     trainer: int
     batches: list[Columns]
@@ -70,9 +67,7 @@ class ForwardAt(msgspec.Struct, frozen=True, tag=True):
 
 
 class Backward(msgspec.Struct, frozen=True, tag=True):
-    """`backward` of this rank's micro-batches. All ranks make `rounds` passes, at least as many as a rank has
-    micro-batches.
-    """
+    """`backward` of this rank's micro-batches; all ranks make `rounds` passes, at least one per micro-batch."""
 
     trainer: int
     batches: list[Columns]
@@ -81,34 +76,31 @@ class Backward(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepCommand(msgspec.Struct, frozen=True, tag=True):
-    """`optimizer_step`."""
+    """`optimizer_step` on all ranks."""
 
     trainer: int
     learning_rate: float
 
 
 class Discard(msgspec.Struct, frozen=True, tag=True):
-    """`discard_gradient`."""
+    """`discard_gradient` on all ranks."""
 
     trainer: int
 
 
 class GatheredKind(StrEnum):
-    """The value that is gathered for a parameter."""
+    """The value of a parameter to gather."""
 
     WEIGHTS = "weights"
-    """Its value as engines receive it."""
+    """The weight as engines receive it."""
     MASTER = "master"
-    """Its value as it is trained."""
+    """The weight as it is trained."""
     MEAN = "exp_avg"
     SQUARE = "exp_avg_sq"
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
-    """Gather `count` consecutive parameters for `gather_weights`, starting at position `place` of `weight_layout`.
-
-    If `into` is set, ranks that share memory with rank 0 write their rows there; all other ranks send their rows.
-    """
+    """Gather `count` parameters from position `place` of the layout; ranks on rank 0's host write to `into`."""
 
     trainer: int
     place: int
@@ -125,7 +117,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
-    """`close`."""
+    """`close` of one trainer on all ranks."""
 
     trainer: int
 
@@ -134,7 +126,7 @@ Command = StartCommand | ForwardCommand | ForwardAt | Backward | StepCommand | D
 
 
 class Numbered(msgspec.Struct, frozen=True, tag=True):
-    """A command with a number; the answers to the command carry the same number."""
+    """A command with a number, which its answers repeat."""
 
     number: int
     lane: Lane
@@ -142,7 +134,7 @@ class Numbered(msgspec.Struct, frozen=True, tag=True):
 
 
 class RanksEnd(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0 ends: with an empty `reason` its work is done, otherwise `reason` tells why it gave up."""
+    """Rank 0 ends: with an empty `reason` its work is done, otherwise `reason` says why it gave up."""
 
     reason: str = ""
 
@@ -175,10 +167,7 @@ class RankResult(msgspec.Struct, frozen=True):
 
 
 class RankAnswer(msgspec.Struct, frozen=True, tag=True):
-    """The answer of a rank that has finished a command: its `results`, or an error.
-
-    `error` is the name of a class of `trainer_contract.errors`, `sentence` the error's message.
-    """
+    """A rank's answer to a finished command: its `results`, or a contract error's class name and `sentence`."""
 
     number: int
     results: list[RankResult] = []
@@ -196,11 +185,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Decode a message, the inverse of `encode`.
-
-    Raises:
-        RankError: the message is unknown, so the ranks run different versions of this program.
-    """
+    """Decode a message. Raises RankError if it is unknown, because ranks run different versions of this program."""
     try:
         return _DECODER.decode(data)
     except msgspec.MsgspecError as error:
@@ -210,7 +195,7 @@ def decode(data: bytes) -> Message:
 
 
 def encode_batch(batch: MicroBatch) -> Columns:
-    """Encode the columns that are not None."""
+    """Encode the columns of a micro-batch that are not None."""
     columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
     arrays = {name: (c.dtype.str, c.shape, c.tobytes()) for name, c in columns.items() if isinstance(c, np.ndarray)}
     return Columns(arrays, batch.num_segments)
@@ -243,11 +228,7 @@ def _plain_path(value: Any) -> str:
 
 
 def encode_objective(value: Any) -> Any:
-    """Convert an objective, or a part of one, to plain values.
-
-    Raises:
-        SpecError: it is not made of dataclasses and enums of the objective or the contract.
-    """
+    """Convert an objective to plain values. Raises SpecError for a class that is not part of an objective."""
     kind = type(value)
     if isinstance(value, Enum) and _is_known(kind.__module__):
         return {"class": _name(kind), "value": value.value}
@@ -267,11 +248,7 @@ def encode_objective(value: Any) -> Any:
 
 
 def decode_objective(plain: Any) -> Objective:
-    """Rebuild an objective, the inverse of `encode_objective`.
-
-    Raises:
-        RankError: it names a class that is not part of an objective.
-    """
+    """Rebuild an objective, the inverse of `encode_objective`. Raises RankError if it has any other class."""
     decoded: Objective = _decoded(plain)
     return decoded
 
@@ -311,7 +288,7 @@ _BEATS: Final = 6
 
 @final
 class Channel:
-    """One end of the connection. One thread may call `receive`; any thread may call `send`."""
+    """One end of a connection between ranks. One thread may call `receive`; any thread may call `send`."""
 
     def __init__(self, connection: socket.socket, *, peer: str, silence_s: float) -> None:
         connection.settimeout(silence_s)
@@ -342,7 +319,7 @@ class Channel:
     def close(self) -> None:
         """Close the connection; the peer notices at once."""
         self._closed.set()
-        with suppress(OSError):  # already closed
+        with suppress(OSError):  # the connection is already closed
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 

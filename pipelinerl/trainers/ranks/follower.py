@@ -4,8 +4,8 @@
     the main thread     rank 0's next message or beat      silence_s     rank 0
     a lane's thread     the next command of its lane       —             the main thread
 
-A rank above 0 uses no stream, controller or checkpoint. It ends when rank 0 ends. If rank 0 dies or hangs, the rank
-ends with an error message within `silence_s`, even if it is blocked in a collective that waits for rank 0.
+If rank 0 dies or hangs, the rank ends with an error message within `silence_s`, even if it is blocked in a collective
+that waits for rank 0.
 """
 
 from __future__ import annotations
@@ -36,23 +36,21 @@ from trainer_contract.types import TrainerSpec
 
 
 class RankWorker(Protocol):
-    """The shards of a trainer on one process, and the trainer's methods on them."""
+    """One process's shards of a trainer, and the trainer's methods on them."""
 
     def execute(self, command: Command) -> list[RankResult]:
         """Execute this rank's part of a command; all ranks execute commands in the same order. Raises TrainerError."""
         ...
 
 
-#: Creates a trainer's worker on a rank above 0, like `init_worker` on rank 0.
+#: Function that creates a trainer's worker on a rank above 0, like `init_worker` on rank 0.
 Start = Callable[[TrainerSpec], RankWorker]
 
 
 def follow(distributed: Distributed, *, join: Join, start: Start, say: Callable[[str], None]) -> None:
-    """Join rank 0 and execute its commands with workers from `start`; return when rank 0 reports that its work is done.
+    """Join rank 0 and execute its commands with workers from `start`; return when rank 0 has finished its work.
 
-    Raises:
-        SpecError: rank 0 does not answer, or rejects this rank.
-        RankError: rank 0 died, hangs or gave up; or this rank failed, which it reported to rank 0.
+    Raises SpecError if rank 0 rejects this rank, RankError if rank 0 is lost or this rank failed.
     """
     channel = join_rank0(distributed, join)
     say(f"rank {distributed.process} of {distributed.processes} follows {distributed.coordinator}")
@@ -72,10 +70,6 @@ def follow(distributed: Distributed, *, join: Join, start: Start, say: Callable[
 
 @final
 class _Rank:
-    """The workers of this process by the trainer numbers that rank 0 assigned, and the threads that execute their
-    commands.
-    """
-
     def __init__(self, channel: Channel, start: Start) -> None:
         self._channel = channel
         self._start = start

@@ -1,18 +1,15 @@
-"""`Ranks`, rank 0's side of a multi-process trainer: it runs each verb on all ranks and handles lost ranks. A verb is a
-method of the trainer contract, such as `forward`.
+"""`Ranks`, rank 0's side of a multi-process trainer: it runs each verb (a method of the contract) on all ranks.
 
     who waits                     for                           until                    unblocked by
     the caller of a verb          rank 0's part, and answers    timeout_s                the ranks; a rank lost
     a lane's thread               the next command              the process ends         the callers
     the reader of a rank          its next message or beat      silence_s                that rank
 
-A command is sent when a verb begins, and the lane's single thread executes rank 0's part. Both happen in the order of
-the calls, so programs from all threads reach every rank's devices in the same order. The next verb may begin before the
-previous one has ended, so the other ranks need not wait between verbs.
+A command is sent when a verb begins; the lane's single thread executes rank 0's part. So programs from all threads
+reach every rank's devices in the same order, and the next verb may begin before the previous one has ended.
 
-A verb ends when every rank has finished its part. If a rank dies, hangs or fails, a `RankError` names that rank, every
-later verb raises the same error, and the other ranks are ended. A computation that hangs in a collective is left behind
-in its daemon thread.
+If a rank dies, hangs or fails, this and every later verb raise a `RankError` that names the rank, and the other ranks
+are ended. A computation that hangs in a collective is left in its daemon thread.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ from pipelinerl.trainers.ranks.rendezvous import Distributed, Join, gather_ranks
 from trainer_contract.errors import RankError, SpecError, StateError, TrainerError
 
 T = TypeVar("T")
-#: Numbers for the trainers of this process; the other ranks identify trainers by them.
+#: Numbers by which the other ranks identify this process's trainers.
 TRAINER_NUMBERS: Final = itertools.count(1)
 #: A collective fails as soon as a peer is gone. Wait this long for the thread that reads from that peer: its error
 #: names the peer.
@@ -68,8 +65,6 @@ class RankResults(NamedTuple, Generic[T]):
 @final
 @dataclass(slots=True)
 class _Pending:
-    """A running command: rank 0's part, and the answers of the others."""
-
     number: int
     verb: str
     own: Callable[[], Any]
@@ -78,12 +73,12 @@ class _Pending:
 
     @property
     def is_of_all(self) -> bool:
-        """True if one rank's failure blocks all others; false only for Save, since each rank writes its own files."""
+        """True if one rank's failure blocks all others; false only for Save, in which each rank writes its files."""
         return self.verb != Save.__name__
 
     @property
     def has_failed(self) -> bool:
-        """True if rank 0's part failed with anything but a TrainerError, which all ranks raise alike and survive."""
+        """True if rank 0's part failed with anything but a TrainerError, which all ranks raise and survive."""
         return self.result.done() and not isinstance(self.result.exception(), TrainerError | None)
 
 
@@ -94,10 +89,9 @@ def _end_process(error: RankError) -> None:
 
 @final
 class Ranks:
-    """Rank 0's view of the other ranks.
+    """Rank 0's connections to the other ranks.
 
-    Args:
-        end_process: called if this process has not ended by itself `_LAST_S` after the loss of a rank.
+    `end_process` is called if this process has not ended by itself `_LAST_S` after the loss of a rank.
     """
 
     def __init__(
@@ -123,7 +117,7 @@ class Ranks:
             threading.Thread(target=self._read, args=(rank, channel), name=f"rank-{rank}", daemon=True).start()
 
     def together(self, command: Callable[[int], Command], own: Callable[[], T], *, lane: Lane) -> RankResults[T]:
-        """Run a command on all ranks: `begin` it and wait for the result. Raises the same errors as `begin`."""
+        """Run a command on all ranks and return its result. Raises like `begin`."""
         return self.begin(command, own, lane=lane)()
 
     def begin(
@@ -164,9 +158,7 @@ class Ranks:
         return RankResults(self._outcome(pending), {rank: answer.results for rank, answer in pending.answers.items()})
 
     def drop(self, trainer: int) -> None:
-        """Drop a trainer's state on the other ranks; their processes stay up, as other trainers of this process may use
-        them.
-        """
+        """Drop a trainer's state on the other ranks, whose processes may still serve other trainers."""
         with suppress(RankError):  # lost ranks hold no state
             self.together(lambda _: Close(trainer), lambda: None, lane=Lane.PASSES)
 
@@ -175,9 +167,7 @@ class Ranks:
         self._left_for = reason
 
     def end(self) -> None:
-        """End the other ranks. After `leave` they exit as failures with its `reason`, so that they are started
-        again.
-        """
+        """End the other ranks. After `leave` they exit as failures with its `reason`, and are then restarted."""
         with self._changed:
             lost, self._lost = self._lost, self._lost or RankError("the ranks of this trainer have been ended")
         if lost is None:
@@ -217,9 +207,7 @@ class Ranks:
             raise RankError(str(self._lost)) from self._lost
 
     def _lose(self, error: RankError) -> RankError:
-        """Record that a rank is lost, end the other ranks and start the watchdog; return the error of the first
-        loss.
-        """
+        """Record that a rank is lost, end the others, start the watchdog, and return the error of the first loss."""
         with self._changed:
             if self._lost is not None:
                 return self._lost
@@ -242,7 +230,7 @@ class Ranks:
             pending = self._lanes[lane].get()
             try:
                 result = pending.own()
-            except BaseException as error:  # passed to the caller
+            except BaseException as error:  # the error is passed to the caller
                 pending.result.set_exception(error)
             else:
                 pending.result.set_result(result)
@@ -270,7 +258,7 @@ class Ranks:
 
 
 def one_ahead(begun: Iterable[Callable[[], T]]) -> Generator[T]:
-    """Yield the result of each verb after starting the next verb; on early exit, wait for the verb in progress."""
+    """Yield the result of each verb after starting the next one; on early exit, wait for the verb in progress."""
     ended: Callable[[], T] | None = None
     try:
         for following in begun:
@@ -290,13 +278,7 @@ _led: tuple[Distributed, Ranks] | None = None
 
 
 def lead(distributed: Distributed, join: Join) -> Ranks:
-    """Return this process's connection to the other ranks; the first call waits until they have joined.
-
-    The process stays rank 0 for its lifetime.
-
-    Raises:
-        SpecError: ranks are missing, this process is another rank, or it already leads other ranks.
-    """
+    """Return this process's connections to the other ranks, once all have joined. Raises SpecError."""
     global _led
     if distributed.process != 0:
         raise SpecError(

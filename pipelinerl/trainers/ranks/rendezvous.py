@@ -1,4 +1,4 @@
-"""The rendezvous of a trainer's processes: first over our own connections, then with their array library.
+"""The rendezvous of a trainer's processes: first over our own connections, then through their array library.
 
     rank 0                                          rank r
     listens at options.distributed.coordinator      connects, with retries, until the deadline
@@ -6,9 +6,8 @@
     after all Hellos: Welcome(port)  ────────────▶
     join                                            join
 
-When a process is missing at JAX's own rendezvous, JAX ends the process with a C++ trace; torch waits silently. To avoid
-both, no rank calls `join` before all ranks have connected. An error of one sentence names a missing or rejected rank
-within `timeout_s`.
+If a process is missing at the library's own rendezvous, JAX ends with a C++ trace and torch waits silently. So no rank
+calls `join` before all have connected, and a clear error names a missing or rejected rank within `timeout_s`.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ class Distributed:
     """The processes of one trainer. All use the same recipe; only `process` differs.
 
     Attributes:
-        coordinator: host:port at which process 0 listens for the others; the host is an address of process 0.
+        coordinator: host:port at which process 0 listens for the others.
         processes: the number of processes, including process 0.
         process: 0 for `pipelinerl trainer`, 1 and above for `pipelinerl trainer-rank`.
-        token_file: file with {"token": …}, the same token for all processes; required unless the coordinator's host is
+        token_file: file with {"token": …}, the same for all processes; required unless the coordinator's host is
             loopback.
         timeout_s: the longest duration of a method call, compilation included, and of the initial rendezvous.
         silence_s: a process that sends nothing for this long counts as lost.
@@ -68,17 +67,13 @@ class Distributed:
         return self.coordinator.rpartition(":")[0] in _LOOPBACK
 
 
-#: Joins this process with the others through the array library. Every process calls it with the same options and the
-#: same port on rank 0's host, where the processes meet. Raises SpecError.
+#: Function that joins this process with the others through the array library, with the same options on every process,
+#: at a port on rank 0's host. Raises SpecError.
 Join = Callable[[Distributed, int], None]
 
 
 def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
-    """Wait for all other ranks and join them; called by rank 0.
-
-    Raises:
-        SpecError: rank 0 cannot listen at the address, ranks are missing, or joining them fails.
-    """
+    """Wait for all other ranks and join them, on rank 0. Raises SpecError if ranks are missing or joining fails."""
     token, deadline = _token(distributed), time.monotonic() + distributed.timeout_s
     host, port = distributed.address
     try:
@@ -107,11 +102,7 @@ def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
 
 
 def join_rank0(distributed: Distributed, join: Join) -> Channel:
-    """Connect to rank 0 and join all ranks; called by the other ranks.
-
-    Raises:
-        SpecError: rank 0 does not answer or rejects this rank, or joining the ranks fails.
-    """
+    """Connect to rank 0 and join all ranks, on another rank. Raises SpecError if rank 0 rejects it or is missing."""
     token, deadline = _token(distributed), time.monotonic() + distributed.timeout_s
     connection = _connected(distributed, deadline)
     left_s = max(deadline - time.monotonic(), 1.0)  # rank 0 sends no heartbeats until all ranks arrived
@@ -148,7 +139,7 @@ def _connected(distributed: Distributed, deadline: float) -> socket.socket:
 
 
 def _admit(connection: socket.socket, channels: dict[int, Channel], distributed: Distributed, token: str) -> None:
-    """Accept a rank, or reject it; a rejected peer must not delay the others."""
+    """Accept or reject a rank; a rejected peer must not delay the others."""
     channel = Channel(connection, peer="a rank that connects", silence_s=distributed.silence_s)
     try:
         hello = decode(channel.receive(most_bytes=_MOST_BYTES))
@@ -207,11 +198,7 @@ _WHERE: Final = "options.distributed"
 
 
 def read_distributed(value: Any, *, trainer: str, processes: int | None = None) -> Distributed:
-    """Parse the table; `processes` may be omitted from the table if it is passed here.
-
-    Raises:
-        SpecError: an unknown key, a value of the wrong type, or a number of processes that contradicts `processes`.
-    """
+    """Parse the `distributed` table; `processes` is the default of its entry. Raises SpecError if they contradict."""
     options: Mapping[str, Any] = table(value, Distributed, _WHERE, trainer=trainer)
     if processes is not None:
         options = {"processes": processes, **options}

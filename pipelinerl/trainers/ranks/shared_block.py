@@ -1,8 +1,7 @@
 """Memory of rank 0 that other ranks on its host can write to: an anonymous file, opened through /proc.
 
-The other ranks write to the file without mapping it, so the block adds nothing to their own memory. This costs a fifth
-of a local connection. Only Linux has such files. Ranks of other hosts, users or containers cannot open the file;
-`is_here` tests this.
+Writing to the file costs a fifth of sending over a local connection. Only Linux has such files, and ranks of other
+hosts, users or containers cannot open them; `is_here` tests this.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def shared_block(size: int) -> tuple[NDArray[np.uint8], Place]:
-    """Create a block of `size` bytes, freed when nothing in this process refers to it. Raises OSError if
-    unsupported.
-    """
+    """Create a block of `size` bytes, freed when unreferenced in this process. Raises OSError if unsupported."""
     if not hasattr(os, "memfd_create"):
         raise OSError("only Linux has files without a name")
     file = os.memfd_create("pipelinerl gathering")
@@ -78,17 +75,14 @@ def is_here(place: Place, content: bytes) -> bool:
         return False
 
 
-#: Reference count of a free block: the tuple that holds it, and the call that counts references.
+#: Reference count of a free block: one for the tuple that holds it, one for the call that counts.
 _UNHELD: Final = 2
 #: Largest number of blocks: one is being read, one is already filled, and one is being filled.
 _BLOCKS: Final = 3
 
 
 class Block(NamedTuple):
-    """A byte buffer with arbitrary content.
-
-    Other ranks of this host write into it by `place`, which is None if the memory is not shared.
-    """
+    """A byte buffer with arbitrary content; other ranks of this host write to it by `place`, if it is shared."""
 
     memory: NDArray[np.uint8]
     place: Place | None = None
@@ -98,8 +92,7 @@ class Block(NamedTuple):
 class RecycledMemory:
     """Blocks of `size` bytes, shared with ranks of this host if possible.
 
-    The number of blocks is limited, since each shared block is an open file. While all blocks are in use, requests get
-    plain memory, as from `numpy.empty`. Requests larger than `size` are not recycled.
+    Shared blocks are open files, so their number is limited; if all are in use, `take` returns other memory.
     """
 
     def __init__(self, size: int) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 def follow_autocast(model: nn.Module) -> None:
     """Make every module of fused experts multiply in autocast's dtype, like linear layers.
 
-    transformers stores a layer's experts as three-dimensional parameters and multiplies them with torch's grouped
-    matmul, which autocast does not cover. Without this, a bf16 trainer would compute most of such a model in fp32.
+    transformers multiplies a layer's experts, three-dimensional parameters, with torch's grouped matmul. Autocast does
+    not cover it, so a bf16 trainer would compute most of such a model in fp32.
     """
     for module in fused_experts(model):
         module.forward = _CastExperts(module, module.forward)

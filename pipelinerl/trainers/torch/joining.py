@@ -3,8 +3,7 @@
     default group   the passes: gloo on CPU tensors, NCCL on CUDA tensors
     reads           gloo, point to point, concurrent with the passes
 
-The tensor's device selects the backend of the default group, so tests with gloo run the same code as NCCL. The store at
-which the processes meet listens only on the coordinator's host.
+The tensor's device selects the default group's backend, so tests with gloo run the same code as NCCL.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from trainer_contract.errors import SpecError, StateError
 
 #: Torch's stubs omit most functions that are implemented in C++.
 dist: Any = torch.distributed
-#: Length of the error message that a process shares with the others at startup, and the classes it can have.
+#: Length of the error message that a process shares with the others at startup, and its possible classes.
 _SENTENCE_BYTES: Final = 1000
 _KINDS: Final = (SpecError, StateError)
 #: Content by which ranks verify that shared memory belongs to rank 0.
@@ -45,8 +44,8 @@ _CONTENT: Final = struct.Struct("<q")
 class TorchWorld:
     """This process among the others; `reads` is the process group for reads that run concurrently with the passes.
 
-    The ranks in `on_same_host` share rank 0's host and can write into its shared memory. `views` has a number for each
-    rank, equal for ranks of one host with the same visible GPUs.
+    Ranks in `on_same_host` can write into rank 0's memory. `views` are equal for ranks of one host that see the same
+    GPUs.
     """
 
     rank: int
@@ -97,8 +96,7 @@ def _store(host: str, port: int, distributed: Distributed, timeout: timedelta) -
 
 
 def _ranks_sharing_memory(rank: int, processes: int) -> frozenset[int]:
-    """Return the ranks that can write into rank 0's memory; each rank tries, and all learn the results."""
-    now, offer = time.time_ns(), torch.zeros(5, dtype=torch.int64)  # unique to this host and call
+    now, offer = time.time_ns(), torch.zeros(5, dtype=torch.int64)  # the time is unique to this call
     with suppress(OSError):  # shared memory is not supported here
         if rank == 0:
             block, place = shared_block(_CONTENT.size)
@@ -113,7 +111,6 @@ def _ranks_sharing_memory(rank: int, processes: int) -> frozenset[int]:
 
 
 def _views(processes: int) -> tuple[int, ...]:
-    """Return a digest of host and visible GPUs for each rank."""
     facts = (socket.gethostname(), uuid.getnode(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     own = torch.tensor(int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7]))
     views = [torch.empty_like(own) for _ in range(processes)]
@@ -130,11 +127,7 @@ def _bind_gloo_to_loopback() -> None:
 
 @contextmanager
 def in_agreement() -> Iterator[None]:
-    """Raise an error on all processes if any of them raises one in this block, so that none waits for a failed one.
-
-    Raises:
-        SpecError, StateError: this process's own error, else that of the first process with one.
-    """
+    """Raise an error on all processes if one of them raises SpecError or StateError, so that none waits for it."""
     own: SpecError | StateError | None = None
     try:
         yield

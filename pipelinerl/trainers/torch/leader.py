@@ -1,7 +1,4 @@
-"""`MeshLeader`, rank 0 of a multi-process torch trainer: it distributes micro-batches and combines the results.
-
-`TorchTrainer` checks the arguments.
-"""
+"""`MeshLeader`, rank 0 of a multi-process torch trainer: it distributes micro-batches and combines the results."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ T = TypeVar("T")
 
 @final
 class MeshLeader:
-    """Rank 0's shards and its connection to the other ranks."""
+    """Rank 0's shards and its connection to the other ranks. `TorchTrainer` checks the arguments."""
 
     def __init__(self, ranks: Ranks, number: int, worker: MeshWorker) -> None:
         self._ranks = ranks
@@ -95,7 +92,7 @@ class MeshLeader:
 
     @property
     def routing(self) -> RoutingShape | None:
-        """The shape of routers that can replay given experts, if the model has any."""
+        """The sizes of routers that can replay recorded experts, if the model has any."""
         return self._worker.model.model.routing
 
     @property
@@ -105,11 +102,11 @@ class MeshLeader:
 
     @property
     def width(self) -> int:
-        """One micro-batch per process, or per group of processes that share one."""
+        """The number of parts of the mesh: processes, or groups of processes that share a micro-batch."""
         return self._worker.mesh.width
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
-        """See `Trainer.forward`."""
+        """Return the predictions of each micro-batch, computed on all ranks."""
         return self._predictions(
             batches,
             lambda mine, rounds: ForwardCommand(self._number, mine, rounds),
@@ -196,7 +193,6 @@ class MeshLeader:
         )
 
     def _save_adapters(self, path: Path, adapters: Adapters) -> None:
-        """Gather all adapters on rank 0's host and write them; they are small."""
         worker = self._worker
         moments: dict[str, dict[str, Tensor]] = {}
         for name in worker.model.trained if worker.has_moments else ():
@@ -256,7 +252,6 @@ class MeshLeader:
     def _by_part(
         self, own: list[T], others: Mapping[int, list[RankResult]], decoded: Callable[[RankResult], T]
     ) -> Iterator[tuple[int, list[T]]]:
-        """Yield the results of each part of the mesh, taken from the first process of the part."""
         yield 0, own
         for rank, results in others.items():
             if rank % self._worker.mesh.cp == 0:
@@ -266,7 +261,6 @@ class MeshLeader:
         return self._ranks.together(lambda _: command, own, lane=Lane.PASSES).own
 
     def _merged(self, name: str, adapters: Adapters) -> Tensor:
-        """Return a parameter as engines receive it, merged with its adapter if it has one."""
         pair = adapters.pair_of(name)
         if pair is None:
             return self._gathered([name], GatheredKind.WEIGHTS)[0]
@@ -275,7 +269,6 @@ class MeshLeader:
         return rounded(merged, self._worker.loaded.gather_dtype, self._worker.spec.rounding, name=name)
 
     def _gathered(self, names: Sequence[str], kind: GatheredKind) -> list[Tensor]:
-        """Gather whole parameters, or their moments; `names` are adjacent in the model's order."""
         return self._begun(names, kind, RecycledMemory(0))()
 
     def _begun(self, names: Sequence[str], kind: GatheredKind, memory: RecycledMemory) -> Callable[[], list[Tensor]]:

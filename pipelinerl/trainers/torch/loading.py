@@ -43,8 +43,8 @@ from trainer_contract.types import (
 class LoadedModel(NamedTuple):
     """A model, the saved state it comes from (if any), and the dtype of the weights sent to engines.
 
-    Its parameters stay on the meta device until they have a target. A process of a sharded model thus never holds
-    more than its own rows and one layer. If parameters cannot be read one by one, they are already loaded on the CPU.
+    Parameters stay on the meta device until they have a target, so a sharded process never holds more than its rows and
+    one layer. Parameters that cannot be read one by one are already on the CPU.
     """
 
     model: PackedModel | PackedValueModel
@@ -82,18 +82,10 @@ class LoadedModel(NamedTuple):
             self.adapters.compact()
 
     def move_to(self, device: torch.device, *, masters: StatePlace = StatePlace.DEVICE) -> dict[str, Tensor]:
-        """Load whole parameters onto the device, and check that the model supports packing.
+        """Load whole parameters onto the device, and check that the model supports packing; return the masters by name.
 
-        Args:
-            masters: place of the fp32 values of parameters that passes use in bf16. With HOST, the device holds bf16
-                parameters and accumulates their gradients in fp32.
-
-        Returns:
-            The masters on the host, by name.
-
-        Raises:
-            SpecError: the model cannot be packed, or a file cannot be read.
-            StateError: a saved state cannot be read.
+        With `masters` HOST, the device holds bf16 parameters with fp32 gradients, and their fp32 masters are on the
+        host. Raises SpecError or StateError if a file cannot be read, SpecError if the model cannot be packed.
         """
         self._compact()
         if self.adapters is not None:
@@ -133,9 +125,7 @@ class LoadedModel(NamedTuple):
     ) -> ShardedModel:
         """Shard the model over the mesh and load this process's rows; the result has not been probed yet.
 
-        Raises:
-            SpecError: a file cannot be read, or the experts cannot be divided.
-            StateError: a saved state cannot be read.
+        Raises SpecError or StateError if a file cannot be read, SpecError if the experts cannot be divided.
         """
         self._compact()
         unread, named = self._unread, self.weights | self.trained
@@ -148,17 +138,10 @@ class LoadedModel(NamedTuple):
 
     @property
     def _unread(self) -> list[str]:
-        """Names of the parameters without values, or whose values come from a sharded state."""
         is_divided = self.saved is not None and self.saved.shards is not None
         return [name for name, parameter in self.weights.items() if is_divided or parameter.is_meta]
 
     def _values_of(self, name: str, rows: slice) -> Tensor:
-        """Read rows of a parameter from the model directory, or from a sharded state.
-
-        Raises:
-            SpecError: the file cannot be read.
-            StateError: a file of a saved state cannot be read.
-        """
         if self.saved is not None and self.saved.shards is not None:
             return self.saved.shards.rows(name, VALUE, rows)
         assert self.reader is not None, "what cannot be read one by one is there"
@@ -170,7 +153,6 @@ class LoadedModel(NamedTuple):
                 raise SpecError(f"model_path: {error}") from error
 
     def _read_to(self, device: torch.device, masters: Mapping[str, Tensor] = MappingProxyType({})) -> None:
-        """Load each parameter that has no values yet, and its master if it has one, onto this device."""
         weights = self.weights
         for name in self._unread:
             parameter = weights[name]
@@ -183,12 +165,7 @@ class LoadedModel(NamedTuple):
 
 
 def load(spec: TrainerSpec) -> LoadedModel:
-    """Load the model of `spec.model_path` or `spec.restore_from`, and seed torch's generators with the spec's seed.
-
-    Raises:
-        SpecError: the model is not available.
-        StateError: the saved state is damaged, or of another model.
-    """
+    """Load the spec's model and seed torch. Raises SpecError if it is not available, StateError for a damaged state."""
     config, lora = load_config(spec.model_path), lora_of(spec.options)
     torch.manual_seed(rng.key(spec.seed, "torch_trainer"))
     saved = None if spec.restore_from is None else torch_state.load(spec.restore_from, expected=config, head=spec.head)
@@ -228,7 +205,6 @@ def refuse_device(device: Device) -> None:
 
 
 def _gather_dtype(spec: TrainerSpec) -> torch.dtype:
-    """Return the gather dtype of the spec, else that of the model directory. Raises SpecError if neither has one."""
     try:
         named = spec.gather_dtype or model_dtype(spec.model_path)
     except ModelError as error:
@@ -239,7 +215,6 @@ def _gather_dtype(spec: TrainerSpec) -> torch.dtype:
 def _load(
     source: Path, spec: TrainerSpec, *, served: torch.dtype
 ) -> tuple[PackedModel | PackedValueModel, WeightReader | None]:
-    """Load the model of a directory with the spec's head, and the reader of its weights. Raises SpecError."""
     if spec.head is Head.VALUE:
         return PackedValueModel.load(source, gradient_checkpointing=spec.gradient_checkpointing)
     model, reader = load_for_training(source, gradient_checkpointing=spec.gradient_checkpointing)
@@ -254,10 +229,8 @@ def rounded_in_passes(model: PreTrainedModel) -> set[Tensor]:
     """Return the weights that only autocast's linear layers use, which the device can hold in bf16.
 
     Under autocast, a linear layer multiplies by its weight rounded to bf16, and the gradient of that product is bf16
-    converted to fp32. A bf16 parameter whose gradient is accumulated in fp32 gives the same bits for both, without a
-    second, rounded copy. Passes do not round embeddings and vectors, so these stay fp32.
-
-    An output layer in fp32 (`to_fp32`) reads its weight in fp32, so it is excluded.
+    converted to fp32. A bf16 parameter with an fp32 gradient gives the same bits without a second copy. Embeddings,
+    vectors and an output layer in fp32 (`to_fp32`) are not rounded in passes.
     """
     linear = [
         each
@@ -269,11 +242,7 @@ def rounded_in_passes(model: PreTrainedModel) -> set[Tensor]:
 
 
 def with_masters(parameters: dict[str, nn.Parameter], device: torch.device) -> dict[str, Tensor]:
-    """Make parameters bf16 and allocate their fp32 masters on the host, by name, with the current values if loaded.
-
-    Args:
-        device: the future device of the parameters.
-    """
+    """Make parameters bf16 and return their fp32 masters on the host; `device` will hold the parameters."""
     masters = {}
     for name, parameter in parameters.items():
         pinned = device.type == "cuda"  # pinned, so that CUDA copies run concurrently with kernels

@@ -4,7 +4,7 @@
     dp_shard       processes that divide a copy by rows (FSDP); together with dp_replicate this is HSDP
     cp             processes that share a micro-batch, each with a part of its tokens; they divide rows, too
 
-Neighbouring processes share tokens: process r computes part r // cp of the trainer's `width`. It holds shard r %
+Neighbouring processes share tokens: process r computes part r // cp of the trainer's `width`, and holds shard r %
 (dp_shard · cp) of copy r // (dp_shard · cp).
 """
 

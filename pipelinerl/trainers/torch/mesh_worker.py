@@ -1,12 +1,9 @@
 """`MeshWorker`, one process's part of a multi-process torch trainer, the same on every rank.
 
 Every rank makes the same passes in the same order, because the others wait for its part of each layer. A rank without a
-micro-batch in a round computes two dummy tokens. Before each backward the ranks check, with a 4-byte all-reduce, that
-no loss is broken. A rank that skipped the round alone would leave the others waiting.
-
-`received` and `deliver` belong to the thread of reads, all other methods to the thread of passes.
-
-`MeshLeader` calls the worker on rank 0. On the other ranks `MeshFollower` executes rank 0's commands with it.
+micro-batch in a round computes two dummy tokens. An all-reduce before each backward makes all ranks abandon a sequence
+if any loss is not finite. `received` and `deliver` run on the thread of reads, all other methods on the thread of
+passes. `MeshLeader` calls the worker on rank 0, `MeshFollower` on the other ranks.
 """
 
 from __future__ import annotations
@@ -73,7 +70,7 @@ from trainer_contract.types import (
 
 log = logging.getLogger("pipelinerl")
 dist: Any = torch.distributed
-#: The number of parameters whose rows are in transit to rank 0.
+#: Number of parameters whose rows are in transit to rank 0.
 _SENT_AT_ONCE: Final = 2
 #: Value that a rank whose loss is finite sends before a backward; larger than the number of any micro-batch.
 _SOUND: Final = torch.iinfo(torch.int32).max
@@ -82,7 +79,7 @@ _SOUND: Final = torch.iinfo(torch.int32).max
 @final
 @dataclass(slots=True)
 class MeshWorker:
-    """Shards, their optimizer, and the passes over them."""
+    """One process's shards, their optimizer, and the passes over them."""
 
     spec: TrainerSpec
     mesh: ProcessMesh
@@ -95,7 +92,7 @@ class MeshWorker:
     gradients: GradientSum
     random: torch_state.RandomState
     model_version: int = 0
-    #: Rows on the host: one buffer for each in transit to rank 0, and one for those that are saved, by another thread.
+    #: Host memory for rows: one buffer for each in transit to rank 0, and one for saving on another thread.
     buffers: tuple[HostBuffer, ...] = field(default_factory=lambda: tuple(HostBuffer() for _ in range(_SENT_AT_ONCE)))
     save_buffer: HostBuffer = field(default_factory=HostBuffer)
 
@@ -210,9 +207,7 @@ class MeshWorker:
 
     @property
     def base_names(self) -> list[str]:
-        """Parameters in the model's order without adapters: those that engines know. They come first in all
-        positions.
-        """
+        """Names of the parameters without adapters, in the model's order; they come first in all positions."""
         pairs = set() if self.loaded.adapters is None else self.loaded.adapters.trained.keys()
         return [name for name in self.model.shapes if name not in pairs or name in self.loaded.weights]
 
@@ -227,7 +222,7 @@ class MeshWorker:
 
     @property
     def has_moments(self) -> bool:
-        """True if there was a step with a gradient."""
+        """True if the optimizer has stepped with a gradient."""
         return bool(self.optimizer.state)
 
     def steps_of(self, name: str) -> Tensor:
@@ -240,11 +235,7 @@ class MeshWorker:
         return sum(shape.numel() for shape in self._shapes(places).values()) * self._dtype_of(kind).itemsize
 
     def received(self, places: range, kind: GatheredKind, block: Block) -> list[Tensor]:
-        """Gather whole parameters at these positions, or their moments, into the block; called on rank 0.
-
-        Only rank 0 holds them whole. It copies its own rows while those of other ranks arrive. With several copies of
-        the model, the first is read.
-        """
+        """Gather whole parameters at these positions, or their moments, into the block; called on rank 0."""
         shapes, dtype = self._shapes(places), self._dtype_of(kind)
         flat = torch.from_numpy(block.memory).view(dtype)
         parts = torch.split(flat, [shape.numel() for shape in shapes.values()])
@@ -265,10 +256,7 @@ class MeshWorker:
         return list(wholes.values())
 
     def deliver(self, places: range, kind: GatheredKind, into: Place | None) -> None:
-        """Send this rank's rows to rank 0, or write them into its memory; called on ranks above 0.
-
-        Rows that are on the host in the requested dtype are used directly, others are copied.
-        """
+        """Send this rank's rows to rank 0, or write them into its memory; called on ranks above 0."""
         if self.rank >= self.mesh.shards:
             return
         shapes = self._shapes(places)
@@ -308,10 +296,7 @@ class MeshWorker:
         return dict(list(self.model.shapes.items())[places.start : places.stop])
 
     def save_shard(self, path: Path) -> None:
-        """Write this rank's rows of weights and moments into a state's directory.
-
-        Only the first copy of the model writes.
-        """
+        """Write this rank's rows of weights and moments into a state's directory, if it has the first copy."""
         if self.rank >= self.mesh.shards:
             return
         tensors: dict[str, Tensor] = {}
@@ -322,7 +307,6 @@ class MeshWorker:
         write_shard(path, self.rank, self.mesh.shards, tensors)
 
     def _rows(self, name: str, kind: GatheredKind) -> Tensor:
-        """Copy this rank's rows to the host."""
         rows = torch.empty(self.model.shards[name].shape, dtype=self._dtype_of(kind))
         with self.model.last_step_shards() as shards:
             self._copy(shards, name, kind, rows, self.save_buffer)
@@ -350,11 +334,6 @@ class MeshWorker:
         return self.loaded.gather_dtype if kind is GatheredKind.WEIGHTS else torch.float32
 
     def _sent(self, weights: HostWeights | None) -> Callable[[str], Tensor]:
-        """Return a function that gives this rank's rows of each parameter.
-
-        Rank 0 holds the whole parameters and sends the rows.
-        """
-
         def rows_of(name: str) -> Tensor:
             shape, dtype = self.model.shapes[name], self.loaded.gather_dtype
             if weights is None:
@@ -382,10 +361,7 @@ class MeshWorker:
         saved.random.restore()
 
     def _abandon_sequence(self, *, is_first: bool) -> None:
-        """End a sequence of micro-batches whose last backward was skipped.
-
-        Gradients that earlier passes accumulated are reduced over the ranks and discarded.
-        """
+        """End a sequence whose last backward was skipped; reduce and then drop the accumulated gradients."""
         self.model.abandon()
         if not is_first:
             self.model.begin_backward(is_last=True)
@@ -400,7 +376,7 @@ class MeshWorker:
 
 @final
 class MeshFollower:
-    """Implements `ranks.follower.RankWorker`; it returns the results of its own micro-batches to rank 0."""
+    """The `ranks.follower.RankWorker` for torch; it returns the results of its own micro-batches to rank 0."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._worker = MeshWorker.started(spec, mesh_of(spec.options))
@@ -438,7 +414,6 @@ def _result(result: Float32 | LossStats) -> RankResult:
 
 
 def _log_start(loaded: LoadedModel, attention: Planning) -> None:
-    """Log the trainer's attention and adapters at startup."""
     log.info("attention: %s", attention.description)
     if loaded.adapters is not None:
         log.info("LoRA: %s", share_of(*loaded.adapters.counts))
@@ -446,7 +421,6 @@ def _log_start(loaded: LoadedModel, attention: Planning) -> None:
 
 @contextmanager
 def _gathering(names: Iterable[str]) -> Iterator[None]:
-    """Raise RankError if another rank is lost while gathering."""
     try:
         yield
     except (RuntimeError, OSError) as error:
@@ -456,12 +430,10 @@ def _gathering(names: Iterable[str]) -> Iterator[None]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """View contiguous host rows as bytes, a dtype that every transport supports."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _dummy_batch() -> MicroBatch:
-    """Return a micro-batch of two dummy tokens, for a rank without one."""
     nothing = np.zeros(2, np.float32)
     return MicroBatch(
         token_ids=np.zeros(2, np.int32),
@@ -477,13 +449,11 @@ def _dummy_batch() -> MicroBatch:
 
 
 def _zero_loss(model: ShardedModel, setting: PassSetting) -> Tensor:
-    """Return a loss whose gradients are all 0."""
     batch = _dummy_batch()
     return predict(model, setting, batch, batch.loss_mask).sum() * 0.0
 
 
 def _device(spec: TrainerSpec) -> torch.device:
-    """Return the process's device, and make it torch's current one."""
     if spec.device is Device.CPU or not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank = os.environ.get("LOCAL_RANK")

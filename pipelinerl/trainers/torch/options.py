@@ -44,11 +44,7 @@ class TorchOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> TorchOptions:
-        """Parse `TrainerSpec.options`.
-
-        Raises:
-            SpecError: an unknown key, a value of the wrong type, or an impossible mesh.
-        """
+        """Parse `TrainerSpec.options`. Raises SpecError for an unknown key, a wrong type, or an impossible mesh."""
         mesh, lora, optimizer = checked(options)
         read = cls(
             mesh=mesh,
@@ -75,11 +71,7 @@ class TorchOptions:
 
 
 def checked(options: Mapping[str, Any]) -> tuple[ProcessMesh, LoraOptions | None, OptimizerOptions]:
-    """Validate options before a run starts; return the mesh, adapters and optimizer options.
-
-    Raises:
-        SpecError: see `TorchOptions.of`, except for `distributed`, which the launcher sets.
-    """
+    """Validate all options but `distributed`; return mesh, adapters and optimizer. Raises SpecError."""
     gradients_of(options)
     experts_of(options)
     attention_of(options)
@@ -106,11 +98,7 @@ def attention_of(options: Mapping[str, Any]) -> SegmentAttention:
 
 
 def compile_of(options: Mapping[str, Any]) -> bool | None:
-    """Return the `compile` option, or None if the trainer chooses.
-
-    Raises:
-        SpecError: it is no boolean, or the trainer has several processes.
-    """
+    """Return the `compile` option; None lets the trainer choose. Raises SpecError if it is invalid for this mesh."""
     value = options.get("compile")
     if value is not None and not isinstance(value, bool):
         raise SpecError(f"options.compile must be true or false, got {value!r}")

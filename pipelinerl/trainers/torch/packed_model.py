@@ -1,7 +1,6 @@
 """`PackedModel`, a Hugging Face causal language model as a function from packed tokens to log-probs.
 
-It is a single module, so that wrappers (DDP, FSDP, DeepSpeed) see one forward. Only the requested positions reach the
-output layer. `value_model` has the equivalent with a value head.
+It is one module, so wrappers (DDP, FSDP, DeepSpeed) see one forward. Only requested positions reach the output layer.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _PROBE_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 @final
 class PackedModel(nn.Module):
-    """Log-probs of packed tokens under a causal language model."""
+    """A causal language model that predicts the log-probs of packed tokens."""
 
     def __init__(
         self, model: PreTrainedModel, *, logits_at_once: int = LOGITS_AT_ONCE, kernels: Kernels = Kernels.FAST
@@ -91,12 +90,8 @@ class PackedModel(nn.Module):
     def probe(self, device: torch.device, products: torch.dtype = torch.float32) -> None:
         """Check that the architecture supports packing, and that its output layer is its last operation.
 
-        Args:
-            products: dtype of the trial; bf16 only if matrices are stored in bf16.
-
-        Raises:
-            SpecError: a layer mixes segments, or the model changes logits after its output layer, which `forward` would
-                miss, or kernels should be batch-invariant and are not.
+        `products` is the dtype of the trial. Raises SpecError if a layer mixes segments, if the model changes logits
+        after its output layer, which `forward` would miss, or if kernels should be batch-invariant and are not.
         """
         if self._replay is not None:
             self._replay.tell(None)
@@ -139,9 +134,8 @@ class PackedModel(nn.Module):
 def compile_layers(model: nn.Module, *, gradient_checkpointing: bool) -> None:
     """Make the first pass compile each layer, except for its attention, for any number of tokens.
 
-    Norms, rotations, gates and conversions then run in few kernels, which keep fewer intermediate results. Results are
-    rounded where uncompiled layers round. Torch compiles nothing around a checkpoint, so there each part of a layer is
-    compiled by itself.
+    Norms, rotations, gates and conversions then run in few kernels, with the same rounding. Torch compiles nothing
+    around a checkpoint; with checkpointing, each part of a layer is compiled by itself.
     """
     AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attend))
     for layer in model.modules():
@@ -151,10 +145,7 @@ def compile_layers(model: nn.Module, *, gradient_checkpointing: bool) -> None:
 
 
 def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the tensors of a model directory other than parameters.
-
-    Call this at the start: during a pass over a sharded model, `state_dict` would remove gathered weights.
-    """
+    """Return a model directory's tensors other than parameters; call it before any pass over a sharded model."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
 
@@ -172,10 +163,10 @@ def hidden_states(trunk: nn.Module, token_ids: Tensor, segments: AttentionPlan) 
 
 
 def computing_in(products: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which matmuls use this dtype, with autocast unless it is fp32.
+    """Return a context in which matmuls use the dtype `products`, with autocast unless it is fp32.
 
-    Autocast's cache of rounded weights is off: with checkpointing, only one layer's rounded weights exist at once. Each
-    use of a weight then also has its own gradient, and these are summed in fp32.
+    Autocast's cache of rounded weights is off, so with checkpointing only one layer's rounded weights exist at once.
+    Each use of a weight then has its own gradient, and these are summed in fp32.
     """
     mixed = products is not torch.float32
     return torch.autocast(device.type, dtype=products if mixed else None, enabled=mixed, cache_enabled=False)
@@ -185,14 +176,7 @@ def computing_in(products: torch.dtype, device: torch.device) -> AbstractContext
 def probe_packing(
     trunk: PreTrainedModel, device: torch.device, products: torch.dtype = torch.float32
 ) -> tuple[Tensor, SegmentPlan]:
-    """Run the same segment twice in one row to test that the architecture supports packing.
-
-    Returns:
-        The tokens with their positions, and the plan, of the trial.
-
-    Raises:
-        SpecError: the second copy differs from the first, so a layer mixes segments.
-    """
+    """Run the same segment twice in one row; return its tokens and plan. Raises SpecError if the copies differ."""
     positions = np.array([0, 1, 2, 0, 1, 2], dtype=np.int32)
     tokens = (positions + 1) % trunk.config.get_text_config().vocab_size
     token_ids = torch.from_numpy(np.stack((tokens, positions)).astype(np.int64)).to(device)
@@ -230,11 +214,7 @@ class ReadableModel(NamedTuple):
 
 
 def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = "causal_lm") -> ReadableModel:
-    """Load the model (or its `part`) of a directory for training, with fp32 weights, without dropout or jitter.
-
-    Raises:
-        SpecError: the directory is incomplete, or the architecture is not a causal language model.
-    """
+    """Load a directory's model (or `part`) for training, in fp32 and without dropout. Raises SpecError."""
     try:
         model = load_structure(path, attention=IMPLEMENTATION, part=part)
         reader = WeightReader.of(path, model)
@@ -265,7 +245,6 @@ def _checkpoint_layers(model: PreTrainedModel) -> None:
 
 
 def _read_buffers(model: PreTrainedModel, reader: WeightReader) -> None:
-    """Load the buffers that the directory holds, in the model's dtypes."""
     for path, module in model.named_modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:

@@ -1,7 +1,4 @@
-"""Passes over one micro-batch: predictions through the model, and evaluation of the objective.
-
-The code is the same wherever the model's parameters are.
-"""
+"""Passes over one micro-batch: predictions through the model, and evaluation of the objective."""
 
 from __future__ import annotations
 
@@ -46,10 +43,7 @@ def predict(
     inside: Bool,
     measures: tuple[HeadMeasure, ...] = (),
 ) -> Tensor:
-    """Return [1 + M, N]: log-probs, or values, of the tokens where `inside` [T] is True, and the M measures there.
-
-    With a group, each process computes its part and receives all N.
-    """
+    """Return [1 + M, N] on each process of the group: predictions of the tokens `inside` [T], and M measures there."""
     requested, distinct, positions, group = (
         np.flatnonzero(inside),
         Distinct.of(batch),
@@ -99,9 +93,8 @@ def _computed(
 def _choices(
     batch: MicroBatch, distinct: Distinct, requested: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Deduplicate the requested tokens whose predictions are equal.
+    """Return one requested token per distinct prediction, and for each requested token the index of its representative.
 
-    Returns one representative per distinct prediction, and for each requested token the index of its representative.
     Predictions are equal if token and prefix are shared and both were sampled at the same temperature.
     """
     place, temperatures = distinct.place[requested], batch.temperatures[requested]
@@ -118,7 +111,7 @@ def _choices(
 def _routed(batch: MicroBatch, kept: NDArray[np.int64]) -> NDArray[np.int32]:
     """Return [K, layers, top_k], the experts for the computed tokens, taken from the row of each next token.
 
-    The outputs of a segment's last token and of padding are never read, so these use the first experts.
+    A segment's last token and padding, whose outputs are never read, use the first experts.
     """
     column = batch.routed_experts
     assert column is not None, "asked for only where there is one"
@@ -169,7 +162,6 @@ def broken_loss(loss: float, number: int) -> NonFiniteError:
 
 
 def _columns(batch: MicroBatch, inside: Bool, device: torch.device) -> Mapping[str, Any]:
-    """Return the objective's columns for the tokens inside the mask."""
     names = ("loss_mask", "advantages", "weights", "behavior_logprobs", "temperatures")
     optional = ("old_logprobs", "ref_logprobs", "values", "returns", "kl_coefficients", "streams")
     columns = {name: getattr(batch, name) for name in names}

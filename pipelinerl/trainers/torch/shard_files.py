@@ -25,7 +25,7 @@ from trainer_contract.errors import StateError
 
 _FOLDER: Final = "shards"
 _INDEX: Final = "index.json"
-#: The kind of a parameter's own value, in contrast to its moments.
+#: Kind of a parameter's own value, in contrast to its moments.
 VALUE: Final = "value"
 
 
@@ -42,7 +42,7 @@ def write_index(path: Path, shards: int, shapes: Mapping[str, torch.Size]) -> No
 
 
 def key_of(name: str, kind: str) -> str:
-    """Return the key in a file of a parameter's rows (`VALUE`), or of a moment."""
+    """Return the key of a parameter's rows (`VALUE`), or of a moment, in a file."""
     return name if kind == VALUE else f"{name}.{kind}"
 
 

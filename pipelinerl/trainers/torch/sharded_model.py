@@ -1,17 +1,15 @@
 """`ShardedModel`, a packed model whose parameters are sharded over a mesh of processes with torch's `fully_shard`.
 
 Each layer's parameters are gathered at their use and then dropped. Gradients are summed over the processes into fp32
-shards, in the last backward of a sequence or in each. They are summed and never averaged, because token weights are
-computed on the whole batch.
+shards, never averaged, because token weights are computed on the whole batch.
 
-The shards are kept as plain tensors that share memory with the passes. During a pass, `named_parameters` shows whole
-parameters, and `state_dict` would remove them. Other threads therefore read the shards from here. They see the result
-of the last optimizer step even while other weights are lent to the passes.
+Shards are kept as plain tensors that share memory with the passes, because `named_parameters` shows whole parameters
+during a pass, and `state_dict` would remove them. Other threads read these tensors, which hold the result of the last
+optimizer step even while passes use other weights.
 
-With expert parallelism, tokens are sent to the process that holds their expert, instead of gathering experts. Experts
-are divided over processes by rows, as `fully_shard` would do, so reading, gathering and saving need no changes. The
-exchange is transformers' own (`AllToAllEP`): two all-to-alls per layer, which autograd follows. After the backward pass
-of every process, an expert's gradient covers the tokens of all processes that share its copy of the model.
+With expert parallelism, experts are divided by rows, and tokens are sent to the process that holds their expert by
+transformers' `AllToAllEP`: two all-to-alls per layer, which autograd follows. After backward, an expert's gradient
+covers the tokens of all processes that share its copy of the model.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from trainer_contract.errors import SpecError
 dist: Any = torch.distributed
 _SHARD: Final = "dp_shard"
 _COPY: Final = "dp_replicate"
-#: The number of parts of a layer, each gathered by its own command.
+#: Number of parts of a layer, each gathered by its own command.
 _PARTS: Final = 4
 
 
@@ -61,15 +59,9 @@ class ShardedModel:
     ) -> None:
         """Shard `model`, which is the same on every process, layer by layer.
 
-        Parameters on the meta device get memory on `device` without values; the caller fills the shards.
-
-        Args:
-            compute: dtype of matmuls.
-            parameters: the model's parameters by their external names; None uses the model's names.
-            experts: placement of experts; parallel experts are not sharded by `fully_shard`.
-
-        Raises:
-            SpecError: the processes cannot divide the experts; raised on every process.
+        Parameters on the meta device get memory on `device`; the caller fills the shards. `compute` is the dtype of
+        matmuls, `parameters` are the model's by external names. Raises SpecError on every process if experts cannot be
+        divided.
         """
         self.model = model
         named = dict(model.named_weights()) if parameters is None else parameters
@@ -98,7 +90,7 @@ class ShardedModel:
             part.set_force_sum_reduction_for_comms(True)
         divided = dict(model.named_parameters())
         self._divided = {name: divided[places[id(parameter)]] for name, parameter in named.items()}
-        #: The memory of this process's rows for all parameters by name; empty without rows.
+        #: This process's rows of every parameter, by name; an empty tensor where it has none.
         self.shards = {
             name: nn.Parameter(_own(each).detach(), requires_grad=each.requires_grad)
             for name, each in self._divided.items()
@@ -124,10 +116,7 @@ class ShardedModel:
         return {name: shard for name, shard in self.shards.items() if shard.requires_grad}
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Prepare a backward pass; gradients are reduced only if `is_last`.
-
-        If every pass is the last, a process accumulates only its own rows.
-        """
+        """Prepare a backward pass; gradients are reduced only if `is_last`, which may be true for every pass."""
         cast(FSDPModule, self.model).set_requires_gradient_sync(is_last)
 
     def end_forward(self) -> None:
@@ -192,9 +181,7 @@ class ShardedModel:
 
 @cache
 def device_mesh(device_type: str, dp_replicate: int, shards: int) -> DeviceMesh:
-    """Return the mesh of all processes. It is cached, so that the trainers of a process share it: each mesh creates
-    groups.
-    """
+    """Return the mesh of all processes, cached for the trainers of this process, since each mesh creates groups."""
     if dp_replicate == 1:
         return init_device_mesh(device_type, (shards,), mesh_dim_names=(_SHARD,))
     return init_device_mesh(device_type, (dp_replicate, shards), mesh_dim_names=(_COPY, _SHARD))
@@ -208,7 +195,6 @@ def sequence_group(device_type: str, width: int, cp: int) -> SequenceGroup:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Return this process's rows of a parameter."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -221,12 +207,8 @@ def _layers(model: PackedModel | PackedValueModel) -> list[nn.Module]:
 def keep_own_experts(model: nn.Module, mesh: ProcessMesh, device: torch.device) -> set[nn.Parameter]:
     """Reduce every layer's experts to this process's rows, and make them process the tokens of all processes.
 
-    Returns:
-        The experts' parameters: this process's rows on the device, without values if they were on the meta device.
-
-    Raises:
-        SpecError: transformers cannot exchange tokens, there are no experts, or they cannot be divided evenly;
-            raised on every process.
+    Returns the experts' parameters: this process's rows on the device, without values if they were on the meta device.
+    Raises SpecError on every process if tokens cannot be exchanged or experts not divided evenly.
     """
     exchange = _token_exchange()
     modules, kept = fused_experts(model), set[nn.Parameter]()
@@ -246,7 +228,6 @@ def keep_own_experts(model: nn.Module, mesh: ProcessMesh, device: torch.device) 
 
 
 def _token_exchange() -> Any:
-    """Return `AllToAllEP`. Raises SpecError if this transformers does not have it."""
     try:  # on demand, so that other trainers run with a transformers that lacks it
         from transformers.distributed.expert_parallel import AllToAllEP
     except ImportError as error:
@@ -259,10 +240,7 @@ def _token_exchange() -> Any:
 
 @final
 class _TravellingTokens:
-    """Forward of an experts module that sends each token to the processes that hold its experts, and back.
-
-    Under autocast, tokens are sent in autocast's dtype, which the experts would cast them to anyway.
-    """
+    """Forward of an experts module that sends each token, in autocast's dtype, to its experts' processes and back."""
 
     def __init__(self, exchange: Callable[..., Tensor]) -> None:
         self._exchange = exchange
@@ -275,5 +253,4 @@ class _TravellingTokens:
 
 @cache
 def _expert_meshes(device_type: str, copies: int, shards: int) -> DeviceMesh:
-    """Return a mesh of all processes: `experts` share a copy of the model, `alone` is a single process."""
     return init_device_mesh(device_type, (copies, shards, 1), mesh_dim_names=("copy", "experts", "alone"))

@@ -5,13 +5,13 @@
                             and rng.cpu / rng.cuda
     trainer.json            format, head, model_version, architecture
 
-With adapters, the base model is not written but identified by its digest. `adapter/`, a directory in peft's format,
-replaces `model/`; moments cover only trained parameters; and `trainer.json` has `lora`: rank, alpha, targets, base.
+With adapters, `adapter/` in peft's format replaces `model/`; moments cover only trained parameters; and `trainer.json`
+has `lora`: rank, alpha, targets, and the digest of the base, which is not written.
 
 With several processes, each writes its rows of the model and of the moments below `shards/`, which replaces `model/`
 (`shard_files`). `optimizer.safetensors` then has only step counts and random state.
 
-The caller handles digests; this module checks that the state is complete and belongs to the expected model.
+This module checks that the state is complete and belongs to the expected model; digests are the caller's.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ ADAPTER: Final = "adapter"
 _INCIDENTAL: Final = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache")
 
 
-#: Maps a parameter's number of rows to the rows that are read.
+#: Function that maps a parameter's number of rows to the rows to read.
 RowsOf = Callable[[int], slice]
 
 
 class Saveable(Protocol):
-    """Models that can be saved: `PackedModel` or `PackedValueModel`."""
+    """A model that can be saved: `PackedModel` or `PackedValueModel`."""
 
     model: PreTrainedModel
 
@@ -101,12 +101,12 @@ class TorchSavedState:
 
     @property
     def model_path(self) -> Path:
-        """The saved model, if it was trained whole."""
+        """The directory of the saved model, if it was trained whole."""
         return self.path / "model"
 
     @property
     def adapter_path(self) -> Path:
-        """The saved adapters, if adapters were trained."""
+        """The directory of the saved adapters, if adapters were trained."""
         return self.path / ADAPTER
 
     def check_kind(self, *, has_adapters: bool) -> None:
@@ -141,15 +141,7 @@ class TorchSavedState:
         return RandomState(self.tensors["rng.cpu"], self.tensors.get("rng.cuda"))
 
     def moments(self, shapes: Mapping[str, torch.Size], rows_of: RowsOf = _all_rows) -> dict[str, dict[str, Tensor]]:
-        """Return AdamW's state of these rows by parameter; {} for a trainer that never stepped.
-
-        Args:
-            shapes: shapes of whole parameters.
-            rows_of: the rows to read.
-
-        Raises:
-            StateError: the state does not belong to parameters of these shapes.
-        """
+        """Return AdamW's state by parameter, for the rows `rows_of`; {} if never stepped. Raises StateError."""
         if self.shards is not None:
             self.shards.check(shapes)
         restored: dict[str, dict[str, Tensor]] = {}
@@ -157,7 +149,7 @@ class TorchSavedState:
             rows = rows_of(shape[0])
             moments = {kind: self.tensors[f"{name}.{kind}"] for kind in MOMENTS if f"{name}.{kind}" in self.tensors}
             if not moments:
-                continue  # never stepped
+                continue  # the optimizer never stepped this parameter
             if self.shards is not None:
                 moments |= {kind: self.shards.rows(name, kind, rows) for kind in MOMENTS[1:]}
             elif len(moments) < len(MOMENTS) or any(m.ndim and m.shape != shape for m in moments.values()):
@@ -181,10 +173,7 @@ def save(
     model_version: int,
     adapters: SavedAdapters | None = None,
 ) -> None:
-    """Write the state into the existing directory `path`; `weights` and AdamW's `moments` are by parameter name.
-
-    With `adapters`, these are written instead of the weights.
-    """
+    """Write the state into the directory `path`; with `adapters`, these are written instead of the weights."""
     tensors = _tensors_of(random)
     for name, kinds in moments.items():
         tensors |= {f"{name}.{kind}": kinds[kind].contiguous() for kind in MOMENTS}
@@ -209,12 +198,7 @@ def save_divided(
     head: Head,
     model_version: int,
 ) -> None:
-    """Write the common files of a sharded state, after all shards in `path` were written; this completes the state.
-
-    Args:
-        shapes: shapes of whole parameters by name.
-        steps: AdamW's step count of each parameter; {} for a trainer that never stepped.
-    """
+    """Write the common files of a sharded state, after all shards; `steps` are AdamW's step counts."""
     write_index(path, shards, shapes)
     counts = {f"{name}.{MOMENTS[0]}": count for name, count in steps.items()}
     save_file(_tensors_of(random) | counts, path / "optimizer.safetensors")
@@ -226,11 +210,7 @@ def _tensors_of(random: RandomState) -> dict[str, Tensor]:
 
 
 def load(path: Path, *, expected: PreTrainedConfig, head: Head) -> TorchSavedState:
-    """Read a state and check that it belongs to the model `expected` and its `head`; the caller reads the weights.
-
-    Raises:
-        StateError: something is missing, damaged, or of another model.
-    """
+    """Read a state, except its weights. Raises StateError unless it is intact and of this model and head."""
     record = read_record(path, architecture=_architecture(expected), model_type=expected.model_type)
     try:
         tensors = load_file(path / "optimizer.safetensors")
@@ -259,7 +239,6 @@ def damage_is_state_error(saved: TorchSavedState | None) -> Iterator[None]:
 
 
 def _options_of(record: Mapping[str, Any]) -> str:
-    """Format the record as the options of a recipe."""
     names = ", ".join(f'"{name}"' for name in record.get("targets", ()))
     return f"{{ rank = {record.get('rank')}, alpha = {record.get('alpha'):g}, targets = [{names}] }}"
 

@@ -1,11 +1,8 @@
 """`TorchTrainer`, the trainer contract for any Hugging Face causal language model, or its value head.
 
-Weights and optimizer state are fp32; `Precision.BF16` computes under autocast. Segments are packed without padding and
-never attend to each other. On CPU, and on CUDA with deterministic kernels, equal calls give equal bits.
-
-A single process uses a `TorchWorker`. With several processes in `options.mesh`, this class runs on rank 0
-(`MeshLeader`): only rank 0 calls the verbs, on any thread, and the other ranks follow. Each verb checks its arguments
-here before it is sent to the other ranks.
+Weights and optimizer state are fp32; `Precision.BF16` computes under autocast. Segments are packed without padding. On
+CPU, and on CUDA with deterministic kernels, equal calls give equal bits. One process uses a `TorchWorker`, several
+processes in `options.mesh` a `MeshLeader` on rank 0.
 """
 
 from __future__ import annotations
@@ -105,11 +102,7 @@ class TorchTrainer:
         return self._worker.weight_layout()
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield detached tensors.
-
-        With one process and an fp32 model they share the trainer's memory; with several processes they are gathered on
-        demand.
-        """
+        """Yield detached tensors: the trainer's memory for one process and fp32, else gathered on demand."""
         yield from self._worker.gather_weights()
 
     def save_state(self, path: Path) -> None:

@@ -1,8 +1,4 @@
-"""Copies between host and device that send each tensor in its own dtype and convert on the device.
-
-Torch converts a copy that changes dtype and device on the host: it sends fp32 where bf16 would do, and through memory
-that is not pinned.
-"""
+"""Copies between host and device that send a tensor in its own dtype and convert it on the device, unlike torch."""
 
 from __future__ import annotations
 
@@ -25,11 +21,7 @@ class HostBuffer:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def fetch(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the values on the host in `dtype`. The result may be this buffer, which the next call overwrites.
-
-        Values are rounded on the device if that makes them smaller, else converted on the host. Values that are already
-        on the host do not use the buffer.
-        """
+        """Return the values on the host in `dtype`; the result may be this buffer, which the next call overwrites."""
         if values.device.type == "cpu":
             return values.to(dtype)
         sent = values.to(dtype) if dtype.itemsize < values.dtype.itemsize else values

@@ -1,8 +1,7 @@
 """`PackedValueModel`, the layers of a causal language model with a scalar head in place of its output layer.
 
-A value-model directory is a Hugging Face model directory that also contains `value_head.safetensors` (`weight` [1, d],
-`bias` [1], fp32). A directory without this file holds a language model. The head is then zero: every value starts at 0,
-and the first advantages equal those without a critic. A random head would add noise that has to be unlearned.
+A value-model directory has `value_head.safetensors` (`weight` [1, d], `bias` [1], fp32). Without this file the head is
+0, so the first advantages equal those without a critic.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _HEAD: Final = "value_head."
 
 @final
 class PackedValueModel(nn.Module):
-    """Values of the states before packed tokens."""
+    """A model that predicts the values of the states before packed tokens."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -50,11 +49,7 @@ class PackedValueModel(nn.Module):
 
     @classmethod
     def load(cls, path: Path, *, gradient_checkpointing: bool) -> tuple[PackedValueModel, WeightReader | None]:
-        """Load a value model's or a language model's directory; see `load_for_training` for its layers' parameters.
-
-        Raises:
-            SpecError: the directory is incomplete, or its head has another width.
-        """
+        """Load the directory of a value model or a language model. Raises SpecError if it is incomplete."""
         model, reader = load_for_training(path, gradient_checkpointing=gradient_checkpointing, part="trunk")
         made = cls(model)
         if (path / VALUE_HEAD_FILE).is_file():
@@ -74,23 +69,14 @@ class PackedValueModel(nn.Module):
         measures: tuple[HeadMeasure, ...] = (),
         routed: Tensor | None = None,
     ) -> Tensor:
-        """Return values f32 [1, N] of the states in which the `chosen` tokens came next.
-
-        The arguments are those of `PackedModel.forward`. A value does not depend on the temperature, has no
-        distribution to measure and no routing to replay; the trainer rejects requests for these. The head is always
-        computed in fp32.
-        """
+        """Return values f32 [1, N] of the states before the `chosen` tokens; arguments as `PackedModel.forward`."""
         del chosen, temperatures, measures, routed
         hidden = before(hidden_states(self.model, token_ids, segments))
         with torch.autocast(hidden.device.type, enabled=False):
             return cast(Tensor, self.value_head(hidden.float())).squeeze(-1)[None].clone()  # as in `PackedModel`
 
     def probe(self, device: torch.device, products: torch.dtype = torch.float32) -> None:
-        """Run the packing probe, see `PackedModel.probe`.
-
-        Raises:
-            SpecError: the architecture does not support packing.
-        """
+        """Run the packing probe of `PackedModel.probe`. Raises SpecError if packing is not supported."""
         with computing_in(products, device):
             probe_packing(self.model, device, products)
 

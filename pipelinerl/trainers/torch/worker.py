@@ -62,7 +62,7 @@ class TorchWorker:
     optimizer: ParameterOptimizer
     gather_dtype: torch.dtype
     vocab_size: int
-    #: The trained storage. Parameters use other storage while weights are lent to them.
+    #: Storage of the trained values; parameters use other storage while other weights are lent to them.
     own: Mapping[str, Tensor]
     #: fp32 values on the host of the tensors in `own` that are bf16.
     masters: Mapping[str, Tensor]
@@ -136,7 +136,7 @@ class TorchWorker:
 
     @property
     def routing(self) -> RoutingShape | None:
-        """The shape of routers that can replay given experts, if the model has any."""
+        """The sizes of routers that can replay recorded experts, if the model has any."""
         return self.unwrapped.routing
 
     @property
@@ -149,7 +149,7 @@ class TorchWorker:
         yield from self.unwrapped.named_weights() if self.adapters is None else self.adapters.base.items()
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
-        """See `Trainer.forward`."""
+        """Return the predictions f32 [T] of each micro-batch."""
         with self._computing_as_engines():
             return self._forward(batches)
 
@@ -277,7 +277,7 @@ def _accelerator(spec: TrainerSpec) -> Accelerator:
     # accelerate keeps one state per process, which its trainers share, and rejects a second precision.
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     precision = "bf16" if spec.precision is Precision.BF16 else "no"
-    uncached = AutocastKwargs(cache_enabled=False)  # see `computing_in`
+    uncached = AutocastKwargs(cache_enabled=False)  # `computing_in` explains why
     accelerator = Accelerator(cpu=spec.device is Device.CPU, mixed_precision=precision, kwargs_handlers=[uncached])
     if spec.memory_share is not None and accelerator.device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(spec.memory_share)
@@ -285,7 +285,6 @@ def _accelerator(spec: TrainerSpec) -> Accelerator:
 
 
 def _is_worth_compiling(model: PackedModel | PackedValueModel, device: torch.device) -> bool:
-    """Return whether compiled layers soon win back the time of compiling; experts' layers are not worth it."""
     count = sum(each.numel() for each in model.parameters())
     return device.type == "cuda" and model.routing is None and count >= COMPILED_FROM
 
@@ -297,14 +296,9 @@ def _lent(
     *,
     narrow: Collection[str],
 ) -> Iterator[None]:
-    """Temporarily give each parameter other values, and always restore its storage.
+    """Temporarily give each parameter other values; gradients and optimizer state are unaffected.
 
-    Gradients and optimizer state belong to the parameter, not to its storage, so they are unaffected. Tied parameters
-    are one parameter, so both change.
-
-    Args:
-        values_of: returns the values for a parameter, from its name and its own values.
-        narrow: names of the parameters that hold bf16 meanwhile.
+    `values_of` returns the values, from a parameter's name and its own values. Parameters in `narrow` hold bf16.
     """
     own = {name: (parameter, parameter.data) for name, parameter in parameters}
     try:

@@ -11,11 +11,10 @@
     capture   before the weights change  write weights and states to a hidden directory, at page-cache speed
     commit    any time later             digest, manifest, sync, rename, sync the parent, prune
 
-Both stages run in parallel with training, which waits for the capture before it changes weights. A directory with a
-final name is complete, or its digests reveal the damage. Partial and damaged checkpoints are logged as errors and
-skipped if an older checkpoint is complete. If none is complete, the run is rejected: it must not silently restart from
-scratch. A trainer that resumes from below a damaged checkpoint renames the damaged one to damaged-e<its
-epoch>-step-000100. The renamed directory is not a checkpoint and is never removed.
+Both stages run in parallel with training, which waits only for the capture before it changes weights. Partial and
+damaged checkpoints are skipped with an error in the log; if none is complete, the run is rejected, so it cannot
+silently restart from scratch. A trainer that resumes from an older checkpoint renames damaged newer ones to
+damaged-e<its epoch>-step-000100; these are never removed.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from pipelinerl.training.checkpoints.manifest import (
 from trainer_contract.types import ParameterInfo
 
 log = logging.getLogger("pipelinerl")
-#: Lower than every version.
+#: Stands for no checkpoint; lower than every version.
 _NONE: Final = -1
 #: Name prefix of a checkpoint while another one of the same step replaces it.
 _REPLACED: Final = ".replaced-"
@@ -91,13 +90,11 @@ class CheckpointStore:
         return self._fence.epoch
 
     def claim(self, epoch: int) -> None:
-        """Fence off trainers of earlier epochs, which from now on can neither add nor remove checkpoints here.
-
-        Damaged checkpoints above the loaded one are set aside, so that they do not count as the newest.
+        """Exclude trainers of earlier epochs, and rename damaged checkpoints above the loaded one.
 
         Raises:
             FencedError: a later epoch has claimed the directory.
-            CheckpointError: the previous trainer has added a checkpoint since this store's call of `latest`.
+            CheckpointError: the previous trainer has added a checkpoint since this store called `latest`.
         """
         self._fence.claim(epoch)
         if self._listed is None:
@@ -121,14 +118,7 @@ class CheckpointStore:
         weights: Iterable[tuple[str, Any]],
         parts: Mapping[str, Callable[[Path], None]],
     ) -> Capture:
-        """Write the current weights and states; captures that were never committed are removed first.
-
-        Args:
-            parts: by directory name, the function that writes its state into this directory.
-
-        Raises:
-            FencedError: a later epoch has claimed the directory.
-        """
+        """Write the current weights, and the states that `parts` write by directory name. Raises FencedError."""
         with self._fence.held(state.epoch):
             for abandoned in self.directory.glob(".*-step-*"):  # left by a trainer that was killed or fenced
                 with _as_far_as_it_goes(abandoned):
@@ -147,9 +137,7 @@ class CheckpointStore:
         return Capture(state, temporary)
 
     def commit(self, capture: Capture) -> Path:
-        """Make a capture the checkpoint of its step; return its directory once it is durable.
-
-        Checkpoints beyond the retention limits are removed; failures to remove them are only logged.
+        """Make a capture the checkpoint of its step and prune old ones; return its directory once it is durable.
 
         Raises:
             FencedError: a later epoch has claimed the directory.
@@ -167,7 +155,7 @@ class CheckpointStore:
                 _sync_tree(temporary)
         with self._fence.held(state.epoch):
             if not in_place:
-                if final_path.exists():  # same step: abandoned epoch, or run that stops where it saved
+                if final_path.exists():  # an abandoned epoch saved this step, or the run stops where it saved
                     final_path.rename(replaced)
                 temporary.rename(final_path)
             sync(self.directory)
@@ -183,11 +171,7 @@ class CheckpointStore:
             self._copies.save(path)
 
     def all(self) -> list[Path]:
-        """Return the directories with a final name, oldest first.
-
-        Raises:
-            OSError: the directory exists but cannot be read; `glob` would treat it as empty.
-        """
+        """Return the directories with a final name, oldest first. Raises OSError if they cannot be listed."""
         try:
             names = os.listdir(self.directory)
         except FileNotFoundError:
@@ -196,12 +180,7 @@ class CheckpointStore:
         return sorted((path for path in final if path.is_dir()), key=_version)
 
     def latest(self) -> tuple[Path, TrainingState] | None:
-        """Return the newest complete checkpoint; damaged ones are logged and skipped.
-
-        Raises:
-            RunFailed: checkpoints exist but none is complete, or they cannot be read. A run that has trained must not
-                silently start from scratch.
-        """
+        """Return the newest complete checkpoint, or None if there are none. Raises RunFailed if all are damaged."""
         try:
             self._put_back()
             paths = self.all()
@@ -226,7 +205,7 @@ class CheckpointStore:
         return None
 
     def _put_back(self) -> None:
-        """Restore checkpoints that were renamed for replacement by a trainer that was then killed."""
+        """Restore checkpoints that a trainer renamed to replace them, before it was killed."""
         for replaced in self.directory.glob(f"{_REPLACED}step-*"):
             with self._fence.held(self._fence.epoch):
                 final_path = self.directory / replaced.name.removeprefix(_REPLACED)
@@ -262,18 +241,13 @@ def copy_model_files(model: Path, target: Path) -> None:
 
 
 def load(path: Path) -> TrainingState:
-    """Verify a checkpoint and return its state.
-
-    Raises:
-        CheckpointError: a file is missing, changed or unreadable; the message names it.
-    """
+    """Verify a checkpoint and return its state. Raises CheckpointError, which names a missing or changed file."""
     manifest = Manifest.read(path)
     manifest.verify(path)
     return manifest.state
 
 
 def _is_of(path: Path, state: TrainingState) -> bool:
-    """Return True if the manifest in this directory describes a checkpoint of this state."""
     try:
         found = Manifest.read(path)
     except CheckpointError:
@@ -283,7 +257,7 @@ def _is_of(path: Path, state: TrainingState) -> bool:
 
 @contextmanager
 def _as_far_as_it_goes(path: Path) -> Iterator[None]:
-    """Log a failed removal instead of raising: later checkpoints retry it."""
+    """Log a failed removal instead of raising; later checkpoints retry it."""
     try:
         yield
     except OSError as error:
@@ -299,17 +273,14 @@ def _version(path: Path) -> int:
 
 
 def _digests(directory: Path) -> dict[str, str]:
-    """Return the digests of all files below, except the manifest of an earlier attempt."""
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / MANIFEST)
     return {str(path.relative_to(directory)): digest_of(path) for path in files}
 
 
 def _sync_tree(directory: Path) -> None:
-    """Sync all files and directories to disk.
+    """Sync all files and directories to disk; on failure, remove them and raise CheckpointError.
 
-    Raises:
-        CheckpointError: a sync failed. The system may then have dropped unwritten data, and a second sync may report
-            success, so retrying is unsafe.
+    Retrying is unsafe: the system may have dropped unwritten data, and a second sync may report success.
     """
     try:
         for path in directory.rglob("*"):
@@ -325,7 +296,7 @@ _POLL_S: Final = 0.02
 
 @final
 class CheckpointFence:
-    """Fence of one directory, which need not exist before it is claimed."""
+    """Lock and epoch of a checkpoint directory, which exclude trainers of earlier epochs."""
 
     def __init__(self, directory: Path, *, deadline_s: float = 120.0) -> None:
         self._directory = directory
@@ -350,7 +321,7 @@ class CheckpointFence:
             )
 
     def claim(self, epoch: int) -> None:
-        """Fence off every earlier epoch. Raises like `held`."""
+        """Exclude every earlier epoch. Raises like `held`."""
         with self.held(epoch):
             draft = self._claim.with_name(f"{self._claim.name}.new")
             with draft.open("w") as file:
@@ -361,7 +332,7 @@ class CheckpointFence:
 
     @contextmanager
     def blamed(self, epoch: int) -> Iterator[None]:
-        """Raise FencedError instead of an error caused by a later epoch that has removed files used in the block."""
+        """Raise FencedError if the block fails because a later epoch has removed files that it uses."""
         self.check(epoch)
         try:
             yield
@@ -373,9 +344,8 @@ class CheckpointFence:
     def held(self, epoch: int) -> Iterator[None]:
         """Prevent other trainers from changing the directory during the block.
 
-        Raises:
-            FencedError: a later epoch has claimed the directory.
-            DeadlineError: another process holds the lock for too long.
+        Raises FencedError if a later epoch has claimed it, DeadlineError if another process holds the lock for too
+        long.
         """
         self._lock.parent.mkdir(parents=True, exist_ok=True)
         # filelock can fall back to a plain lock file, which would outlive a holder on another machine.
@@ -404,9 +374,8 @@ class CheckpointFence:
 # capture reads weights and moments during these passes; they may change only after `captured` has returned.
 #
 # Transient failures (a full disk, an unreachable object store) are reported to the controller and retried. Training
-# continues until the next checkpoint is due and then waits: the streams keep everything that was trained after the last
-# durable checkpoint, so a kill loses nothing. After `deadline_s` the checkpoint fails. Permanent errors are raised at
-# once.
+# continues until the next checkpoint is due, then waits; a kill loses nothing, since streams keep everything after the
+# last durable checkpoint. After `deadline_s` the checkpoint fails. Permanent errors are raised at once.
 
 #: First and longest pause between two attempts.
 _FIRST_RETRY_S: Final = 0.1
@@ -428,12 +397,9 @@ class Checkpointing:
         trim: Callable[[dict[str, str], int], Awaitable[None]],
         deadline_s: float,
     ) -> None:
-        """Create a writer for one trainer.
+        """Create a writer that sends messages by `report` and retries a failing checkpoint for `deadline_s`.
 
-        Args:
-            report: sends a message to the controller.
-            trim: called after each checkpoint with stream positions and the epoch; that epoch never reads before them.
-            deadline_s: longest time to retry a failing checkpoint.
+        `trim` is called after each checkpoint with stream positions and the epoch, which never reads before them.
         """
         self._store = store
         self._report = report
@@ -445,12 +411,7 @@ class Checkpointing:
         self._thread: Future[Any] | None = None
 
     async def begin(self, state: TrainingState, capture: Callable[[], Capture]) -> None:
-        """Start capturing the state on another thread, once the previous checkpoint is durable.
-
-        Raises:
-            CheckpointError: the previous checkpoint was lost while it was written.
-            Exception: the error that made the previous checkpoint fail until its deadline.
-        """
+        """Start a capture on another thread, once the previous checkpoint is durable. Raises the error if it failed."""
         began = time.monotonic()
         await self.finish()
         self._stall_s = time.monotonic() - began
@@ -458,7 +419,7 @@ class Checkpointing:
         self._under_way = asyncio.create_task(self._settle(state, self._capturing))
 
     async def captured(self) -> None:
-        """Wait until the capture no longer reads the trainer; only then may its state change. Raises like `begin`."""
+        """Wait until the capture no longer reads the trainer, whose state may then change. Raises like `begin`."""
         if self._capturing is None:
             return
         began, capturing, self._capturing = time.monotonic(), self._capturing, None
@@ -479,7 +440,7 @@ class Checkpointing:
             await self.finish()
 
     async def close(self) -> None:
-        """Abandon the current checkpoint; it does not count unless it is durable already."""
+        """Abandon the current checkpoint, unless it is durable already."""
         if self._under_way is not None:
             self._under_way.cancel()
             await asyncio.gather(self._under_way, return_exceptions=True)
@@ -496,7 +457,6 @@ class Checkpointing:
         )
 
     async def _insist(self, state: TrainingState, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Retry until the attempt succeeds, fails permanently, or passes the deadline."""
         deadline, pause_s = time.monotonic() + self._deadline_s, _FIRST_RETRY_S
         cause: Exception | None = None
         while True:

@@ -6,8 +6,8 @@
         run/recipe.toml, run/events.jsonl         the other files needed to resume the run and to report on it
         manifest.json                             written last; without it the folder is not a checkpoint
 
-The location is a directory, or any URL that fsspec supports. Object stores have no rename. So no two uploads write to
-the same folder, whichever trainers they come from, and only the manifest makes a folder count. Every call blocks.
+The location is a directory, or any URL that fsspec supports. Object stores have no rename, so each upload has its own
+folder, which counts only once it has a manifest. Every call blocks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Copy:
 
     @property
     def name(self) -> str:
-        """The name of its directory among a run's local checkpoints."""
+        """The directory name of the same checkpoint on local disk."""
         return self.folder.split("-e")[0]
 
 
@@ -55,8 +55,7 @@ class Copy:
 class CheckpointCopies:
     """The copies of one run's checkpoints below `url`; only one trainer at a time writes there.
 
-    `run_files` are the run's own files. Each is copied in its state at the time of the checkpoint, with secrets removed
-    (`without_secrets`). Missing files are skipped.
+    Existing files of `run_files` are copied in their current state, with secrets removed (`without_secrets`).
     """
 
     def __init__(self, url: str, *, retention: Retention, run_files: Sequence[Path] = ()) -> None:
@@ -100,11 +99,7 @@ class CheckpointCopies:
                 log.error("skipping a damaged checkpoint: %s", error)
 
     def fetch(self, copy: Copy, into: Path) -> None:
-        """Download a copy into the directory `into`, which is created, in the layout of a local checkpoint.
-
-        Raises:
-            CheckpointError: a file is missing or has changed; the message names it.
-        """
+        """Download a copy into the new directory `into`. Raises CheckpointError if a file is missing or has changed."""
         for name in copy.manifest.files:
             target = into / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +147,6 @@ class CheckpointCopies:
             self._place.remove(folder)
 
     def _folders(self) -> list[str]:
-        """Return complete and incomplete folders, sorted by epoch, version and number."""
         return sorted((name for name in self._place.names() if _FOLDER.fullmatch(name)), key=_order)
 
 
@@ -163,11 +157,9 @@ def _order(folder: str) -> tuple[int, int, int]:
 
 
 def _whole_lines(file: Path) -> bytes:
-    """Return the file without an incomplete last line."""
     data = file.read_bytes()
     return data[: data.rfind(b"\n") + 1]
 
 
 def _for_others(file: Path) -> bytes:
-    """Return the whole lines of a run file with secrets removed."""
     return without_secrets(_whole_lines(file).decode(errors="surrogateescape")).encode(errors="surrogateescape")

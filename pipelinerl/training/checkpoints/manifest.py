@@ -2,8 +2,7 @@
 
     {"format": 2, "state": {…}, "files": {"model.safetensors": "<XXH3-128>", …}, "digest": "<of all that>"}
 
-It lists the digest of every file and contains its own digest, so any change, truncation or loss in a checkpoint is
-detected. The digests protect against damage, not against an adversary.
+It has the digest of every file and its own digest, so damage to a checkpoint is detected; an adversary is not.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from trainer_contract.types import ParameterInfo
 
 MANIFEST: Final = "manifest.json"
 _FORMAT: Final = 2
-#: Small enough to stay in the CPU cache between read and hash.
+#: Number of bytes read and hashed at once; a block stays in the CPU cache in between.
 _BLOCK_BYTES: Final = 2**18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
-    """Contents of a checkpoint besides weights and optimizer.
+    """Contents of a checkpoint apart from weights and optimizer.
 
     Attributes:
         offsets: stream positions to resume reading from.
@@ -38,7 +37,7 @@ class TrainingState:
         kl_coefficient: β, if it is controlled.
         baselines: average rewards by role, if the advantages read them.
         epochs: lineage as [epoch, version it began at], the trainer's own epoch last; empty in older checkpoints.
-        solved: `SolvedProblems` reports that were not acknowledged yet.
+        solved: `SolvedProblems` reports that the controller has not acknowledged.
     """
 
     model_version: int
@@ -53,7 +52,7 @@ class TrainingState:
 
     @property
     def accuracies(self) -> dict[int, float]:
-        """Lower bounds of evaluation accuracy by model version, from the first evaluation set."""
+        """Lower bounds of accuracy on the first evaluation set, by model version."""
         of_first = (one for one in self.controller.get("evaluations", ()) if one.get("place", 0) == 0)
         shown = {int(one["model_version"]): one.get("at_least") for one in of_first}
         return {version: float(accuracy) for version, accuracy in shown.items() if accuracy is not None}
@@ -68,7 +67,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """The digest of the whole record."""
+        """The digest of state and file digests."""
         return digest_of_bytes(json.dumps(self._record(), sort_keys=True).encode())
 
     @property
@@ -87,11 +86,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: bytes, *, where: str) -> Self:
-        """Parse and verify a manifest.
-
-        Raises:
-            CheckpointError: it is not byte-identical to what was written; the message begins with `where`.
-        """
+        """Parse and verify a manifest. Raises CheckpointError, beginning with `where`, if any byte has changed."""
         try:
             record = json.loads(text)
         except ValueError as error:
@@ -107,11 +102,7 @@ class Manifest:
         return manifest
 
     def verify(self, path: Path) -> None:
-        """Verify every file of the checkpoint in the directory `path`.
-
-        Raises:
-            CheckpointError: a file is missing, changed or unreadable; the message names it.
-        """
+        """Verify every file of the checkpoint in `path`. Raises CheckpointError for a missing or changed file."""
         for name, digest in self.files.items():
             try:
                 found = digest_of(path / name)
@@ -121,7 +112,7 @@ class Manifest:
                 raise CheckpointError(f"{path}: {name} has changed since it was written; choose another checkpoint")
 
     def _record(self) -> dict[str, Any]:
-        """Return the record as it is after a JSON round trip, which turns integer keys into strings."""
+        """Return the record after a JSON round trip, which turns integer keys into strings."""
         state = asdict(self.state)
         for name in ("epochs", "solved", "baselines"):
             if not state[name]:
@@ -131,7 +122,7 @@ class Manifest:
 
 
 def digest_of_bytes(data: bytes) -> str:
-    """Return the XXH3-128 digest as 32 hexadecimal digits."""
+    """Return the XXH3-128 digest of `data` as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
 
 

@@ -1,13 +1,11 @@
 """Admission of rollout groups to training: the staleness bound k, duplicates, signal, and the ledger of all groups.
 
-Pure. A group that is read ends as exactly one of: trained, filtered (no signal, no valid verdict, not computable, or in
-a step that was skipped because something was not finite), or stale. An order that failed ends without a group.
-Duplicates of a group that has ended or is waiting are not counted. Groups sampled by abandoned weights are not counted
-either; their orders are issued again. The ledger stores a frontier and a sparse set of ended orders, so its size is
-bounded by how far groups overtake one another.
+Pure. Each group that is read ends as trained, stale or filtered (no signal, no valid verdict, not computable, or in a
+skipped step); an order can also fail without a group. Duplicates, and groups sampled by abandoned weights, are not
+counted; orders of the latter are issued again. The ledger stores a frontier and the ended orders beyond it.
 
-Groups whose answers were all right are kept until the controller has received them. It then skips such problems for a
-while (`controller/state/cooldown.py`). Unanswered reports are part of the checkpoint, so a resumed run loses none.
+Groups with only right answers are reported to the controller, which then skips such problems for a while
+(`controller/state/cooldown.py`). Checkpoints include unacknowledged reports.
 """
 
 from __future__ import annotations
@@ -28,14 +26,14 @@ from trainer_contract.batch import check
 from trainer_contract.errors import BatchError
 from trainer_contract.types import RoutingShape
 
-#: The smallest part of a group that trains when its other rollouts are too old.
+#: Fewest rollouts of a group that train if its other rollouts are too old.
 LEAST_LEFT: Final = 2
-#: The order and the problem's id, by domain.
+#: Order and problem id of groups, by domain.
 Pairs = dict[str, list[tuple[int, str]]]
 
 
 class GroupOutcome(StrEnum):
-    """The end of a group."""
+    """The outcome of an order for a group: trained, filtered, dropped as stale, or failed."""
 
     TRAINED = "trained"
     FILTERED = "filtered"
@@ -45,12 +43,10 @@ class GroupOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The line of weights that this trainer continues: its epoch, the version at which it began, and the same of
-    `earlier`.
+    """The sequence of weights that this trainer continues: its epoch and first version, and those of `earlier` epochs.
 
-    Weights of an earlier epoch are ancestors up to the lowest version at which any later epoch began. What that epoch
-    made afterwards is abandoned, whatever versions the line has reached since. An epoch that left no checkpoint is not
-    listed and need not be: the epochs after it began at its own beginning or below.
+    Weights of an earlier epoch are ancestors up to the lowest version at which any later epoch began; the epoch's later
+    weights are abandoned. Epochs that left no checkpoint need no entry: later epochs began at or below their beginning.
     """
 
     epoch: int
@@ -59,7 +55,7 @@ class Lineage:
 
     @property
     def epochs(self) -> tuple[tuple[int, int], ...]:
-        """Every (epoch, version at which it began), this one last."""
+        """Every (epoch, version at which it began), this trainer's last."""
         return (*self.earlier, (self.epoch, self.began_at))
 
     def includes(self, group: RolloutGroup) -> bool:
@@ -70,7 +66,7 @@ class Lineage:
         )
 
     def issued(self, group: RolloutGroup) -> bool:
-        """Return whether the group's order was issued at this version line, and not for a step that was lost."""
+        """Return whether the group's order was issued in this lineage, and not for a step that was lost."""
         epoch, version = group.issued_at
         return epoch >= self.epoch or version <= self._newest_of(epoch)
 
@@ -81,12 +77,12 @@ class Lineage:
 @final
 @dataclass(slots=True)
 class ConsumedLedger:
-    """The indices of orders that ended, and counts by outcome. The trainer's part of the ledger."""
+    """The trainer's ledger: which orders have ended, and how many with each outcome."""
 
     frontier: int = 0
-    """Every index below has ended."""
+    """All orders with a lower index have ended."""
     beyond: set[int] = field(default_factory=set)
-    """Indices at or above the frontier that have ended."""
+    """Indices of ended orders at or above the frontier."""
     counts: dict[GroupOutcome, int] = field(default_factory=lambda: dict.fromkeys(GroupOutcome, 0))
 
     def has(self, index: int) -> bool:
@@ -94,7 +90,7 @@ class ConsumedLedger:
         return has_ended(index, self.frontier, self.beyond)
 
     def settle(self, indices: Iterable[int], fate: GroupOutcome) -> None:
-        """Record the end of orders; each may end only once."""
+        """Record the outcome of orders; each may end only once."""
         for index in indices:
             if self.has(index):
                 raise ValueError(f"order {index} ended twice; the second time as {fate}")
@@ -111,7 +107,7 @@ class ConsumedLedger:
         self.counts[after] += number
 
     def to_record(self) -> dict[str, Any]:
-        """Return plain values for a checkpoint or a report."""
+        """Return plain values for a checkpoint."""
         return {
             "frontier": self.frontier,
             "beyond": sorted(self.beyond),
@@ -120,31 +116,31 @@ class ConsumedLedger:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Self:
-        """Return the ledger of a record; inverse of `to_record`."""
+        """Return the ledger of a record that `to_record` returned."""
         counts = {fate: int(record["counts"].get(str(fate), 0)) for fate in GroupOutcome}
         return cls(int(record["frontier"]), set(record["beyond"]), counts)
 
 
 @final
 class SolvedProblems:
-    """The orders of groups whose answers were all right, in the order in which they ended."""
+    """The orders of groups with only right answers, in the order in which they ended."""
 
     def __init__(self, restored: Mapping[str, Sequence[Sequence[Any]]] | None = None) -> None:
-        """Create the list; `restored` is the content of a checkpoint."""
+        """Create the list; `restored` is `pending` from a checkpoint."""
         self._waiting: list[tuple[str, int, str]] = [
             (domain, int(order), str(name)) for domain, pairs in (restored or {}).items() for order, name in pairs
         ]
         self._reported: tuple[str, int] = ("", 0)
 
     def note(self, groups: Iterable[RolloutGroup]) -> None:
-        """Record groups that were trained or filtered. A group with an unjudged answer does not count as all right."""
+        """Record groups that were trained or filtered; groups with an unjudged answer are not counted as solved."""
         for group in groups:
             if group.problem.problem_id and all(each.verdict.outcome is Outcome.CORRECT for each in group.rollouts):
                 self._waiting.append((group.domain, group.index, group.problem.problem_id))
 
     @property
     def pending(self) -> Pairs:
-        """The orders that the controller may not know of."""
+        """The orders that the controller has not acknowledged."""
         pairs: Pairs = {}
         for domain, order, name in self._waiting:
             pairs.setdefault(domain, []).append((order, name))
@@ -163,21 +159,19 @@ class SolvedProblems:
 
 
 def has_signal(group: RolloutGroup) -> bool:
-    """Return whether the judged rewards of the group differ, so that a group baseline leaves something to learn."""
+    """Return whether the judged rewards of the group differ, which a group baseline needs."""
     rewards = [r.verdict.reward for r in group.rollouts if r.verdict.outcome.is_judgement]
     return len(rewards) > 1 and bool(np.ptp(rewards) > 0)
 
 
 def has_turn_signal(group: RolloutGroup) -> bool:
-    """Return whether judged rollouts differ in their rewards or in those of their turns: the signal for credit by
-    turns.
-    """
+    """Return whether rewards, or turn rewards, of judged rollouts differ, which credit by turns needs."""
     judged = [rollout for rollout in group.rollouts if rollout.verdict.outcome.is_judgement]
     return has_signal(group) or len({tuple(turn.reward for turn in rollout.turns) for rollout in judged}) > 1
 
 
 def has_part_signal(group: RolloutGroup) -> bool:
-    """Return whether judged rollouts differ in a part of their rewards, the signal for parts normalised alone."""
+    """Return whether a part of the rewards differs between judged rollouts, which `Decoupled` needs."""
     judged = [rollout for rollout in group.rollouts if rollout.verdict.outcome.is_judgement]
     return has_signal(group) or len({rollout.verdict.parts for rollout in judged}) > 1
 
@@ -188,13 +182,9 @@ def is_judged(group: RolloutGroup) -> bool:
 
 
 def fault_of(group: RolloutGroup, *, vocab_size: int | None, routing: RoutingShape | None = None) -> str:
-    """Return why no trainer can compute a judged group, such as an invalid token id; "" if it can be computed.
+    """Return why no trainer can compute a judged group, such as an invalid token id; "" if there is no fault.
 
-    A broken engine, or one that serves another model, makes such groups. They would crash every trainer that reads
-    them.
-
-    Args:
-        routing: shape of the routers whose choices the trainer replays. Each rollout must then have them.
+    Broken engines, or engines with another model, make such groups. `routing` requires recorded choices of that size.
     """
     judged = alone([rollout for rollout in group.rollouts if _trains(rollout)])
     if routing is None:
@@ -209,7 +199,7 @@ def fault_of(group: RolloutGroup, *, vocab_size: int | None, routing: RoutingSha
 
 
 def without_routing(group: RolloutGroup) -> RolloutGroup:
-    """Return the group without the experts that computed its tokens."""
+    """Return the group without recorded routing."""
     if all(turn.routed_experts is None for rollout in group.rollouts for turn in rollout.turns):
         return group
 
@@ -230,7 +220,7 @@ def fresh_part(
 ) -> RolloutGroup | None:
     """Return the part of the group that may train the step that produces version `producing`, or None.
 
-    In the scope of rollouts, two or more that remain are a group; a single one has no others to be compared with.
+    In the scope of rollouts, at least `LEAST_LEFT` must remain, since a single one cannot be compared.
     """
     if not is_stale(group, producing=producing, bounds=bounds):
         return group

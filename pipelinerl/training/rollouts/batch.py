@@ -1,14 +1,14 @@
 """Conversion of a step's groups to micro-batches: weights and advantages on the whole batch, and packing. Pure.
 
-Advantages that depend only on rewards are computed before packing, so rollouts with nothing to teach need not be
-packed. Advantages that read values or log-probs are computed after the forward passes, still on the whole batch:
+Advantages that depend only on rewards are computed before packing, so rollouts without gradient need not be packed.
+Other advantages are computed after the forward passes, still on the whole batch:
 
     build ─▶ packed micro-batches ─▶ forward passes ─▶ `with_advantages` ─▶ `mini_batches` ─▶ backward of each
 
-The first epoch trains on the micro-batches as they were packed for the forward passes, in which each mini-batch is
-contiguous. So π_θ/π_old starts at exactly 1 where forward and backward pass are the same computation.
+The first epoch trains on the micro-batches of the forward passes, so π_θ/π_old starts at exactly 1 where forward and
+backward use the same computation.
 
-Letters in shapes: B rollouts of the step, N = Σ lengths sampled tokens, rollout after rollout and turn after turn.
+In shapes, B is the number of rollouts of the step, N = Σ lengths their sampled tokens, rollout after rollout.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from pipelinerl.types import Outcome, Rollout, RolloutGroup
 from trainer_contract.types import MicroBatch
 
 Floats = NDArray[np.float64]
-#: Assigns segments to micro-batches, given their lengths, prompts and rollouts.
+#: Function that assigns segments to micro-batches, given their lengths, prompts and rollouts.
 Bins = Callable[[Sequence[int], Sequence[int], Sequence[int]], list[list[int]]]
 
 
 class TokenWeights(Protocol):
-    """A rule for the weights of a mini-batch."""
+    """A rule for the weights of a mini-batch's tokens."""
 
     def __call__(self, *, valid: NDArray[np.bool_]) -> Floats:
         """Return the weight [B] of each sampled token of each rollout."""
@@ -59,22 +59,22 @@ class TokenWeights(Protocol):
 
 @runtime_checkable
 class TeachesCritic(Protocol):
-    """An advantage estimator that defines the targets of the critic: `GAE`."""
+    """An advantage estimator that defines the critic's targets: `GAE`."""
 
     def returns(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
-        """Return the targets [N]; called like `Advantage.advantages`."""
+        """Return the critic's targets [N]; called like `Advantage.advantages`."""
         ...
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """The data of one step, and its figures.
+    """The data of one step, and its metrics.
 
     Attributes:
         learns: [B], False for rollouts without gradient: not judged, or truncated and masked.
-        losses: of the groups' domains.
-        segments: of all B rollouts. packed: the computed ones in micro-batches; `members` are their numbers.
+        segments: of all B rollouts.
+        packed: the computed segments in micro-batches; `members` are their numbers.
     """
 
     groups: list[RolloutGroup]
@@ -94,9 +94,7 @@ class TrainBatch:
 
     @property
     def optimizer_steps(self) -> range:
-        """The numbers of the optimizer steps in the run, from 0, as planned: batches that ended early do not shift
-        them.
-        """
+        """The numbers of the planned optimizer steps in the run, from 0; earlier batches count in full."""
         planned = self.partition.mini_batching.updates
         return range((self.producing - 1) * planned, self.producing * planned)
 
@@ -111,9 +109,7 @@ class TrainBatch:
         return [packed.micro_batch for packed in self.packed]
 
     def group_indices(self, number: int, segments: NDArray[np.integer] | None = None) -> list[int]:
-        """Return the order indices, ascending, of the groups of some (by default all) segments of micro-batch
-        `number`.
-        """
+        """Return the sorted order indices of groups with a segment (one of `segments`) in micro-batch `number`."""
         rollouts = np.array(self.rollouts_of(number))[slice(None) if segments is None else segments]
         return sorted({self.groups[group].index for group in self.scored.groups[rollouts].tolist()})
 
@@ -126,14 +122,14 @@ class TrainBatch:
         return [self.groups[self.scored.groups[rollout]].domain for rollout in self.rollouts_of(number)]
 
     def completed(self, micro_batches: Sequence[MicroBatch]) -> TrainBatch:
-        """Return the batch with these micro-batches, which have the columns of the forward passes."""
+        """Return the batch with `micro_batches`, which have the columns of the forward passes."""
         whole = [
             Packed(completed, packed.members) for completed, packed in zip(micro_batches, self.packed, strict=True)
         ]
         return replace(self, packed=whole)
 
     def mini_batches(self) -> Iterator[MiniBatch]:
-        """Yield the part of each optimizer step as a batch of its own, epoch after epoch. All columns must be there."""
+        """Yield each optimizer step's part of the batch, epoch after epoch; all columns must be present."""
         computed: Mapping[int, MicroBatch] = {}
         for epoch in range(self.partition.mini_batching.epochs):
             for number, portion in enumerate(self.partition.portions(epoch)):
@@ -146,7 +142,6 @@ class TrainBatch:
                 yield MiniBatch(epoch, number, replace(self, packed=packed))
 
     def _computed_segments(self) -> dict[int, MicroBatch]:
-        """Return each computed segment with its columns, by its number."""
         return {
             member: segment
             for packed in self.packed
@@ -167,11 +162,7 @@ class TrainBatch:
         return packed
 
     def with_advantages(self, objective: PolicyObjective, completed: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches with advantages and, for a critic, returns added to the columns of the forward
-        passes.
-
-        Unjudged rollouts are not packed; the columns of their tokens are 0 and are never read.
-        """
+        """Return the micro-batches with advantages, and returns for a critic, computed from the passes' columns."""
         adv = objective.adv
         columns = {name: self._gathered(completed, name) for name in objective.late_columns}
         advantages, streams = adv.advantages(self.scored, columns), self.partition.streams
@@ -197,9 +188,7 @@ class TrainBatch:
 
 
 class MiniBatch(NamedTuple):
-    """One optimizer step's part of a batch: its epoch and its number within the epoch, from 0, and its packed
-    rollouts.
-    """
+    """One optimizer step's part of a batch: epoch, number within the epoch (from 0), and packed rollouts."""
 
     epoch: int
     number: int
@@ -212,9 +201,7 @@ def teacher(
     truncated: Truncated,
     losses: DomainLosses = ONE_LOSS,
 ) -> Callable[[RolloutGroup], bool]:
-    """Return the function that tells whether a group can teach: it has a signal, if one is needed, and rollouts that
-    learn.
-    """
+    """Return a function that tells whether a group has rollouts that learn and, if necessary, a signal."""
     signal = is_judged if learns_from_equals(objective, shaping) else signal_of(objective, losses)
 
     def teaches(group: RolloutGroup) -> bool:
@@ -226,10 +213,7 @@ def teacher(
 
 
 def signal_of(objective: PolicyObjective, losses: DomainLosses = ONE_LOSS) -> Callable[[RolloutGroup], bool]:
-    """Return the function that tells whether the rewards of a group differ, as the objective reads them.
-
-    A group whose loss reads no rewards needs no difference.
-    """
+    """Return a function that tells whether a group's rewards differ for the objective, if that reads rewards."""
     differs = has_turn_signal if credits_turns(objective.adv) else has_signal
     if isinstance(objective.adv, Decoupled):
         differs = has_part_signal
@@ -237,10 +221,7 @@ def signal_of(objective: PolicyObjective, losses: DomainLosses = ONE_LOSS) -> Ca
 
 
 def learns_from_equals(objective: PolicyObjective, shaping: Mapping[str, RewardShaping]) -> bool:
-    """Return whether a group whose verdicts are all equal has anything to teach.
-
-    It has nothing if its own mean is the baseline, nothing else has a gradient, and no length is punished.
-    """
+    """Return whether a group whose verdicts are all equal can have a gradient."""
     punished = any(how.overlong_tokens for how in shaping.values())
     if objective.late_columns or not objective.zero_advantage_is_idle or punished:
         return True
@@ -252,7 +233,7 @@ def learns_from_equals(objective: PolicyObjective, shaping: Mapping[str, RewardS
 
 
 def is_masked(rollout: Rollout, truncated: Truncated) -> bool:
-    """Return whether the rollout is kept out of the loss because it ran out of tokens."""
+    """Return whether the rollout is excluded from the loss because it ran out of tokens."""
     return truncated is Truncated.MASK and rollout.finish_reason == FinishReason.LENGTH
 
 
@@ -266,12 +247,10 @@ def _scattered(column: Floats, batch: MicroBatch, rows: NDArray[np.intp]) -> NDA
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatching:
-    """The number of passes over a batch and of mini-batches in each.
+    """The number of epochs over a batch, and of mini-batches (optimizer steps) in each.
 
-    Attributes:
-        epochs: passes over the rollouts of a batch. mini_batches: optimizer steps in each.
-        target_kl: KL from π_old in nats per token beyond which a batch takes no further step; None for no bound.
-        seed: of the run; the division is a function of it, the version and the epoch.
+    A batch takes no further step once its KL from π_old exceeds `target_kl`, in nats per token. `seed`, version and
+    epoch determine the mini-batches.
     """
 
     epochs: int = 1
@@ -281,25 +260,17 @@ class MiniBatching:
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of a batch that does not end early."""
+        """The optimizer steps of a batch that does not end early."""
         return self.epochs * self.mini_batches
 
     def dealt(self, sizes: Sequence[int], *, producing: int, epoch: int) -> list[list[int]]:
-        """Return the groups of each mini-batch of an epoch (from 0), by their numbers, ascending.
-
-        Every mini-batch has something to compute: the number of mini-batches is at most the number of groups that
-        teach.
-
-        Args:
-            sizes: tokens to compute in each group, 0 if it has nothing to teach.
-            producing: the version that the batch produces.
-        """
+        """Return the groups of each mini-batch of an epoch (from 0); `sizes` are tokens to compute in each group."""
         count = max(1, min(self.mini_batches, sum(size > 0 for size in sizes)))
         draw = rng.generator(self.seed, "mini-batches", producing, epoch)
         return deal(sizes, count, draw)
 
     def exceeded(self, kl: float | None) -> bool:
-        """Return whether the policy is too far from π_old for another optimizer step."""
+        """Return whether the KL from π_old is too large for another optimizer step."""
         return self.target_kl is not None and kl is not None and kl > self.target_kl
 
 
@@ -322,18 +293,13 @@ def build(
 ) -> TrainBatch:
     """Weigh and pack the rollouts of `groups` for the step that produces version `producing`.
 
-    A rollout whose gradient is certainly zero is weighed with the others and then left out of the packing. If all are,
-    one stays, so that a step can be taken.
+    A rollout whose gradient is certainly 0 has weights but is not packed, except one if there are no others.
 
-    A masked truncated rollout stays in its group's mean and deviation, as in DAPO, which masks only the loss. Otherwise
-    the baseline would be that of the finished answers, and finishing would earn nothing. It counts in no denominator of
-    the aggregation. Advantages that read columns leave it out: it is not computed and so has no columns.
+    A masked truncated rollout counts in its group's mean and deviation, as in DAPO, which masks only the loss;
+    otherwise finishing would earn nothing. It counts in no denominator of the aggregation. Advantages that read columns
+    exclude it, because it is not computed.
 
-    Args:
-        shaping: by domain; other domains keep the verifiers' rewards. truncated: handling of rollouts that ran out of
-            tokens.
-        width: micro-batches that the trainer computes at once. mini_batching: division of the batch. losses: by domain,
-            if not all take the objective. baselines: of roles, for an advantage that reads them.
+    `shaping` and `losses` are by domain, `baselines` by role; the trainer computes `width` micro-batches at once.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     verdicts = np.array([rollout.verdict.reward for rollout in rollouts], np.float64)
@@ -396,7 +362,6 @@ def _turns(rollouts: Sequence[Rollout]) -> Turns:
 
 
 def _roles(groups: Sequence[RolloutGroup]) -> list[str]:
-    """Return the role of each turn: its domain, and its agent if it has one."""
     return [
         f"{group.domain}/{turn.agent}" if turn.agent else group.domain
         for group in groups
@@ -421,7 +386,6 @@ def _packed(
     advantages: Sequence[Floats],
     packing: Callable[[Sequence[WeightedRollout]], list[Packed]],
 ) -> list[Packed]:
-    """Return the micro-batches of the first epoch, mini-batch after mini-batch."""
     packed = []
     for members, weights in partition.portions(0):
         weighted = [
@@ -439,7 +403,6 @@ def _packed(
 
 
 def _shaped(scored: Scored, domains: NDArray[np.str_], shaping: Mapping[str, RewardShaping]) -> Floats:
-    """Return the rewards [B] after shaping, for each domain over its own rollouts."""
     rewards = scored.rewards.copy()
     for domain, how in shaping.items():
         its = domains == domain
@@ -474,11 +437,10 @@ def _stats(rollouts: Sequence[Rollout], *, rewards: np.ndarray, partition: Batch
 
 
 def deal(sizes: Sequence[int], count: int, draw: np.random.Generator) -> list[list[int]]:
-    """Return the numbers of the groups in each of `count` mini-batches, with counts that differ by at most one.
+    """Distribute groups at random to `count` mini-batches, with numbers of groups that differ by at most one.
 
-    Groups are taken `count` at a time by falling size, and each mini-batch draws one of them. So two mini-batches
-    differ by no more than the largest group, and none has only a few long groups. Where each mini-batch is a mean over
-    its own rollouts, such groups would weigh more.
+    Each round takes the `count` largest groups left, one for each mini-batch. So mini-batches differ by at most the
+    largest group, and long groups are spread; in a mini-batch of few groups they would weigh more in the mean.
     """
     order = sorted(draw.permutation(len(sizes)).tolist(), key=lambda group: -sizes[group])
     parts: list[list[int]] = [[] for _ in range(count)]
@@ -489,10 +451,7 @@ def deal(sizes: Sequence[int], count: int, draw: np.random.Generator) -> list[li
 
 
 class Portion(NamedTuple):
-    """One mini-batch: the rollouts to compute, by their numbers in the batch, and the weight of each rollout's tokens.
-
-    `token_weights` [B] are 0 for rollouts of other mini-batches.
-    """
+    """One mini-batch: numbers of the rollouts to compute, and token weights [B], 0 in other mini-batches."""
 
     members: list[int]
     token_weights: NDArray[np.float64]
@@ -501,14 +460,15 @@ class Portion(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPartition:
-    """The facts about a batch of B rollouts on which its division into mini-batches depends.
+    """The facts about a batch of B rollouts that determine its mini-batches.
 
     Attributes:
-        producing: the version that it produces.
+        producing: the version that the batch produces.
         token_weights: returns the weight [B] of each rollout's tokens in a mini-batch, given those that it counts.
-        streams: [B], the number of each rollout's loss; None if all take the objective.
-        groups: [B], index of each rollout's group. lengths: [B], sampled tokens. num_tokens: [B], all packed tokens.
-        learns: [B], True if the rollout counts in the aggregation. computed: numbers of the rollouts that can teach.
+        streams: [B], the number of each rollout's loss; None if all have the objective.
+        groups, lengths, num_tokens: [B], the group's index, sampled tokens, and all packed tokens.
+        learns: [B], True if the rollout counts in the aggregation.
+        computed: numbers of the rollouts that can have a gradient.
     """
 
     mini_batching: MiniBatching
@@ -522,7 +482,7 @@ class BatchPartition:
     computed: list[int]
 
     def portions(self, epoch: int) -> list[Portion]:
-        """Return the mini-batches of an epoch, from 0, in the order in which they train."""
+        """Return the mini-batches of an epoch, from 0, in training order."""
         work = np.zeros(len(self.groups), np.intp)
         work[self.computed] = self.num_tokens[self.computed]
         sizes = np.bincount(self.groups, weights=work).astype(int).tolist()

@@ -1,8 +1,7 @@
 """The groups that wait to be trained, the choice among them, and a step's wait for overdue groups.
 
-A batch is complete when the rollouts (or tokens) of a step have arrived. The oldest fresh groups go first (oldest
-version, then lowest index), since they become stale first. A batch does not depend on the order of arrival. Groups that
-become stale while they wait are dropped.
+A batch is complete when a step's rollouts (or tokens) have arrived. The oldest fresh groups go first (oldest version,
+then lowest index), since they become stale first. Groups that become stale while they wait are dropped.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class StepBudget:
 
 @final
 class Batcher:
-    """Waiting groups and the ledger of those that ended. Not thread-safe."""
+    """The waiting groups, and the ledger of those that ended. Not thread-safe."""
 
     def __init__(
         self,
@@ -64,13 +63,9 @@ class Batcher:
     ) -> None:
         """Create an empty batcher.
 
-        Args:
-            teaches: whether a group has anything to teach under the run's objective.
-            signal: whether the rewards of a group differ.
-            vocab_size: exclusive bound of token ids; None if unknown.
-            routing: shape of the model's routers. Groups must have the routed experts that the trainer replays; without
-                it routed experts are dropped.
-            ended: called with groups that arrived and did not train.
+        `teaches` tells whether a group has a gradient, `signal` whether its rewards differ; `ended` is called with
+        groups that arrived and did not train. `routing` has the sizes of routers whose recorded choices groups must
+        have; with None, recorded choices are dropped.
         """
         self.ledger = ledger
         self.lineage = lineage
@@ -83,16 +78,16 @@ class Batcher:
         self._scope = scope
         self._waiting: dict[int, RolloutGroup] = {}
         self.stale_tokens = 0
-        """Sampled tokens of the groups, and of the rollouts of groups, that were dropped as stale."""
+        """Sampled tokens of all rollouts that were dropped as stale."""
         self.stale_rollouts = 0
-        """Rollouts that were dropped as stale from groups whose others have trained."""
+        """Rollouts that were dropped as stale from groups whose other rollouts trained."""
         self.no_signal: dict[str, NoSignalGroups] = {}
-        """By domain, the groups that came since the last one with something to teach."""
+        """By domain, counts of groups since the last one with something to teach."""
         self._abandoned: list[int] = []
 
     @property
     def num_waiting(self) -> int:
-        """The number of groups that may still train."""
+        """The number of groups that wait to be trained."""
         return len(self._waiting)
 
     @property
@@ -101,10 +96,9 @@ class Batcher:
         return sorted(self._waiting)
 
     def offer(self, group: RolloutGroup, *, k: float = math.inf) -> None:
-        """Take a group that was read: keep it, settle it as filtered, or drop it as a duplicate or as abandoned.
+        """Keep a group that was read, settle it as filtered, or drop it as a duplicate or as abandoned.
 
-        In lockstep, a group whose order was issued for a lost step is abandoned too: engines may sample it before the
-        groups of earlier steps, which it would replace.
+        In lockstep, groups issued for a lost step are abandoned too, since they could replace groups of earlier steps.
         """
         if self.ledger.has(group.index) or group.index in self._waiting:
             return
@@ -131,7 +125,7 @@ class Batcher:
         self.ledger.settle(open_, fate)
 
     def take_abandoned(self) -> list[int]:
-        """Return orders since the last call whose groups abandoned weights sampled; they must be issued again."""
+        """Return orders, since the last call, whose groups were sampled by abandoned weights, to be issued again."""
         abandoned, self._abandoned = self._abandoned, []
         return abandoned
 
@@ -144,15 +138,11 @@ class Batcher:
         usable: Callable[[RolloutGroup], bool] = lambda group: True,
         must_wait: Callable[[Sequence[int]], bool] | None = None,
     ) -> list[RolloutGroup] | None:
-        """Return the groups of the next step, in index order and settled as trained; None while too few are ready.
+        """Return the groups of the next step, in index order and settled as trained; None if too few are ready.
 
-        If groups without signal are filtered, a full step in which no group teaches is filtered too. Otherwise it
-        trains with a gradient of zero.
-
-        Args:
-            usable: False for groups for which a step with these bounds lacks something; they count as stale.
-            must_wait: called with the orders of the step; True if other groups must arrive first. Groups then train in
-                the order of issue, so that none is delayed until it is too old.
+        If groups without signal are filtered, so is a full step in which no group teaches; otherwise it trains with
+        gradient 0. `usable` returns False for a group whose weights are missing, which counts as stale. `must_wait`,
+        given the step's orders, returns True if others must arrive first; groups then train in the order of issue.
         """
         fresh = self._fresh(producing=producing, bounds=bounds, usable=usable)
         ranked = sorted(fresh.values(), key=lambda g: (0 if must_wait else g.oldest_version, g.index))
@@ -177,7 +167,7 @@ class Batcher:
         return sorted(chosen, key=lambda g: g.index)
 
     def skipped(self, groups: Sequence[RolloutGroup]) -> None:
-        """Settle groups as filtered that `take` settled as trained, because their step was not applied."""
+        """Change groups from trained to filtered, because their step was not applied."""
         self.ledger.revise([group.index for group in groups], before=GroupOutcome.TRAINED, after=GroupOutcome.FILTERED)
         self._ended(groups, GroupOutcome.FILTERED, "not finite")
 
@@ -202,7 +192,7 @@ class Batcher:
     ) -> dict[int, RolloutGroup]:
         """Return the part of each waiting group that may train this step; groups without any are dropped.
 
-        The part is a function of the whole group and the bounds alone, so that a step can be replayed.
+        The part depends only on the whole group and the bounds, so that a step can be replayed.
         """
         parts = {
             index: fresh_part(group, producing=producing, bounds=bounds, scope=self._scope)
@@ -218,7 +208,6 @@ class Batcher:
         return fresh
 
     def _note_left_out(self, group: RolloutGroup, part: RolloutGroup) -> None:
-        """Count the rollouts of a group that were too old for its step."""
         left_out = len(group.rollouts) - len(part.rollouts)
         self.stale_rollouts += left_out
         if left_out:
@@ -241,12 +230,9 @@ def awaited(
     ledger: ConsumedLedger,
     directive: Directive,
 ) -> list[int]:
-    """Return outstanding orders without which `step` must not be taken; none if all of them can train in time.
+    """Return outstanding orders that the step of version `step` must wait for; none if all can train in time.
 
-    Args:
-        step: the version that the step would produce.
-        chosen: the orders whose groups it would train; later steps are assumed to train as many.
-        waiting: the orders of all groups that have arrived.
+    The step would train the orders `chosen`, and later steps as many; `waiting` are the orders that have arrived.
     """
     firsts = [first for first, _ in directive.fresh_until]
     if not firsts:
@@ -268,9 +254,7 @@ def awaited(
 
 @final
 class OverdueWait:
-    """Decides repeatedly, while a step is full, whether the step waits for other groups; at most `timeout_s` per
-    step.
-    """
+    """Decides whether a full step waits for other groups, at most `timeout_s` per step."""
 
     def __init__(self, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeout_s = timeout_s
@@ -280,7 +264,7 @@ class OverdueWait:
         self._given_up = False
 
     def must_wait(self, late: Sequence[int], *, step: int) -> bool:
-        """Return whether the step must still wait for these orders."""
+        """Return whether the step must still wait for the orders `late`."""
         if not late:
             return False
         now = self._clock()

@@ -1,7 +1,7 @@
-"""Right answers as training data: the demonstrations that train with the rollouts of each optimizer step.
+"""Reference answers as training data: the demonstrations that train with the rollouts of each optimizer step.
 
-A demonstration is the prompt of a problem, as a sampler would get it, followed by `ground_truth` and the token that
-ends an answer. The demonstrations of a step depend on its number alone, so a resumed run continues with the same ones.
+A demonstration is the prompt of a problem, encoded as for sampling, `ground_truth`, and the token that ends an answer.
+The demonstrations of a step depend only on its number, so a resumed run continues with the same ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainer_contract.types import MicroBatch
 
 
 def demonstration(problem: Problem, tokenizer: ChatTokenizer, index: int) -> RolloutGroup:
-    """Return the right answer to a problem as a group of one rollout."""
+    """Return the reference answer to a problem as a group of one rollout."""
     answer = [*tokenizer.encode(problem.ground_truth), min(tokenizer.eos_token_ids)]
     turn = Turn(
         context_token_ids=np.array(tokenizer.encode_chat(problem.messages), np.int32),
@@ -45,11 +45,8 @@ def imitated(groups: Sequence[RolloutGroup], *, token_budget: int, width: int) -
 class DemonstrationStream:
     """The demonstrations that train with the rollouts, in the stream `ce`.
 
-    Attributes:
-        problem: problem i ≥ 0.
-        count: demonstrations of each optimizer step. Those of more than `most_tokens` tokens are left out.
-        losses: of their domains: all `ce`, each with its factor.
-        token_budget: the most tokens of a micro-batch.
+    `problem` returns problem i. Each optimizer step has `count` demonstrations, without those of more than
+    `most_tokens` tokens; micro-batches have up to `token_budget` tokens.
     """
 
     problem: Callable[[int], Problem]
@@ -67,7 +64,7 @@ class DemonstrationStream:
         return [group for group in made if group.rollouts[0].num_tokens <= self.most_tokens]
 
     def micro_batches(self, step: int, *, width: int) -> list[MicroBatch]:
-        """Return the packed demonstrations of that step; there are none if all are too long."""
+        """Return the packed demonstrations of that step; none if all are too long."""
         if not (groups := self.groups(step)):
             return []
         return build(

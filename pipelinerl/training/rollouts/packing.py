@@ -1,14 +1,9 @@
 """Packing of rollouts of different lengths into micro-batches of a token budget, without padding.
 
-Packing works on segments. A rollout of one conversation is one segment; an episode whose conversation branched has
-several (`types.Rollout.segments`). The segments of an episode share a micro-batch where they fit, so that a trainer can
-compute their common beginning once.
-
-For a trainer that computes several micro-batches at once, rollouts are first distributed by their work, so that each
-part has the same amount, and then packed within each part.
-
-Aggregation weights and advantages are computed on the whole batch before packing, so the gradient does not depend on
-how rollouts fall into micro-batches. Rollouts without a valid verdict are left out.
+Packing works on segments: a conversation is one segment, an episode that branched has several
+(`types.Rollout.segments`). An episode's segments share a micro-batch where they fit, so that a trainer can compute
+their common beginning once. For a trainer that computes several micro-batches at once, rollouts are first distributed
+by their work. Weights and advantages are computed before, so packing does not affect the gradient.
 """
 
 from __future__ import annotations
@@ -30,11 +25,7 @@ from trainer_contract.types import Bool, Experts, Float32, MicroBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedRollout:
-    """A rollout with the advantages [N] of its sampled tokens, turn after turn, and the weight that each of them
-    has.
-
-    `stream` is the number of the loss that its tokens take; None if all rollouts take the same.
-    """
+    """A rollout with the advantages [N] and the weight of its sampled tokens; `stream` is the number of their loss."""
 
     rollout: Rollout
     advantages: NDArray[np.floating]
@@ -43,25 +34,22 @@ class WeightedRollout:
 
 
 class Splitting(Enum):
-    """The rule for placing the segments of one rollout in micro-batches."""
+    """The rule for splitting the segments of one rollout over micro-batches."""
 
     WHERE_LARGE = "where_large"
-    """Where together they exceed the token budget: for objectives that are sums over tokens."""
+    """Split if together they exceed the token budget: for objectives that are sums over tokens."""
     NEVER = "never"
-    """For objectives with a term of whole rollouts, such as GSPO's ratio of a sequence."""
+    """Never split: for objectives with a term of whole rollouts, such as GSPO's ratio of a sequence."""
 
 
 class Packed(NamedTuple):
-    """A micro-batch, and the numbers of its segments in order.
-
-    Segments are numbered rollout after rollout. If each rollout is one segment, the numbers are those of the rollouts.
-    """
+    """A micro-batch, and the numbers of its segments in order; segments are numbered rollout after rollout."""
 
     micro_batch: MicroBatch
     members: list[int]
 
 
-#: Faster than a generator: most batches have no rollout with parents.
+#: Getter of a rollout's parents; mapping it over a batch is faster than a generator.
 _PARENTS: Final = attrgetter("parents")
 
 
@@ -72,7 +60,7 @@ class SegmentTable:
 
     Attributes:
         rollouts: [B].
-        segments: [S]; None if each rollout is one segment, so that nothing is allocated for them.
+        segments: [S]; None if each rollout is one segment, which saves allocations.
         owners: [S], the number of each segment's rollout.
     """
 
@@ -82,7 +70,7 @@ class SegmentTable:
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> Self:
-        """Number the segments of these rollouts."""
+        """Build from B rollouts."""
         if not any(map(_PARENTS, rollouts)):
             return cls(rollouts, None, range(len(rollouts)))
         segments: list[Segment] = []
@@ -110,24 +98,19 @@ class SegmentTable:
         return range(bisect_left(self.owners, number), bisect_right(self.owners, number))
 
     def trained_turns(self, number: int) -> Sequence[int]:
-        """Return the numbers, within the rollout, of the turns that segment `number` trains: the last ones of its
-        path.
-        """
+        """Return the turns that segment `number` trains, the last ones of its path, as numbers within the rollout."""
         if self.segments is None:
             return range(len(self.rollouts[number].turns))
         return self.segments[number].trained
 
     def rows(self, members: Sequence[int]) -> NDArray[np.intp]:
-        """Return the positions of the tokens that these segments train among all sampled tokens [N], in member order.
-
-        N runs rollout after rollout and turn after turn.
-        """
+        """Return the positions, among all sampled tokens [N], of the tokens that segments `members` train."""
         starts = np.cumsum([0, *(rollout.num_sampled_tokens for rollout in self.rollouts)])
         parts = [starts[self.owners[i]] + self._rows_within(i) for i in members]
         return np.concatenate(parts) if parts else np.zeros(0, np.intp)
 
     def trained_part(self, number: int, column: NDArray[np.floating]) -> NDArray[np.floating]:
-        """Return the part of a rollout's column [N] that segment `number` trains."""
+        """Return the part of its rollout's column [N] that segment `number` trains."""
         return column[self._rows_within(number)] if self.rollouts[self.owners[number]].parents else column
 
     def _rows_within(self, number: int) -> NDArray[np.intp]:
@@ -139,25 +122,20 @@ class SegmentTable:
         return np.concatenate([np.arange(ends[i] - lengths[i], ends[i]) for i in self.trained_turns(number)])
 
 
-#: Cost of one pair of query and key in attention, as a fraction of a token's other cost: 1/(6·d) for d = 2048. It only
-#: balances rollouts among the micro-batches that a trainer computes at once.
+#: Cost of one pair of query and key in attention, as a fraction of a token's other cost: 1/(6·d) for d = 2048. Used
+#: only to balance the parts of a trainer that computes several micro-batches at once.
 _ATTENTION: Final = 1 / 12288
 
 
 def work(length: int) -> float:
-    """Return the work of a rollout of `length` tokens, L + a·L², in tokens."""
+    """Return the work L + a·L² of a rollout of `length` tokens L, in tokens."""
     return length + _ATTENTION * length**2
 
 
 def pack(
     rollouts: Sequence[WeightedRollout], *, token_budget: int, width: int = 1, split: Splitting = Splitting.WHERE_LARGE
 ) -> list[Packed]:
-    """Pack micro-batches of at most `token_budget` tokens; a longer segment gets one of its own.
-
-    Args:
-        width: micro-batches that are computed at once, in the order of `interleaved`.
-        split: whether the segments of a rollout that exceeds the budget may be in several micro-batches.
-    """
+    """Pack micro-batches of at most `token_budget` tokens, `width` computed at once; a longer segment gets its own."""
     table = SegmentTable.of([each.rollout for each in rollouts])
     prompts = [turns[0].context_token_ids.tobytes() for turns in table.paths]
     bins = bins_of(table.lengths, prompts, table.owners, token_budget=token_budget, width=width, split=split)
@@ -173,9 +151,9 @@ def bins_of(
     width: int,
     split: Splitting = Splitting.WHERE_LARGE,
 ) -> list[list[int]]:
-    """Return the numbers of the segments in each micro-batch, given their lengths, prompts and rollouts.
+    """Return the numbers of the segments in each micro-batch.
 
-    Segments of one rollout stay together where they fit. Bins are filled first fit, with the rollouts of one prompt in
+    Segments of one rollout stay together where they fit. Bins are filled first fit, with rollouts of one prompt in
     sequence, so that a trainer can compute their prompt once.
     """
     if not isinstance(owners, range) and len(owners) > len(set(owners)):
@@ -191,9 +169,7 @@ def bins_of(
 
 
 def _units(lengths: Sequence[int], owners: Sequence[int], token_budget: int, split: Splitting) -> list[list[int]]:
-    """Return the pieces that packing keeps whole: a rollout's segments, or each of them if together they exceed the
-    budget.
-    """
+    """Return the pieces that packing keeps whole: a rollout's segments, or single ones if they exceed the budget."""
     by_owner: dict[int, list[int]] = {}
     for i, owner in enumerate(owners):
         by_owner.setdefault(owner, []).append(i)
@@ -224,9 +200,7 @@ def by_prompt(lengths: Sequence[int], prompts: Sequence[Hashable]) -> list[int]:
 
 
 def dealt(order: Sequence[int], lengths: Sequence[int], width: int) -> list[list[int]]:
-    """Distribute rollouts, in `order` of falling length, to `width` parts of equal work: each to the part with the
-    least.
-    """
+    """Distribute rollouts, in `order` of falling length, to `width` parts, each to the part with least work."""
     parts: list[list[int]] = [[] for _ in range(width)]
     least = [(0.0, part) for part in range(width)]
     for i in order:
@@ -239,8 +213,8 @@ def dealt(order: Sequence[int], lengths: Sequence[int], width: int) -> list[list
 def interleaved(parts: Sequence[list[list[int]]], lengths: Sequence[int]) -> list[list[int]]:
     """Return the bins of all parts in the order in which they are computed: one of each part, then the next of each.
 
-    Parts step together, so each gets as many bins as the part with most, if it has a rollout for each. Bins that are
-    computed at once have similar work. With fewer rollouts than that, bins are sorted by their work.
+    Each part gets as many bins as the part with most, if it has enough rollouts, and bins computed at once have similar
+    work. Otherwise all bins are sorted by work.
     """
     rounds = max(len(bins) for bins in parts)
     even = [sorted(_halved(bins, rounds, lengths), key=lambda bin: -_work(bin, lengths)) for bins in parts]
@@ -250,7 +224,7 @@ def interleaved(parts: Sequence[list[list[int]]], lengths: Sequence[int]) -> lis
 
 
 def first_fit(order: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Return bins of at most `token_budget` tokens, filled in `order`; a longer item has a bin of its own."""
+    """Return bins of at most `token_budget` tokens, filled in `order`; a longer item gets its own bin."""
     bins: list[list[int]] = []
     room: list[int] = []
     for i in order:
@@ -265,7 +239,7 @@ def first_fit(order: Sequence[int], lengths: Sequence[int], token_budget: int) -
 
 
 def _halved(bins: list[list[int]], count: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Return `count` bins, or as many as there are rollouts, by halving the bin with most work repeatedly."""
+    """Return `count` bins (or as many as there are rollouts) by repeatedly halving the bin with most work."""
     bins = [list(bin) for bin in bins]
     while len(bins) < count and (splittable := [bin for bin in bins if len(bin) > 1]):
         largest = max(splittable, key=lambda bin: _work(bin, lengths))
@@ -301,10 +275,7 @@ class Prefixes(NamedTuple):
 
 
 def prefixes(batch: MicroBatch, *, through: Bool) -> Prefixes:
-    """Return the tokens of each segment up to its last one in `through` [T]; segments without any are dropped.
-
-    A causal model needs nothing else to predict those tokens.
-    """
+    """Return each segment up to its last token in `through` [T], which is all that a causal model needs for it."""
     last = np.full(batch.num_segments, -1)
     where = np.flatnonzero(through)
     last[batch.segment_ids[where]] = where  # ascending, so that the last one stays
@@ -320,7 +291,7 @@ def prefixes(batch: MicroBatch, *, through: Bool) -> Prefixes:
 
 
 def apart(batch: MicroBatch) -> list[MicroBatch]:
-    """Return each segment as a micro-batch of its own, whose columns are views."""
+    """Return each segment as its own micro-batch, whose columns are views."""
     ends = np.cumsum(np.bincount(batch.segment_ids, minlength=batch.num_segments))
     columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
     arrays = {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
@@ -340,11 +311,7 @@ def apart(batch: MicroBatch) -> list[MicroBatch]:
 
 
 def joined(segments: Sequence[MicroBatch], *, token_weights: Sequence[float], owners: Sequence[int]) -> MicroBatch:
-    """Join separated segments into one micro-batch with other aggregation weights.
-
-    Args:
-        token_weights: of each segment's tokens. owners: the rollout of each segment.
-    """
+    """Join separate segments into one micro-batch; `token_weights` and `owners` are given for each segment."""
     first, lengths = segments[0], [segment.num_tokens for segment in segments]
     names = [field.name for field in fields(first) if isinstance(getattr(first, field.name), np.ndarray)]
     columns = {name: np.concatenate([getattr(segment, name) for segment in segments]) for name in names}
@@ -354,7 +321,6 @@ def joined(segments: Sequence[MicroBatch], *, token_weights: Sequence[float], ow
 
 
 def _rollout_ids(owners: Sequence[int], lengths: Sequence[int] | NDArray[np.intp]) -> NDArray[np.int32] | None:
-    """Return the column of each token's rollout; None if each segment is a rollout of its own."""
     if len(owners) == len(set(owners)):
         return None
     _, numbers = np.unique(owners, return_inverse=True)

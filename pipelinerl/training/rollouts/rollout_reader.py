@@ -1,8 +1,7 @@
 """Readers of rollouts and directives: `RolloutReader` keeps offsets for checkpoints, `ControllerLink` awaits answers.
 
-Each actor has one partition of rollouts, which is read by offset. A group that waits untrained at a checkpoint must be
-read again after a restart, so the saved offset of a partition stops before the first such group. Later groups that have
-ended are recognised by the ledger and dropped.
+Each actor has one partition of rollouts, read by offset. A partition's saved offset stops before the first group that
+waits at a checkpoint, which must be read again; later groups that have ended are dropped by the ledger.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from pipelinerl.streams.records import decode_group, named_order
 from pipelinerl.streams.stream import START, DeadLetters, Entry, Fence, Stream, parse_id
 from pipelinerl.types import Purpose, RolloutGroup
 
-#: A stream with one entry that identifies this server's data: offsets are meaningless on another server.
+#: Stream whose only entry identifies the server's data; offsets are meaningless on another server.
 _IDENTITY: Final = "identity"
 
 
@@ -47,7 +46,7 @@ class Arrivals:
 
 @final
 class RolloutReader:
-    """Reads all rollout partitions, and the controller's directives with them."""
+    """Reader of all rollout partitions and of the controller's directives."""
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class RolloutReader:
         rescan_s: float = 1.0,
         frontier: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Create a reader. Every order below `frontier` has ended; none may be more than `MOST_AHEAD` beyond it."""
+        """Create a reader. Every order below `frontier` has ended; none may be more than `MOST_AHEAD` above it."""
         self._frontier = frontier
         self._stream = stream
         self._dead_letters = DeadLetters(stream)
@@ -69,9 +68,9 @@ class RolloutReader:
         self._scanned_at = float("-inf")
 
     async def start(self) -> None:
-        """Skip directives that answered an earlier trainer; forget offsets that were saved with another server."""
+        """Skip directives to an earlier trainer; drop offsets that were saved with another server."""
         self._directives_offset = await self._stream.last_id(DIRECTIVES)
-        await self._stream.append(_IDENTITY, [uuid.uuid4().hex.encode()], first_id=1)  # only the first is kept
+        await self._stream.append(_IDENTITY, [uuid.uuid4().hex.encode()], first_id=1)  # the server keeps only the first
         (identity,) = await self._stream.read({_IDENTITY: START}, count=1, block_s=1.0)
         if self._offsets.pop(_IDENTITY, None) != identity.payload.decode():
             self._offsets.clear()
@@ -97,7 +96,7 @@ class RolloutReader:
         return Arrivals(groups, directives)
 
     async def _report_lost(self, entry: Entry, error: RecordError) -> None:
-        """Report the order of an unreadable group; otherwise the trainer would wait for it in vain."""
+        """Report the order of an unreadable group, for which the trainer would otherwise wait in vain."""
         index, frontier = named_order(entry.payload), self._frontier()
         if index is not None and frontier <= index < frontier + MOST_AHEAD:
             reason = f"its group cannot be read: {error}"
@@ -105,12 +104,12 @@ class RolloutReader:
             await self._stream.append(REPORTS, [encode(lost)])
 
     async def read_directives(self, *, block_s: float) -> list[Directive]:
-        """Read only new directives, while it is not known which rollouts may be read."""
+        """Read only new directives, before it is known which rollouts may be read."""
         entries = await self._stream.read({DIRECTIVES: self._directives_offset}, count=16, block_s=block_s)
         return [directive for entry in entries for directive in await self._decoded(entry)]
 
     def safe_offsets(self, is_waiting: Callable[[int], bool]) -> dict[str, str]:
-        """Return offsets for a checkpoint; `is_waiting` tells whether the group of an order index still waits."""
+        """Return offsets for a checkpoint; `is_waiting` tells whether the group of an order is still waiting."""
         safe = dict(self._offsets)
         for partition, seen in self._waiting.items():
             waiting = {index: entry_id for index, entry_id in seen.items() if is_waiting(index)}
@@ -134,9 +133,6 @@ class RolloutReader:
                 self._offsets.setdefault(partition, START)
 
     async def _decoded(self, entry: Entry) -> list[Directive]:
-        """Return the directive of an entry; none if it is unreadable, in which case it goes to the dead-letter
-        stream.
-        """
         self._directives_offset = entry.entry_id
         try:
             return [decode_directive(entry.payload)]
@@ -149,23 +145,20 @@ class RolloutReader:
         group = decode_group(entry.payload)
         if group.index >= self._frontier() + MOST_AHEAD:
             raise RecordError(f"group {group.group_id} has the index {group.index}, which was not issued yet")
-        # The first of two copies counts: the second may be dropped as a duplicate, and must not hold the offset.
+        # Keep the first of two copies: the second may be dropped as a duplicate, and must not hold back the offset.
         self._waiting.setdefault(entry.stream, {}).setdefault(group.index, entry.entry_id)
         return group
 
 
 #: Interval after which an unanswered report is sent again.
 RESEND_S: Final = 5.0
-#: The longest that one read waits for its first entry.
+#: Longest wait of one read for its first entry.
 _BLOCK_S: Final = 1.0
 
 
 @final
 class ControllerLink:
-    """Sender of one trainer's reports and receiver of the directives that return.
-
-    Rollouts arrive with them, since one read waits for both: the first arrival of either wakes the trainer.
-    """
+    """Sender of one trainer's reports, and receiver of both directives and rollouts: either wakes the trainer."""
 
     def __init__(self, stream: Stream, reader: RolloutReader, *, deadline_s: float) -> None:
         """Create a link; `deadline_s` bounds the wait for an answer."""
@@ -177,20 +170,18 @@ class ControllerLink:
 
     @property
     def current(self) -> Directive:
-        """The last directive that counted."""
+        """The last valid directive."""
         assert self._directive is not None, "the trainer waits for the answer to TrainerReady before anything else"
         return self._directive
 
     async def report(self, message: ControlMessage) -> None:
-        """Send a report that has no answer."""
+        """Send a report that needs no answer."""
         await self._stream.append(REPORTS, [encode(message)])
 
     async def wait_for_answer(self, question: Question) -> AsyncIterator[Arrivals]:
-        """Send a question, again every `RESEND_S`, and yield what is read until the answer is part of it.
+        """Send a question, again every `RESEND_S`, and yield all arrivals up to its answer.
 
-        Raises:
-            DeadlineError: the controller does not answer.
-            FencedError: another trainer has taken over.
+        Raises DeadlineError without an answer, FencedError if another trainer has taken over.
         """
         deadline = time.monotonic() + self._deadline_s
         asked_at = float("-inf")
@@ -208,12 +199,9 @@ class ControllerLink:
         )
 
     async def read(self) -> Arrivals:
-        """Return new rollouts and the directives that count, in order, waiting up to a second for the first.
+        """Return new rollouts and valid directives, waiting up to a second. Raises FencedError.
 
         Before the first directive no rollouts are read, since it says which weights may have sampled them.
-
-        Raises:
-            FencedError: a directive is meant for a later trainer.
         """
         if self._directive is None:
             arrivals = Arrivals([], await self._reader.read_directives(block_s=_BLOCK_S))
@@ -222,17 +210,12 @@ class ControllerLink:
         return replace(arrivals, directives=[directive for directive in arrivals.directives if self._apply(directive)])
 
     async def raise_if_fenced(self) -> None:
-        """Check with the stream server that no later epoch has begun. Called before writes that the server cannot
-        refuse.
-
-        Raises:
-            FencedError: a later epoch has begun.
-        """
+        """Raise FencedError if a later epoch has begun; called before writes that the stream server cannot reject."""
         newest, _ = parse_id(await self._stream.last_id(EPOCHS))
         self._check(newest)
 
     def _apply(self, directive: Directive) -> bool:
-        """Make a directive the current one if it counts; return whether it does."""
+        """Return whether a directive is valid; if so, make it the current one."""
         self._check(directive.epoch)
         before, is_answer = self._directive, directive.answers == self._awaited
         answers = ("ready-", "leave-", f"e{directive.epoch}-step-", f"e{directive.epoch}-skip-")
@@ -243,7 +226,6 @@ class ControllerLink:
         return counts
 
     def _check(self, epoch: int) -> None:
-        """Raise FencedError if that epoch is later than this trainer's."""
         if self._directive is not None and epoch > self._directive.epoch:
             raise FencedError(
                 f"epoch {epoch} has taken over from epoch {self._directive.epoch}: another trainer is running; this "

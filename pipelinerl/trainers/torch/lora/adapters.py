@@ -4,11 +4,8 @@
     trained    A and B of every target, in fp32, and a value head if there is one
     merged     W + (alpha / rank) · B A in fp32, computed for one parameter on demand; the base never changes
 
-Reads that run concurrently with passes use the base's own storage, so they do not see weights that are temporarily lent
-to the passes.
-
-A policy, a critic and a reference from the same directory share one copy of it per process and device. Each has its own
-model, whose frozen parameters are views of the same memory (`SharedBase`).
+Reads concurrent with passes use the base's own storage, even while passes use other weights. Within a process, policy,
+critic and reference from one directory share its weights on a device (`SharedBase`).
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from pipelinerl.trainers.torch.packed_model import PackedModel, hold
 from pipelinerl.trainers.torch.value_model import PackedValueModel
 from trainer_contract.errors import SpecError, StateError
 
-#: The name of the only adapter in peft.
+#: Name of the only adapter in peft.
 _ADAPTER: Final = "default"
 #: peft's prefix for the names of a model's modules in its files.
 _PEFT_PREFIX: Final = "base_model.model."
@@ -46,13 +43,7 @@ class Adapters:
     """The adapters of one model, which must not be wrapped yet and must be on the CPU or the meta device."""
 
     def __init__(self, packed: PackedModel | PackedValueModel, options: LoraOptions) -> None:
-        """Freeze the model and add adapters to its targets; B is 0, so the model's results do not change.
-
-        A is drawn from torch's generator, which the code that loads a model seeds.
-
-        Raises:
-            SpecError: the model lacks these targets, or has no layer to adapt.
-        """
+        """Freeze the model and add adapters, which change no result at first. Raises SpecError without targets."""
         from peft import LoraConfig, inject_adapter_in_model
 
         self.options = options
@@ -116,7 +107,7 @@ class Adapters:
         return own if pair is None else self.merged_with(name, own, *(self._pairs[half].detach() for half in pair))
 
     def merged_with(self, name: str, own: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Merge with the given A [rank, in] and B [out, rank], with peft's formula."""
+        """Return the parameter merged with the given A [rank, in] and B [out, rank], by peft's formula."""
         layer = self._layers[name.removesuffix(".weight")]
         product = b @ a
         return own.float() + (product.T if layer.fan_in_fan_out else product) * layer.scaling[_ADAPTER]
@@ -142,10 +133,9 @@ class Adapters:
             self._set_dropout(active=False)
 
     def compact(self) -> None:
-        """Keep the base's matrices in bf16.
+        """Keep the base's matrices in bf16, which changes no result for a bf16 directory and bf16 matmuls (autocast).
 
-        If they are bf16 in the directory and matmuls are in bf16 (autocast), every result is the same bit for bit.
-        Vectors stay fp32, and embedding outputs are converted to fp32, like the residual stream over an fp32 base.
+        Embedding outputs are converted to fp32, like the residual stream over an fp32 base.
         """
         for parameter in self.base.values():
             if parameter.ndim >= 2 and not parameter.requires_grad:
@@ -157,9 +147,7 @@ class Adapters:
     def to(self, device: torch.device, *, digest: str, read_to: Callable[[torch.device], None]) -> None:
         """Move the model to the device, and reuse a base that another trainer of this process holds there.
 
-        Args:
-            digest: digest of the base's directory.
-            read_to: loads parameters that are on the meta device onto another.
+        `digest` is that of the base's directory; `read_to` loads parameters from the meta device onto another.
         """
         prefix = f"{self._packed.model.base_model_prefix}."
         frozen = {name.removeprefix(prefix): p for name, p in self.base.items() if not p.requires_grad}
@@ -175,9 +163,7 @@ class Adapters:
     ) -> None:
         """Write a directory in peft's format, which peft loads over `base`; it includes a value head.
 
-        Args:
-            own: storage of the base's parameters, for the value head.
-            pairs: values of A and B by name; None uses this process's own.
+        `own` has the value head's storage; `pairs` are values of A and B by name, None for this process's own.
         """
         path.mkdir()
         self._config.base_model_name_or_path = str(base)
@@ -210,7 +196,7 @@ class Adapters:
             parameter.copy_(saved[name])
 
     def record(self, *, digest: str) -> dict[str, Any]:
-        """Return the settings that must not change when training resumes; dropout may change, so it is excluded."""
+        """Return the settings that must not change when training resumes, so without dropout."""
         names = sorted(self._config.target_modules or ())
         return {"rank": self.options.rank, "alpha": self.options.alpha, "targets": names, "base": digest}
 
@@ -219,7 +205,7 @@ class Adapters:
         return {name: parameter for name, parameter in self.base.items() if parameter.requires_grad}
 
     def _draw(self) -> None:
-        """Draw A again as peft does: peft creates adapters on their base's device, and on meta the values are lost."""
+        """Draw A again as peft does, which creates adapters on their base's device: on meta, their values are lost."""
         for layer in self._layers.values():
             rank = self.options.rank
             layer.lora_A[_ADAPTER] = nn.Linear(layer.in_features, rank, bias=False)
@@ -232,18 +218,14 @@ class Adapters:
 
     @classmethod
     def of(cls, packed: PackedModel | PackedValueModel, options: LoraOptions | None) -> Self | None:
-        """Create adapters if the options request them. Raises the same errors as the class."""
+        """Create adapters, or return None if `options` is None. Raises SpecError like the constructor."""
         return None if options is None else cls(packed, options)
 
 
 @final
 @dataclass(slots=True, weakref_slot=True)
 class SharedBase:
-    """The frozen weights of a model directory, shared by several models and freed when the last of these models is
-    freed.
-
-    Users must never write to these weights.
-    """
+    """Frozen weights of a model directory, shared by several models until the last is freed; never write to them."""
 
     weights: dict[str, Tensor]
 
@@ -257,10 +239,9 @@ _BASES: Final[WeakValueDictionary[tuple[str, ...], SharedBase]] = WeakValueDicti
 
 
 def shared(parameters: Mapping[str, nn.Parameter], *, digest: str, device: torch.device) -> SharedBase:
-    """Return the shared base of the directory with this digest, and point parameters to weights already on the device.
+    """Return the shared base of the directory with this digest, and point parameters to its weights on the device.
 
-    Args:
-        parameters: by their names within the layers, without the prefix they have in a language model.
+    `parameters` have their names within the layers, without a language model's prefix.
     """
     dtypes = {str(parameter.dtype) for parameter in parameters.values()}
     base = _BASES.setdefault((digest, str(device), *sorted(dtypes)), SharedBase({}))

@@ -35,7 +35,7 @@ class LoraOptions:
 
     @property
     def scale(self) -> float:
-        """The factor of B A."""
+        """The factor of B A: alpha / rank."""
         return self.alpha / self.rank
 
 
@@ -43,11 +43,7 @@ _DEFAULT: Final = LoraOptions()
 
 
 def lora_of(options: Mapping[str, Any]) -> LoraOptions | None:
-    """Parse the LoRA options of `TrainerSpec.options`; None if absent, and every weight is trained.
-
-    Raises:
-        SpecError: an unknown key, a value out of range, or peft is not installed.
-    """
+    """Parse the LoRA options of `TrainerSpec.options`; None if absent. Raises SpecError if invalid or without peft."""
     if options.get("lora") is None:
         return None
     given = table(options["lora"], LoraOptions, _WHERE, trainer="torch")
@@ -82,7 +78,7 @@ def _targets(value: Any) -> tuple[str, ...] | None:
 
 
 def share_of(trained: int, whole: int) -> str:
-    """Describe counts as `1.2 M of 135 M parameters train`."""
+    """Return the two counts as text, such as `1.2 M of 135 M parameters train`."""
     return f"{_short(trained)} of {_short(whole)} parameters train"
 
 

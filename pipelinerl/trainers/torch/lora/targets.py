@@ -17,11 +17,7 @@ _LINEAR: Final = (nn.Linear, Conv1D)
 
 
 def target_modules(model: Any, options: LoraOptions) -> Mapping[str, nn.Module]:
-    """Return the linear layers of a Hugging Face `model` that the options select, by name, in the model's order.
-
-    Raises:
-        SpecError: a target matches no linear layer, or one whose weight another module shares.
-    """
+    """Return the model's linear layers that the options select, by name. Raises SpecError for an impossible target."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, _LINEAR)}
     head = model.get_output_embeddings()
     inner = {name: module for name, module in linear.items() if module is not head}
@@ -33,7 +29,7 @@ def target_modules(model: Any, options: LoraOptions) -> Mapping[str, nn.Module]:
 
 
 def last_names(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return targets in the form of peft's configuration."""
+    """Return targets in the form of peft's configuration: the last parts of module names."""
     return sorted({name.rpartition(".")[2] for name in modules})
 
 
@@ -70,12 +66,7 @@ def _is_named(name: str, target: str) -> bool:
 
 
 def described(path: Path, options: LoraOptions) -> str:
-    """Describe the parameters that train in a directory's model, without reading weights.
-
-    Raises:
-        SpecError: see `target_modules`.
-        ModelError: there is no model.
-    """
+    """Describe the parameters that train in a directory's model. Raises SpecError, or ModelError without a model."""
     model = check_weights(path)
     modules = target_modules(model, options)
     whole = sum(parameter.numel() for parameter in model.parameters())

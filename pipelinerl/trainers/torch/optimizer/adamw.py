@@ -4,10 +4,8 @@
     masters    fp32 values of parameters that passes use in bf16
     place      of both: the parameters' device, or the host
 
-A step processes a parameter piece by piece. The fp32 moments and master of only one piece are on the device while
-torch's fused kernel steps it. Rounding to nearest would lose small changes: with beta2 = 0.999, a bf16 second moment
-would never decay, because each step reduces it by less than half of its last place. Stochastic rounding has the correct
-mean.
+Only one piece of a parameter's fp32 moments and master is on the device while torch's fused kernel steps it. Rounding
+to nearest would lose small changes: with beta2 = 0.999, a bf16 second moment would never decay.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, O
 from pipelinerl.trainers.torch.transfers import to_device
 from trainer_contract.types import OptimizerSpec
 
-#: The number of elements stepped at once.
+#: Number of elements stepped at once.
 _PIECE: Final = 2**22
-#: The bits of an fp32 value that bf16 drops.
+#: Bits of an fp32 value that bf16 drops.
 _DROPPED: Final = 0xFFFF
 _DTYPES: Final = {MomentDType.FP32: torch.float32, MomentDType.BF16: torch.bfloat16}
 #: Keys of a parameter's state: its number of steps, and its moments.
@@ -69,10 +67,8 @@ def adamw(
 ) -> ParameterOptimizer:
     """Create AdamW without weight decay for vectors (biases and norms).
 
-    Args:
-        seed: seed of stochastic rounding.
-        shard: the rows of a sharded model that the parameters hold; processes with the same rows round alike.
-        masters: fp32 values on the host of parameters that are rounded on the device.
+    `seed` is that of stochastic rounding; processes with the same `shard` round alike. `masters` are fp32 values on the
+    host of parameters that are rounded on the device.
     """
     trained = list(parameters)
     groups: list[dict[str, Any]] = [
@@ -108,8 +104,7 @@ def dtype_of(options: OptimizerOptions) -> torch.dtype:
 class PiecewiseAdamW:
     """A `ParameterOptimizer` whose state is smaller than fp32 or not on the parameters' device.
 
-    On CUDA, all copies and kernels use one stream, so each sees the results of the previous one. `step` returns when
-    the host's memory has been written.
+    CUDA copies and kernels use one stream, so they run in order; `step` returns once host memory is written.
     """
 
     def __init__(
@@ -203,18 +198,12 @@ class PiecewiseAdamW:
 
 
 def rounded_at_random(values: Tensor, drawn: Tensor) -> Tensor:
-    """Round fp32 to bf16 stochastically: away from 0 with a probability that makes the mean correct.
-
-    Args:
-        values: input; overwritten.
-        drawn: i32 of the same shape; the last 16 bits of each element are uniform.
-    """
+    """Round fp32 to bf16 stochastically, correct in the mean; overwrites `values`, `drawn` is random i32."""
     bits = values.view(torch.int32)
     return bits.add_(drawn & _DROPPED).bitwise_and_(~_DROPPED).view(torch.float32).bfloat16()
 
 
 def _keep(values: Tensor, place: Tensor) -> None:
-    """Copy values back unless they share memory with `place`."""
     if values.data_ptr() != place.data_ptr():
         place.copy_(values, non_blocking=True)
 

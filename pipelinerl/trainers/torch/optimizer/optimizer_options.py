@@ -41,11 +41,7 @@ class OptimizerOptions:
 
 
 def optimizer_of(options: Mapping[str, Any]) -> OptimizerOptions:
-    """Parse the optimizer options of `TrainerSpec.options`.
-
-    Raises:
-        SpecError: an unknown key or value.
-    """
+    """Parse the optimizer options of `TrainerSpec.options`. Raises SpecError for an unknown key or value."""
     given = table(options.get("optimizer", {}), OptimizerOptions, _WHERE, trainer="torch")
     moments, place = given.get("moments", MomentDType.FP32), given.get("place", StatePlace.DEVICE)
     return OptimizerOptions(

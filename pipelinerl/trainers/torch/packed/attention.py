@@ -1,8 +1,4 @@
-"""Attention over packed segments for any Hugging Face model, and the interface of its implementations.
-
-Only attention keeps rollouts apart; all other layers work on the packed tokens. The plan chooses the implementation:
-`segments.py` lays rollouts out in buckets, `varlen.py` passes their boundaries to one kernel.
-"""
+"""Attention over packed segments for any Hugging Face model: `segments.py` in buckets, `varlen.py` in one kernel."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ _UNSUPPORTED: Final = ("softcap", "s_aux", "position_bias")
 
 
 class AttentionPlan(Protocol):
-    """The positions of the segments among the K tokens that are computed of a micro-batch."""
+    """The positions of the segments among the K computed tokens of a micro-batch."""
 
     @property
     def group(self) -> SequenceGroup | None:
@@ -37,15 +33,13 @@ class AttentionPlan(Protocol):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None) -> Tensor:
         """Return causal attention [K, H, d] within each segment, for query [K, H, d], key and value [K, H_kv, d].
 
-        Args:
-            window: number of positions that a query sees, including its own; None means all earlier ones.
-            scale: scale of the scores; None means 1/√d.
+        A query sees `window` positions, including its own (None: all earlier ones). `scale` None means 1/√d.
         """
         ...
 
 
-#: Plans attention for packed segments, from their positions [T], which restart at 0 in each. Without `Distinct`, all
-#: tokens are computed.
+#: Function that plans attention for packed segments, from their positions [T], which restart at 0 in each. Without
+#: `Distinct`, all tokens are computed.
 Planner = Callable[[NDArray[np.int32], torch.device, Distinct | None, SequenceGroup | None], AttentionPlan]
 
 
@@ -64,12 +58,9 @@ def attend(
     """Implement transformers' attention interface for one packed row; dropout is never applied.
 
     Args:
-        module: the attention layer, unused.
         query: [1, H, K, d]; key and value: [1, H_kv, K, d]. With n processes, each has K / n of the K tokens.
         attention_mask: None, since transformers creates no mask for this implementation.
         segments: the plan, passed to the model's forward as a keyword.
-        scaling: scale of the scores; None means 1/√d.
-        sliding_window: number of positions that a query sees, including its own.
 
     Returns:
         [1, K, H, d], and no attention weights.

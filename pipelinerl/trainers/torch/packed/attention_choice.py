@@ -3,9 +3,8 @@
     varlen     `torch.nn.attention.varlen.varlen_attn`, one kernel over all segments: CUDA, bf16
     buckets    `segments.py`, any device and dtype, and the reference for `varlen`
 
-The kernel (flash attention 2, as shipped with torch) supports sliding windows, fewer key heads than query heads, any
-scale, shared prefixes of segments, and heads divided among processes. `why_not_varlen` lists its limitations. Neither
-supports capped scores or attention sinks (`attention.py` rejects them).
+The kernel is flash attention 2, as shipped with torch; `why_not_varlen` lists its limitations. Neither supports capped
+scores or attention sinks (`attention.py` rejects them).
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ class HeadShapes(NamedTuple):
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """Read the shapes from the configuration of a model's text part, as in config.json.
-
-        Heads of linear attention are excluded, since those layers do not use this attention.
-        """
+        """Read the shapes from the configuration of a model's text part, without heads of linear attention."""
         heads, hidden = (
             _whole(config, *names) for names in (("num_attention_heads", "n_head"), ("hidden_size", "n_embd"))
         )
@@ -55,20 +51,15 @@ class HeadShapes(NamedTuple):
 
 
 def _whole(config: Mapping[str, Any], *names: str) -> int:
-    """Return the first of these fields that is a whole number, or 0."""
     return next((value for name in names if isinstance(value := config.get(name), int)), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionFacts:
-    """The inputs of the choice.
+    """The facts that decide whether the kernel can be used.
 
-    Attributes:
-        device: torch's name of the device type.
-        precision: precision of the passes.
-        capability: compute capability of the GPU; None if there is none, or if it is on another machine.
-        has_kernel: True if this build of torch includes the kernel.
-        widths: head widths of all kinds of heads in the model's configuration.
+    `device` is torch's name of the device type, `capability` None without a GPU here, `has_kernel` False for a torch
+    built without the kernel, and `widths` has the widths of all kinds of heads.
     """
 
     device: str
@@ -100,14 +91,7 @@ def why_not_varlen(facts: AttentionFacts) -> str | None:
 
 
 def chosen(requested: SegmentAttention, why_not: str | None) -> SegmentAttention:
-    """Return BUCKETS or VARLEN.
-
-    Args:
-        why_not: the reason against the kernel, if any.
-
-    Raises:
-        SpecError: the kernel was requested but cannot be used.
-    """
+    """Return BUCKETS or VARLEN. Raises SpecError if VARLEN was requested but `why_not` has a reason against it."""
     if requested is SegmentAttention.VARLEN and why_not is not None:
         raise SpecError(f'options.attention = "varlen" is not possible: {why_not}; use "auto", or leave it out')
     if requested is SegmentAttention.BUCKETS or why_not is not None:

@@ -1,7 +1,4 @@
-"""The choice of an attention plan for a torch trainer's passes, including a trial of the kernel.
-
-A kernel that raises, or whose results differ from those of buckets, is not used, and the trainer logs this.
-"""
+"""The choice of an attention plan for a torch trainer; a kernel that fails its trial is logged and not used."""
 
 from __future__ import annotations
 
@@ -29,8 +26,7 @@ from pipelinerl.trainers.torch.packed.varlen import VarlenKernel, VarlenPlan, to
 from trainer_contract.errors import SpecError
 from trainer_contract.types import Kernels, Precision
 
-#: Inputs of the trial: segment lengths, the number of tokens that the second segment shares with the first, and
-#: windows.
+#: Inputs of the trial: segment lengths, number of tokens that the second segment shares with the first, and windows.
 _LENGTHS: Final = (150, 90, 1)
 _SHARED: Final = 60
 _WINDOWS: Final = (None, 33)
@@ -53,13 +49,9 @@ def planning(
     config: Mapping[str, Any],
     kernels: Kernels = Kernels.FAST,
 ) -> Planning:
-    """Choose the planner for a trainer on this device.
+    """Choose the planner for a device and the configuration of a model's text part.
 
-    Args:
-        config: the configuration of the model's text part.
-
-    Raises:
-        SpecError: the kernel was requested but cannot be used, or batch-invariant kernels are not on a CPU.
+    Raises SpecError if a requested kernel fails, or if batch-invariant kernels are requested elsewhere than on a CPU.
     """
     if kernels is Kernels.BATCH_INVARIANT:
         if device.type != "cpu":
@@ -78,7 +70,7 @@ def planning(
 
 
 def facts_of(device: torch.device, *, precision: Precision, widths: frozenset[int]) -> AttentionFacts:
-    """Return what decides whether the kernel can be used here: device, precision and head widths."""
+    """Return the facts that decide whether the kernel can be used on this device."""
     is_here = device.type == "cuda" and torch.cuda.is_available()
     return AttentionFacts(
         device=device.type,
@@ -90,12 +82,7 @@ def facts_of(device: torch.device, *, precision: Precision, widths: frozenset[in
 
 
 def failed_trial(kernel: VarlenKernel, *, heads: HeadShapes, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Compare the kernel's results and gradients with those of buckets; return None, or the failure.
-
-    Args:
-        heads: head shapes, of a single width.
-        dtype: dtype of the kernel's inputs; buckets compute with the same values in fp32.
-    """
+    """Compare the kernel's results and gradients with those of buckets in fp32; return None, or the failure."""
     positions = np.concatenate([np.arange(length) for length in _LENGTHS]).astype(np.int32)
     source = np.arange(len(positions))
     source[_LENGTHS[0] : _LENGTHS[0] + _SHARED] = np.arange(_SHARED)
@@ -119,7 +106,6 @@ def failed_trial(kernel: VarlenKernel, *, heads: HeadShapes, device: torch.devic
 
 
 def _attended(plan: AttentionPlan, drawn: list[Tensor], window: int | None) -> tuple[Tensor, ...]:
-    """Return the attention output and the gradients of query, key and value."""
     inputs, cotangent = [each.detach().requires_grad_() for each in drawn[:3]], drawn[3]
     with torch.enable_grad(), torch.autocast(cotangent.device.type, enabled=False):
         attended = plan.attend(*inputs, window=window, scale=None)

@@ -1,10 +1,9 @@
 """Attention over packed segments in buckets, on any device: it never crosses a boundary and needs no T² mask.
 
-Only within attention, segments are laid out in buckets of similar length, padded to the longest of the bucket, and
-attend causally. All other layers work on the packed tokens. Padding follows a segment's end, so causal attention hides
-it without a mask, and the fast kernels stay usable. A prefix shared by several segments exists once in the packed
-layout and in each of these segments in the padded layout. Both directions of the re-layout are gathers, or sums in a
-fixed order, so gradients are deterministic on every device.
+Within attention only, segments are laid out in buckets of similar length, padded at the end. Causal attention hides
+such padding without a mask, so fast kernels stay usable. A prefix shared by several segments exists once in the packed
+layout and in each segment of the padded one. The re-layout gathers, or sums in a fixed order, so gradients are
+deterministic on every device.
 """
 
 from __future__ import annotations
@@ -59,10 +58,7 @@ class SegmentPlan:
         *,
         kernels: Kernels = Kernels.FAST,
     ) -> SegmentPlan:
-        """Plan for packed segments; `position_ids` [T] restart at 0 in each.
-
-        Without `distinct`, all tokens are computed.
-        """
+        """Plan for packed segments, whose `position_ids` [T] restart at 0; `distinct` None computes every token."""
         starts = np.flatnonzero(position_ids == 0)
         lengths = np.diff(starts, append=len(position_ids))
         bucket_of = np.searchsorted(_EDGES, lengths)
@@ -95,7 +91,7 @@ class SegmentPlan:
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None) -> Tensor:
-        """See `AttentionPlan.attend`; computed bucket by bucket."""
+        """Compute `AttentionPlan.attend` bucket by bucket."""
         q, k, v = (self.pad(x) for x in (query, key, value))
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         outputs, start = [], 0
@@ -134,10 +130,7 @@ class SegmentPlan:
 
 
 class _Pad(torch.autograd.Function):
-    """Gather rows; backward gathers too, since padding rows receive no gradient.
-
-    Gradients of shared tokens are summed.
-    """
+    """Gather rows; backward gathers too, since padding rows have no gradient, and sums gradients of shared tokens."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, plan: SegmentPlan) -> Tensor:
@@ -164,6 +157,5 @@ class _Unpad(torch.autograd.Function):
 
 
 def _band(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return a bool mask [length, length]: causal, and at most `window` positions wide."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < (window or length))

@@ -3,10 +3,9 @@
     all but attention    each has K / n of the computed tokens, and all heads
     attention            each has all K tokens, and 1 / n of the heads
 
-An all-to-all exchanges the two layouts. Attention thus sees segments and shared prompts as in a single process, and
-`segments.py` works unchanged. If there are fewer key heads than processes, key heads are repeated. Predictions are
-gathered at the end, since an objective may read a whole rollout. In backward, each process uses only the gradient of
-its own tokens, and weight gradients are summed over the n processes as over any others.
+An all-to-all exchanges the two layouts, so attention sees segments as in a single process. With fewer key heads than
+processes, key heads are repeated. Predictions are gathered at the end, since an objective may read a whole rollout. In
+backward, each process uses only the gradient of its own tokens; weight gradients are summed over all processes.
 """
 
 from __future__ import annotations
@@ -36,11 +35,7 @@ class SequenceGroup:
     place: int
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange [k, H, d], this process's tokens, for [K, H / n, d], its heads of all tokens.
-
-        Raises:
-            SpecError: H is not a multiple of n; raised on every process.
-        """
+        """Exchange [k, H, d], this process's tokens, for [K, H / n, d], its heads of all tokens. Raises SpecError."""
         refuse_heads(query.shape[1], self.size)
         repeats = repeats_of(query.shape[1], key.shape[1], self.size)
         if repeats > 1:
@@ -60,9 +55,6 @@ class SequenceGroup:
         """Gather [M, N] on every process; `own` [M, N_own] becomes the columns `readers[place]`.
 
         Backward gives each process the gradient of its own columns, since all processes evaluate the same loss.
-
-        Args:
-            readers: the columns of each process; together they cover each column once.
         """
         whole: Tensor = _Together.apply(own, self, readers)
         return whole
@@ -88,11 +80,7 @@ class SequencePart(NamedTuple):
     def of(
         cls, group: SequenceGroup, distinct: Distinct, position_ids: NDArray[np.int32], requested: NDArray[np.int64]
     ) -> SequencePart:
-        """Divide the tokens evenly; the process that computes a token makes the prediction from it.
-
-        Args:
-            requested: i64 [N], tokens whose predictions are requested; none is the first of a segment.
-        """
+        """Divide the computed tokens evenly; each process makes the `requested` [N] predictions from its own tokens."""
         padding = -len(distinct.kept) % group.size
         padded = distinct.with_padding(padding)
         each = len(padded.kept) // group.size

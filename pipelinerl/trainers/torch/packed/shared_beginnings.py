@@ -1,9 +1,8 @@
 """Shared prefixes of a micro-batch's segments, which the model computes only once.
 
-Under causal attention, a token's hidden states depend only on the tokens before it. Equal prefixes therefore have equal
-hidden states in every layer, and their gradients are summed. The system prompt of all groups, a group's prompt, and the
-equal first tokens of its answers are computed once each. The segments of a micro-batch form a tree of tokens, and the
-cost of a pass is proportional to its nodes. Only attention sees whole segments (`segments.py`).
+Under causal attention, equal prefixes have equal hidden states in every layer, and their gradients are summed. So a
+system prompt, a group's prompt, and the equal first tokens of its answers are computed once each. The segments form a
+tree of tokens, and the cost of a pass is proportional to its nodes. Only attention sees whole segments (`segments.py`).
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ _LEAST_SAVED: Final = 1 / 32
 class Distinct(NamedTuple):
     """The K of a micro-batch's T tokens that are computed: the nodes of the tree.
 
-    Attributes:
-        kept: i64 [K], the computed tokens, ascending.
-        place: i64 [T], the index among the K of each of the T tokens.
+    `kept` i64 [K] are these tokens, ascending; `place` i64 [T] is each token's index among them.
     """
 
     kept: Indices
@@ -38,10 +35,10 @@ class Distinct(NamedTuple):
 
     @classmethod
     def of(cls, batch: MicroBatch) -> Self:
-        """Keep one of all tokens with equal prefixes; keep every token if this would save too little.
+        """Keep one of all tokens with equal prefixes, or every token if this would save too little.
 
-        If the sampler's experts are replayed, only prompts are compared: two samplers may have routed equal answers to
-        different experts.
+        If the sampler's experts are replayed, only prompts are compared, since equal answers may have been routed
+        differently.
         """
         tokens, every = batch.token_ids, np.arange(batch.num_tokens)
         source = every.copy()
@@ -68,7 +65,6 @@ class Distinct(NamedTuple):
 
 
 def _equal(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """Return the length of the common prefix."""
     shorter = min(len(one), len(other))
     (differ,) = np.nonzero(one[:shorter] != other[:shorter])
     return int(differ[0]) if len(differ) else shorter
@@ -79,8 +75,7 @@ def _equal(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 class Sums:
     """Sums of the gradients of rows that were read from the same place.
 
-    Rows are added in pairs, then pairs of pairs, so that no addition involves more than two rows. The fixed order makes
-    the sum deterministic on every device, with a logarithmic number of rounds.
+    Rows are added in pairs, then pairs of pairs: a fixed order, deterministic on every device, in few rounds.
 
     Attributes:
         rows: i64 [M], the rows that share their place with others.
@@ -96,7 +91,7 @@ class Sums:
 
     @classmethod
     def of(cls, place: Indices, device: torch.device, rows: Indices | None = None) -> Self:
-        """Plan the sums for `rows` [N] (default 0, 1, …), each read from its `place` [N]."""
+        """Plan how to sum gradients of `rows` [N] (default 0, 1, …) that were read from the same `place` [N]."""
         order = np.argsort(place, kind="stable")
         first = np.flatnonzero(np.diff(place[order], prepend=-1))
         counts = np.diff(first, append=len(place))
@@ -128,13 +123,7 @@ class Sums:
 @final
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Rows [N, …] read from [K, …], some of them more than once.
-
-    Attributes:
-        index: i64 [N].
-        size: K.
-        sums: gradient sums of rows that are read more than once.
-    """
+    """Rows [N, …] read by `index` i64 [N] from `size` rows; `sums` add the gradients of rows read more than once."""
 
     index: Tensor
     size: int
@@ -146,7 +135,7 @@ class Reading:
         return cls(torch.from_numpy(place).to(device), size, Sums.of(place, device))
 
     def __call__(self, computed: Tensor) -> Tensor:
-        """Convert [K, …] to [N, …]."""
+        """Return the rows [N, …] of `computed` [K, …]."""
         read: Tensor = _Read.apply(computed, self)
         return read
 

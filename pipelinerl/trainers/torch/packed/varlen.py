@@ -1,8 +1,7 @@
 """Attention over packed segments in one kernel, `torch.nn.attention.varlen.varlen_attn`, which takes their boundaries.
 
-There is no padding and there are no buckets. If segments share a prefix, queries cover each computed token once, while
-keys and values cover each segment whole. A segment's unshared tokens come last, and the causal mask is aligned to the
-end of the keys, so its cost is its unshared tokens times all of its tokens. `planner.py` tests the kernel before use.
+If segments share a prefix, queries cover each computed token once, keys and values each segment whole. The causal mask
+is aligned to the end of the keys, so a segment costs its unshared tokens times all its tokens.
 """
 
 from __future__ import annotations
@@ -57,10 +56,7 @@ def torch_kernel() -> VarlenKernel:
 
 
 def for_fewer_key_heads(kernel: Callable[..., Any]) -> VarlenKernel:
-    """Return a kernel that accepts fewer key heads than query heads.
-
-    Torch before 2.12 has no `enable_gqa`; there, key and value heads are repeated.
-    """
+    """Return a kernel that accepts fewer key heads than query heads; torch before 2.12 needs them repeated."""
     if "enable_gqa" in signature(kernel).parameters:
         return cast(VarlenKernel, kernel)
 
@@ -75,15 +71,13 @@ def for_fewer_key_heads(kernel: Callable[..., Any]) -> VarlenKernel:
 @final
 @dataclass(frozen=True, slots=True)
 class VarlenPlan:
-    """The boundaries of segments among the K computed tokens.
-
-    A segment that is entirely a prefix of another has no computed token and is omitted.
+    """The boundaries of segments among the K computed tokens; segments without a computed token are omitted.
 
     Attributes:
         query_starts: i32 [S + 1], into the K tokens.
         key_starts: i32 [S + 1], into the M tokens of whole segments.
         most_queries, most_keys: maxima over segments.
-        keys: reads the M from the K; None if they are the same.
+        keys: reads the M tokens from the K; None if they are the same.
         kernel: the attention kernel.
         group: the processes that divide the K tokens outside attention, or None.
     """
@@ -106,10 +100,7 @@ class VarlenPlan:
         *,
         kernel: VarlenKernel,
     ) -> VarlenPlan:
-        """Plan for packed segments; `position_ids` [T] restart at 0 in each.
-
-        Without `distinct`, all tokens are computed.
-        """
+        """Plan for packed segments, whose `position_ids` [T] restart at 0. `distinct` None computes every token."""
         begins = position_ids == 0
         lengths = np.diff(np.flatnonzero(begins), append=len(position_ids))
         own, keys = lengths, None
@@ -129,7 +120,7 @@ class VarlenPlan:
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None) -> Tensor:
-        """See `AttentionPlan.attend`; cast to autocast's dtype if enabled, since autocast does not cover the kernel."""
+        """Compute `AttentionPlan.attend`, in autocast's dtype if enabled; autocast does not cover the kernel."""
         if self.keys is not None:
             key, value = self.keys(key), self.keys(value)
         kind = query.device.type

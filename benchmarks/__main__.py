@@ -27,10 +27,8 @@ _OPTIONS: Final = ("seeds", "only", "recipe", "steps", "changes")
 
 
 def names(function: str = "run") -> dict[str, str]:
-    """Return the modules in this folder that define `function`, by name, with the first line of their docstrings.
-
-    The files are parsed and not imported: some need packages that not every installation has.
-    """
+    """Map each module in this folder that defines `function` to the first line of its docstring."""
+    # Parse the files instead of importing them: some need optional packages.
     trees = {
         module.name: ast.parse((_FOLDER / f"{module.name}.py").read_text())
         for module in pkgutil.iter_modules([str(_FOLDER)])

@@ -31,7 +31,7 @@ CONTEXT = 320
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A law of answer lengths: Pareto with exponent `tail` from `shortest`, cut at `longest`; tail 0 is constant."""
+    """A distribution of answer lengths: Pareto with exponent `tail`, clipped to `longest`; constant if `tail` is 0."""
 
     name: str
     shortest: int

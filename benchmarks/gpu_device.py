@@ -1,6 +1,6 @@
-"""Measured limits of a device, which `gpu_check` divides by, and the sizes of its checks (`Scale`).
+"""Measure a device's limits, to which `gpu_check` relates its figures; define the sizes of its checks (`Scale`).
 
-Every time is taken with the device idle before and after, and is the best of several: a bound, not an average.
+Times start and end with the device idle. Each is the best of several tries: a bound, not an average.
 """
 
 from __future__ import annotations

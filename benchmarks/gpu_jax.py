@@ -31,12 +31,12 @@ from trainer_contract.trainer import Trainer
 from trainer_contract.types import Device, Precision, TrainerSpec, WeightDType
 
 _RATE: Final = 1e-6
-#: XLA would take three quarters of the GPU, and its fp32 products would be TF32.
+#: Otherwise XLA preallocates three quarters of the GPU, and computes fp32 products in TF32.
 _SETTINGS: Final = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
 
 
 def check_jax(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare JAX with torch; without JAX, or a JAX that does not find the GPU, report that nothing was checked."""
+    """Compare JAX with torch; if JAX is missing or does not find the GPU, report that nothing was checked."""
     os.environ.update(_SETTINGS)
     platform = _platform()
     if platform is None or (platform == "cpu") != (device.type == "cpu"):
@@ -54,7 +54,7 @@ def check_jax(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Ro
 
 
 def _platform() -> str | None:
-    """Return the platform that JAX would use, None without JAX."""
+    """Return the platform that JAX would use (None: JAX is not installed)."""
     if importlib.util.find_spec("jax") is None:
         return None
     import jax
@@ -98,7 +98,7 @@ def _step_ratio(folder: Path, scale: Scale, device: torch.device) -> float:
 
 
 def _engine_apart(folder: Path, scale: Scale, device: torch.device) -> float:
-    """Return the largest difference of a sampled token's log-prob."""
+    """Return the largest log-prob difference between the JAX engine and the torch trainer."""
     from pipelinerl.engines.batching.batching_engine import BatchingEngine
     from pipelinerl.engines.jax.engine import load_runner
     from pipelinerl.engines.options import EngineOptions

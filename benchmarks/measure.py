@@ -74,12 +74,11 @@ class Paired:
 
 
 def paired(arms: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 1) -> Paired:
-    """Run every arm once per round, forwards in even rounds and backwards in odd ones.
+    """Run every arm once per round, in order in even rounds and in reverse order in odd rounds.
 
     Args:
         arms: functions by name that do the work once and return a measurement (seconds, tokens/s, …).
-        rounds: measured rounds.
-        warmup: rounds that run first and are discarded.
+        warmup: number of rounds that run first and are discarded.
 
     Raises:
         ValueError: no arms, no rounds, or an arm returned a number that is not finite and positive.
@@ -156,7 +155,7 @@ def write_record(name: str, payload: Mapping[str, Any], *, quick: bool = False, 
 
 
 def _laid_out(value: Any, margin: str = "") -> str:
-    """Return JSON that people and diffs can read: a container of scalars takes one line."""
+    """Format as JSON that people and diffs can read: a container of scalars takes one line."""
     nested = isinstance(value, Mapping | list | tuple) and any(
         isinstance(part, Mapping | list | tuple) for part in (value.values() if isinstance(value, Mapping) else value)
     )
@@ -170,7 +169,7 @@ def _laid_out(value: Any, margin: str = "") -> str:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return what a reader needs to judge a figure: date, Python, libraries, processor, cores, memory."""
+    """Return the facts needed to judge a figure: date, Python, libraries, processor, cores, memory."""
     versions = {}
     for library in _LIBRARIES:
         try:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.paced FOLDER section.key=value …
 
-The controller, actor, engine's HTTP server, broadcast and training loop are a run's own; the streams are in memory and
-the verifier alternates. So the schedule and the cost of the parts around the devices decide the time, and hardly the
-load of this machine's processors. FOLDER receives the recipe, the events and the lengths of answers.
+The controller, actor, engine's HTTP server, broadcast and training loop are those of a real run; the streams are in
+memory and the verifier alternates. The time therefore depends on the schedule and on the parts around the devices, and
+hardly on this machine's load. FOLDER receives the recipe, the events and the lengths of answers.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def paced_recipe(folder: Path) -> Path:
 
 
 def engine(options: EngineOptions) -> Engine:
-    """Return the bigram engine, as slow as `ENGINE`."""
+    """Return a bigram engine whose decode steps take as long as `ENGINE` says."""
 
     def runner() -> Any:
         model = BigramModel.load(options.model_path)
@@ -137,7 +137,7 @@ class PacedRunner:
 
 @final
 class PacedTrainer:
-    """The bigram trainer, as slow as `TRAINER`."""
+    """A bigram trainer whose backward passes take as long as `TRAINER` says."""
 
     def __init__(self) -> None:
         self._trainer = BigramTrainer()
@@ -146,7 +146,7 @@ class PacedTrainer:
         return getattr(self._trainer, name)
 
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Compute the gradient, and wait until a device would have it."""
+        """Compute the gradient, and wait as long as a device would take."""
         tokens = sum(len(each.token_ids) for each in micro_batches)
         until = time.monotonic() + TRAINER.token_s * tokens
         stats = self._trainer.backward(micro_batches, objective)
@@ -160,7 +160,7 @@ def _wait(until: float) -> None:
 
 @final
 class _Alternating:
-    """A verifier that accepts every second answer; it keeps the lengths of all."""
+    """A verifier that accepts every second answer, and records the lengths of all answers."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
@@ -176,7 +176,7 @@ class _Alternating:
 
 
 async def paced_run(recipe: Path, changes: Sequence[str], folder: Path) -> None:
-    """Run a recipe to its end and leave recipe, events and lengths in `folder`."""
+    """Run a recipe to its end, and write the recipe, events and lengths to `folder`."""
     config = load(recipe, changes)
     folder.mkdir(parents=True)
     save(config, folder / "recipe.toml")
@@ -246,7 +246,7 @@ async def _train(config: RunConfig, folder: Path, url: str, verifier: _Alternati
 
 
 async def _follow(controller: Controller, actor: Actor) -> None:
-    """Tell the actor about versions and k, as its role does."""
+    """Send the actor the current version and k, as its role does."""
     while True:
         actor.follow(model_version=controller.state.version, k=controller.state.knobs.k)
         await asyncio.sleep(_FOLLOW_S)

@@ -67,7 +67,7 @@ class Parity:
     """Differences of one arm, engine against trainer.
 
     Attributes:
-        all_tokens: both model versions.
+        all_tokens: over both model versions.
         versions: by model version.
         bit_equal: share of tokens whose log-probs have the same bits.
         switched: number of samples that the update reached in flight.
@@ -80,7 +80,7 @@ class Parity:
 
 
 def measure(model: Path, arm: Arm, *, prompts: int, seed: int = 0) -> Parity:
-    """Sample, update in flight, and recompute.
+    """Sample with an update in flight, recompute the log-probs with the trainer, and compare.
 
     Args:
         model: directory in the arm's dtype.
@@ -152,7 +152,7 @@ async def _sample(model: Path, arm: Arm, spec: TrainerSpec, *, prompts: int, see
 
 
 def _requests(model: Path, seed: int) -> Iterator[ChatCompletionRequest]:
-    """Yield prompts of random tokens, for which the model samples long answers."""
+    """Yield requests with random prompts, which make the model sample long answers."""
     vocab = ChatTokenizer.load(model).vocab_size
     for number in itertools.count():
         draw = generator(seed, "parity", number)
@@ -194,7 +194,7 @@ def _packed(rollouts: Sequence[Rollout]) -> list[MicroBatch]:
 
 
 def _trainer(spec: TrainerSpec, *, steps: int) -> TorchTrainer:
-    """Return a trainer after `steps` optimizer steps; equal calls give equal bits."""
+    """Return a trainer after `steps` optimizer steps; equal arguments give bit-identical weights."""
     trainer = TorchTrainer()
     trainer.init_worker(spec)
     draw = generator(0, "parity step")

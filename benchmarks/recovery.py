@@ -3,10 +3,10 @@
     trainer    kill -9 of a live run's trainer: from the start of its next process to the controller's directive
     run        kill -9 of everything: from the start of `run --resume` to the controller's directive
 
-Each is compared with the same processes, started in the same order on the same cores. They import the modules that the
-run's processes import, and the trainer's then reads the bytes of the newest checkpoint. The launcher is stopped while
-the bare trainer starts, so that the run waits for a trainer in both arms. The launcher's restart delay of half a second
-counts in neither.
+The bare arm starts the same processes in the same order on the same cores, but they only import the modules that the
+run's processes import; the trainer's also reads the bytes of the newest checkpoint. The launcher is stopped while the
+bare trainer starts, so the run waits for a trainer in both arms. Neither arm includes the launcher's restart delay of
+half a second.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def waited(look: Callable[[], T | None], what: str) -> T:
 
 
 def started_at(process: psutil.Process) -> float:
-    """Return when a process started, in Unix seconds; psutil's answer is only precise to a second."""
+    """Return the start time of a process, in Unix seconds; psutil's figure is only precise to a second."""
     ticks = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s
@@ -159,13 +159,13 @@ class Bare:
         self._cores = {"engine-0": cores[0], "trainer": cores[-1]} if len(cores) > 1 else {}  # as `launch.plan` does
 
     def trainer(self, checkpoint: Path) -> float:
-        """Return the seconds of a trainer's process that imports and reads."""
+        """Time a trainer's process that imports its modules and reads the checkpoint, in seconds."""
         began = time.perf_counter()
         _end(self._start("trainer", checkpoint))
         return time.perf_counter() - began
 
     def run(self, checkpoint: Path) -> float:
-        """Return the seconds of all processes, until the trainer's and the engine's have ended."""
+        """Time all processes until the trainer's and the engine's have ended, in seconds."""
         began = time.perf_counter()
         for role in ("launcher", "redis", "controller"):
             _end(self._start(role))

@@ -7,12 +7,12 @@
     in flight        (1, 8), and running answers continue with new weights: PipelineRL
 
 All arms share code, prompts, noise, objective, number of rollouts, and rollouts per optimizer step. They differ in the
-keys of their schedule and in two choices, which trials with a seed of their own make for each arm: the learning rate,
-among half, once and twice the recipe's, by the reward at the end; and for conventional RL, whose phases have all cores,
-one thread per process, a thread per core, or an engine per core, by seconds. A cell is a law of answer lengths; every
+keys of their schedule and in settings that short trials with a separate seed choose for each arm: the learning rate
+(half, once or twice the recipe's) with the best final reward and, for conventional RL, the fastest use of the cores
+(one thread per process, a thread per core, or an engine per core). A cell is a distribution of answer lengths; every
 arm of every cell runs with every seed. Targets: the seconds of `in flight` to a reward, over those of the best
-conventional arm, at most 0.6 with fixed lengths and 0.45 with heavy tails. `--recipe` takes a task whose model is
-large enough for compute to dominate, such as `examples/smollm2/json_facts.toml`. The record is resumable run by run.
+conventional arm, at most 0.6 with fixed lengths and 0.45 with heavy tails. `--recipe` takes a task whose model is large
+enough for compute to dominate, such as `examples/smollm2/json_facts.toml`. An interrupted benchmark resumes run by run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ASYNCHRONOUS: Final[Mapping[str, tuple[str, ...]]] = {
     "RLAX (16, 32)": ("staleness.j=16", "staleness.k=32"),
     "in flight": ("staleness.j=1", "staleness.k=8", "engine.on_update=continue"),
 }
-#: Words to spell, by law of lengths: (letters from, to, weight) of each domain.
+#: Words to spell, by distribution of lengths: (letters from, to, weight) of each domain.
 _WORDS: Final[Mapping[str, tuple[tuple[int, int, float], ...]]] = {
     "fixed": ((5, 5, 1.0),),
     "heavy-tailed": ((3, 3, 6.0), (5, 6, 2.0), (10, 12, 1.0)),
@@ -73,7 +73,7 @@ _COLOURS: Final = ("#9aa3b2", "#6b7486", "#454c5a", "#1f2430", "#f2a541", "#18a9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """A task and law of answer lengths that all arms of a comparison share."""
+    """A task and a distribution of answer lengths, shared by all arms of a comparison."""
 
     recipe: str
     lengths: str
@@ -151,7 +151,7 @@ def schedules() -> list[Schedule]:
 
 
 def figures(job: Job, run: FinishedRun) -> Figures:
-    """Return `figures_of` the run, its seconds to each reward (None if never reached), its lag and what was busy.
+    """Return `figures_of` the run, its seconds to each reward (None if never reached), its lag, and how busy it was.
 
     `lag` is the mean number of optimizer steps between the weights that sampled a rollout's oldest token and the step
     that trained it. `trainer_busy` is the share of training time that steps take.
@@ -229,7 +229,7 @@ class Trials:
 
 
 def chosen(name: str, grid: Sequence[Cell], arms: Sequence[Schedule]) -> dict[tuple[Cell, Schedule], tuple[str, ...]]:
-    """Return what trials choose for each arm: how conventional RL uses the cores, then the learning rate."""
+    """Return the changes that trials choose for each arm: how conventional RL uses the cores, and the learning rate."""
     places = list(product(grid, arms))
     ways = {place: [(each,) for each in PARALLEL] for place in places if place[1].conventional}
     cores = Trials(f"{name}_cores", ways, lambda row: -row["seconds"]).best()

@@ -100,7 +100,7 @@ def local(order: EngineOrder) -> Iterator[LocalEngine]:
 
 @final
 class _Stopwatch:
-    """A model runner that notes when each of its steps ends."""
+    """A model runner that records when each of its decode steps ends."""
 
     def __init__(self, runner: Any, ends: list[float]) -> None:
         self._runner = runner

@@ -3,9 +3,9 @@
 In these runs engine and trainer wait as long as devices would take (`benchmarks/paced.py`). All arms run at once, so
 that the machine is equally busy for each.
 
-The simulation is calibrated on the synchronous arm and, for how engine and trainer slow each other down, on the one in
-flight; all other arms are predicted. The error is that of a step's seconds, simulated ÷ measured − 1. The synchronous
-arm runs twice: the difference is the machine's noise, and no prediction can be better.
+The simulation is calibrated on two arms: the synchronous one, and the one in flight, which shows how engine and trainer
+slow each other down. All other arms are predicted. The error is that of a step's seconds, simulated ÷ measured − 1. The
+synchronous arm runs twice: the difference is the machine's noise, which bounds the accuracy of any prediction.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def paced_run(folder: Path, changes: Sequence[str]) -> ObservedRun:
 
 
 def predicted_cells(runs: Mapping[str, ObservedRun]) -> tuple[list[Cell], Hardware]:
-    """Return every arm's measurement and prediction, and the hardware that two of them calibrate."""
+    """Return every arm's measurement and prediction, and the hardware that is calibrated on two of the arms."""
     hardware = calibrate([runs[_SYNCHRONOUS], runs[_IN_FLIGHT]])
     cells = []
     for arm, run in runs.items():

@@ -1,8 +1,8 @@
 """Compare the time to a held-out accuracy with TRL's GRPOTrainer: at most 1.0 of TRL's time, goal 0.5.
 
 Both arms train the recipe `tiny` with the same model directory, problems, reward, held-out problems and
-hyper-parameters (`trl_arm` translates them). They run on the same two cores, one after the other, in alternating order
-by seed.
+hyper-parameters (`trl_arm` translates them), on the same two cores, one after the other; their order alternates by
+seed.
 
     ours   `pipelinerl run` as a user starts it: launcher, stream server, controller, engine, actor and trainer in
            processes of their own. Times come from its events.jsonl.
@@ -11,7 +11,7 @@ by seed.
 
 Our clock starts at the end of the first evaluation, when the first training prompt may be issued. It stops at the first
 evaluation that reaches the target, and includes later evaluations and checkpoints. TRL's clock starts with its first
-step, stops during evaluations, and there are no checkpoints. Both evaluate every `evaluation.interval_steps` steps. An
+step and pauses during evaluations; TRL writes no checkpoints. Both evaluate every `evaluation.interval_steps` steps. An
 arm that misses the target counts with all its time and is marked. The time of a step is the median between the ends of
 consecutive steps.
 """
@@ -116,7 +116,7 @@ def arm_of(events: Sequence[Event], load: float) -> Arm:
 
 
 def ours(recipe: Path, *, seed: int, until: float) -> Arm:
-    """Run `pipelinerl run` until it reaches the accuracy."""
+    """Run `pipelinerl run` until its held-out accuracy reaches `until`."""
     load_average = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="pipelinerl-trl-") as folder:
         chosen = [f"run.seed={seed}", f"run.until_accuracy={until}", f"run.directory={folder}", "run.name=ours"]
@@ -125,7 +125,7 @@ def ours(recipe: Path, *, seed: int, until: float) -> Arm:
 
 
 def theirs(recipe: Path, *, seed: int, until: float, manner: str) -> Arm:
-    """Run TRL until it reaches the accuracy."""
+    """Run TRL until its held-out accuracy reaches `until`."""
     load_average, steps = os.getloadavg()[0], load(recipe).run.steps
     result = _trl(manner, recipe=str(recipe), seed=seed, steps=steps, until=until)
     points = [(step, seconds, accuracy) for step, seconds, accuracy in result["points"]]
@@ -143,18 +143,13 @@ def fastest_manner(recipe: Path, *, steps: int, tries_of_each: int) -> tuple[str
 
 
 def _trl(manner: str, **order: Any) -> Any:
-    """Return `trl_arm`'s answer to an order."""
     threads, environment = MANNERS[manner]
     output = _call(["-m", "benchmarks.trl_arm", json.dumps({**order, "threads": threads})], environment)
     return json.loads(output.splitlines()[-1])
 
 
 def _call(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Run Python with `arguments` on this benchmark's cores and return its output.
-
-    Raises:
-        RuntimeError: the process failed; the message ends with its output.
-    """
+    """Run Python with `arguments` on this benchmark's cores and return its output; raise RuntimeError if it fails."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
     done = subprocess.run(
         [sys.executable, *arguments],
@@ -238,8 +233,8 @@ def _shown(crossing: Crossing) -> str:
 def run(quick: bool = False, *, seeds: Sequence[int] = (), changes: Sequence[str] = ()) -> None:
     """Measure, print and record.
 
-    Given `seeds`, only these run, and the record's other seeds are kept. With `changes` of the recipe, which both arms
-    get, nothing is recorded.
+    With `seeds`, only these run, and the record's other seeds are kept. With `changes` of the recipe, which apply to
+    both arms, nothing is recorded.
     """
     known = recorded(RESULTS / "trl.json", TINY.recipe) if seeds and not changes else {}
     for payload in on_two_cores(TINY, seeds or range(1 if quick or changes else 3), overrides=changes, known=known):

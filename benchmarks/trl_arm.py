@@ -52,9 +52,7 @@ class ArmOrder:
 
 @dataclass(frozen=True, slots=True)
 class ArmResult:
-    """Results: `points` are (step, seconds of training, held-out accuracy), `ends` the seconds at the end of each
-    step.
-    """
+    """Points (step, seconds of training, held-out accuracy), and `ends`: the seconds at the end of each step."""
 
     points: list[tuple[int, float, float]]
     ends: list[float]
@@ -126,7 +124,7 @@ class HeldOut:
     problems: list[Problem] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Make the problems that our own evaluations use."""
+        """Create the held-out problems of our own evaluations."""
         wanted = self.config.evaluation_sets[0]
         source = held_out_problems(self.config, wanted)[wanted.name]
         self.problems = [source.problem(index) for index in range(wanted.problems)]
@@ -216,7 +214,7 @@ def grpo_arguments(config: RunConfig, *, steps: int, folder: str) -> dict[str, A
 
 
 def train(order: ArmOrder) -> ArmResult:
-    """Run TRL's trainer to the order's end."""
+    """Run TRL's trainer as ordered, and return its curve."""
     import torch
 
     torch.set_num_threads(order.threads)

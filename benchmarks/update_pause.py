@@ -1,17 +1,16 @@
 """Measure how long tokens stop while an engine takes new weights, against a memcpy of as many bytes.
 
 A torch engine with a random decoder decodes in a process of its own. The trainer is another process, which publishes
-through HTTP and gloo, at a lower priority (nice) because the two share cores. The engine's decode thread notes the end
-of each step. Per update:
+through HTTP and gloo, at a lower priority (nice) because the two share cores. The engine's decode thread records the
+end of each step. Per update:
 
     longest   the longest time between two steps from PREPARE to the answer to COMMIT
     control   the longest time between two steps in an equally long period without an update
     step      the median step of that period
-    memcpy    one copy of the model's bytes while the engine is idle: the least that an in-place update would stop for
+    memcpy    one copy of the model's bytes while the engine is idle: the lower bound for an in-place update
 
-`extra` is longest − step. On one core the trainer, the receiving thread and the decode thread take turns, which adds to
-`longest`. Targets: at 24 MB, (longest − control) / step at most 1; at 310 MB,
-extra / memcpy at most 0.1.
+    `extra` is longest − step. On one core the trainer, the receiving thread and the decode thread take turns, which
+    adds to `longest`. Targets: (longest − control) / step at most 1 at 24 MB; extra / memcpy at most 0.1 at 310 MB.
 """
 
 from __future__ import annotations
@@ -57,12 +56,11 @@ def _ratio(samples: Samples, above: str, minus: str | None, below: str) -> Inter
 
 
 def _gaps(notes: Sequence[float], start: float, end: float) -> list[float]:
-    """Return the times between consecutive steps that touch [start, end]."""
+    """Return the times between consecutive steps that overlap [start, end]."""
     return [b - a for a, b in pairwise(notes) if b >= start and a <= end]
 
 
 def _trainer(url: str, rounds: int) -> tuple[Samples, int]:
-    """Run every round against the engine at `url`, in the trainer's process."""
     torch.set_num_threads(1)
     return asyncio.run(_measure(url, rounds))
 
@@ -74,7 +72,7 @@ async def _measure(url: str, rounds: int) -> tuple[Samples, int]:
         source = _parameters(layout)
         samples: Samples = {name: [] for name in _NAMES}
         spare = np.empty(layout.num_bytes, np.uint8)
-        for number in range(-1, rounds):  # the first touches every page and is discarded
+        for number in range(-1, rounds):  # the first round touches every page and is discarded
             memcpy = _copy_seconds(spare)
             requests = asyncio.create_task(_keep_busy(client, url))
             await _steps(client, url, 8)
@@ -118,7 +116,7 @@ async def _keep_busy(client: EngineClient, url: str) -> None:
 
 
 def _copy_seconds(target: np.ndarray[Any, Any]) -> float:
-    """Return the best of three copies of as many bytes."""
+    """Return the seconds of the fastest of three copies of the target's size."""
     origin = np.zeros_like(target)
     origin[::4096] = 1
     took = []
@@ -130,7 +128,6 @@ def _copy_seconds(target: np.ndarray[Any, Any]) -> float:
 
 
 def _size(size: DebugSize, rounds: int) -> tuple[Samples, int]:
-    """Run all rounds with a model of this size."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         random_decoder(size).save_pretrained(folder)

@@ -130,5 +130,4 @@ def _measured(link: str) -> dict[str, float]:
 
 
 def _rate(frames_ms: list[float]) -> float:
-    """Return frames per second."""
     return 1e3 / float(np.mean(frames_ms))

@@ -1,4 +1,4 @@
-"""Trains what a program that calls litellm writes; it is asked twice. Needs `pip install litellm`."""
+"""Train on the answers of a program that calls litellm twice. Needs `pip install litellm`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import litellm
 
 
 async def play(task, client):
-    """Let the model answer, and once more; the domain's verifier judges the last answer."""
+    """Let the model answer twice; the domain's verifier judges the last answer."""
     messages = list(task.messages)
     for _ in range(2):
         answer = await litellm.acompletion(

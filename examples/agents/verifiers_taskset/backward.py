@@ -34,7 +34,7 @@ class BackwardConfig(vf.TasksetConfig):
 
 
 class Backward(vf.Taskset[Spelling, BackwardConfig]):
-    """All words of three of the letters."""
+    """All words of three letters, from the configured letters."""
 
     def load(self):
         for number, letters in enumerate(product(self.config.letters, repeat=3)):

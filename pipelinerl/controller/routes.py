@@ -65,10 +65,7 @@ _Name = Annotated[str, Field(max_length=64)]
 
 
 def _plain_json(changes: dict[str, Any]) -> dict[str, Any]:
-    """Reject values that Python's parser accepts but JSON cannot represent: NaN, infinities and lone surrogates.
-
-    An unbounded k is the string `inf`.
-    """
+    """Reject values that Python's parser accepts but JSON cannot represent: NaN, infinities and lone surrogates."""
     for name, value in changes.items():
         each = value if isinstance(value, dict) else {"": value}
         for inner, number in each.items():
@@ -89,8 +86,7 @@ def _is_unicode(text: str) -> bool:
 
 #: New values by knob name, as a request body.
 KnobChanges = Annotated[dict[str, Any], AfterValidator(_plain_json)]
-#: Names are limited here because recipes do not limit them, and every actor receives the domains of all verifier
-#: services.
+#: Recipes do not limit the length of names, but every actor receives the domains of all verifier services.
 _DomainName = Annotated[str, Field(max_length=256)]
 #: Seconds after its last offer for which a verifier service gets new work.
 LEASE_S: Final = 15.0
@@ -107,8 +103,7 @@ class EngineOffer(BaseModel):
     Attributes:
         url: base URL at which other processes reach it.
         incarnation: identifies one lifetime of the engine's process; empty if an operator offers the engine.
-        name: the name that the engine reports.
-        type: the engine's type: a name in the registry of engines.
+        type: a name in the registry of engines.
     """
 
     url: _OfferedUrl
@@ -136,7 +131,6 @@ class EngineStart(BaseModel):
 
     Attributes:
         type: type of all these engines: a name in the registry of engines.
-        count: number of engines to start.
         replaces: URL or name of an engine that is drained once the new engine serves; empty for none.
         grace_s: seconds for which the replaced engine may continue its current work.
     """
@@ -168,7 +162,6 @@ class ActorAssignment(msgspec.Struct, frozen=True, kw_only=True):
     k: float | None
     """Staleness bound k in versions; None if unbounded, since JSON has no infinity."""
     verifiers: tuple[VerifierLease, ...] = ()
-    """Verifier services that may be used."""
 
     @property
     def staleness_bound(self) -> float:
@@ -180,7 +173,6 @@ class KnobsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The knobs of a live run."""
 
     knobs: dict[str, Any]
-    """Values by name."""
     log: list[KnobChange] = []
     """All changes so far, oldest first."""
     effective: str = ""

@@ -150,11 +150,7 @@ def removal_reason(state: RunState, url: str) -> str:
 def _publish_failed(
     state: RunState, report: Published | CanaryChecked, *, blameless: Collection[str] = ()
 ) -> list[Effect]:
-    """Record engines that failed to receive the weights, or failed to prove them in the canary check.
-
-    A permanent failure expels the engine. A failure of a `blameless` engine, which other engines caused, is not
-    counted.
-    """
+    """Record failed updates and canary checks; permanent failures expel, and those of `blameless` engines do not count."""
     fleet, effects = state.fleet, list[Effect]()
     for url, reason in report.failed.items():
         persistence = Persistence.PERMANENT if url in report.permanent else Persistence.TRANSIENT
@@ -182,10 +178,7 @@ def _answered(state: RunState, url: str, *, now: float) -> list[Effect]:
 
 
 def _drain_replaced(state: RunState, url: str, *, now: float) -> list[Effect]:
-    """Drain the engine that a newly serving engine replaces.
-
-    This happens only once, although the new engine may prove its weights repeatedly.
-    """
+    """Drain the engine that a serving engine replaces, but only once: the new engine proves its weights repeatedly."""
     name = state.fleet.by_url[url].name
     for request in state.engine_requests:
         if request.name == name and request.replaces and request.wanted:
@@ -202,7 +195,6 @@ def _remove(state: RunState, engine: str) -> list[Effect]:
 
 
 def _expel(state: RunState, url: str, reason: str) -> list[Effect]:
-    """Expel an engine and have its process ended."""
     return _after_expulsion(state, url) if state.fleet.expel(url, reason, to_stop=True) else []
 
 

@@ -55,9 +55,7 @@ class Evaluator:
         return effects
 
     def advance(self, state: RunState, *, now: float) -> list[Effect]:
-        """Advance the evaluation, after any input: restart it if its pin broke, begin it if possible, and issue more
-        questions.
-        """
+        """After any input, restart an evaluation whose pin broke, begin one that is due, and issue more questions."""
         effects: list[Effect] = []
         if state.evaluations.current is not None and (reason := broken(state)):
             effects += self._restart(state, state.evaluations.current, reason)
@@ -79,9 +77,7 @@ class Evaluator:
         return self.asking(evaluation, [index] if evaluation.add(index, answer, now=now) else [])
 
     def closed(self, state: RunState) -> list[EvaluationResult]:
-        """Return the result of each set and release the pinned engine, if the evaluation has just ended; otherwise an
-        empty list.
-        """
+        """If the evaluation has just ended, release its engine and return each set's result; otherwise return []."""
         evaluation = state.evaluations.current
         if evaluation is None or not (evaluation.complete or evaluation.given_up):
             return []
@@ -107,14 +103,11 @@ class Evaluator:
             state.evaluations.due = replace(due, sets=due.sets + new)
 
     def _begin(self, state: RunState, due: EvaluationDue, *, now: float) -> list[Effect]:
-        """Begin the due evaluation, if engines serve suitable weights.
-
-        Wait for a publication that is under way, since it would break the pin. In the last phase nothing more is
-        published, so engines with any weights may answer.
-        """
+        """Begin the due evaluation if engines serve suitable weights, but not during a publication: it breaks the pin."""
         loaded = {url: state.fleet.by_url[url].loaded for url in state.fleet.verified()}
         if not loaded or (state.phase is RunPhase.TRAINING and state.trainer.publishes):
             return []
+        # Once the run finishes, nothing more is published, so engines with any weights may answer.
         last = state.phase is RunPhase.FINISHING
         ready = sorted(url for url in state.fleet.serving() if loaded[url] >= due.version)
         agreed = len(set(loaded.values())) == 1 and min(loaded.values()) >= due.version
@@ -186,9 +179,7 @@ class Evaluator:
 
 
 def holds_updates(state: RunState) -> bool:
-    """Return True if publications must wait, because they would change the weights that the current evaluation
-    measures.
-    """
+    """Return True if publications must wait, since they would change the weights that an evaluation measures."""
     evaluation = state.evaluations.current
     held = evaluation is not None and evaluation.pin is Pin.GATE and not evaluation.given_up
     return held and state.phase is RunPhase.TRAINING and state.version != evaluation.model_version  # type: ignore[union-attr]

@@ -1,8 +1,7 @@
 """`implausible`: rejects reports that no correct role of this run can have sent, given the controller's state.
 
-Any process that can write to the streams, or a role with a bug, can send anything. Plausible reports are trusted.
-Implausible reports would unbalance the account, add answers to evaluation questions that were never issued, or contain
-absurdly large numbers.
+Any process that can write to the streams, or a role with a bug, can send anything. Implausible reports would unbalance
+the account, answer evaluation questions that were never issued, or contain absurdly large numbers.
 """
 
 from __future__ import annotations
@@ -83,10 +82,7 @@ def _unrecordable(value: Any, name: str = "it") -> Iterator[str]:
 
 
 def _unbalanced(state: RunState, consumed: ConsumedReport) -> Iterator[str]:
-    """Yield a complaint for each contradiction in a trainer's account.
-
-    The account must count each order once: either below its frontier, or in the list `beyond` it.
-    """
+    """Yield a complaint for each contradiction in an account: each order counts once, below `frontier` or `beyond`."""
     furthest = max(consumed.frontier - 1, *consumed.beyond, -1)
     if furthest >= state.account.cursor + 2 * MOST_AHEAD:
         yield f"it accounts for order {furthest}, which was never issued"
@@ -99,9 +95,7 @@ def _unbalanced(state: RunState, consumed: ConsumedReport) -> Iterator[str]:
 
 
 def _unasked(state: RunState, report: EvaluationDone | GroupFailed) -> Iterator[str]:
-    """Yield a complaint if the report answers a question that the current evaluation did not ask, or answers it
-    impossibly.
-    """
+    """Yield a complaint if the report answers a question that was never issued, or has impossible counts."""
     evaluation = state.evaluations.current
     if evaluation is None or not evaluation.concerns(report.order_id):
         return

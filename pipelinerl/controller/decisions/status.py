@@ -62,8 +62,8 @@ def run_status(
 def assignment_of(state: RunState, settings: ControllerSettings) -> ActorAssignment:
     """Return the settings that every actor works with.
 
-    They contain k, by which actors give up outdated groups. They omit k if steps wait for overdue groups, or if
-    staleness is bounded for single rollouts.
+    k, by which actors give up outdated groups, is omitted if steps wait for overdue groups, or if staleness is bounded
+    for single rollouts.
     """
     drops = settings.scope is StalenessScope.GROUP and settings.overdue is Overdue.DROP
     gives_up = drops and not math.isinf(state.knobs.k)
@@ -103,7 +103,6 @@ def _other_sets(results: Sequence[EvaluationResult]) -> tuple[status.HeldOutStat
 
 
 def _held_out(results: Sequence[EvaluationResult]) -> status.HeldOutStatus:
-    """Return the status of one evaluation set."""
     if not results:
         return status.HeldOutStatus()
     first, last = results[0], results[-1]
@@ -250,9 +249,9 @@ class EngineWatch:
     def to_ask(self, records: Sequence[EngineRecord], *, now: float, every_s: float) -> list[str]:
         """Return the engines to poll now, given that this is called every `every_s` seconds.
 
-        In small fleets every engine is polled each time. If more than `POLLS_PER_S` engines per second are steady
-        (joining or healthy), only those that were polled least recently are chosen, so the cost of polling stays
-        bounded and even. All other engines, such as suspect or draining ones, are polled every time.
+        Of the steady engines (joining or healthy), at most `POLLS_PER_S` a second are polled, least recently polled
+        first, so the cost of polling is bounded and even. All others, such as suspect or draining engines, are polled
+        every time.
         """
         most = math.ceil(POLLS_PER_S * every_s)
         steady = [each.url for each in records if each.lifecycle in _STEADY]
@@ -262,9 +261,7 @@ class EngineWatch:
         return chosen
 
     def answered(self, url: str, metrics: EngineMetrics, now: float) -> bool:
-        """Record an engine's answer; return True if its counters went down, which means that the engine has
-        restarted.
-        """
+        """Record an engine's answer; return True if its counters went down, so the engine must have restarted."""
         known = self.load(url)
         previous, seconds = known.metrics, now - known.polled_at
         restarted = (

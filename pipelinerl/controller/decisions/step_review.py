@@ -95,7 +95,6 @@ def _by_domain(state: RunState, reported: Figures) -> dict[str, dict[str, float]
 
 
 def _verified(state: RunState) -> dict[str, VerifierFigures]:
-    """Return the verifier figures by domain, summed over all actors."""
     sums: dict[str, VerifierFigures] = {}
     for alive, _ in state.actors.values():
         for domain, each in alive.verifiers.items():
@@ -205,7 +204,7 @@ class Alarm:
 
     @property
     def key(self) -> str:
-        """The kind and domain, by which an alarm that is already raised is recognised."""
+        """Identifies the alarm: its kind and domain."""
         return f"{self.kind}:{self.domain}"
 
 
@@ -216,10 +215,7 @@ def alarms_of(
     raised: Mapping[str, str],
     thresholds: Thresholds = THRESHOLDS,
 ) -> list[Alarm]:
-    """Return the alarms that are active after the newest of `steps` (oldest first).
-
-    `raised` are the alarms that were active before the newest step.
-    """
+    """Return the alarms active after the newest of `steps` (oldest first); `raised` are those active before it."""
     if len(steps) < thresholds.recent_steps:
         return []
     return [
@@ -332,10 +328,7 @@ def _end(state: RunState, settings: ControllerSettings) -> list[Effect]:
 
 
 def _steps_without_signal(state: RunState, *, only_refused: bool) -> float:
-    """Return how many steps' worth of groups without signal the run has had.
-
-    The domain with the fewest such groups, relative to its share of the mixture, decides.
-    """
+    """Return how many steps' worth of groups lacked signal, in the domain with the fewest relative to its share."""
     counts = state.account.consumed.no_signal
     if not counts:
         return 0.0
@@ -351,7 +344,6 @@ def _steps_without_signal(state: RunState, *, only_refused: bool) -> float:
 
 
 def _sum(state: RunState) -> NoSignalGroups:
-    """Add up the groups without signal of all domains."""
     counts = list(state.account.consumed.no_signal.values())
     return NoSignalGroups(
         right=sum(each.right for each in counts),

@@ -240,10 +240,7 @@ def _is_local(host: str) -> bool:
 
 
 def _url(service: ControllerService, engine: str) -> str | None:
-    """Return the URL of the engine with this URL or name; None if there is none, or if several engines have the name.
-
-    Expelled engines are found by URL only.
-    """
+    """Return the URL of the one engine with this URL or name, else None; expelled engines are found by URL only."""
     base = base_url(engine)
     records = service.controller.state.fleet.records()
     named = [r.url for r in records if r.name == engine and r.lifecycle is not EngineLifecycle.EXPELLED]

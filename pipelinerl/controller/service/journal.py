@@ -57,9 +57,7 @@ class JournalSnapshot(msgspec.Struct, frozen=True, tag=True):
 
 
 class _Layout(msgspec.Struct, frozen=True):
-    """The type and layout version of an entry, decoded before the rest of it; the oldest snapshots have no layout
-    version.
-    """
+    """Type and layout version of an entry, decoded before the rest; the oldest snapshots have no layout version."""
 
     type: str
     layout: int = 1
@@ -74,8 +72,7 @@ _LAYOUTS: Final = msgspec.msgpack.Decoder(_Layout)
 class Recovered:
     """Contents of a journal: the state at its newest snapshot, and the decisions since then.
 
-    The effects of the last decision must be repeated. `reports_offset` is where to continue reading reports, and `now`
-    is the time of the last decision.
+    The effects of the last decision, made at `now`, must be repeated. Reports are read on from `reports_offset`.
     """
 
     number: int
@@ -116,11 +113,7 @@ class Journal:
         return self.number
 
     def refuse_unwritable(self, given: AnyInput) -> None:
-        """Reject an input that cannot be encoded, before a decision is made on it.
-
-        Raises:
-            RecipeError: the input cannot be encoded.
-        """
+        """Raise RecipeError if an input cannot be encoded, before a decision is made on it."""
         try:
             _ENCODER.encode(given)
         except (OverflowError, UnicodeEncodeError, TypeError, RecursionError) as error:
@@ -128,13 +121,11 @@ class Journal:
 
     @property
     def snapshot_due(self) -> bool:
-        """True if enough decisions were made since the last snapshot to take another snapshot."""
+        """True if the next snapshot is due."""
         return self.number - self._last_snapshot >= _SNAPSHOT_EVERY
 
     async def snapshot(self, state: RunState) -> None:
-        """Write the whole state, whose effects must all be carried out, and trim older entries; raises like
-        `record`.
-        """
+        """Write the whole state, after all its effects were carried out, and trim older entries; raises like `record`."""
         await self._write(JournalSnapshot(state, self.reports_offset, self._writer, self.now))
         await self._stream.trim(JOURNAL, before=f"{self.number}-0")
         self._first = self._last_snapshot = self.number
@@ -155,10 +146,7 @@ class Journal:
 
     @staticmethod
     async def is_being_written(stream: Stream, *, for_s: float) -> bool:
-        """Return True if an entry is written within the next `for_s` seconds.
-
-        A running controller with live actors writes often, since it journals each of their heartbeats.
-        """
+        """Return True if an entry is written within `for_s` seconds: a live controller journals its actors' heartbeats."""
         last = await stream.last_id(JOURNAL)
         return last != START and bool(await stream.read({JOURNAL: last}, count=1, block_s=for_s))
 
@@ -198,11 +186,7 @@ class Journal:
 
 
 def _check_layout(payloads: Sequence[bytes]) -> None:
-    """Check the layout version of all snapshots; decisions carry no layout version.
-
-    Raises:
-        UserError: a snapshot has another layout version.
-    """
+    """Raise UserError if a snapshot has another layout version; decisions carry no layout version."""
     for record in map(_LAYOUTS.decode, payloads):
         if record.type == JournalSnapshot.__name__ and record.layout != LAYOUT:
             raise UserError(layout_refusal("the controller's journal", record.layout))

@@ -158,7 +158,7 @@ class ControllerService:
         self._start = start
         self._samples = samples
         self._started = clock() - elapsed_s
-        self._launcher_at = clock()  # as if it had just polled: give it time for its first poll
+        self._launcher_at = clock()  # as if the launcher had just polled: allow time for its first poll
         self._ahead = 0.0  # seconds to add to the machine's monotonic clock
         self._asked: set[str] = set()  # engines with a poll in flight
         self._dead_letters = DeadLetters(stream)
@@ -216,11 +216,7 @@ class ControllerService:
             return effects
 
     async def _decided(self, given: AnyInput) -> list[Effect]:
-        """Return the effects of the decision. If a report makes the decision fail halfway, restore the journaled state.
-
-        Raises:
-            RecordError: no decision is possible on the report.
-        """
+        """Return the decision's effects. If a report breaks the decision, restore the state and raise RecordError."""
         try:
             return self.controller.decide(given)
         except _UNDECIDABLE as error:
@@ -236,12 +232,7 @@ class ControllerService:
             await self._journal.snapshot(self.controller.state)
 
     async def probe(self, url: str) -> None:
-        """Check that an engine answers at `url`.
-
-        Raises:
-            ContractError: something other than a working engine answers.
-            PipelineError: nothing answers in time.
-        """
+        """Raise ContractError or PipelineError unless a working engine answers at `url` in time."""
         await self._probe.metrics(url)
 
     async def now(self) -> float:
@@ -263,7 +254,7 @@ class ControllerService:
         return msgspec.structs.replace(status, restarts=self._restarts(), waiting_for=waiting_for, fleet=fleet)
 
     def note_launcher(self) -> None:
-        """Note that a launcher has polled the status, so a launcher that starts and ends engines is alive."""
+        """Note that a launcher has polled the status, so it is alive and can start and end engines."""
         self._launcher_at = self._clock()
 
     def assignment(self) -> ActorAssignment:
@@ -290,9 +281,7 @@ class ControllerService:
         self._record("run_started", {"run": self._name, "knobs": state.knobs.to_json()})
 
     async def _go_on(self, journal: Journal, found: Recovered) -> None:
-        """Continue the run of a controller that died: replay the journal, and carry out the last decision's effects
-        again.
-        """
+        """Continue a dead controller's run: replay the journal, and carry out the last decision's effects again."""
         self._journal = journal
         self._ahead = found.now - self._clock()
         self.controller.state = found.state
@@ -362,16 +351,12 @@ class ControllerService:
             await self._refuse(entry, report, str(error))
 
     async def _refuse(self, entry: Entry, report: Report, reason: str) -> None:
-        """Ignore an implausible report, and report it in the log and the events."""
         log.error("a report (%s) is rejected: %s", type(report).__name__, reason)
         await self._dead_letters.bury(entry, RecordError(f"a {type(report).__name__} is rejected: {reason}"))
         self._record("report_refused", {"report": type(report).__name__, "reason": reason})
 
     async def _as_journaled(self) -> bool:
-        """Restore the state from the journal after a decision that failed halfway.
-
-        Return False if the journal is incomplete.
-        """
+        """Restore the state from the journal after a decision failed halfway; return False if entries are missing."""
         found = await Journal.recover(self._stream)
         if found is None:
             return False
@@ -396,18 +381,15 @@ class ControllerService:
     async def _make_good(self) -> None:
         """Reissue what the stream server may have lost, then complete the journal by a snapshot.
 
-        The order matters. If the controller dies between the two, its successor finds an incomplete journal and begins
-        from the checkpoint. If the snapshot came first, the successor would not notice the loss. A controller that was
-        replaced by another one is fenced here.
+        If the controller dies in between, its successor finds an incomplete journal and begins from the checkpoint;
+        with the reverse order it would overlook the loss. A controller that was replaced by another one is fenced here.
         """
         given = StreamsLost(now=self._now())
         await self._put_into_effect(given, self.controller.decide(given))
         await self._journal.snapshot(self.controller.state)
 
     def _ask_all(self, asking: asyncio.TaskGroup) -> None:
-        """Poll every engine that is not expelled and has no poll in flight, so that a slow engine does not delay the
-        others.
-        """
+        """Poll every engine that is not expelled and has no poll in flight: a slow engine must not delay the others."""
         able = []
         for record in self.controller.state.fleet.records():
             if record.lifecycle is EngineLifecycle.EXPELLED:
@@ -452,7 +434,6 @@ class ControllerService:
         return EngineIdle(now=now, url=url) if now - max(idle_since, record.draining_since) >= _IDLE_S else None
 
     def _occupancy(self) -> float:
-        """Return the mean share of busy slots of the serving engines."""
         loads = [self.watch.load(url).occupancy for url in self.controller.state.fleet.serving()]
         return sum(loads) / len(loads) if loads else 0.0
 

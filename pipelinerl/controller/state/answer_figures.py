@@ -139,9 +139,7 @@ def _majorities(judged: Sequence[EvaluationDone], k: int) -> list[float]:
 
 
 def _at_each(chances: Mapping[int, Sequence[float]], *, seed: int) -> list[PassAt]:
-    """Return one entry for each k in `chances`, which holds one probability for each problem that has enough
-    samples.
-    """
+    """Return an entry for each k in `chances`, which holds a probability for each problem with enough samples."""
     found = {k: estimate(values, seed=rng.key(seed, k)) for k, values in chances.items() if values}
     return [
         PassAt(k=k, value=each.value, low=each.low, high=each.high, problems=each.problems) for k, each in found.items()
@@ -209,8 +207,7 @@ def wilson_interval(successes: float, trials: int, z: float = _Z) -> tuple[float
 def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:
     """Return the 2.5 % and 97.5 % quantiles of the bootstrapped mean; equal seeds give equal intervals.
 
-    Each resample draws how often each distinct value occurs, instead of drawing one problem after the other. The
-    distribution is the same, and it is faster because there are few distinct values.
+    Resamples draw how often each of the few distinct values occurs: the same distribution, but faster.
     """
     levels, counts = np.unique(np.asarray(values, np.float64), return_counts=True)
     drawn = rng.generator(seed, "bootstrap").multinomial(len(values), counts / len(values), size=_RESAMPLES)

@@ -32,7 +32,7 @@ Solved = Mapping[str, Sequence[tuple[int, str]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CooldownRule:
-    """The rest of a domain's solved problems, in turns or steps, after `times` groups with only correct answers."""
+    """Duration of the rest of a domain's solved problems, in turns or steps, after `times` groups of right answers."""
 
     epochs: int = 0
     steps: int = 0
@@ -45,9 +45,7 @@ class CooldownRule:
 
 
 class CooldownPeriod(NamedTuple):
-    """The rest of a problem that remains: the number of turns to skip, or the model version from which on it is issued
-    again.
-    """
+    """The rest that a problem has left: turns to skip, or the model version from which on it is issued again."""
 
     turns: int
     until: int
@@ -82,9 +80,7 @@ class DomainCooldown(msgspec.Struct, kw_only=True):
             self.resting[problem_id] = CooldownPeriod(rule.epochs, version + rule.steps if rule.steps else 0)
 
     def pass_over(self, problem_id: str, *, version: int) -> bool:
-        """Return True if the problem rests and must be skipped this turn; the turn counts towards the end of its
-        rest.
-        """
+        """Return True if the problem rests and must be skipped this turn; the turn counts towards its rest."""
         rest = self.resting.get(problem_id)
         if rest is None:
             return False
@@ -107,8 +103,7 @@ class Cooldown(msgspec.Struct, kw_only=True):
     def note(self, solved: Solved, rules: Mapping[str, CooldownRule], *, version: int) -> None:
         """Record groups whose answers were all correct, and end rests that are over.
 
-        Problems in a domain without a cooldown rule do not rest. A domain with resting problems may have lost its rule
-        when the recipe was edited.
+        Domains without a cooldown rule have no resting problems, even if the recipe had a rule for them before.
         """
         by_domain = {domain: rule for domain, rule in rules.items() if rule.rests}
         for domain, rule in by_domain.items():
@@ -149,9 +144,7 @@ class Cooldown(msgspec.Struct, kw_only=True):
         return problem
 
     def take_figures(self) -> dict[str, dict[str, float]]:
-        """Return, for each domain, the number of resting problems and the number of turns skipped since the last
-        call.
-        """
+        """Return each domain's number of resting problems, and the number of turns skipped since the last call."""
         figures = {}
         for domain, own in self.domains.items():
             figures[domain] = {"resting": float(len(own.resting)), "passed_over": float(own.passed_since)}

@@ -91,10 +91,7 @@ _LOCALHOST: Final = re.compile(r"(?<=://)localhost(?=:|$)", re.IGNORECASE)
 
 
 def base_url(engine: str) -> str:
-    """Return the URL in the form that identifies the engine in the fleet: `localhost` becomes `127.0.0.1`.
-
-    Engine names are returned unchanged.
-    """
+    """Return the URL that identifies an engine in the fleet (with 127.0.0.1 for localhost); names stay unchanged."""
     return _LOCALHOST.sub("127.0.0.1", engine.rstrip("/"))
 
 
@@ -103,9 +100,8 @@ class EngineRecord:
     """One engine.
 
     Attributes:
-        incarnation: identifies one lifetime of the engine's process; empty if only an operator has named the
-            engine.
-        name, type: as reported by the engine; empty if only an operator has named the engine.
+        incarnation: identifies one lifetime of the engine's process.
+        incarnation, name, type: empty if only an operator has named the engine.
         joined_at: number of the first membership that includes the engine.
         loaded: the version last published to it in this epoch; −1 if none.
         refused: the version for which it last failed the canary check; this version is not published to it again
@@ -156,10 +152,7 @@ class EngineRecord:
 @final
 @dataclass(slots=True)
 class Fleet:
-    """Engine records by base URL, sorted. Pure: observations are arguments.
-
-    Methods that return a bool return True if anything changed.
-    """
+    """Engine records by sorted base URL. Pure: observations are arguments. Mutators return True on a change."""
 
     by_url: dict[str, EngineRecord] = field(default_factory=dict)
     membership: int = 0
@@ -183,10 +176,7 @@ class Fleet:
         return self._in(EngineLifecycle.HEALTHY)
 
     def finishing(self) -> list[str]:
-        """Return the engines that may finish their work but get no new work.
-
-        The work of all engines that neither serve nor finish is handed over to other engines.
-        """
+        """Return engines that get no new work but may finish theirs; the work of other non-serving engines moves."""
         return [record.url for record in self.records() if record.lifecycle in _FINISHING or record.pinned]
 
     def verified(self) -> list[str]:
@@ -206,9 +196,7 @@ class Fleet:
         return self._lifecycle(url) is EngineLifecycle.DRAINING
 
     def oldest_loaded(self) -> int | None:
-        """Return the oldest version that any engine samples from, among engines with proven weights; None if there are
-        none.
-        """
+        """Return the oldest version that any engine with proven weights samples from; None if there is no such engine."""
         proven = (each.loaded for each in self.by_url.values() if each.lifecycle in _VERIFIED and not each.pinned)
         return min(proven, default=None)
 
@@ -227,9 +215,7 @@ class Fleet:
         return not known.may_return or now < known.returns_at
 
     def offer_wait_s(self, url: str, incarnation: str, *, now: float) -> float:
-        """Return the seconds that a new incarnation at this address must wait because earlier incarnations died
-        unproven.
-        """
+        """Return the seconds that a new incarnation must wait because earlier ones at its address died unproven."""
         known = self.by_url.get(url)
         if known is None or not incarnation or known.incarnation in ("", incarnation):
             return 0.0
@@ -241,8 +227,8 @@ class Fleet:
     def join(self, url: str, incarnation: str = "", *, name: str = "", type: str = "", now: float = 0.0) -> bool:
         """Add an engine, or readmit an expelled engine. A dead engine returns by answering a poll instead.
 
-        Engines repeat their offer as long as they live. `incarnation` distinguishes lifetimes of the process, since a
-        new process has no weights; it is empty if an operator offers the engine.
+        Engines repeat their offer as long as they live. `incarnation` identifies a process, since a new process has no
+        weights; it is empty if an operator offers the engine.
         """
         known, unproven_lives = self.by_url.get(url), 0
         if known is not None:
@@ -277,10 +263,7 @@ class Fleet:
         return True
 
     def _rested(self, known: EngineRecord, *, now: float) -> bool:
-        """Readmit an expelled engine that offers itself after its rest.
-
-        The rest begins with its first offer after the expulsion.
-        """
+        """Readmit an expelled engine that offers itself after its rest, which begins with its first offer."""
         if not known.returns_at:
             rest_s = min(_FIRST_REST_S * 2 ** (known.expulsions - 1), _LONGEST_REST_S)
             self._change(known.url, returns_at=now + rest_s)
@@ -293,9 +276,7 @@ class Fleet:
         return True
 
     def begin_epoch(self) -> None:
-        """Begin the epoch of a new trainer: no engine has the new trainer's weights, and the process group is formed
-        again.
-        """
+        """Begin the epoch of a new trainer: no engine has its weights, and the process group is formed again."""
         for url, record in list(self.by_url.items()):
             self._change(url, refused=-1)
             if record.lifecycle in (EngineLifecycle.JOINING, *_VERIFIED):
@@ -309,8 +290,7 @@ class Fleet:
     def on_published(self, url: str, version: int, *, membership: int) -> None:
         """Record that the engine has loaded `version` from a publication to `membership`.
 
-        Failure counts are kept until the engine passes the canary check, since it might accept weights repeatedly and
-        never answer a check.
+        Failures count until the engine passes the canary check: it might take weights but never answer a check.
         """
         if self._was_member(url, membership):
             self._change(url, loaded=version)
@@ -318,10 +298,9 @@ class Fleet:
     def publish_failed(
         self, url: str, reason: str, *, membership: int, persistence: Persistence = Persistence.TRANSIENT
     ) -> bool:
-        """Record that the engine failed to receive an update. Mark it dirty, or expel it after too many failures.
+        """Record a failed update: mark the engine dirty, or expel it after too many failures or a permanent one.
 
-        A dirty engine is retried only after it has answered a poll: if it is dead, a retry would disturb the process
-        group of the other engines. A permanent failure expels it immediately.
+        A dirty engine is retried only after it answers a poll: retrying a dead one would disturb the process group.
         """
         if not self._was_member(url, membership):
             return False
@@ -330,10 +309,7 @@ class Fleet:
         return self._mark_dirty(url, reason, spent=lasts or failures >= self.updates_to_expulsion)
 
     def update_missed(self, url: str, reason: str, *, membership: int) -> bool:
-        """Record that the engine missed an update because other engines failed.
-
-        It is retried, and the failure is not counted against it.
-        """
+        """Record that the engine missed an update because of other engines; the failure is not counted against it."""
         return self._was_member(url, membership) and self._mark_dirty(url, reason, spent=False)
 
     def on_verified(self, url: str, version: int, *, membership: int) -> bool:

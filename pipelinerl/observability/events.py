@@ -51,10 +51,7 @@ Event = dict[str, Any]
 
 
 def kind_of(event: Event) -> str:
-    """Return the kind that readers display; a planned `engine_lost` becomes `engine_left`.
-
-    A loss is planned if the engine was drained, replaced or removed on request.
-    """
+    """Return the displayed kind: `engine_left` for a planned `engine_lost` (drained, replaced or removed)."""
     kind = str(event["kind"])
     return "engine_left" if kind == "engine_lost" and event.get("planned") is True else kind
 
@@ -80,11 +77,7 @@ class EventLog:
         clock: Callable[[], float] = time.time,
         timeout_s: float = 300.0,
     ) -> None:
-        """Open the log for writing.
-
-        Args:
-            timeout_s: how long the disk may be full; the default matches the trainer's wait for space.
-        """
+        """Open the log for writing; the disk may be full for `timeout_s`, by default as long as the trainer waits."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._sync = sync
         self._clock = clock

@@ -120,7 +120,7 @@ def render(status: RunStatus, *, width: int, rewards: Sequence[float] = ()) -> R
 
 
 def line(status: RunStatus) -> str:
-    """Return the same as one line of plain text."""
+    """Return the status as one line of plain text."""
     parts = [
         f"[{status.run}] {status.phase.value} {status.step}/{status.total_steps}",
         f"reward {_share(status.last_step.reward)}",
@@ -235,7 +235,6 @@ def _engines(engines: tuple[EngineStatus, ...]) -> Table:
 
 
 def _domains(by_domain: Mapping[str, Mapping[str, float]]) -> Table:
-    """Return a row for each of the first `_MOST_DOMAINS` domains."""
     grid = Table.grid(padding=(0, 2))
     for name, figures in sorted(by_domain.items())[:_MOST_DOMAINS]:
         cells = [Text.assemble((f"{label} ", "dim"), value) for label, value in _domain(figures)[:_DOMAIN_FIGURES]]
@@ -311,7 +310,6 @@ def _accuracy(held_out: HeldOutStatus) -> str:
 
 
 def _sets(sets: Sequence[HeldOutStatus]) -> Table:
-    """Return a row for each evaluation set beyond the first."""
     grid = Table.grid(padding=(0, 2))
     for each in sets:
         since = "" if each.first is None or each.accuracy is None else f"(from {each.first:.1%})"

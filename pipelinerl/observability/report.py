@@ -1,7 +1,7 @@
 """The report of a run: one self-contained HTML file, the learning curve as a PNG, and a summary for the terminal.
 
-Both are made from `events.jsonl` and `recipe.toml` in the run's directory, also while the run is live. The page loads
-no external resources, works in light and dark mode, on a phone and on paper, and escapes every value.
+All are made from `events.jsonl` and `recipe.toml` in the run's directory, also while the run is live. The page loads no
+external resources, works in light and dark mode, on a phone and on paper, and escapes every value.
 """
 
 from __future__ import annotations
@@ -211,10 +211,7 @@ def _figures(history: RunHistory) -> list[tuple[str, Chart]]:
 
 
 def update_charts(history: RunHistory) -> Iterator[tuple[str, Chart]]:
-    """Yield (title, chart) of KL from π_old and clipping at each optimizer step.
-
-    The charts are empty for runs with one optimizer step per training step.
-    """
+    """Yield (title, chart) of KL from π_old and of clipping at each optimizer step; empty if a step has only one."""
     kl, clipped = (_by_update(history, name) for name in ("kl_old", "clip_fraction"))
     yield "KL from π_old at each optimizer step", Chart(lines=(Line(series=kl),), x_label="step", unit=" nats")
     yield (
@@ -237,7 +234,6 @@ def _by_update(history: RunHistory, name: str) -> Series:
 
 
 def _causes(history: RunHistory, figure: str) -> tuple[Line, ...]:
-    """Return a figure of the mismatch monitor as a line per cause."""
     causes = ("numerics", "staleness", "cache")
     return tuple(
         Line(series=history.by_step(f"mismatch_{cause}_{figure}"), label=cause, colour=colour)
@@ -284,7 +280,6 @@ def _evaluations(history: RunHistory) -> str:
 
 
 def _held_out(name: str) -> str:
-    """Return the display name of an evaluation set."""
     return "held out" if name == HELD_OUT else name
 
 

@@ -121,13 +121,13 @@ class RunHistory:
         return max(self.series(events, field).y, default=None)
 
     def series(self, events: Sequence[Event], y: str, *, x: str = "elapsed_s") -> Series:
-        """Return the events in which both fields are numbers as a series."""
+        """Return two fields as a series, from the events in which both are numbers."""
         pairs = [(_number(event, x), _number(event, y)) for event in events]
         known = [(a, b) for a, b in pairs if a is not None and b is not None]
         return Series(tuple(a for a, _ in known), tuple(b for _, b in known))
 
     def by_step(self, field: str) -> Series:
-        """Return a field of the steps over the step."""
+        """Return a field of the `step` events as a series over the step."""
         return self.series(self.steps, field, x="step")
 
     def _mean_reward(self, part: slice) -> float | None:
@@ -168,10 +168,9 @@ def tell(events: Sequence[Event]) -> RunHistory:
 
 
 def _by_set(events: Sequence[Event]) -> dict[str, tuple[Event, ...]]:
-    """Group evaluations by set, ordered by each set's last place in the recipe.
+    """Group evaluations by set, ordered by each set's last place in the recipe; older logs have one unnamed set.
 
-    If two sets share a place because the recipe was edited, the more recently evaluated set comes first. Runs of an
-    older layout have one unnamed set.
+    If two sets share a place because the recipe was edited, the more recently evaluated set comes first.
     """
     order: dict[str, tuple[float, int]] = {}
     for number, event in enumerate(events):

@@ -33,10 +33,7 @@ class StatusPhase(StrEnum):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine.
-
-    `state` is its lifecycle state in the fleet: `healthy` engines receive work, `pinned` ones only an evaluation's.
-    """
+    """One engine; its `state` is `healthy` if it receives work, `pinned` if only an evaluation's, or another one."""
 
     url: str
     state: str
@@ -80,10 +77,7 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RestartStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A launched process that has died.
-
-    `deaths` counts all deaths, `unforgiven` those that still count. More than `limit` unforgiven deaths end the run.
-    """
+    """A launched process that has died; more than `limit` deaths that are still `unforgiven` end the run."""
 
     name: str
     deaths: int
@@ -120,8 +114,7 @@ class GroupFiguresStatus(msgspec.Struct, frozen=True, kw_only=True):
 class EvaluatingStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The evaluation in progress: its version, its engine if it has one to itself, and its progress.
 
-    `pin` is how a single version is ensured (`engine`, `gate`, `none`). `discarded` counts answers of other versions.
-    `sets` are the names of the evaluation sets in use.
+    `pin` ensures a single version (`engine`, `gate`, or `none` if nothing does); `discarded` answers are of others.
     """
 
     model_version: int
@@ -170,11 +163,9 @@ class HeldOutStatus(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     """Name of the evaluation set; empty before the first evaluation."""
     accuracy: float | None = None
-    """Mean accuracy in the last evaluation."""
+    """Mean accuracy in the last evaluation, with a 95 % interval from `low` to `high`."""
     low: float | None = None
-    """Lower end of its 95 % interval."""
     high: float | None = None
-    """Upper end of its 95 % interval."""
     version: int | None = None
     """Version of the evaluated weights."""
     one_version: bool = False
@@ -203,7 +194,6 @@ class LastStepStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of the last step over its rollouts; None or 0 before the first step."""
 
     reward: float | None = None
-    """Mean reward."""
     rollouts_per_s: float = 0.0
     """Rollouts trained on per second, including the wait for them."""
     staleness_mean: float = 0.0
@@ -234,12 +224,9 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a run at one moment."""
 
     run: str
-    """Name of the run."""
     phase: StatusPhase = StatusPhase.STARTING
     step: int = 0
-    """Number of steps taken."""
     total_steps: int = 0
-    """Number of steps in the recipe."""
     model_version: int = 0
     """Version of the trainer's weights."""
     epoch: int = 0
@@ -250,12 +237,10 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     other_sets: tuple[HeldOutStatus, ...] = ()
     """Results of the other evaluation sets, once they have been evaluated."""
     evaluating: EvaluatingStatus | None = None
-    """The evaluation in progress."""
     fleet: FleetStatus = FleetStatus()
     actors: tuple[ActorStatus, ...] = ()
     ledger: LedgerStatus = LedgerStatus()
     knobs: dict[str, Any] = {}
-    """Knob values by name."""
     trainer: TrainerStatus | None = None
     alarms: tuple[str, ...] = ()
     """Problems of the last steps, one sentence each."""
@@ -311,7 +296,7 @@ def prometheus_text(values: Mapping[str, float], *, prefix: str) -> str:
 
 
 def labelled_text(metrics: Mapping[str, Samples], *, prefix: str) -> str:
-    """Return labelled samples in the same format; metrics without samples are omitted.
+    """Return labelled samples in Prometheus' text format; metrics without samples are omitted.
 
     A name that ends in `_total` is a counter, any other a gauge. Label values are escaped as the format requires.
     """

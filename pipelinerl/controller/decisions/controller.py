@@ -173,7 +173,7 @@ class Controller:
     # --- events ----------------------------------------------------------------------------------------------------
 
     def handle(self, report: Report, *, now: float) -> list[Effect]:
-        """Return the effects of one report. Ignore trainers of earlier epochs, which are fenced; repeat given answers."""
+        """Return the effects of one report. Fenced trainers are ignored; a repeated report is answered again."""
         trainer = self.state.trainer
         if not isinstance(report, FROM_ACTORS):
             if not isinstance(report, TrainerReady) and report.epoch != self.state.epoch:
@@ -312,7 +312,7 @@ class Controller:
         return self.state.choose_problem(index, lambda ahead: self._training_problem(index, weights, quota, ahead))
 
     def _expected_rollouts(self, out: int, rollouts: int) -> int:
-        """Estimate how many of the `rollouts` in flight, which belong to `out` prompt orders, will be used in a step."""
+        """Estimate how many of the `rollouts` in flight, which belong to `out` prompt orders, a step will use."""
         knobs, most = self.state.knobs, self.settings.oversample
         if most is None:
             most = OVERSAMPLED if knobs.k > knobs.j else 1.0
@@ -483,7 +483,7 @@ class Controller:
         return Send(directive)
 
     def _answer_again(self, answer: Directive) -> list[Effect]:
-        """Send the answer again with the current knobs. The trainer waits for it, so no other publication is pending."""
+        """Send an answer again, with the current knobs. The trainer awaits it, so no other publication is pending."""
         ordered = PublicationOrdered.of(answer, self.state.version)
         self.state.trainer.publications = [ordered] if answer.publish_to else []
         return [Send(repeated(answer, self.state, self.settings))]

@@ -150,7 +150,7 @@ def removal_reason(state: RunState, url: str) -> str:
 def _publish_failed(
     state: RunState, report: Published | CanaryChecked, *, blameless: Collection[str] = ()
 ) -> list[Effect]:
-    """Record failed updates and canary checks; permanent failures expel, and those of `blameless` engines do not count."""
+    """Record failed updates and canary checks. Permanent failures expel; those of `blameless` engines do not count."""
     fleet, effects = state.fleet, list[Effect]()
     for url, reason in report.failed.items():
         persistence = Persistence.PERMANENT if url in report.permanent else Persistence.TRANSIENT

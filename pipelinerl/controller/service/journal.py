@@ -125,7 +125,7 @@ class Journal:
         return self.number - self._last_snapshot >= _SNAPSHOT_EVERY
 
     async def snapshot(self, state: RunState) -> None:
-        """Write the whole state, after all its effects were carried out, and trim older entries; raises like `record`."""
+        """Write the whole state, whose effects must be carried out, and trim older entries; raises like `record`."""
         await self._write(JournalSnapshot(state, self.reports_offset, self._writer, self.now))
         await self._stream.trim(JOURNAL, before=f"{self.number}-0")
         self._first = self._last_snapshot = self.number
@@ -146,7 +146,7 @@ class Journal:
 
     @staticmethod
     async def is_being_written(stream: Stream, *, for_s: float) -> bool:
-        """Return True if an entry is written within `for_s` seconds: a live controller journals its actors' heartbeats."""
+        """Return True if an entry is written within `for_s` seconds; a live controller journals actors' heartbeats."""
         last = await stream.last_id(JOURNAL)
         return last != START and bool(await stream.read({JOURNAL: last}, count=1, block_s=for_s))
 

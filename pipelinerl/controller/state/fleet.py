@@ -196,7 +196,7 @@ class Fleet:
         return self._lifecycle(url) is EngineLifecycle.DRAINING
 
     def oldest_loaded(self) -> int | None:
-        """Return the oldest version that any engine with proven weights samples from; None if there is no such engine."""
+        """Return the oldest version that engines with proven weights sample from; None if there are no such engines."""
         proven = (each.loaded for each in self.by_url.values() if each.lifecycle in _VERIFIED and not each.pinned)
         return min(proven, default=None)
 
@@ -348,9 +348,7 @@ class Fleet:
         self.membership += 1
 
     def release(self, url: str, *, version: int) -> None:
-        """Unpin the engine. It serves at once if it has the newest `version`; otherwise it must first receive this
-        version.
-        """
+        """Unpin the engine; it serves at once if it has `version`, the newest, or otherwise after receiving it."""
         record = self.by_url.get(url)
         if record is None or not record.pinned:
             return
@@ -371,9 +369,8 @@ class Fleet:
     def answered(self, url: str, *, version: int, now: float = 0.0) -> bool:
         """Record an answer to a poll: a suspect engine becomes healthy again, a dead or dirty engine rejoins.
 
-        While other engines serve, an engine that failed the canary check waits for a `version` other than the one it
-        failed with. An engine that has not yet passed any check waits longer after each failure, since each retry
-        forces the other engines into a new process group.
+        While other engines serve, an engine that failed the canary check waits for another `version`. An unproven
+        engine waits longer after each failure, since each retry forces the other engines into a new process group.
         """
         match self._lifecycle(url):
             case EngineLifecycle.SUSPECT:
@@ -468,10 +465,7 @@ class Fleet:
         return True
 
     def _lose(self, url: str, reason: str, becomes: EngineLifecycle) -> bool:
-        """Handle a member that died or lost its weights.
-
-        A draining engine has lost its work with that, so it is expelled.
-        """
+        """Handle a member that died or lost its weights; a draining engine has also lost its work and is expelled."""
         lifecycle = self._lifecycle(url)
         if lifecycle is None or not lifecycle.is_alive:
             return False

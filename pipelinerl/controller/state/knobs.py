@@ -30,10 +30,7 @@ MOST_ENGINES: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
-    """Settings that may change while the run is live.
-
-    The fields from `group_sizes` on are no knobs: they are fixed, and only used for validation.
-    """
+    """Settings that may change while the run is live; from `group_sizes` on, fixed values for validation only."""
 
     j: int
     k: float
@@ -146,9 +143,7 @@ class Knobs:
         return replace(self, **values)
 
     def with_live(self, log: Iterable[KnobChange]) -> Self:
-        """Return these knobs, which are the recipe's, with the live changes of `log` applied.
-
-        Changes for domains and engine types that are no longer in the recipe are skipped.
+        """Return the recipe's knobs with the live changes of `log`, except for removed domains and engine types.
 
         Raises:
             RecipeError: the combination cannot run.

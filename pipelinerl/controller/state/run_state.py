@@ -95,10 +95,7 @@ class ElasticMemory(msgspec.Struct, kw_only=True):
         self.polls += 1
 
     def taken(self, *, now: float, interval_s: float) -> Figures | None:
-        """Return the figures of the current interval if it has ended, and begin a new interval.
-
-        None while the interval lasts, or if no step was completed in it.
-        """
+        """Return the current interval's figures and begin a new interval; None until it has ended and had a step."""
         if self.began is None or now - self.began < interval_s or not self.steps or not self.polls:
             return None
         seconds = self.waited_s + self.stepped_s
@@ -189,7 +186,6 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
     publications: list[PublicationOrdered] = []
     """The last reported publication, followed by the publications that are ordered and not yet reported, in order."""
     stop_sent: bool = False
-    """True if the trainer was directed to stop."""
     first_version: int = 0
     """The model version at which the trainer began to train."""
     training_since: float = 0.0
@@ -197,9 +193,7 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
     stepped: ConsumedReport = ConsumedReport()
     """The trainer's account at its last step, or at its start: orders that have ended since then were not trained."""
     last_step: dict[str, float] = {}
-    """Figures of its last step."""
     last_publish: Published | None = None
-    """Its last publication."""
     unsaved: str = ""
     """The reason why a checkpoint is delayed; training waits once the next checkpoint is due."""
 
@@ -231,7 +225,6 @@ class Evaluations(msgspec.Struct, kw_only=True):
     """The evaluations of a run."""
 
     current: Evaluation | None = None
-    """The evaluation in progress."""
     begun: int = 0
     """Number of evaluations begun, including restarts; also the `number` of the latest evaluation."""
     due: EvaluationDue | None = None
@@ -267,11 +260,9 @@ class Failing(msgspec.Struct, kw_only=True):
     refused_groups: int = 0
     """Consecutive groups whose prompts were permanently rejected."""
     refused_reason: str = ""
-    """The reason for the last rejection."""
     too_long_groups: int = 0
     """Groups since the last step whose prompts leave no room for an answer in the context."""
     too_long_reason: str = ""
-    """The newest error message about a prompt that is too long."""
 
 
 class Watchdog(msgspec.Struct, kw_only=True):
@@ -282,16 +273,13 @@ class Watchdog(msgspec.Struct, kw_only=True):
     moved_at: float = 0.0
     """Time when `progress_mark` last changed; 0 before the first decision."""
     reported: bool = False
-    """True if the current stall has been reported."""
 
 
 class WatchedSteps(msgspec.Struct, kw_only=True):
     """The newest figures by domain and tag, and what is remembered for the alarms."""
 
     by_domain: dict[str, dict[str, float]] = {}
-    """Figures of the last step."""
     by_tag: dict[str, dict[str, float]] = {}
-    """Figures of the last step."""
     verified: dict[str, VerifierFigures] = {}
     """By domain, cumulative figures of the actors' verifiers as of the last step."""
     outdated: dict[str, int] = {}
@@ -320,7 +308,6 @@ class RunState(msgspec.Struct, kw_only=True):
     stop_reason: str | None = None
     """The reason for ending the run before its last step."""
     knobs: Knobs
-    """Current values of the knobs."""
     knob_log: list[KnobChange] = []
     """All knob changes, oldest first."""
     first_domain_weights: dict[str, float]
@@ -337,9 +324,7 @@ class RunState(msgspec.Struct, kw_only=True):
     engine_requests: list[EngineRequest] = []
     """Engines requested beyond the recipe's, in order of request; a resumed run begins with none."""
     elastic: ElasticMemory = msgspec.field(default_factory=ElasticMemory)
-    """Measurements for scaling the number of engines."""
     account: IssuedLedger = msgspec.field(default_factory=IssuedLedger)
-    """Prompt orders by outcome."""
     resumed_account: dict[str, Any] | None = None
     """The ledger from a checkpoint, until the trainer's own account arrives."""
     actors: dict[str, tuple[ActorAlive, float]] = {}
@@ -355,9 +340,7 @@ class RunState(msgspec.Struct, kw_only=True):
         return [alive for alive, heard in self.actors.values() if now - heard <= SILENT_S]
 
     def domain_weights_of(self, index: int) -> dict[str, float]:
-        """Return the domain weights that were in force when order `index` was first issued, so a reissued order has the
-        same problem.
-        """
+        """Return the domain weights when order `index` was first issued: a reissued order has the same problem."""
         for change in reversed(self.knob_log):
             if change.cursor <= index and "domain_weights" in change.changes:
                 return self._drawable(change.changes["domain_weights"])
@@ -371,10 +354,10 @@ class RunState(msgspec.Struct, kw_only=True):
             self.quotas.append(Quota(since, self.knobs.groups_per_step))
 
     def follow_loaded(self, loaded: int) -> None:
-        """Record that prompt orders issued from now on are sampled with version `loaded` or newer.
+        """Record that orders issued from now on are sampled with version `loaded` or newer; drop entries of ended
+        orders.
 
-        Entries that only concern ended orders are dropped. If there are no entries yet, the trainer has just begun and
-        all orders in flight are issued again, so the first entry applies to all orders.
+        The first entry applies to all orders: a trainer has just begun, and all orders in flight are issued again.
         """
         if not self.loaded_from or self.loaded_from[-1][1] != loaded:
             since = self.account.cursor if self.loaded_from else 0
@@ -492,7 +475,7 @@ class ControllerSettings:
     save_s: float = 30.0
     """Seconds to wait for the trainer's state to be saved when a run fails or is suspended."""
     scope: StalenessScope = StalenessScope.GROUP
-    """Dropped if a token is too old: the group or the rollout. Actors abandon only whole groups early."""
+    """The unit to drop if a token is too old: its group or its rollout. Actors abandon only whole groups early."""
     overdue: Overdue = Overdue.DROP
     """The treatment of groups that are still being sampled at their last admissible step."""
     oversample: float | None = 1.0

@@ -1,10 +1,8 @@
-"""`SampleIndex`: an index of a run's samples by location, with the columns for sorting and filtering, in bounded
-memory.
+"""`SampleIndex`: an index of a run's samples by location, with columns to sort and filter by, in bounded memory.
 
-Texts and tokens stay in the files and are read on demand. The newest file is indexed first, so recent samples are
-available at once. A group has a permanent name: a digest of its kind, step, evaluation set and id, which is the
-same in copies of the run. Later samples of a repeated step replace earlier ones; samples removed from the log
-disappear.
+Texts and tokens stay in the files and are read on demand. The newest file is indexed first. A group's permanent name is
+a digest of its kind, step, evaluation set and id, so it is the same in copies of the run. Later samples of a repeated
+step replace earlier ones; samples removed from the log disappear.
 """
 
 from __future__ import annotations

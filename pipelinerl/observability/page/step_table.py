@@ -25,7 +25,7 @@ MOST_NUMBERS: Final = 2**25
 MOST_FIGURES: Final = 2048
 _MOST_NAME: Final = 200
 _ROWS: Final = 4096
-#: Fields that say which step it was, and when; they are not drawn as curves.
+#: Fields that place a step and are not drawn as curves.
 _PLACES: Final = frozenset({"time", "elapsed_s", "step", "model_version", "decision", "epoch"})
 _LARGEST: Final = 1e300
 _PLACE: Final = ("step", "elapsed_s", "samples", "tokens")
@@ -136,10 +136,7 @@ class StepTable:
     def rows(
         self, figures: Sequence[str], *, points: int, first: int = 0, last: int = 2**53, since: int = -1
     ) -> StepRows:
-        """Return at most `points` rows of the steps `first` to `last` that are above `since`.
-
-        The cost does not depend on earlier steps.
-        """
+        """Return at most `points` rows of the steps `first` to `last` above `since`; earlier steps cost nothing."""
         lowest = max(first, since + 1)
         parts = [part for chunk in self._chunks if (part := chunk.between(lowest, last)).count]
         count = sum(part.count for part in parts)

@@ -30,10 +30,7 @@ class SampleKind(StrEnum):
 
 
 class TokenTexts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Tokens as recorded, never re-tokenized: the id and text of each, [T].
-
-    If there are more than the limit, `left_out` tokens are missing from index `at` on.
-    """
+    """Ids and texts of tokens as recorded, never re-tokenized, [T]; `left_out` are missing from index `at` on."""
 
     ids: tuple[int, ...] = ()
     texts: tuple[str, ...] = ()
@@ -49,7 +46,7 @@ class AnswerTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         versions: version of the weights that sampled each token; None for the environment's tokens.
         logprobs: the sampler's.
         deltas: the trainer's log-prob at the step minus the sampler's; empty if the answer had no gradient.
-        advantages: likewise.
+        advantages: empty if the answer had no gradient.
         entropies: entropy in nats of the trainer's distribution of each token, at the step; empty for most answers
             because only few are measured.
     """
@@ -66,12 +63,12 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One turn of an episode.
 
     Attributes:
-        context: what the turn continues with before the model answers: messages of the environment and results of
-            tools or, where a conversation begins, its whole prompt; empty where that is the group's prompt.
-        text: what the model wrote.
-        agent: who asked. length: tokens sampled. reward: the environment's, for this turn.
-        segment: the segment in which the turn trains, from 1. begins: why a segment begins with it.
-        continues: the number of the turn that it continues, from 1; 0 where a conversation begins.
+        context: new input before the model answers, from the environment and tools; at the start of a conversation its
+            whole prompt, or nothing if that is the group's prompt.
+        text: the model's output.
+        agent: the agent that requested the turn. length: tokens sampled. reward: the environment's, for this turn.
+        segment: number of the segment in which the turn trains, from 1. begins: reason for a segment to begin with it.
+        continues: number of the turn that it continues, from 1; 0 at the start of a conversation.
     """
 
     context: str = ""
@@ -258,7 +255,7 @@ def visible(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the same on one line, for names in a list."""
+    """Return the text made visible, on one line, for names in a list."""
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 

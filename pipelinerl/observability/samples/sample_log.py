@@ -98,7 +98,6 @@ class SampleLog:
             self._close_file()
 
     def _begin_file(self) -> None:
-        """Remove the oldest files to make room, then begin the next."""
         self._close_file()
         self._directory.mkdir(parents=True, exist_ok=True)
         files = sorted(self._directory.glob(f"{self._name}-*.jsonl"))

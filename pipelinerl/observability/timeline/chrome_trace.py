@@ -194,7 +194,6 @@ def _name_of(span: Span) -> str:
 
 
 def _forget(held: dict[int, Any]) -> None:
-    """Drop the oldest version if there are too many."""
     if len(held) > _STEPS:
         del held[next(iter(held))]
 

@@ -63,23 +63,19 @@ class TracedGroup(NamedTuple):
 @final
 @dataclass(slots=True)
 class GroupJoiner:
-    """Matches the stages of traced groups with the steps that trained them; either may come first.
+    """Matches the stages of traced groups with the steps that trained them, in any order and in bounded memory.
 
     Actors report the end of each stage (`ActorAlive.stages`) for groups chosen by seed. The controller adds a few of
     them to the next `step` event, with times in Unix seconds:
 
         "stages": [[order, claimed, sampled, verified, engine, [[version, tokens], …]], …]
-
-    It holds a bounded number of both.
     """
 
     _waiting: OrderedDict[int, TracedGroup] = field(default_factory=OrderedDict)
     _trained: OrderedDict[int, tuple[int, float, float]] = field(default_factory=OrderedDict)
 
     def stepped(self, event: Event, *, step: int, began: float, now: float) -> Iterator[TracedGroup]:
-        """Yield groups whose step and stages are both known after this `step` event, whose computation began at
-        `began`.
-        """
+        """Yield groups whose step and stages are both known after this `step` event, which began to compute at `began`."""
         for order in entries(event, "orders"):
             if isinstance(order, int):
                 self._trained[order] = (step, began, now)
@@ -122,7 +118,6 @@ def entries(event: Event, field: str) -> Sequence[Any]:
 
 
 def _forget(held: OrderedDict[int, Any], most: int) -> None:
-    """Drop the oldest entries beyond `most`."""
     while len(held) > most:
         held.popitem(last=False)
 

@@ -1,7 +1,7 @@
 """Names under which trackers receive the figures of a run's events; docs/reference/trackers.md has the table.
 
 `MetricReader` turns events into rows by step. The step of an evaluation is the evaluated version. Engines' figures,
-measured every second, come with the next step as means.
+measured every second, are averaged and come with the next step.
 """
 
 from __future__ import annotations

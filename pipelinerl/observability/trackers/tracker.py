@@ -85,15 +85,13 @@ class FeedPosition(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class TrackerFeed:
-    """Sends a run's events to one tracker, even if the feeding process is killed.
+    """Sends a run's events to one tracker, even if the feeding process is killed. Use it from one thread.
 
         <run>/trackers/<name>.json   position: the offset in events.jsonl, the reader's state, the tracker's bookmark
         <run>/trackers/<name>.lock   held while a process feeds this tracker
 
     A piece of the log is logged and flushed; then the position is written atomically. A process killed in between
     starts again at the previous position. The tracker's bookmark lets it discard what was logged after that.
-
-    Feed of one tracker while it is open; use it from one thread.
 
     Raises:
         BlockingIOError: another process feeds the tracker.

@@ -20,10 +20,7 @@ from pipelinerl.simulation.hardware import ControlTimes
 @final
 @dataclass(slots=True)
 class Agenda:
-    """The event queue; `now` is the simulated time in seconds.
-
-    Simultaneous events happen in the order in which they were added.
-    """
+    """The event queue; `now` is the simulated time in seconds. Simultaneous events happen in order of scheduling."""
 
     now: float = 0.0
     _events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
@@ -89,10 +86,7 @@ class SimulatedTrainer:
 @final
 @dataclass(slots=True)
 class SimulatedActors:
-    """The actors of a run.
-
-    `sample` sends a group to the engine `group.place`, and `deliver` sends a judged group to the trainer.
-    """
+    """The actors of a run; `sample` sends a group to the engine `group.place`, `deliver` a judged one onwards."""
 
     agenda: Agenda
     times: ControlTimes
@@ -120,7 +114,7 @@ class SimulatedActors:
         self._claim()
 
     def again(self, group: SimulatedGroup) -> None:
-        """Request the answers of a group again that were aborted by an update."""
+        """Request a group's answers again after an update aborted them."""
         self._let_go(group)
         self._request(group)
 

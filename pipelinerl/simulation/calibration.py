@@ -109,11 +109,7 @@ def _trainer_times(run: ObservedRun) -> TrainerTimes:
 
 
 def _update_times(run: ObservedRun) -> UpdateTimes:
-    """Return the mean times of a publication.
-
-    With `drain`, the total time of a publication includes waiting until all rows have ended. This wait is not counted
-    here, since a simulation computes it.
-    """
+    """Return the mean times of a publication; with `drain`, exclude the wait for rows to end, which is simulated."""
     published = [event for event in tell(run.events).publications if event.get("total_s") is not None]
     if not published:
         return UpdateTimes()
@@ -131,10 +127,7 @@ def _verify_s(events: Sequence[Event]) -> float:
 
 
 def _with_actor(hardware: Hardware, run: ObservedRun, measured: Measured) -> Hardware:
-    """Return the hardware with an actor's work per rollout that makes simulated steps take as long as the run's steps.
-
-    Half of this work is before sampling, and half after.
-    """
+    """Choose an actor's work per rollout so that simulated steps take as long as real ones; half precedes sampling."""
 
     def of(actor_s: float) -> Hardware:
         control = replace(hardware.control, request_s=actor_s / 2, answer_s=actor_s / 2)
@@ -153,8 +146,7 @@ def _with_actor(hardware: Hardware, run: ObservedRun, measured: Measured) -> Har
 def _with_contention(hardware: Hardware, runs: Sequence[ObservedRun]) -> Hardware:
     """Fit how much engine and trainer slow each other down, from their overall slowdown in further runs.
 
-    The share of time in which both work comes from a simulation, which depends on the fitted factors; two iterations
-    are enough.
+    The share of time in which both work comes from a simulation with the fitted factors; two iterations are enough.
     """
     engine = [_busy_s(run.events, _engine_times(run.events)) / _busy_s(run.events, hardware.engine) for run in runs]
     trainer = [_trainer_times(run).token_s / hardware.trainer.token_s for run in runs]
@@ -262,9 +254,7 @@ def counted_steps(events: Sequence[Event]) -> list[tuple[Event, float]]:
 
 
 def measure(events: Sequence[Event]) -> Measured:
-    """Measure a finished run; the figures are named as in `Prediction`.
-
-    Steps that overlap with an evaluation are excluded, since engines also answer the evaluation's questions.
+    """Measure a finished run, without steps that overlap with an evaluation, which engines serve at the same time.
 
     Raises:
         UserError: the steps are too few, or lack required figures.
@@ -314,10 +304,9 @@ def _at(event: Mapping[str, Any]) -> float:
 
 
 def simulated_like(events: Sequence[Event], setting: SimulatedSetting, hardware: Hardware) -> Prediction:
-    """Simulate the run several times and return the prediction with the median time per step.
+    """Return the prediction with the median step time of several simulations, each as long as the run.
 
-    Each simulation has as many steps as the events, and draws other lengths: a run may take dozens of steps to reach a
-    steady state, and how long the steps of a short run wait depends on the lengths that were drawn.
+    They draw different lengths: a steady state takes dozens of steps, and waits in a short run depend on the lengths.
     """
     steps = len(tell(events).steps)
     runs = [simulate(replace(setting, steps=steps, seed=setting.seed + draw), hardware) for draw in range(DRAWS)]

@@ -55,8 +55,8 @@ class SimulatedGroup:
 class WaitingGroups:
     """Groups ready to train; `rollouts` is the number of their rollouts, `dropped` lists stale groups, in order.
 
-    The choice follows `training/rollouts/batcher.py`, as a test checks: fresh groups in order of their oldest version,
-    then of their index. Groups too old for the step are dropped.
+    Groups are chosen as by `training/rollouts/batcher.py` (a test compares them): fresh groups in order of their oldest
+    version, then of their index. Groups too old for the step are dropped.
     """
 
     rollouts: int = 0
@@ -141,11 +141,11 @@ class SimulatedEngine:
 
     @property
     def is_busy(self) -> bool:
-        """True if it has rows."""
+        """True if any row is decoding."""
         return bool(self._rows)
 
     def busy_until(self, now: float) -> float:
-        """Return how many seconds until `now` it had at least one row."""
+        """Return the seconds up to `now` during which the engine had at least one row."""
         return self.busy_s + (now - self._seen if self._rows else 0.0)
 
     def submit(self, group: SimulatedGroup) -> None:
@@ -154,9 +154,7 @@ class SimulatedEngine:
         self._waiting.append(group)
 
     def commit(self, version: int) -> None:
-        """Receive new weights; the engine samples from them after the next boundary at which `on_update` allows
-        that.
-        """
+        """Receive new weights; sampling switches to them at the next step boundary that `on_update` allows."""
         self._commit = version
 
     def withdraw(self, group: SimulatedGroup, now: float) -> None:
@@ -267,11 +265,9 @@ class SimulatedEngine:
         self._at += prefill_s
 
     def _cut_short(self, version: int) -> list[SimulatedGroup]:
-        """End all rows, and return the groups that must be requested again; groups of which requests still wait here
-        stay.
+        """End all rows; return the groups to request again, except those with requests that still wait here.
 
-        Each commit aborts all rows. All running answers therefore began with `version`, the version before this
-        commit.
+        Each commit aborts all rows, so all running answers began with `version`, the version before this commit.
         """
         running: dict[int, tuple[SimulatedGroup, list[int]]] = {}
         for ends, _, began, group in self._rows:

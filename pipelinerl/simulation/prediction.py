@@ -114,9 +114,7 @@ _AS_FAST: Final = 0.05
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A setting of the recipe, by its changes `section.key=value`, with its prediction, or the reason why it cannot
-    run.
-    """
+    """A setting of the recipe (changes `section.key=value`), with its prediction or the reason why it cannot run."""
 
     changes: tuple[str, ...]
     engines: int = 0
@@ -126,8 +124,6 @@ class Trial:
 
 def grid(axes: Sequence[str]) -> list[tuple[str, ...]]:
     """Return all combinations of the values of `section.key=value,value,…`; the first axis changes slowest.
-
-    Without axes, return the unchanged recipe.
 
     Raises:
         UserError: an axis is not of this form.
@@ -142,10 +138,9 @@ def grid(axes: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def recommended(trials: Sequence[Trial]) -> Trial | None:
-    """Return the cheapest of the trials that are nearly as fast as the fastest; among equally cheap trials the
-    freshest.
+    """Return the cheapest of the trials that are nearly as fast as the fastest; among equally cheap ones the freshest.
 
-    Without prices, the trial with the fewest engines counts as the cheapest. None if no trial can run.
+    Without prices, the trial with the fewest engines is the cheapest. None if no trial can run.
     """
     ran = [(trial, trial.prediction) for trial in trials if trial.prediction is not None]
     if not ran:

@@ -63,9 +63,7 @@ class Accelerator:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """Sizes of a dense decoder with grouped-query attention; widths are the number of heads · the dimension of a
-    head.
-    """
+    """Sizes of a dense decoder with grouped-query attention; widths are number of heads · dimension of a head."""
 
     parameters: float
     layers: int
@@ -159,10 +157,7 @@ class PublishedHardware:
         )
 
     def rows_that_fit(self, *, engine_devices: int, context: float) -> int:
-        """Return the number of sequences of `context` tokens that fit into memory next to the weights.
-
-        0 if not even the weights fit.
-        """
+        """Return how many sequences of `context` tokens fit into memory next to the weights; 0 if those do not."""
         free = MEMORY_SHARE * self.accelerator.memory * engine_devices - self.size.weight_bytes
         return max(0, int(free / (self.size.kv_bytes * max(1.0, context))))
 

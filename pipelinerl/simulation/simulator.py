@@ -110,8 +110,9 @@ class _Run:
         # state of the controller
         self._counts, self._filtered_share = _Counts(), FilteredShare()
         self._version = self._loaded = self._waiting_groups = self._filtered_since_step = 0
-        # state of the actors: groups requested since they last polled the version; older groups by the first version
-        # polled after their request
+        # state of the actors: groups requested since their last poll of the version, and older groups by the first
+        # version that
+        # was polled after their request
         self._asked: list[SimulatedGroup] = []
         self._heard: dict[int, list[SimulatedGroup]] = {}
         # state of the trainer

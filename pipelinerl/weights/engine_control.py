@@ -60,7 +60,7 @@ class Announcer(Protocol):
 
 @final
 class Preparation:
-    """Sends PREPARE, with only the layout's id where the engine already knows the layout."""
+    """Sends PREPARE, with only the layout's id to engines that already know the layout."""
 
     def __init__(self, control: EngineControl) -> None:
         self._control = control
@@ -117,8 +117,8 @@ async def each_until_failure(
 ) -> dict[str, T | Failure]:
     """Call every engine like `each`, but cancel the rest after a failure and leave them out of the result.
 
-    This is for calls that wait for one another. A failure of a kind in `victim` only says that another engine did not
-    come: the function then keeps waiting for that engine, so that it can be named.
+    Meant for calls that wait for one another. An error of a kind in `victim` only says that another engine did not
+    come; the function then keeps waiting, so that it can name that engine.
     """
     tasks = {url: asyncio.ensure_future(_guarded(call(url))) for url in urls}
     waiting = set(tasks.values())

@@ -51,8 +51,7 @@ class Publication:
 class PublishReport:
     """Outcome per engine (base URL): `pauses_s` of those that now serve the version, `failed` with the reason.
 
-    Of the failed engines, those in `permanent` cannot be helped by a retry, and those in `blameless` failed because of
-    others.
+    A retry cannot help those in `permanent`; those in `blameless` failed because of others.
     """
 
     version: int
@@ -88,7 +87,6 @@ class PublicationProgress:
     """State of a running publication: the engines still to be served, and the outcome of the others.
 
     Attributes:
-        targets: engines (base URLs) that are still to be served.
         deadline: on the clock of `time.monotonic`, as `began` is.
         broke: whether a broadcast of this publication has already failed.
         raised: whether the generation was raised above one that engines had joined and that is not this trainer's.

@@ -13,12 +13,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a version that the same servers hold.
-
-    Attributes:
-        sources: base URLs of the servers, in the order in which to try them.
-        ranges: the byte ranges that they hold, in order.
-    """
+    """The part of a version that the same servers hold: its byte `ranges`; `sources` are URLs in the order to try."""
 
     sources: tuple[str, ...]
     ranges: tuple[Range, ...]

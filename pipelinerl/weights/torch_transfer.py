@@ -4,8 +4,6 @@ Bytes on a GPU are copied to the host once, piece by piece, into two pinned buff
 their own, so they wait neither for training nor for decoding. On the host, the bytes are hashed where they are, by the
 same code: `stream_for` returns the form that fits. A host with few cores hashes before it sends, since a second thread
 would take its time from the first, and read the bytes from a colder cache.
-
-`CudaStream` ran on one H100.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class GroupJoiner:
     _trained: OrderedDict[int, tuple[int, float, float]] = field(default_factory=OrderedDict)
 
     def stepped(self, event: Event, *, step: int, began: float, now: float) -> Iterator[TracedGroup]:
-        """Yield groups whose step and stages are both known after this `step` event, which began to compute at `began`."""
+        """Yield groups whose step and stages are both known after this `step` event, computed from `began` on."""
         for order in entries(event, "orders"):
             if isinstance(order, int):
                 self._trained[order] = (step, began, now)

@@ -274,10 +274,7 @@ class BroadcastPublisher:
             self._group = None
 
     def _leave_soon(self) -> None:
-        """Leave the group without making the next one wait: gloo's threads take 10 ms to end.
-
-        With NCCL this blocks, since the next group needs the device that this group holds.
-        """
+        """Leave the group in the background, as gloo's threads take 10 ms to end; NCCL blocks, to free the device."""
         if self._backend is not Backend.GLOO:
             self._leave()
         group, self._group = self._group, None

@@ -31,10 +31,7 @@ _LARGEST_OF_TWO: Final = 2
 
 @final
 class WeightSender:
-    """Sends the weights once, on one thread.
-
-    After a failure, `broke_in_group` distinguishes a peer's fault from the trainer's own.
-    """
+    """Sends the weights once, on one thread; after a failure, `broke_in_group` is True if a peer caused it."""
 
     def __init__(
         self,
@@ -54,9 +51,8 @@ class WeightSender:
     def send(
         self, group: Collective | None, *, deadline: float, silence_s: float = math.inf, pieces_key: str = ""
     ) -> str:
-        """Send everything and return the digest; without a group, only hash.
-
-        With `pieces_key`, announce the layout first.
+        """Send everything and return the digest; with `pieces_key`, announce the layout first. Without a group, only
+        hash.
 
         Raises:
             UpdateError: the trainer gathers something other than its layout says, or a rank left.
@@ -131,8 +127,7 @@ def packed(
     gathered = iter(weights())
     for start, end in bounds:
         filled = room(start, end)
-        # Models have ten thousand parameters and more: slicing a tensor costs several times as much as slicing an
-        # array.
+        # With tens of thousands of parameters, slicing arrays matters: slicing tensors costs several times as much.
         host = filled.numpy() if filled.device.type == "cpu" else None
         for parameter, offset in parameters_in(layout, start, end):
             name, array = next(gathered, (None, None))

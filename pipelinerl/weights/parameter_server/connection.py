@@ -38,9 +38,9 @@ from pipelinerl.weights.parameter_server.shared_memory import (
 )
 from pipelinerl.weights.pull import PullOrder, Range
 
-#: Longest pause in seconds between two bytes of a working server. An answer that needs work may take longer.
 #: (epoch, version). All weights of a later trainer sort after those of an earlier one.
 Key = tuple[int, int]
+#: Longest pause in seconds between two bytes of a working server. An answer that needs work may take longer.
 STALL_S: Final = 10.0
 _FAILURES: Final = (OSError, http.client.HTTPException)
 

@@ -56,8 +56,7 @@ class WeightPuller:
             try:
                 return _agreed(order, buffer)
             except DigestMismatch:
-                # One server sent wrong bytes, and it is unknown which: fetch everything again, from each shard's next
-                # server.
+                # One server sent wrong bytes, and it is unknown which: fetch all again, from each shard's next server.
                 rest = [replace(shard, sources=shard.sources[1:] or shard.sources) for shard in order.shards]
                 if all(len(shard.sources) == 1 for shard in order.shards):
                     raise
@@ -103,11 +102,7 @@ class WeightPuller:
         return HttpTransport(source, token=self._token) if attachment is None else SharedMemoryTransport(attachment)
 
     def _segment(self, source: str, order: PullOrder) -> SharedMemoryAddress | None:
-        """Return the address of the version's memory, or None if the server does not report one.
-
-        Raises:
-            UpdateError, NotPrepared: the server cannot be reached, or does not hold the version.
-        """
+        """Return the address of the version's memory, if the server reports one. Raises UpdateError, NotPrepared."""
         client = ServerClient(source, token=self._token)
         path = connection.VERSION.format(epoch=order.epoch, version=order.version)
         try:

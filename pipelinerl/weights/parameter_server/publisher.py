@@ -54,10 +54,7 @@ class PullPublisher:
     """A `Publisher` through parameter servers. One publication runs at a time; others wait their turn."""
 
     def __init__(self, control: EngineControl, placement: Uploader, *, announcer: Announcer | None = None) -> None:
-        """Create the publisher.
-
-        An `announcer` reaches the engines that follow announcements; the others get requests.
-        """
+        """Create the publisher; `announcer` reaches engines that follow announcements, requests reach the others."""
         self._control = control
         self._announcer = announcer
         self._known: set[str] = set()
@@ -148,10 +145,7 @@ class PullPublisher:
     async def _announced(
         self, progress: PublicationProgress, uploaded: Uploaded
     ) -> dict[str, WeightUpdateResponse | Failure]:
-        """Return the results of engines that follow announcements.
-
-        An engine that does not know the layout needs a request instead.
-        """
+        """Return the results of engines that follow announcements; one that lacks the layout needs a request."""
         if self._announcer is None:
             return {}
         publication = progress.publication

@@ -74,11 +74,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Uploaded:
-    """The location of an uploaded version.
-
-    `sources` lists the servers of each shard, in the order in which to try them. `failed` gives the reason for each
-    server that does not hold the version.
-    """
+    """`sources`: the servers of each shard in the order to try; `failed`: reasons of servers without the version."""
 
     sources: tuple[tuple[str, ...], ...]
     bucket_bytes: int
@@ -193,9 +189,7 @@ class Uploader:
     def _first(self, number: int, answers: Mapping[str, VersionRecord | Exception]) -> tuple[str, VersionRecord]:
         """Return a shard's server to read from or write to, with its record; prefer one that holds the shard.
 
-        Raises:
-            ServerLost: no server accepts it at the moment.
-            UpdateError: no server accepts it at all.
+        Raises ServerLost if no server accepts it at the moment, UpdateError if none accepts it at all.
         """
         mine = {url: answer for url, answer in answers.items() if self._shard_of[url] == number}
         records = [(url, answer) for url, answer in mine.items() if isinstance(answer, VersionRecord)]
@@ -207,10 +201,7 @@ class Uploader:
         return next((record for record in records if record[1].digest is not None), records[0])
 
     def _copied(self, key: Key, copies: Mapping[str, tuple[str, str]], whole: str, deadline: float) -> dict[str, str]:
-        """Make servers copy their shard, of the given digest, from a source; return the failures.
-
-        Copies get half of the remaining time, so that engines do not wait for all of them.
-        """
+        """Make servers copy their shard from a source, in half of the remaining time at most; return the failures."""
         half_s = max(deadline - time.monotonic(), 0.2) / 2
         path = connection.COPY.format(epoch=key[0], version=key[1])
 
@@ -223,10 +214,7 @@ class Uploader:
         return {url: str(answer) for url, answer in answers.items() if isinstance(answer, Exception)}
 
     def confirm(self, epoch: int, progress: dict[str, Key | None], *, deadline: float) -> dict[str, str]:
-        """Report to every server what engines serve and replicas hold now; return the failures.
-
-        A failure needs no retry: every report is complete, so the next one corrects it.
-        """
+        """Report to all servers what engines serve and replicas hold; return failures (the next report corrects them)."""
         report = ProgressReport(epoch=epoch, progress={**progress, **self._replicas})
         answers = self._each(
             self._clients,
@@ -362,11 +350,7 @@ class ShardWriter:
         self._last = self._thread.submit(write)
 
     def seal(self, whole: str) -> Future[str]:
-        """Seal the shard after the last `put`; `whole` is the digest of the version.
-
-        Returns:
-            The shard's digest, once the server has compared it.
-        """
+        """Seal the shard after the last `put`, and return its digest once compared; `whole` is the version's digest."""
         last = self._last
 
         def seal() -> str:

@@ -215,11 +215,7 @@ def discarded_share(history: RunHistory) -> float:
 
 
 def steps_of(history: RunHistory, field: str) -> Series:
-    """Return a figure's values over the steps.
-
-    Raises:
-        ValueError: the steps do not report this figure.
-    """
+    """Return a figure's values over the steps. Raises ValueError if the steps do not report it."""
     series = history.by_step(field)
     if not series:
         raise ValueError(f"expected the run's steps to report {field}, got {sorted(history.steps[0])}")

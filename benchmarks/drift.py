@@ -177,7 +177,6 @@ class TemplateModel:
         return drifts, len(rollout.segments)
 
     def _replies(self, sampled: Sequence[int], tools: Sequence[ToolDefinition], number: int) -> list[ChatMessage]:
-        """Return the agent's next messages: the repeated answer, then tool results or a user message."""
         said = self._completion([0], sampled, tools, number).choices[0].message
         answer = ChatMessage(role="assistant", content=said.content, tool_calls=said.tool_calls)
         if not said.tool_calls:

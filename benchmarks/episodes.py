@@ -151,7 +151,6 @@ def _engines(crowd: Crowd, folder: Path) -> Iterator[list[str]]:
 
 
 def _serve(crowd: Crowd, folder: Path, pipe: Connection) -> None:
-    """Serve a bigram model whose decode steps take `step_s`, regardless of the number of rows."""
     open_many_files()
     options = EngineOptions(
         model_path=folder, model_id="paced", slots=crowd.slots, max_waiting=4096, context_length=_CONTEXT

@@ -128,7 +128,6 @@ class _Engine:
 
 
 def _engines(count: int, tensors: int, ports: Connection) -> None:
-    """Serve `count` engines and send their ports."""
     open_many_files()
     torch.set_num_threads(1)
     layout = _layout(tensors)

@@ -122,7 +122,6 @@ def order(number: int, max_tokens: int = NEW_TOKENS + 1) -> PromptOrder:
 
 @asynccontextmanager
 async def _opened(gateway: Gateway, sample: _Sampler, number: int) -> AsyncIterator[OpenEpisode]:
-    """Open an episode that has recorded all of the conversation except its last message."""
     episode, messages = Episode(order(number), 0, EpisodeLimits(max_turns=10_000)), conversation()
     for end in range(1, MESSAGES, 2):
         planned = episode.plan("main", {"messages": messages[:end]})

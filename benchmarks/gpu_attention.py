@@ -143,13 +143,11 @@ def _drawn(scale: Scale, tokens: int, device: torch.device, dtype: torch.dtype) 
 
 
 def _attended(plan: AttentionPlan, drawn: Sequence[Tensor], window: int | None) -> tuple[Tensor, ...]:
-    """Return the attention's output, and the gradients of query, key and value."""
     inputs = [each.detach().requires_grad_() for each in drawn[:3]]
     attended = plan.attend(*inputs, window=window, scale=None)
     return attended.detach(), *torch.autograd.grad(attended, inputs, drawn[3])
 
 
 def _largest(results: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Return the largest difference of any tensor, relative to the largest exact value."""
     pairs = zip(results, exact, strict=True)
     return max(float((ours.float() - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)

@@ -197,10 +197,8 @@ def check_ragged(folder: Path, scale: Scale, device: torch.device) -> tuple[list
 
 
 def check_continued(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare a second turn, whose prefix the engine has cached, with a new prompt of the same length.
-
-    The first prompt is long because only full blocks of the cache are reused: 256 tokens on CUDA.
-    """
+    """Compare a second turn, whose prefix the engine has cached, with a new prompt of the same length."""
+    # The first prompt is long because only full blocks of the cache are reused: 256 tokens on CUDA.
     count, long, turn = min(scale.parity_sequences, scale.slots), 4 * scale.prompt, scale.answer // 4
     whole = long + turn + scale.prompt
     ratios, sampled, hits = [], [], 0.0
@@ -274,10 +272,8 @@ class _Updates:
 
 @contextmanager
 def engine_apart(folder: Path, scale: Scale, device: torch.device) -> Iterator[tuple[str, Backend]]:
-    """Start a busy engine in a separate process; yield its URL and the backend for its weights.
-
-    With two GPUs, the engine uses the second one and NCCL; otherwise gloo, since NCCL refuses two ranks on one device.
-    """
+    """Start a busy engine in a separate process; yield its URL and the backend for its weights."""
+    # NCCL refuses two ranks on one device, so without a second GPU gloo carries the weights.
     apart = device.type == "cuda" and torch.cuda.device_count() > 1
     order = EngineOrder(
         folder=folder,
@@ -353,7 +349,6 @@ async def _updates(url: str, source: Any, backend: Backend, count: int) -> _Upda
 
 
 def _gaps(notes: Sequence[float]) -> list[float]:
-    """Return the times between consecutive decode steps."""
     return np.diff([note for note in notes if note > 0]).tolist()
 
 

@@ -54,7 +54,6 @@ def check_jax(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Ro
 
 
 def _platform() -> str | None:
-    """Return the platform that JAX would use (None: JAX is not installed)."""
     if importlib.util.find_spec("jax") is None:
         return None
     import jax
@@ -81,7 +80,7 @@ def _losses(name: str, folder: Path, scale: Scale, device: torch.device) -> np.n
 
 
 def _step_ratio(folder: Path, scale: Scale, device: torch.device) -> float:
-    """Return the median time of a bf16 step over torch's; the second step reads results, so JAX has finished."""
+    """Return the median time of a bf16 step over torch's; each step reads results of the last, so JAX has finished."""
     batch = random_batch(scale)
     trainers = {name: _trainer(name, folder, device, Precision.BF16) for name in ("torch", "jax")}
 

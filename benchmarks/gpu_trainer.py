@@ -300,7 +300,6 @@ def check_beside(folder: Path, scale: Scale, device: torch.device) -> tuple[list
 
 
 async def _published(trainer: TorchTrainer, url: str, backend: Backend, version: int) -> tuple[str, float]:
-    """Publish the trainer's weights through a new group; return their digest and the total seconds."""
     async with EngineClient(state_timeout_s=60.0) as client:
         publisher = BroadcastPublisher(client, backend=backend)
         publication = Publication(

@@ -142,11 +142,7 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
 
 
 def write_record(name: str, payload: Mapping[str, Any], *, quick: bool = False, folder: Path = RESULTS) -> None:
-    """Write `payload` with the facts of this machine to `<folder>/<name>.json`, unless the run was a quick one.
-
-    Raises:
-        ValueError: a number is NaN or infinite.
-    """
+    """Write `payload` with machine facts to `<folder>/<name>.json`, unless `quick`. Raises ValueError on NaN."""
     if quick:
         return
     folder.mkdir(parents=True, exist_ok=True)

@@ -169,7 +169,6 @@ def _standing(trainer: TorchTrainer) -> int:
 
 
 def _ragged(tokens: int, vocab: int) -> MicroBatch:
-    """Return rollouts of uneven lengths; a quarter of each is its prompt."""
     lengths = generator(0, "memory_prediction", tokens).integers(64, 448, max(2, tokens // 256))
     return random_batch(lengths.tolist(), (lengths // 4).tolist(), vocab=vocab)
 

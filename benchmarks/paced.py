@@ -246,7 +246,6 @@ async def _train(config: RunConfig, folder: Path, url: str, verifier: _Alternati
 
 
 async def _follow(controller: Controller, actor: Actor) -> None:
-    """Send the actor the current version and k, as its role does."""
     while True:
         actor.follow(model_version=controller.state.version, k=controller.state.knobs.k)
         await asyncio.sleep(_FOLLOW_S)

@@ -80,12 +80,7 @@ class Parity:
 
 
 def measure(model: Path, arm: Arm, *, prompts: int, seed: int = 0) -> Parity:
-    """Sample with an update in flight, recompute the log-probs with the trainer, and compare.
-
-    Args:
-        model: directory in the arm's dtype.
-        prompts: number of groups of `GROUP` samples; temperatures alternate.
-    """
+    """Sample `prompts` groups with an update in flight, recompute the log-probs with the trainer, and compare."""
     spec = TrainerSpec(model_path=model, precision=arm.precision, device=Device.CPU, head_precision=arm.head)
     rollouts = _sample_with_update(model, arm, spec, prompts=prompts, seed=seed)
     batches = _packed(rollouts)
@@ -114,7 +109,6 @@ def _is_switched(rollout: Rollout) -> bool:
 
 
 def _sample_with_update(model: Path, arm: Arm, spec: TrainerSpec, *, prompts: int, seed: int) -> list[Rollout]:
-    """Sample, and retry if every sample ended before the update came."""
     for attempt in range(5):
         rollouts = asyncio.run(_sample(model, arm, spec, prompts=prompts, seed=seed + attempt))
         if any(map(_is_switched, rollouts)):
@@ -152,7 +146,6 @@ async def _sample(model: Path, arm: Arm, spec: TrainerSpec, *, prompts: int, see
 
 
 def _requests(model: Path, seed: int) -> Iterator[ChatCompletionRequest]:
-    """Yield requests with random prompts, which make the model sample long answers."""
     vocab = ChatTokenizer.load(model).vocab_size
     for number in itertools.count():
         draw = generator(seed, "parity", number)

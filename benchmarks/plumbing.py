@@ -51,8 +51,6 @@ def run(quick: bool = False) -> None:
 
 @final
 class _Live:
-    """A live, endless run: its number of steps, and the processor time of its processes."""
-
     def __init__(self, launcher: psutil.Process, log: EventFollower) -> None:
         self.steps = 0
         self._launcher = launcher
@@ -93,7 +91,6 @@ def _role(command: Sequence[str]) -> str:
 
 @contextmanager
 def _live(folder: Path) -> Iterator[_Live]:
-    """Start the tiny recipe without a last step and without evaluations."""
     overrides = ["run.steps=1000000", "run.name=live", f"run.directory={folder}", "evaluation.interval_steps=1000000"]
     # A tied process ends with the benchmark, even if the benchmark is killed.
     tie = [tied_process.__file__, str(os.getpid()), signal.SIGTERM.name, "", "--"]

@@ -192,7 +192,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _live(folder: Path) -> Iterator[tuple[Live, Bare]]:
-    """Yield a run that has a checkpoint, and its bare counterpart."""
     live = Live(folder / "run")
     where = [f"run.directory={folder}", "run.name=run"]
     try:

@@ -85,11 +85,7 @@ class Cell:
 
 
 def paced_run(folder: Path, changes: Sequence[str]) -> ObservedRun:
-    """Run paced devices in a process of its own.
-
-    Raises:
-        RuntimeError: the run failed.
-    """
+    """Run paced devices in a process of its own. Raises RuntimeError if the run fails."""
     command = [sys.executable, "-m", "benchmarks.paced", str(folder), *changes]
     done = subprocess.run(command, text=True, capture_output=True, timeout=_DEADLINE_S)
     if done.returncode:

@@ -68,10 +68,7 @@ def figures(_: Job, run: FinishedRun) -> Figures:
 
     `mismatch` is the mean |Δ log p| between sampler and trainer. `numerics` is the same over tokens sampled with the
     step's starting weights, where quantisation is the only cause. All but `accuracy` and curves are means over the
-    steps.
-
-    Raises:
-        ValueError: the steps do not report a figure.
+    steps. Raises ValueError if the steps do not report a figure.
     """
     steps = partial(steps_of, run.history)
     mismatch, ess = steps("logprob_difference_mean"), steps("ess")

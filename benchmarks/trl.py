@@ -102,11 +102,7 @@ Pairs = Mapping[int, tuple[Arm, Arm]]
 
 
 def arm_of(events: Sequence[Event], load: float) -> Arm:
-    """Return our arm; its clock starts with the record of the first evaluation.
-
-    Raises:
-        ValueError: the run was never evaluated after training began.
-    """
+    """Return our arm, timed from its first evaluation. Raises ValueError if no other evaluation followed."""
     evaluations = [event for event in events if event["kind"] == "evaluation" and event["accuracy"] is not None]
     if len(evaluations) < 2:
         raise ValueError(f"expected an evaluation before training and one after it, got {len(evaluations)} in all")
@@ -173,10 +169,7 @@ def compared(pairs: Sequence[tuple[Arm, Arm]], target: float) -> tuple[Interval,
 
 
 def measure(task: Task, recipe: Path, *, seeds: Sequence[int], known: Pairs) -> Iterator[dict[str, Any]]:
-    """Yield the record's payload after each seed, which can take half an hour; print the table.
-
-    New pairs replace those of earlier runs in `known`.
-    """
+    """Yield the record's payload after each seed (half an hour), and print the table; new pairs replace `known`."""
     manner, tried = fastest_manner(recipe, steps=task.probe_steps, tries_of_each=task.probe_tries)
     until, by_seed = max(task.targets), dict(known)
     for seed in seeds:
@@ -242,11 +235,7 @@ def run(quick: bool = False, *, seeds: Sequence[int] = (), changes: Sequence[str
 
 
 def recorded(record: Path, recipe: str, overrides: Sequence[str] = ()) -> Pairs:
-    """Return the pairs of a record, by seed.
-
-    Raises:
-        ValueError: the record is of another recipe.
-    """
+    """Return the pairs of a record, by seed. Raises ValueError if the record is of another recipe."""
     table = json.loads(record.read_text())
     if table["recipe"] != _portable(to_table(load(recipe, overrides))):
         raise ValueError(f"{record} is of another recipe than {recipe} is now: measure all seeds again")
@@ -262,11 +251,7 @@ def recorded(record: Path, recipe: str, overrides: Sequence[str] = ()) -> Pairs:
 def on_two_cores(
     task: Task, seeds: Sequence[int], *, overrides: Sequence[str], known: Pairs
 ) -> Iterator[dict[str, Any]]:
-    """Measure on the first two cores of this process; yield a payload after each seed.
-
-    Raises:
-        RuntimeError: TRL is not installed, or an arm failed.
-    """
+    """Measure on two cores; yield a payload after each seed. Raises RuntimeError if TRL is missing or an arm fails."""
     if importlib.util.find_spec("trl") is None:
         raise RuntimeError("TRL is not installed; `make bench NAME=trl` installs it into the environment and runs this")
     table = to_table(load(task.recipe, overrides))

@@ -161,11 +161,7 @@ def until_end(token_ids: list[int], ends: Sequence[int]) -> list[int]:
 
 
 def grpo_arguments(config: RunConfig, *, steps: int, folder: str) -> dict[str, Any]:
-    """Return GRPOConfig's arguments for a recipe.
-
-    Raises:
-        ValueError: TRL cannot express the recipe's objective.
-    """
+    """Return GRPOConfig's arguments for a recipe. Raises ValueError if TRL cannot express its objective."""
     sampling = config.sampling
     objective = resolve(config.objective, max_tokens=sampling.max_tokens)
     term, plain = objective.grad1, isinstance(objective.grad2, grad2.NoRegularizer)
@@ -277,7 +273,6 @@ def _dataset(problems: Sequence[Problem]) -> Any:
 
 
 def _optimizers(model: Any, config: RunConfig) -> tuple[Any, Any]:
-    """Return the optimizer and schedule of our own trainer."""
     import torch
 
     given = config.optimizer

@@ -49,7 +49,6 @@ Samples = dict[str, list[float]]
 
 
 def _ratio(samples: Samples, above: str, minus: str | None, below: str) -> Interval:
-    """Return the median of (above − minus) / below."""
     subtracted = samples[minus] if minus else [0.0] * len(samples[above])
     rows = zip(samples[above], subtracted, samples[below], strict=True)
     return bootstrap_median([(a - m) / b for a, m, b in rows])
@@ -97,12 +96,10 @@ async def _measure(url: str, rounds: int) -> tuple[Samples, int]:
 
 
 def _parameters(layout: WeightLayout) -> list[tuple[str, Any]]:
-    """Return small constant weights: their values do not affect time."""
     return [(p.name, torch.full(p.shape, 0.01, dtype=getattr(torch, p.dtype.value))) for p in layout.parameters]
 
 
 async def _steps(client: EngineClient, url: str, count: int, *, timeout_s: float = 60.0) -> None:
-    """Wait until the engine has decoded `count` more steps."""
     first = (await client.metrics(url))["decode_steps_total"]
     async with asyncio.timeout(timeout_s):
         while (await client.metrics(url))["decode_steps_total"] < first + count:
@@ -116,7 +113,6 @@ async def _keep_busy(client: EngineClient, url: str) -> None:
 
 
 def _copy_seconds(target: np.ndarray[Any, Any]) -> float:
-    """Return the seconds of the fastest of three copies of the target's size."""
     origin = np.zeros_like(target)
     origin[::4096] = 1
     took = []

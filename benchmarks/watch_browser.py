@@ -66,7 +66,6 @@ def run(quick: bool = False) -> None:
 
 @contextmanager
 def _served(run_dir: Path) -> Iterator[str]:
-    """Start `pipelinerl watch` of a run and yield the link that it prints."""
     command = [sys.executable, "-u", "-m", "pipelinerl.cli", "watch", str(run_dir)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -80,7 +79,6 @@ def _served(run_dir: Path) -> Iterator[str]:
 
 
 def _long_run(folder: Path, steps: int) -> Path:
-    """Write the directory of a run that was killed after `steps` steps."""
     run_dir = folder / "long"
     run_dir.mkdir()
     recipes.save(recipes.load("tiny"), run_dir / "recipe.toml")

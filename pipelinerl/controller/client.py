@@ -39,11 +39,7 @@ class ControllerClient:
     """Blocking client of the controller at `url`; `who` names the caller in the knob log. Use from one thread."""
 
     def __init__(self, url: str, token: str | None, *, who: str = "", timeout_s: float = TIMEOUT_S) -> None:
-        """Create a client without connecting.
-
-        Raises:
-            AddressError: `url` is invalid.
-        """
+        """Create a client without connecting. Raises AddressError if `url` is invalid."""
         self.url = url
         headers = {routes.WHO: who} if who else {}
         try:

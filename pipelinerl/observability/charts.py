@@ -59,8 +59,6 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Mapping from data to picture coordinates."""
-
     chart: Chart
     x0: float
     x1: float

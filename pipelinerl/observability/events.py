@@ -92,11 +92,7 @@ class EventLog:
         os.ftruncate(self._file, os.lseek(self._file, 0, os.SEEK_CUR))
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one record. Numbers without a JSON form (NaN, infinity) become null.
-
-        Raises:
-            OSError: the record cannot be written, or the disk has been full for `timeout_s`.
-        """
+        """Append one record; non-finite numbers become null. Raises OSError, also after a full disk for `timeout_s`."""
         record = {"time": round(self._clock(), 3), "kind": kind, **fields}
         self._unwritten += (json.dumps(_finite(record), separators=(",", ":"), allow_nan=False) + "\n").encode()
         self._put()
@@ -113,11 +109,7 @@ class EventLog:
         return sum(fields.items() <= json.loads(line).items() for line in lines)
 
     def close(self) -> None:
-        """Force everything to disk and close; closing twice is harmless.
-
-        Raises:
-            OSError: records cannot be written, or the disk has been full for `timeout_s`.
-        """
+        """Force everything to disk and close, idempotently. Raises OSError, also after a full disk for `timeout_s`."""
         if self._file >= 0:
             file = self._file
             try:
@@ -128,7 +120,6 @@ class EventLog:
                 os.close(file)
 
     def _put_all(self) -> None:
-        """Write all pending bytes, waiting for disk space."""
         while self._unwritten:
             self._put()
             if self._unwritten:
@@ -163,9 +154,7 @@ class EventLog:
 def read_events(path: Path) -> list[Event]:
     """Return every complete record in order, even while the log is being written; a torn tail is ignored.
 
-    Raises:
-        FileNotFoundError: there is no log.
-        ValueError: a line before the tail is not a record; the message names the line.
+    Raises FileNotFoundError without a log, ValueError (naming the line) if a line before the tail is not a record.
     """
     events: list[Event] = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
@@ -183,11 +172,7 @@ class EventFollower:
         self.offset = offset
 
     def new(self, *, most_bytes: int = _PIECE_BYTES) -> list[Event]:
-        """Return the next complete records, about `most_bytes` of them and at least one; empty if there are none.
-
-        Raises:
-            ValueError: a line is not a record; the message gives its byte offset.
-        """
+        """Return about `most_bytes` of complete records, at least one if any. Raises ValueError on a malformed line."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self.offset)
@@ -219,7 +204,6 @@ def _record(line: bytes, place: str) -> Event:
 
 
 def _whole_length(file: int) -> int:
-    """Return the length of the file up to and including the last newline."""
     end = os.fstat(file).st_size
     while end > 0:
         start = max(0, end - _RECENT_BYTES)

@@ -243,7 +243,6 @@ def _domains(by_domain: Mapping[str, Mapping[str, float]]) -> Table:
 
 
 def _domain(figures: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return (label, value) of a domain's measured figures, most important first."""
     forms = (
         ("reward", "reward", ".3f"),
         ("right", "accuracy", ".0%"),

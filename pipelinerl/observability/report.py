@@ -52,10 +52,8 @@ class ReportFiles:
 def write_report(run_dir: Path) -> ReportFiles:
     """Write `report.html` and `learning_curve.png` into the run's directory.
 
-    Raises:
-        FileNotFoundError: the run has written no events yet.
-        ValueError: the event log is damaged.
-        OSError: the disk is full; an earlier report is kept.
+    Raises FileNotFoundError without events, ValueError for a damaged log, OSError (keeping the old files) if there is
+    no space.
     """
     history = tell(read_events(run_dir / "events.jsonl"))
     recipe = run_dir / "recipe.toml"
@@ -101,7 +99,6 @@ def render(history: RunHistory, recipe: str, *, samples: Sequence[SampleGroup] =
 
 
 def _tiles(history: RunHistory) -> list[tuple[str, str, str]]:
-    """Return (name, value, note) of the tiles at the top."""
     tiles = []
     evaluation, first = history.last_evaluation, history.first_accuracy
     if evaluation is not None and first is not None:
@@ -155,7 +152,6 @@ def _learning(history: RunHistory) -> str:
 
 
 def _figures(history: RunHistory) -> list[tuple[str, Chart]]:
-    """Return (title, chart) of every measure that has data."""
     steps, x = history.by_step, "step"
 
     def one(series: Series, label: str = "", colour: int = 1) -> Line:

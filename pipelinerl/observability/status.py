@@ -261,11 +261,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, data: bytes) -> RunStatus:
-        """Decode the output of `to_json`.
-
-        Raises:
-            ValueError: not JSON, or a field of the wrong type; the message names it.
-        """
+        """Decode the output of `to_json`. Raises ValueError, which names the field, for anything else."""
         try:
             return msgspec.json.decode(data, type=cls)
         except msgspec.DecodeError as error:
@@ -296,10 +292,7 @@ def prometheus_text(values: Mapping[str, float], *, prefix: str) -> str:
 
 
 def labelled_text(metrics: Mapping[str, Samples], *, prefix: str) -> str:
-    """Return labelled samples in Prometheus' text format; metrics without samples are omitted.
-
-    A name that ends in `_total` is a counter, any other a gauge. Label values are escaped as the format requires.
-    """
+    """Return labelled samples in Prometheus' text format: `…_total` are counters, others gauges; escape labels."""
     lines = []
     for name, samples in metrics.items():
         full = f"{prefix}_{name}"

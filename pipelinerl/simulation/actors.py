@@ -158,7 +158,6 @@ class SimulatedActors:
         self.ended()
 
     def _worked(self, group: SimulatedGroup, seconds: float) -> float:
-        """Return the time at which the group's actor finishes `seconds` of further work."""
         actor = group.index % self.count
         self._free_at[actor] = max(self.agenda.now, self._free_at[actor]) + seconds
         return self._free_at[actor]

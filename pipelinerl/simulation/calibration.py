@@ -59,11 +59,7 @@ class ObservedRun:
 
 
 def calibrate(runs: Sequence[ObservedRun]) -> Hardware:
-    """Return the hardware of the first run, with the contention estimated from the other runs.
-
-    Raises:
-        UserError: a run is too short, or its engine does not count its busy seconds.
-    """
+    """Return the first run's hardware, with contention from the others. Raises UserError if a run lacks figures."""
     first, *others = runs
     measured = measure(first.events)
     hardware = Hardware(
@@ -166,7 +162,6 @@ def _with_contention(hardware: Hardware, runs: Sequence[ObservedRun]) -> Hardwar
 
 
 def _busy_s(events: Sequence[Event], times: EngineTimes) -> float:
-    """Return the decoding time of a run, predicted from `times`."""
     looks = [event for event in events if event["kind"] == "engines" and "busy_s" in event]
     first, last = looks[0], looks[-1]
     change = {name: float(last[name]) - float(first[name]) for name in ("decode_steps", "row_steps", "prompt_tokens")}
@@ -232,11 +227,7 @@ class Measured:
 
 
 def counted_steps(events: Sequence[Event]) -> list[tuple[Event, float]]:
-    """Return the steps that count, each with the seconds since the previous step ended.
-
-    Raises:
-        UserError: too few steps count.
-    """
+    """Return the steps that count, each with the seconds since the previous one. Raises UserError for too few."""
     steps = tell(events).steps
     evaluations = _evaluations(events)
     pairs = [(after, _at(after) - _at(before)) for before, after in pairwise(steps)]
@@ -254,11 +245,7 @@ def counted_steps(events: Sequence[Event]) -> list[tuple[Event, float]]:
 
 
 def measure(events: Sequence[Event]) -> Measured:
-    """Measure a finished run, without steps that overlap with an evaluation, which engines serve at the same time.
-
-    Raises:
-        UserError: the steps are too few, or lack required figures.
-    """
+    """Measure a finished run, without steps that overlap an evaluation. Raises UserError for too few figures."""
     counted = counted_steps(events)
     steps, seconds = [step for step, _ in counted], sum(period for _, period in counted)
     try:
@@ -304,10 +291,8 @@ def _at(event: Mapping[str, Any]) -> float:
 
 
 def simulated_like(events: Sequence[Event], setting: SimulatedSetting, hardware: Hardware) -> Prediction:
-    """Return the prediction with the median step time of several simulations, each as long as the run.
-
-    They draw different lengths: a steady state takes dozens of steps, and waits in a short run depend on the lengths.
-    """
+    """Return the prediction with the median step time of several simulations, each as long as the run."""
+    # They draw different lengths: a steady state takes dozens of steps, and waits in a short run depend on the lengths.
     steps = len(tell(events).steps)
     runs = [simulate(replace(setting, steps=steps, seed=setting.seed + draw), hardware) for draw in range(DRAWS)]
     return sorted(runs, key=lambda run: run.step_s)[DRAWS // 2]

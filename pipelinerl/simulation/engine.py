@@ -231,7 +231,6 @@ class SimulatedEngine:
         return self.times.decode_s(len(self._rows)) * self._slowness
 
     def _settle(self, now: float) -> None:
-        """Count the decode steps that were completed until `now`."""
         whole = max(0, math.floor((now - self._at) / self._step_s + _SLACK))
         self._decoded(whole)
         self._at += whole * self._step_s
@@ -245,7 +244,6 @@ class SimulatedEngine:
         self.busy_s, self._seen = self.busy_until(now), now
 
     def _admit(self) -> None:
-        """Give free rows to waiting requests, first come, first served."""
         prompts = 0
         while self._waiting and len(self._rows) < self.slots:
             group = self._waiting[0]

@@ -123,11 +123,7 @@ class Trial:
 
 
 def grid(axes: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return all combinations of the values of `section.key=value,value,…`; the first axis changes slowest.
-
-    Raises:
-        UserError: an axis is not of this form.
-    """
+    """Return all combinations of `section.key=value,value,…`, the first axis slowest. Raises UserError otherwise."""
     values: list[list[str]] = []
     for axis in axes:
         key, separator, several = axis.partition("=")

@@ -124,10 +124,8 @@ class PublishedHardware:
     def times(self, *, engine_devices: int, trainer_devices: int, rows: int, context: float) -> Hardware:
         """Return the times of engines of `engine_devices` devices each, and of a trainer of `trainer_devices` devices.
 
-        The decode times are exact for a full batch of `rows`, whose sequences hold `context` tokens on average.
-
-        Raises:
-            RecipeError: the weights, or the KV cache of all rows, do not fit into the engine's memory.
+        The decode times are exact for a full batch of `rows`, whose sequences hold `context` tokens on average. Raises
+        RecipeError if the weights and the KV cache of all rows do not fit into the engine's memory.
         """
         device, size = self.accelerator, self.size
         if rows > (most := self.rows_that_fit(engine_devices=engine_devices, context=context)):
@@ -163,11 +161,7 @@ class PublishedHardware:
 
 
 def published_hardware(name: str) -> PublishedHardware:
-    """Return the accelerator and model size named by `ACCELERATOR:SIZE`, such as `h100:7b`.
-
-    Raises:
-        UserError: the accelerator or the size is unknown.
-    """
+    """Return the hardware named `ACCELERATOR:SIZE`, such as `h100:7b`. Raises UserError if either is unknown."""
     accelerator, _, size = name.partition(":")
     if accelerator not in ACCELERATORS or size not in SIZES:
         raise UserError(

@@ -59,8 +59,6 @@ class _Counts:
 
 
 class _Mark(NamedTuple):
-    """Cumulative figures at one moment."""
-
     steps: int
     at: float
     busy_s: float
@@ -74,11 +72,7 @@ class _Mark(NamedTuple):
 
 
 def simulate(setting: SimulatedSetting, hardware: Hardware) -> Prediction:
-    """Simulate a run with this setting on this hardware.
-
-    Raises:
-        ValueError: the run deadlocks: no event is left before its last step.
-    """
+    """Simulate a run. Raises ValueError if the run deadlocks: no event is left before its last step."""
     run = _Run(setting, hardware)
     run.to_its_end()
     return run.prediction()
@@ -158,7 +152,6 @@ class _Run:
             self._agenda.after(self._control.order_s, self._actors.order, group)
 
     def _expected(self) -> int:
-        """Return the number of groups in flight that will probably train."""
         out = self._counts.in_flight
         return self._filtered_share.expected(out, waiting=self._waiting_groups, most=self._setting.oversample)
 
@@ -286,7 +279,6 @@ class _Run:
         self._slow_engines()
 
     def _dropped(self) -> list[SimulatedGroup]:
-        """Return the groups that were found to be stale since the last call."""
         dropped, self._groups.dropped = self._groups.dropped, []
         stale_tokens = sum(group.tokens for group in dropped)
         self._stale_tokens += stale_tokens
@@ -324,7 +316,6 @@ class _Run:
         self._agenda.after(self._control.report_s / 2, self._step_reported)
 
     def _directed(self, publish: bool) -> None:
-        """Process the controller's directive: publish if it says so, and collect the next batch."""
         if publish:
             self._publishing = self._made
             self._agenda.after(self._hardware.update.send_s, self._commit)

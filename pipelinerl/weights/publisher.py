@@ -19,11 +19,7 @@ WeightSource = Callable[[], Iterator[tuple[str, Any]]]
 
 
 def wire_layout(infos: Iterable[ParameterInfo]) -> WeightLayout:
-    """Return the layout of a weight update that carries `infos` in their order.
-
-    Raises:
-        UpdateError: a parameter has a dtype that the contract does not support.
-    """
+    """Return the layout of an update that carries `infos` in order. Raises UpdateError for an unsupported dtype."""
     parameters = []
     for info in infos:
         if info.dtype not in set(DType):
@@ -134,11 +130,7 @@ class Publisher(Protocol):
     """Sends weights to engines."""
 
     async def publish(self, publication: Publication) -> PublishReport:
-        """Publish the weights; engines that fail are reported, not raised.
-
-        Raises:
-            UpdateError: no engine is served.
-        """
+        """Publish the weights. Engines that fail are reported; raises UpdateError only if no engine is served."""
         ...
 
     async def close(self) -> None:

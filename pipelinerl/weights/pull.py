@@ -44,11 +44,7 @@ class PullSource(Protocol):
     def fetch(self, order: PullOrder, *, into: Any, on_progress: Callable[[int], None]) -> str:
         """Fill the shards' ranges of `into`, flat uint8 (numpy or torch); return the digest of the bytes received.
 
-        `on_progress` is called with the number of bytes received so far.
-
-        Raises:
-            UpdateError: no source of a shard could provide it, or the pull was cancelled.
-            DeadlineError: the bytes did not arrive in time.
-            DigestMismatch: the bytes differ from those announced.
+        `on_progress` is called with the number of bytes so far. Raises UpdateError if a shard has no working source or
+        the pull was cancelled, DeadlineError if it is late, DigestMismatch if the bytes differ from those announced.
         """
         ...

@@ -159,10 +159,7 @@ _BLOCK: Final = 1 << 22
 def convert(sent: Any, wire: WeightLayout, *, into: Any, layout: WeightLayout) -> None:
     """Fill `into` u8 [layout.num_bytes] with the values of `sent` u8 [wire.num_bytes]: the same parameters in order.
 
-    Both are numpy, or torch on one device.
-
-    Raises:
-        OutOfRange: a finite value would become an infinity.
+    Both are numpy, or torch on one device. Raises OutOfRange if a finite value would become an infinity.
     """
     source, target = shared_tensor(sent), shared_tensor(into)
     for (sent_as, values), (kept, place) in zip(_parts(source, wire), _parts(target, layout), strict=True):
@@ -183,7 +180,6 @@ def convert(sent: Any, wire: WeightLayout, *, into: Any, layout: WeightLayout) -
 
 
 def _parts(buffer: Tensor, layout: WeightLayout) -> Iterator[tuple[ParameterSpec, Tensor]]:
-    """Yield each parameter with its bytes, a flat slice of `buffer`."""
     for spec, end in zip(layout.parameters, layout.ends, strict=True):
         yield spec, buffer[end - spec.num_bytes : end]
 

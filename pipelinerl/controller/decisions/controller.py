@@ -130,9 +130,8 @@ class Controller:
     def decide(self, given: AnyInput) -> list[Effect]:
         """Process one input and return its effects, in order.
 
-        Raises:
-            RecipeError: the new knobs cannot run; nothing has changed.
-            LedgerError: the trainer's account does not balance with the controller's.
+        Raises RecipeError if new knobs cannot run (nothing changes), LedgerError if the trainer's account does not
+        balance.
         """
         effects = self._decide(given)
         if not self.state.failing.reason:
@@ -218,11 +217,7 @@ class Controller:
                 return []
 
     def patch(self, changes: Mapping[str, Any], *, who: str, time: float) -> list[Effect]:
-        """Change knobs and notify the trainer at once; prompts are issued with the new knobs from now on.
-
-        Raises:
-            RecipeError: the new knobs cannot run; nothing has changed.
-        """
+        """Change knobs and notify the trainer at once. Raises RecipeError, without any change, if they cannot run."""
         before, self.state.knobs = self.state.knobs.to_json(), self.state.knobs.patched(changes)
         changed = {
             name: value
@@ -381,7 +376,6 @@ class Controller:
         return [*effects, self._answer(report.report_id, publish_to=publication_due(self.state, self.settings))]
 
     def _step_skipped(self, report: StepSkipped) -> list[Effect]:
-        """Record a skipped step; `SKIPS_THAT_END` of them in a row stop the run, with its state saved."""
         self.state.account.update(report.consumed)
         step = self.state.version + 1
         if report.in_a_row >= SKIPS_THAT_END and self.state.stop_reason is None:

@@ -130,7 +130,6 @@ def _counts(state: RunState) -> dict[str, int]:
 
 
 def _beyond(state: RunState, settings: ControllerSettings, counts: Mapping[str, int]) -> tuple[Want, str] | None:
-    """Return an engine type outside its limits and the direction of the change; None if all are within limits."""
     for type, count in counts.items():
         if count < state.knobs.engines_min[type] and type not in _not_to_be_had(state):
             return Want.MORE, type

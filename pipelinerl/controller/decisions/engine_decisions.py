@@ -199,7 +199,6 @@ def _expel(state: RunState, url: str, reason: str) -> list[Effect]:
 
 
 def _after_expulsion(state: RunState, url: str) -> list[Effect]:
-    """Record a planned departure, and cancel requests for engines of its name and requests to replace its URL."""
     record = state.fleet.by_url[url]
     _cancel_request(state, record.name)
     _cancel_replacement(state, url)

@@ -103,7 +103,7 @@ class Evaluator:
             state.evaluations.due = replace(due, sets=due.sets + new)
 
     def _begin(self, state: RunState, due: EvaluationDue, *, now: float) -> list[Effect]:
-        """Begin the due evaluation if engines serve suitable weights and no publication is under way, which breaks pins."""
+        """Begin the due evaluation if engines serve suitable weights and no publication, which would break it, runs."""
         loaded = {url: state.fleet.by_url[url].loaded for url in state.fleet.verified()}
         if not loaded or (state.phase is RunPhase.TRAINING and state.trainer.publishes):
             return []

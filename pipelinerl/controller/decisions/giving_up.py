@@ -86,7 +86,6 @@ def refused(state: RunState, report: GroupFailed) -> None:
 
 
 def _end(state: RunState, settings: ControllerSettings, reason: str, *, now: float) -> list[Effect]:
-    """End the run, either at once or as soon as the trainer has saved its state."""
     state.failing.reason, state.failing.since = reason, now
     if state.phase is not RunPhase.TRAINING:
         return finish(state, settings)

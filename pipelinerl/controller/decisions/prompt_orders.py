@@ -60,11 +60,9 @@ class PromptOrderFactory:
         )
 
     def asking(self, plan: EvaluationPlan, index: int, *, version: int, number: int, engine: str = "") -> PromptOrder:
-        """Return question `index` of evaluation `number` of `version`; only `engine`, if given, may answer it.
-
-        Apart from id and engine, the order is the same in every evaluation: a sample depends on its seed and the
-        weights.
-        """
+        """Return question `index` of evaluation `number` of `version`; only `engine`, if given, may answer it."""
+        # Apart from id and engine, the order is the same in every evaluation: a sample depends on its seed and the
+        # weights.
         asked, place = plan.question(index)
         problem = self.held_out_problem(asked.name, place)
         own = self._own(problem)

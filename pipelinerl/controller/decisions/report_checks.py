@@ -95,7 +95,6 @@ def _unbalanced(state: RunState, consumed: ConsumedReport) -> Iterator[str]:
 
 
 def _unasked(state: RunState, report: EvaluationDone | GroupFailed) -> Iterator[str]:
-    """Yield a complaint if the report answers a question that was never issued, or has impossible counts."""
     evaluation = state.evaluations.current
     if evaluation is None or not evaluation.concerns(report.order_id):
         return

@@ -60,11 +60,8 @@ def run_status(
 
 
 def assignment_of(state: RunState, settings: ControllerSettings) -> ActorAssignment:
-    """Return the settings that every actor works with.
-
-    k, by which actors give up outdated groups, is omitted if steps wait for overdue groups, or if staleness is bounded
-    for single rollouts.
-    """
+    """Return the settings that every actor works with."""
+    # Actors give up outdated groups by k, except if steps wait for overdue groups, or if k bounds single rollouts.
     drops = settings.scope is StalenessScope.GROUP and settings.overdue is Overdue.DROP
     gives_up = drops and not math.isinf(state.knobs.k)
     return ActorAssignment(
@@ -126,7 +123,6 @@ def _groups(figures: Mapping[str, AnswerFigures]) -> tuple[status.GroupFiguresSt
 
 
 def _figures(of: EvaluationResult | AnswerFigures) -> dict[str, Any]:
-    """Return the figures that evaluation sets, domains and tags have in common."""
     return {
         "accuracy": of.accuracy,
         "low": of.low,

@@ -317,7 +317,6 @@ def review(state: RunState, settings: ControllerSettings) -> list[Effect]:
 
 
 def _end(state: RunState, settings: ControllerSettings) -> list[Effect]:
-    """End the run at the next step boundary, as if an operator had stopped it."""
     counts = _sum(state)
     state.failing.hopeless = counts.right < _SOLVED * counts.total
     state.stop_reason = _hopeless_sentence(state, counts) if state.failing.hopeless else _solved_sentence(counts)

@@ -217,7 +217,6 @@ def _add_verifiers(app: FastAPI, service: ControllerService) -> None:
 
 
 def _unreachable(request: Request, url: str, what: str) -> Response | None:
-    """Return an error if a loopback address was offered from another machine; None if the address is acceptable."""
     asker = request.client.host if request.client is not None else _LOCALHOST
     if not _is_local(urlsplit(url).hostname or "") or _is_local(asker):
         return None
@@ -248,7 +247,6 @@ def _url(service: ControllerService, engine: str) -> str | None:
 
 
 def _named(service: ControllerService, engine: str) -> str | None:
-    """Like `_url`, but for an engine that was requested and has not joined yet, return its name."""
     requested = (
         request.name
         for request in service.controller.state.engine_requests

@@ -101,11 +101,7 @@ class Journal:
         return cls(stream, number=fresh_number(await stream.last_id(JOURNAL)))
 
     async def record(self, decision: Decision) -> int:
-        """Journal a decision and return its number; the decision is durable on return.
-
-        Raises:
-            FencedError: another controller has written this entry.
-        """
+        """Journal a decision durably and return its number. Raises FencedError if another controller wrote it."""
         await self._write(msgspec.structs.replace(decision, writer=self._writer))
         if isinstance(decision.given, ReportReceived):
             self.reports_offset = decision.given.entry_id
@@ -152,11 +148,7 @@ class Journal:
 
     @classmethod
     async def recover(cls, stream: Stream) -> tuple[Self, Recovered] | None:
-        """Return the journal in `stream`, ready for further writes, and its contents; None if entries are missing.
-
-        Raises:
-            UserError: the journal was written by an incompatible version of the controller.
-        """
+        """Return the journal and its contents, or None if entries are missing. Raises UserError for another layout."""
         entries = await stream.read({JOURNAL: START}, count=10 * _SNAPSHOT_EVERY, block_s=0)
         try:
             _check_layout([entry.payload for entry in entries])

@@ -110,12 +110,7 @@ class EngineProbe(Protocol):
     """Requests an engine's load; implemented by `EngineClient`."""
 
     async def metrics(self, url: str) -> Mapping[str, float]:
-        """Return the engine's metrics.
-
-        Raises:
-            ContractError: the engine rejects the request.
-            PipelineError: the engine does not answer in time.
-        """
+        """Return the engine's metrics. Raises ContractError if it rejects this, PipelineError if it does not answer."""
         ...
 
 
@@ -175,9 +170,7 @@ class ControllerService:
     async def run(self) -> None:
         """Serve until the run is over, then set `finished`.
 
-        Raises:
-            RunFailed: the run cannot continue.
-            PipelineError: a decision could not be journaled or carried out.
+        Raises RunFailed if the run cannot continue, PipelineError if a decision cannot be journaled or carried out.
         """
         found = await Journal.recover(self._stream) if self._start is Start.FROM_JOURNAL else None
         if found is None or found[1].state.launch != self.controller.state.launch:
@@ -265,7 +258,6 @@ class ControllerService:
     # --- beginning -------------------------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        """Start a run, either new or resumed from a checkpoint."""
         self._next_directive = fresh_number(await self._stream.last_id(DIRECTIVES))
         self._next_entry = fresh_number(await self._stream.last_id(PROMPTS))
         state = self.controller.state
@@ -401,7 +393,6 @@ class ControllerService:
             asking.create_task(self._ask(url))
 
     async def _ask(self, url: str) -> None:
-        """Poll one engine; if its state has changed, decide on that as an input."""
         try:
             found = await self._probe.metrics(url)
             known = {name: found[name] for name in EngineMetrics.model_fields if name in found}
@@ -457,7 +448,6 @@ class ControllerService:
     # --- effects ---------------------------------------------------------------------------------------------------
 
     async def _carry_out(self, effect: Effect, decision: int, *, recorded: bool = False) -> None:
-        """Carry out one effect; with `recorded`, the log already contains the effect's event."""
         match effect:
             case IssuePrompts(orders):
                 await self._issue(orders)
@@ -481,7 +471,6 @@ class ControllerService:
                 self._over.set()
 
     async def _issue(self, orders: list[PromptOrder]) -> None:
-        """Append orders to the stream, and trim the orders at its head that have ended."""
         payloads = [encode_order(order) for order in orders]
         await self._stream.append(PROMPTS, payloads, first_id=self._next_entry)
         self._issued.extend(

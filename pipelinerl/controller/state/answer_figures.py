@@ -139,7 +139,6 @@ def _majorities(judged: Sequence[EvaluationDone], k: int) -> list[float]:
 
 
 def _at_each(chances: Mapping[int, Sequence[float]], *, seed: int) -> list[PassAt]:
-    """Return an entry for each k in `chances`, which holds a probability for each problem with enough samples."""
     found = {k: estimate(values, seed=rng.key(seed, k)) for k, values in chances.items() if values}
     return [
         PassAt(k=k, value=each.value, low=each.low, high=each.high, problems=each.problems) for k, each in found.items()
@@ -165,11 +164,8 @@ class Estimate:
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Return the probability that at least one of k samples is correct: 1 − C(n−c, k) / C(n, k).
 
-    `correct` = c of `samples` = n are correct. The estimate is unbiased for every n ≥ k. It is computed as a product,
-    which neither overflows nor cancels (Chen et al. 2021, Eq. 1 and their figure 3).
-
-    Raises:
-        ValueError: k is not within 1..samples, or `correct` not within 0..samples.
+    `correct` = c of `samples` = n are correct. The estimate is unbiased for n ≥ k, and its product form neither
+    overflows nor cancels (Chen et al. 2021, Eq. 1, figure 3). Raises ValueError unless 1 ≤ k ≤ n and 0 ≤ c ≤ n.
     """
     if not 1 <= k <= samples or not 0 <= correct <= samples:
         raise ValueError(f"expected 1 ≤ k ≤ n and 0 ≤ c ≤ n, got n = {samples}, c = {correct}, k = {k}")
@@ -182,8 +178,8 @@ def estimate(values: Sequence[float], *, seed: int) -> Estimate:
     """Return the mean of values in [0, 1], one for each problem, with a 95 % interval.
 
     The interval is Wilson's if every value is 0 or 1, and otherwise a percentile bootstrap over problems (Efron 1979)
-    drawn from `seed`. If all values are equal, the bootstrap has no spread and Wilson's interval is used. It is
-    conservative, since no mean of values in [0, 1] varies more than a proportion does.
+    drawn from `seed`. For equal values, which have no spread, it is Wilson's: conservative, since no mean of values in
+    [0, 1] varies more than a proportion does.
     """
     count = len(values)
     mean = math.fsum(values) / count if count else 0.0
@@ -205,10 +201,8 @@ def wilson_interval(successes: float, trials: int, z: float = _Z) -> tuple[float
 
 
 def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:
-    """Return the 2.5 % and 97.5 % quantiles of the bootstrapped mean; equal seeds give equal intervals.
-
-    Resamples draw how often each of the few distinct values occurs: the same distribution, but faster.
-    """
+    """Return the 2.5 % and 97.5 % quantiles of the bootstrapped mean; equal seeds give equal intervals."""
+    # Draw how often each of the few distinct values occurs, instead of each problem: the same distribution, but faster.
     levels, counts = np.unique(np.asarray(values, np.float64), return_counts=True)
     drawn = rng.generator(seed, "bootstrap").multinomial(len(values), counts / len(values), size=_RESAMPLES)
     low, high = np.quantile(drawn @ levels / len(values), (0.025, 0.975))

@@ -101,10 +101,8 @@ class Cooldown(msgspec.Struct, kw_only=True):
     domains: dict[str, DomainCooldown] = {}
 
     def note(self, solved: Solved, rules: Mapping[str, CooldownRule], *, version: int) -> None:
-        """Record groups whose answers were all correct, and end rests that are over.
-
-        Domains without a cooldown rule have no resting problems, even if the recipe had a rule for them before.
-        """
+        """Record groups whose answers were all correct, and end rests that are over."""
+        # Domains without a cooldown rule have no resting problems, even if the recipe had a rule for them before.
         by_domain = {domain: rule for domain, rule in rules.items() if rule.rests}
         for domain, rule in by_domain.items():
             if domain in solved:
@@ -155,7 +153,6 @@ class Cooldown(msgspec.Struct, kw_only=True):
 
 
 def _still_needed(passed: Iterable[tuple[int, int]], frontier: int) -> list[tuple[int, int]]:
-    """Drop entries of `passed` that only matter to orders below the frontier."""
     kept = list(passed)
     while len(kept) > 1 and kept[1][0] <= frontier:
         kept.pop(0)

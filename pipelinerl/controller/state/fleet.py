@@ -288,20 +288,16 @@ class Fleet:
     # --- weights ---------------------------------------------------------------------------------------------------
 
     def on_published(self, url: str, version: int, *, membership: int) -> None:
-        """Record that the engine has loaded `version` from a publication to `membership`.
-
-        Failures count until the engine passes the canary check: it might take weights but never answer a check.
-        """
+        """Record that the engine has loaded `version` from a publication to `membership`."""
+        # Failures still count until the engine passes the canary check: it might take weights but never answer a check.
         if self._was_member(url, membership):
             self._change(url, loaded=version)
 
     def publish_failed(
         self, url: str, reason: str, *, membership: int, persistence: Persistence = Persistence.TRANSIENT
     ) -> bool:
-        """Record a failed update: mark the engine dirty, or expel it after too many failures or a permanent one.
-
-        A dirty engine is retried only after it answers a poll: retrying a dead one would disturb the process group.
-        """
+        """Record a failed update: mark the engine dirty, or expel it after too many failures or a permanent one."""
+        # A dirty engine is retried only after it answers a poll: retrying a dead one would disturb the process group.
         if not self._was_member(url, membership):
             return False
         failures, lasts = self.by_url[url].failed_updates + 1, persistence is Persistence.PERMANENT
@@ -446,7 +442,6 @@ class Fleet:
         return record is not None and record.lifecycle.is_alive and record.joined_at <= membership
 
     def _rejoin(self, url: str, reason: str) -> None:
-        """Let the engine rejoin without weights, as a member of the next membership."""
         self._change(
             url,
             lifecycle=EngineLifecycle.JOINING,

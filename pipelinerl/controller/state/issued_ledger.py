@@ -63,7 +63,7 @@ class IssuedLedger:
         return sorted(self._open(self.outdated))
 
     def rollouts_in_flight(self, group_size: int) -> int:
-        """Return the rollouts of all orders in flight, with `group_size` for orders that an earlier trainer consumed."""
+        """Return the rollouts of all orders in flight: `group_size` for an order that an earlier trainer consumed."""
         known = sum(each.rollouts for each in self.sent.values())
         return known + (self.in_flight - len(self.sent)) * group_size
 
@@ -94,10 +94,9 @@ class IssuedLedger:
         self._end(index, self.outdated, issued_at)
 
     def update(self, consumed: ConsumedReport) -> None:
-        """Replace the trainer's account by a newer one, which overrides reports of failed orders.
-
-        After a resume, it may include orders issued after the checkpoint, since their groups were still in the stream.
-        """
+        """Replace the trainer's account by a newer one, which overrides reports of failed orders."""
+        # After a resume, it may include orders issued after the checkpoint, since their groups were still in the
+        # stream.
         self.consumed = consumed
         known = max(self.cursor, consumed.frontier, *(index + 1 for index in consumed.beyond))
         if self.reissue or known > self.cursor:
@@ -164,7 +163,6 @@ class IssuedLedger:
         return [index for index in indices if index >= frontier and index not in beyond]  # `has_ended`, but faster
 
     def _end(self, index: int, fate: set[int], issued_at: tuple[int, int] | None) -> None:
-        """Add the order to `fate`, the set of failed or of stale orders, unless the order has ended already."""
         sent = self.sent.get(index)
         superseded = index in self.reissue if sent is None else issued_at is not None and sent.issued_at > issued_at
         if superseded or self.lost(self.withdrawn & {index}):

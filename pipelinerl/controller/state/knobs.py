@@ -123,10 +123,8 @@ class Knobs:
         """Return these knobs with `changes` applied, validated as a whole.
 
         `preset` sets j and k together. k may be the string `inf`. `domain_weights.<domain>` sets one weight; a table
-        `domain_weights` sets the weights that it lists.
-
-        Raises:
-            RecipeError: a knob is unknown, a type is wrong, or the combination cannot run.
+        `domain_weights` sets the weights that it lists. Raises RecipeError if a knob is unknown, a type is wrong, or
+        the combination cannot run.
         """
         values: dict[str, Any] = {}
         for name, value in changes.items():
@@ -143,11 +141,7 @@ class Knobs:
         return replace(self, **values)
 
     def with_live(self, log: Iterable[KnobChange]) -> Self:
-        """Return the recipe's knobs with the live changes of `log`, except for removed domains and engine types.
-
-        Raises:
-            RecipeError: the combination cannot run.
-        """
+        """Return the recipe's knobs with the live changes of `log`, unless their domain or engine type was removed."""
         changes: dict[str, Any] = {}
         for change in log:
             changes |= change.changes if change.live else {}
@@ -182,7 +176,6 @@ class Knobs:
         return {each: _number(f"domain_weights.{each}", weight) for each, weight in given.items()}
 
     def _limits(self, name: str, value: Any) -> dict[str, int]:
-        """Return the limits that a change sets, by engine type; empty if the change is to another knob."""
         table, _, type = name.partition(".")
         known: dict[str, int] = getattr(self, table) if table in _LIMITS else {}
         if not known:

@@ -203,11 +203,9 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
         return any(not each.reported for each in self.publications)
 
     def note_step(self, version: int) -> None:
-        """Raise the version of all unreported publications to `version`.
-
-        Weights do not change during a publication, so a publication that is unreported at a step carries at least the
-        weights of this step.
-        """
+        """Raise the version of all unreported publications to `version`."""
+        # Weights do not change during a publication: one that is unreported at a step has at least the weights of this
+        # step.
         for each in self.publications:
             each.version = each.version if each.reported else version
 
@@ -354,11 +352,8 @@ class RunState(msgspec.Struct, kw_only=True):
             self.quotas.append(Quota(since, self.knobs.groups_per_step))
 
     def follow_loaded(self, loaded: int) -> None:
-        """Record that orders issued from now on are sampled with version `loaded` or newer; drop entries of ended
-        orders.
-
-        The first entry applies to all orders: a trainer has just begun, and all orders in flight are issued again.
-        """
+        """Record that orders are sampled with version `loaded` or newer from now on; drop entries of ended orders."""
+        # The first entry applies to all orders: a trainer has just begun, and all orders in flight are issued again.
         if not self.loaded_from or self.loaded_from[-1][1] != loaded:
             since = self.account.cursor if self.loaded_from else 0
             self.loaded_from = [*(each for each in self.loaded_from if each[0] < since), (since, loaded)]
@@ -395,11 +390,8 @@ class RunState(msgspec.Struct, kw_only=True):
     def resume(self, record: Mapping[str, Any], *, step: int) -> None:
         """Continue from the `checkpoint_record` of a step; the trainer's own account arrives with its `TrainerReady`.
 
-        The recipe, which may have been edited, provides the knobs; live changes override them. Orders that are issued
-        again keep the mixture with which their problems were first drawn.
-
-        Raises:
-            RecipeError: the recipe's knobs and the live changes cannot run together.
+        The recipe, which may have been edited, provides the knobs; live changes override them. Reissued orders keep the
+        mixture with which their problems were first drawn. Raises RecipeError if these knobs cannot run together.
         """
         self.epoch = int(record["epoch"])
         before, recipe = record["knobs"], self.knobs

@@ -53,11 +53,7 @@ class EventTail:
         return self.offset / self.size if self.size else 1.0
 
     def read(self) -> EventPiece:
-        """Return the next events, about 1 MiB at most; empty if there is no log or nothing new.
-
-        Raises:
-            OSError: the log exists and cannot be read.
-        """
+        """Return the next events, about 1 MiB at most; empty if nothing is new. Raises OSError if reading fails."""
         try:
             status = self._path.stat()
         except FileNotFoundError:

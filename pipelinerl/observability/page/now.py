@@ -183,10 +183,7 @@ def _held_out(name: str, event: Event) -> dict[str, Any]:
 
 
 def estimate(figures: Sequence[Figures], name: str, *, share: bool = False) -> dict[str, float | None] | None:
-    """Return the mean over steps, weighted by rollouts, with its 95 % interval; None if no step has the figure.
-
-    A single step has no interval unless the figure is a share.
-    """
+    """Return the rollout-weighted mean over steps, with its 95 % interval; None if no step has the figure."""
     pairs = [
         (value, weight)
         for each in figures

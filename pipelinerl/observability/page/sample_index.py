@@ -68,8 +68,6 @@ _SAMPLE: Final = np.dtype(
 
 @final
 class _Rows:
-    """A growing array of records of one type."""
-
     def __init__(self, kind: np.dtype[Any]) -> None:
         self._array = np.zeros(256, kind)
         self.count = 0
@@ -94,8 +92,6 @@ class _Rows:
 
 @final
 class _Names:
-    """Two-way mapping between names and numbers."""
-
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
         self.names: list[Any] = []
@@ -199,11 +195,7 @@ class SampleIndex:
         }
 
     def read(self) -> int:
-        """Index about 1 MiB of new data, newest file first; return the number of new samples.
-
-        Raises:
-            OSError: the log exists and cannot be read.
-        """
+        """Index about 1 MiB of new data, newest file first; return the number of new samples. Raises OSError."""
         self.unread_bytes = self.total_bytes = count = 0
         there = set()
         for path in reversed(sample_files(self.run_dir)):

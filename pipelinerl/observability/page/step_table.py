@@ -201,7 +201,6 @@ class StepTable:
             self._chunks.pop()
 
     def _thin(self) -> None:
-        """Halve the older half of the rows by merging pairs of chunks."""
         half = len(self._chunks) // 4 * 2
         pairs = zip(self._chunks[0:half:2], self._chunks[1:half:2], strict=True)
         self._chunks[:half] = [_thinned(first, second, len(self._columns)) for first, second in pairs]
@@ -220,7 +219,6 @@ def _columns_of(parts: Sequence[_Chunk], indexes: Sequence[int]) -> Float64:
 
 
 def _thinned(first: _Chunk, second: _Chunk, columns: int) -> _Chunk:
-    """Merge both into one chunk, keeping two of every four rows."""
     places = np.concatenate([chunk.places[:, : chunk.count] for chunk in (first, second)], axis=1)
     thin = _Chunk.empty(columns)
     starts = np.arange(0, places.shape[1], 4)

@@ -192,7 +192,6 @@ def _written(group: SampleGroup, most: int) -> dict[str, Any]:
 
 
 def _cut_tokens(tokens: TokenTexts, most: int) -> TokenTexts:
-    """Keep three quarters of `most` from the start and a quarter from the end, as for texts."""
     return TokenTexts(
         ids=_cut(tokens.ids, most),
         texts=_cut(tokens.texts, most),

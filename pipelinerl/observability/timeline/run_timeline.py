@@ -135,8 +135,6 @@ def _append(drawn: dict[str, list[Any]], span: Span) -> None:
 @final
 @dataclass(slots=True)
 class _Groups:
-    """Traced groups in columns, in the order of their steps."""
-
     order: array[int] = field(default_factory=lambda: array("q"))
     step: array[int] = field(default_factory=lambda: array("q"))
     engine: array[int] = field(default_factory=lambda: array("i"))
@@ -227,7 +225,6 @@ class RunTimeline:
         }
 
     def _lanes(self, unended: set[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Return (kind, lane) in display order."""
         named = {lane for lane, _ in [*self._tracks, *unended]}
         ours = [kind for kind in _TRACKS if kind != ENGINE]
         return [(ENGINE, lane) for lane in sorted(named.difference(ours))] + [(kind, kind) for kind in ours]

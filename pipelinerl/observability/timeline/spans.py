@@ -97,7 +97,6 @@ class GroupJoiner:
 
 
 def _group(stages: Any, began_at: float) -> TracedGroup | None:
-    """Parse the stages from an actor; None if they are malformed."""
     try:
         order, claimed, sampled, verified, engine, spans = msgspec.convert(stages, _Stages)
     except msgspec.ValidationError:
@@ -285,7 +284,6 @@ class SpanReader:
         yield from self._cut(self.now)
 
     def _cut(self, at: float) -> Iterator[Drawn]:
-        """End all open spans at `at`, because the processes ended then."""
         now, self.now = self.now, at
         for span in list(self.open()):
             yield from self._span(*span)
@@ -365,7 +363,6 @@ _READINGS: Final = {
 
 
 def _covered(intervals: list[tuple[float, float]]) -> float:
-    """Return the length of the intervals' union."""
     total, reached = 0.0, -math.inf
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))

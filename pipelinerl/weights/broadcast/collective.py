@@ -47,11 +47,7 @@ class Rendezvous:
     """The store at which group members meet; it listens on `host` only (a bare TCPStore listens on all addresses)."""
 
     def __init__(self, host: str, port: int = 0) -> None:
-        """Listen on (`host`, `port`); port 0 picks a free port.
-
-        Raises:
-            AddressError: the address cannot be bound.
-        """
+        """Listen on (`host`, `port`); port 0 picks a free port. Raises AddressError if the address cannot be bound."""
         listener = socket.socket(family_of(host), socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -124,11 +120,7 @@ class Collective:
         return torch.device("cpu" if self._backend is Backend.GLOO else "cuda")
 
     def announce(self, key: str, text: str) -> None:
-        """Write `text` to the group's store, for ranks that wait for `key` in `expect`.
-
-        Raises:
-            UpdateError: the store is gone.
-        """
+        """Write `text` to the store, for ranks that wait for `key` in `expect`. Raises UpdateError without a store."""
         try:
             self._store.set(key, text)
         except RuntimeError as error:
@@ -137,9 +129,8 @@ class Collective:
     def expect(self, key: str, *, deadline: float) -> str:
         """Return what rank 0 announced as `key`, as soon as it is there.
 
-        Raises:
-            DeadlineError: nothing was announced before `deadline` (monotonic seconds).
-            UpdateError: rank 0 is gone, or this rank left the group in the meantime.
+        Raises DeadlineError if rank 0 announces nothing before `deadline` (monotonic seconds), UpdateError if rank 0 is
+        gone or this rank left the group in the meantime.
         """
         began = time.monotonic()
         while self._group is not None:
@@ -233,7 +224,6 @@ def _options(root: int, deadline: float) -> Any:
 
 
 def _translated(error: RuntimeError | OSError, doing: str) -> DeadlineError | UpdateError:
-    """Translate torch's error into one of ours, shortened to its first sentence."""
     text = str(error).split(". This is")[0].rsplit("] ", 1)[-1] if "pair.cc" in str(error) else str(error)
     reason = (text.splitlines() or [type(error).__name__])[0][:200]
     if "time" in reason.lower() and "out" in reason.lower():
@@ -268,13 +258,9 @@ _POLL_S: Final = 2e-4
 
 
 def connect_nccl(library: Any, store: Any, *, rank: int, size: int, device: torch.device, timeout_s: float) -> Any:
-    """Return a group whose ranks have all connected; blocks for `timeout_s` at most.
+    """Return a group whose ranks have all connected, within `timeout_s`; `library` is `torch.distributed`.
 
-    Args:
-        library: `torch.distributed`.
-
-    Raises:
-        RuntimeError: a rank is missing, or NCCL failed. The group has been aborted.
+    Raises RuntimeError if a rank is missing or NCCL failed; the group has been aborted then.
     """
     deadline = time.monotonic() + timeout_s
     options = library.ProcessGroupNCCL.Options()
@@ -298,8 +284,7 @@ def connect_nccl(library: Any, store: Any, *, rank: int, size: int, device: torc
 def wait_for_nccl(work: Any, *, deadline: float) -> None:
     """Wait until the bytes of `work` have arrived; torch's own wait only orders streams.
 
-    Raises:
-        RuntimeError: the work failed, or is not complete by `deadline` (monotonic seconds).
+    Raises RuntimeError if the work fails, or is not complete by `deadline` (monotonic seconds).
     """
     while not work.is_completed():
         if time.monotonic() > deadline:
@@ -312,10 +297,8 @@ def wait_for_nccl(work: Any, *, deadline: float) -> None:
 
 
 def abort_nccl(group: Any) -> None:
-    """End all work of the group and free its communicator; errors are ignored, since the group is given up.
-
-    Returns after `_ABORT_S` even if NCCL has not: an abort waits for a thread that still connects.
-    """
+    """End all work of the group and free its communicator, ignoring errors, within `_ABORT_S`."""
+    # An abort waits for a thread that still connects, so do not wait for the abort.
     wait([in_background("abort", group.abort)], timeout=_ABORT_S)
 
 
@@ -329,7 +312,6 @@ def _meet_nccl(library: Any, group: Any, device: torch.device, deadline: float) 
 
 @contextmanager
 def _variables(changed: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for the block, one block at a time."""
     with _environment:
         before = {name: os.environ.get(name) for name in changed}
         os.environ.update(changed)

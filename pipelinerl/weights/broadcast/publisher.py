@@ -76,8 +76,6 @@ _VICTIM = (DeadlineExceeded, PeerLost)
 
 @dataclass(frozen=True, slots=True)
 class _EngineGroup:
-    """The group that this process (rank 0) formed with `members` (base URLs)."""
-
     collective: Collective
     generation: int
     membership: tuple[int, int]
@@ -110,11 +108,7 @@ class BroadcastPublisher:
         self._turn = asyncio.Lock()
 
     async def publish(self, publication: Publication) -> PublishReport:
-        """Send the weights to every engine that can take them; see `Publisher`.
-
-        Raises:
-            UpdateError: no engine serves them; the message names each engine with its reason.
-        """
+        """Send the weights to every engine that can take them. Raises UpdateError, with reasons, if no engine can."""
         async with self._turn:
             now = time.monotonic()
             targets = list(dict.fromkeys(publication.engines))
@@ -163,7 +157,6 @@ class BroadcastPublisher:
     # --- the group -----------------------------------------------------------------------------------------------
 
     async def _formed(self, progress: PublicationProgress) -> _EngineGroup | None:
-        """Return a group of exactly the targets, or None if some had to be dropped."""
         publication, members = progress.publication, tuple(progress.targets)
         membership = (publication.epoch, publication.membership)
         known = self._group
@@ -330,7 +323,6 @@ class BroadcastPublisher:
         return False
 
     async def _sent(self, progress: PublicationProgress, sender: WeightSender, group: Collective | None) -> str:
-        """Gather, hash and broadcast on a thread; return the digest."""
         began, silence_s = time.monotonic(), min(progress.publication.timeout_s / 3, _PIECE_S)
         sending = in_background(
             f"send-{_version(progress.publication)}",
@@ -364,7 +356,6 @@ class BroadcastPublisher:
         )
 
     async def _abandon(self, progress: PublicationProgress, reason: str, *, can_retry: bool) -> None:
-        """Release the engines after a failed broadcast, and drop those that no longer answer."""
         self._leave()
         answers = await each(progress.targets, lambda url: self._abort(progress, url))
         lost = {

@@ -51,12 +51,10 @@ class WeightSender:
     def send(
         self, group: Collective | None, *, deadline: float, silence_s: float = math.inf, pieces_key: str = ""
     ) -> str:
-        """Send everything and return the digest; with `pieces_key`, announce the layout first. Without a group, only
-        hash.
+        """Send everything and return the digest; with `pieces_key`, announce the layout; without a group, only hash.
 
-        Raises:
-            UpdateError: the trainer gathers something other than its layout says, or a rank left.
-            DeadlineError: a rank took no piece for `silence_s`, or not all of them by `deadline` (monotonic seconds).
+        Raises UpdateError if the trainer deviates from its layout or a rank left, DeadlineError if a rank takes no
+        piece for `silence_s`, or not all of them by `deadline` (monotonic seconds).
         """
         if group is not None and pieces_key:
             self._announce(group, pieces_key)
@@ -119,11 +117,7 @@ def packed(
     bounds: Sequence[tuple[int, int]],
     room: Callable[[int, int], torch.Tensor],
 ) -> Iterator[torch.Tensor]:
-    """Yield each bucket [start, end) of `bounds` in turn, in the memory that `room(start, end)` provides for it.
-
-    Raises:
-        UpdateError: the trainer gathers something other than its layout says.
-    """
+    """Yield each bucket of `bounds`, in memory from `room(start, end)`. Raises UpdateError on another layout."""
     gathered = iter(weights())
     for start, end in bounds:
         filled = room(start, end)
@@ -157,7 +151,6 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def _write(array: Any, into: torch.Tensor) -> None:
-    """Copy the bytes of a numpy, torch or DLPack array into flat uint8 memory."""
     if isinstance(array, np.ndarray) or not hasattr(array, "__dlpack__"):
         host = bytes_of(array)  # Convert first: numpy has bfloat16 only through an extension, which torch rejects.
         if into.device.type == "cpu":

@@ -74,9 +74,7 @@ class ServerClient:
     ) -> Answer:
         """Exchange JSON: send `body` and return the parsed answer.
 
-        Raises:
-            ContractError: the server reported it.
-            UpdateError, DeadlineError: the server did not answer, or its answer is not that of a parameter server.
+        Raises the ContractError that the server reports, or UpdateError or DeadlineError without a proper answer.
         """
         content = None if body is None else body.model_dump_json(exclude_none=True).encode()
         headers = {"content-type": "application/json"} if content else {}
@@ -270,12 +268,7 @@ class ShardTransport(Protocol):
     """Fetches the missing parts of a shard."""
 
     def bring(self, order: PullOrder, buffer: ReceiveBuffer, shard: int) -> None:
-        """Fetch the shard's missing parts; return when none is missing.
-
-        Raises:
-            UpdateError: the server cannot provide them, the connection failed, or the pull was cancelled.
-            DeadlineError: they did not arrive in time.
-        """
+        """Fetch the shard's missing parts. Raises UpdateError on failure or cancellation, DeadlineError if too late."""
         ...
 
 

@@ -81,7 +81,6 @@ class WeightPuller:
             raise failed[0]
 
     def _bring_shard(self, order: PullOrder, buffer: ReceiveBuffer, number: int) -> None:
-        """Fetch one shard; try its sources in turn, each for the parts that are still missing."""
         failures: dict[str, UpdateError | DeadlineError | ContractError] = {}
         for source in order.shards[number].sources:
             check_wanted(order)
@@ -117,7 +116,6 @@ class WeightPuller:
 
 
 def _agreed(order: PullOrder, buffer: ReceiveBuffer) -> str:
-    """Return the digest of the bytes received. Raises `DigestMismatch` if it is not the one announced."""
     digest = buffer.digest()
     if digest != order.digest:
         raise DigestMismatch(

@@ -64,11 +64,9 @@ class PullPublisher:
         self._turn = asyncio.Lock()
 
     async def publish(self, publication: Publication) -> PublishReport:
-        """Send the weights to every engine that can take them; see `Publisher`.
+        """Send the weights to every engine that can take them.
 
-        Raises:
-            UpdateError: no engine serves them; the message names each engine with its reason.
-            FencedError: a trainer of a later epoch has taken over the servers.
+        Raises UpdateError, with reasons, if no engine serves them; FencedError if a trainer of a later epoch took over.
         """
         async with self._turn:
             now = time.monotonic()
@@ -105,7 +103,6 @@ class PullPublisher:
                 return
 
     async def _uploaded(self, progress: PublicationProgress) -> Uploaded:
-        """Upload the version to the servers, together with the list of engines that will fetch it."""
         publication, began = progress.publication, time.monotonic()
         members = {url: self._confirmed.get(url) for url in progress.publication.engines if url not in progress.failed}
         placing = in_background(

@@ -135,9 +135,7 @@ class ParameterServer:
     async def seal(self, key: Key, seal: Seal) -> VersionRecord:
         """Serve the version from now on, if its bytes match the seal's digest.
 
-        Raises:
-            NotPrepared: the version was not announced.
-            DigestMismatch: the bytes do not match; they may be written again.
+        Raises NotPrepared if it was not announced, DigestMismatch if the bytes do not match; they may be rewritten.
         """
         with self.table.using(key) as version:
             digest = version.digest or await asyncio.wrap_future(in_background("seal", lambda: _digest(version)))
@@ -153,9 +151,7 @@ class ParameterServer:
     async def copy(self, key: Key, order: CopyOrder) -> VersionRecord:
         """Fetch the bytes of an announced version from another server, and seal it.
 
-        Raises:
-            NotPrepared: the version was not announced.
-            UpdateError, DeadlineError, DigestMismatch: the other server did not provide the bytes.
+        Raises NotPrepared if it was not announced; UpdateError, DeadlineError or DigestMismatch if the source fails.
         """
         with self.table.using(key) as version:
             if version.digest is None:
@@ -279,7 +275,6 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    """Return 502 for a fault of another server."""
     return JSONResponse(
         {"error": {"message": str(error), "type": "server_error", "param": None, "code": "failed"}}, 502
     )
@@ -287,8 +282,6 @@ async def _failed(_: Request, error: Exception) -> Response:
 
 @final
 class _Read:
-    """Handles GET: sends pieces directly from the version's memory."""
-
     def __init__(self, table: VersionTable) -> None:
         self._table = table
 
@@ -322,8 +315,6 @@ async def _give(view: memoryview, start: int, end: int, send: Send) -> None:
 
 @final
 class _Write:
-    """Handles PUT: writes each chunk to its place as it arrives."""
-
     def __init__(self, table: VersionTable) -> None:
         self._table = table
 
@@ -351,7 +342,6 @@ class _Write:
 
 
 def _deadline_of(num_bytes: int) -> float:
-    """Return the time on the loop's clock by which `num_bytes` must have arrived."""
     return asyncio.get_running_loop().time() + BODY_TIMEOUT_S + num_bytes / LEAST_BYTES_PER_S
 
 

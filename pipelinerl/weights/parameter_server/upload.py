@@ -89,10 +89,8 @@ class Uploader:
     def __init__(self, urls: Sequence[str], *, token: str | None, shards: int = 1, shared_memory: bool = True) -> None:
         """Assign shard 0 to the first `len(urls) / shards` servers, shard 1 to the next ones, and so on.
 
-        Without `shared_memory`, bytes travel by HTTP even to servers on this host.
-
-        Raises:
-            ValueError: shards would have different numbers of servers, or none.
+        Without `shared_memory`, bytes travel by HTTP even to servers on this host. Raises ValueError unless every shard
+        has the same number of servers.
         """
         replicas, over = divmod(len(urls), shards)
         if not replicas or over:
@@ -112,13 +110,9 @@ class Uploader:
     def upload(self, publication: Publication, progress: dict[str, Key | None], *, deadline: float) -> Uploaded:
         """Upload the version to every reachable server; wait for one server of each shard, and for room on it.
 
-        Args:
-            progress: what each engine has confirmed. Servers hold versions for these engines and for one another only.
-            deadline: in monotonic seconds.
-
-        Raises:
-            FencedError: a trainer of a later epoch has announced itself.
-            UpdateError: no server accepts some shard; the message names each server.
+        `progress` is what each engine has confirmed: servers hold versions for these engines and for one another only.
+        `deadline` is in monotonic seconds. Raises FencedError if a trainer of a later epoch has announced itself,
+        UpdateError, which names each server, if none accepts some shard.
         """
         while True:
             try:
@@ -129,7 +123,6 @@ class Uploader:
                 time.sleep(_AGAIN_S)
 
     def _uploaded(self, publication: Publication, progress: dict[str, Key | None], deadline: float) -> Uploaded:
-        """Try once to upload; a failure may be one of `_PASSING`."""
         key, cut = (publication.epoch, publication.version), self._bucket_bytes(publication.layout)
         answers = self._announced(publication, cut, progress, deadline)
         failed = {url: str(answer) for url, answer in answers.items() if isinstance(answer, Exception)}
@@ -162,7 +155,6 @@ class Uploader:
     def _announced(
         self, publication: Publication, cut: int, progress: dict[str, Key | None], deadline: float
     ) -> dict[str, VersionRecord | Exception]:
-        """Return each server's answer to the announcement. Raises `FencedError`."""
         members = {**progress, **{url: self._replicas.get(url) for url in self._clients}}
         announcements = [
             Announcement(
@@ -214,7 +206,7 @@ class Uploader:
         return {url: str(answer) for url, answer in answers.items() if isinstance(answer, Exception)}
 
     def confirm(self, epoch: int, progress: dict[str, Key | None], *, deadline: float) -> dict[str, str]:
-        """Report to all servers what engines serve and replicas hold; return failures (the next report corrects them)."""
+        """Report what engines serve and replicas hold to all servers; return failures, corrected by the next report."""
         report = ProgressReport(epoch=epoch, progress={**progress, **self._replicas})
         answers = self._each(
             self._clients,
@@ -225,7 +217,6 @@ class Uploader:
     def _poured(
         self, publication: Publication, cut: int, to: Mapping[int, tuple[str, VersionRecord]], deadline: float
     ) -> ShardsWritten:
-        """Write shards, each to one server, and seal them."""
         with ExitStack() as open_writers:
             writers = {}
             for number, (url, record) in to.items():
@@ -235,7 +226,6 @@ class Uploader:
             return write_shards(publication, writers, shards=self._shards, bucket_bytes=cut, deadline=deadline)
 
     def _each(self, urls: Iterable[str], call: Callable[[ServerClient], T]) -> dict[str, T | Exception]:
-        """Call all servers concurrently; return errors as results."""
 
         def guarded(client: ServerClient) -> T | Exception:
             try:
@@ -268,10 +258,8 @@ def write_shards(
 ) -> ShardsWritten:
     """Write the shards that have a writer, by number, and seal them.
 
-    Raises:
-        UpdateError: the trainer gathers something other than its layout says, or a server failed.
-        DeadlineError: the write did not finish by `deadline` (monotonic seconds).
-        ContractError: a server reported an error.
+    Raises UpdateError if the trainer deviates from its layout or a server failed, ContractError if a server reports
+    it, DeadlineError if the write does not finish by `deadline` (monotonic seconds).
     """
     from pipelinerl.weights.broadcast.collective import shared_tensor
     from pipelinerl.weights.broadcast.sender import packed
@@ -397,7 +385,6 @@ class _Buffers:
 
 
 def _owners(layout: WeightLayout, shards: int, bucket_bytes: int) -> dict[int, int]:
-    """Return the shard of each bucket, by the bucket's first byte."""
     inorder = sorted(
         (*held, number) for number, ranges in enumerate(layout.shards(shards, bucket_bytes)) for held in ranges
     )

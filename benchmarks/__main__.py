@@ -1,9 +1,8 @@
 """`python -m benchmarks [NAME… | all]`: list the benchmarks in this folder, or run some of them.
 
-A benchmark is a module here with a function `run(quick, …)`. It prints a table and, unless quick, writes its record to
-results/. The exit status is 1 if one of them raised. A benchmark that also has `plot()` draws a picture from its
-record in docs/pictures/. `--seeds`, `--only`, `--recipe`, `--steps` and changes of the recipe (`section.key=value`) go
-to benchmarks whose `run` takes them.
+A benchmark is a module here with `run(quick, …)`, which prints a table and, unless quick, writes its record to
+results/; `plot()` draws a picture of the record into docs/pictures/. The exit status is 1 if one of them raised.
+Options and changes of the recipe (`section.key=value`) go to benchmarks whose `run` takes them.
 """
 
 from __future__ import annotations

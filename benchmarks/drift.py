@@ -5,10 +5,9 @@
     ours       `Episode` and `encode_continuation`, as in a run; a conversation drifts if a sampled id is misplaced in
                the training sequence, or not trained exactly once
 
-The templates behave like the models they are named after: a default system message (SmolLM2, Qwen2.5), thinking dropped
-before the last user message (Qwen3), trimmed contents and calls in place of a content (Llama 3.1). One answer in five
-ends with white space, and half of the calls are compact JSON, as models write them. Arms `split` sample one token in 50
-as two tokens, as happens at temperature 1.
+The templates behave like the models they are named after, and answers resemble those of models: one in five ends with
+white space, half of the calls are compact JSON. Arms `split` sample one token in 50 as two tokens, as happens at
+temperature 1.
 """
 
 from __future__ import annotations

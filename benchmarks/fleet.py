@@ -1,12 +1,9 @@
 """Measure the control part of a weight update by the number of engines and of tensors.
 
 An engine here has everything that an update passes through (HTTP server, receiver, endpoint in a gloo group) but no
-model; sixteen share a process. The trainer's side is the real publisher. As in a run, requests carry a token, and each
-process excludes its loaded objects from garbage collection. Tensors have one byte each, so an update is all control.
-
-`control` is the time of an update outside the broadcast: PREPARE and COMMIT of all engines at once. `forming` is the
-time until all engines have joined a new group. On two cores, 64 engines compete for processor time; on machines of
-their own they would not.
+model; sixteen share a process. Tensors have one byte each, so an update is all control. `control` is the time of an
+update outside the broadcast: PREPARE and COMMIT of all engines at once. `forming` is the time until all engines have
+joined a new group. On two cores, 64 engines compete for processor time; on machines of their own they would not.
 """
 
 from __future__ import annotations

@@ -14,12 +14,10 @@ downloaded. The parts, in order:
                                      ranks; over NCCL if there are two GPUs (`gpu_mesh`)
     jax                              the JAX trainer and engine against the torch trainer, if installed (`gpu_jax`)
 
-Each part runs in a process of its own for at most four minutes. A part that raises, dies or hangs is a missed row, and
-the next one starts. The record, gpu_check.json, is written after each part; `--only PART` keeps the record's others.
-
-The exit status is 0 if all targets are met, 1 if a part failed or missed its target, and 3 without a CUDA device.
-`--device cpu --quick` rehearses all but CUDA's own code on a tiny decoder: it judges no target, and writes a record
-only with `--results`.
+Each part runs in a process of its own for at most four minutes; one that raises, dies or hangs is a missed row. The
+record, gpu_check.json, is written after each part; `--only PART` keeps the record's others. The exit status is 0 if all
+targets are met, 1 if a part failed or missed its target, and 3 without a CUDA device. `--device cpu --quick` rehearses
+all but CUDA's own code on a tiny decoder: it judges no target, and writes a record only with `--results`.
 """
 
 from __future__ import annotations

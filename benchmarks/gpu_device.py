@@ -20,17 +20,10 @@ from pipelinerl.rng import generator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Sizes of a check.
+    """Sizes of a check: a trainer step has `trained_tokens` tokens, in segments of `segment` tokens on average.
 
-    Attributes:
-        slots: sequences decoded at once.
-        prompt, answer: tokens of each.
-        parity_sequences: sequences whose log-probs are compared.
-        trained_tokens: tokens of one trainer step, in segments of `segment` tokens on average.
-        head_vocab: vocabulary of the output layer that is checked by itself.
-        copy_bytes, matmul: sizes for measuring the device.
-        rounds: rounds of each paired measurement.
-        updates: in-flight weight updates.
+    `head_vocab` is the vocabulary of the output layer that is checked by itself; `copy_bytes` and `matmul` are sizes
+    for measuring the device.
     """
 
     shape: DecoderShape

@@ -5,8 +5,7 @@ mesh      losses of three steps with the model sharded (`dp_shard`) and with tok
 group     bytes broadcast to another process: whether they arrive unchanged, and their rate
 killed    the other process is killed in the middle of a broadcast: an error in time, and a new group works at once
 
-With two GPUs the processes are connected by NCCL, each on a GPU of its own. Otherwise `mesh` is not checked, and gloo
-connects the members of a group.
+NCCL connects the processes if there are two GPUs; otherwise gloo does, and `mesh` is not checked.
 """
 
 from __future__ import annotations

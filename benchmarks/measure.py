@@ -1,8 +1,7 @@
 """The harness of all benchmarks: measuring, recording and printing.
 
-A shared machine's speed changes by the second, so a time alone says little. The arms therefore run in turn within each
-round, in alternating order. The result is the median over the rounds of the *paired* ratio, with a 95 % interval from a
-bootstrap over the rounds. Trust ratios only.
+A shared machine's speed varies, so trust ratios only: arms run in turn within each round, in alternating order. The
+result is the median over the rounds of the *paired* ratio, with a 95 % interval from a bootstrap over the rounds.
 
     timings = paired({"ours": seconds_of(ours), "theirs": seconds_of(theirs)}, rounds=15)
     faster = timings.ratio("theirs", "ours")          # Interval(median, low, high)

@@ -1,10 +1,9 @@
 """Compare the torch trainer's peak memory with the prediction of `pipelinerl check`: within 15 %.
 
-Several decoders, and SmolLM2-135M if models/smollm2 has it, are trained whole and by LoRA, in fp32 and bf16, with and
-without checkpointing. On a CPU torch's profiler counts every allocation of a step; on CUDA the peak is
-`torch.cuda.max_memory_allocated`. Measurement and prediction both exclude library workspaces and Python. The measured
-step has two micro-batches, so the second one runs while the first one's gradient is in memory. A step before it creates
-the optimizer's moments. The largest parameter is held, as while weights are gathered.
+Several decoders (and SmolLM2-135M if models/smollm2 has it) train whole and by LoRA, in fp32 and bf16, with and without
+checkpointing. The peak is that of torch's profiler on a CPU, `torch.cuda.max_memory_allocated` on CUDA. It follows a
+step that creates the moments, and includes a second micro-batch, which meets the first one's gradient. The largest
+parameter is held, as while weights are gathered.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m benchmarks.paced FOLDER section.key=value …
 
-The controller, actor, engine's HTTP server, broadcast and training loop are those of a real run; the streams are in
-memory and the verifier alternates. The time therefore depends on the schedule and on the parts around the devices, and
-hardly on this machine's load. FOLDER receives the recipe, the events and the lengths of answers.
+All parts are those of a real run, but streams are in memory and the verifier alternates. The time therefore depends on
+the schedule and the parts around the devices, hardly on this machine's load. FOLDER receives the recipe, the events and
+the lengths of answers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Compare the log-probs of engine and trainer for the same tokens under the same weights.
 
-The real engine samples groups that share their prompts, at several temperatures, and receives new weights in flight.
-The real trainer recomputes every token with the weights that sampled it. fp32 must agree to 1e-5 for every token, bf16
-to 0.01 at P95. Samples that an update reaches in flight recompute their cache (`recompute_kv`), so all differences are
-numerics.
+The real engine samples groups that share prompts, at several temperatures, and receives new weights in flight. The real
+trainer recomputes every token with the weights that sampled it: fp32 must agree to 1e-5 for every token, bf16 to 0.01
+at P95. Updated samples recompute their cache (`recompute_kv`), so all differences are numerical.
 """
 
 from __future__ import annotations
@@ -64,13 +63,10 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """Differences of one arm, engine against trainer.
+    """Differences of one arm, engine against trainer, over both model versions and by version.
 
-    Attributes:
-        all_tokens: over both model versions.
-        versions: by model version.
-        bit_equal: share of tokens whose log-probs have the same bits.
-        switched: number of samples that the update reached in flight.
+    `bit_equal` is the share of tokens whose log-probs have the same bits; the update reached `switched` samples in
+    flight.
     """
 
     all_tokens: Mismatch

@@ -6,13 +6,12 @@
     RLAX             (16, 32)
     in flight        (1, 8), and running answers continue with new weights: PipelineRL
 
-All arms share code, prompts, noise, objective, number of rollouts, and rollouts per optimizer step. They differ in the
-keys of their schedule and in settings that short trials with a separate seed choose for each arm: the learning rate
-(half, once or twice the recipe's) with the best final reward and, for conventional RL, the fastest use of the cores
-(one thread per process, a thread per core, or an engine per core). A cell is a distribution of answer lengths; every
-arm of every cell runs with every seed. Targets: the seconds of `in flight` to a reward, over those of the best
-conventional arm, at most 0.6 with fixed lengths and 0.45 with heavy tails. `--recipe` takes a task whose model is large
-enough for compute to dominate, such as `examples/smollm2/json_facts.toml`. An interrupted benchmark resumes run by run.
+All arms share code, prompts, noise, objective and rollouts per optimizer step. Trials with a separate seed choose each
+arm's learning rate (half, once or twice the recipe's) by the final reward and, for conventional RL, the fastest use of
+the cores (one thread per process, a thread per core, or an engine per core). Every arm of every cell, a distribution of
+answer lengths, runs with every seed. Targets: the seconds of `in flight` to a reward, over those of the best
+conventional arm, at most 0.6 with fixed lengths and 0.45 with heavy tails. `--recipe` takes a task whose compute
+dominates, such as `examples/smollm2/json_facts.toml`. An interrupted benchmark resumes run by run.
 """
 
 from __future__ import annotations

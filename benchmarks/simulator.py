@@ -1,11 +1,9 @@
 """Compare `pipelinerl simulate` with short real runs of each schedule, on paced devices.
 
 In these runs engine and trainer wait as long as devices would take (`benchmarks/paced.py`). All arms run at once, so
-that the machine is equally busy for each.
-
-The simulation is calibrated on two arms: the synchronous one, and the one in flight, which shows how engine and trainer
-slow each other down. All other arms are predicted. The error is that of a step's seconds, simulated ÷ measured − 1. The
-synchronous arm runs twice: the difference is the machine's noise, which bounds the accuracy of any prediction.
+the machine is equally busy for each. Two arms calibrate the simulation: the synchronous one, and the one in flight,
+which shows how engine and trainer slow each other down; all others are predicted. The error is that of a step's
+seconds, simulated ÷ measured − 1. The synchronous arm runs twice: the difference is noise, a bound on any prediction.
 """
 
 from __future__ import annotations

@@ -1,19 +1,17 @@
 """Compare the time to a held-out accuracy with TRL's GRPOTrainer: at most 1.0 of TRL's time, goal 0.5.
 
-Both arms train the recipe `tiny` with the same model directory, problems, reward, held-out problems and
-hyper-parameters (`trl_arm` translates them), on the same two cores, one after the other; their order alternates by
-seed.
+Both arms train the recipe `tiny` with the same inputs and hyper-parameters (`trl_arm` translates them), on the same two
+cores, one after the other; their order alternates by seed.
 
     ours   `pipelinerl run` as a user starts it: launcher, stream server, controller, engine, actor and trainer in
            processes of their own. Times come from its events.jsonl.
     TRL    one process in fp32 (its default, bf16, learns more slowly: docs/understand/mismatch.md). Several thread
            settings are tried for some steps, and the fastest is used.
 
-Our clock starts at the end of the first evaluation, when the first training prompt may be issued. It stops at the first
-evaluation that reaches the target, and includes later evaluations and checkpoints. TRL's clock starts with its first
-step and pauses during evaluations; TRL writes no checkpoints. Both evaluate every `evaluation.interval_steps` steps. An
-arm that misses the target counts with all its time and is marked. The time of a step is the median between the ends of
-consecutive steps.
+Our clock starts at the end of the first evaluation, stops at the first evaluation that reaches the target, and includes
+later evaluations and checkpoints. TRL's clock starts with its first step and pauses during evaluations; TRL writes no
+checkpoints. Both evaluate every `evaluation.interval_steps` steps. An arm that misses the target counts with all its
+time and is marked. The time of a step is the median between the ends of consecutive steps.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
     python -m benchmarks.trl_arm '{"recipe": "tiny", "seed": 0, "steps": 500, "threads": 2, …}'
 
-prints an `ArmResult` as one line of JSON. The clock starts with training, when model and problems are loaded, and stops
-during evaluations.
+prints an `ArmResult` as one line of JSON. The clock starts with training and pauses during evaluations.
 
 TRL takes one optimizer step per generation, so its ratio to the sampler is 1 and its gradient equals that of the
 recipe's `clipped_ratio` or `logprob`. `loss_type="dr_grpo"` divides by samples x max tokens, `sequences` by samples:

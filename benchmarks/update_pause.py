@@ -9,8 +9,8 @@ end of each step. Per update:
     step      the median step of that period
     memcpy    one copy of the model's bytes while the engine is idle: the lower bound for an in-place update
 
-    `extra` is longest − step. On one core the trainer, the receiving thread and the decode thread take turns, which
-    adds to `longest`. Targets: (longest − control) / step at most 1 at 24 MB; extra / memcpy at most 0.1 at 310 MB.
+`extra` is longest − step. On one core the trainer, the receiving thread and the decode thread take turns, which
+adds to `longest`. Targets: (longest − control) / step at most 1 at 24 MB; extra / memcpy at most 0.1 at 310 MB.
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@
     POST   /suspend           → `Done`: end the run after the current step with its state saved
 
 Engines are identified by URL or name. If the launcher has started a removed engine, it ends the engine's process. The
-header `x-who` names the caller, for the knob log. Errors have OpenAI's format, `Refusal`.
-
-Only the controller validates requests, so there is one message for each mistake.
+header `x-who` names the caller, for the knob log. Errors have OpenAI's format, `Refusal`. Only the controller validates
+requests, so there is one message for each mistake.
 """
 
 from __future__ import annotations
@@ -98,13 +97,7 @@ OFFERS_AT_ONCE: Final = 32
 
 
 class EngineOffer(BaseModel):
-    """A running engine that offers itself.
-
-    Attributes:
-        url: base URL at which other processes reach it.
-        incarnation: identifies one lifetime of the engine's process; empty if an operator offers the engine.
-        type: a name in the registry of engines.
-    """
+    """A running engine that offers itself; `incarnation` is empty if an operator offers the engine."""
 
     url: _OfferedUrl
     incarnation: _Name = ""
@@ -113,13 +106,7 @@ class EngineOffer(BaseModel):
 
 
 class VerifierOffer(BaseModel):
-    """A running verifier service that offers itself.
-
-    Attributes:
-        url: base URL at which actors reach it.
-        incarnation: identifies one lifetime of the service's process.
-        domains: for each domain that it judges, the digest of the domain's verification rules.
-    """
+    """A running verifier service that offers itself; `domains` maps domains to digests of their verification rules."""
 
     url: _OfferedUrl
     incarnation: Annotated[str, Field(min_length=1, max_length=64)]
@@ -127,12 +114,9 @@ class VerifierOffer(BaseModel):
 
 
 class EngineStart(BaseModel):
-    """A request for the launcher to start engines.
+    """A request for the launcher to start engines of one type.
 
-    Attributes:
-        type: type of all these engines: a name in the registry of engines.
-        replaces: URL or name of an engine that is drained once the new engine serves; empty for none.
-        grace_s: seconds for which the replaced engine may continue its current work.
+    The engine `replaces` (URL or name), if any, is drained within `grace_s` seconds once the new engine serves.
     """
 
     type: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,32}$")]

@@ -19,8 +19,7 @@ schedule, and the journal (`journal.py`) can restore the controller after a cras
 
 After *every* input the controller also advances the evaluation, sends a Directive to publish if one is due
 (`directives.publication_due`), and issues prompts within the staleness budget (`StalenessBounds.may_issue`) and
-`max_groups`. Progress therefore never depends on which input arrives next. The evaluation before the first step runs
-alone.
+`max_groups`. Progress therefore never depends on which input arrives next.
 
 Staleness is bounded in two places, by pacing before dropping. j bounds how far engines may fall behind: a publication
 is due when an engine is j versions behind. k bounds how old a token may be when it is trained: an order is issued only

@@ -7,11 +7,9 @@
     EngineRemoved                                       `_remove`, which is an immediate `_expel`
     EnginesRequested                                    the launcher starts processes, which offer themselves
 
-Transitions are named like the events in the table of `state/fleet.py`: `drain`, `_expel`, `_publish_failed`,
-`_answered`.
-
-A swap requests an engine that `replaces` another. The old engine is drained once the new one serves, so the run never
-has fewer engines. This module sends no directives: due publications follow from the fleet (`without_weights`).
+Transitions are named like the events in the table of `state/fleet.py`. A swap requests an engine that `replaces`
+another, which is drained once the new one serves, so the run never has fewer engines. This module sends no directives:
+due publications follow from the fleet (`without_weights`).
 """
 
 from __future__ import annotations

@@ -211,11 +211,9 @@ _STEADY: Final = (EngineLifecycle.JOINING, EngineLifecycle.HEALTHY)
 class EngineLoad:
     """Load of one engine as of its newest poll; rates cover the time between its two newest polls.
 
-    Attributes:
-        occupancy: share of its slots at work, over all time including idle time. Rows that wait for prompt orders,
-            for a verifier or for a trainer do not count as work. An engine that reports no busy seconds is assumed
-            to be always busy.
-        idle_since: when the engine was first seen without work; None while it has work.
+    `occupancy` is the share of slots at work over all time, including idle time; rows that wait for prompt orders, a
+    verifier or a trainer are not at work. An engine that reports no busy seconds counts as always busy. `idle_since` is
+    when the engine was first seen without work; None while it has work.
     """
 
     metrics: EngineMetrics = field(default_factory=EngineMetrics)

@@ -1,16 +1,14 @@
 """`Journal`: the controller's durable memory, so that its process may be killed between any two side effects.
 
-Each decision is journaled before its effects are carried out: its input, and the stream ids that the effects will use.
-A restarted controller loads the newest snapshot and repeats the decisions journaled since then. Decisions are pure, so
-the resulting state is the same. The controller then carries out the effects of the last decision once more. Effects are
-idempotent: prompts and directives use the journaled ids, and events the number of the decision. An input that was not
-journaled had no effect and is not lost: a report is still in its stream, and the caller of an API call got no answer.
+Each decision is journaled, by its input and the stream ids of its effects, before its effects are carried out. A
+restarted controller loads the newest snapshot, repeats the decisions journaled since then, which are pure, and carries
+out the effects of the last decision once more. Effects are idempotent: prompts and directives use the journaled ids,
+and events the number of the decision. An input that was not journaled had no effect and is not lost: a report is still
+in its stream, and the caller of an API call got no answer.
 
-The journal also fences. If two controllers write, one of them finds that the other has already used its next entry
-number, and stops before its decision has any effect.
-
-Entry numbers are consecutive. If the stream server loses its newest data, numbers are missing, and the journal cannot
-be replayed until its next snapshot. `whole` detects this, and the writer takes a snapshot at once.
+The journal also fences: a controller that finds its next entry number already used by another controller stops before
+its decision has any effect. If the stream server loses its newest data, entry numbers, which are consecutive, are
+missing, and the journal cannot be replayed; `whole` detects this, and the writer takes a snapshot at once.
 """
 
 from __future__ import annotations

@@ -4,13 +4,10 @@
     turns, or until `steps` steps have passed ─▶ issued again
 
 Each problem has one turn per epoch of its data set. The turn of a skipped problem goes to the next problem of the same
-domain, so quotas stay exact and no other problem of an epoch is left out. If nearly all problems of a domain rest, a
-resting problem is issued anyway: at most `MOST_PASSED` are skipped for one order. The problem of an order is fixed when
-the order is first issued, so a reissued order has the same problem: `passed` records, for each order that skipped
-problems, how many turns its domain has skipped in total from this order on.
-
-open-instruct's `no_resampling_pass_rate` (Olmo 3) excludes such prompts for good; RLAX §6.2 filters their groups after
-sampling.
+domain, so quotas stay exact and no other problem of an epoch is left out. At most `MOST_PASSED` problems are skipped
+for one order; then a resting problem is issued. A reissued order has the same problem again: `passed` records, for each
+order that skipped problems, how many turns its domain has skipped in total from this order on. open-instruct's
+`no_resampling_pass_rate` (Olmo 3) excludes such prompts for good; RLAX §6.2 filters their groups after sampling.
 """
 
 from __future__ import annotations

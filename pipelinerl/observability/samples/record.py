@@ -112,14 +112,9 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class SampleGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The answers to one problem.
+    """The answers to one problem; `step` is the version that their step made, or that was evaluated.
 
-    Attributes:
-        step: the version that its step made, or that was evaluated.
-        time: in Unix seconds.
-        evaluation: name of the evaluation set with the problem.
-        filtered: for a filtered group, the number of groups filtered since the previous step, by reason.
-        prompt_tokens: None if not recorded.
+    `time` is in Unix seconds; `filtered` counts the groups that were filtered since the previous step, by reason.
     """
 
     kind: SampleKind

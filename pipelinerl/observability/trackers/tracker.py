@@ -93,9 +93,8 @@ class TrackerFeed:
     A piece of the log is logged and flushed; then the position is written atomically. A process killed in between
     starts again at the previous position. The tracker's bookmark lets it discard what was logged after that.
 
-    Raises:
-        BlockingIOError: another process feeds the tracker.
-        OSError: the tracker or the position cannot be written; open another feed later.
+    Raises BlockingIOError if another process feeds the tracker, OSError if the tracker or the position cannot be
+    written.
     """
 
     def __init__(self, run_dir: Path, name: str, open_tracker: OpenTracker) -> None:

@@ -64,11 +64,9 @@ def random_batch(scale: Scale) -> MicroBatch:
 
 
 def step_flops(scale: Scale, batch: MicroBatch) -> float:
-    """Return the floating-point operations of forward and backward.
-
-    Each weight of a product costs 6 per token (the output layer for trained tokens only), and causal attention has two
-    products of half of length² x width each.
-    """
+    """Return the floating-point operations of forward and backward."""
+    # Each weight of a product costs 6 per token (the output layer for trained tokens only), and causal attention has
+    # two products of half of length² x width each.
     shape = scale.shape
     kv = (shape.kv_heads or shape.heads) / shape.heads
     layer = shape.hidden**2 * (2 + 2 * kv) + 3 * shape.hidden * shape.intermediate

@@ -140,9 +140,7 @@ class ActorAssignment(msgspec.Struct, frozen=True, kw_only=True):
     finishing: tuple[str, ...]
     """Base URLs of engines that may finish their work, but get no new work."""
     groups_in_flight: int
-    """The most groups in flight per actor."""
     model_version: int
-    """The trainer's newest version."""
     k: float | None
     """Staleness bound k in versions; None if unbounded, since JSON has no infinity."""
     verifiers: tuple[VerifierLease, ...] = ()

@@ -168,10 +168,8 @@ def tell(events: Sequence[Event]) -> RunHistory:
 
 
 def _by_set(events: Sequence[Event]) -> dict[str, tuple[Event, ...]]:
-    """Group evaluations by set, ordered by each set's last place in the recipe; older logs have one unnamed set.
-
-    If two sets share a place because the recipe was edited, the more recently evaluated set comes first.
-    """
+    """Group evaluations by set, ordered by each set's last place in the recipe; older logs have one unnamed set."""
+    # If two sets share a place because the recipe was edited, the more recently evaluated set comes first.
     order: dict[str, tuple[float, int]] = {}
     for number, event in enumerate(events):
         order[str(event.get("name", HELD_OUT))] = (_number(event, "place") or 0.0, -number)

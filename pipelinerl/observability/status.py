@@ -105,7 +105,6 @@ class GroupFiguresStatus(msgspec.Struct, frozen=True, kw_only=True):
     pass_at: tuple[PassAtStatus, ...] = ()
     majority_at: tuple[PassAtStatus, ...] = ()
     length_mean: float | None = None
-    """Mean tokens per sample."""
     length_p95: float | None = None
     truncated: float | None = None
     """Share of the samples that hit the token limit."""
@@ -177,7 +176,6 @@ class HeldOutStatus(msgspec.Struct, frozen=True, kw_only=True):
     majority_at: tuple[PassAtStatus, ...] = ()
     """Probability that the majority answer of k samples is right, for each of those k above two."""
     length_mean: float | None = None
-    """Mean tokens per sample."""
     length_p95: float | None = None
     """The 95th percentile of tokens per sample."""
     truncated: float | None = None
@@ -187,7 +185,6 @@ class HeldOutStatus(msgspec.Struct, frozen=True, kw_only=True):
     first: float | None = None
     """Accuracy before training began."""
     best: float | None = None
-    """The highest accuracy so far."""
 
 
 class LastStepStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,7 +202,6 @@ class LastStepStatus(msgspec.Struct, frozen=True, kw_only=True):
     exact_entropy: float | None = None
     """Entropy of the sampling distributions, if the run measures it."""
     length_mean: float | None = None
-    """Mean tokens per answer."""
     truncated: float | None = None
     """Share of the answers that hit the token limit."""
     optimizer_steps: int | None = None
@@ -217,7 +213,6 @@ class LastStepStatus(msgspec.Struct, frozen=True, kw_only=True):
     by_domain: dict[str, dict[str, float]] = {}
     """Figures by domain of all groups that arrived since the previous step; docs/use/watching.md lists them."""
     by_tag: dict[str, dict[str, float]] = {}
-    """The same figures by tag."""
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -140,10 +140,8 @@ def _with_actor(hardware: Hardware, run: ObservedRun, measured: Measured) -> Har
 
 
 def _with_contention(hardware: Hardware, runs: Sequence[ObservedRun]) -> Hardware:
-    """Fit how much engine and trainer slow each other down, from their overall slowdown in further runs.
-
-    The share of time in which both work comes from a simulation with the fitted factors; two iterations are enough.
-    """
+    """Fit how much engine and trainer slow each other down, from their overall slowdown in further runs."""
+    # The share of time in which both work comes from a simulation with the fitted factors; two iterations are enough.
     engine = [_busy_s(run.events, _engine_times(run.events)) / _busy_s(run.events, hardware.engine) for run in runs]
     trainer = [_trainer_times(run).token_s / hardware.trainer.token_s for run in runs]
     found = hardware

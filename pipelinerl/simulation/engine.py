@@ -35,11 +35,10 @@ class SimulatedGroup:
     started: int = 0
     """Number of answers that have been given a row, including answers that ended before the current request."""
     left: int = 0
-    """Number of answers that have not ended."""
     oldest: int = -1
     """The oldest version that sampled one of its tokens; −1 if none."""
     versions: dict[int, int] = field(default_factory=dict)
-    """Number of its answers that began with each version."""
+    """Number of answers in the group that began with each version."""
     heard: int = -1
     """The first version that the group's actor polled after requesting the group; −1 if none yet."""
     attempts: int = 0
@@ -263,10 +262,8 @@ class SimulatedEngine:
         self._at += prefill_s
 
     def _cut_short(self, version: int) -> list[SimulatedGroup]:
-        """End all rows; return the groups to request again, except those with requests that still wait here.
-
-        Each commit aborts all rows, so all running answers began with `version`, the version before this commit.
-        """
+        """End all rows; return the groups to request again, except those with requests that still wait here."""
+        # Each commit aborts all rows, so all running answers began with `version`, the version before this commit.
         running: dict[int, tuple[SimulatedGroup, list[int]]] = {}
         for ends, _, began, group in self._rows:
             running.setdefault(group.index, (group, []))[1].append(ends - began)

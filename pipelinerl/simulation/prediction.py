@@ -46,17 +46,13 @@ class Prediction:
     """Figures of all steps after the first `skipped` steps, which fill the pipeline.
 
     Attributes:
-        tokens_per_s, rollouts_per_s: throughput of trained tokens and rollouts.
-        step_s: mean time from one step to the next.
         trainer_wait: share of time in which the trainer waits for rollouts.
         trainer_computes: share of time in which the trainer computes.
         trainer_held: share of time in which the trainer waits for a publication to end.
         engine_idle: share of the engines' time in which they have no rows.
-        rows: mean number of rows of a decode step.
         staleness: shares of the trained rollouts, by age in versions.
         discarded: share of tokens that were in stale groups, among the tokens of all groups that ended.
         order_s: mean time from an order's issue to its end.
-        in_flight: mean number of orders in flight.
         cost_per_hour, cost_per_step, cost_per_million_tokens: 0 if prices are unknown.
     """
 

@@ -43,7 +43,6 @@ class Accelerator:
 
     Attributes:
         flops: dense bf16 operations.
-        memory: bytes of device memory.
         bandwidth: bytes to and from device memory.
         link: bytes to devices of the same host or slice, in one direction.
         network: bytes to other hosts.

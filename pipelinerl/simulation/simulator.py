@@ -105,8 +105,7 @@ class _Run:
         self._counts, self._filtered_share = _Counts(), FilteredShare()
         self._version = self._loaded = self._waiting_groups = self._filtered_since_step = 0
         # state of the actors: groups requested since their last poll of the version, and older groups by the first
-        # version that
-        # was polled after their request
+        # version that was polled after their request
         self._asked: list[SimulatedGroup] = []
         self._heard: dict[int, list[SimulatedGroup]] = {}
         # state of the trainer
@@ -240,10 +239,8 @@ class _Run:
         self._collect()
 
     def _give_up_outdated(self) -> None:
-        """Give up outdated groups, like `Freshness` in the actors.
-
-        A group counts as sampled from the first version that its actor polls after the request.
-        """
+        """Give up outdated groups, like `Freshness` in the actors."""
+        # A group counts as sampled from the first version that its actor polls after the request.
         asked, self._asked = self._asked, []
         for group in asked:
             group.heard = self._version

@@ -115,11 +115,9 @@ async def each(urls: Iterable[str], call: Callable[[str], Awaitable[T]]) -> dict
 async def each_until_failure(
     urls: Iterable[str], call: Callable[[str], Awaitable[T]], *, victim: tuple[type[Failure], ...]
 ) -> dict[str, T | Failure]:
-    """Call every engine like `each`, but cancel the rest after a failure and leave them out of the result.
-
-    Meant for calls that wait for one another. An error of a kind in `victim` only says that another engine did not
-    come; the function then keeps waiting, so that it can name that engine.
-    """
+    """Call every engine like `each`, but cancel the rest after a failure and leave them out of the result."""
+    # For calls that wait for one another: an error of a kind in `victim` only says that another engine did not come, so
+    # keep waiting, in order to name that engine.
     tasks = {url: asyncio.ensure_future(_guarded(call(url))) for url in urls}
     waiting = set(tasks.values())
     try:

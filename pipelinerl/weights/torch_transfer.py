@@ -1,9 +1,8 @@
 """Torch tensors of an update: `convert` changes dtypes, `OverlappedDigest` hashes while the next bytes are sent.
 
-Bytes on a GPU are copied to the host once, piece by piece, into two pinned buffers in turn. The copies have a stream of
-their own, so they wait neither for training nor for decoding. On the host, the bytes are hashed where they are, by the
-same code: `stream_for` returns the form that fits. A host with few cores hashes before it sends, since a second thread
-would take its time from the first, and read the bytes from a colder cache.
+Bytes on a GPU are copied to the host once, piece by piece, into two pinned buffers in turn, on a stream that waits
+neither for training nor for decoding. On the host, bytes are hashed where they are. A host with few cores hashes before
+it sends, since a second thread would take its time from the first, and read the bytes from a colder cache.
 """
 
 from __future__ import annotations

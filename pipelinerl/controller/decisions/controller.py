@@ -393,11 +393,9 @@ class Controller:
         return [controller.published(report), *lost]
 
     def _starving(self, report: Starving, *, now: float) -> list[Effect]:
-        """Reissue lost prompt orders if the trainer waits and no actor works on any order.
-
-        Orders are lost when the stream server dies with its newest second of data. If the trainer waits because of an
-        evaluation, send a directive as a sign of life instead: the evaluation's time limits bound that wait.
-        """
+        """Reissue lost prompt orders if the trainer waits and no actor works on any order."""
+        # Orders are lost when the stream server dies with its newest second of data. If the trainer waits because of an
+        # evaluation, send a directive as a sign of life instead: the evaluation's time limits bound that wait.
         if self.state.evaluations.current is not None and (comes_first(self.state) or holds_updates(self.state)):
             return self._unasked(f"held-e{self.state.epoch}-{self.state.version}")
         actors = self.state.live_actors(now)
@@ -408,10 +406,8 @@ class Controller:
         return [Record("orders_lost", {"orders": len(lost)})] if lost else []
 
     def _streams_lost(self) -> list[Effect]:
-        """Send all unfinished work again: prompt orders, evaluation questions, and the last directive.
-
-        Duplicates do no harm: the trainer drops a second group of an order, and the evaluation a second answer.
-        """
+        """Send all unfinished work again: prompt orders, evaluation questions, and the last directive."""
+        # Duplicates do no harm: the trainer drops a second group of an order, and the evaluation a second answer.
         self.state.trainer.publications = []
         account, asked = self.state.account, self.state.evaluations.current
         effects = self._unasked(f"streams-lost-e{self.state.epoch}-{self.state.version}")

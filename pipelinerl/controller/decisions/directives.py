@@ -69,11 +69,9 @@ def directive(
     publish_to: Sequence[str] = (),
     leave: bool = False,
 ) -> Directive:
-    """Return the directive that answers the report with id `answers`, or an unsolicited directive of that name.
-
-    The final weights are published to all engines, regardless of `publish_to`. If the trainer must `leave`, or the run
-    fails or is suspended, the trainer saves its state and publishes nothing more.
-    """
+    """Return the directive that answers the report with id `answers`, or an unsolicited directive of that name."""
+    # The final weights go to all engines, regardless of `publish_to`. If the trainer must `leave`, or the run fails or
+    # is suspended, the trainer saves its state and publishes nothing more.
     ends = ending(state, settings) is not None
     stop, last = ends or leave, ends and not (leave or state.failing.reason)
     recipients = sorted([*state.fleet.members(), *state.fleet.pinned()]) if last else list(publish_to)

@@ -5,12 +5,10 @@
      └── pin broken: the engine was lost or updated ──────────┘   at most `restarts` times
 
 Training continues during an evaluation. With pin mode `engine`, one engine keeps its weights while the others continue;
-questions use this engine's share of the actors' capacity, so training keeps its own. With `gate`, updates are postponed
-until the end of the evaluation, but at most `hold_s`; prompts are issued as long as they can be fresh. Before the first
-step and after the last there are no updates to hold: all engines answer, and versions are still checked.
-
-Sets that are due together form one evaluation, answered by the same weights. Sets that become due during an evaluation
-wait for its end, except those that it includes already.
+questions use this engine's share of the actors' capacity. With `gate`, updates are postponed until the evaluation ends,
+for at most `hold_s`; prompts are issued as long as they can be fresh. Before the first step and after the last there
+are no updates to hold: all engines answer, and versions are still checked. Sets that are due together form one
+evaluation, answered by the same weights; sets that become due during an evaluation wait for its end.
 """
 
 from __future__ import annotations

@@ -130,11 +130,9 @@ def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
 
 
 def _all_too_long(state: RunState) -> Iterator[str]:
-    """Yield a reason if nearly all prompts are too long.
-
-    Such prompts fail at once and are replaced, so even a few percent of them cause many failures. Only a large
-    multiple of the orders in flight means that nearly all prompts are too long.
-    """
+    """Yield a reason if nearly all prompts are too long."""
+    # Such prompts fail at once and are replaced, so even a few percent of them cause many failures. Only a large
+    # multiple of the orders in flight means that nearly all prompts are too long.
     failing = state.failing
     if not failing.too_long_groups:
         return
@@ -147,11 +145,9 @@ def _all_too_long(state: RunState) -> Iterator[str]:
 
 
 def _no_verdicts(state: RunState, now: float) -> Iterator[str]:
-    """Yield a reason if a domain's verifier, or the filter, failed on all recent answers of every actor that used it.
-
-    Errors end the run after `_VERDICTS_THAT_END` in a row. Timeouts, which answers may cause and which come in bursts,
-    end it only after a step's worth of answers.
-    """
+    """Yield a reason if a domain's verifier, or the filter, failed on the recent answers of all actors that used it."""
+    # Errors end the run after `_VERDICTS_THAT_END` in a row. Timeouts, which answers may cause and which come in
+    # bursts, end it only after a step's worth of answers.
     actors = list(state.live_actors(now))
     judges = {
         f"the verifier of domain {domain}": [alive.verifiers[domain] for alive in actors if domain in alive.verifiers]

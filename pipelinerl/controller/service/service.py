@@ -371,11 +371,10 @@ class ControllerService:
                 await asyncio.sleep(self._poll_s)
 
     async def _make_good(self) -> None:
-        """Reissue what the stream server may have lost, then complete the journal by a snapshot.
-
-        If the controller dies in between, its successor finds an incomplete journal and begins from the checkpoint;
-        with the reverse order it would overlook the loss. A controller that was replaced by another one is fenced here.
-        """
+        """Reissue what the stream server may have lost, then complete the journal by a snapshot."""
+        # If the controller dies in between, its successor finds an incomplete journal and begins from the checkpoint;
+        # with the reverse order it would overlook the loss. A controller that was replaced by another one is fenced
+        # here.
         given = StreamsLost(now=self._now())
         await self._put_into_effect(given, self.controller.decide(given))
         await self._journal.snapshot(self.controller.state)

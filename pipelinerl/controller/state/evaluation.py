@@ -105,12 +105,9 @@ class EvaluationResult:
             no problem was judged.
         at_least: the accuracy if every problem without an answer counts as wrong. Decisions use this figure: when
             answers are missing, `accuracy` gives quick answers too much weight.
-        unjudged: number of problems without any verdict.
         version_min, version_max: oldest and newest version of all counted tokens; equal if `one_version`.
         one_version: True if the pin ensured that every token was sampled by `model_version`.
         pin, engine: the pin mode, and the engine that answered alone, if one did.
-        incomplete: why some problems have no answer; empty if all problems have one.
-        discarded: number of answers discarded because a token was of another version.
         steps_meanwhile: how many steps the trainer was ahead of `model_version` when the evaluation ended.
         majority_at, length_mean, length_p95, truncated: as in `AnswerFigures`.
         by_domain, by_tag: the same figures for each domain, and for each of the tags with the most problems; tags

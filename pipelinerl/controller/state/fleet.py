@@ -22,16 +22,14 @@
 | `begin_epoch`   | joining         | joining  | joining  | draining | dirty    | dead     | expelled |
 
 Only healthy engines are given work. The only way to become healthy is `on_published`, then `on_verified` of the same
-version. An engine that failed or was away must first receive the current weights in full, and then prove that it
-computes the same log-probs as the trainer (the canary). An engine that fails this proof stays dirty until there is a
-newer version, as long as other engines serve.
+version: the engine must prove that it computes the same log-probs as the trainer (the canary). An engine that fails
+this proof stays dirty until there is a newer version, as long as other engines serve.
 
 The membership number grows whenever the set of engines that a publication must reach changes, since a process group
 cannot lose or gain a rank. A report about an older membership says nothing about engines that joined later.
 
-An engine expelled for failures is readmitted after a rest, if it still offers itself and time may fix its failure. Each
-further expulsion doubles the rest. If processes at an address keep dying before they prove any weights, new ones are
-admitted there at doubling intervals (`offer_wait_s`).
+An engine expelled for failures is readmitted after a rest, which doubles with each expulsion, if time may fix its
+failure. If processes at an address keep dying unproven, new ones are admitted at doubling intervals (`offer_wait_s`).
 
 A healthy engine may be pinned for a while: it keeps its weights, and serves only requests that name it. Any event that
 ends the states healthy and suspect also ends the pin. A released engine rejoins unless its weights are the newest.
@@ -97,25 +95,20 @@ def base_url(engine: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRecord:
-    """One engine.
+    """One engine; times are on the controller's clock.
 
     Attributes:
-        incarnation: identifies one lifetime of the engine's process.
-        incarnation, name, type: empty if only an operator has named the engine.
+        incarnation: identifies a lifetime of the process; like name and type, empty if only an operator named it.
         joined_at: number of the first membership that includes the engine.
         loaded: the version last published to it in this epoch; −1 if none.
         refused: the version for which it last failed the canary check; this version is not published to it again
             while other engines serve.
         failed_updates, failed_checks: failures since it last passed the canary check. No answer to the check counts
             as a failed update.
-        offered_at: when this incarnation first offered itself, on the controller's clock.
-        proven: True if this incarnation has passed a canary check.
         unproven_lives: consecutive earlier incarnations that ended without passing one.
         expulsions: how often it was expelled for failures since it last passed the canary check.
         returns_at: when it may return; the wait begins when it first answers after the failure. 0 before that
             answer.
-        draining_since, drain_by: time of the drain request, and deadline for its current work; on the controller's
-            clock.
         to_stop: True if an operator removed it, so its launcher may end its process.
         refuses: True if it was expelled for a cause that retries cannot fix; a new incarnation may have fixed it.
         pinned: True if it is excluded from publications and from regular work.

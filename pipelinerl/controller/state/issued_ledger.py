@@ -83,10 +83,7 @@ class IssuedLedger:
         return self.cursor - 1
 
     def fail(self, index: int, issued_at: tuple[int, int] | None = None) -> None:
-        """End the order without a group, as failed.
-
-        A withdrawn order is issued again instead. If the order was issued again after `issued_at`, nothing changes.
-        """
+        """End the order as failed; a withdrawn order is issued again instead, an order reissued since is unchanged."""
         self._end(index, self.failed, issued_at)
 
     def give_up(self, index: int, issued_at: tuple[int, int] | None = None) -> None:

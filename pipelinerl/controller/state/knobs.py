@@ -45,9 +45,7 @@ class Knobs:
     engines_min: dict[str, int] = field(default_factory=dict)
     """Minimum number of engines by type for automatic scaling; the run is elastic if any type is listed."""
     engines_max: dict[str, int] = field(default_factory=dict)
-    """Maximum number of engines by type for automatic scaling."""
     group_sizes: dict[str, int]
-    """Rollouts per group, by domain."""
     max_groups: int = 2**31
     """The most groups in flight; a step that needs more could never be filled."""
     k_finite: bool = False

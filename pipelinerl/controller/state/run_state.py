@@ -45,7 +45,6 @@ class ElasticRule:
             the current work would occupy less than this share of the slots of the remaining engines.
         stale: if more than this share of groups is too old to train and engines are busy, there are too few
             engines. Above this share, engines are never removed, since groups would then take even longer.
-        drain_s: seconds for which a drained engine may continue its current work.
     """
 
     mode: Elasticity = Elasticity.ON
@@ -148,7 +147,6 @@ class PublicationOrdered(msgspec.Struct, kw_only=True):
     """A publication that the trainer was directed to make."""
 
     directive: str
-    """The name of that directive."""
     version: int
     """The oldest version that it may publish: the version at its directive, or at a later step before it began."""
     membership: int
@@ -174,7 +172,7 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
     """The controller's record of this epoch's trainer: its reports, and the directives it was sent."""
 
     heard: tuple[str, float] | None = None
-    """Kind and arrival time of its last report."""
+    """Kind and arrival time of the trainer's last report."""
     pending_ready: TrainerReady | None = None
     """The trainer's ready report, which stays unanswered until the expected engines have joined."""
     awaited: list[str] = []
@@ -189,7 +187,7 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
     first_version: int = 0
     """The model version at which the trainer began to train."""
     training_since: float = 0.0
-    """Start time of its training; used to estimate the end of the run."""
+    """Time when the trainer began to train; used to estimate the end of the run."""
     stepped: ConsumedReport = ConsumedReport()
     """The trainer's account at its last step, or at its start: orders that have ended since then were not trained."""
     last_step: dict[str, float] = {}
@@ -250,9 +248,7 @@ class Failing(msgspec.Struct, kw_only=True):
     hopeless: bool = False
     """True if the run ends because no answer is ever correct. It ends normally, but exits with status 1."""
     suspends: bool = False
-    """True if a user suspended the run, to resume it later."""
     since: float = 0.0
-    """Time when the reason became known."""
     engineless_since: float = 0.0
     """Time when the last engine was lost, or the run began without engines; 0 while an engine is alive."""
     refused_groups: int = 0
@@ -267,7 +263,6 @@ class Watchdog(msgspec.Struct, kw_only=True):
     """Tracks whether the run makes progress; `giving_up.py` names the cause of a stall."""
 
     mark: tuple[Any, ...] = ()
-    """The value of `progress_mark` at the previous check."""
     moved_at: float = 0.0
     """Time when `progress_mark` last changed; 0 before the first decision."""
     reported: bool = False
@@ -309,15 +304,12 @@ class RunState(msgspec.Struct, kw_only=True):
     knob_log: list[KnobChange] = []
     """All knob changes, oldest first."""
     first_domain_weights: dict[str, float]
-    """The recipe's domain weights."""
     quotas: list[Quota] = []
     """Windows of orders within which domain shares are exact, oldest first; their size follows the groups per step."""
     loaded_from: list[tuple[int, int]] = []
     """(order, version), oldest first: when orders from `order` on were issued, engines had `version` or newer."""
     filtered_share: FilteredShare = msgspec.field(default_factory=FilteredShare)
-    """The share of orders that train nothing, estimated from recent steps."""
     cooldown: Cooldown = msgspec.field(default_factory=Cooldown)
-    """Recently solved problems that are skipped for a while."""
     fleet: Fleet = msgspec.field(default_factory=Fleet)
     engine_requests: list[EngineRequest] = []
     """Engines requested beyond the recipe's, in order of request; a resumed run begins with none."""
@@ -454,7 +446,6 @@ class ControllerSettings:
     max_groups: int
     sampling: Sampling
     by_domain: Mapping[str, DomainSampling] = field(default_factory=dict)
-    """Sampling parameters that differ by domain."""
     evaluation: EvaluationPlan
     stall_s: float = 120.0
     """Seconds without progress after which the watchdog reports a stall."""
@@ -473,7 +464,6 @@ class ControllerSettings:
     oversample: float | None = 1.0
     """The most orders issued per order that is expected to train; None: `OVERSAMPLED` while k > j, otherwise 1."""
     cooldown: Mapping[str, CooldownRule] = field(default_factory=dict)
-    """The rule for how long solved problems rest, by domain."""
     elastic: ElasticRule | None = None
     """The rule for scaling the number of engines automatically; None: only operators change it."""
     checkpoint_interval_steps: int

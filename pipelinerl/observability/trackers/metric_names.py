@@ -94,9 +94,8 @@ class ReaderState(msgspec.Struct):
     looks: int = 0
     """Number of `engines` events since the last step."""
     sums: dict[str, float] = {}
-    """Sums of their figures, by metric name."""
+    """Sums of the figures of these events, by metric name."""
     published: dict[str, float] = {}
-    """Figures of the last publication."""
 
 
 @final

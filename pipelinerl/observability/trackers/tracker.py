@@ -173,13 +173,11 @@ _PATTERN: Final = "events.out.tfevents.*.pipelinerl"
 class TensorBoardTracker:
     """Writer of event files into one directory, each figure exactly once; other files there are left alone.
 
-    Each process writes a new file. The bookmark records all files and their lengths. Bytes beyond those lengths come
-    from a process that was killed before it saved the bookmark; they are cut off and logged again. After a resume from
-    a checkpoint, `rewind` removes the repeated steps from all files. The next file then starts with
-    `SessionLog.START`, which makes an open TensorBoard discard them, too.
-
-    The package's record writer is used instead of its `SummaryWriter`, which writes on its own thread, where the
-    exception of a full disk is lost.
+    Each process writes a new file. The bookmark records all files and their lengths; bytes beyond them, from a process
+    that was killed before it saved the bookmark, are cut off and logged again. `rewind` removes repeated steps from all
+    files; the next file then starts with `SessionLog.START`, which makes an open TensorBoard discard them, too. The
+    package's record writer is used, since its `SummaryWriter` writes on its own thread, where the exception of a full
+    disk is lost.
     """
 
     def __init__(self, directory: Path, bookmark: Bookmark | None = None) -> None:

@@ -1,16 +1,14 @@
 """`Collective`: one process group between a trainer (rank 0) and its engines, built directly on a store.
 
-It never touches torch's default group, so it coexists with any group the trainer or engine uses. Each membership has
-its own prefix in the store, so a new group does not depend on the state of an old one. Every wait has a deadline, and
-sockets are bound to one chosen address. This module imports torch, so import it only where torch is needed.
+It never touches torch's default group, so it coexists with any group of the trainer or engine. Each membership has its
+own prefix in the store, so a new group does not depend on an old one. Every wait has a deadline, and sockets are bound
+to one chosen address. This module imports torch, so import it only where torch is needed.
 
-Gloo cannot interrupt a blocked receive. The receive ends when the bytes arrive, at its deadline, or when the sender
-leaves before it starts to send (by `close`, or by dying, which is noticed within milliseconds). In the middle of a
-tensor the receiver may not notice that the sender is gone, so tensors are small and deadlines short.
-
-Large groups connect only along the edges of a broadcast tree (`Connections.TREE`). 64 engines and a trainer then need
-64 connections instead of the 2,080 of a full mesh. A broadcast of one byte opens the connections while the group forms.
-A missing rank is detected at that point; a rank that leaves is noticed by the ranks that wait for it.
+Gloo cannot interrupt a blocked receive, which ends when the bytes arrive, at its deadline, or when the sender leaves or
+dies before it starts to send. In the middle of a tensor the receiver may not notice that the sender is gone, so tensors
+are small and deadlines short. Large groups connect only along the edges of a broadcast tree (`Connections.TREE`): 64
+engines need 64 connections instead of the 2,080 of a full mesh. A broadcast of one byte opens the connections while the
+group forms, which detects a missing rank.
 """
 
 from __future__ import annotations

@@ -191,11 +191,10 @@ class BroadcastPublisher:
         return None
 
     def _goes_above(self, failures: Mapping[str, object], progress: PublicationProgress) -> bool:
-        """Return whether to retry with a higher generation, because engines have joined one above this trainer's.
-
-        A later trainer cannot be the cause: engines would report its epoch. The higher generation was therefore
-        invalid. This is tried once per publication; an engine that reports yet another generation is dropped.
-        """
+        """Return whether to retry with a higher generation, because engines have joined one above this trainer's."""
+        # A later trainer cannot be the cause: engines would report its epoch. The higher generation was therefore
+        # invalid.
+        # This is tried once per publication; an engine that reports yet another generation is dropped.
         reported = [error.known for error in failures.values() if isinstance(error, StaleGeneration)]
         if progress.raised or not reported or len(reported) < len(failures):
             return False

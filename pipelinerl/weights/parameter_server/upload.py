@@ -2,13 +2,10 @@
 
     announce to all ─▶ per shard: does a server hold it? ─ no ─▶ write it to one, seal ─▶ the others copy from that one
 
-A version is cut into shards, each held by its own servers (replicas); with one shard, every server holds everything.
-The trainer sends its bytes once, whatever the number of replicas: into the server's memory where it can be mapped here,
-else by PUT in buckets. Buckets alternate between shards, so all servers receive while the trainer still gathers. Bytes
-are hashed as they are sent, and the server hashes its copy before it seals.
-
-A shard that a server already holds is not sent again, which is how a late joiner is served. A version is uploaded when
-all of its shards are.
+A version is cut into shards, each held by its own servers (replicas). The trainer sends its bytes once, whatever the
+number of replicas: into the server's memory where it can be mapped here, else by PUT in buckets, which alternate
+between shards, so that all servers receive while the trainer still gathers. Trainer and server both hash the bytes
+before the server seals. A shard that a server already holds is not sent again, which is how a late joiner is served.
 """
 
 from __future__ import annotations
@@ -179,10 +176,7 @@ class Uploader:
         return answers
 
     def _first(self, number: int, answers: Mapping[str, VersionRecord | Exception]) -> tuple[str, VersionRecord]:
-        """Return a shard's server to read from or write to, with its record; prefer one that holds the shard.
-
-        Raises ServerLost if no server accepts it at the moment, UpdateError if none accepts it at all.
-        """
+        """Return a shard's server to read from or write to, with its record; prefer one that holds the shard."""
         mine = {url: answer for url, answer in answers.items() if self._shard_of[url] == number}
         records = [(url, answer) for url, answer in mine.items() if isinstance(answer, VersionRecord)]
         if not records:

@@ -38,9 +38,9 @@ _POINTS: Final = 200
 #: Other programs' processor time, as a share of a run's own, above which the run is repeated.
 _DISTURBED: Final = 0.3
 
-#: x and y of a curve, as a record holds them.
+#: The x values and y values of a recorded curve.
 Points = tuple[tuple[float, ...], tuple[float, ...]]
-#: The figures of one run, as a record holds them; `arm`, `seed` and `completed` are always present.
+#: The recorded figures of one run; `arm`, `seed` and `completed` are always present.
 Figures = dict[str, Any]
 
 

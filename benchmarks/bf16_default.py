@@ -26,7 +26,7 @@ ARMS: Final[Mapping[str, tuple[str, ...]]] = {
     "nearest": ("engine.dtype=bfloat16", "weights.rounding=nearest"),
 }
 TARGET: Final = 0.8
-#: Rewards are means over this many steps.
+#: Number of steps over which rewards are averaged.
 _WINDOW: Final = 2
 _STEPS: Final = 16
 _MOST: Final = 1.1

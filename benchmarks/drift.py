@@ -49,7 +49,7 @@ _CALLS: Final = (
     "{{- '}\n</tool_call>' }}{%- endfor %}"
 )
 _HEADER: Final = "{{- '<|start_header_id|>' + role + '<|end_header_id|>\n\n' }}"
-#: Templates by name. SmolLM2's shows no tools.
+#: Chat templates by name. SmolLM2's template does not support tools.
 TEMPLATES: Final = {
     "SmolLM2": (
         _DEFAULT + "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"

@@ -63,7 +63,7 @@ async def _follow(order: TrainerOrder, pipe: Connection) -> None:
     """Work in the mode that the pipe requests; answer each new mode with the number of rounds in the previous one."""
     async with EngineClient(state_timeout_s=60.0) as client:
         work = await _work(order, client)
-        for mode in (Mode.TRAINING, Mode.PUBLISHING):  # Warm up and join the group before anything is measured.
+        for mode in (Mode.TRAINING, Mode.PUBLISHING):  # Warm up and join the process group before the measurements.
             await work[mode]()
         pipe.send(0)
         mode, rounds = Mode.ALONE, 0

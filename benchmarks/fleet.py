@@ -50,7 +50,7 @@ from pipelinerl.system.http_service import config_of, listen
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
 
-#: (engines, tensors)
+#: Numbers of engines and of tensors.
 FLEETS: Final = ((1, 100), (4, 10), (4, 100), (4, 1_000), (4, 10_000), (16, 100), (64, 100))
 QUICK: Final = ((1, 100), (4, 10), (4, 1_000), (64, 100))
 _PER_PROCESS: Final = 16
@@ -104,7 +104,7 @@ class _Engine:
 
     async def stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
         raise InvalidRequest("this engine has no model")
-        yield  # makes it an async generator
+        yield  # makes this method an async generator
 
     def model_card(self) -> ModelCard:
         epoch, version = self._serving

@@ -13,7 +13,7 @@ from pipelinerl.models.tiny_decoder import SPECIAL_TOKENS, char_tokenizer
 
 #: Shortest wait for a tool, as a share of the longest.
 _SHORTEST: Final = 0.01 / 60
-#: Most answers of an episode with tools.
+#: Maximum number of answers in an episode with tools.
 MOST_TURNS: Final = 6
 
 #: Adds no token at the start of the assistant's turn, so that the first sampled token directly follows the hint.

@@ -44,7 +44,7 @@ ROUNDS: Final = 7
 OPEN: Final = 2000
 _WORDS: Final = "the quick brown fox jumps over a lazy dog and then goes home "
 _DEADLINE_S: Final = 300.0
-#: Seconds between connections of agents; all at once would overflow the listener's queue.
+#: Seconds between connections of agents. Connections all at once would overflow the listener's queue.
 _APART_S: Final = 0.02
 
 

@@ -341,7 +341,8 @@ async def _updates(url: str, source: Any, backend: Backend, count: int) -> _Upda
             if version > 1:
                 done.pauses.append(report.pauses_s[url])
                 done.totals.append(report.total_s)
-                done.longest.append(max(during, default=report.total_s))  # empty: fewer than two steps
+                # `during` is empty if fewer than two decode steps were recorded.
+                done.longest.append(max(during, default=report.total_s))
                 done.control.append(max(after, default=report.total_s))
                 done.steps.append(statistics.median(after or [report.total_s]))
         await publisher.close()

@@ -31,7 +31,7 @@ from trainer_contract.trainer import Trainer
 from trainer_contract.types import Device, Precision, TrainerSpec, WeightDType
 
 _RATE: Final = 1e-6
-#: Otherwise XLA preallocates three quarters of the GPU, and computes fp32 products in TF32.
+#: By default, XLA would preallocate three quarters of the GPU's memory and compute fp32 products in TF32.
 _SETTINGS: Final = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
 
 

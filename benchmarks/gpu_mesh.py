@@ -40,11 +40,11 @@ from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 from trainer_contract.host_weights import copied
 from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec
 
-#: Largest difference of a loss from one process, by precision.
+#: Largest allowed difference of a loss from the loss of a single process, by precision.
 _ALLOWED: Final = {Precision.FP32: 1e-4, Precision.BF16: 2e-2}
 _MESHES: Final = ({"dp_shard": 2}, {"cp": 2})
 _RATE: Final = 1e-5
-#: Seconds for a group to form, until a member is killed, and for one broadcast.
+#: In seconds: time limit for a group to form, delay before a member is killed, and time limit of a broadcast.
 _JOIN_S: Final = 60.0
 _KILL_S: Final = 0.2
 _SILENCE_S: Final = 10.0

@@ -211,7 +211,8 @@ def check_vocabulary(folder: Path, scale: Scale, device: torch.device) -> tuple[
     head = torch.nn.Linear(width, vocab, bias=False, device=device)
     slopes = torch.from_numpy(draw.standard_normal(tokens, dtype=np.float32)).to(device)
     chosen = torch.from_numpy(draw.integers(0, vocab, tokens)).to(device)
-    head.weight.data = head.weight.data.bfloat16().float()  # weights exact in bf16: only the arithmetic differs
+    # Make the weights exact in bf16, so that only the arithmetic differs.
+    head.weight.data = head.weight.data.bfloat16().float()
     inputs = (hidden.requires_grad_(), head.weight)
 
     def gradients() -> tuple[torch.Tensor, ...]:

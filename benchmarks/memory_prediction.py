@@ -36,7 +36,7 @@ from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec
 SMOLLM2: Final = Path(__file__).parents[1] / "models" / "smollm2"
 _TOLERANCE: Final = 0.15
 _RATE: Final = 1e-6
-#: Precision, LoRA's rank (0: none), checkpointing.
+#: Variants: precision, rank of LoRA (0 means no LoRA), and gradient checkpointing.
 _VARIANTS: Final = (
     (Precision.FP32, 0, False),
     (Precision.FP32, 0, True),
@@ -181,7 +181,7 @@ def _cases(folder: Path, *, quick: bool) -> Iterator[MemoryCase]:
         for precision, optimizer in _STATES:
             yield MemoryCase(name, folder / name, tokens, precision, 0, False, optimizer)
     if not quick and (SMOLLM2 / "model.safetensors").is_file():
-        for precision, rank, checkpointing in _VARIANTS[:3]:  # these take a CPU only minutes
+        for precision, rank, checkpointing in _VARIANTS[:3]:  # the variants that a CPU measures within minutes
             yield MemoryCase("SmolLM2-135M", SMOLLM2, 512, precision, rank, checkpointing)
 
 

@@ -21,7 +21,7 @@ from pipelinerl.rng import generator
 SIZES: Final = (8192, 65536)
 TARGET: Final = 1.2
 EPSILON: Final = 0.2
-#: Tokens of a rollout.
+#: Numbers of prompt tokens and of sampled tokens in each rollout.
 PROMPT: Final = 64
 SAMPLED: Final = 448
 

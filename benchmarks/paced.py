@@ -52,7 +52,7 @@ from pipelinerl.verifiers.verifier import Judgement, SampledAnswer
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from trainer_contract.types import LossStats, MicroBatch, Objective
 
-#: Seconds that the devices take.
+#: Simulated times of the engine's and the trainer's device, in seconds.
 ENGINE: Final = EngineTimes(step_s=0.03, row_s=0.0005)
 TRAINER: Final = TrainerTimes(token_s=0.001)
 _CONTEXT: Final = 160
@@ -189,9 +189,10 @@ async def paced_run(recipe: Path, changes: Sequence[str], folder: Path) -> None:
     )
     verifier, listener = _Alternating(), listen("127.0.0.1", 0)
     settings = config_of(create_app(engine(options), token=None))
-    settings.lifespan, settings.timeout_graceful_shutdown = "auto", 1  # the lifespan starts the engine
+    # "auto" runs the application's lifespan, which starts the engine.
+    settings.lifespan, settings.timeout_graceful_shutdown = "auto", 1
     server = uvicorn.Server(settings)
-    # A thread of its own: the engine must not share the event loop with the rest of the run.
+    # The engine runs on a separate thread, so that it does not share the event loop with the rest of the run.
     serving = asyncio.create_task(asyncio.to_thread(lambda: asyncio.run(server.serve(sockets=[listener]))))
     async with asyncio.timeout(_DEADLINE_S):
         while not server.started:

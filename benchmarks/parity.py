@@ -39,7 +39,7 @@ from trainer_contract.types import Device, HeadPrecision, MicroBatch, Precision,
 TINY = MODELS / "tiny_speller"
 TEMPERATURES = (0.7, 1.0, 1.5)
 GROUP = 8
-#: Targets, and the goal.
+#: Targets for fp32 (maximum) and bf16 (P95), and the goal for bf16.
 FP32_MAX, BF16_P95, BF16_GOAL = 1e-5, 0.01, 0.002
 
 

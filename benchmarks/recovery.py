@@ -42,7 +42,7 @@ _RECIPE: Final = (
 )
 #: Matches the module's name in a line that Python writes with PYTHONPROFILEIMPORTTIME.
 _IMPORTED: Final = re.compile(r"import time:\s+\d+ \|\s+\d+ \|\s+(\S+)$")
-#: Pins itself to cores, imports modules in order, and reads the files of a directory if given one.
+#: Program of a bare process: pins itself to cores, imports modules in order, and reads a directory's files if given.
 _BARE: Final = """
 import importlib, os, pathlib, sys
 cores, modules, directory = sys.argv[1:]
@@ -156,7 +156,8 @@ class Bare:
             matches = (_IMPORTED.match(line) for line in log.read_text(errors="replace").splitlines())
             (folder / role).write_text("\n".join(match[1] for match in matches if match))
         cores = sorted(os.sched_getaffinity(0))
-        self._cores = {"engine-0": cores[0], "trainer": cores[-1]} if len(cores) > 1 else {}  # as `launch.plan` does
+        # The same assignment of cores as in `launch.plan`.
+        self._cores = {"engine-0": cores[0], "trainer": cores[-1]} if len(cores) > 1 else {}
 
     def trainer(self, checkpoint: Path) -> float:
         """Time a trainer's process that imports its modules and reads the checkpoint, in seconds."""

@@ -44,7 +44,7 @@ from pipelinerl.config.recipe import load
 RECIPE: Final = "tiny"
 GENERATIONS: Final = (1, 2, 4, 8)
 _CONVENTIONAL: Final = tuple(f"conventional G = {g}" for g in GENERATIONS)
-#: Rewards whose time is reported.
+#: Rewards for which the time to reach them is reported.
 TARGETS: Final = (0.6, 0.7)
 _ASYNCHRONOUS: Final[Mapping[str, tuple[str, ...]]] = {
     "one step off": ("staleness.j=1", "staleness.k=2"),
@@ -57,7 +57,7 @@ _WORDS: Final[Mapping[str, tuple[tuple[int, int, float], ...]]] = {
     "fixed": ((5, 5, 1.0),),
     "heavy-tailed": ((3, 3, 6.0), (5, 6, 2.0), (10, 12, 1.0)),
 }
-#: The held-out split has few distinct words of three letters.
+#: Few held-out problems, since the held-out split has few distinct words of three letters.
 _HELD_OUT: Final = "evaluation.problems=96"
 #: Factors of the recipe's learning rate that trials compare, and how conventional RL may use all cores.
 RATES: Final = (0.5, 1.0, 2.0)

@@ -32,7 +32,7 @@ _DEADLINE_S: Final = 1200.0
 _ROLLOUTS: Final = 64
 _SYNCHRONOUS, _IN_FLIGHT, _AGAIN = "conventional G = 1", "in flight", "conventional G = 1, again"
 _ON_POLICY: Final = ("staleness.j=1", "staleness.k=1")
-#: By arm: batches per generation, and the keys that it changes.
+#: For each arm, the number of batches per generation, and the arm's changes of the recipe.
 ARMS: Final[Mapping[str, tuple[int, tuple[str, ...]]]] = {
     _SYNCHRONOUS: (1, _ON_POLICY),
     "conventional G = 2": (2, _ON_POLICY),

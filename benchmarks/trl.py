@@ -57,7 +57,7 @@ class Task:
     most_time: float
     most_time_per_step: float | None = None
     goal: float
-    probe_steps: int = 8  # steps that each thread setting is tried for
+    probe_steps: int = 8  # number of steps for which each thread setting is tried
     probe_tries: int = 2
 
 
@@ -95,7 +95,7 @@ class Arm:
         return statistics.median(end - before for before, end in pairwise(self.ends))
 
 
-#: Our arm and TRL's, by seed.
+#: Pairs of our arm and TRL's arm, by seed.
 Pairs = Mapping[int, tuple[Arm, Arm]]
 
 

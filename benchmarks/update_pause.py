@@ -44,7 +44,7 @@ CONTEXT: Final = 2048
 _NAMES: Final = ("longest", "control", "step", "memcpy", "pause", "total")
 
 
-#: Seconds of each update, by name.
+#: Measurements of each update in seconds, by name of the measurement.
 Samples = dict[str, list[float]]
 
 

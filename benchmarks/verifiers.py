@@ -27,11 +27,11 @@ from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
 MOST_OF_P95 = 2.0
 GROUP = 8
 _DEADLINE_S = 2.0
-#: Measured from the request, including the time in the queue.
+#: Longest allowed time from the request to the verdict, including the time in the queue.
 MOST_LATE_S = _DEADLINE_S + 1.0
-#: Ordinary and hostile groups that are judged at once.
+#: Number of ordinary groups, and of hostile groups, that are judged at the same time.
 _AT_ONCE = 2
-#: Ordinary groups repeat while hostile ones last, at most this many times.
+#: Maximum number of times that the ordinary groups are repeated while hostile groups remain.
 _MOST_TURNS = 16
 
 _HOSTILE = (

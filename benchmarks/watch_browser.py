@@ -30,7 +30,7 @@ _FRAMES: Final = 240
 _TARGET_FPS: Final = 30.0
 _TARGET_S: Final = 2.0
 
-#: Sends wheel events to the middle of an element, one per frame, and returns the milliseconds of each frame.
+#: Script that sends wheel events to an element, one per frame, and returns the milliseconds of each frame.
 _ZOOMING: Final = """([selector, frames, ctrlKey]) => new Promise((done) => {
   const element = document.querySelector(selector);
   const box = element.getBoundingClientRect();

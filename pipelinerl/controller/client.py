@@ -70,7 +70,8 @@ class ControllerClient:
     def change_knobs(self, changes: dict[str, Any]) -> KnobsAnswer:
         """Change all knobs in `changes` at the next step boundary, or none of them if one is invalid."""
         try:
-            body = json.dumps(changes, allow_nan=False)  # escapes lone surrogates, which the controller rejects
+            # `json` escapes lone surrogates, so the controller can reject them.
+            body = json.dumps(changes, allow_nan=False)
         except ValueError:
             raise RecipeError("knobs must be finite numbers, or the text inf for no bound on k") from None
         headers = {"content-type": "application/json"}

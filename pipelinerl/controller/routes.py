@@ -48,7 +48,7 @@ ENGINES_DRAIN: Final = "/engines/drain"
 VERIFIERS: Final = "/verifiers"
 STOP: Final = "/stop"
 SUSPEND: Final = "/suspend"
-#: Header that names the caller, and the value that the launcher sends in it.
+#: HTTP header that names the caller, and its value in requests of the launcher.
 WHO: Final = "x-who"
 LAUNCHER: Final = "the launcher"
 

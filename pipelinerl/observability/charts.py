@@ -18,7 +18,7 @@ from typing import Any
 from pipelinerl.observability.run_history import RunHistory, Series
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 14.0, 12.0, 30.0
-#: More points than this are not visible; longer curves are thinned to the extremes of each stretch.
+#: Longer curves are thinned to the extremes of each stretch, since more points are not visible.
 _MOST_POINTS = 600
 
 

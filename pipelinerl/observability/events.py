@@ -42,7 +42,7 @@ log = logging.getLogger("pipelinerl")
 
 _RECENT_BYTES: Final = 65536
 _PIECE_BYTES: Final = 1 << 16
-#: The disk or the user's quota is full.
+#: Error numbers of a full disk and of an exhausted quota.
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _PAUSE_S: Final = 1.0
 

@@ -34,14 +34,14 @@ from pipelinerl.observability.status import (
 )
 
 _BARS = "▁▂▃▄▅▆▇█"
-#: Narrower terminals do not show the reward curve.
+#: Minimum width of a terminal that shows the reward curve.
 _CURVE_COLUMNS = 24
-#: Narrower terminals do not show figures by domain.
+#: Minimum width of a terminal that shows figures by domain.
 _DOMAIN_COLUMNS = 60
-#: Limits of the terminal block; `pipelinerl status` shows all domains and figures.
+#: Maximum numbers of domains, and of figures by domain, on a terminal; `pipelinerl status` shows all.
 _MOST_DOMAINS = 8
 _DOMAIN_FIGURES = 5
-#: Domains whose accuracy is shown; `status --json` and the report show all.
+#: Maximum number of domains whose accuracy is shown; `status --json` and the report show all.
 _DOMAINS_SHOWN = 4
 #: Smallest share of truncated answers that is shown with the accuracy.
 _SHOWN_FROM = 0.01

@@ -361,7 +361,7 @@ def _short(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-#: The page defines this many colours; further domains appear in the table only.
+#: Number of colours that the page defines; further domains appear only in the table.
 _COLOURS: Final = 3
 _CALLS: Final = ("calls_parsed", "tool_errors", "calls_malformed")
 #: Number of last steps that the table covers.

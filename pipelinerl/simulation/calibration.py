@@ -43,7 +43,7 @@ _SPREAD: Final = 0.2
 #: Upper limit in seconds of the search for an actor's work per rollout.
 _MOST_ACTOR_S: Final = 0.05
 _HALVINGS: Final = 9
-#: Number of steps in each simulation of this search.
+#: Number of steps in each simulation during the search for an actor's work.
 _TRIED_STEPS: Final = 40
 #: Transit time of prompt orders and groups through the streams, in seconds.
 _TRANSIT_S: Final = 0.002

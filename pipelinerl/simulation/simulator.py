@@ -248,7 +248,8 @@ class _Run:
         k = self._setting.bounds.k
         for version in [v for v in self._heard if not can_be_fresh(v, current=self._version, k=k)]:
             for group in self._heard.pop(version):
-                if group.heard == version and group.left and group.place >= 0:  # it was not requested again since
+                # Skip groups that were requested again in the meantime.
+                if group.heard == version and group.left and group.place >= 0:
                     self._engines[group.place].withdraw(group, self._agenda.now)
                     self._plan(group.place)
                     self._actors.gave_up(group)

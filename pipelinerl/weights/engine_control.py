@@ -125,7 +125,7 @@ async def each_until_failure(
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             failures = [task.result() for task in done if isinstance(task.result(), Exception)]
             if not all(isinstance(failure, victim) for failure in failures):
-                # Other engines that cannot be reached report so within a moment.
+                # Wait a moment for other failures, so that all unreachable engines are named.
                 await asyncio.wait(tasks.values(), timeout=_MOMENT_S)
                 break
     finally:

@@ -21,11 +21,11 @@ from pipelinerl.system.background import in_background_soon
 from pipelinerl.weights.broadcast.collective import shared_tensor
 from pipelinerl.weights.layout import WeightDigest
 
-#: Waits until the copy has landed, and returns the bytes on the host.
+#: A function that waits until the copy is complete, and returns the bytes on the host.
 Landed = Callable[[], Tensor]
 
 
-#: With fewer cores, the trainer or the decode loop, gloo and the sender leave none for a thread that hashes.
+#: With fewer cores, the trainer or decode loop, gloo and the sender leave no core for a thread that hashes.
 _CORES_TO_OVERLAP: Final = 5
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise the import fetches a table of prices
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # without this setting, the import downloads a table of prices
 
 import litellm
 

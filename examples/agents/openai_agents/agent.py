@@ -5,7 +5,7 @@ from __future__ import annotations
 from agents import Agent, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
 from openai import AsyncOpenAI
 
-set_tracing_disabled(True)  # traces would be sent to OpenAI
+set_tracing_disabled(True)  # otherwise the SDK sends traces to OpenAI
 
 
 async def play(task, client):

@@ -318,7 +318,7 @@ class Controller:
 
     def _trainer_ready(self, report: TrainerReady, *, now: float) -> list[Effect]:
         if report.report_id in self.state.trainer.begun:
-            return []  # an earlier trainer repeated its report; the epoch that it began is over
+            return []  # a repeated report of an earlier trainer, whose epoch is over
         self.state.trainer.awaited = engine_decisions.awaited(
             self.state, engines_expected=self.settings.engines_expected
         )
@@ -345,7 +345,7 @@ class Controller:
         ]
         if (
             self.state.phase is not RunPhase.FINISHED
-        ):  # FINISHING stays: the last evaluation begins when this trainer stops
+        ):  # if FINISHING, stay: the last evaluation begins when this trainer stops
             self.state.phase = RunPhase.TRAINING
         if self.state.version == 0 and not self.state.evaluations.results:
             self._evaluator.want(self.state)
@@ -370,7 +370,7 @@ class Controller:
             elastic.note_step(self.state.elastic, report.stats, self.state.watched.by_domain)
         if self.ending is None:
             self._evaluator.want_by_interval(self.state)
-        if self.settings.overdue is Overdue.WAIT:  # the answer must list the orders that are issued now
+        if self.settings.overdue is Overdue.WAIT:  # issue first, since the answer must list these orders
             effects += self.issue()
         return [*effects, self._answer(report.report_id, publish_to=publication_due(self.state, self.settings))]
 
@@ -448,7 +448,8 @@ class Controller:
         if results := self._evaluator.closed(self.state):
             return effects + self._evaluated(results, now=now)
         if self.state.phase is RunPhase.FINISHING and self.state.evaluations.current is None:
-            return effects + finish(self.state, self.settings)  # no engine or no problems for a last evaluation
+            # The last evaluation cannot begin without an engine or without problems.
+            return effects + finish(self.state, self.settings)
         return effects
 
     def _evaluated(self, results: list[EvaluationResult], *, now: float) -> list[Effect]:

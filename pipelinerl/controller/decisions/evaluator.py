@@ -113,7 +113,7 @@ class Evaluator:
         if pin in (Pin.AUTO, Pin.ENGINE):
             several = (
                 len({*loaded, *state.fleet.to_verify()}) > 1
-            )  # an engine has yet to prove its weights: wait for it
+            )  # includes engines that have yet to pass the canary check
             pin = Pin.ENGINE if several and state.version > 0 and not last else Pin.GATE
         if pin is Pin.GATE and last and not agreed:
             pin = Pin.NONE

@@ -32,7 +32,7 @@ _FEW_GROUPS: Final = 8
 _VERDICTS_THAT_END: Final = 20
 #: Name of the recipe's group filter in error messages.
 THE_FILTER: Final = "curation.filter"
-#: The run ends if this many times the orders in flight were too long within a step: about eight of nine prompts.
+#: If too long prompts within one step exceed the orders in flight by this factor, the run ends: about 8 of 9 prompts.
 _TOO_LONG: Final = 8
 
 
@@ -100,7 +100,7 @@ def _alive(state: RunState) -> bool:
 
 def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Iterator[str]:
     if state.phase is RunPhase.FINISHING:
-        return  # the trainer's state is already saved, and the last evaluation has its own time limits
+        return  # by then the trainer's state is saved, and the last evaluation has its own time limits
     yield from _all_refuse(state, settings)
     if state.failing.engineless_since and now - state.failing.engineless_since > settings.engine_timeout_s:
         yield (
@@ -117,7 +117,7 @@ def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Itera
 def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
     """Yield a reason if no engine will ever serve: all engines have joined, and all are expelled permanently."""
     if any(each.lifecycle is not EngineLifecycle.EXPELLED and not each.to_stop for each in state.fleet.by_url.values()):
-        return  # this runs after each decision, and even with a thousand engines the first one usually ends the search
+        return  # the usual case, returned early since this check runs after each decision, even with a thousand engines
     records = [record for record in state.fleet.records() if not record.to_stop]
     names = {record.name for record in records}
     to_come = [request for request in state.engine_requests if request.wanted and request.name not in names]

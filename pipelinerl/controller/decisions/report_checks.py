@@ -75,7 +75,7 @@ def _unrecordable(value: Any, name: str = "it") -> Iterator[str]:
                 yield from _unrecordable(held, str(key)[:64])
         case list() if len(value) > MOST_AHEAD:
             yield f"{name} has {len(value)} entries"
-        case list():  # a step's report lists thousands of orders: of a list of numbers, check only smallest and largest
+        case list():  # check only the smallest and largest number of a list: a step's report lists thousands of orders
             numbers = set(map(type, value)) == {int}
             for held in (min(value), max(value)) if numbers else value:
                 yield from _unrecordable(held, name)

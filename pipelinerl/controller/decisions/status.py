@@ -202,7 +202,7 @@ def _engine(record: EngineRecord, load: EngineLoad) -> status.EngineStatus:
     )
 
 
-#: The most engines in a steady state that are polled per second.
+#: Maximum number of steady engines (joining or healthy) that are polled per second.
 POLLS_PER_S: Final = 128
 _STEADY: Final = (EngineLifecycle.JOINING, EngineLifecycle.HEALTHY)
 

@@ -289,7 +289,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-#: A domain counts as having lost its signal only after this many groups, so that a small share is no reason.
+#: Minimum number of groups without signal before a domain counts as without signal, even if its share is small.
 _LEAST_GROUPS: Final = 16
 #: The run counts as solved if at least this share of its groups without signal had only correct answers.
 _SOLVED: Final = 0.9

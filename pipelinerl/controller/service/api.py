@@ -149,7 +149,7 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
         count = len(fleet.by_url)
         taken = EngineTaken("joining", OFFER_S if count <= OFFERS_AT_ONCE else OFFER_S * count / OFFERS_AT_ONCE)
         if offer.incarnation and fleet.is_known(url, offer.incarnation, name=offer.name, type=offer.type, now=now):
-            return _answer(taken)  # a known engine repeats its offer: no decision, so no journal entry
+            return _answer(taken)  # a repeated offer needs no decision and therefore no journal entry
         if (wait_s := fleet.offer_wait_s(url, offer.incarnation, now=now)) > 0:
             return _answer(EngineTaken("waiting", wait_s))
         try:  # check the engine before it joins: all other engines would wait for it in the process group
@@ -233,7 +233,8 @@ def _is_local(host: str) -> bool:
         address = ip_address(host)
     except ValueError:
         return host == _LOCALHOST
-    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:  # IPv4 address of a dual-stack socket
+    # A dual-stack socket reports IPv4 peers as mapped IPv6 addresses.
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
         address = address.ipv4_mapped
     return address.is_loopback or address.is_unspecified
 

@@ -127,11 +127,11 @@ class Journal:
     async def _write(self, record: Decision | JournalSnapshot) -> None:
         number, payload = self.number + 1, _ENCODER.encode(record)
         if not await self._stream.append(JOURNAL, [payload], first_id=number):
-            # The entry number is used. The entry may be our own, if the server stored it and its answer was lost.
+            # The entry number is taken, maybe by this entry: the server may have stored it although its answer was lost.
             found = await self._stream.read({JOURNAL: f"{number - 1}-0"}, count=1, block_s=0)
             if [entry.payload for entry in found] != [payload]:
                 raise FencedError("another controller has taken over this run; this one stops")
-        self.number = number  # not before the check: a fenced writer must fail again on each further attempt
+        self.number = number  # set only after the check, so that a fenced writer fails again on each further attempt
 
     async def whole(self) -> bool:
         """Return True if the server still has every entry of this journal, and no entry of another writer."""

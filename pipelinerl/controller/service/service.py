@@ -78,14 +78,14 @@ from pipelinerl.verifiers.service.wire import VerifierLease
 
 log = logging.getLogger("pipelinerl")
 
-#: The number of directives kept in the stream. A trainer reads each directive at once; older ones are for debugging.
+#: Number of directives kept in the stream, for debugging: a trainer reads each directive at once.
 _DIRECTIVES_KEPT: Final = 64
 #: Idle time after which a drained engine is removed. It is longer than the interval at which actors learn that the
 #: engine gets no work (`REFRESH_S`).
 _IDLE_S: Final = 2.0
 #: Silence after which the launcher is considered gone; it polls the status twice a second.
 _LAUNCHER_S: Final = 10.0
-#: Larger than the number of entries in any stream.
+#: A count that reads all entries of any stream.
 _ALL: Final = 2**31
 
 
@@ -300,7 +300,7 @@ class ControllerService:
             recorded = isinstance(effect, Record | Finish) and written > 0
             written -= recorded
             await self._carry_out(effect, found.number, recorded=recorded)
-        if self.controller.state.phase is RunPhase.FINISHED:  # its last event may be missing
+        if self.controller.state.phase is RunPhase.FINISHED:  # the log may lack the run's last event
             recorded = any(self._events.count_recent(kind=kind) for kind in _LAST_WORDS.values())
             await self._carry_out(
                 last_word(self.controller.state, self.controller.settings), found.number, recorded=recorded
@@ -451,7 +451,8 @@ class ControllerService:
             case IssuePrompts(orders):
                 await self._issue(orders)
             case Send(directive):
-                await self._stream.append(EPOCHS, [b""], first_id=directive.epoch)  # once per epoch
+                # Only the first append of an epoch has an effect.
+                await self._stream.append(EPOCHS, [b""], first_id=directive.epoch)
                 await self._stream.append(DIRECTIVES, [encode(directive)], first_id=self._next_directive)
                 self._next_directive += 1
                 await self._stream.trim(DIRECTIVES, before=f"{self._next_directive - _DIRECTIVES_KEPT}-0")
@@ -492,7 +493,7 @@ class ControllerService:
         return self._clock() - self._started
 
 
-#: The most services at a time: every actor receives the whole list each second.
+#: Maximum number of verifier services, since every actor receives the whole list each second.
 MOST_SERVICES: Final = 256
 
 

@@ -408,7 +408,7 @@ class RunState(msgspec.Struct, kw_only=True):
         self.resumed_account = dict(record["account"])
 
 
-#: The last `WINDOW` steps are kept, and the entropies of the first `FIRST_STEPS` steps.
+#: Numbers of recent steps, and of first entropies, that are kept for the alarms.
 WINDOW: Final = 25
 FIRST_STEPS: Final = 10
 

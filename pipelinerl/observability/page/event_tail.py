@@ -73,7 +73,7 @@ class EventTail:
             data = file.read(self._piece)
         whole = data.rfind(b"\n") + 1
         if not whole:
-            if len(data) < self._piece:  # the line is still being written, or torn
+            if len(data) < self._piece:  # the last line is still being written, or torn
                 self.size = self.offset
             elif self._piece < _MOST_BYTES:
                 self._piece *= 2

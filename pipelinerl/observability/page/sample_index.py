@@ -22,7 +22,7 @@ from pipelinerl.observability.samples.record import SampleGroup, SampleKind, dec
 
 Bool = NDArray[np.bool_]
 
-#: About 48 bytes each: 100 MB.
+#: Maximum number of indexed samples: 100 MB at about 48 bytes each.
 MOST_SAMPLES: Final = 2**21
 _PIECE_BYTES: Final = 2**20
 _MOST_LINE: Final = 2**25
@@ -311,7 +311,7 @@ class SampleIndex:
         for line in data[:whole].split(b"\n")[:-1]:
             count += self._add(line, number, at)
             at += len(line) + 1
-        if not whole and piece > _MOST_LINE:  # too long for one of our lines
+        if not whole and piece > _MOST_LINE:  # no sample log has a line of this length, so skip the rest of the file
             return size, 0, 0
         rest = len(data) - whole
         return at, count, rest if offset + len(data) >= size else 0

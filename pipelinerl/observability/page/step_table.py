@@ -19,7 +19,7 @@ from pipelinerl.observability.events import Event
 Float64 = NDArray[np.float64]
 Float32 = NDArray[np.float32]
 
-#: Figures times rows: 128 MiB.
+#: Maximum number of figures times rows: 128 MiB.
 MOST_NUMBERS: Final = 2**25
 #: Limit of distinct figures; a recipe has a dozen per domain and tag.
 MOST_FIGURES: Final = 2048
@@ -146,7 +146,7 @@ class StepTable:
         ends = np.minimum(starts + each, count) - 1
         positions = {name: places[number][ends] for number, name in enumerate(_PLACE)}
         known = {name: index for name in figures if (index := self._columns.get(name)) is not None}
-        if each == 1:  # few rows: all figures at once
+        if each == 1:  # without merging, all figures can be gathered at once
             means = dict(zip(known, _columns_of(parts, list(known.values())), strict=True))
             return StepRows(each=each, places=positions, means=means, lows=means, highs=means)
         merged = {name: _merged(_columns_of(parts, [index])[0], starts) for name, index in known.items()}

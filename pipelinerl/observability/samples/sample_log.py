@@ -93,7 +93,7 @@ class SampleLog:
             return
         if self._file < 0 or self._written + len(line) > self._file_bytes:
             self._begin_file()
-        self._written += len(line)  # counted first: a full disk may leave part of the line in the file
+        self._written += len(line)  # count the bytes first, since a full disk may leave part of the line in the file
         if os.write(self._file, line) < len(line):
             self._close_file()
 

@@ -33,7 +33,7 @@ from pipelinerl.observability.timeline.spans import (
     TracedGroup,
 )
 
-#: Limits on marks kept, and on marks and groups drawn in one window.
+#: Maximum number of marks that are kept; of marks, groups and points that are drawn in one window.
 _MARKS: Final = 20_000
 MOST_MARKS: Final = 500
 MOST_GROUPS: Final = 256

@@ -183,7 +183,7 @@ class SpanReader:
     def read(self, event: Event) -> Iterator[Drawn]:
         """Yield the spans and groups that end with this event, and its mark."""
         kind, before = kind_of(event), self.now
-        self.now = max(self.now, number(event.get("elapsed_s")))  # stays monotonic if the clock is set back
+        self.now = max(self.now, number(event.get("elapsed_s")))  # never decreases, even if the clock is set back
         if kind == "run_started":
             yield from self._cut(before)
         yield from _marks(kind, event, self.now)
@@ -268,7 +268,8 @@ class SpanReader:
         return iter(())
 
     def _evaluated(self, event: Event) -> Iterator[Drawn]:
-        if (begun := self._evaluation) is not None:  # each set has its own event; the first ends the span for all
+        # Each evaluation set has its own event; the first event ends the span.
+        if (begun := self._evaluation) is not None:
             self._evaluation = None
             self._held.append((begun.start, self.now, EVALUATION))
             note = str(event.get("reason") or event.get("name") or "")

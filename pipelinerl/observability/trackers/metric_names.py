@@ -67,7 +67,7 @@ PUBLISH_METRICS: Final[Mapping[str, str]] = {"pause_s": "perf/update_pause_s", "
 #: Fields of an `evaluation` event, below `eval/<set>/`; the k of pass@k and maj@k come from the recipe.
 EVALUATION_METRICS: Final = ("accuracy", "low", "high", "length_mean", "truncated", "unjudged")
 _CURVES: Final = {"pass_at": "pass", "majority_at": "maj"}
-#: Computed here: trained tokens of a step divided by its time, including the wait.
+#: Name of a figure computed here: trained tokens of a step divided by the step's time, including the wait.
 TRAINED: Final = "perf/trained_tokens_per_s"
 #: `mismatch_<cause>_<figure>` and `old_mismatch_…` become `mismatch/<cause>_<figure>` and `old_mismatch/…`.
 _MISMATCH: Final = ("mismatch_", "old_mismatch_")

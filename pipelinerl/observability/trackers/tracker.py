@@ -208,7 +208,7 @@ class TensorBoardTracker:
         """Remove this step and later ones from all files, each atomically. Raises OSError."""
         self._end_file()
         for path in _files(self._directory):
-            draft = path.with_name(f"{path.name}.draft")  # TensorBoard does not read this name
+            draft = path.with_name(f"{path.name}.draft")  # TensorBoard ignores files with this suffix
             with path.open("rb") as old, draft.open("wb") as new:
                 for record, content in _records(old.read()):
                     event = self._event.FromString(content)

@@ -168,10 +168,10 @@ class Collective:
             else:
                 wait_for_nccl(work, deadline=deadline)
         except RuntimeError as error:
-            group = work = None  # both keep connections open, and the traceback keeps this frame alive
+            group = work = None  # drop both, since they keep connections open and the traceback keeps this frame alive
             self.close()
             raise _translated(error, f"a broadcast in {self._name}") from error
-        if self._group is not group:  # an aborted work may look complete
+        if self._group is not group:  # `close` on another thread aborts the work, which may then look complete
             raise UpdateError(f"this process left {self._name} during a broadcast")
 
     def close(self) -> None:
@@ -296,7 +296,7 @@ def wait_for_nccl(work: Any, *, deadline: float) -> None:
 
 def abort_nccl(group: Any) -> None:
     """End all work of the group and free its communicator, ignoring errors, within `_ABORT_S`."""
-    # An abort waits for a thread that still connects, so do not wait for the abort.
+    # NCCL's abort may wait for a thread that still connects.
     wait([in_background("abort", group.abort)], timeout=_ABORT_S)
 
 

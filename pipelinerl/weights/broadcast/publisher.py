@@ -63,7 +63,7 @@ log = logging.getLogger("pipelinerl")
 _EPOCH_STEP: Final = 2**40
 _MEMBERSHIP_STEP: Final = 2**12
 
-#: Engines take a piece of at most `bucket_bytes` in milliseconds. If an engine is killed, gloo may keep waiting.
+#: Time limit for one piece of a broadcast. Engines take a piece in milliseconds, but gloo may wait for a dead engine.
 _PIECE_S: Final = 10.0
 
 #: Groups with more ranks than this connect only along the broadcast tree: 64 engines then join in 0.1 s instead of 1 s,

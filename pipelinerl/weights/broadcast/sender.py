@@ -25,7 +25,7 @@ from pipelinerl.weights.publisher import WeightSource
 from pipelinerl.weights.torch_transfer import OverlappedDigest, TransferStream, stream_for
 from trainer_contract.host_weights import bytes_of
 
-#: Two buckets are staged, one filled while the other is hashed, if none is larger than this many times the usual size.
+#: If no bucket exceeds this many times the usual size, two are staged: one is filled while the other is hashed.
 _LARGEST_OF_TWO: Final = 2
 
 
@@ -159,6 +159,6 @@ def _write(array: Any, into: torch.Tensor) -> None:
             into.copy_(torch.from_numpy(host.copy()))
         return
     tensor = array if isinstance(array, torch.Tensor) else from_dlpack(array)
-    if tensor.is_cuda:  # it may be freed before this stream has read it
+    if tensor.is_cuda:  # keep the tensor's memory until this stream has read it
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     into.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))

@@ -133,7 +133,7 @@ class ServerClient:
                 self._connection.sock.settimeout(self._connection.timeout)
             else:
                 self._connection.connect()
-            if self._is_cut:  # the other thread may have come before there was a socket to shut down
+            if self._is_cut:  # `cut` may have been called before there was a socket to shut down
                 raise OSError("it was cut off")
             self._connection.request(method, path, body=body, headers={**self._headers, **headers})
             return self._connection.getresponse()
@@ -254,9 +254,9 @@ class ServerState(Wire):
     saved: Key | None
 
 
-#: Large enough that the request overhead is negligible, small enough that streams end together.
+#: Size of a part fetched by HTTP: negligible overhead per request, but small enough that streams end together.
 HTTP_PART_BYTES: Final = 8 * 2**20
-#: A copied part is hashed while it is still in cache.
+#: Size of a part copied from shared memory: small enough to be hashed while it is still in the processor's cache.
 MEMORY_PART_BYTES: Final = 2**20
 STREAMS: Final = 2
 

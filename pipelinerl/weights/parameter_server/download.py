@@ -34,7 +34,7 @@ from pipelinerl.weights.parameter_server.connection import (
 from pipelinerl.weights.parameter_server.shared_memory import Access, Attachments, ReceiveBuffer, SharedMemoryAddress
 from pipelinerl.weights.pull import PullOrder
 
-#: A live server reports what it holds within this time.
+#: Time limit for a server to report what it holds.
 _RECORD_S: Final = 5.0
 
 

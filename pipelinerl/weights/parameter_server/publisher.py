@@ -43,9 +43,9 @@ log = logging.getLogger("pipelinerl")
 _SERVER_FAILED: Final = (PeerLost, DeadlineExceeded, DigestMismatch)
 #: Number of attempts per engine in one publication.
 _ATTEMPTS: Final = 3
-#: With at most this many targets, send direct requests if an announcement would mostly reach other engines.
+#: Up to this many engines get direct requests if an announcement would mostly reach other engines.
 _FEW: Final = 64
-#: Longest wait to report to servers who serves what; the next publication repeats the report.
+#: Time limit for the report to the servers; the next publication repeats the report.
 _CONFIRM_S: Final = 5.0
 
 
@@ -96,7 +96,8 @@ class PullPublisher:
             except UpdateError as error:
                 if not progress.pauses_s:
                     raise
-                progress.failed |= dict.fromkeys(progress.targets, str(error))  # only engines not served yet
+                # The remaining targets are engines that no earlier attempt has served.
+                progress.failed |= dict.fromkeys(progress.targets, str(error))
                 return
             await self._serve(progress, uploaded, is_last=attempt == _ATTEMPTS)
             if not progress.targets:

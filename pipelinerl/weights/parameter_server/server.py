@@ -100,7 +100,8 @@ class ParameterServer:
         if self._store is None:
             return
         for snapshot in await asyncio.to_thread(lambda: list(self._store.newest() if self._store else ())):
-            self.table.epoch = snapshot.key[0]  # trust the epoch of a snapshot, however high
+            # Unlike the epoch of a request, that of a snapshot is trusted without a limit.
+            self.table.epoch = snapshot.key[0]
             announced = self.table.announce(
                 Announcement(
                     epoch=snapshot.key[0], version=snapshot.key[1], layout=snapshot.layout, shard=snapshot.shard
@@ -297,7 +298,7 @@ class _Read:
             await send({"type": "http.response.start", "status": 200 if requested is None else 206, "headers": headers})
             try:
                 await _give(version.segment.bytes.data, start, end, send)
-            except TimeoutError:  # an incomplete answer closes the connection
+            except TimeoutError:  # returning before the body is complete closes the connection
                 log.warning(
                     "a reader of %s has read nothing for %g s: closing its connection", named(key), BODY_TIMEOUT_S
                 )

@@ -59,11 +59,11 @@ BUCKET_BYTES: Final = 16 * 2**20
 #: Qwen2.5-0.5B, whose embedding is a quarter of the model, is 10 % above with 4 shards and 120 % with 8.
 _BUCKETS_PER_SHARD: Final = 8
 
-#: Pause before a server that is full or unreachable is retried, and longest wait for an answer.
+#: In seconds: pause before a full or unreachable server is retried, and longest wait for an answer.
 _AGAIN_S: Final = 0.1
 _ANSWER_S: Final = 10.0
 
-#: Temporary failures: a server that restarts, or did so in the middle; one that is full; corrupted bytes.
+#: Temporary failures: a server restarts or has just restarted, a server is full, or bytes were corrupted.
 _PASSING: Final = (ServerLost, NotPrepared, Overloaded, DigestMismatch)
 
 T = TypeVar("T")

@@ -138,7 +138,7 @@ class VersionTable:
         if newest is not None and key < newest:
             raise StaleVersion(f"version must come after {named(newest)}, which is complete, got {named(key)}")
         for unfinished in self._held.keys() - self._whole():
-            # Do not reuse its memory: its writer may still be writing.
+            # Do not reuse the memory of an unfinished version: its writer may still be writing.
             del self._held[unfinished]
         if len(self._held) >= self.room:
             reasons = holders(self._whole(), self.progress, epoch=self.epoch, in_use=set(self._uses))

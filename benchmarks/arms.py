@@ -57,7 +57,7 @@ class FinishedRun:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run of an arm: a recipe, and the keys that it changes."""
+    """One run of an arm: a recipe, a seed, and changes of the recipe."""
 
     arm: str
     seed: int

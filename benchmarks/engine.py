@@ -75,7 +75,7 @@ class Job:
 
 
 def ours(engine: LocalEngine, job: Job) -> None:
-    """Send all requests at once."""
+    """Send all requests to our engine at once."""
     pairs = zip(job.prompts, job.lengths, strict=True)
     answers = engine.complete(
         [
@@ -87,7 +87,7 @@ def ours(engine: LocalEngine, job: Job) -> None:
 
 
 def generate(model: Any, job: Job, concurrency: int) -> None:
-    """Generate in static batches, padded on the left."""
+    """Answer the requests with Hugging Face `generate`, in static batches padded on the left."""
     for start in range(0, len(job.prompts), concurrency):
         prompts = job.prompts[start : start + concurrency]
         longest = max(map(len, prompts))

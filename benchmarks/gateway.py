@@ -77,7 +77,7 @@ def conversation() -> list[dict[str, str]]:
 def completion(
     prompt: Sequence[int], text: str, sampled: Sequence[int] = range(NEW_TOKENS), calls: Sequence[ToolCall] = ()
 ) -> ChatCompletion:
-    """Return an engine's answer."""
+    """Return the answer that an engine would give."""
     number = len(sampled)
     choice = Choice(
         index=0,
@@ -112,7 +112,7 @@ class _Sampler:
 
 
 def order(number: int, max_tokens: int = NEW_TOKENS + 1) -> PromptOrder:
-    """Return an order of one episode."""
+    """Return a prompt order for one episode."""
     problem = Problem(problem_id="p", domain="d", messages=(Message("user", "a"),), ground_truth="")
     sampling = Sampling(num_samples=1, max_tokens=max_tokens)
     return PromptOrder(

@@ -84,7 +84,7 @@ def check_attention(folder: Path, scale: Scale, device: torch.device) -> tuple[l
 
 
 def layers(kernel: VarlenKernel, scale: Scale, device: torch.device, dtype: torch.dtype) -> Iterator[Layer]:
-    """Yield layers of the scale's heads and tokens, with this kernel."""
+    """Yield attention layers of the scale's size, for the varlen kernel and for buckets."""
     ragged, window = random_batch(scale), scale.segment // 2
     for name, batch, limit in (("ragged", ragged, None), ("shared", _shared(scale), None), ("window", ragged, window)):
         distinct = Distinct.of(batch)

@@ -71,7 +71,7 @@ LIMIT_S: Final = 240.0
 
 
 def attempt(part: str, folder: Path, scale: Scale, device: torch.device) -> Checked:
-    """Run one part in this process; an exception of any kind is a missed row."""
+    """Run one part in this process; any exception counts as a missed target."""
     try:
         return CHECKS[part](folder, scale, device)
     except Exception as error:  # the other parts must still run

@@ -288,7 +288,7 @@ def engine_apart(folder: Path, scale: Scale, device: torch.device) -> Iterator[t
 
 
 def check_update(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Measure updates in flight."""
+    """Measure how long decoding pauses for weight updates in flight."""
     with engine_apart(folder, scale, device) as (url, backend):
         source = load_model(folder, device, torch.bfloat16)
         done = asyncio.run(_updates(url, source, backend, scale.updates))

@@ -80,7 +80,7 @@ def _losses(name: str, folder: Path, scale: Scale, device: torch.device) -> np.n
 
 
 def _step_ratio(folder: Path, scale: Scale, device: torch.device) -> float:
-    """Return the median time of a bf16 step over torch's; each step reads results of the last, so JAX has finished."""
+    """Return the median time of JAX's bf16 step over torch's; steps read results, so JAX's asynchronous work counts."""
     batch = random_batch(scale)
     trainers = {name: _trainer(name, folder, device, Precision.BF16) for name in ("torch", "jax")}
 

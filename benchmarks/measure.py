@@ -141,7 +141,7 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
 
 
 def write_record(name: str, payload: Mapping[str, Any], *, quick: bool = False, folder: Path = RESULTS) -> None:
-    """Write `payload` with machine facts to `<folder>/<name>.json`, unless `quick`. Raises ValueError on NaN."""
+    """Write `payload` and facts of this machine to `<folder>/<name>.json`, unless `quick`. Raises ValueError on NaN."""
     if quick:
         return
     folder.mkdir(parents=True, exist_ok=True)

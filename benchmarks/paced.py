@@ -166,7 +166,7 @@ class _Alternating:
         self.lengths: list[int] = []
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Return the verdicts at once."""
+        """Judge the answers without delay."""
         self.lengths += [len(answer.token_ids) for answer in answers]
         outcomes = [Outcome.CORRECT if place % 2 else Outcome.WRONG for place in range(len(answers))]
         return [Judgement(Verdict(outcome=each, reward=float(each is Outcome.CORRECT)), 0.0) for each in outcomes]

@@ -145,7 +145,7 @@ def started_at(process: psutil.Process) -> float:
 
 @final
 class Bare:
-    """Processes that import the modules that a run's processes import."""
+    """The bare arm: processes that only import the modules of a run's processes."""
 
     def __init__(self, live: Live, folder: Path) -> None:
         """Read the modules from the logs of `live`, which was started with PYTHONPROFILEIMPORTTIME."""

@@ -41,7 +41,7 @@ def curves(steps: Sequence[Event], evaluations: Sequence[Event], domain: str) ->
 
 
 def rows(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return the table."""
+    """Return the rows of the table, one for each seed and domain."""
     lines = []
     for each in runs:
         for name, domain in each["domains"].items():

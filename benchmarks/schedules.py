@@ -85,7 +85,7 @@ class Cell:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """Changes of the recipe."""
+        """Changes of the recipe for this cell."""
         if self.lengths not in _WORDS:
             return ()
         domains = ", ".join(

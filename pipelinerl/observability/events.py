@@ -67,7 +67,7 @@ class Sync(StrEnum):
 
 @final
 class EventLog:
-    """The writer. Opening a log creates missing files and directories, and cuts off a torn tail."""
+    """Writer of an event log. Opening it creates missing files and directories, and cuts off a torn tail."""
 
     def __init__(
         self,

@@ -82,7 +82,7 @@ class ProgressDisplay:
             self._live = None
 
     def show(self, status: RunStatus) -> None:
-        """Show `status` now."""
+        """Update the display with `status`; without a terminal, print a line if one is due."""
         if status.step != self._step and status.last_step.reward is not None:
             self._step = status.step
             self._rewards.append(status.last_step.reward)

@@ -308,7 +308,7 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def summary_rows(history: RunHistory) -> list[tuple[str, str]]:
-    """Return (name, value) of each line; unmeasured values are omitted."""
+    """Return the summary as pairs (name, value), without values that were not measured."""
     rows = [("outcome", outcome(history))]
     evaluation, first = history.last_evaluation, history.first_accuracy
     if evaluation is not None and first is not None:

@@ -143,7 +143,7 @@ class RunHistory:
 
 
 def tell(events: Sequence[Event]) -> RunHistory:
-    """Sort the events of a log; an empty log gives an empty history."""
+    """Build the history of a run from the events of its log; without events, the history is empty."""
     by_kind: dict[str, list[Event]] = {}
     for event in events:
         by_kind.setdefault(str(event["kind"]), []).append(event)

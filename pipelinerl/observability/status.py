@@ -33,7 +33,7 @@ class StatusPhase(StrEnum):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine; its `state` is `healthy` if it receives work, `pinned` if only an evaluation's, or another one."""
+    """One engine; `state` is its state in the fleet: `healthy` if it gets work, `pinned` if only an evaluation's."""
 
     url: str
     state: str
@@ -287,7 +287,7 @@ def prometheus_text(values: Mapping[str, float], *, prefix: str) -> str:
 
 
 def labelled_text(metrics: Mapping[str, Samples], *, prefix: str) -> str:
-    """Return labelled samples in Prometheus' text format: `…_total` are counters, others gauges; escape labels."""
+    """Return labelled samples in Prometheus' text format, as counters if named `…_total`, otherwise as gauges."""
     lines = []
     for name, samples in metrics.items():
         full = f"{prefix}_{name}"
@@ -322,7 +322,7 @@ def write_restarts(run_dir: Path, processes: tuple[RestartStatus, ...]) -> None:
 
 
 def read_restarts(run_dir: Path) -> tuple[RestartStatus, ...]:
-    """Return the deaths with forgiveness up to now; empty if there is no readable file."""
+    """Return the processes that have died, with deaths forgiven up to now; empty without a readable file."""
     try:
         written = msgspec.json.decode((run_dir / _FILE).read_bytes(), type=_Written)
     except (OSError, msgspec.MsgspecError):

@@ -47,7 +47,7 @@ class Agenda:
 @final
 @dataclass(slots=True)
 class SimulatedTrainer:
-    """The trainer's computation: takes `_left_s` more seconds, times `_slowness`, and then calls `done`."""
+    """The trainer's computation, which may be slowed down; calls `done` when it ends."""
 
     agenda: Agenda
     done: Callable[[], None]
@@ -86,7 +86,7 @@ class SimulatedTrainer:
 @final
 @dataclass(slots=True)
 class SimulatedActors:
-    """The actors of a run; `sample` sends a group to the engine `group.place`, `deliver` a judged one onwards."""
+    """The actors of a run. `sample` sends a group to its engine, `deliver` sends a judged group to the trainer."""
 
     agenda: Agenda
     times: ControlTimes

@@ -243,7 +243,7 @@ def counted_steps(events: Sequence[Event]) -> list[tuple[Event, float]]:
 
 
 def measure(events: Sequence[Event]) -> Measured:
-    """Measure a finished run, without steps that overlap an evaluation. Raises UserError for too few figures."""
+    """Measure a finished run, without steps that overlap an evaluation. Raises UserError if figures are missing."""
     counted = counted_steps(events)
     steps, seconds = [step for step, _ in counted], sum(period for _, period in counted)
     try:

@@ -28,7 +28,7 @@ class EngineTimes:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerTimes:
-    """Times of a trainer: `token_s · t` for a pass over t tokens with prompts, `optimizer_step_s` an optimizer step."""
+    """Times of a trainer: `token_s` per token of a pass, with prompts, and `optimizer_step_s` per optimizer step."""
 
     token_s: float
     optimizer_step_s: float = 0.0

@@ -119,7 +119,7 @@ class Trial:
 
 
 def grid(axes: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return all combinations of `section.key=value,value,…`, the first axis slowest. Raises UserError otherwise."""
+    """Return all combinations of axes `section.key=value,value,…`; the first varies slowest. Raises UserError."""
     values: list[list[str]] = []
     for axis in axes:
         key, separator, several = axis.partition("=")

@@ -154,7 +154,7 @@ class PublishedHardware:
         )
 
     def rows_that_fit(self, *, engine_devices: int, context: float) -> int:
-        """Return how many sequences of `context` tokens fit into memory next to the weights; 0 if those do not."""
+        """Return how many sequences of `context` tokens fit into memory with the weights; 0 if the weights do not."""
         free = MEMORY_SHARE * self.accelerator.memory * engine_devices - self.size.weight_bytes
         return max(0, int(free / (self.size.kv_bytes * max(1.0, context))))
 

@@ -359,7 +359,7 @@ class _Run:
         )
 
     def prediction(self) -> Prediction:
-        """Return the figures of the steps after the mark, where the pipeline was full."""
+        """Return the figures of the steps after the pipeline has filled."""
         first, last, counts = self._marked, self._mark(), self._counts
         steps, seconds = self._steps[first.steps :], last.at - first.at
         tokens, rollouts = sum(s.sampled_tokens for s in steps), sum(s.rollouts for s in steps)

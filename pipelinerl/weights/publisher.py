@@ -107,7 +107,7 @@ class PublicationProgress:
         return max(self.deadline - time.monotonic(), 0.05)
 
     def drop(self, failures: Mapping[str, str]) -> None:
-        """Drop these engines from the publication."""
+        """Record these engines as failed, and stop serving them."""
         self.failed |= failures
         self.targets = [url for url in self.targets if url not in failures]
 

@@ -55,7 +55,7 @@ class HostStream:
     """Stream for bytes that are on the host already: nothing is copied."""
 
     def __init__(self, *, cores: int | None = None) -> None:
-        """Overlap if `cores` suffice; None counts those that this process may use."""
+        """Overlap hashing and sending if there are enough `cores`; None counts those that this process may use."""
         self.overlaps = (len(os.sched_getaffinity(0)) if cores is None else cores) >= _CORES_TO_OVERLAP
 
     def __enter__(self) -> Self:

@@ -8,7 +8,7 @@ import verifiers.v1 as vf
 
 
 class Word(vf.TaskData):
-    """One row."""
+    """One row of the data set."""
 
     word: str
 

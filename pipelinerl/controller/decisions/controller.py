@@ -171,7 +171,7 @@ class Controller:
     # --- events ----------------------------------------------------------------------------------------------------
 
     def handle(self, report: Report, *, now: float) -> list[Effect]:
-        """Return the effects of one report. Fenced trainers are ignored; a repeated report is answered again."""
+        """Process a report and return its effects. Ignore trainers of earlier epochs; answer repeated reports again."""
         trainer = self.state.trainer
         if not isinstance(report, FROM_ACTORS):
             if not isinstance(report, TrainerReady) and report.epoch != self.state.epoch:

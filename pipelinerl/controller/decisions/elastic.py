@@ -49,7 +49,7 @@ _WHY: Final = {
 
 
 def verdict(rule: ElasticRule, figures: Figures, *, engines: int) -> Want:
-    """Return the change suggested by one interval's figures with `engines` serving engines."""
+    """Return the change that one interval's figures suggest while `engines` engines serve."""
     if figures.occupancy >= rule.busy:
         return Want.MORE if figures.waiting > rule.waiting or figures.stale > rule.stale else Want.SAME
     fits = engines > 1 and figures.occupancy * engines / (engines - 1) < rule.busy

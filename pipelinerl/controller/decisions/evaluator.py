@@ -27,7 +27,7 @@ from pipelinerl.messages import EvaluationDone
 
 @final
 class Evaluator:
-    """Decisions about evaluations; changes the state's evaluations and which engine of the fleet is pinned."""
+    """Decides about evaluations: changes the evaluations in the run's state, and pins an engine of the fleet."""
 
     def __init__(self, plan: EvaluationPlan, orders: PromptOrderFactory) -> None:
         self.plan = plan
@@ -101,7 +101,7 @@ class Evaluator:
             state.evaluations.due = replace(due, sets=due.sets + new)
 
     def _begin(self, state: RunState, due: EvaluationDue, *, now: float) -> list[Effect]:
-        """Begin the due evaluation if engines serve suitable weights and no publication, which would break it, runs."""
+        """Begin the due evaluation once engines serve suitable weights and no publication is under way."""
         loaded = {url: state.fleet.by_url[url].loaded for url in state.fleet.verified()}
         if not loaded or (state.phase is RunPhase.TRAINING and state.trainer.publishes):
             return []

@@ -82,7 +82,7 @@ def _unrecordable(value: Any, name: str = "it") -> Iterator[str]:
 
 
 def _unbalanced(state: RunState, consumed: ConsumedReport) -> Iterator[str]:
-    """Yield a complaint for each contradiction in an account: each order counts once, below `frontier` or `beyond`."""
+    """Yield a complaint for each contradiction in a trainer's account, such as an order that is counted twice."""
     furthest = max(consumed.frontier - 1, *consumed.beyond, -1)
     if furthest >= state.account.cursor + 2 * MOST_AHEAD:
         yield f"it accounts for order {furthest}, which was never issued"

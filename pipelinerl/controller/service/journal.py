@@ -36,7 +36,7 @@ _SNAPSHOT_EVERY: Final = 500
 
 
 class Decision(msgspec.Struct, frozen=True, tag=True):
-    """A journaled input; the effects of its decision use ids from `next_prompt` and `next_directive` on."""
+    """A journaled input, and the first stream ids that the effects of its decision use."""
 
     given: AnyInput
     next_prompt: int
@@ -127,7 +127,7 @@ class Journal:
     async def _write(self, record: Decision | JournalSnapshot) -> None:
         number, payload = self.number + 1, _ENCODER.encode(record)
         if not await self._stream.append(JOURNAL, [payload], first_id=number):
-            # The entry number is taken, maybe by this entry: the server may have stored it although its answer was lost.
+            # The entry number is taken, maybe by this entry: the server may have stored it but its answer was lost.
             found = await self._stream.read({JOURNAL: f"{number - 1}-0"}, count=1, block_s=0)
             if [entry.payload for entry in found] != [payload]:
                 raise FencedError("another controller has taken over this run; this one stops")

@@ -499,7 +499,7 @@ MOST_SERVICES: Final = 256
 
 @final
 class VerifierLeases:
-    """Services by URL, each valid for `LEASE_S` after its last offer; `clock` is monotonic, in seconds."""
+    """Verifier services by URL, each valid for `LEASE_S` after its last offer; `clock` is monotonic, in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -29,7 +29,7 @@ Solved = Mapping[str, Sequence[tuple[int, str]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CooldownRule:
-    """Duration of the rest of a domain's solved problems, in turns or steps, after `times` groups of right answers."""
+    """Rule of a domain: after `times` groups of only right answers, a problem rests for `epochs` turns or `steps`."""
 
     epochs: int = 0
     steps: int = 0
@@ -42,7 +42,7 @@ class CooldownRule:
 
 
 class CooldownPeriod(NamedTuple):
-    """The rest that a problem has left: turns to skip, or the model version from which on it is issued again."""
+    """Remaining rest of a problem: the number of turns to skip, or the model version at which it is issued again."""
 
     turns: int
     until: int

@@ -169,7 +169,7 @@ class Fleet:
         return self._in(EngineLifecycle.HEALTHY)
 
     def finishing(self) -> list[str]:
-        """Return engines that get no new work but may finish theirs; the work of other non-serving engines moves."""
+        """Return the engines that may finish their current work but get no new work."""
         return [record.url for record in self.records() if record.lifecycle in _FINISHING or record.pinned]
 
     def verified(self) -> list[str]:
@@ -407,7 +407,7 @@ class Fleet:
         return True
 
     def expel(self, url: str, reason: str, *, to_stop: bool = False) -> bool:
-        """Give the engine no more work and no more weights."""
+        """Exclude the engine from all work and from all publications."""
         lifecycle = self._lifecycle(url)
         if lifecycle is None:
             return False

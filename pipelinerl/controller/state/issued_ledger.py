@@ -63,7 +63,7 @@ class IssuedLedger:
         return sorted(self._open(self.outdated))
 
     def rollouts_in_flight(self, group_size: int) -> int:
-        """Return the rollouts of all orders in flight: `group_size` for an order that an earlier trainer consumed."""
+        """Return the rollouts of all orders in flight; an order that an earlier trainer consumed has `group_size`."""
         known = sum(each.rollouts for each in self.sent.values())
         return known + (self.in_flight - len(self.sent)) * group_size
 
@@ -83,7 +83,7 @@ class IssuedLedger:
         return self.cursor - 1
 
     def fail(self, index: int, issued_at: tuple[int, int] | None = None) -> None:
-        """End the order as failed; a withdrawn order is issued again instead, an order reissued since is unchanged."""
+        """End the order as failed. Reissue it instead if it was withdrawn; do nothing if it was reissued already."""
         self._end(index, self.failed, issued_at)
 
     def give_up(self, index: int, issued_at: tuple[int, int] | None = None) -> None:
@@ -104,7 +104,7 @@ class IssuedLedger:
         self.check()
 
     def lost(self, indices: Iterable[int]) -> list[int]:
-        """Mark those of `indices` that are in flight for reissue, since no group will come for them; return them."""
+        """Mark the orders of `indices` that are in flight for reissue, since their groups were lost; return them."""
         known = {*self.reissue, *self.failed, *self.outdated}
         again = self._open([index for index in indices if index < self.cursor and index not in known])
         self.reissue = sorted({*self.reissue, *again})
@@ -155,7 +155,7 @@ class IssuedLedger:
         }
 
     def _open(self, indices: Iterable[int]) -> list[int]:
-        """Keep the indices that are missing in the trainer's account, that is, of orders that have not ended there."""
+        """Return the indices of orders that have not ended according to the trainer's account."""
         frontier, beyond = self.consumed.frontier, set(self.consumed.beyond)
         # Same as calling `has_ended` for each index, but faster.
         return [index for index in indices if index >= frontier and index not in beyond]

@@ -269,7 +269,7 @@ class Watchdog(msgspec.Struct, kw_only=True):
 
 
 class WatchedSteps(msgspec.Struct, kw_only=True):
-    """The newest figures by domain and tag, and what is remembered for the alarms."""
+    """The newest figures by domain and tag, and the data of the alarms."""
 
     by_domain: dict[str, dict[str, float]] = {}
     by_tag: dict[str, dict[str, float]] = {}
@@ -330,7 +330,7 @@ class RunState(msgspec.Struct, kw_only=True):
         return [alive for alive, heard in self.actors.values() if now - heard <= SILENT_S]
 
     def domain_weights_of(self, index: int) -> dict[str, float]:
-        """Return the domain weights when order `index` was first issued: a reissued order has the same problem."""
+        """Return the domain weights when order `index` was first issued, so that a reissued order keeps its problem."""
         for change in reversed(self.knob_log):
             if change.cursor <= index and "domain_weights" in change.changes:
                 return self._drawable(change.changes["domain_weights"])

@@ -31,7 +31,7 @@ class EventPiece:
 
 @final
 class EventTail:
-    """Reader of one log."""
+    """Incremental reader of one event log."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -101,7 +101,7 @@ class RunView:
 
     @property
     def state(self) -> str:
-        """`finished`, `suspended` or `failed`; empty if the log does not say that the run is over."""
+        """State in which the run ended: `finished`, `suspended` or `failed`; empty while the log shows no end."""
         return _ENDS[str(self.ended["kind"])] if self.ended is not None else ""
 
     def take(self, event: Event) -> bool:

@@ -136,7 +136,7 @@ class StepTable:
     def rows(
         self, figures: Sequence[str], *, points: int, first: int = 0, last: int = 2**53, since: int = -1
     ) -> StepRows:
-        """Return at most `points` rows of the steps `first` to `last` above `since`; earlier steps cost nothing."""
+        """Return at most `points` rows of the steps `first` to `last` above `since`; the cost depends on these only."""
         lowest = max(first, since + 1)
         parts = [part for chunk in self._chunks if (part := chunk.between(lowest, last)).count]
         count = sum(part.count for part in parts)

@@ -20,7 +20,7 @@ _MOST: Final = 1500
 
 
 def samples_section(groups: Sequence[SampleGroup]) -> str:
-    """Return the section's markup."""
+    """Return the HTML of the report's section on samples."""
     trained = _last_steps(groups, SampleKind.TRAINED, _STEPS)
     filtered = _last_steps(groups, SampleKind.FILTERED, 1)
     parts = [

@@ -118,7 +118,7 @@ class Collective:
         return torch.device("cpu" if self._backend is Backend.GLOO else "cuda")
 
     def announce(self, key: str, text: str) -> None:
-        """Write `text` to the store, for ranks that wait for `key` in `expect`. Raises UpdateError without a store."""
+        """Write `text` to the group's store, for ranks that `expect` it. Raises UpdateError if the store is gone."""
         try:
             self._store.set(key, text)
         except RuntimeError as error:

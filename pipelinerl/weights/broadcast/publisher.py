@@ -108,7 +108,7 @@ class BroadcastPublisher:
         self._turn = asyncio.Lock()
 
     async def publish(self, publication: Publication) -> PublishReport:
-        """Send the weights to every engine that can take them. Raises UpdateError, with reasons, if no engine can."""
+        """Send the weights to all engines that can take them. Raises UpdateError, with reasons, if no engine serves."""
         async with self._turn:
             now = time.monotonic()
             targets = list(dict.fromkeys(publication.engines))

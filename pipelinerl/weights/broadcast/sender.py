@@ -117,7 +117,7 @@ def packed(
     bounds: Sequence[tuple[int, int]],
     room: Callable[[int, int], torch.Tensor],
 ) -> Iterator[torch.Tensor]:
-    """Yield each bucket of `bounds`, in memory from `room(start, end)`. Raises UpdateError on another layout."""
+    """Yield the weights bucket by bucket, in memory from `room(start, end)`. Raises UpdateError on another layout."""
     gathered = iter(weights())
     for start, end in bounds:
         filled = room(start, end)

@@ -49,7 +49,7 @@ class WeightPuller:
         self._attached = Attachments(Access.READ)
 
     def fetch(self, order: PullOrder, *, into: Any, on_progress: Callable[[int], None] = lambda _: None) -> str:
-        """Fill `into`; see `PullSource`."""
+        """Fill `into` with the bytes of a version; see `PullSource`."""
         while True:
             buffer = ReceiveBuffer(into, shards=[shard.ranges for shard in order.shards], on_progress=on_progress)
             self._bring(order, buffer)

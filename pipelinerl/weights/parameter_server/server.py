@@ -84,7 +84,7 @@ log = logging.getLogger("pipelinerl")
 
 @final
 class ParameterServer:
-    """The work behind the server's routes. Methods run on one event loop; slow work runs on threads."""
+    """The logic behind the server's routes. Methods run on one event loop; slow work runs on threads."""
 
     def __init__(self, table: VersionTable, *, puller: PullSource, store: SnapshotStore | None) -> None:
         """Create the server. `puller` fetches from the other replicas; without a `store` nothing is saved."""

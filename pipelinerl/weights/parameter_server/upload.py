@@ -71,7 +71,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Uploaded:
-    """`sources`: the servers of each shard in the order to try; `failed`: reasons of servers without the version."""
+    """Location of an uploaded version: each shard's servers in the order to try, and reasons of failed servers."""
 
     sources: tuple[tuple[str, ...], ...]
     bucket_bytes: int
@@ -200,7 +200,7 @@ class Uploader:
         return {url: str(answer) for url, answer in answers.items() if isinstance(answer, Exception)}
 
     def confirm(self, epoch: int, progress: dict[str, Key | None], *, deadline: float) -> dict[str, str]:
-        """Report what engines serve and replicas hold to all servers; return failures, corrected by the next report."""
+        """Report what engines serve and replicas hold to all servers; return the failures, which need no retry."""
         report = ProgressReport(epoch=epoch, progress={**progress, **self._replicas})
         answers = self._each(
             self._clients,
@@ -332,7 +332,7 @@ class ShardWriter:
         self._last = self._thread.submit(write)
 
     def seal(self, whole: str) -> Future[str]:
-        """Seal the shard after the last `put`, and return its digest once compared; `whole` is the version's digest."""
+        """Seal the shard after the last `put`; the result is its verified digest. `whole` is the version's digest."""
         last = self._last
 
         def seal() -> str:

@@ -138,8 +138,6 @@ def measured(
 
 
 class _OtherWork:
-    """Processor time that other programs take while a run lasts."""
-
     def __init__(self) -> None:
         self._busy, self._own = _busy_s(), _own_s()
 

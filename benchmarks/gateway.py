@@ -95,8 +95,6 @@ def completion(
 
 @final
 class _Sampler:
-    """A sampler that answers at once, or holds its answers back while `gate` is closed."""
-
     def __init__(self) -> None:
         self.gate = asyncio.Event()
         self.gate.set()

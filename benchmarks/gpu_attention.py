@@ -135,7 +135,6 @@ def _shared(scale: Scale) -> MicroBatch:
 
 
 def _drawn(scale: Scale, tokens: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Return query, key, value, and the gradient of the attention's output."""
     shape, draw = scale.shape, generator(0, "gpu_check", "attention")
     keys, width = shape.kv_heads or shape.heads, shape.hidden // shape.heads
     sizes = [(tokens, heads, width) for heads in (shape.heads, keys, keys, shape.heads)]

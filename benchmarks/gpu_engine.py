@@ -359,7 +359,6 @@ def _ms(*seconds: float) -> str:
 
 @contextmanager
 def _visible(device: str | None) -> Iterator[None]:
-    """Limit processes started in this context to this GPU (None: no limit)."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     if device is not None:
         seen = before.split(",") if before else []

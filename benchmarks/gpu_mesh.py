@@ -110,7 +110,6 @@ def _losses(trainer: TorchTrainer, batch: MicroBatch) -> np.ndarray[Any, np.dtyp
 
 
 def _gathered_during_passes(trainer: TorchTrainer, batch: MicroBatch) -> int:
-    """Count the parameters that differ when gathered during backward passes instead of at idle."""
     idle = copied(trainer.gather_weights())
     ended = threading.Event()
 

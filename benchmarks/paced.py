@@ -160,8 +160,6 @@ def _wait(until: float) -> None:
 
 @final
 class _Alternating:
-    """A verifier that accepts every second answer, and records the lengths of all answers."""
-
     def __init__(self) -> None:
         self.lengths: list[int] = []
 

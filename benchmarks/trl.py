@@ -266,5 +266,4 @@ def on_two_cores(
 
 
 def _portable(table: Mapping[str, Any]) -> Any:
-    """Return a recipe for a record, without the path of this checkout."""
     return json.loads(json.dumps(table).replace(f"{Path(__file__).parents[1]}/", ""))

@@ -163,7 +163,6 @@ class SimulatedActors:
         return self._free_at[actor]
 
     def _pick(self) -> int:
-        """Return the engine with the fewest outstanding answers; if several have equally few, the lowest number."""
         while True:
             outstanding, engine = self._least[0]
             if outstanding == self._outstanding[engine]:

@@ -272,7 +272,6 @@ def measure(events: Sequence[Event]) -> Measured:
 
 
 def _evaluations(events: Sequence[Event]) -> list[tuple[float, float]]:
-    """Return the time span of each evaluation; an unfinished one ends at infinity."""
     spans: list[tuple[float, float]] = []
     began: float | None = None
     for event in events:

@@ -34,8 +34,6 @@ HEARS_S: Final = 0.5
 @final
 @dataclass(slots=True)
 class _Counts:
-    """Prompt orders by outcome, as known to the controller, and the time they spend in flight."""
-
     issued: int = 0
     trained: int = 0
     filtered: int = 0
@@ -155,7 +153,6 @@ class _Run:
         return self._filtered_share.expected(out, waiting=self._waiting_groups, most=self._setting.oversample)
 
     def _ended(self, groups: Sequence[SimulatedGroup]) -> None:
-        """Record that orders have ended; the caller counts their outcome."""
         now, counts = self._agenda.now, self._counts
         counts.until(now)
         counts.ended += len(groups)

@@ -158,7 +158,6 @@ def _not_to_be_had(state: RunState) -> set[str]:
 
 
 def _newest(state: RunState, settings: ControllerSettings, type: str) -> EngineRecord | None:
-    """Return the newest engine of this type that is healthy, not pinned, and was started by the launcher."""
     names = [*map("engine-{}".format, range(settings.engines_expected)), *(each.name for each in state.engine_requests)]
     own = [
         record

@@ -176,7 +176,6 @@ class Journal:
 
 
 def _check_layout(payloads: Sequence[bytes]) -> None:
-    """Raise UserError if a snapshot has another layout version; decisions carry no layout version."""
     for record in map(_LAYOUTS.decode, payloads):
         if record.type == JournalSnapshot.__name__ and record.layout != LAYOUT:
             raise UserError(layout_refusal("the controller's journal", record.layout))

@@ -155,7 +155,6 @@ class IssuedLedger:
         }
 
     def _open(self, indices: Iterable[int]) -> list[int]:
-        """Return the indices of orders that have not ended according to the trainer's account."""
         frontier, beyond = self.consumed.frontier, set(self.consumed.beyond)
         # Same as calling `has_ended` for each index, but faster.
         return [index for index in indices if index >= frontier and index not in beyond]

@@ -161,7 +161,6 @@ class Knobs:
         return values
 
     def _domains(self, name: str, value: Any) -> dict[str, float]:
-        """Return the domain weights that a change sets, by domain; empty if the change is to another knob."""
         section, _, domain = name.partition(".")
         if section != "domain_weights":
             return {}

@@ -172,7 +172,6 @@ def decode(line: bytes) -> SampleGroup | None:
 
 
 def _written(group: SampleGroup, most: int) -> dict[str, Any]:
-    """Return the group as written: texts cut to `most` characters, tokens to a quarter as many."""
     replace, tokens = msgspec.structs.replace, most // _CHARACTERS_OF_TOKEN
     bare = replace(group, prompt_tokens=None, answers=tuple(replace(each, tokens=None) for each in group.answers))
     written: dict[str, Any] = _shortened(msgspec.to_builtins(bare), most)

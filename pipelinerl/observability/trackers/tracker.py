@@ -305,7 +305,6 @@ class TrackioTracker:
 
 
 def _sort_of(figures: Mapping[str, float]) -> str:
-    """Return `eval/<set>` for figures of an evaluation, an empty string for those of a step."""
     name = next(iter(figures))
     return name.rpartition("/")[0] if name.startswith("eval/") else ""
 

@@ -63,7 +63,6 @@ class WeightPuller:
                 order = replace(order, shards=tuple(rest))
 
     def _bring(self, order: PullOrder, buffer: ReceiveBuffer) -> None:
-        """Fetch all shards concurrently; if one fails, cancel the others."""
         others_failed = threading.Event()
         together = replace(order, given_up=others_failed)
         bringing = [
@@ -95,7 +94,6 @@ class WeightPuller:
         raise UpdateError(f"no source gave {what}: " + "; ".join(f"{url}: {why}" for url, why in failures.items()))
 
     def _road(self, source: str, order: PullOrder) -> ShardTransport:
-        """Return the transport to a server: shared memory if its segment can be mapped here, else HTTP."""
         address = self._segment(source, order) if self._shared_memory else None
         attachment = None if address is None else self._attached.to(source, address)
         return HttpTransport(source, token=self._token) if attachment is None else SharedMemoryTransport(attachment)

@@ -187,7 +187,6 @@ class Uploader:
         return next((record for record in records if record[1].digest is not None), records[0])
 
     def _copied(self, key: Key, copies: Mapping[str, tuple[str, str]], whole: str, deadline: float) -> dict[str, str]:
-        """Make servers copy their shard from a source, in half of the remaining time at most; return the failures."""
         half_s = max(deadline - time.monotonic(), 0.2) / 2
         path = connection.COPY.format(epoch=key[0], version=key[1])
 

@@ -78,11 +78,7 @@ class Job:
 
 
 def train(job: Job, *, judged: bool = True) -> FinishedRun:
-    """Run the job in processes of its own; if `judged`, also measure the accuracy of the last checkpoint.
-
-    Raises:
-        RuntimeError: the run ended before it had an evaluation, a step and a checkpoint.
-    """
+    """Run the job and, if `judged`, measure its last checkpoint. Raises RuntimeError without step or checkpoint."""
     with tempfile.TemporaryDirectory(prefix="pipelinerl-arm-") as folder:
         changes = [*job.changes, f"run.seed={job.seed}", f"run.directory={folder}", "run.name=arm"]
         command = [sys.executable, "-m", "pipelinerl.cli", "run", job.recipe, *changes]
@@ -174,10 +170,7 @@ def figures_of(job: Job, run: FinishedRun) -> Figures:
     steps, `area` the mean over all steps. `seconds` is the training time. `age`: versions between a rollout's oldest
     token and the step that trains it, mean over the steps. `discarded`: share of sampled tokens in stale groups. `ess`:
     effective sample size of π / μ, mean over the steps. `by_samples`, `by_seconds`, `by_tokens`: reward curves;
-    `ess_by_step`.
-
-    Raises:
-        ValueError: the steps do not report one of the figures.
+    `ess_by_step`. Raises ValueError if the steps do not report a figure.
     """
     steps = partial(steps_of, run.history)
     reward, ess, sampled = steps("reward"), steps("ess"), steps("sampled_tokens").y

@@ -75,12 +75,8 @@ class Paired:
 def paired(arms: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 1) -> Paired:
     """Run every arm once per round, in order in even rounds and in reverse order in odd rounds.
 
-    Args:
-        arms: functions by name that do the work once and return a measurement (seconds, tokens/s, …).
-        warmup: number of rounds that run first and are discarded.
-
-    Raises:
-        ValueError: no arms, no rounds, or an arm returned a number that is not finite and positive.
+    `arms` are functions by name that do the work once and return a measurement (seconds, tokens/s, …). The first
+    `warmup` rounds are discarded. Raises ValueError without arms or rounds, or if a measurement is not positive.
     """
     if not arms or rounds < 1:
         raise ValueError(f"expected at least one arm and one round, got {len(arms)} arms and {rounds} rounds")

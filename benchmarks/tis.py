@@ -66,9 +66,8 @@ COLUMNS: Final = (
 def figures(_: Job, run: FinishedRun) -> Figures:
     """Return the figures of a run.
 
-    `mismatch` is the mean |Δ log p| between sampler and trainer. `numerics` is the same over tokens sampled with the
-    step's starting weights, where quantisation is the only cause. All but `accuracy` and curves are means over the
-    steps. Raises ValueError if the steps do not report a figure.
+    `mismatch` is the mean |Δ log p| between sampler and trainer, `numerics` the same over tokens sampled with the
+    step's starting weights, where only quantisation causes it. Figures other than `accuracy` are means over the steps.
     """
     steps = partial(steps_of, run.history)
     mismatch, ess = steps("logprob_difference_mean"), steps("ess")

@@ -224,8 +224,7 @@ def _shown(crossing: Crossing) -> str:
 def run(quick: bool = False, *, seeds: Sequence[int] = (), changes: Sequence[str] = ()) -> None:
     """Measure, print and record.
 
-    With `seeds`, only these run, and the record's other seeds are kept. With `changes` of the recipe, which apply to
-    both arms, nothing is recorded.
+    With `seeds`, the record's other seeds are kept. With `changes` of the recipe for both arms, nothing is recorded.
     """
     known = recorded(RESULTS / "trl.json", TINY.recipe) if seeds and not changes else {}
     for payload in on_two_cores(TINY, seeds or range(1 if quick or changes else 3), overrides=changes, known=known):

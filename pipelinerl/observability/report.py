@@ -52,8 +52,7 @@ class ReportFiles:
 def write_report(run_dir: Path) -> ReportFiles:
     """Write `report.html` and `learning_curve.png` into the run's directory.
 
-    Raises FileNotFoundError without events, ValueError for a damaged log, OSError (keeping the old files) if there is
-    no space.
+    Raises FileNotFoundError without events, ValueError for a damaged log, OSError if the disk is full.
     """
     history = tell(read_events(run_dir / "events.jsonl"))
     recipe = run_dir / "recipe.toml"

@@ -48,9 +48,7 @@ class RunHistory:
     Attributes:
         steps: `step` events by rising step; publications: likewise by model version.
         evaluation_sets: `evaluation` events by set name, each by model version; the recipe's first set comes first.
-        engines: `engines` events; knobs: `knobs` events; incidents: engines that joined or were lost, restarted
-            evaluations, checkpoints, alarms.
-        started: the first `run_started`.
+        incidents: engines that joined or were lost, restarted evaluations, checkpoints, alarms.
         finished: the last `run_finished`, `run_failed` or `run_suspended`, if the run is over.
     """
 

@@ -199,12 +199,9 @@ DRAWS: Final = 5
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Means over the counted steps, named as in `Prediction`.
+    """Means over the counted steps, named as in `Prediction`; `tokens` include prompts.
 
-    Attributes:
-        compute_s: time of a step, except its wait for a publication.
-        tokens: tokens of a step, including prompts.
-        report_s: from the end of a step to the beginning of the next step.
+    `compute_s` excludes the wait for a publication. `report_s`: from the end of a step to the beginning of the next.
     """
 
     steps: int

@@ -21,13 +21,9 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullOrder:
-    """The weights to fetch, and the servers to fetch them from.
+    """The weights to fetch, and the servers to fetch them from; set `given_up` to cancel the pull.
 
-    Attributes:
-        shards: byte ranges with their servers; disjoint.
-        digest: XXH3-128 of all these bytes in order, in hexadecimal.
-        deadline: in monotonic seconds.
-        given_up: set by the caller to cancel the pull.
+    `digest` is the XXH3-128 of all bytes of the (disjoint) shards in order, in hexadecimal; `deadline` is monotonic.
     """
 
     shards: tuple[Shard, ...]

@@ -129,8 +129,7 @@ class Controller:
     def decide(self, given: AnyInput) -> list[Effect]:
         """Process one input and return its effects, in order.
 
-        Raises RecipeError if new knobs cannot run (nothing changes), LedgerError if the trainer's account does not
-        balance.
+        Raises RecipeError if new knobs cannot run (nothing changes), LedgerError if the trainer's account is wrong.
         """
         effects = self._decide(given)
         if not self.state.failing.reason:

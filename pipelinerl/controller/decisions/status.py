@@ -244,8 +244,7 @@ class EngineWatch:
         """Return the engines to poll now, given that this is called every `every_s` seconds.
 
         Of the steady engines (joining or healthy), at most `POLLS_PER_S` a second are polled, least recently polled
-        first, so the cost of polling is bounded and even. All others, such as suspect or draining engines, are polled
-        every time.
+        first, so the cost is bounded and even. All others, such as suspect or draining engines, are polled every time.
         """
         most = math.ceil(POLLS_PER_S * every_s)
         steady = [each.url for each in records if each.lifecycle in _STEADY]

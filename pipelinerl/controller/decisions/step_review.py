@@ -166,16 +166,13 @@ class AlarmKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """Thresholds of the alarms.
+    """Thresholds of the alarms; measures are averages over the last `recent_steps`.
 
     Attributes:
-        recent_steps: number of recent steps over which a measure is averaged.
-        entropy: the entropy alarm is raised if recent entropy is below this share of the entropy of the run's first
-            steps.
-        right: the entropy alarm is raised only if fewer than this share of the answers are correct.
-        length: the length alarm is raised if the mean length of recent steps is this multiple of the mean length of
-            the `length_steps` before them.
-        truncated, stale: the alarm is raised if more than this share of a domain's rollouts or groups is affected.
+        entropy: share of the entropy of the run's first steps below which an alarm is raised, unless `right` or more of
+            the answers are correct.
+        length: multiple of the mean length in the `length_steps` before, above which an alarm is raised.
+        truncated, stale: share of a domain's rollouts or groups above which an alarm is raised.
         enough: the fewest rollouts, or groups, of a domain on which an alarm may be raised.
         back: an alarm is cleared when its measure is better than the threshold by this share of the threshold.
     """

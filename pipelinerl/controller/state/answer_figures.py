@@ -177,9 +177,8 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 def estimate(values: Sequence[float], *, seed: int) -> Estimate:
     """Return the mean of values in [0, 1], one for each problem, with a 95 % interval.
 
-    The interval is Wilson's if every value is 0 or 1, and otherwise a percentile bootstrap over problems (Efron 1979)
-    drawn from `seed`. For equal values, which have no spread, it is Wilson's: conservative, since no mean of values in
-    [0, 1] varies more than a proportion does.
+    Wilson's interval if every value is 0 or 1, otherwise a percentile bootstrap over problems (Efron 1979). Equal
+    values, which have no spread, also get Wilson's: conservative, since a proportion varies the most.
     """
     count = len(values)
     mean = math.fsum(values) / count if count else 0.0

@@ -54,9 +54,8 @@ class EvaluationPlan:
 
     Attributes:
         sets: sets whose problems are sampled in turn, from the same weights; without sets there are no evaluations.
-        hold_s: the longest time for which pin mode `gate` postpones updates; then the evaluation ends with the
-            answers received so far.
-        grace_s: if no new answer arrives for this long, the evaluation ends with the answers received so far.
+        hold_s: the longest time for which pin mode `gate` postpones updates.
+        grace_s: the longest time without a new answer. After either time, the evaluation ends with the answers so far.
         attempts: the most attempts per problem; failures and answers from other versions also count.
         restarts: how often an evaluation may restart because its pin was broken.
     """

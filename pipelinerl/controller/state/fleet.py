@@ -220,8 +220,8 @@ class Fleet:
     def join(self, url: str, incarnation: str = "", *, name: str = "", type: str = "", now: float = 0.0) -> bool:
         """Add an engine, or readmit an expelled engine. A dead engine returns by answering a poll instead.
 
-        Engines repeat their offer as long as they live. `incarnation` identifies a process, since a new process has no
-        weights; it is empty if an operator offers the engine.
+        Engines repeat their offer. `incarnation` identifies a process, since a new process has no weights; it is empty
+        if an operator offers the engine.
         """
         known, unproven_lives = self.by_url.get(url), 0
         if known is not None:

@@ -120,9 +120,8 @@ class Knobs:
     def patched(self, changes: Mapping[str, Any]) -> Self:
         """Return these knobs with `changes` applied, validated as a whole.
 
-        `preset` sets j and k together. k may be the string `inf`. `domain_weights.<domain>` sets one weight; a table
-        `domain_weights` sets the weights that it lists. Raises RecipeError if a knob is unknown, a type is wrong, or
-        the combination cannot run.
+        `preset` sets j and k together; k may be the string `inf`. `domain_weights.<domain>` sets one weight, a table
+        `domain_weights` those that it lists. Raises RecipeError if a knob or a type is wrong, or they cannot run.
         """
         values: dict[str, Any] = {}
         for name, value in changes.items():

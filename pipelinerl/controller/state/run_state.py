@@ -36,15 +36,13 @@ class ElasticRule:
     """Thresholds for having too few engines, or too many.
 
     Attributes:
-        interval_s: length of one measurement interval. A change needs `patience` consecutive intervals that agree,
-            and at least `settle_s` since the previous change.
-        waiting: if the trainer waits for more than this share of its time and engines are busy, there are too few
-            engines.
-        content: if the trainer waits for less than this share of its time, there may be too many engines.
-        busy: engines count as busy if at least this share of their slots is occupied. An engine is only removed if
-            the current work would occupy less than this share of the slots of the remaining engines.
-        stale: if more than this share of groups is too old to train and engines are busy, there are too few
-            engines. Above this share, engines are never removed, since groups would then take even longer.
+        interval_s: length of a measurement interval. A change needs `patience` consecutive intervals that agree, and at
+            least `settle_s` since the previous change.
+        waiting: share of its time above which a waiting trainer means too few engines, if these are busy.
+        content: share of its time below which a waiting trainer may mean too many engines.
+        busy: share of occupied slots from which on engines count as busy. Removing an engine must keep them below it.
+        stale: share of groups too old to train above which there are too few engines, if these are busy; above it, no
+            engine is removed.
     """
 
     mode: Elasticity = Elasticity.ON

@@ -44,11 +44,8 @@ class AnswerTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     Attributes:
         tokens: all after the prompt: sampled tokens and, in several turns, the environment's messages in between.
         versions: version of the weights that sampled each token; None for the environment's tokens.
-        logprobs: the sampler's.
-        deltas: the trainer's log-prob at the step minus the sampler's; empty if the answer had no gradient.
-        advantages: empty if the answer had no gradient.
-        entropies: entropy in nats of the trainer's distribution of each token, at the step; empty for most answers
-            because only few are measured.
+        deltas: the trainer's log-prob at the step minus the sampler's; like `advantages`, empty without a gradient.
+        entropies: entropy in nats of the trainer's distribution of each token, at the step; empty unless measured.
     """
 
     tokens: TokenTexts

@@ -93,8 +93,7 @@ class TrackerFeed:
     A piece of the log is logged and flushed; then the position is written atomically. A process killed in between
     starts again at the previous position. The tracker's bookmark lets it discard what was logged after that.
 
-    Raises BlockingIOError if another process feeds the tracker, OSError if the tracker or the position cannot be
-    written.
+    Raises BlockingIOError if another process feeds the tracker, OSError if tracker or position cannot be written.
     """
 
     def __init__(self, run_dir: Path, name: str, open_tracker: OpenTracker) -> None:
@@ -175,9 +174,8 @@ class TensorBoardTracker:
 
     Each process writes a new file. The bookmark records all files and their lengths; bytes beyond them, from a process
     that was killed before it saved the bookmark, are cut off and logged again. `rewind` removes repeated steps from all
-    files; the next file then starts with `SessionLog.START`, which makes an open TensorBoard discard them, too. The
-    package's record writer is used, since its `SummaryWriter` writes on its own thread, where the exception of a full
-    disk is lost.
+    files; the next file starts with `SessionLog.START`, which makes an open TensorBoard discard them, too. The
+    package's `SummaryWriter` is not used: it writes on its own thread, where the exception of a full disk is lost.
     """
 
     def __init__(self, directory: Path, bookmark: Bookmark | None = None) -> None:

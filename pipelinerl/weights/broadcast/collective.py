@@ -91,9 +91,8 @@ class Collective:
     ) -> Collective:
         """Meet the other ranks at the store on (`host`, `port`); block until all have joined.
 
-        Raises:
-            DeadlineError: the store did not answer, or a rank did not join, within `timeout_s`.
-            UpdateError: the store is closed, a rank left, or the backend is not available here.
+        Raises DeadlineError if the store or a rank is missing after `timeout_s`, UpdateError if the store is closed, a
+        rank left, or the backend is not available here.
         """
         name = f"group {group!r} generation {generation}"
         patience, deadline = timedelta(seconds=timeout_s), time.monotonic() + timeout_s
@@ -127,8 +126,7 @@ class Collective:
     def expect(self, key: str, *, deadline: float) -> str:
         """Return what rank 0 announced as `key`, as soon as it is there.
 
-        Raises DeadlineError if rank 0 announces nothing before `deadline` (monotonic seconds), UpdateError if rank 0 is
-        gone or this rank left the group in the meantime.
+        Raises DeadlineError if nothing is announced before `deadline` (monotonic), UpdateError if this or rank 0 left.
         """
         began = time.monotonic()
         while self._group is not None:

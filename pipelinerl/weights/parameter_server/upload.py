@@ -86,8 +86,7 @@ class Uploader:
     def __init__(self, urls: Sequence[str], *, token: str | None, shards: int = 1, shared_memory: bool = True) -> None:
         """Assign shard 0 to the first `len(urls) / shards` servers, shard 1 to the next ones, and so on.
 
-        Without `shared_memory`, bytes travel by HTTP even to servers on this host. Raises ValueError unless every shard
-        has the same number of servers.
+        Without `shared_memory`, all bytes travel by HTTP. Raises ValueError if shards get different numbers.
         """
         replicas, over = divmod(len(urls), shards)
         if not replicas or over:

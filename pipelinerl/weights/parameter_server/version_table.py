@@ -117,10 +117,8 @@ class VersionTable:
     def announce(self, announcement: Announcement) -> Version:
         """Make room for a version; return it unchanged if it is already held.
 
-        Raises:
-            StaleVersion: a later epoch has begun, or a later version of this one is complete.
-            LayoutMismatch: the same version was announced with another layout.
-            Overloaded: every version held is still needed; the message names the members that need it.
+        Raises StaleVersion if a later epoch has begun or a later version is complete, LayoutMismatch if the version was
+        announced with another layout, Overloaded, which names the members, if all versions are still needed.
         """
         key = (announcement.epoch, announcement.version)
         self.confirm(announcement.epoch, announcement.progress)

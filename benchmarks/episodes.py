@@ -1,4 +1,4 @@
-"""Measure episodes: engines stay busy with a thousand slow-tool episodes, and a game of several turns trains.
+"""Measure episodes: engines stay busy with a thousand slow-tool episodes, and a multi-turn game trains.
 
     busy       `Crowd`: groups of episodes run through an actor's gateway, episode hosts and engine pool, on engines
                with paced decode steps. After each answer a tool takes 0.01 to 60 s (log-uniform, mean seven). When a

@@ -106,7 +106,7 @@ def forward_logprobs(model: Any, sampled: Sequence[SampledAnswer], device: torch
 
 
 def check_correctness(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare the engine with transformers."""
+    """Compare the engine's log-probs with those of transformers."""
     batch = prompts(scale, scale.parity_sequences, "correctness")
     exact = load_model(folder, device, torch.float32)
     with local(folder, scale, device, WeightDType.FLOAT32) as engine:

@@ -140,7 +140,7 @@ def check_throughput(folder: Path, scale: Scale, device: torch.device) -> tuple[
 
 
 def check_state(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare the places and dtypes of the optimizer's state with fp32 on the device."""
+    """Compare optimizer states on the host, or in bf16, with an fp32 state on the device."""
     batch, objective = random_batch(scale), resolve("pipelinerl")
     rows: list[Row] = []
     results: dict[str, Any] = {}

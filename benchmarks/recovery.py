@@ -216,7 +216,7 @@ def killed_trainers(live: Live, bare: Bare, *, rounds: int) -> Paired:
         live.signal_launcher(signal.SIGSTOP)
         killed = time.time()
         trainer.kill()
-        time.sleep(1.0)  # lets the other processes finish their work
+        time.sleep(1.0)  # lets the other processes finish their current work
         samples["bare"].append(bare.trainer(live.newest_checkpoint()))
         live.signal_launcher(signal.SIGCONT)
         begins = started_at(live.trainer(other_than=trainer.pid))

@@ -107,7 +107,7 @@ class Schedule:
 
     @property
     def conventional(self) -> bool:
-        """Whether generation and training take turns."""
+        """True if generation and training take turns."""
         return "staleness.k=1" in self.keys
 
     def changes(self, cell: Cell, *, share: float = 1.0) -> tuple[str, ...]:

@@ -1,6 +1,4 @@
-"""Times (in seconds) of all operations on some hardware, from a calibration or a table: see
-docs/understand/simulation.md.
-"""
+"""Times of all operations on some hardware, in seconds: calibrated, or from a table (docs/understand/simulation.md)."""
 
 from __future__ import annotations
 

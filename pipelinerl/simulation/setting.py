@@ -106,7 +106,7 @@ class HeavyTailedLengths:
         return self._at(generator.standard_normal(count))
 
     def _at(self, deviates: NDArray[np.float64]) -> NDArray[np.int64]:
-        with np.errstate(over="ignore"):  # infinite values are clipped below
+        with np.errstate(over="ignore"):  # an overflow to infinity is clipped below
             exact = np.ceil(self.median * np.exp(self.sigma * deviates))
         return np.clip(exact, 1, self.most).astype(np.int64)
 

@@ -75,7 +75,7 @@ class Evaluator:
         return self.asking(evaluation, [index] if evaluation.add(index, answer, now=now) else [])
 
     def closed(self, state: RunState) -> list[EvaluationResult]:
-        """If the evaluation has just ended, release its engine and return each set's result; otherwise return []."""
+        """Return each set's result and release the pinned engine, if the evaluation has just ended; otherwise []."""
         evaluation = state.evaluations.current
         if evaluation is None or not (evaluation.complete or evaluation.given_up):
             return []

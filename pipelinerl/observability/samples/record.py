@@ -132,7 +132,7 @@ class SampleGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 T = TypeVar("T")
 
-#: Types that are written unchanged.
+#: Types of values that are written to the sample log unchanged.
 _NUMBERS: Final = frozenset({int, float, bool, type(None)})
 
 _ENCODER: Final = msgspec.json.Encoder()

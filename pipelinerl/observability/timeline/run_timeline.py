@@ -108,7 +108,7 @@ def _merged(
         return {"start": starts, "end": ends, "count": empty, "busy": lengths, "longest": empty}
     cells = np.floor((starts - start) / cell)
     short = lengths < cell
-    alone = np.ones(starts.size, bool)  # True at the first span of a row
+    alone = np.ones(starts.size, bool)  # True for the first span of each merged row
     alone[1:] = ~(short[1:] & short[:-1] & (cells[1:] == cells[:-1]))
     rows = np.flatnonzero(alone)
     lasts = np.append(rows[1:], starts.size) - 1

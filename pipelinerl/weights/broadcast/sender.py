@@ -121,7 +121,7 @@ def packed(
     gathered = iter(weights())
     for start, end in bounds:
         filled = room(start, end)
-        # With tens of thousands of parameters, slicing arrays matters: slicing tensors costs several times as much.
+        # Models have ten thousand parameters and more, and slicing a tensor costs several times as much as an array.
         host = filled.numpy() if filled.device.type == "cpu" else None
         for parameter, offset in parameters_in(layout, start, end):
             name, array = next(gathered, (None, None))

@@ -1,9 +1,8 @@
 """`python -m benchmarks [NAME… | all]`: list the benchmarks in this folder, or run some of them.
 
-A benchmark is a module here with a function `run(quick, …)`. It prints a table and, unless quick, writes its record to
-results/. The exit status is 1 if one of them raised. A benchmark that also has `plot()` draws a picture from its
-record in docs/pictures/. `--seeds`, `--only`, `--recipe`, `--steps` and changes of the recipe (`section.key=value`) go
-to benchmarks whose `run` takes them.
+A benchmark is a module here with `run(quick, …)`, which prints a table and, unless quick, writes its record to
+results/; `plot()` draws a picture of the record into docs/pictures/. The exit status is 1 if one of them raised.
+Options and changes of the recipe (`section.key=value`) go to benchmarks whose `run` takes them.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ _OPTIONS: Final = ("seeds", "only", "recipe", "steps", "changes")
 
 
 def names(function: str = "run") -> dict[str, str]:
-    """Return the modules in this folder that define `function`, by name, with the first line of their docstrings.
-
-    The files are parsed and not imported: some need packages that not every installation has.
-    """
+    """Map each module in this folder that defines `function` to the first line of its docstring."""
+    # Parse the files instead of importing them: some need optional packages.
     trees = {
         module.name: ast.parse((_FOLDER / f"{module.name}.py").read_text())
         for module in pkgutil.iter_modules([str(_FOLDER)])

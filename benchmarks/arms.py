@@ -33,14 +33,14 @@ from pipelinerl.roles.wiring import checkpoints_of
 
 PICTURES: Final = Path(__file__).parents[1] / "docs" / "pictures"
 _DEADLINE_S: Final = 7200.0
-#: Points of a curve in a record.
+#: Approximate number of points of a recorded curve.
 _POINTS: Final = 200
 #: Other programs' processor time, as a share of a run's own, above which the run is repeated.
 _DISTURBED: Final = 0.3
 
-#: x and y of a curve, as a record holds them.
+#: The x values and y values of a recorded curve.
 Points = tuple[tuple[float, ...], tuple[float, ...]]
-#: The figures of one run, as a record holds them; `arm`, `seed` and `completed` are always present.
+#: The recorded figures of one run; `arm`, `seed` and `completed` are always present.
 Figures = dict[str, Any]
 
 
@@ -57,7 +57,7 @@ class FinishedRun:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run of an arm: a recipe, and the keys that it changes."""
+    """One run of an arm: a recipe, a seed, and changes of the recipe."""
 
     arm: str
     seed: int
@@ -78,11 +78,7 @@ class Job:
 
 
 def train(job: Job, *, judged: bool = True) -> FinishedRun:
-    """Run the job in processes of its own; `judged` measures the accuracy of the last checkpoint, too.
-
-    Raises:
-        RuntimeError: the run ended before it had an evaluation, a step and a checkpoint.
-    """
+    """Run the job and, if `judged`, measure its last checkpoint. Raises RuntimeError without step or checkpoint."""
     with tempfile.TemporaryDirectory(prefix="pipelinerl-arm-") as folder:
         changes = [*job.changes, f"run.seed={job.seed}", f"run.directory={folder}", "run.name=arm"]
         command = [sys.executable, "-m", "pipelinerl.cli", "run", job.recipe, *changes]
@@ -112,7 +108,7 @@ def measured(
     judged: bool = True,
     summary: Callable[[Sequence[Figures]], Mapping[str, Any]] = lambda _: {},
 ) -> list[Figures]:
-    """Return the figures of every job: from the record where it has them, else by running the job.
+    """Return the figures of every job, and run the jobs that are not in the record yet.
 
     Args:
         benchmark: name of the record, which is written after each run unless `quick`.
@@ -138,8 +134,6 @@ def measured(
 
 
 class _OtherWork:
-    """Processor time that other programs take while a run lasts."""
-
     def __init__(self) -> None:
         self._busy, self._own = _busy_s(), _own_s()
 
@@ -172,13 +166,11 @@ def recorded(benchmark: str) -> list[Figures]:
 def figures_of(job: Job, run: FinishedRun) -> Figures:
     """Return the figures that every comparison of schedules or bounds shows.
 
-    `accuracy` is held out and greedy, of the last weights. `reward` is the mean over the last tenth of the steps,
-    `area` over all of them. `seconds` are of training. `age` is the number of versions between a rollout's oldest token
-    and the step that trained it, `discarded` the share of sampled tokens whose groups were stale, `ess` that of π / μ;
-    all three are means over the steps. `by_samples`, `by_seconds`, `by_tokens`: curves of the reward; `ess_by_step`.
-
-    Raises:
-        ValueError: the steps do not report one of them.
+    `accuracy` is greedy, on held-out problems, with the last weights. `reward` is the mean over the last tenth of the
+    steps, `area` the mean over all steps. `seconds` is the training time. `age`: versions between a rollout's oldest
+    token and the step that trains it, mean over the steps. `discarded`: share of sampled tokens in stale groups. `ess`:
+    effective sample size of π / μ, mean over the steps. `by_samples`, `by_seconds`, `by_tokens`: reward curves;
+    `ess_by_step`. Raises ValueError if the steps do not report a figure.
     """
     steps = partial(steps_of, run.history)
     reward, ess, sampled = steps("reward"), steps("ess"), steps("sampled_tokens").y
@@ -201,7 +193,7 @@ def figures_of(job: Job, run: FinishedRun) -> Figures:
 
 
 def training_clock(history: RunHistory) -> tuple[float, ...]:
-    """Return the seconds of training at the end of each step, from when the first began to wait for rollouts."""
+    """Return the training time at the end of each step, in seconds since the first step began to wait for rollouts."""
     ended = history.series(history.steps, "elapsed_s", x="step").y
     began = ended[0] - steps_of(history, "step_s").y[0] - steps_of(history, "wait_s").y[0]
     return tuple(at - began for at in ended)
@@ -214,11 +206,7 @@ def discarded_share(history: RunHistory) -> float:
 
 
 def steps_of(history: RunHistory, field: str) -> Series:
-    """Return a figure over the steps.
-
-    Raises:
-        ValueError: the steps do not report it.
-    """
+    """Return a figure's values over the steps. Raises ValueError if the steps do not report it."""
     series = history.by_step(field)
     if not series:
         raise ValueError(f"expected the run's steps to report {field}, got {sorted(history.steps[0])}")
@@ -226,7 +214,7 @@ def steps_of(history: RunHistory, field: str) -> Series:
 
 
 def thinned(series: Series) -> Points:
-    """Return as many points and digits of a curve as a picture shows."""
+    """Reduce a curve to the points and digits that a picture can show."""
     every = max(1, len(series.x) // _POINTS)
     return tuple(float(f"{x:.6g}") for x in series.x[::every]), tuple(float(f"{y:.4g}") for y in series.y[::every])
 

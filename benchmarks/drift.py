@@ -1,14 +1,13 @@
 """Measure how often re-rendering a conversation changes its tokens, against the gateway's continuation.
 
-    naive      the agent's messages are rendered and tokenised again for each turn, and what was sampled must be its
-               beginning; a conversation drifts if it is not in one of its turns
-    ours       `Episode` and `encode_continuation`, as in a run; a conversation drifts if a sampled id is out of place
-               in the sequence that trains, or not trained exactly once
+    naive      renders and tokenises all messages again for each turn; a conversation drifts if the new tokens do not
+               begin with the tokens of the turns before
+    ours       `Episode` and `encode_continuation`, as in a run; a conversation drifts if a sampled id is misplaced in
+               the training sequence, or not trained exactly once
 
-The templates are written here, with the behaviours of those that they are named after: a default system message
-(SmolLM2, Qwen2.5), thinking that is dropped before the last user message (Qwen3), contents that are trimmed and calls
-in place of a content (Llama 3.1). Answers are written as models write them: one in five ends with white space, half of
-the calls are compact JSON. Arms `split` sample one token in 50 as two, as at temperature 1.
+The templates behave like the models they are named after, and answers resemble those of models: one in five ends with
+white space, half of the calls are compact JSON. Arms `split` sample one token in 50 as two tokens, as happens at
+temperature 1.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _CALLS: Final = (
     "{{- '}\n</tool_call>' }}{%- endfor %}"
 )
 _HEADER: Final = "{{- '<|start_header_id|>' + role + '<|end_header_id|>\n\n' }}"
-#: Templates by name. SmolLM2's shows no tools.
+#: Chat templates by name. SmolLM2's template does not support tools.
 TEMPLATES: Final = {
     "SmolLM2": (
         _DEFAULT + "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
@@ -112,7 +111,7 @@ def run(quick: bool = False) -> None:
 
 @final
 class TemplateModel:
-    """A tokenizer with a template, and a scripted model whose answers are drawn by a seed."""
+    """A tokenizer with a template, and a scripted model whose answers are random by seed."""
 
     def __init__(self, template: str) -> None:
         from tokenizers import AddedToken
@@ -143,7 +142,7 @@ class TemplateModel:
             yield [part for one in ids for part in (self._halves(one) if draw.random() < split else [one])] + [self.end]
 
     def naive_drifts(self, kind: str, seed: int, split: float) -> bool:
-        """Return whether the whole rendering of a turn does not begin with the tokens before it."""
+        """Return whether re-rendering changes the tokens of earlier turns."""
         messages, tools = [ChatMessage(role="user", content="begin")], _tools(kind)
         known = self.tokenizer.encode_chat(messages, {}, tools)
         for number, sampled in enumerate(self.answers(kind, seed, split)):
@@ -155,7 +154,7 @@ class TemplateModel:
         return False
 
     def episode(self, kind: str, seed: int, split: float) -> tuple[bool, int]:
-        """Return whether an episode's training sequence drifts from what the engine saw, and its segments."""
+        """Return whether the training sequence differs from what the engine saw, and the number of segments."""
         messages, tools = [ChatMessage(role="user", content="begin")], _tools(kind)
         episode, answers = Episode(order(seed, 512), 0, EpisodeLimits()), list(self.answers(kind, seed, split))
         seen, drifts = list[int](), False
@@ -177,7 +176,6 @@ class TemplateModel:
         return drifts, len(rollout.segments)
 
     def _replies(self, sampled: Sequence[int], tools: Sequence[ToolDefinition], number: int) -> list[ChatMessage]:
-        """Return the answer as its agent repeats it, and what the agent writes next."""
         said = self._completion([0], sampled, tools, number).choices[0].message
         answer = ChatMessage(role="assistant", content=said.content, tool_calls=said.tool_calls)
         if not said.tool_calls:
@@ -192,7 +190,7 @@ class TemplateModel:
         return completion(prompt, answer.content, sampled, answer.calls) if tools else completion(prompt, text, sampled)
 
     def _halves(self, token: int) -> list[int]:
-        """Return a token as two that spell the same, where there are such tokens."""
+        """Split a token into two with the same spelling, if the vocabulary has such tokens."""
         text = self._spelling[token]
         for at in range(1, len(text)):
             if text not in self._control and text[:at] in self._vocab and text[at:] in self._vocab:

@@ -31,7 +31,7 @@ CONTEXT = 320
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A law of answer lengths: Pareto with exponent `tail` from `shortest`, cut at `longest`; tail 0 is constant."""
+    """A distribution of answer lengths: Pareto with exponent `tail`, clipped to `longest`; constant if `tail` is 0."""
 
     name: str
     shortest: int
@@ -75,7 +75,7 @@ class Job:
 
 
 def ours(engine: LocalEngine, job: Job) -> None:
-    """Send all requests at once."""
+    """Send all requests to our engine at once."""
     pairs = zip(job.prompts, job.lengths, strict=True)
     answers = engine.complete(
         [
@@ -87,7 +87,7 @@ def ours(engine: LocalEngine, job: Job) -> None:
 
 
 def generate(model: Any, job: Job, concurrency: int) -> None:
-    """Generate in static batches, padded on the left."""
+    """Answer the requests with Hugging Face `generate`, in static batches padded on the left."""
     for start in range(0, len(job.prompts), concurrency):
         prompts = job.prompts[start : start + concurrency]
         longest = max(map(len, prompts))

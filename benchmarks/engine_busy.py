@@ -8,8 +8,8 @@ Windows of a few seconds alternate between three modes of the trainer's process:
     training    it takes RL steps through `TorchTrainer` (forward, backward, AdamW)
     publishing  the same, and it broadcasts the weights after every step, over HTTP and gloo
 
-The figures are `training` and `publishing` over `alone`: target 0.90, goal 0.98. They include what the machine costs:
-hardware threads of one core, or cores that others use, slow each other down.
+The figures are `training` and `publishing` over `alone`: target 0.90, goal 0.98. They include effects of the machine:
+hardware threads of one core, or cores that other programs use, slow each other down.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def _trainer(order: TrainerOrder, pipe: Connection) -> None:
 
 
 async def _follow(order: TrainerOrder, pipe: Connection) -> None:
-    """Work as the pipe says; answer each new mode with the number of rounds of the last one."""
+    """Work in the mode that the pipe requests; answer each new mode with the number of rounds in the previous one."""
     async with EngineClient(state_timeout_s=60.0) as client:
         work = await _work(order, client)
-        for mode in (Mode.TRAINING, Mode.PUBLISHING):  # Warm up and join the group before anything is measured.
+        for mode in (Mode.TRAINING, Mode.PUBLISHING):  # Warm up and join the process group before the measurements.
             await work[mode]()
         pipe.send(0)
         mode, rounds = Mode.ALONE, 0
@@ -81,7 +81,6 @@ async def _follow(order: TrainerOrder, pipe: Connection) -> None:
 
 
 async def _work(order: TrainerOrder, client: EngineClient) -> dict[Mode, Callable[[], Any]]:
-    """Return the work of one round of each mode."""
     import torch
 
     from benchmarks.trainer import RATE, ragged_batch
@@ -119,8 +118,6 @@ async def _work(order: TrainerOrder, client: EngineClient) -> dict[Mode, Callabl
 
 
 def _arm(mode: Mode, engine: ServedEngine, trainer: Child, window_s: float, done: list[int]) -> Callable[[], float]:
-    """Return an arm that measures the engine's tokens/s during one window of `mode`."""
-
     def tokens_per_s() -> float:
         trainer.call(mode)
         time.sleep(_SETTLE_S)

@@ -1,12 +1,12 @@
-"""Measure episodes: engines stay busy below a thousand with slow tools, and a game of several turns trains.
+"""Measure episodes: engines stay busy with a thousand slow-tool episodes, and a multi-turn game trains.
 
-    busy       `Crowd`: groups of episodes through an actor's gateway, episode hosts and engine pool, to engines of
-               paced decode steps. After each answer a tool takes 0.01 to 60 s, log-uniformly: seven on average. A
-               group ends with its last episode, and the next begins. Measured is the share of slots that decode, times
-               the share of the time in which engines have work.
-    learning   `examples/guess_letter` with a bigram model, until `LEARNT` is the mean reward of `WINDOW` steps
+    busy       `Crowd`: groups of episodes run through an actor's gateway, episode hosts and engine pool, on engines
+               with paced decode steps. After each answer a tool takes 0.01 to 60 s (log-uniform, mean seven). When a
+               group's last episode ends, the next group begins. The figure is the share of slots that decode, times
+               the share of time in which engines have work.
+    learning   `examples/guess_letter` with a bigram model, until the mean reward of `WINDOW` steps reaches `LEARNT`
 
-An episode is stuck if it has not ended when each of its tools could have run twice as long as the longest.
+An episode is stuck if it has not ended after twice the longest time that its tools could take.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _CONTEXT: Final = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crowd:
-    """Groups of episodes at once, and the engines that answer them."""
+    """Size of the load: concurrent groups of episodes, and the engines that answer them."""
 
     groups: int = 125
     group_size: int = 8
@@ -117,9 +117,7 @@ def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2), only: Sequence
 
 
 def learning(seed: int) -> dict[str, Any]:
-    """Return the mean reward of the first and last steps, the seconds of training until `LEARNT`, and the processor
-    seconds of the whole run.
-    """
+    """Train once; return mean rewards at start and end, seconds until `LEARNT`, and processor seconds of the run."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory(prefix="guess-letter-") as folder:
         changes = games.guessing(Path(folder) / "model")
@@ -137,7 +135,7 @@ def learning(seed: int) -> dict[str, Any]:
 
 
 def busy(crowd: Crowd) -> Crowded:
-    """Play the crowd's episodes for its seconds; return what was seen."""
+    """Play the crowd's episodes for `crowd.seconds` after the warm-up."""
     open_many_files()
     with tempfile.TemporaryDirectory(prefix="episodes-") as folder, _engines(crowd, Path(folder)) as urls:
         return asyncio.run(_play(crowd, urls))
@@ -153,7 +151,6 @@ def _engines(crowd: Crowd, folder: Path) -> Iterator[list[str]]:
 
 
 def _serve(crowd: Crowd, folder: Path, pipe: Connection) -> None:
-    """Serve a bigram whose decode steps take `step_s`, however many rows they have."""
     open_many_files()
     options = EngineOptions(
         model_path=folder, model_id="paced", slots=crowd.slots, max_waiting=4096, context_length=_CONTEXT

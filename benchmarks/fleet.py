@@ -1,12 +1,9 @@
 """Measure the control part of a weight update by the number of engines and of tensors.
 
-An engine here has all that an update passes through (HTTP server, receiver, endpoint in a gloo group) and no model;
-sixteen share a process. The trainer's side is the real publisher. As in a run, there is a token, and each process
-takes what it has loaded out of garbage collection. Tensors have one byte each, so an update is all control.
-
-`control` is the time of an update outside the broadcast: PREPARE and COMMIT of every engine at once. `forming` is the
-time until all engines have joined a new group. With two cores, 64 engines take turns; on machines of their own they
-would not.
+An engine here has everything that an update passes through (HTTP server, receiver, endpoint in a gloo group) but no
+model; sixteen share a process. Tensors have one byte each, so an update is all control. `control` is the time of an
+update outside the broadcast: PREPARE and COMMIT of all engines at once. `forming` is the time until all engines have
+joined a new group. On two cores, 64 engines compete for processor time; on machines of their own they would not.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ from pipelinerl.system.http_service import config_of, listen
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
 
-#: (engines, tensors)
+#: Numbers of engines and of tensors.
 FLEETS: Final = ((1, 100), (4, 10), (4, 100), (4, 1_000), (4, 10_000), (16, 100), (64, 100))
 QUICK: Final = ((1, 100), (4, 10), (4, 1_000), (64, 100))
 _PER_PROCESS: Final = 16
@@ -107,7 +104,7 @@ class _Engine:
 
     async def stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
         raise InvalidRequest("this engine has no model")
-        yield  # makes it an async generator
+        yield  # makes this method an async generator
 
     def model_card(self) -> ModelCard:
         epoch, version = self._serving
@@ -128,7 +125,6 @@ class _Engine:
 
 
 def _engines(count: int, tensors: int, ports: Connection) -> None:
-    """Serve `count` engines and send their ports."""
     open_many_files()
     torch.set_num_threads(1)
     layout = _layout(tensors)
@@ -154,7 +150,6 @@ def _engines(count: int, tensors: int, ports: Connection) -> None:
 
 @contextmanager
 def _fleet(engines: int, tensors: int) -> Iterator[list[str]]:
-    """Start a fleet and yield its base URLs."""
     with ExitStack() as stack:
         ports: list[int] = []
         for first in range(0, engines, _PER_PROCESS):
@@ -177,7 +172,7 @@ class _Trainer:
             at += parameter.num_bytes
 
     async def update(self) -> tuple[float, float]:
-        """Publish the next version; return seconds in all, and seconds outside the broadcast."""
+        """Publish the next version; return its total seconds, and the seconds outside the broadcast."""
         self._version += 1
         publication = Publication(
             version=self._version,
@@ -194,7 +189,7 @@ class _Trainer:
         return report.total_s, report.total_s - report.send_s
 
     async def form(self) -> float:
-        """Return the seconds that an update to a new group takes longer than the next one."""
+        """Return how many seconds longer an update takes when it must form a new group."""
         self._membership += 1
         (_, with_forming), (_, without) = await self.update(), await self.update()
         return with_forming - without
@@ -204,7 +199,6 @@ class _Trainer:
 
 
 async def _measure(engines: int, tensors: int, rounds: int) -> dict[str, Any]:
-    """Return medians of one fleet, in milliseconds."""
     samples: dict[str, list[float]] = {"total": [], "control": [], "forming": []}
     with _fleet(engines, tensors) as urls:
         async with EngineClient(token=_TOKEN) as client:

@@ -13,7 +13,7 @@ from pipelinerl.models.tiny_decoder import SPECIAL_TOKENS, char_tokenizer
 
 #: Shortest wait for a tool, as a share of the longest.
 _SHORTEST: Final = 0.01 / 60
-#: Most answers of an episode with tools.
+#: Maximum number of answers in an episode with tools.
 MOST_TURNS: Final = 6
 
 #: Adds no token at the start of the assistant's turn, so that the first sampled token directly follows the hint.
@@ -24,9 +24,7 @@ _TEMPLATE = (
 
 
 def guessing(model: Path) -> tuple[str, ...]:
-    """Create a bigram in `model` that sees the hint as the previous token; return overrides with which the example
-    trains it.
-    """
+    """Create a bigram model in the folder `model`; return the recipe overrides that train it."""
     tokenizer = char_tokenizer(alphabet="abcdefg" + "0123456789+-*/?")
     tokenizer.chat_template = _TEMPLATE
     made = BigramModel.random(len(tokenizer), seed=0, scale=0.0, context_length=64)
@@ -49,7 +47,7 @@ def guessing(model: Path) -> tuple[str, ...]:
 
 
 async def use_tools(task: Task, client: Any, *, longest_s: float) -> float:
-    """Ask the model a few times, and wait for a tool after each answer: log-uniformly, up to `longest_s` seconds."""
+    """Play an episode: wait for a tool after each of a few answers, log-uniformly up to `longest_s` seconds."""
     draw, messages = rng.generator(task.seed, "tools"), list(task.messages)
     for _ in range(int(draw.integers(2, MOST_TURNS + 1))):
         answer = await client.chat(messages)

@@ -4,7 +4,7 @@
               is the processor time of the gateway's process per request
     memory    `OPEN` episodes of `CONTEXT` tokens each, all waiting for an answer on a connection of their own
 
-No engine takes part: the sampler answers at once with completions made beforehand.
+No engine takes part: a fake sampler answers at once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ROUNDS: Final = 7
 OPEN: Final = 2000
 _WORDS: Final = "the quick brown fox jumps over a lazy dog and then goes home "
 _DEADLINE_S: Final = 300.0
-#: Seconds between connections of agents; all at once would overflow the listener's queue.
+#: Seconds between connections of agents. Connections all at once would overflow the listener's queue.
 _APART_S: Final = 0.02
 
 
@@ -77,7 +77,7 @@ def conversation() -> list[dict[str, str]]:
 def completion(
     prompt: Sequence[int], text: str, sampled: Sequence[int] = range(NEW_TOKENS), calls: Sequence[ToolCall] = ()
 ) -> ChatCompletion:
-    """Return an engine's answer."""
+    """Return the answer that an engine would give."""
     number = len(sampled)
     choice = Choice(
         index=0,
@@ -95,8 +95,6 @@ def completion(
 
 @final
 class _Sampler:
-    """A sampler that answers at once, or holds its answers back while `gate` is closed."""
-
     def __init__(self) -> None:
         self.gate = asyncio.Event()
         self.gate.set()
@@ -112,7 +110,7 @@ class _Sampler:
 
 
 def order(number: int, max_tokens: int = NEW_TOKENS + 1) -> PromptOrder:
-    """Return an order of one episode."""
+    """Return a prompt order for one episode."""
     problem = Problem(problem_id="p", domain="d", messages=(Message("user", "a"),), ground_truth="")
     sampling = Sampling(num_samples=1, max_tokens=max_tokens)
     return PromptOrder(
@@ -122,7 +120,6 @@ def order(number: int, max_tokens: int = NEW_TOKENS + 1) -> PromptOrder:
 
 @asynccontextmanager
 async def _opened(gateway: Gateway, sample: _Sampler, number: int) -> AsyncIterator[OpenEpisode]:
-    """Open an episode that knows the whole conversation except its last message."""
     episode, messages = Episode(order(number), 0, EpisodeLimits(max_turns=10_000)), conversation()
     for end in range(1, MESSAGES, 2):
         planned = episode.plan("main", {"messages": messages[:end]})
@@ -134,7 +131,7 @@ async def _opened(gateway: Gateway, sample: _Sampler, number: int) -> AsyncItera
 
 
 async def _cost(agents: Child, rounds: int) -> list[float]:
-    """Return the milliseconds of processor time per request, by round."""
+    """Return processor milliseconds per request, one figure per round."""
     gateway, sample, took = Gateway(), _Sampler(), list[float]()
     async with gateway.serve(), _opened(gateway, sample, 0) as opened:
         for _ in range(rounds):
@@ -145,7 +142,6 @@ async def _cost(agents: Child, rounds: int) -> list[float]:
 
 
 async def _memory(agents: Child) -> float:
-    """Return the MiB that the open episodes take."""
     gateway, sample, process = Gateway(), _Sampler(), psutil.Process()
     sample.gate.clear()
     async with asyncio.timeout(_DEADLINE_S), AsyncExitStack() as stack:
@@ -163,7 +159,7 @@ async def _memory(agents: Child) -> float:
 
 
 def _agents(pipe: Connection) -> None:
-    """Send requests on demand from a process of its own, so that their processor time is not the gateway's."""
+    """Send requests on demand, from a separate process so that their processor time is not measured."""
     open_many_files()
     pipe.send("ready")
     while True:

@@ -1,8 +1,8 @@
 """`gpu_check`'s part on attention over packed rollouts: torch's kernel (`varlen`) against buckets of padded segments.
 
 ragged, shared, window   output and gradients of one layer in bf16, by the kernel and by buckets, against buckets in
-                         fp32, and the time of both, forward and backward. Shared: eight answers per prompt
-step                     losses of three steps of the whole trainer, and the time of a step, with either
+                         fp32; time of both, forward and backward. Shared: eight answers per prompt
+step                     losses of three steps of the whole trainer, and the time of a step, with both
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct
 from pipelinerl.trainers.torch.packed.varlen import VarlenKernel, VarlenPlan, torch_kernel
 from trainer_contract.types import MicroBatch, Precision
 
-#: Largest difference from fp32, relative to the largest value; of losses in bf16, absolute.
+#: Tolerances: attention's relative difference from fp32, and the absolute difference of losses in bf16.
 _APART: Final = 2e-2
 _LOSS_APART: Final = 2e-2
 _ANSWERS: Final = 8
@@ -45,14 +45,12 @@ class Layer(NamedTuple):
     window: int | None
 
     def apart(self) -> dict[str, float]:
-        """Return each one's largest difference of output and gradients from buckets in fp32, relative to the largest
-        value.
-        """
+        """Return each implementation's largest relative difference from fp32 buckets, over output and gradients."""
         exact = _attended(self.plans["buckets"], [each.float() for each in self.drawn], self.window)
         return {arm: _largest(_attended(plan, self.drawn, self.window), exact) for arm, plan in self.plans.items()}
 
     def timed(self, rounds: int) -> Paired:
-        """Return the seconds of each, forward and backward."""
+        """Time both implementations, forward and backward, in seconds."""
 
         def once(plan: AttentionPlan) -> None:
             _attended(plan, self.drawn, self.window)
@@ -86,7 +84,7 @@ def check_attention(folder: Path, scale: Scale, device: torch.device) -> tuple[l
 
 
 def layers(kernel: VarlenKernel, scale: Scale, device: torch.device, dtype: torch.dtype) -> Iterator[Layer]:
-    """Yield layers of the scale's heads and tokens, with this kernel."""
+    """Yield attention layers of the scale's size, for the varlen kernel and for buckets."""
     ragged, window = random_batch(scale), scale.segment // 2
     for name, batch, limit in (("ragged", ragged, None), ("shared", _shared(scale), None), ("window", ragged, window)):
         distinct = Distinct.of(batch)
@@ -98,7 +96,6 @@ def layers(kernel: VarlenKernel, scale: Scale, device: torch.device, dtype: torc
 
 
 def _steps(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare the whole trainer with either implementation."""
     batch, objective = random_batch(scale), resolve("pipelinerl")
     trainers = {arm: trainer_of(folder, device, Precision.BF16, {"attention": arm}) for arm in ("varlen", "buckets")}
 
@@ -138,7 +135,6 @@ def _shared(scale: Scale) -> MicroBatch:
 
 
 def _drawn(scale: Scale, tokens: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Return query, key, value, and the gradient of the attention's output."""
     shape, draw = scale.shape, generator(0, "gpu_check", "attention")
     keys, width = shape.kv_heads or shape.heads, shape.hidden // shape.heads
     sizes = [(tokens, heads, width) for heads in (shape.heads, keys, keys, shape.heads)]
@@ -146,13 +142,11 @@ def _drawn(scale: Scale, tokens: int, device: torch.device, dtype: torch.dtype) 
 
 
 def _attended(plan: AttentionPlan, drawn: Sequence[Tensor], window: int | None) -> tuple[Tensor, ...]:
-    """Return the attention's output, and the gradients of query, key and value."""
     inputs = [each.detach().requires_grad_() for each in drawn[:3]]
     attended = plan.attend(*inputs, window=window, scale=None)
     return attended.detach(), *torch.autograd.grad(attended, inputs, drawn[3])
 
 
 def _largest(results: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Return the largest difference of any tensor, relative to the largest exact value."""
     pairs = zip(results, exact, strict=True)
     return max(float((ours.float() - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)

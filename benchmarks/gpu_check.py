@@ -4,22 +4,20 @@ Needs plain torch and transformers; the model is a random decoder of 0.87 billio
 downloaded. The parts, in order:
 
     correctness, decode, ragged      the torch engine: log-probs, decode rate, answers of uneven lengths (`gpu_engine`)
-    continued, staging, update       further: cached beginnings, memory of updates, in-flight updates
+    continued, staging, update       the torch engine: cached prefixes, memory of updates, in-flight updates
     parity, trainer, state           the torch trainer: agreement with the engine, throughput and MFU, optimizer state
                                      on the host (`gpu_trainer`)
-    vocabulary, beside               further: the output layer of a vocabulary of 152k, publishing beside a backward
+    vocabulary, beside               the torch trainer: output layer of a 152k vocabulary, publishing during backward
     attention                        the trainer's attention kernel against padded buckets (`gpu_attention`)
-    memory                           peak memory against what `pipelinerl check` predicts (`memory_prediction`)
+    memory                           peak memory against the prediction of `pipelinerl check` (`memory_prediction`)
     group, killed, mesh              two processes: a weight group, one of whose members is killed, and a trainer of two
-                                     ranks; over NCCL given two GPUs (`gpu_mesh`)
-    jax                              the JAX trainer and engine against the torch trainer, where JAX is (`gpu_jax`)
+                                     ranks; over NCCL if there are two GPUs (`gpu_mesh`)
+    jax                              the JAX trainer and engine against the torch trainer, if installed (`gpu_jax`)
 
-Each part runs in a process of its own for at most four minutes. A part that raises, dies or hangs is a missed row, and
-the next one starts. The record, gpu_check.json, is written after each part; `--only PART` keeps the record's others.
-
-The exit status is 0 if all targets are met, 1 if a part failed or missed its target, and 3 without a CUDA device.
-`--device cpu --quick` rehearses all but CUDA's own code on a tiny decoder: it judges no target, and writes a record
-only with `--results`.
+Each part runs in a process of its own for at most four minutes; one that raises, dies or hangs is a missed row. The
+record, gpu_check.json, is written after each part; `--only PART` keeps the record's others. The exit status is 0 if all
+targets are met, 1 if a part failed or missed its target, and 3 without a CUDA device. `--device cpu --quick` rehearses
+all but CUDA's own code on a tiny decoder: it judges no target, and writes a record only with `--results`.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ LIMIT_S: Final = 240.0
 
 
 def attempt(part: str, folder: Path, scale: Scale, device: torch.device) -> Checked:
-    """Run one part in this process; an exception of any kind is a missed row."""
+    """Run one part in this process; any exception counts as a missed target."""
     try:
         return CHECKS[part](folder, scale, device)
     except Exception as error:  # the other parts must still run
@@ -105,7 +103,7 @@ def apart(part: str, folder: Path, scale: Scale, device: torch.device) -> Checke
         try:
             os.killpg(process.pid or 0, signal.SIGKILL)
         except ProcessLookupError:
-            process.kill()  # it has no group yet, or has ended
+            process.kill()  # the process has no group yet, or has ended
         process.join()
 
 
@@ -175,7 +173,7 @@ def run(
 
 
 def _known(folder: Path, device: str, quick: bool) -> dict[str, Any]:
-    """Return the parts that the record has of the same device and scale."""
+    """Return the recorded parts, if they are of the same device and scale."""
     path = folder / "gpu_check.json"
     record = json.loads(path.read_text()) if path.exists() else {}
     same = (record.get("device"), record.get("quick")) == (device, quick)

@@ -1,6 +1,6 @@
-"""Measured limits of a device, which `gpu_check` divides by, and the sizes of its checks (`Scale`).
+"""Measure a device's limits, to which `gpu_check` relates its figures; define the sizes of its checks (`Scale`).
 
-Every time is taken with the device idle before and after, and is the best of several: a bound, not an average.
+Times start and end with the device idle. Each is the best of several tries: a bound, not an average.
 """
 
 from __future__ import annotations
@@ -20,17 +20,10 @@ from pipelinerl.rng import generator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Sizes of a check.
+    """Sizes of a check: a trainer step has `trained_tokens` tokens, in segments of `segment` tokens on average.
 
-    Attributes:
-        slots: sequences decoded at once.
-        prompt, answer: tokens of each.
-        parity_sequences: sequences whose log-probs are compared.
-        trained_tokens: tokens of one trainer step, in segments of `segment` tokens on average.
-        head_vocab: vocabulary of the output layer that is checked by itself.
-        copy_bytes, matmul: sizes for measuring the device.
-        rounds: rounds of each paired measurement.
-        updates: in-flight weight updates.
+    `head_vocab` is the vocabulary of the output layer that is checked by itself; `copy_bytes` and `matmul` are sizes
+    for measuring the device.
     """
 
     shape: DecoderShape
@@ -114,7 +107,7 @@ def bytes_per_second(num_bytes: int, device: torch.device) -> float:
 
 def flops_per_second(size: int, device: torch.device) -> float:
     """Return the peak rate of a bf16 matrix product of `size` x `size`."""
-    # A product of equal numbers draws less power and is unrealistically fast.
+    # Random numbers: a matrix product of equal numbers draws less power and is unrealistically fast.
     numbers = generator(0, "gpu_check", "matmul").standard_normal((size, size), dtype=np.float32)
     left = torch.from_numpy(numbers).to(device, torch.bfloat16)
     right, out = left.T.contiguous(), torch.empty_like(left)

@@ -2,10 +2,10 @@
 
 correctness  log-probs of sampled tokens against a plain transformers forward of the same tokens: fp32 against fp32,
              and bf16 against fp32, no worse than transformers' own bf16
-decode       tokens/s of full batches over what memory allows: a step reads the weights and the cache once
-ragged       answers of heavy-tailed lengths, four for each slot: the time of a decode step over one of equal lengths
-continued    a conversation's second turn, whose beginning is cached: log-probs, cache hits, and time over a new one
-staging      with a share of the memory, the engine's peak from its start past its first update
+decode       tokens/s of full batches over the limit set by memory: a step reads the weights and the cache once
+ragged       four heavy-tailed answers for each slot: time of a decode step over one with answers of equal lengths
+continued    a conversation's second turn, whose prefix is cached: log-probs, cache hits, and time over a new prompt
+staging      peak memory of an engine with a memory share, from its start until after its first update
 update       weights broadcast through the contract to an engine in another process while it decodes
 """
 
@@ -55,7 +55,7 @@ class SampledAnswer:
 
 
 def prompts(scale: Scale, count: int, *path: str | int, length: int | None = None) -> list[list[int]]:
-    """Return random prompts of `length` tokens; None: of the scale's length."""
+    """Return random prompts of `length` tokens (None: the scale's length)."""
     draw = rng.generator(0, "gpu_check", *path)
     return draw.integers(6, scale.shape.vocab, (count, scale.prompt if length is None else length)).tolist()
 
@@ -78,7 +78,7 @@ def local(
 
 
 def sample(engine: LocalEngine, token_ids: Sequence[list[int]], tokens: int | Sequence[int]) -> list[SampledAnswer]:
-    """Return one sample of `tokens` tokens for each prompt, or of as many as `tokens` lists for it."""
+    """Sample once per prompt; `tokens` is the number of tokens for all prompts, or one number for each."""
     lengths = [tokens] * len(token_ids) if isinstance(tokens, int) else tokens
     answers = engine.complete(
         [
@@ -106,7 +106,7 @@ def forward_logprobs(model: Any, sampled: Sequence[SampledAnswer], device: torch
 
 
 def check_correctness(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare the engine with transformers."""
+    """Compare the engine's log-probs with those of transformers."""
     batch = prompts(scale, scale.parity_sequences, "correctness")
     exact = load_model(folder, device, torch.float32)
     with local(folder, scale, device, WeightDType.FLOAT32) as engine:
@@ -129,7 +129,7 @@ def check_correctness(folder: Path, scale: Scale, device: torch.device) -> tuple
 
 
 def check_decode(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare the decode rate of a full batch, from the difference of a long and a short answer, with the roofline."""
+    """Compare a full batch's decode rate, from the time difference of long and short answers, with the roofline."""
     batch, short = prompts(scale, scale.slots, "decode"), scale.answer // 4
     bandwidth = bytes_per_second(scale.copy_bytes, device)
     seconds: dict[int, list[float]] = {short: [], scale.answer: []}
@@ -165,7 +165,7 @@ def check_decode(folder: Path, scale: Scale, device: torch.device) -> tuple[list
 
 
 def check_ragged(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Decode answers whose lengths follow a law, and as many of the mean length."""
+    """Compare decode steps of answers with log-normal lengths with steps of answers of equal lengths."""
     count = 4 * scale.slots
     drawn = rng.generator(0, "gpu_check", "ragged").lognormal(np.log(scale.answer / 8), 1.0, count)
     ragged = np.clip(drawn, 1, scale.answer).astype(int).tolist()
@@ -197,10 +197,8 @@ def check_ragged(folder: Path, scale: Scale, device: torch.device) -> tuple[list
 
 
 def check_continued(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Continue conversations whose first turn the engine has just computed, and begin others of the same lengths.
-
-    The first prompt is long, because only full blocks of the cache are found again: 256 tokens on CUDA.
-    """
+    """Compare a second turn, whose prefix the engine has cached, with a new prompt of the same length."""
+    # The first prompt is long because only full blocks of the cache are reused: 256 tokens on CUDA.
     count, long, turn = min(scale.parity_sequences, scale.slots), 4 * scale.prompt, scale.answer // 4
     whole = long + turn + scale.prompt
     ratios, sampled, hits = [], [], 0.0
@@ -234,7 +232,7 @@ def check_continued(folder: Path, scale: Scale, device: torch.device) -> tuple[l
 
 
 def check_staging(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Fill a cache that is sized by a share of the memory, and update; on a CPU the share is a bound on the cache."""
+    """Check that an engine keeps to its memory share during an update; on a CPU, the share bounds its cache."""
     is_cuda, share = device.type == "cuda", 0.5
     options = EngineOptions(
         model_path=folder,
@@ -274,11 +272,8 @@ class _Updates:
 
 @contextmanager
 def engine_apart(folder: Path, scale: Scale, device: torch.device) -> Iterator[tuple[str, Backend]]:
-    """Start a busy engine in a process of its own; yield its URL and the backend that reaches it.
-
-    With two GPUs the engine has the second one, and NCCL reaches it; otherwise gloo does, through the host. NCCL
-    refuses two ranks on one device.
-    """
+    """Start a busy engine in a separate process; yield its URL and the backend for its weights."""
+    # NCCL refuses two ranks on one device, so without a second GPU gloo carries the weights.
     apart = device.type == "cuda" and torch.cuda.device_count() > 1
     order = EngineOrder(
         folder=folder,
@@ -293,7 +288,7 @@ def engine_apart(folder: Path, scale: Scale, device: torch.device) -> Iterator[t
 
 
 def check_update(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Measure updates in flight."""
+    """Measure how long decoding pauses for weight updates in flight."""
     with engine_apart(folder, scale, device) as (url, backend):
         source = load_model(folder, device, torch.bfloat16)
         done = asyncio.run(_updates(url, source, backend, scale.updates))
@@ -325,7 +320,7 @@ async def _updates(url: str, source: Any, backend: Backend, count: int) -> _Upda
         layout = (await client.models(url)).data[0].layout
         publisher = BroadcastPublisher(client, backend=backend)
         done = _Updates([], [], [], [], [], layout.num_bytes)
-        for version in range(1, count + 2):  # the first joins the group and is discarded
+        for version in range(1, count + 2):  # the first update joins the group and is discarded
             await plain.get("/notes")
             report = await publisher.publish(
                 Publication(
@@ -346,7 +341,8 @@ async def _updates(url: str, source: Any, backend: Backend, count: int) -> _Upda
             if version > 1:
                 done.pauses.append(report.pauses_s[url])
                 done.totals.append(report.total_s)
-                done.longest.append(max(during, default=report.total_s))  # empty: fewer than two steps
+                # `during` is empty if fewer than two decode steps were recorded.
+                done.longest.append(max(during, default=report.total_s))
                 done.control.append(max(after, default=report.total_s))
                 done.steps.append(statistics.median(after or [report.total_s]))
         await publisher.close()
@@ -354,7 +350,6 @@ async def _updates(url: str, source: Any, backend: Backend, count: int) -> _Upda
 
 
 def _gaps(notes: Sequence[float]) -> list[float]:
-    """Return the times between consecutive decode steps."""
     return np.diff([note for note in notes if note > 0]).tolist()
 
 
@@ -364,7 +359,6 @@ def _ms(*seconds: float) -> str:
 
 @contextmanager
 def _visible(device: str | None) -> Iterator[None]:
-    """Let processes started in this context see only this GPU; None: all of them."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     if device is not None:
         seen = before.split(",") if before else []

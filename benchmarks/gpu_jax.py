@@ -31,12 +31,12 @@ from trainer_contract.trainer import Trainer
 from trainer_contract.types import Device, Precision, TrainerSpec, WeightDType
 
 _RATE: Final = 1e-6
-#: XLA would take three quarters of the GPU, and its fp32 products would be TF32.
+#: By default, XLA would preallocate three quarters of the GPU's memory and compute fp32 products in TF32.
 _SETTINGS: Final = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
 
 
 def check_jax(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare JAX with torch; without JAX, or a JAX that does not find the GPU, report that nothing was checked."""
+    """Compare JAX with torch; if JAX is missing or does not find the GPU, report that nothing was checked."""
     os.environ.update(_SETTINGS)
     platform = _platform()
     if platform is None or (platform == "cpu") != (device.type == "cpu"):
@@ -54,7 +54,6 @@ def check_jax(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Ro
 
 
 def _platform() -> str | None:
-    """Return the platform that JAX would use, None without JAX."""
     if importlib.util.find_spec("jax") is None:
         return None
     import jax
@@ -81,7 +80,7 @@ def _losses(name: str, folder: Path, scale: Scale, device: torch.device) -> np.n
 
 
 def _step_ratio(folder: Path, scale: Scale, device: torch.device) -> float:
-    """Return the median time of a bf16 step over torch's; the second step reads results, so JAX has finished."""
+    """Return the median time of JAX's bf16 step over torch's; steps read results, so JAX's asynchronous work counts."""
     batch = random_batch(scale)
     trainers = {name: _trainer(name, folder, device, Precision.BF16) for name in ("torch", "jax")}
 
@@ -98,7 +97,7 @@ def _step_ratio(folder: Path, scale: Scale, device: torch.device) -> float:
 
 
 def _engine_apart(folder: Path, scale: Scale, device: torch.device) -> float:
-    """Return the largest difference of a sampled token's log-prob."""
+    """Return the largest log-prob difference between the JAX engine and the torch trainer."""
     from pipelinerl.engines.batching.batching_engine import BatchingEngine
     from pipelinerl.engines.jax.engine import load_runner
     from pipelinerl.engines.options import EngineOptions

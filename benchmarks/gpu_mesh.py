@@ -1,12 +1,11 @@
-"""`gpu_check`'s parts on two processes: a trainer's ranks, and a trainer with the member of its weight group.
+"""`gpu_check`'s parts on two processes: ranks of one trainer, and a trainer that broadcasts to a receiver.
 
-mesh      losses of three steps with the model divided (`dp_shard`) and with tokens shared (`cp`), against one process,
-          in fp32 and bf16; weights gathered during a backward pass equal those gathered while nothing runs, to the bit
-group     bytes broadcast to another process: unchanged, and at which rate
+mesh      losses of three steps with the model sharded (`dp_shard`) and with tokens divided (`cp`), against one process,
+          in fp32 and bf16; weights gathered during a backward pass are bit-identical to weights gathered when idle
+group     bytes broadcast to another process: whether they arrive unchanged, and their rate
 killed    the other process is killed in the middle of a broadcast: an error in time, and a new group works at once
 
-With two GPUs the processes are connected by NCCL, each on a GPU of its own. Otherwise `mesh` is not checked, and gloo
-connects the members of a group.
+NCCL connects the processes if there are two GPUs; otherwise gloo does, and `mesh` is not checked.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 from trainer_contract.host_weights import copied
 from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec
 
-#: Largest difference of a loss from one process, by precision.
+#: Largest allowed difference of a loss from the loss of a single process, by precision.
 _ALLOWED: Final = {Precision.FP32: 1e-4, Precision.BF16: 2e-2}
 _MESHES: Final = ({"dp_shard": 2}, {"cp": 2})
 _RATE: Final = 1e-5
-#: Seconds for a group to form, until a member is killed, and for one broadcast.
+#: In seconds: time limit for a group to form, delay before a member is killed, and time limit of a broadcast.
 _JOIN_S: Final = 60.0
 _KILL_S: Final = 0.2
 _SILENCE_S: Final = 10.0
@@ -53,7 +52,7 @@ _SILENCE_S: Final = 10.0
 
 @contextmanager
 def other_rank(coordinator: str) -> Iterator[None]:
-    """Start rank 1 of two as a user does, on the second GPU."""
+    """Start rank 1 of two on the second GPU, through the command line."""
     options = ["--set", "trainer.options.mesh.dp_shard=2"]
     options += ["--set", f"trainer.options.distributed.coordinator={json.dumps(coordinator)}"]
     argv = [sys.executable, "-m", "pipelinerl.cli", "trainer-rank", "--rank", "1", *options]
@@ -73,7 +72,7 @@ def check_mesh(folder: Path, scale: Scale, device: torch.device) -> tuple[list[R
 
 
 def compared(folder: Path, batch: MicroBatch, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare two processes with this one, which becomes their rank 0."""
+    """Compare a trainer of two processes, whose rank 0 is this process, with a trainer of one process."""
     alone = {precision: _losses(_started(folder, device, precision, {}), batch) for precision in _ALLOWED}
     coordinator = f"127.0.0.1:{free_ports(1)[0]}"
     distributed = {"distributed": {"coordinator": coordinator}}
@@ -111,7 +110,6 @@ def _losses(trainer: TorchTrainer, batch: MicroBatch) -> np.ndarray[Any, np.dtyp
 
 
 def _gathered_during_passes(trainer: TorchTrainer, batch: MicroBatch) -> int:
-    """Return the number of parameters that differ when gathered during passes."""
     idle = copied(trainer.gather_weights())
     ended = threading.Event()
 
@@ -131,14 +129,14 @@ def _gathered_during_passes(trainer: TorchTrainer, batch: MicroBatch) -> int:
 
 
 def check_group(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Broadcast to another process, and compare what arrived."""
+    """Broadcast to another process, and compare the sum of the bytes that it received."""
     del folder
     size, backend = min(scale.copy_bytes, 2**28), _backend(device)
     with _member(backend) as meet:
         group, other = meet()
         sent = torch.arange(size, device=group.device, dtype=torch.int64).to(torch.uint8)
         began, rounds, arrived = 0.0, 4, 0
-        for number in range(rounds + 1):  # the first connects the ranks and is discarded
+        for number in range(rounds + 1):  # the first round connects the ranks and is discarded
             if number == 1:
                 wait(device)
                 began = time.perf_counter()
@@ -156,7 +154,7 @@ def check_group(folder: Path, scale: Scale, device: torch.device) -> tuple[list[
 
 
 def check_killed(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Kill the other process while this one broadcasts; then form a group with a new one."""
+    """Kill the receiving process during a broadcast; then form a group with a new process."""
     del folder
     size, backend = min(scale.copy_bytes, 2**26), _backend(device)
     with _member(backend) as meet:
@@ -167,7 +165,7 @@ def check_killed(folder: Path, scale: Scale, device: torch.device) -> tuple[list
         killer.start()
         try:
             while time.monotonic() < killed_at + _SILENCE_S:
-                with suppress(OSError):  # it is dead
+                with suppress(OSError):  # the other process is dead
                     other.pipe.send(size)
                 group.broadcast(sent, deadline=time.monotonic() + _SILENCE_S)
         except (UpdateError, DeadlineError) as failure:
@@ -195,7 +193,7 @@ def _backend(device: torch.device) -> Backend:
 
 @contextmanager
 def _member(backend: Backend) -> Iterator[Callable[[], tuple[Collective, Child]]]:
-    """Start a process that joins a group as rank 1; the function yielded joins it as rank 0."""
+    """Start a process that joins a group as rank 1; the yielded function joins the group as rank 0."""
     rendezvous = Rendezvous("127.0.0.1")
     join = partial(
         Collective.join,
@@ -212,7 +210,7 @@ def _member(backend: Backend) -> Iterator[Callable[[], tuple[Collective, Child]]
 
 
 def _receive(join: Callable[[], Collective], backend: Backend, pipe: Connection) -> None:
-    """Join, and receive as many bytes as each message says; answer with their sum."""
+    """Join the group; for each message, receive that number of bytes and answer with their sum."""
     if backend is Backend.NCCL:
         torch.cuda.set_device(1)
     pipe.send("started")

@@ -1,13 +1,13 @@
 """`gpu_check`'s parts on the torch trainer: cost over bare torch, utilisation, and agreement with the engine.
 
 throughput  an RL step (forward, backward, clipping, AdamW) in bf16 through `TorchTrainer`, over the same step in
-            plain torch on tensors made beforehand
+            plain torch on prepared tensors
 MFU         the step's floating-point operations, over its time, over the measured peak of a bf16 matrix product
 parity      log-probs of the engine's samples against the trainer's forward of the same tokens
 state       the optimizer's state on the host, or in bf16: losses of three steps, and the time of a step, against
             fp32 state on the device
 vocabulary  the output layer and its loss with Qwen's vocabulary: error of the gradients, peak memory, and speed
-beside      a backward pass while the weights are broadcast to an engine in another process, over one by itself
+beside      speed of a backward pass while weights are broadcast to an engine in another process, over one alone
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec, W
 
 _RATE = 1e-6
 _PUBLISH_S: Final = 60.0
-#: Options of the optimizer's state that are tried, and how much losses may differ in bf16.
+#: Options of the optimizer's state to try, and the largest allowed difference of losses in bf16.
 _STATES: Final[Sequence[Mapping[str, str]]] = (
     {"place": "host"},
     {"moments": "bf16"},
@@ -64,11 +64,9 @@ def random_batch(scale: Scale) -> MicroBatch:
 
 
 def step_flops(scale: Scale, batch: MicroBatch) -> float:
-    """Return the floating-point operations of forward and backward.
-
-    Each weight of a product costs 6 per token (the output layer for trained tokens only), and causal attention has two
-    products of half of length² x width each.
-    """
+    """Return the floating-point operations of forward and backward."""
+    # Each weight of a product costs 6 per token (the output layer for trained tokens only), and causal attention has
+    # two products of half of length² x width each.
     shape = scale.shape
     kv = (shape.kv_heads or shape.heads) / shape.heads
     layer = shape.hidden**2 * (2 + 2 * kv) + 3 * shape.hidden * shape.intermediate
@@ -91,7 +89,7 @@ def trainer_of(
 
 
 def bare_step(folder: Path, batch: MicroBatch, device: torch.device) -> Callable[[], None]:
-    """Return the same step in plain torch, with the attention that the trainer takes on this device."""
+    """Return the trainer's step in plain torch, with the same attention as the trainer."""
 
     def bf16() -> AbstractContextManager[Any]:
         return torch.autocast(device.type, dtype=torch.bfloat16)
@@ -142,7 +140,7 @@ def check_throughput(folder: Path, scale: Scale, device: torch.device) -> tuple[
 
 
 def check_state(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compare the places and dtypes of the optimizer's state with fp32 on the device."""
+    """Compare optimizer states on the host, or in bf16, with an fp32 state on the device."""
     batch, objective = random_batch(scale), resolve("pipelinerl")
     rows: list[Row] = []
     results: dict[str, Any] = {}
@@ -205,7 +203,7 @@ def _logprobs(sampled: Sequence[SampledAnswer]) -> list[NDArray[np.float32]]:
 
 
 def check_vocabulary(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Compute log-probs and gradients of a bf16 output layer, against the definition in fp32, piece by piece."""
+    """Compare the gradients of a bf16 output layer with fp32 gradients computed from the definition."""
     del folder
     width, tokens, vocab = scale.shape.hidden, scale.trained_tokens, scale.head_vocab
     draw = generator(0, "gpu_check", "vocabulary")
@@ -213,7 +211,8 @@ def check_vocabulary(folder: Path, scale: Scale, device: torch.device) -> tuple[
     head = torch.nn.Linear(width, vocab, bias=False, device=device)
     slopes = torch.from_numpy(draw.standard_normal(tokens, dtype=np.float32)).to(device)
     chosen = torch.from_numpy(draw.integers(0, vocab, tokens)).to(device)
-    head.weight.data = head.weight.data.bfloat16().float()  # so that only the arithmetic differs
+    # Make the weights exact in bf16, so that only the arithmetic differs.
+    head.weight.data = head.weight.data.bfloat16().float()
     inputs = (hidden.requires_grad_(), head.weight)
 
     def gradients() -> tuple[torch.Tensor, ...]:
@@ -258,7 +257,7 @@ def _exact_gradients(
 
 
 def check_beside(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Time backward passes alone and while a thread publishes; NCCL where a second GPU takes the engine, else gloo."""
+    """Time backward passes alone and while a thread publishes: over NCCL if a second GPU runs the engine, else gloo."""
     batch, objective = random_batch(scale), resolve("pipelinerl")
     trainer = trainer_of(folder, device, Precision.BF16)
 
@@ -276,7 +275,7 @@ def check_beside(folder: Path, scale: Scale, device: torch.device) -> tuple[list
     )
     alone, beside, digests, totals = [], [], [], []
     with engine_apart(folder, scale, device) as (url, backend):
-        for version in range(1, scale.updates + 2):  # the first joins the group and is discarded
+        for version in range(1, scale.updates + 2):  # the first update joins the group and is discarded
             alone_now = [backward() for _ in range(3)]
             publishing = in_background("publish", partial(asyncio.run, _published(trainer, url, backend, version)))
             beside_now = [backward()]
@@ -300,7 +299,6 @@ def check_beside(folder: Path, scale: Scale, device: torch.device) -> tuple[list
 
 
 async def _published(trainer: TorchTrainer, url: str, backend: Backend, version: int) -> tuple[str, float]:
-    """Publish the trainer's weights through a group of its own; return their digest and the seconds."""
     async with EngineClient(state_timeout_s=60.0) as client:
         publisher = BroadcastPublisher(client, backend=backend)
         publication = Publication(

@@ -1,8 +1,7 @@
 """The harness of all benchmarks: measuring, recording and printing.
 
-A shared machine's speed changes by the second, so a time alone says little. The arms therefore run in turn within each
-round, in alternating order. The result is the median over the rounds of the *paired* ratio, with a 95 % interval from a
-bootstrap over the rounds. Trust ratios only.
+A shared machine's speed varies, so trust ratios only: arms run in turn within each round, in alternating order. The
+result is the median over the rounds of the *paired* ratio, with a 95 % interval from a bootstrap over the rounds.
 
     timings = paired({"ours": seconds_of(ours), "theirs": seconds_of(theirs)}, rounds=15)
     faster = timings.ratio("theirs", "ours")          # Interval(median, low, high)
@@ -74,15 +73,10 @@ class Paired:
 
 
 def paired(arms: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 1) -> Paired:
-    """Run every arm once per round, forwards in even rounds and backwards in odd ones.
+    """Run every arm once per round, in order in even rounds and in reverse order in odd rounds.
 
-    Args:
-        arms: functions by name that do the work once and return a measurement (seconds, tokens/s, …).
-        rounds: measured rounds.
-        warmup: rounds that run first and are discarded.
-
-    Raises:
-        ValueError: no arms, no rounds, or an arm returned a number that is not finite and positive.
+    `arms` are functions by name that do the work once and return a measurement (seconds, tokens/s, …). The first
+    `warmup` rounds are discarded. Raises ValueError without arms or rounds, or if a measurement is not positive.
     """
     if not arms or rounds < 1:
         raise ValueError(f"expected at least one arm and one round, got {len(arms)} arms and {rounds} rounds")
@@ -143,11 +137,7 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
 
 
 def write_record(name: str, payload: Mapping[str, Any], *, quick: bool = False, folder: Path = RESULTS) -> None:
-    """Write `payload` with the facts of this machine to `<folder>/<name>.json`, unless the run was a quick one.
-
-    Raises:
-        ValueError: a number is NaN or infinite.
-    """
+    """Write `payload` and facts of this machine to `<folder>/<name>.json`, unless `quick`. Raises ValueError on NaN."""
     if quick:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -156,7 +146,7 @@ def write_record(name: str, payload: Mapping[str, Any], *, quick: bool = False, 
 
 
 def _laid_out(value: Any, margin: str = "") -> str:
-    """Return JSON that people and diffs can read: a container of scalars takes one line."""
+    """Format as JSON that people and diffs can read: a container of scalars takes one line."""
     nested = isinstance(value, Mapping | list | tuple) and any(
         isinstance(part, Mapping | list | tuple) for part in (value.values() if isinstance(value, Mapping) else value)
     )
@@ -170,7 +160,7 @@ def _laid_out(value: Any, margin: str = "") -> str:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return what a reader needs to judge a figure: date, Python, libraries, processor, cores, memory."""
+    """Return the facts needed to judge a figure: date, Python, libraries, processor, cores, memory."""
     versions = {}
     for library in _LIBRARIES:
         try:

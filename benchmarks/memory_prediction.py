@@ -1,10 +1,9 @@
 """Compare the torch trainer's peak memory with the prediction of `pipelinerl check`: within 15 %.
 
-Several decoders, and SmolLM2-135M if models/smollm2 has it, are trained whole and by LoRA, in fp32 and bf16, with and
-without checkpointing. On a CPU torch's profiler counts every allocation of a step; on CUDA the peak is
-`torch.cuda.max_memory_allocated`. Neither includes library workspaces and Python, and the prediction does not either. A
-step has two micro-batches, so that the second meets the first one's gradient, and follows a step that makes the
-moments. The largest parameter is kept as it is gathered.
+Several decoders (and SmolLM2-135M if models/smollm2 has it) train whole and by LoRA, in fp32 and bf16, with and without
+checkpointing. The peak is that of torch's profiler on a CPU, `torch.cuda.max_memory_allocated` on CUDA. It follows a
+step that creates the moments, and includes a second micro-batch, which meets the first one's gradient. The largest
+parameter is held, as while weights are gathered.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec
 SMOLLM2: Final = Path(__file__).parents[1] / "models" / "smollm2"
 _TOLERANCE: Final = 0.15
 _RATE: Final = 1e-6
-#: Precision, LoRA's rank (0: none), checkpointing.
+#: Variants: precision, rank of LoRA (0 means no LoRA), and gradient checkpointing.
 _VARIANTS: Final = (
     (Precision.FP32, 0, False),
     (Precision.FP32, 0, True),
@@ -97,7 +96,7 @@ def check_memory(folder: Path, scale: Scale, device: torch.device) -> tuple[list
 
 
 def measured(case: MemoryCase, device: torch.device) -> dict[str, Any]:
-    """Return the bytes of the case, predicted and measured."""
+    """Predict and measure the case's peak memory in bytes."""
     trainer, shape = TorchTrainer(), read_shape(case.path)
     batch = _ragged(case.tokens, shape.vocab)
     trainer.init_worker(
@@ -121,7 +120,7 @@ def measured(case: MemoryCase, device: torch.device) -> dict[str, Any]:
         place=case.optimizer.place,
     )
     peak = _peak(trainer, batch, device)
-    predicted = memory.total + (memory.host if device.type == "cpu" else 0)  # where the host is the device
+    predicted = memory.total + (memory.host if device.type == "cpu" else 0)  # on a CPU, the host is the device
     print(f"{case.label}: {predicted / peak:.3f}", file=sys.stderr, flush=True)
     trainer.close()
     del trainer
@@ -145,7 +144,7 @@ def _peak(trainer: TorchTrainer, batch: MicroBatch, device: torch.device) -> int
         held.clear()
 
     largest = max(int(np.prod(info.shape)) for info in trainer.weight_layout())
-    step()  # makes the moments
+    step()  # creates the optimizer's moments
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         step()
@@ -160,7 +159,7 @@ def _peak(trainer: TorchTrainer, batch: MicroBatch, device: torch.device) -> int
 
 
 def _standing(trainer: TorchTrainer) -> int:
-    """Return the bytes allocated between two steps, which a profiler that starts now does not see."""
+    """Return the bytes that were allocated before a step, which the profiler of this step does not see."""
     worker: Any = trainer._worker
     moments = [each for state in worker.optimizer.state.values() for each in state.values()]
     tensors = [*worker.own.values(), *worker.masters.values(), *worker.trained.values(), *moments]
@@ -169,7 +168,6 @@ def _standing(trainer: TorchTrainer) -> int:
 
 
 def _ragged(tokens: int, vocab: int) -> MicroBatch:
-    """Return rollouts of uneven lengths, a quarter of each a prompt."""
     lengths = generator(0, "memory_prediction", tokens).integers(64, 448, max(2, tokens // 256))
     return random_batch(lengths.tolist(), (lengths // 4).tolist(), vocab=vocab)
 
@@ -183,7 +181,7 @@ def _cases(folder: Path, *, quick: bool) -> Iterator[MemoryCase]:
         for precision, optimizer in _STATES:
             yield MemoryCase(name, folder / name, tokens, precision, 0, False, optimizer)
     if not quick and (SMOLLM2 / "model.safetensors").is_file():
-        for precision, rank, checkpointing in _VARIANTS[:3]:  # the ones that a CPU computes within minutes
+        for precision, rank, checkpointing in _VARIANTS[:3]:  # the variants that a CPU measures within minutes
             yield MemoryCase("SmolLM2-135M", SMOLLM2, 512, precision, rank, checkpointing)
 
 

@@ -1,8 +1,8 @@
-"""Compare the five slots with one expression: the loss of GRPO and its gradient by the log-probs, in torch.
+"""Compare the objective's five slots with one expression: the loss of GRPO and its gradient in torch.
 
 The arms compute −J and d(−J)/d log π from the same fp32 tensors: micro-batches of rollouts with prompts, packed as the
-trainer packs them. `minimum` is PPO's min written out as usual, with weights and masks made beforehand. It requires
-finite log-probs of prompts, which the slots do not. Both gradients must agree before anything is timed.
+trainer packs them. `minimum` writes PPO's min as one expression on prepared weights and masks; unlike the slots, it
+requires finite log-probs of prompts. Both gradients must agree before anything is timed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipelinerl.rng import generator
 SIZES: Final = (8192, 65536)
 TARGET: Final = 1.2
 EPSILON: Final = 0.2
-#: Tokens of a rollout.
+#: Numbers of prompt tokens and of sampled tokens in each rollout.
 PROMPT: Final = 64
 SAMPLED: Final = 448
 
@@ -51,7 +51,7 @@ def minimum(logprobs: Tensor, behavior: Tensor, weighted: Tensor, mask: Tensor) 
 
 
 def arms(tokens: int) -> dict[str, Callable[[], Tensor]]:
-    """Return functions that evaluate, differentiate and return the gradient."""
+    """Return functions, by arm, that evaluate the loss and return its gradient."""
     given, columns = micro_batch(tokens)
     objective = resolve("grpo")
     behavior, mask = columns["behavior_logprobs"], columns["loss_mask"].float()

@@ -2,9 +2,9 @@
 
     python -m benchmarks.paced FOLDER section.key=value …
 
-The controller, actor, engine's HTTP server, broadcast and training loop are a run's own; the streams are in memory and
-the verifier alternates. So the schedule and the cost of the parts around the devices decide the time, and hardly the
-load of this machine's processors. FOLDER receives the recipe, the events and the lengths of answers.
+All parts are those of a real run, but streams are in memory and the verifier alternates. The time therefore depends on
+the schedule and the parts around the devices, hardly on this machine's load. FOLDER receives the recipe, the events and
+the lengths of answers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from pipelinerl.verifiers.verifier import Judgement, SampledAnswer
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from trainer_contract.types import LossStats, MicroBatch, Objective
 
-#: Seconds that the devices take.
+#: Simulated times of the engine's and the trainer's device, in seconds.
 ENGINE: Final = EngineTimes(step_s=0.03, row_s=0.0005)
 TRAINER: Final = TrainerTimes(token_s=0.001)
 _CONTEXT: Final = 160
@@ -106,7 +106,7 @@ def paced_recipe(folder: Path) -> Path:
 
 
 def engine(options: EngineOptions) -> Engine:
-    """Return the bigram engine, as slow as `ENGINE`."""
+    """Return a bigram engine whose decode steps take as long as `ENGINE` says."""
 
     def runner() -> Any:
         model = BigramModel.load(options.model_path)
@@ -137,7 +137,7 @@ class PacedRunner:
 
 @final
 class PacedTrainer:
-    """The bigram trainer, as slow as `TRAINER`."""
+    """A bigram trainer whose backward passes take as long as `TRAINER` says."""
 
     def __init__(self) -> None:
         self._trainer = BigramTrainer()
@@ -146,7 +146,7 @@ class PacedTrainer:
         return getattr(self._trainer, name)
 
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Compute the gradient, and wait until a device would have it."""
+        """Compute the gradient, and wait as long as a device would take."""
         tokens = sum(len(each.token_ids) for each in micro_batches)
         until = time.monotonic() + TRAINER.token_s * tokens
         stats = self._trainer.backward(micro_batches, objective)
@@ -160,13 +160,11 @@ def _wait(until: float) -> None:
 
 @final
 class _Alternating:
-    """A verifier that accepts every second answer; it keeps the lengths of all."""
-
     def __init__(self) -> None:
         self.lengths: list[int] = []
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Return the verdicts at once."""
+        """Judge the answers without delay."""
         self.lengths += [len(answer.token_ids) for answer in answers]
         outcomes = [Outcome.CORRECT if place % 2 else Outcome.WRONG for place in range(len(answers))]
         return [Judgement(Verdict(outcome=each, reward=float(each is Outcome.CORRECT)), 0.0) for each in outcomes]
@@ -176,7 +174,7 @@ class _Alternating:
 
 
 async def paced_run(recipe: Path, changes: Sequence[str], folder: Path) -> None:
-    """Run a recipe to its end and leave recipe, events and lengths in `folder`."""
+    """Run a recipe to its end, and write the recipe, events and lengths to `folder`."""
     config = load(recipe, changes)
     folder.mkdir(parents=True)
     save(config, folder / "recipe.toml")
@@ -189,9 +187,10 @@ async def paced_run(recipe: Path, changes: Sequence[str], folder: Path) -> None:
     )
     verifier, listener = _Alternating(), listen("127.0.0.1", 0)
     settings = config_of(create_app(engine(options), token=None))
-    settings.lifespan, settings.timeout_graceful_shutdown = "auto", 1  # the lifespan starts the engine
+    # "auto" runs the application's lifespan, which starts the engine.
+    settings.lifespan, settings.timeout_graceful_shutdown = "auto", 1
     server = uvicorn.Server(settings)
-    # A thread of its own: the engine must not share the event loop with the rest of the run.
+    # The engine runs on a separate thread, so that it does not share the event loop with the rest of the run.
     serving = asyncio.create_task(asyncio.to_thread(lambda: asyncio.run(server.serve(sockets=[listener]))))
     async with asyncio.timeout(_DEADLINE_S):
         while not server.started:
@@ -246,7 +245,6 @@ async def _train(config: RunConfig, folder: Path, url: str, verifier: _Alternati
 
 
 async def _follow(controller: Controller, actor: Actor) -> None:
-    """Tell the actor about versions and k, as its role does."""
     while True:
         actor.follow(model_version=controller.state.version, k=controller.state.knobs.k)
         await asyncio.sleep(_FOLLOW_S)

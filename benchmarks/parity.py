@@ -3,7 +3,7 @@
 The real engine samples groups that share their prompts, at several temperatures, and receives new weights in flight.
 The real trainer recomputes every token with the weights that sampled it. fp32 must agree to 1e-5 for every token, bf16
 to 0.01 at P95, and batch-invariant kernels to the bit. Samples that an update reaches in flight recompute their cache
-(`recompute_kv`), so all differences are numerics.
+(`recompute_kv`), so all differences are numerical.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from trainer_contract.types import Device, HeadPrecision, Kernels, MicroBatch, P
 TINY = MODELS / "tiny_speller"
 TEMPERATURES = (0.7, 1.0, 1.5)
 GROUP = 8
-#: Targets, and the goal.
+#: Targets for fp32 (maximum) and bf16 (P95), and the goal for bf16.
 FP32_MAX, BF16_P95, BF16_GOAL = 1e-5, 0.01, 0.002
 
 
@@ -67,13 +67,10 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """Differences of one arm, engine against trainer.
+    """Differences of one arm, engine against trainer, over both model versions and by version.
 
-    Attributes:
-        all_tokens: both model versions.
-        versions: by model version.
-        bit_equal: share of tokens whose log-probs have the same bits.
-        switched: number of samples that the update reached in flight.
+    `bit_equal` is the share of tokens whose log-probs have the same bits; the update reached `switched` samples in
+    flight.
     """
 
     all_tokens: Mismatch
@@ -83,12 +80,7 @@ class Parity:
 
 
 def measure(model: Path, arm: Arm, *, prompts: int, seed: int = 0) -> Parity:
-    """Sample, update in flight, and recompute.
-
-    Args:
-        model: directory in the arm's dtype.
-        prompts: number of groups of `GROUP` samples; temperatures alternate.
-    """
+    """Sample `prompts` groups with an update in flight, recompute the log-probs with the trainer, and compare."""
     spec = TrainerSpec(
         model_path=model, precision=arm.precision, device=Device.CPU, head_precision=arm.head, kernels=arm.kernels
     )
@@ -119,7 +111,6 @@ def _is_switched(rollout: Rollout) -> bool:
 
 
 def _sample_with_update(model: Path, arm: Arm, spec: TrainerSpec, *, prompts: int, seed: int) -> list[Rollout]:
-    """Sample, and retry if every sample ended before the update came."""
     for attempt in range(5):
         rollouts = asyncio.run(_sample(model, arm, spec, prompts=prompts, seed=seed + attempt))
         if any(map(_is_switched, rollouts)):
@@ -158,7 +149,6 @@ async def _sample(model: Path, arm: Arm, spec: TrainerSpec, *, prompts: int, see
 
 
 def _requests(model: Path, seed: int) -> Iterator[ChatCompletionRequest]:
-    """Yield prompts of random tokens, for which the model samples long answers."""
     vocab = ChatTokenizer.load(model).vocab_size
     for number in itertools.count():
         draw = generator(seed, "parity", number)
@@ -200,7 +190,7 @@ def _packed(rollouts: Sequence[Rollout]) -> list[MicroBatch]:
 
 
 def _trainer(spec: TrainerSpec, *, steps: int) -> TorchTrainer:
-    """Return a trainer after `steps` optimizer steps; equal calls give equal bits."""
+    """Return a trainer after `steps` optimizer steps; equal arguments give bit-identical weights."""
     trainer = TorchTrainer()
     trainer.init_worker(spec)
     draw = generator(0, "parity step")

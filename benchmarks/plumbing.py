@@ -1,8 +1,8 @@
 """Measure the share of a run's processor time that neither samples nor trains, on `make run`'s recipe.
 
-After 50 steps, windows of a hundred steps each are measured. Engine and trainer count whole, with their HTTP and their
-streams; the rest is plumbing: actor, controller, stream server, verifiers and launcher. The model is the smallest that
-ships, so no run spends a larger share on plumbing.
+After 50 steps, windows of a hundred steps each are measured. All of engine and trainer counts as compute, including
+their HTTP and streams; the rest is plumbing: actor, controller, stream server, verifiers and launcher. The model is the
+smallest that ships, so no run spends a larger share on plumbing.
 """
 
 from __future__ import annotations
@@ -51,8 +51,6 @@ def run(quick: bool = False) -> None:
 
 @final
 class _Live:
-    """A run without an end: the steps it has taken, and the processor time of its processes."""
-
     def __init__(self, launcher: psutil.Process, log: EventFollower) -> None:
         self.steps = 0
         self._launcher = launcher
@@ -93,9 +91,8 @@ def _role(command: Sequence[str]) -> str:
 
 @contextmanager
 def _live(folder: Path) -> Iterator[_Live]:
-    """Start the tiny recipe without an end and without evaluations."""
     overrides = ["run.steps=1000000", "run.name=live", f"run.directory={folder}", "evaluation.interval_steps=1000000"]
-    # The run would outlive a benchmark that is killed; a tied process does not.
+    # A tied process ends with the benchmark, even if the benchmark is killed.
     tie = [tied_process.__file__, str(os.getpid()), signal.SIGTERM.name, "", "--"]
     command = [sys.executable, "-S", "-E", *tie, sys.executable, "-m", "pipelinerl.cli", "run", "tiny", *overrides]
     launcher = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)

@@ -34,8 +34,7 @@ class Child:
 def spawned(target: Callable[..., None], *arguments: Any) -> Iterator[Child]:
     """Run `target(*arguments, pipe)` in a new process, which sends a message once it is ready; end it afterwards.
 
-    Raises:
-        RuntimeError: the process ended or sent nothing; its output says why.
+    Raises RuntimeError if the process ends or sends nothing; its output says why.
     """
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()

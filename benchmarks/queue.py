@@ -104,7 +104,7 @@ def measure(load: Load, url: str, *, rounds: int) -> tuple[Paired, float]:
     groups = load.groups()
     payloads = [encode_group(group) for group in groups]
     num_rollouts = load.num_groups * load.group_size
-    # One pickled rollout at a time is slow; a part of the load suffices for its rate.
+    # The pickled arm is slow, so only a part of the load is used to measure its rate.
     few = groups[: max(8, load.num_groups // 8)]
     few_rollouts = len(few) * load.group_size
     admin = Redis.from_url(url, protocol=2)

@@ -3,10 +3,10 @@
     trainer    kill -9 of a live run's trainer: from the start of its next process to the controller's directive
     run        kill -9 of everything: from the start of `run --resume` to the controller's directive
 
-Each is compared with the same processes, started in the same order on the same cores. They import the modules that the
-run's processes import, and the trainer's then reads the bytes of the newest checkpoint. The launcher is stopped while
-the bare trainer starts, so that the run waits for a trainer in both arms. The launcher's restart delay of half a second
-counts in neither.
+The bare arm starts the same processes in the same order on the same cores, but they only import the modules that the
+run's processes import; the trainer's also reads the bytes of the newest checkpoint. The launcher is stopped while the
+bare trainer starts, so the run waits for a trainer in both arms. Neither arm includes the launcher's restart delay of
+half a second.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _RECIPE: Final = (
 )
 #: Matches the module's name in a line that Python writes with PYTHONPROFILEIMPORTTIME.
 _IMPORTED: Final = re.compile(r"import time:\s+\d+ \|\s+\d+ \|\s+(\S+)$")
-#: Pins itself to cores, imports modules in order, and reads the files of a directory if given one.
+#: Program of a bare process: pins itself to cores, imports modules in order, and reads a directory's files if given.
 _BARE: Final = """
 import importlib, os, pathlib, sys
 cores, modules, directory = sys.argv[1:]
@@ -137,7 +137,7 @@ def waited(look: Callable[[], T | None], what: str) -> T:
 
 
 def started_at(process: psutil.Process) -> float:
-    """Return when a process started, in Unix seconds; psutil's answer is only precise to a second."""
+    """Return the start time of a process, in Unix seconds; psutil's figure is only precise to a second."""
     ticks = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s
@@ -145,7 +145,7 @@ def started_at(process: psutil.Process) -> float:
 
 @final
 class Bare:
-    """Processes that import the modules that a run's processes import."""
+    """The bare arm: processes that only import the modules of a run's processes."""
 
     def __init__(self, live: Live, folder: Path) -> None:
         """Read the modules from the logs of `live`, which was started with PYTHONPROFILEIMPORTTIME."""
@@ -156,16 +156,17 @@ class Bare:
             matches = (_IMPORTED.match(line) for line in log.read_text(errors="replace").splitlines())
             (folder / role).write_text("\n".join(match[1] for match in matches if match))
         cores = sorted(os.sched_getaffinity(0))
-        self._cores = {"engine-0": cores[0], "trainer": cores[-1]} if len(cores) > 1 else {}  # as `launch.plan` does
+        # The same assignment of cores as in `launch.plan`.
+        self._cores = {"engine-0": cores[0], "trainer": cores[-1]} if len(cores) > 1 else {}
 
     def trainer(self, checkpoint: Path) -> float:
-        """Return the seconds of a trainer's process that imports and reads."""
+        """Time a trainer's process that imports its modules and reads the checkpoint, in seconds."""
         began = time.perf_counter()
         _end(self._start("trainer", checkpoint))
         return time.perf_counter() - began
 
     def run(self, checkpoint: Path) -> float:
-        """Return the seconds of all processes, until the trainer's and the engine's have ended."""
+        """Time all processes until the trainer's and the engine's have ended, in seconds."""
         began = time.perf_counter()
         for role in ("launcher", "redis", "controller"):
             _end(self._start(role))
@@ -192,7 +193,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _live(folder: Path) -> Iterator[tuple[Live, Bare]]:
-    """Yield a run that has a checkpoint, and its bare counterpart."""
     live = Live(folder / "run")
     where = [f"run.directory={folder}", "run.name=run"]
     try:
@@ -216,7 +216,7 @@ def killed_trainers(live: Live, bare: Bare, *, rounds: int) -> Paired:
         live.signal_launcher(signal.SIGSTOP)
         killed = time.time()
         trainer.kill()
-        time.sleep(1.0)  # lets the other processes finish their work
+        time.sleep(1.0)  # lets the other processes finish their current work
         samples["bare"].append(bare.trainer(live.newest_checkpoint()))
         live.signal_launcher(signal.SIGCONT)
         begins = started_at(live.trainer(other_than=trainer.pid))

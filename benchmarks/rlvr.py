@@ -15,7 +15,7 @@ from benchmarks.measure import Interval, Row, bootstrap_median, print_table
 from pipelinerl.observability.events import Event
 
 RECIPE: Final = "rlvr"
-#: Steps at the beginning and at the end that are compared.
+#: Number of steps at the beginning, and at the end, whose rewards are compared.
 WINDOW: Final = 20
 _QUICK: Final = ("run.steps=20", "evaluation.problems=24")
 
@@ -41,7 +41,7 @@ def curves(steps: Sequence[Event], evaluations: Sequence[Event], domain: str) ->
 
 
 def rows(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return the table."""
+    """Return the rows of the table, one for each seed and domain."""
     lines = []
     for each in runs:
         for name, domain in each["domains"].items():

@@ -6,13 +6,12 @@
     RLAX             (16, 32)
     in flight        (1, 8), and running answers continue with new weights: PipelineRL
 
-All arms share code, prompts, noise, objective, number of rollouts, and rollouts per optimizer step. They differ in the
-keys of their schedule and in two choices, which trials with a seed of their own make for each arm: the learning rate,
-among half, once and twice the recipe's, by the reward at the end; and for conventional RL, whose phases have all cores,
-one thread per process, a thread per core, or an engine per core, by seconds. A cell is a law of answer lengths; every
-arm of every cell runs with every seed. Targets: the seconds of `in flight` to a reward, over those of the best
-conventional arm, at most 0.6 with fixed lengths and 0.45 with heavy tails. `--recipe` takes a task whose model is
-large enough for compute to dominate, such as `examples/smollm2/json_facts.toml`. The record is resumable run by run.
+All arms share code, prompts, noise, objective and rollouts per optimizer step. Trials with a separate seed choose each
+arm's learning rate (half, once or twice the recipe's) by the final reward and, for conventional RL, the fastest use of
+the cores (one thread per process, a thread per core, or an engine per core). Every arm of every cell, a distribution of
+answer lengths, runs with every seed. Targets: the seconds of `in flight` to a reward, over those of the best
+conventional arm, at most 0.6 with fixed lengths and 0.45 with heavy tails. `--recipe` takes a task whose compute
+dominates, such as `examples/smollm2/json_facts.toml`. An interrupted benchmark resumes run by run.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from pipelinerl.config.recipe import load
 RECIPE: Final = "tiny"
 GENERATIONS: Final = (1, 2, 4, 8)
 _CONVENTIONAL: Final = tuple(f"conventional G = {g}" for g in GENERATIONS)
-#: Rewards whose time is reported.
+#: Rewards for which the time to reach them is reported.
 TARGETS: Final = (0.6, 0.7)
 _ASYNCHRONOUS: Final[Mapping[str, tuple[str, ...]]] = {
     "one step off": ("staleness.j=1", "staleness.k=2"),
@@ -53,12 +52,12 @@ _ASYNCHRONOUS: Final[Mapping[str, tuple[str, ...]]] = {
     "RLAX (16, 32)": ("staleness.j=16", "staleness.k=32"),
     "in flight": ("staleness.j=1", "staleness.k=8", "engine.on_update=continue"),
 }
-#: Words to spell, by law of lengths: (letters from, to, weight) of each domain.
+#: Words to spell, by distribution of lengths: (letters from, to, weight) of each domain.
 _WORDS: Final[Mapping[str, tuple[tuple[int, int, float], ...]]] = {
     "fixed": ((5, 5, 1.0),),
     "heavy-tailed": ((3, 3, 6.0), (5, 6, 2.0), (10, 12, 1.0)),
 }
-#: The held-out split has few distinct words of three letters.
+#: Few held-out problems, since the held-out split has few distinct words of three letters.
 _HELD_OUT: Final = "evaluation.problems=96"
 #: Factors of the recipe's learning rate that trials compare, and how conventional RL may use all cores.
 RATES: Final = (0.5, 1.0, 2.0)
@@ -73,7 +72,7 @@ _COLOURS: Final = ("#9aa3b2", "#6b7486", "#454c5a", "#1f2430", "#f2a541", "#18a9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """A task and law of answer lengths that all arms of a comparison share."""
+    """A task and a distribution of answer lengths, shared by all arms of a comparison."""
 
     recipe: str
     lengths: str
@@ -86,7 +85,7 @@ class Cell:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """Changes of the recipe."""
+        """Changes of the recipe for this cell."""
         if self.lengths not in _WORDS:
             return ()
         domains = ", ".join(
@@ -108,7 +107,7 @@ class Schedule:
 
     @property
     def conventional(self) -> bool:
-        """Whether generation and training take turns."""
+        """True if generation and training take turns."""
         return "staleness.k=1" in self.keys
 
     def changes(self, cell: Cell, *, share: float = 1.0) -> tuple[str, ...]:
@@ -151,7 +150,7 @@ def schedules() -> list[Schedule]:
 
 
 def figures(job: Job, run: FinishedRun) -> Figures:
-    """Return `figures_of` the run, its seconds to each reward (None if never reached), its lag and what was busy.
+    """Return `figures_of` the run, its seconds to each reward (None if never reached), its lag, and how busy it was.
 
     `lag` is the mean number of optimizer steps between the weights that sampled a rollout's oldest token and the step
     that trained it. `trainer_busy` is the share of training time that steps take.
@@ -229,7 +228,7 @@ class Trials:
 
 
 def chosen(name: str, grid: Sequence[Cell], arms: Sequence[Schedule]) -> dict[tuple[Cell, Schedule], tuple[str, ...]]:
-    """Return what trials choose for each arm: how conventional RL uses the cores, then the learning rate."""
+    """Return the changes that trials choose for each arm: how conventional RL uses the cores, and the learning rate."""
     places = list(product(grid, arms))
     ways = {place: [(each,) for each in PARALLEL] for place in places if place[1].conventional}
     cores = Trials(f"{name}_cores", ways, lambda row: -row["seconds"]).best()

@@ -57,11 +57,7 @@ class ServedEngine:
 
 @contextmanager
 def served(order: EngineOrder) -> Iterator[ServedEngine]:
-    """Start an engine and yield it once it answers.
-
-    Raises:
-        RuntimeError: the engine did not start.
-    """
+    """Start an engine and yield it once it answers. Raises RuntimeError if the engine does not start."""
     with spawned(_serve, order) as child:
         yield ServedEngine(f"http://127.0.0.1:{child.first}", child.pid)
 
@@ -100,8 +96,6 @@ def local(order: EngineOrder) -> Iterator[LocalEngine]:
 
 @final
 class _Stopwatch:
-    """A model runner that notes when each of its steps ends."""
-
     def __init__(self, runner: Any, ends: list[float]) -> None:
         self._runner = runner
         self._ends = ends
@@ -139,7 +133,6 @@ def _engine(order: EngineOrder, ends: list[float]) -> Any:
 
 
 def _serve(order: EngineOrder, port: Connection) -> None:
-    """Serve the engine; send its port once it is loaded."""
     if order.core is not None:
         os.sched_setaffinity(0, {order.core})
     import torch

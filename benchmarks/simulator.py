@@ -1,11 +1,9 @@
 """Compare `pipelinerl simulate` with short real runs of each schedule, on paced devices.
 
 In these runs engine and trainer wait as long as devices would take (`benchmarks/paced.py`). All arms run at once, so
-that the machine is equally busy for each.
-
-The simulation is calibrated on the synchronous arm and, for how engine and trainer slow each other down, on the one in
-flight; all other arms are predicted. The error is that of a step's seconds, simulated ÷ measured − 1. The synchronous
-arm runs twice: the difference is the machine's noise, and no prediction can be better.
+the machine is equally busy for each. Two arms calibrate the simulation: the synchronous one, and the one in flight,
+which shows how engine and trainer slow each other down; all others are predicted. The error is that of a step's
+seconds, simulated ÷ measured − 1. The synchronous arm runs twice: the difference is noise, a bound on any prediction.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _DEADLINE_S: Final = 1200.0
 _ROLLOUTS: Final = 64
 _SYNCHRONOUS, _IN_FLIGHT, _AGAIN = "conventional G = 1", "in flight", "conventional G = 1, again"
 _ON_POLICY: Final = ("staleness.j=1", "staleness.k=1")
-#: By arm: batches per generation, and the keys that it changes.
+#: For each arm, the number of batches per generation, and the arm's changes of the recipe.
 ARMS: Final[Mapping[str, tuple[int, tuple[str, ...]]]] = {
     _SYNCHRONOUS: (1, _ON_POLICY),
     "conventional G = 2": (2, _ON_POLICY),
@@ -85,11 +83,7 @@ class Cell:
 
 
 def paced_run(folder: Path, changes: Sequence[str]) -> ObservedRun:
-    """Run paced devices in a process of its own.
-
-    Raises:
-        RuntimeError: the run failed.
-    """
+    """Run paced devices in a process of its own. Raises RuntimeError if the run fails."""
     command = [sys.executable, "-m", "benchmarks.paced", str(folder), *changes]
     done = subprocess.run(command, text=True, capture_output=True, timeout=_DEADLINE_S)
     if done.returncode:
@@ -103,7 +97,7 @@ def paced_run(folder: Path, changes: Sequence[str]) -> ObservedRun:
 
 
 def predicted_cells(runs: Mapping[str, ObservedRun]) -> tuple[list[Cell], Hardware]:
-    """Return every arm's measurement and prediction, and the hardware that two of them calibrate."""
+    """Return every arm's measurement and prediction, and the hardware that is calibrated on two of the arms."""
     hardware = calibrate([runs[_SYNCHRONOUS], runs[_IN_FLIGHT]])
     cells = []
     for arm, run in runs.items():

@@ -4,12 +4,12 @@
     (1, 2)     one step off
     (1, 8)     the preset `pipeline`: in-flight weights after each step, and room in the queue
     (4, 8)     a publication every fourth step
-    (16, 16)   a publication every sixteenth step, and nothing older
+    (16, 16)   a publication every sixteenth step, and no older tokens
     (16, 32)   RLAX's default
 
-The objective is REINFORCE on the group's mean, token by token, so that only the weight sees how old a token is:
-`plain` is 1, `TIS-2` is min(π / μ, 2) (Yao et al. 2025; RLAX's ClipHigher row). No target is set. `--plot` draws
-docs/pictures/staleness.png. Compare rewards by samples: seconds depend on the machine.
+The objective is REINFORCE per token with the group's mean as baseline, so only the importance weight depends on a
+token's age: `plain` is 1, `TIS-2` is min(π / μ, 2) (Yao et al. 2025; RLAX's ClipHigher row). No target is set. `--plot`
+draws docs/pictures/staleness.png. Compare rewards by samples: seconds depend on the machine.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Train on rollouts of an engine that serves int8 weights, under several corrections for the mismatch.
 
-The `tiny` recipe as `make run` trains it; the trainer stays in float32. μ is the policy that sampled (quantised, up to
-one version old), π_old the trainer's recomputation at the weights that the step starts from, π the current policy (Yao
-et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"):
+The recipe is `tiny`; the trainer stays in float32. μ is the policy that sampled (quantised, up to one version old),
+π_old the trainer's recomputation at the weights that the step starts from, π the current policy (Yao et al. 2025, "Your
+Efficient RL Framework Secretly Brings You Off-Policy RL Training"):
 
     PPO          clip(π / π_old), which ignores the sampler
     PPO-IS       clip(π / μ): one ratio for both, the recipe's own objective
     Vanilla-IS   π_old / μ · clip(π / π_old)
     TIS-2        min(π_old / μ, 2) · clip(π / π_old)
 
-PPO-IS on native weights is the recipe unchanged. PPO on native weights shows what ignoring the sampler costs when it
-differs by its age alone. Each batch takes one optimizer step, so π = π_old in value and PPO never clips. No target is
-set. `--plot` draws docs/pictures/tis.png.
+PPO-IS on native weights is the recipe unchanged. PPO on native weights shows the cost of ignoring the sampler when
+only its age makes it differ. Each batch takes one optimizer step, so π = π_old in value and PPO never clips. No target
+is set. `--plot` draws docs/pictures/tis.png.
 """
 
 from __future__ import annotations
@@ -66,12 +66,8 @@ COLUMNS: Final = (
 def figures(_: Job, run: FinishedRun) -> Figures:
     """Return the figures of a run.
 
-    `mismatch` is the mean |Δ log p| between sampler and trainer, `numerics` that of tokens sampled by the weights that
-    the step starts from, where quantisation is its only cause. Both, `ess`, `clipped` and `truncated` are means over
-    the steps.
-
-    Raises:
-        ValueError: the steps do not report one of them.
+    `mismatch` is the mean |Δ log p| between sampler and trainer, `numerics` the same over tokens sampled with the
+    step's starting weights, where only quantisation causes it. Figures other than `accuracy` are means over the steps.
     """
     steps = partial(steps_of, run.history)
     mismatch, ess = steps("logprob_difference_mean"), steps("ess")

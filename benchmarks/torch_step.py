@@ -1,4 +1,4 @@
-"""Packed micro-batches, and an RL step in plain torch: what the benchmarks of the torch trainer compare with."""
+"""Packed micro-batches, and an RL step in plain torch: the reference for benchmarks of the torch trainer."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def random_batch(lengths: Sequence[int], prompts: Sequence[int], *, vocab: int, 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A batch as rows [R, L], padded at the end, or as one packed row; `where` picks the tokens that train."""
+    """A batch as padded rows [R, L], or as one packed row; `where` selects the tokens that train."""
 
     model: Any
     inputs: dict[str, Any]
@@ -72,7 +72,7 @@ class Rows:
     autocast: Callable[[], AbstractContextManager[Any]]
 
     def backward(self) -> torch.Tensor:
-        """Compute PipelineRL's loss, written out, and its gradient."""
+        """Compute PipelineRL's loss in plain torch, and its gradient."""
         rows, columns = self.where
         with self.autocast():
             hidden = self.model.model(**self.inputs, use_cache=False).last_hidden_state
@@ -92,7 +92,7 @@ def laid_out(
     plan: Callable[[Any, torch.device], Any] | None = SegmentPlan.of,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Rows:
-    """Lay a batch out for a model of its own: packed under an attention `plan`, or padded for SDPA without one."""
+    """Arrange a batch for a newly loaded model: packed with an attention `plan`, or padded for SDPA without a plan."""
     inside = np.flatnonzero(batch.loss_mask)
     tokens = torch.from_numpy(batch.token_ids.astype(np.int64))
     rows, columns = torch.from_numpy(batch.segment_ids).long(), torch.from_numpy(batch.position_ids).long()
@@ -121,7 +121,7 @@ def laid_out(
 
 
 def bare_step(rows: Rows, *, learning_rate: float) -> Callable[[], None]:
-    """Return an optimizer step in plain torch: loss, gradient, clipping and AdamW on tensors made beforehand."""
+    """Return an optimizer step in plain torch: loss, gradient, clipping and AdamW on prepared tensors."""
     parameters = list(rows.model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 

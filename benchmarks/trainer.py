@@ -28,7 +28,7 @@ RATE: Final = 1e-4
 
 
 def ragged_batch(sampled: Any, *, seed: int) -> MicroBatch:
-    """Return rollouts of these lengths behind prompts of `PROMPT` tokens."""
+    """Return rollouts with these numbers of sampled tokens, each after a prompt of `PROMPT` tokens."""
     lengths = (np.asarray(sampled) + PROMPT).tolist()
     return random_batch(lengths, [PROMPT] * len(lengths), vocab=SHAPE.vocab, seed=seed)
 

@@ -1,19 +1,17 @@
 """Compare the time to a held-out accuracy with TRL's GRPOTrainer: at most 1.0 of TRL's time, goal 0.5.
 
-Both arms train the recipe `tiny` with the same model directory, problems, reward, held-out problems and
-hyper-parameters (`trl_arm` translates them). They run on the same two cores, one after the other, in alternating order
-by seed.
+Both arms train the recipe `tiny` with the same inputs and hyper-parameters (`trl_arm` translates them), on the same two
+cores, one after the other; their order alternates by seed.
 
     ours   `pipelinerl run` as a user starts it: launcher, stream server, controller, engine, actor and trainer in
            processes of their own. Times come from its events.jsonl.
     TRL    one process in fp32 (its default, bf16, learns more slowly: docs/understand/mismatch.md). Several thread
            settings are tried for some steps, and the fastest is used.
 
-Our clock starts at the end of the first evaluation, when the first training prompt may be issued. It stops at the first
-evaluation that reaches the target, and includes later evaluations and checkpoints. TRL's clock starts with its first
-step, stops during evaluations, and there are no checkpoints. Both evaluate every `evaluation.interval_steps` steps. An
-arm that misses the target counts with all its time and is marked. The time of a step is the median between the ends of
-consecutive steps.
+Our clock starts at the end of the first evaluation, stops at the first evaluation that reaches the target, and includes
+later evaluations and checkpoints. TRL's clock starts with its first step and pauses during evaluations; TRL writes no
+checkpoints. Both evaluate every `evaluation.interval_steps` steps. An arm that misses the target counts with all its
+time and is marked. The time of a step is the median between the ends of consecutive steps.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ class Task:
     most_time: float
     most_time_per_step: float | None = None
     goal: float
-    probe_steps: int = 8  # steps that each thread setting is tried for
+    probe_steps: int = 8  # number of steps for which each thread setting is tried
     probe_tries: int = 2
 
 
@@ -97,16 +95,12 @@ class Arm:
         return statistics.median(end - before for before, end in pairwise(self.ends))
 
 
-#: Our arm and TRL's, by seed.
+#: Pairs of our arm and TRL's arm, by seed.
 Pairs = Mapping[int, tuple[Arm, Arm]]
 
 
 def arm_of(events: Sequence[Event], load: float) -> Arm:
-    """Return our arm; its clock starts with the record of the first evaluation.
-
-    Raises:
-        ValueError: the run was never evaluated after training began.
-    """
+    """Return our arm, timed from its first evaluation. Raises ValueError if no other evaluation followed."""
     evaluations = [event for event in events if event["kind"] == "evaluation" and event["accuracy"] is not None]
     if len(evaluations) < 2:
         raise ValueError(f"expected an evaluation before training and one after it, got {len(evaluations)} in all")
@@ -116,7 +110,7 @@ def arm_of(events: Sequence[Event], load: float) -> Arm:
 
 
 def ours(recipe: Path, *, seed: int, until: float) -> Arm:
-    """Run `pipelinerl run` until it reaches the accuracy."""
+    """Run `pipelinerl run` until its held-out accuracy reaches `until`."""
     load_average = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="pipelinerl-trl-") as folder:
         chosen = [f"run.seed={seed}", f"run.until_accuracy={until}", f"run.directory={folder}", "run.name=ours"]
@@ -125,7 +119,7 @@ def ours(recipe: Path, *, seed: int, until: float) -> Arm:
 
 
 def theirs(recipe: Path, *, seed: int, until: float, manner: str) -> Arm:
-    """Run TRL until it reaches the accuracy."""
+    """Run TRL until its held-out accuracy reaches `until`."""
     load_average, steps = os.getloadavg()[0], load(recipe).run.steps
     result = _trl(manner, recipe=str(recipe), seed=seed, steps=steps, until=until)
     points = [(step, seconds, accuracy) for step, seconds, accuracy in result["points"]]
@@ -143,18 +137,13 @@ def fastest_manner(recipe: Path, *, steps: int, tries_of_each: int) -> tuple[str
 
 
 def _trl(manner: str, **order: Any) -> Any:
-    """Return `trl_arm`'s answer to an order."""
     threads, environment = MANNERS[manner]
     output = _call(["-m", "benchmarks.trl_arm", json.dumps({**order, "threads": threads})], environment)
     return json.loads(output.splitlines()[-1])
 
 
 def _call(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Run Python with `arguments` on this benchmark's cores and return its output.
-
-    Raises:
-        RuntimeError: the process failed; the message ends with its output.
-    """
+    """Run Python with `arguments` on this benchmark's cores and return its output; raise RuntimeError if it fails."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
     done = subprocess.run(
         [sys.executable, *arguments],
@@ -178,10 +167,7 @@ def compared(pairs: Sequence[tuple[Arm, Arm]], target: float) -> tuple[Interval,
 
 
 def measure(task: Task, recipe: Path, *, seeds: Sequence[int], known: Pairs) -> Iterator[dict[str, Any]]:
-    """Yield the record's payload after each seed, which can take half an hour; print the table.
-
-    New pairs replace those of earlier runs in `known`.
-    """
+    """Yield the record's payload after each seed (half an hour), and print the table; new pairs replace `known`."""
     manner, tried = fastest_manner(recipe, steps=task.probe_steps, tries_of_each=task.probe_tries)
     until, by_seed = max(task.targets), dict(known)
     for seed in seeds:
@@ -238,8 +224,7 @@ def _shown(crossing: Crossing) -> str:
 def run(quick: bool = False, *, seeds: Sequence[int] = (), changes: Sequence[str] = ()) -> None:
     """Measure, print and record.
 
-    Given `seeds`, only these run, and the record's other seeds are kept. With `changes` of the recipe, which both arms
-    get, nothing is recorded.
+    With `seeds`, the record's other seeds are kept. With `changes` of the recipe for both arms, nothing is recorded.
     """
     known = recorded(RESULTS / "trl.json", TINY.recipe) if seeds and not changes else {}
     for payload in on_two_cores(TINY, seeds or range(1 if quick or changes else 3), overrides=changes, known=known):
@@ -247,11 +232,7 @@ def run(quick: bool = False, *, seeds: Sequence[int] = (), changes: Sequence[str
 
 
 def recorded(record: Path, recipe: str, overrides: Sequence[str] = ()) -> Pairs:
-    """Return the pairs of a record, by seed.
-
-    Raises:
-        ValueError: the record is of another recipe.
-    """
+    """Return the pairs of a record, by seed. Raises ValueError if the record is of another recipe."""
     table = json.loads(record.read_text())
     if table["recipe"] != _portable(to_table(load(recipe, overrides))):
         raise ValueError(f"{record} is of another recipe than {recipe} is now: measure all seeds again")
@@ -267,11 +248,7 @@ def recorded(record: Path, recipe: str, overrides: Sequence[str] = ()) -> Pairs:
 def on_two_cores(
     task: Task, seeds: Sequence[int], *, overrides: Sequence[str], known: Pairs
 ) -> Iterator[dict[str, Any]]:
-    """Measure on the first two cores of this process; yield a payload after each seed.
-
-    Raises:
-        RuntimeError: TRL is not installed, or an arm failed.
-    """
+    """Measure on two cores; yield a payload after each seed. Raises RuntimeError if TRL is missing or an arm fails."""
     if importlib.util.find_spec("trl") is None:
         raise RuntimeError("TRL is not installed; `make bench NAME=trl` installs it into the environment and runs this")
     table = to_table(load(task.recipe, overrides))
@@ -288,5 +265,4 @@ def on_two_cores(
 
 
 def _portable(table: Mapping[str, Any]) -> Any:
-    """Return a recipe for a record, without the path of this checkout."""
     return json.loads(json.dumps(table).replace(f"{Path(__file__).parents[1]}/", ""))

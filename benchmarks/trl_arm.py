@@ -2,8 +2,7 @@
 
     python -m benchmarks.trl_arm '{"recipe": "tiny", "seed": 0, "steps": 500, "threads": 2, …}'
 
-prints an `ArmResult` as one line of JSON. The clock starts with training, when model and problems are loaded, and stops
-during evaluations.
+prints an `ArmResult` as one line of JSON. The clock starts with training and pauses during evaluations.
 
 TRL takes one optimizer step per generation, so its ratio to the sampler is 1 and its gradient equals that of the
 recipe's `clipped_ratio` or `logprob`. `loss_type="dr_grpo"` divides by samples x max tokens, `sequences` by samples:
@@ -52,9 +51,7 @@ class ArmOrder:
 
 @dataclass(frozen=True, slots=True)
 class ArmResult:
-    """Results: `points` are (step, seconds of training, held-out accuracy), `ends` the seconds at the end of each
-    step.
-    """
+    """Points (step, seconds of training, held-out accuracy), and `ends`: the seconds at the end of each step."""
 
     points: list[tuple[int, float, float]]
     ends: list[float]
@@ -126,7 +123,7 @@ class HeldOut:
     problems: list[Problem] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Make the problems that our own evaluations use."""
+        """Create the held-out problems of our own evaluations."""
         wanted = self.config.evaluation_sets[0]
         source = held_out_problems(self.config, wanted)[wanted.name]
         self.problems = [source.problem(index) for index in range(wanted.problems)]
@@ -163,11 +160,7 @@ def until_end(token_ids: list[int], ends: Sequence[int]) -> list[int]:
 
 
 def grpo_arguments(config: RunConfig, *, steps: int, folder: str) -> dict[str, Any]:
-    """Return GRPOConfig's arguments for a recipe.
-
-    Raises:
-        ValueError: TRL cannot express the recipe's objective.
-    """
+    """Return GRPOConfig's arguments for a recipe. Raises ValueError if TRL cannot express its objective."""
     sampling = config.sampling
     objective = resolve(config.objective, max_tokens=sampling.max_tokens)
     term, plain = objective.grad1, isinstance(objective.grad2, grad2.NoRegularizer)
@@ -216,7 +209,7 @@ def grpo_arguments(config: RunConfig, *, steps: int, folder: str) -> dict[str, A
 
 
 def train(order: ArmOrder) -> ArmResult:
-    """Run TRL's trainer to the order's end."""
+    """Run TRL's trainer as ordered, and return its curve."""
     import torch
 
     torch.set_num_threads(order.threads)
@@ -279,7 +272,6 @@ def _dataset(problems: Sequence[Problem]) -> Any:
 
 
 def _optimizers(model: Any, config: RunConfig) -> tuple[Any, Any]:
-    """Return the optimizer and schedule of our own trainer."""
     import torch
 
     given = config.optimizer

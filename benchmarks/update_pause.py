@@ -1,17 +1,16 @@
 """Measure how long tokens stop while an engine takes new weights, against a memcpy of as many bytes.
 
 A torch engine with a random decoder decodes in a process of its own. The trainer is another process, which publishes
-through HTTP and gloo, at a lower priority (nice) because the two share cores. The engine's decode thread notes the end
-of each step. Per update:
+through HTTP and gloo, at a lower priority (nice) because the two share cores. The engine's decode thread records the
+end of each step. Per update:
 
     longest   the longest time between two steps from PREPARE to the answer to COMMIT
     control   the longest time between two steps in an equally long period without an update
     step      the median step of that period
-    memcpy    one copy of the model's bytes while the engine is idle: the least that an in-place update would stop for
+    memcpy    one copy of the model's bytes while the engine is idle: the lower bound for an in-place update
 
-`extra` is longest − step. On one core the trainer, the receiving thread and the decode thread take turns, which adds to
-`longest`. Targets: at 24 MB, (longest − control) / step at most 1; at 310 MB,
-extra / memcpy at most 0.1.
+`extra` is longest − step. On one core the trainer, the receiving thread and the decode thread take turns, which
+adds to `longest`. Targets: (longest − control) / step at most 1 at 24 MB; extra / memcpy at most 0.1 at 310 MB.
 """
 
 from __future__ import annotations
@@ -45,24 +44,22 @@ CONTEXT: Final = 2048
 _NAMES: Final = ("longest", "control", "step", "memcpy", "pause", "total")
 
 
-#: Seconds of each update, by name.
+#: Measurements of each update in seconds, by name of the measurement.
 Samples = dict[str, list[float]]
 
 
 def _ratio(samples: Samples, above: str, minus: str | None, below: str) -> Interval:
-    """Return the median of (above − minus) / below."""
     subtracted = samples[minus] if minus else [0.0] * len(samples[above])
     rows = zip(samples[above], subtracted, samples[below], strict=True)
     return bootstrap_median([(a - m) / b for a, m, b in rows])
 
 
 def _gaps(notes: Sequence[float], start: float, end: float) -> list[float]:
-    """Return the times between consecutive steps that touch [start, end]."""
+    """Return the times between consecutive steps that overlap [start, end]."""
     return [b - a for a, b in pairwise(notes) if b >= start and a <= end]
 
 
 def _trainer(url: str, rounds: int) -> tuple[Samples, int]:
-    """Run every round against the engine at `url`, in the trainer's process."""
     torch.set_num_threads(1)
     return asyncio.run(_measure(url, rounds))
 
@@ -74,7 +71,7 @@ async def _measure(url: str, rounds: int) -> tuple[Samples, int]:
         source = _parameters(layout)
         samples: Samples = {name: [] for name in _NAMES}
         spare = np.empty(layout.num_bytes, np.uint8)
-        for number in range(-1, rounds):  # the first touches every page and is discarded
+        for number in range(-1, rounds):  # the first round touches every page and is discarded
             memcpy = _copy_seconds(spare)
             requests = asyncio.create_task(_keep_busy(client, url))
             await _steps(client, url, 8)
@@ -99,12 +96,10 @@ async def _measure(url: str, rounds: int) -> tuple[Samples, int]:
 
 
 def _parameters(layout: WeightLayout) -> list[tuple[str, Any]]:
-    """Return small constant weights: their values do not affect time."""
     return [(p.name, torch.full(p.shape, 0.01, dtype=getattr(torch, p.dtype.value))) for p in layout.parameters]
 
 
 async def _steps(client: EngineClient, url: str, count: int, *, timeout_s: float = 60.0) -> None:
-    """Wait until the engine has decoded `count` more steps."""
     first = (await client.metrics(url))["decode_steps_total"]
     async with asyncio.timeout(timeout_s):
         while (await client.metrics(url))["decode_steps_total"] < first + count:
@@ -118,7 +113,6 @@ async def _keep_busy(client: EngineClient, url: str) -> None:
 
 
 def _copy_seconds(target: np.ndarray[Any, Any]) -> float:
-    """Return the best of three copies of as many bytes."""
     origin = np.zeros_like(target)
     origin[::4096] = 1
     took = []
@@ -130,7 +124,6 @@ def _copy_seconds(target: np.ndarray[Any, Any]) -> float:
 
 
 def _size(size: DebugSize, rounds: int) -> tuple[Samples, int]:
-    """Run all rounds with a model of this size."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         random_decoder(size).save_pretrained(folder)

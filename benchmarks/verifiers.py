@@ -1,9 +1,9 @@
 """Measure what hostile answers cost other groups that are judged at the same time.
 
 Groups of `hostile_texts` (special tokens, a million characters, 9**9**9**9, unbalanced LaTeX, NUL, bidi) are judged
-together with ordinary groups, whose latency is compared with that alone. Targets: no hostile answer gets a reward of 0
-for a failure of ours, every verdict comes within the deadline plus a second, and the ordinary groups' P95 at most
-doubles.
+together with ordinary groups, whose latency is compared with their latency alone. Targets: no hostile answer gets a
+reward of 0 because the verifier failed, every verdict comes within the deadline plus a second, and the ordinary groups'
+P95 at most doubles.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
 MOST_OF_P95 = 2.0
 GROUP = 8
 _DEADLINE_S = 2.0
-#: From the request, including the time in the queue.
+#: Longest allowed time from the request to the verdict, including the time in the queue.
 MOST_LATE_S = _DEADLINE_S + 1.0
-#: Ordinary and hostile groups that are judged at once.
+#: Number of ordinary groups, and of hostile groups, that are judged at the same time.
 _AT_ONCE = 2
-#: Ordinary groups repeat while hostile ones last, at most this many times.
+#: Maximum number of times that the ordinary groups are repeated while hostile groups remain.
 _MOST_TURNS = 16
 
 _HOSTILE = (
@@ -88,7 +88,7 @@ def run(quick: bool = False) -> None:
 
 
 def expressions(count: int) -> list[tuple[str, str]]:
-    """Return (truth, answer) pairs that text alone does not decide, half of them equal."""
+    """Return (truth, answer) pairs whose equality a comparison of texts cannot decide; half of them are equal."""
     noise = generator(0, "verifier benchmark")
     made = []
     for number in range(count):
@@ -127,7 +127,7 @@ class Latencies:
         return float(np.quantile(self.ordinary_s, 0.95))
 
     def with_(self, other: Latencies) -> Latencies:
-        """Return both together."""
+        """Return the latencies and outcomes of both."""
         return Latencies(
             self.ordinary_s + other.ordinary_s, self.hostile_s + other.hostile_s, self.outcomes + other.outcomes
         )
@@ -145,7 +145,7 @@ def both(texts: Sequence[str], *, groups: int, parts: int) -> tuple[Latencies, L
 async def judged_with(hostile: Sequence[str], *, groups: int) -> Latencies:
     """Judge at least `groups` ordinary groups, and more while the hostile ones last."""
     verifier = open_verifier(DomainSection(name="math", source="addition", verifier_timeout_s=_DEADLINE_S))
-    ordinary = expressions(_MOST_TURNS * groups * GROUP)  # sympy caches comparisons
+    ordinary = expressions(_MOST_TURNS * groups * GROUP)  # distinct pairs, since sympy caches comparisons
     latencies: list[float] = []
     seconds: list[float] = []
     outcomes: Counter[Outcome] = Counter()

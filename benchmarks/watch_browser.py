@@ -30,7 +30,7 @@ _FRAMES: Final = 240
 _TARGET_FPS: Final = 30.0
 _TARGET_S: Final = 2.0
 
-#: Sends wheel events to the middle of an element, one per frame, and returns the milliseconds of each frame.
+#: Script that sends wheel events to an element, one per frame, and returns the milliseconds of each frame.
 _ZOOMING: Final = """([selector, frames, ctrlKey]) => new Promise((done) => {
   const element = document.querySelector(selector);
   const box = element.getBoundingClientRect();
@@ -66,7 +66,6 @@ def run(quick: bool = False) -> None:
 
 @contextmanager
 def _served(run_dir: Path) -> Iterator[str]:
-    """Start `pipelinerl watch` of a run and yield the link that it prints."""
     command = [sys.executable, "-u", "-m", "pipelinerl.cli", "watch", str(run_dir)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -80,7 +79,6 @@ def _served(run_dir: Path) -> Iterator[str]:
 
 
 def _long_run(folder: Path, steps: int) -> Path:
-    """Write the directory of a run that was killed after `steps` steps."""
     run_dir = folder / "long"
     run_dir.mkdir()
     recipes.save(recipes.load("tiny"), run_dir / "recipe.toml")
@@ -130,5 +128,4 @@ def _measured(link: str) -> dict[str, float]:
 
 
 def _rate(frames_ms: list[float]) -> float:
-    """Return frames per second."""
     return 1e3 / float(np.mean(frames_ms))

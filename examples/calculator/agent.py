@@ -1,6 +1,6 @@
-"""Products of two numbers, and a calculator as a tool: the model calls it in its first turn and answers in its second.
+"""Products of two numbers, with a calculator as a tool: the model calls it in turn one and answers in turn two.
 
-A wrong answer with a good call earns a little, so that calls are learnt before answers are right.
+A wrong answer after a good call earns a little, so that calls are learnt before right answers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ PRODUCT = re.compile(r"\s*(\d{1,6})\s*\*\s*(\d{1,6})\s*")
 
 
 def problems() -> list[dict[str, str]]:
-    """Questions that a small model cannot answer without the tool."""
+    """Return questions that a small model cannot answer without the tool."""
     pairs = [(one, two) for one in NUMBERS for two in NUMBERS if one < two]
     return [{"prompt": f"What is {one} times {two}?", "answer": str(one * two)} for one, two in pairs]
 
 
 def calculated(arguments: str) -> str:
-    """The product that a call asks for, or a sentence on what is wrong with it."""
+    """Return the product that a call asks for, or an error message."""
     try:
         expression = json.loads(arguments)["expression"]
     except (ValueError, KeyError, TypeError):
@@ -36,7 +36,7 @@ def calculated(arguments: str) -> str:
 
 
 async def run(task, client):
-    """1 for the right number after a call, 0.3 for the right call alone, 0.1 for any other call."""
+    """Return 1 for the right number after a call, 0.3 for the right call alone, 0.1 for another call, else 0."""
     messages = list(task.messages)
     answer = await client.chat(messages, tools=[TOOL])
     if len(answer.tool_calls) != 1:

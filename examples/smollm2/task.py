@@ -1,4 +1,4 @@
-"""The task: say what a sentence holds as JSON. 4,800 sentences, split by hash."""
+"""The task: express the content of a sentence as JSON. 4,800 sentences, split by hash."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEYS = ("who", "other", "item", "count")
 
 
 def problems() -> list[dict[str, object]]:
-    """Sentences such as "Anna got 5 candles from Leo.", each with what it holds."""
+    """Return sentences such as "Anna got 5 candles from Leo.", each with its content as JSON."""
     rows = []
     for name, item, verb, count in product(NAMES, ITEMS, VERBS, (2, 5, 9)):
         other = NAMES[(NAMES.index(name) + 1 + len(rows) % (len(NAMES) - 1)) % len(NAMES)]
@@ -29,12 +29,12 @@ def problems() -> list[dict[str, object]]:
 
 
 def parses(completion: str) -> float:
-    """1 where the answer is one JSON object, and nothing else."""
+    """Return 1 if the answer is one JSON object and nothing else, otherwise 0."""
     return float(_object(completion) is not None)
 
 
 def right(completion: str, answer: str) -> float:
-    """The share of the keys that are there with the right value; another key makes it 0."""
+    """Return the share of keys with the right value; 0 if the answer has another key."""
     said, truth = _object(completion), json.loads(answer)
     if said is None or not said.keys() <= truth.keys():
         return 0.0

@@ -1,16 +1,12 @@
 """Clients of the controller's HTTP API: `ControllerClient` (blocking) and `AsyncControllerClient` (for an event loop).
 
-All processes talk to a controller through one of them: commands and the launcher use the first, engines and actors the
-second.
+Commands and the launcher use the first, engines and actors the second.
 
     with ControllerClient(url, token) as controller:
         controller.change_knobs({"k": 4})
 
-Every call raises:
-
-    AddressError   no controller answers in time at this address
-    TokenRefused   the controller requires a different token
-    RecipeError    the controller rejected the request; the message is the controller's
+Calls raise AddressError if no controller answers in time, TokenRefused if the controller requires a different token,
+and RecipeError with the controller's message if the controller rejects the request.
 """
 
 from __future__ import annotations
@@ -43,11 +39,7 @@ class ControllerClient:
     """Blocking client of the controller at `url`; `who` names the caller in the knob log. Use from one thread."""
 
     def __init__(self, url: str, token: str | None, *, who: str = "", timeout_s: float = TIMEOUT_S) -> None:
-        """Create a client without connecting.
-
-        Raises:
-            AddressError: `url` is invalid.
-        """
+        """Create a client without connecting. Raises AddressError if `url` is invalid."""
         self.url = url
         headers = {routes.WHO: who} if who else {}
         try:
@@ -76,11 +68,10 @@ class ControllerClient:
         return self._call("GET", routes.KNOBS, KnobsAnswer)
 
     def change_knobs(self, changes: dict[str, Any]) -> KnobsAnswer:
-        """Change the knobs in `changes`, or none of them if one is invalid; the change takes effect at the next step
-        boundary.
-        """
+        """Change all knobs in `changes` at the next step boundary, or none of them if one is invalid."""
         try:
-            body = json.dumps(changes, allow_nan=False)  # escapes lone surrogates, which the controller rejects
+            # `json` escapes lone surrogates, so the controller can reject them.
+            body = json.dumps(changes, allow_nan=False)
         except ValueError:
             raise RecipeError("knobs must be finite numbers, or the text inf for no bound on k") from None
         headers = {"content-type": "application/json"}
@@ -91,13 +82,11 @@ class ControllerClient:
         self._call("POST", routes.STOP, Done)
 
     def suspend(self) -> None:
-        """Save the run's state and end it after the current step; it can be resumed later."""
+        """Save the run's state and end the run after the current step; it can be resumed later."""
         self._call("POST", routes.SUSPEND, Done)
 
     def engines(self) -> FleetStatus:
-        """Return the engines, including engines that were requested and have not joined, and engines that are
-        leaving.
-        """
+        """Return all engines, including those that are requested but have not joined, and those that are leaving."""
         return self._call("GET", routes.ENGINES, FleetStatus)
 
     def register_engine(self, url: str) -> None:
@@ -122,7 +111,7 @@ class ControllerClient:
     def _call(self, method: str, path: str, answer: type[T], **content: Any) -> T:
         try:
             response = self._http.request(method, path, **content)
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # raised for a long host label
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # UnicodeError: a host label is too long
             raise _silent(self.url, error, _HINT) from None
         return _decoded(self.url, response, answer, _HINT)
 
@@ -148,10 +137,7 @@ class AsyncControllerClient:
         return await self._call("GET", routes.ASSIGNMENT, ActorAssignment)
 
     async def register_engine(self, url: str, *, incarnation: str, name: str, type: str) -> float:
-        """Offer an engine to the controller, and return the number of seconds after which to repeat the offer.
-
-        The controller ignores repeated offers of the same incarnation. See `routes.EngineOffer`.
-        """
+        """Offer an engine; return the seconds after which to repeat the offer, which is idempotent per incarnation."""
         offer = {"url": url, "incarnation": incarnation, "name": name, "type": type}
         return (await self._call("POST", routes.ENGINES, EngineTaken, json=offer)).again_s
 
@@ -181,7 +167,7 @@ def _decoded(url: str, response: httpx.Response, answer: type[T], hint: str = ""
         if not response.is_error:
             return msgspec.json.decode(response.content, type=answer)
         sentence = msgspec.json.decode(response.content, type=Refusal).error.message
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # msgspec lets the others pass
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # msgspec does not wrap the last two
         reason = f"{response.status_code} {response.reason_phrase}: {error}"
         raise AddressError(f"the server at {url} is not a controller ({reason}){hint}") from None
     refused = TokenRefused if response.status_code == httpx.codes.UNAUTHORIZED else RecipeError

@@ -21,9 +21,8 @@
     POST   /suspend           → `Done`: end the run after the current step with its state saved
 
 Engines are identified by URL or name. If the launcher has started a removed engine, it ends the engine's process. The
-header `x-who` names the caller, for the knob log. Errors have OpenAI's format, `Refusal`.
-
-Only the controller validates requests, so there is one message for each mistake.
+header `x-who` names the caller, for the knob log. Errors have OpenAI's format, `Refusal`. Only the controller validates
+requests, so there is one message for each mistake.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ ENGINES_DRAIN: Final = "/engines/drain"
 VERIFIERS: Final = "/verifiers"
 STOP: Final = "/stop"
 SUSPEND: Final = "/suspend"
-#: Header that names the caller, and the value that the launcher sends in it.
+#: HTTP header that names the caller, and its value in requests of the launcher.
 WHO: Final = "x-who"
 LAUNCHER: Final = "the launcher"
 
@@ -65,10 +64,7 @@ _Name = Annotated[str, Field(max_length=64)]
 
 
 def _plain_json(changes: dict[str, Any]) -> dict[str, Any]:
-    """Reject values that Python's parser accepts but JSON cannot represent: NaN, infinities and lone surrogates.
-
-    An unbounded k is the string `inf`.
-    """
+    """Reject values that Python's parser accepts but JSON cannot represent: NaN, infinities and lone surrogates."""
     for name, value in changes.items():
         each = value if isinstance(value, dict) else {"": value}
         for inner, number in each.items():
@@ -89,8 +85,7 @@ def _is_unicode(text: str) -> bool:
 
 #: New values by knob name, as a request body.
 KnobChanges = Annotated[dict[str, Any], AfterValidator(_plain_json)]
-#: Names are limited here because recipes do not limit them, and every actor receives the domains of all verifier
-#: services.
+#: Recipes do not limit the length of names, but every actor receives the domains of all verifier services.
 _DomainName = Annotated[str, Field(max_length=256)]
 #: Seconds after its last offer for which a verifier service gets new work.
 LEASE_S: Final = 15.0
@@ -102,14 +97,7 @@ OFFERS_AT_ONCE: Final = 32
 
 
 class EngineOffer(BaseModel):
-    """A running engine that offers itself.
-
-    Attributes:
-        url: base URL at which other processes reach it.
-        incarnation: identifies one lifetime of the engine's process; empty if an operator offers the engine.
-        name: the name that the engine reports.
-        type: the engine's type: a name in the registry of engines.
-    """
+    """A running engine that offers itself; `incarnation` is empty if an operator offers the engine."""
 
     url: _OfferedUrl
     incarnation: _Name = ""
@@ -118,13 +106,7 @@ class EngineOffer(BaseModel):
 
 
 class VerifierOffer(BaseModel):
-    """A running verifier service that offers itself.
-
-    Attributes:
-        url: base URL at which actors reach it.
-        incarnation: identifies one lifetime of the service's process.
-        domains: for each domain that it judges, the digest of the domain's verification rules.
-    """
+    """A running verifier service that offers itself; `domains` maps domains to digests of their verification rules."""
 
     url: _OfferedUrl
     incarnation: Annotated[str, Field(min_length=1, max_length=64)]
@@ -132,13 +114,9 @@ class VerifierOffer(BaseModel):
 
 
 class EngineStart(BaseModel):
-    """A request for the launcher to start engines.
+    """A request for the launcher to start engines of one type.
 
-    Attributes:
-        type: type of all these engines: a name in the registry of engines.
-        count: number of engines to start.
-        replaces: URL or name of an engine that is drained once the new engine serves; empty for none.
-        grace_s: seconds for which the replaced engine may continue its current work.
+    The engine `replaces` (URL or name), if any, is drained within `grace_s` seconds once the new engine serves.
     """
 
     type: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,32}$")]
@@ -162,13 +140,10 @@ class ActorAssignment(msgspec.Struct, frozen=True, kw_only=True):
     finishing: tuple[str, ...]
     """Base URLs of engines that may finish their work, but get no new work."""
     groups_in_flight: int
-    """The most groups in flight per actor."""
     model_version: int
-    """The trainer's newest version."""
     k: float | None
     """Staleness bound k in versions; None if unbounded, since JSON has no infinity."""
     verifiers: tuple[VerifierLease, ...] = ()
-    """Verifier services that may be used."""
 
     @property
     def staleness_bound(self) -> float:
@@ -180,7 +155,6 @@ class KnobsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The knobs of a live run."""
 
     knobs: dict[str, Any]
-    """Values by name."""
     log: list[KnobChange] = []
     """All changes so far, oldest first."""
     effective: str = ""

@@ -1,8 +1,8 @@
 """Line charts as inline SVG, by pure functions from numbers to markup; and a run's curves as PNGs, by matplotlib.
 
 Colours are CSS variables (`--s1` to `--s3`, `--ink`, `--grid`), so one picture serves light and dark pages. A chart
-scales to the width of its column, text included. Matplotlib's SVG has fixed colours and no tooltips; it is twice as
-large, takes 150 ms per chart and 1.6 s to import. It is imported only to draw a PNG.
+scales to the width of its column, text included. Matplotlib's SVG has fixed colours, no tooltips and twice the size,
+and takes 1.6 s to import; it only draws PNGs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from pipelinerl.observability.run_history import RunHistory, Series
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 14.0, 12.0, 30.0
-#: More points than this are not visible; longer curves are thinned to the extremes of each stretch.
+#: Longer curves are thinned to the extremes of each stretch, since more points are not visible.
 _MOST_POINTS = 600
 
 
@@ -34,11 +34,7 @@ class Mark(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One series in a chart.
-
-    `colour` is the number of a CSS variable. `low` and `high`, each [n], are the bounds of an interval around the
-    series.
-    """
+    """One series in a chart; `colour` numbers a CSS variable, `low` and `high` [n] bound an interval around it."""
 
     series: Series
     label: str = ""
@@ -50,10 +46,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Lines over one x axis.
-
-    `unit` follows each y tick. The y axis reaches at least `y_max`.
-    """
+    """Lines over one x axis; `unit` follows each y tick, and the y axis reaches at least `y_max`."""
 
     lines: tuple[Line, ...]
     x_label: str
@@ -66,8 +59,6 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Mapping from data to picture coordinates."""
-
     chart: Chart
     x0: float
     x1: float
@@ -84,7 +75,7 @@ class _Frame:
 
 
 def svg(chart: Chart) -> str:
-    """Return the chart as SVG; without data, an empty frame that reads "nothing measured"."""
+    """Return the chart as SVG; without data, an empty frame that reads "no data"."""
     lines = [line for line in chart.lines if line.series]
     size = f'viewBox="0 0 {chart.width:g} {chart.height:g}"'
     if not lines:

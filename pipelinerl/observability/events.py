@@ -16,12 +16,12 @@ Guarantees:
 |---|---|---|
 | disk space (`close`, and `write` with `Sync.EACH`) | `timeout_s` | the user, by freeing space |
 
-Kinds that the controller writes, each with `elapsed_s`: run_started, step, publish, evaluation, engines, knobs,
-checkpoint, checkpoint_delayed, orders_lost, evaluation_began, evaluation_restarted, engines_hired, engines_scaled,
-engines_would_scale, engine_joined, engine_verified, engine_canary_failed, engine_suspect, engine_back, engine_draining,
-engine_lost, group_outdated, group_handed_over, stalled, alarm, alarm_cleared, controller_returned, trainer_ready,
-trainer_left, run_failing, run_failed, run_suspending, run_suspended, run_finished. Events that follow from a decision
-carry its number as `decision`.
+Kinds that the controller writes, each with `elapsed_s`: run_started, step, step_skipped, publish, evaluation, engines,
+knobs, checkpoint, checkpoint_delayed, orders_lost, evaluation_began, evaluation_restarted, engines_hired,
+engines_scaled, engines_would_scale, engine_joined, engine_verified, engine_canary_failed, engine_suspect, engine_back,
+engine_draining, engine_lost, group_failed, group_outdated, group_handed_over, report_refused, stalled, alarm,
+alarm_cleared, controller_returned, trainer_ready, trainer_left, run_failing, run_failed, run_suspending, run_suspended,
+run_finished. Events that follow from a decision carry its number as `decision`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger("pipelinerl")
 
 _RECENT_BYTES: Final = 65536
 _PIECE_BYTES: Final = 1 << 16
-#: The disk or the user's quota is full.
+#: Error numbers of a full disk and of an exhausted quota.
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _PAUSE_S: Final = 1.0
 
@@ -51,10 +51,7 @@ Event = dict[str, Any]
 
 
 def kind_of(event: Event) -> str:
-    """Return the kind that readers display; a planned `engine_lost` becomes `engine_left`.
-
-    A loss is planned if the engine was drained, replaced or removed on request.
-    """
+    """Return the displayed kind: `engine_left` for a planned `engine_lost` (drained, replaced or removed)."""
     kind = str(event["kind"])
     return "engine_left" if kind == "engine_lost" and event.get("planned") is True else kind
 
@@ -70,7 +67,7 @@ class Sync(StrEnum):
 
 @final
 class EventLog:
-    """The writer. Opening a log creates missing files and directories, and cuts off a torn tail."""
+    """Writer of an event log. Opening it creates missing files and directories, and cuts off a torn tail."""
 
     def __init__(
         self,
@@ -80,11 +77,7 @@ class EventLog:
         clock: Callable[[], float] = time.time,
         timeout_s: float = 300.0,
     ) -> None:
-        """Open the log for writing.
-
-        Args:
-            timeout_s: how long the disk may be full; the default matches the trainer's wait for space.
-        """
+        """Open the log for writing; the disk may be full for `timeout_s`, by default as long as the trainer waits."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._sync = sync
         self._clock = clock
@@ -99,11 +92,7 @@ class EventLog:
         os.ftruncate(self._file, os.lseek(self._file, 0, os.SEEK_CUR))
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one record. Numbers without a JSON form (NaN, infinity) become null.
-
-        Raises:
-            OSError: the record cannot be written, or the disk has been full for `timeout_s`.
-        """
+        """Append one record; non-finite numbers become null. Raises OSError, also after a full disk for `timeout_s`."""
         record = {"time": round(self._clock(), 3), "kind": kind, **fields}
         self._unwritten += (json.dumps(_finite(record), separators=(",", ":"), allow_nan=False) + "\n").encode()
         self._put()
@@ -120,11 +109,7 @@ class EventLog:
         return sum(fields.items() <= json.loads(line).items() for line in lines)
 
     def close(self) -> None:
-        """Force everything to disk and close; closing twice is harmless.
-
-        Raises:
-            OSError: records cannot be written, or the disk has been full for `timeout_s`.
-        """
+        """Force everything to disk and close, idempotently. Raises OSError, also after a full disk for `timeout_s`."""
         if self._file >= 0:
             file = self._file
             try:
@@ -135,7 +120,6 @@ class EventLog:
                 os.close(file)
 
     def _put_all(self) -> None:
-        """Write all pending bytes, waiting for disk space."""
         while self._unwritten:
             self._put()
             if self._unwritten:
@@ -170,9 +154,7 @@ class EventLog:
 def read_events(path: Path) -> list[Event]:
     """Return every complete record in order, even while the log is being written; a torn tail is ignored.
 
-    Raises:
-        FileNotFoundError: there is no log.
-        ValueError: a line before the tail is not a record; the message names the line.
+    Raises FileNotFoundError without a log, ValueError (naming the line) if a line before the tail is not a record.
     """
     events: list[Event] = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
@@ -190,11 +172,7 @@ class EventFollower:
         self.offset = offset
 
     def new(self, *, most_bytes: int = _PIECE_BYTES) -> list[Event]:
-        """Return the next complete records, about `most_bytes` of them and at least one; empty if there are none.
-
-        Raises:
-            ValueError: a line is not a record; the message gives its byte offset.
-        """
+        """Return about `most_bytes` of complete records, at least one if any. Raises ValueError on a malformed line."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self.offset)
@@ -226,7 +204,6 @@ def _record(line: bytes, place: str) -> Event:
 
 
 def _whole_length(file: int) -> int:
-    """Return the length of the file up to and including the last newline."""
     end = os.fstat(file).st_size
     while end > 0:
         start = max(0, end - _RECENT_BYTES)

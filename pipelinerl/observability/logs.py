@@ -56,10 +56,7 @@ class ProcessLog:
 
 
 def configure(*, run: str, role: str, stream: TextIO | None = None, level: int = logging.INFO) -> ProcessLog:
-    """Make every logger of this process write JSON lines to `stream` (default stderr) and nowhere else.
-
-    A second call replaces the earlier configuration.
-    """
+    """Make all loggers of this process write JSON lines to `stream` (default stderr) only; replaces earlier calls."""
     log = ProcessLog(run, role)
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_formatter(log))

@@ -34,14 +34,14 @@ from pipelinerl.observability.status import (
 )
 
 _BARS = "▁▂▃▄▅▆▇█"
-#: Narrower terminals do not show the reward curve.
+#: Minimum width of a terminal that shows the reward curve.
 _CURVE_COLUMNS = 24
-#: Narrower terminals do not show figures by domain.
+#: Minimum width of a terminal that shows figures by domain.
 _DOMAIN_COLUMNS = 60
-#: Limits of the terminal block; `pipelinerl status` shows all domains and figures.
+#: Maximum numbers of domains, and of figures by domain, on a terminal; `pipelinerl status` shows all.
 _MOST_DOMAINS = 8
 _DOMAIN_FIGURES = 5
-#: Domains whose accuracy is shown; `status --json` and the report show all.
+#: Maximum number of domains whose accuracy is shown; `status --json` and the report show all.
 _DOMAINS_SHOWN = 4
 #: Smallest share of truncated answers that is shown with the accuracy.
 _SHOWN_FROM = 0.01
@@ -82,7 +82,7 @@ class ProgressDisplay:
             self._live = None
 
     def show(self, status: RunStatus) -> None:
-        """Show `status` now."""
+        """Update the display with `status`; without a terminal, print a line if one is due."""
         if status.step != self._step and status.last_step.reward is not None:
             self._step = status.step
             self._rewards.append(status.last_step.reward)
@@ -120,7 +120,7 @@ def render(status: RunStatus, *, width: int, rewards: Sequence[float] = ()) -> R
 
 
 def line(status: RunStatus) -> str:
-    """Return the same as one line of plain text."""
+    """Return the status as one line of plain text."""
     parts = [
         f"[{status.run}] {status.phase.value} {status.step}/{status.total_steps}",
         f"reward {_share(status.last_step.reward)}",
@@ -235,7 +235,6 @@ def _engines(engines: tuple[EngineStatus, ...]) -> Table:
 
 
 def _domains(by_domain: Mapping[str, Mapping[str, float]]) -> Table:
-    """Return a row for each of the first `_MOST_DOMAINS` domains."""
     grid = Table.grid(padding=(0, 2))
     for name, figures in sorted(by_domain.items())[:_MOST_DOMAINS]:
         cells = [Text.assemble((f"{label} ", "dim"), value) for label, value in _domain(figures)[:_DOMAIN_FIGURES]]
@@ -244,7 +243,6 @@ def _domains(by_domain: Mapping[str, Mapping[str, float]]) -> Table:
 
 
 def _domain(figures: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return (label, value) of a domain's measured figures, most important first."""
     forms = (
         ("reward", "reward", ".3f"),
         ("right", "accuracy", ".0%"),
@@ -311,7 +309,6 @@ def _accuracy(held_out: HeldOutStatus) -> str:
 
 
 def _sets(sets: Sequence[HeldOutStatus]) -> Table:
-    """Return a row for each evaluation set beyond the first."""
     grid = Table.grid(padding=(0, 2))
     for each in sets:
         since = "" if each.first is None or each.accuracy is None else f"(from {each.first:.1%})"

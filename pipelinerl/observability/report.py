@@ -1,7 +1,7 @@
 """The report of a run: one self-contained HTML file, the learning curve as a PNG, and a summary for the terminal.
 
-Both are made from `events.jsonl` and `recipe.toml` in the run's directory, also while the run is live. The page loads
-no external resources, works in light and dark mode, on a phone and on paper, and escapes every value.
+All are made from `events.jsonl` and `recipe.toml` in the run's directory, also while the run is live. The page loads no
+external resources, works in light and dark mode, on a phone and on paper, and escapes every value.
 """
 
 from __future__ import annotations
@@ -52,10 +52,7 @@ class ReportFiles:
 def write_report(run_dir: Path) -> ReportFiles:
     """Write `report.html` and `learning_curve.png` into the run's directory.
 
-    Raises:
-        FileNotFoundError: the run has written no events yet.
-        ValueError: the event log is damaged.
-        OSError: the disk is full; an earlier report is kept.
+    Raises FileNotFoundError without events, ValueError for a damaged log, OSError if the disk is full.
     """
     history = tell(read_events(run_dir / "events.jsonl"))
     recipe = run_dir / "recipe.toml"
@@ -101,7 +98,6 @@ def render(history: RunHistory, recipe: str, *, samples: Sequence[SampleGroup] =
 
 
 def _tiles(history: RunHistory) -> list[tuple[str, str, str]]:
-    """Return (name, value, note) of the tiles at the top."""
     tiles = []
     evaluation, first = history.last_evaluation, history.first_accuracy
     if evaluation is not None and first is not None:
@@ -155,7 +151,6 @@ def _learning(history: RunHistory) -> str:
 
 
 def _figures(history: RunHistory) -> list[tuple[str, Chart]]:
-    """Return (title, chart) of every measure that has data."""
     steps, x = history.by_step, "step"
 
     def one(series: Series, label: str = "", colour: int = 1) -> Line:
@@ -211,10 +206,7 @@ def _figures(history: RunHistory) -> list[tuple[str, Chart]]:
 
 
 def update_charts(history: RunHistory) -> Iterator[tuple[str, Chart]]:
-    """Yield (title, chart) of KL from π_old and clipping at each optimizer step.
-
-    The charts are empty for runs with one optimizer step per training step.
-    """
+    """Yield (title, chart) of KL from π_old and of clipping at each optimizer step; empty if a step has only one."""
     kl, clipped = (_by_update(history, name) for name in ("kl_old", "clip_fraction"))
     yield "KL from π_old at each optimizer step", Chart(lines=(Line(series=kl),), x_label="step", unit=" nats")
     yield (
@@ -237,7 +229,6 @@ def _by_update(history: RunHistory, name: str) -> Series:
 
 
 def _causes(history: RunHistory, figure: str) -> tuple[Line, ...]:
-    """Return a figure of the mismatch monitor as a line per cause."""
     causes = ("numerics", "staleness", "cache")
     return tuple(
         Line(series=history.by_step(f"mismatch_{cause}_{figure}"), label=cause, colour=colour)
@@ -284,7 +275,6 @@ def _evaluations(history: RunHistory) -> str:
 
 
 def _held_out(name: str) -> str:
-    """Return the display name of an evaluation set."""
     return "held out" if name == HELD_OUT else name
 
 
@@ -317,7 +307,7 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def summary_rows(history: RunHistory) -> list[tuple[str, str]]:
-    """Return (name, value) of each line; unmeasured values are omitted."""
+    """Return the summary as pairs (name, value), without values that were not measured."""
     rows = [("outcome", outcome(history))]
     evaluation, first = history.last_evaluation, history.first_accuracy
     if evaluation is not None and first is not None:
@@ -370,7 +360,7 @@ def _short(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-#: The page defines this many colours; further domains appear in the table only.
+#: Number of colours that the page defines; further domains appear only in the table.
 _COLOURS: Final = 3
 _CALLS: Final = ("calls_parsed", "tool_errors", "calls_malformed")
 #: Number of last steps that the table covers.

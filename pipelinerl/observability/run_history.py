@@ -48,9 +48,7 @@ class RunHistory:
     Attributes:
         steps: `step` events by rising step; publications: likewise by model version.
         evaluation_sets: `evaluation` events by set name, each by model version; the recipe's first set comes first.
-        engines: `engines` events; knobs: `knobs` events; incidents: engines that joined or were lost, restarted
-            evaluations, checkpoints, alarms.
-        started: the first `run_started`.
+        incidents: engines that joined or were lost, restarted evaluations, checkpoints, alarms.
         finished: the last `run_finished`, `run_failed` or `run_suspended`, if the run is over.
     """
 
@@ -121,13 +119,13 @@ class RunHistory:
         return max(self.series(events, field).y, default=None)
 
     def series(self, events: Sequence[Event], y: str, *, x: str = "elapsed_s") -> Series:
-        """Return the events in which both fields are numbers as a series."""
+        """Return two fields as a series, from the events in which both are numbers."""
         pairs = [(_number(event, x), _number(event, y)) for event in events]
         known = [(a, b) for a, b in pairs if a is not None and b is not None]
         return Series(tuple(a for a, _ in known), tuple(b for _, b in known))
 
     def by_step(self, field: str) -> Series:
-        """Return a field of the steps over the step."""
+        """Return a field of the `step` events as a series over the step."""
         return self.series(self.steps, field, x="step")
 
     def _mean_reward(self, part: slice) -> float | None:
@@ -143,7 +141,7 @@ class RunHistory:
 
 
 def tell(events: Sequence[Event]) -> RunHistory:
-    """Sort the events of a log; an empty log gives an empty history."""
+    """Build the history of a run from the events of its log; without events, the history is empty."""
     by_kind: dict[str, list[Event]] = {}
     for event in events:
         by_kind.setdefault(str(event["kind"]), []).append(event)
@@ -168,11 +166,8 @@ def tell(events: Sequence[Event]) -> RunHistory:
 
 
 def _by_set(events: Sequence[Event]) -> dict[str, tuple[Event, ...]]:
-    """Group evaluations by set, ordered by each set's last place in the recipe.
-
-    If two sets share a place because the recipe was edited, the more recently evaluated set comes first. Runs of an
-    older layout have one unnamed set.
-    """
+    """Group evaluations by set, ordered by each set's last place in the recipe; older logs have one unnamed set."""
+    # If two sets share a place because the recipe was edited, the more recently evaluated set comes first.
     order: dict[str, tuple[float, int]] = {}
     for number, event in enumerate(events):
         order[str(event.get("name", HELD_OUT))] = (_number(event, "place") or 0.0, -number)

@@ -33,10 +33,7 @@ class StatusPhase(StrEnum):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine.
-
-    `state` is its lifecycle state in the fleet: `healthy` engines receive work, `pinned` ones only an evaluation's.
-    """
+    """One engine; `state` is its state in the fleet: `healthy` if it gets work, `pinned` if only an evaluation's."""
 
     url: str
     state: str
@@ -80,10 +77,7 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RestartStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A launched process that has died.
-
-    `deaths` counts all deaths, `unforgiven` those that still count. More than `limit` unforgiven deaths end the run.
-    """
+    """A launched process that has died; more than `limit` deaths that are still `unforgiven` end the run."""
 
     name: str
     deaths: int
@@ -111,7 +105,6 @@ class GroupFiguresStatus(msgspec.Struct, frozen=True, kw_only=True):
     pass_at: tuple[PassAtStatus, ...] = ()
     majority_at: tuple[PassAtStatus, ...] = ()
     length_mean: float | None = None
-    """Mean tokens per sample."""
     length_p95: float | None = None
     truncated: float | None = None
     """Share of the samples that hit the token limit."""
@@ -120,8 +113,7 @@ class GroupFiguresStatus(msgspec.Struct, frozen=True, kw_only=True):
 class EvaluatingStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The evaluation in progress: its version, its engine if it has one to itself, and its progress.
 
-    `pin` is how a single version is ensured (`engine`, `gate`, `none`). `discarded` counts answers of other versions.
-    `sets` are the names of the evaluation sets in use.
+    `pin` ensures a single version (`engine`, `gate`, or `none` if nothing does); `discarded` answers are of others.
     """
 
     model_version: int
@@ -170,11 +162,9 @@ class HeldOutStatus(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     """Name of the evaluation set; empty before the first evaluation."""
     accuracy: float | None = None
-    """Mean accuracy in the last evaluation."""
+    """Mean accuracy in the last evaluation, with a 95 % interval from `low` to `high`."""
     low: float | None = None
-    """Lower end of its 95 % interval."""
     high: float | None = None
-    """Upper end of its 95 % interval."""
     version: int | None = None
     """Version of the evaluated weights."""
     one_version: bool = False
@@ -186,7 +176,6 @@ class HeldOutStatus(msgspec.Struct, frozen=True, kw_only=True):
     majority_at: tuple[PassAtStatus, ...] = ()
     """Probability that the majority answer of k samples is right, for each of those k above two."""
     length_mean: float | None = None
-    """Mean tokens per sample."""
     length_p95: float | None = None
     """The 95th percentile of tokens per sample."""
     truncated: float | None = None
@@ -196,14 +185,12 @@ class HeldOutStatus(msgspec.Struct, frozen=True, kw_only=True):
     first: float | None = None
     """Accuracy before training began."""
     best: float | None = None
-    """The highest accuracy so far."""
 
 
 class LastStepStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of the last step over its rollouts; None or 0 before the first step."""
 
     reward: float | None = None
-    """Mean reward."""
     rollouts_per_s: float = 0.0
     """Rollouts trained on per second, including the wait for them."""
     staleness_mean: float = 0.0
@@ -215,7 +202,6 @@ class LastStepStatus(msgspec.Struct, frozen=True, kw_only=True):
     exact_entropy: float | None = None
     """Entropy of the sampling distributions, if the run measures it."""
     length_mean: float | None = None
-    """Mean tokens per answer."""
     truncated: float | None = None
     """Share of the answers that hit the token limit."""
     optimizer_steps: int | None = None
@@ -227,19 +213,15 @@ class LastStepStatus(msgspec.Struct, frozen=True, kw_only=True):
     by_domain: dict[str, dict[str, float]] = {}
     """Figures by domain of all groups that arrived since the previous step; docs/use/watching.md lists them."""
     by_tag: dict[str, dict[str, float]] = {}
-    """The same figures by tag."""
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a run at one moment."""
 
     run: str
-    """Name of the run."""
     phase: StatusPhase = StatusPhase.STARTING
     step: int = 0
-    """Number of steps taken."""
     total_steps: int = 0
-    """Number of steps in the recipe."""
     model_version: int = 0
     """Version of the trainer's weights."""
     epoch: int = 0
@@ -250,12 +232,10 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     other_sets: tuple[HeldOutStatus, ...] = ()
     """Results of the other evaluation sets, once they have been evaluated."""
     evaluating: EvaluatingStatus | None = None
-    """The evaluation in progress."""
     fleet: FleetStatus = FleetStatus()
     actors: tuple[ActorStatus, ...] = ()
     ledger: LedgerStatus = LedgerStatus()
     knobs: dict[str, Any] = {}
-    """Knob values by name."""
     trainer: TrainerStatus | None = None
     alarms: tuple[str, ...] = ()
     """Problems of the last steps, one sentence each."""
@@ -276,11 +256,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, data: bytes) -> RunStatus:
-        """Decode the output of `to_json`.
-
-        Raises:
-            ValueError: not JSON, or a field of the wrong type; the message names it.
-        """
+        """Decode the output of `to_json`. Raises ValueError, which names the field, for anything else."""
         try:
             return msgspec.json.decode(data, type=cls)
         except msgspec.DecodeError as error:
@@ -311,10 +287,7 @@ def prometheus_text(values: Mapping[str, float], *, prefix: str) -> str:
 
 
 def labelled_text(metrics: Mapping[str, Samples], *, prefix: str) -> str:
-    """Return labelled samples in the same format; metrics without samples are omitted.
-
-    A name that ends in `_total` is a counter, any other a gauge. Label values are escaped as the format requires.
-    """
+    """Return labelled samples in Prometheus' text format, as counters if named `…_total`, otherwise as gauges."""
     lines = []
     for name, samples in metrics.items():
         full = f"{prefix}_{name}"
@@ -349,7 +322,7 @@ def write_restarts(run_dir: Path, processes: tuple[RestartStatus, ...]) -> None:
 
 
 def read_restarts(run_dir: Path) -> tuple[RestartStatus, ...]:
-    """Return the deaths with forgiveness up to now; empty if there is no readable file."""
+    """Return the processes that have died, with deaths forgiven up to now; empty without a readable file."""
     try:
         written = msgspec.json.decode((run_dir / _FILE).read_bytes(), type=_Written)
     except (OSError, msgspec.MsgspecError):

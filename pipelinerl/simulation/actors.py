@@ -20,10 +20,7 @@ from pipelinerl.simulation.hardware import ControlTimes
 @final
 @dataclass(slots=True)
 class Agenda:
-    """The event queue; `now` is the simulated time in seconds.
-
-    Simultaneous events happen in the order in which they were added.
-    """
+    """The event queue; `now` is the simulated time in seconds. Simultaneous events happen in order of scheduling."""
 
     now: float = 0.0
     _events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
@@ -50,7 +47,7 @@ class Agenda:
 @final
 @dataclass(slots=True)
 class SimulatedTrainer:
-    """The trainer's computation: takes `_left_s` more seconds, times `_slowness`, and then calls `done`."""
+    """The trainer's computation, which may be slowed down; calls `done` when it ends."""
 
     agenda: Agenda
     done: Callable[[], None]
@@ -89,10 +86,7 @@ class SimulatedTrainer:
 @final
 @dataclass(slots=True)
 class SimulatedActors:
-    """The actors of a run.
-
-    `sample` sends a group to the engine `group.place`, and `deliver` sends a judged group to the trainer.
-    """
+    """The actors of a run. `sample` sends a group to its engine, `deliver` sends a judged group to the trainer."""
 
     agenda: Agenda
     times: ControlTimes
@@ -120,7 +114,7 @@ class SimulatedActors:
         self._claim()
 
     def again(self, group: SimulatedGroup) -> None:
-        """Request the answers of a group again that were aborted by an update."""
+        """Request a group's answers again after an update aborted them."""
         self._let_go(group)
         self._request(group)
 
@@ -164,13 +158,11 @@ class SimulatedActors:
         self.ended()
 
     def _worked(self, group: SimulatedGroup, seconds: float) -> float:
-        """Return the time at which the group's actor finishes `seconds` of further work."""
         actor = group.index % self.count
         self._free_at[actor] = max(self.agenda.now, self._free_at[actor]) + seconds
         return self._free_at[actor]
 
     def _pick(self) -> int:
-        """Return the engine with the fewest outstanding answers; if several have equally few, the lowest number."""
         while True:
             outstanding, engine = self._least[0]
             if outstanding == self._outstanding[engine]:

@@ -43,7 +43,7 @@ _SPREAD: Final = 0.2
 #: Upper limit in seconds of the search for an actor's work per rollout.
 _MOST_ACTOR_S: Final = 0.05
 _HALVINGS: Final = 9
-#: Number of steps in each simulation of this search.
+#: Number of steps in each simulation during the search for an actor's work.
 _TRIED_STEPS: Final = 40
 #: Transit time of prompt orders and groups through the streams, in seconds.
 _TRANSIT_S: Final = 0.002
@@ -59,11 +59,7 @@ class ObservedRun:
 
 
 def calibrate(runs: Sequence[ObservedRun]) -> Hardware:
-    """Return the hardware of the first run, with the contention estimated from the other runs.
-
-    Raises:
-        UserError: a run is too short, or its engine does not count its busy seconds.
-    """
+    """Return the first run's hardware, with contention from the others. Raises UserError if a run lacks figures."""
     first, *others = runs
     measured = measure(first.events)
     hardware = Hardware(
@@ -109,11 +105,7 @@ def _trainer_times(run: ObservedRun) -> TrainerTimes:
 
 
 def _update_times(run: ObservedRun) -> UpdateTimes:
-    """Return the mean times of a publication.
-
-    With `drain`, the total time of a publication includes waiting until all rows have ended. This wait is not counted
-    here, since a simulation computes it.
-    """
+    """Return the mean times of a publication; with `drain`, exclude the wait for rows to end, which is simulated."""
     published = [event for event in tell(run.events).publications if event.get("total_s") is not None]
     if not published:
         return UpdateTimes()
@@ -131,10 +123,7 @@ def _verify_s(events: Sequence[Event]) -> float:
 
 
 def _with_actor(hardware: Hardware, run: ObservedRun, measured: Measured) -> Hardware:
-    """Return the hardware with an actor's work per rollout that makes simulated steps take as long as the run's steps.
-
-    Half of this work is before sampling, and half after.
-    """
+    """Choose an actor's work per rollout so that simulated steps take as long as real ones; half precedes sampling."""
 
     def of(actor_s: float) -> Hardware:
         control = replace(hardware.control, request_s=actor_s / 2, answer_s=actor_s / 2)
@@ -151,11 +140,8 @@ def _with_actor(hardware: Hardware, run: ObservedRun, measured: Measured) -> Har
 
 
 def _with_contention(hardware: Hardware, runs: Sequence[ObservedRun]) -> Hardware:
-    """Fit how much engine and trainer slow each other down, from their overall slowdown in further runs.
-
-    The share of time in which both work comes from a simulation, which depends on the fitted factors; two iterations
-    are enough.
-    """
+    """Fit how much engine and trainer slow each other down, from their overall slowdown in further runs."""
+    # The share of time in which both work comes from a simulation with the fitted factors; two iterations are enough.
     engine = [_busy_s(run.events, _engine_times(run.events)) / _busy_s(run.events, hardware.engine) for run in runs]
     trainer = [_trainer_times(run).token_s / hardware.trainer.token_s for run in runs]
     found = hardware
@@ -174,7 +160,6 @@ def _with_contention(hardware: Hardware, runs: Sequence[ObservedRun]) -> Hardwar
 
 
 def _busy_s(events: Sequence[Event], times: EngineTimes) -> float:
-    """Return the decoding time of a run, predicted from `times`."""
     looks = [event for event in events if event["kind"] == "engines" and "busy_s" in event]
     first, last = looks[0], looks[-1]
     change = {name: float(last[name]) - float(first[name]) for name in ("decode_steps", "row_steps", "prompt_tokens")}
@@ -214,12 +199,9 @@ DRAWS: Final = 5
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Means over the counted steps, named as in `Prediction`.
+    """Means over the counted steps, named as in `Prediction`; `tokens` include prompts.
 
-    Attributes:
-        compute_s: time of a step, except its wait for a publication.
-        tokens: tokens of a step, including prompts.
-        report_s: from the end of a step to the beginning of the next step.
+    `compute_s` excludes the wait for a publication. `report_s`: from the end of a step to the beginning of the next.
     """
 
     steps: int
@@ -240,11 +222,7 @@ class Measured:
 
 
 def counted_steps(events: Sequence[Event]) -> list[tuple[Event, float]]:
-    """Return the steps that count, each with the seconds since the previous step ended.
-
-    Raises:
-        UserError: too few steps count.
-    """
+    """Return the steps that count, each with the seconds since the previous one. Raises UserError for too few."""
     steps = tell(events).steps
     evaluations = _evaluations(events)
     pairs = [(after, _at(after) - _at(before)) for before, after in pairwise(steps)]
@@ -262,13 +240,7 @@ def counted_steps(events: Sequence[Event]) -> list[tuple[Event, float]]:
 
 
 def measure(events: Sequence[Event]) -> Measured:
-    """Measure a finished run; the figures are named as in `Prediction`.
-
-    Steps that overlap with an evaluation are excluded, since engines also answer the evaluation's questions.
-
-    Raises:
-        UserError: the steps are too few, or lack required figures.
-    """
+    """Measure a finished run, without steps that overlap an evaluation. Raises UserError if figures are missing."""
     counted = counted_steps(events)
     steps, seconds = [step for step, _ in counted], sum(period for _, period in counted)
     try:
@@ -297,7 +269,6 @@ def measure(events: Sequence[Event]) -> Measured:
 
 
 def _evaluations(events: Sequence[Event]) -> list[tuple[float, float]]:
-    """Return the time span of each evaluation; an unfinished one ends at infinity."""
     spans: list[tuple[float, float]] = []
     began: float | None = None
     for event in events:
@@ -314,11 +285,8 @@ def _at(event: Mapping[str, Any]) -> float:
 
 
 def simulated_like(events: Sequence[Event], setting: SimulatedSetting, hardware: Hardware) -> Prediction:
-    """Simulate the run several times and return the prediction with the median time per step.
-
-    Each simulation has as many steps as the events, and draws other lengths: a run may take dozens of steps to reach a
-    steady state, and how long the steps of a short run wait depends on the lengths that were drawn.
-    """
+    """Return the prediction with the median step time of several simulations, each as long as the run."""
+    # They draw different lengths: a steady state takes dozens of steps, and waits in a short run depend on the lengths.
     steps = len(tell(events).steps)
     runs = [simulate(replace(setting, steps=steps, seed=setting.seed + draw), hardware) for draw in range(DRAWS)]
     return sorted(runs, key=lambda run: run.step_s)[DRAWS // 2]

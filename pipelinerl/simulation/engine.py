@@ -35,11 +35,10 @@ class SimulatedGroup:
     started: int = 0
     """Number of answers that have been given a row, including answers that ended before the current request."""
     left: int = 0
-    """Number of answers that have not ended."""
     oldest: int = -1
     """The oldest version that sampled one of its tokens; −1 if none."""
     versions: dict[int, int] = field(default_factory=dict)
-    """Number of its answers that began with each version."""
+    """Number of answers in the group that began with each version."""
     heard: int = -1
     """The first version that the group's actor polled after requesting the group; −1 if none yet."""
     attempts: int = 0
@@ -55,8 +54,8 @@ class SimulatedGroup:
 class WaitingGroups:
     """Groups ready to train; `rollouts` is the number of their rollouts, `dropped` lists stale groups, in order.
 
-    The choice follows `training/rollouts/batcher.py`, as a test checks: fresh groups in order of their oldest version,
-    then of their index. Groups too old for the step are dropped.
+    Groups are chosen as by `training/rollouts/batcher.py` (a test compares them): fresh groups in order of their oldest
+    version, then of their index. Groups too old for the step are dropped.
     """
 
     rollouts: int = 0
@@ -141,11 +140,11 @@ class SimulatedEngine:
 
     @property
     def is_busy(self) -> bool:
-        """True if it has rows."""
+        """True if any row is decoding."""
         return bool(self._rows)
 
     def busy_until(self, now: float) -> float:
-        """Return how many seconds until `now` it had at least one row."""
+        """Return the seconds up to `now` during which the engine had at least one row."""
         return self.busy_s + (now - self._seen if self._rows else 0.0)
 
     def submit(self, group: SimulatedGroup) -> None:
@@ -154,9 +153,7 @@ class SimulatedEngine:
         self._waiting.append(group)
 
     def commit(self, version: int) -> None:
-        """Receive new weights; the engine samples from them after the next boundary at which `on_update` allows
-        that.
-        """
+        """Receive new weights; sampling switches to them at the next step boundary that `on_update` allows."""
         self._commit = version
 
     def withdraw(self, group: SimulatedGroup, now: float) -> None:
@@ -233,7 +230,6 @@ class SimulatedEngine:
         return self.times.decode_s(len(self._rows)) * self._slowness
 
     def _settle(self, now: float) -> None:
-        """Count the decode steps that were completed until `now`."""
         whole = max(0, math.floor((now - self._at) / self._step_s + _SLACK))
         self._decoded(whole)
         self._at += whole * self._step_s
@@ -247,7 +243,6 @@ class SimulatedEngine:
         self.busy_s, self._seen = self.busy_until(now), now
 
     def _admit(self) -> None:
-        """Give free rows to waiting requests, first come, first served."""
         prompts = 0
         while self._waiting and len(self._rows) < self.slots:
             group = self._waiting[0]
@@ -267,12 +262,8 @@ class SimulatedEngine:
         self._at += prefill_s
 
     def _cut_short(self, version: int) -> list[SimulatedGroup]:
-        """End all rows, and return the groups that must be requested again; groups of which requests still wait here
-        stay.
-
-        Each commit aborts all rows. All running answers therefore began with `version`, the version before this
-        commit.
-        """
+        """End all rows; return the groups to request again, except those with requests that still wait here."""
+        # Each commit aborts all rows, so all running answers began with `version`, the version before this commit.
         running: dict[int, tuple[SimulatedGroup, list[int]]] = {}
         for ends, _, began, group in self._rows:
             running.setdefault(group.index, (group, []))[1].append(ends - began)

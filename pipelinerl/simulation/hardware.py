@@ -1,7 +1,4 @@
-"""Times of all operations on some hardware, from a calibration or a hardware table (docs/understand/simulation.md).
-
-All times are in seconds.
-"""
+"""Times of all operations on some hardware, in seconds: calibrated, or from a table (docs/understand/simulation.md)."""
 
 from __future__ import annotations
 
@@ -12,10 +9,9 @@ from typing import final
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTimes:
-    """Times of an engine: a decode step of n rows takes `step_s + row_s · n`, a prompt of t tokens `prompt_token_s ·
-    t`.
+    """Times of an engine: a decode step of n rows takes `step_s + row_s · n`.
 
-    The prompt is computed once per group.
+    A prompt of t tokens, computed once per group, takes `prompt_token_s · t`.
     """
 
     step_s: float
@@ -30,9 +26,7 @@ class EngineTimes:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerTimes:
-    """Times of a trainer: a pass over t tokens (with prompts) takes `token_s · t`, and each optimizer step
-    `optimizer_step_s`.
-    """
+    """Times of a trainer: `token_s` per token of a pass, with prompts, and `optimizer_step_s` per optimizer step."""
 
     token_s: float
     optimizer_step_s: float = 0.0

@@ -46,17 +46,13 @@ class Prediction:
     """Figures of all steps after the first `skipped` steps, which fill the pipeline.
 
     Attributes:
-        tokens_per_s, rollouts_per_s: throughput of trained tokens and rollouts.
-        step_s: mean time from one step to the next.
         trainer_wait: share of time in which the trainer waits for rollouts.
         trainer_computes: share of time in which the trainer computes.
         trainer_held: share of time in which the trainer waits for a publication to end.
         engine_idle: share of the engines' time in which they have no rows.
-        rows: mean number of rows of a decode step.
         staleness: shares of the trained rollouts, by age in versions.
         discarded: share of tokens that were in stale groups, among the tokens of all groups that ended.
         order_s: mean time from an order's issue to its end.
-        in_flight: mean number of orders in flight.
         cost_per_hour, cost_per_step, cost_per_million_tokens: 0 if prices are unknown.
     """
 
@@ -114,9 +110,7 @@ _AS_FAST: Final = 0.05
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A setting of the recipe, by its changes `section.key=value`, with its prediction, or the reason why it cannot
-    run.
-    """
+    """A setting of the recipe (changes `section.key=value`), with its prediction or the reason why it cannot run."""
 
     changes: tuple[str, ...]
     engines: int = 0
@@ -125,13 +119,7 @@ class Trial:
 
 
 def grid(axes: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return all combinations of the values of `section.key=value,value,…`; the first axis changes slowest.
-
-    Without axes, return the unchanged recipe.
-
-    Raises:
-        UserError: an axis is not of this form.
-    """
+    """Return all combinations of axes `section.key=value,value,…`; the first varies slowest. Raises UserError."""
     values: list[list[str]] = []
     for axis in axes:
         key, separator, several = axis.partition("=")
@@ -142,10 +130,9 @@ def grid(axes: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def recommended(trials: Sequence[Trial]) -> Trial | None:
-    """Return the cheapest of the trials that are nearly as fast as the fastest; among equally cheap trials the
-    freshest.
+    """Return the cheapest of the trials that are nearly as fast as the fastest; among equally cheap ones the freshest.
 
-    Without prices, the trial with the fewest engines counts as the cheapest. None if no trial can run.
+    Without prices, the trial with the fewest engines is the cheapest. None if no trial can run.
     """
     ran = [(trial, trial.prediction) for trial in trials if trial.prediction is not None]
     if not ran:

@@ -43,7 +43,6 @@ class Accelerator:
 
     Attributes:
         flops: dense bf16 operations.
-        memory: bytes of device memory.
         bandwidth: bytes to and from device memory.
         link: bytes to devices of the same host or slice, in one direction.
         network: bytes to other hosts.
@@ -63,9 +62,7 @@ class Accelerator:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """Sizes of a dense decoder with grouped-query attention; widths are the number of heads · the dimension of a
-    head.
-    """
+    """Sizes of a dense decoder with grouped-query attention; widths are number of heads · dimension of a head."""
 
     parameters: float
     layers: int
@@ -126,10 +123,8 @@ class PublishedHardware:
     def times(self, *, engine_devices: int, trainer_devices: int, rows: int, context: float) -> Hardware:
         """Return the times of engines of `engine_devices` devices each, and of a trainer of `trainer_devices` devices.
 
-        The decode times are exact for a full batch of `rows`, whose sequences hold `context` tokens on average.
-
-        Raises:
-            RecipeError: the weights, or the KV cache of all rows, do not fit into the engine's memory.
+        The decode times are exact for a full batch of `rows`, whose sequences hold `context` tokens on average. Raises
+        RecipeError if the weights and the KV cache of all rows do not fit into the engine's memory.
         """
         device, size = self.accelerator, self.size
         if rows > (most := self.rows_that_fit(engine_devices=engine_devices, context=context)):
@@ -159,20 +154,13 @@ class PublishedHardware:
         )
 
     def rows_that_fit(self, *, engine_devices: int, context: float) -> int:
-        """Return the number of sequences of `context` tokens that fit into memory next to the weights.
-
-        0 if not even the weights fit.
-        """
+        """Return how many sequences of `context` tokens fit into memory with the weights; 0 if the weights do not."""
         free = MEMORY_SHARE * self.accelerator.memory * engine_devices - self.size.weight_bytes
         return max(0, int(free / (self.size.kv_bytes * max(1.0, context))))
 
 
 def published_hardware(name: str) -> PublishedHardware:
-    """Return the accelerator and model size named by `ACCELERATOR:SIZE`, such as `h100:7b`.
-
-    Raises:
-        UserError: the accelerator or the size is unknown.
-    """
+    """Return the hardware named `ACCELERATOR:SIZE`, such as `h100:7b`. Raises UserError if either is unknown."""
     accelerator, _, size = name.partition(":")
     if accelerator not in ACCELERATORS or size not in SIZES:
         raise UserError(

@@ -20,9 +20,8 @@ from pipelinerl.staleness import StalenessBounds
 class SimulatedSetting:
     """A run to be simulated.
 
-    There is no field for a type of schedule. As in a run, `bounds`, `on_update`, `epochs`, `mini_batches` and
-    `rollouts_per_step` determine it: conventional RL with G optimizer steps, one step off, drain, RLAX's (j, k), or
-    in-flight updates.
+    As in a run, `bounds`, `on_update`, `epochs`, `mini_batches` and `rollouts_per_step` determine the type of schedule,
+    from conventional RL with G optimizer steps to in-flight updates.
 
     Attributes:
         oversample: most prompt orders issued for each order that is expected to train.
@@ -90,9 +89,7 @@ class FixedLengths:
 @final
 @dataclass(frozen=True, slots=True)
 class HeavyTailedLengths:
-    """Log-normal lengths, truncated at `most`; half of them are longer than `median`, and σ is that of the
-    logarithm.
-    """
+    """Log-normal lengths, truncated at `most`, with this `median`; `sigma` is that of the logarithm."""
 
     median: float
     sigma: float
@@ -109,7 +106,7 @@ class HeavyTailedLengths:
         return self._at(generator.standard_normal(count))
 
     def _at(self, deviates: NDArray[np.float64]) -> NDArray[np.int64]:
-        with np.errstate(over="ignore"):  # infinite values are clipped below
+        with np.errstate(over="ignore"):  # an overflow to infinity is clipped below
             exact = np.ceil(self.median * np.exp(self.sigma * deviates))
         return np.clip(exact, 1, self.most).astype(np.int64)
 
@@ -147,10 +144,7 @@ def drawing(law: LengthLaw, seed: int) -> Callable[[int], list[int]]:
 
 
 def _standard_normal(levels: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the quantiles of the standard normal distribution at `levels`.
-
-    They are computed by bisection of the error function: exact to 1e-9 and without another library.
-    """
+    """Return standard normal quantiles at `levels`, by bisection of the error function: exact to 1e-9."""
     low, high = np.full_like(levels, -8.0), np.full_like(levels, 8.0)
     for _ in range(40):
         middle = (low + high) / 2

@@ -34,8 +34,6 @@ HEARS_S: Final = 0.5
 @final
 @dataclass(slots=True)
 class _Counts:
-    """Prompt orders by outcome, as known to the controller, and the time they spend in flight."""
-
     issued: int = 0
     trained: int = 0
     filtered: int = 0
@@ -59,8 +57,6 @@ class _Counts:
 
 
 class _Mark(NamedTuple):
-    """Cumulative figures at one moment."""
-
     steps: int
     at: float
     busy_s: float
@@ -74,11 +70,7 @@ class _Mark(NamedTuple):
 
 
 def simulate(setting: SimulatedSetting, hardware: Hardware) -> Prediction:
-    """Simulate a run with this setting on this hardware.
-
-    Raises:
-        ValueError: the run deadlocks: no event is left before its last step.
-    """
+    """Simulate a run. Raises ValueError if the run deadlocks: no event is left before its last step."""
     run = _Run(setting, hardware)
     run.to_its_end()
     return run.prediction()
@@ -110,8 +102,8 @@ class _Run:
         # state of the controller
         self._counts, self._filtered_share = _Counts(), FilteredShare()
         self._version = self._loaded = self._waiting_groups = self._filtered_since_step = 0
-        # state of the actors: groups requested since they last polled the version; older groups by the first version
-        # polled after their request
+        # state of the actors: groups requested since their last poll of the version, and older groups by the first
+        # version that was polled after their request
         self._asked: list[SimulatedGroup] = []
         self._heard: dict[int, list[SimulatedGroup]] = {}
         # state of the trainer
@@ -157,12 +149,10 @@ class _Run:
             self._agenda.after(self._control.order_s, self._actors.order, group)
 
     def _expected(self) -> int:
-        """Return the number of groups in flight that will probably train."""
         out = self._counts.in_flight
         return self._filtered_share.expected(out, waiting=self._waiting_groups, most=self._setting.oversample)
 
     def _ended(self, groups: Sequence[SimulatedGroup]) -> None:
-        """Record that orders have ended; the caller counts their outcome."""
         now, counts = self._agenda.now, self._counts
         counts.until(now)
         counts.ended += len(groups)
@@ -246,10 +236,8 @@ class _Run:
         self._collect()
 
     def _give_up_outdated(self) -> None:
-        """Give up outdated groups, like `Freshness` in the actors.
-
-        A group counts as sampled from the first version that its actor polls after the request.
-        """
+        """Give up outdated groups, like `Freshness` in the actors."""
+        # A group counts as sampled from the first version that its actor polls after the request.
         asked, self._asked = self._asked, []
         for group in asked:
             group.heard = self._version
@@ -257,7 +245,8 @@ class _Run:
         k = self._setting.bounds.k
         for version in [v for v in self._heard if not can_be_fresh(v, current=self._version, k=k)]:
             for group in self._heard.pop(version):
-                if group.heard == version and group.left and group.place >= 0:  # it was not requested again since
+                # Skip groups that were requested again in the meantime.
+                if group.heard == version and group.left and group.place >= 0:
                     self._engines[group.place].withdraw(group, self._agenda.now)
                     self._plan(group.place)
                     self._actors.gave_up(group)
@@ -285,7 +274,6 @@ class _Run:
         self._slow_engines()
 
     def _dropped(self) -> list[SimulatedGroup]:
-        """Return the groups that were found to be stale since the last call."""
         dropped, self._groups.dropped = self._groups.dropped, []
         stale_tokens = sum(group.tokens for group in dropped)
         self._stale_tokens += stale_tokens
@@ -323,7 +311,6 @@ class _Run:
         self._agenda.after(self._control.report_s / 2, self._step_reported)
 
     def _directed(self, publish: bool) -> None:
-        """Process the controller's directive: publish if it says so, and collect the next batch."""
         if publish:
             self._publishing = self._made
             self._agenda.after(self._hardware.update.send_s, self._commit)
@@ -369,7 +356,7 @@ class _Run:
         )
 
     def prediction(self) -> Prediction:
-        """Return the figures of the steps after the mark, where the pipeline was full."""
+        """Return the figures of the steps after the pipeline has filled."""
         first, last, counts = self._marked, self._mark(), self._counts
         steps, seconds = self._steps[first.steps :], last.at - first.at
         tokens, rollouts = sum(s.sampled_tokens for s in steps), sum(s.rollouts for s in steps)

@@ -60,7 +60,7 @@ class Announcer(Protocol):
 
 @final
 class Preparation:
-    """Sends PREPARE, with only the layout's id where the engine already knows the layout."""
+    """Sends PREPARE, with only the layout's id to engines that already know the layout."""
 
     def __init__(self, control: EngineControl) -> None:
         self._control = control
@@ -115,11 +115,9 @@ async def each(urls: Iterable[str], call: Callable[[str], Awaitable[T]]) -> dict
 async def each_until_failure(
     urls: Iterable[str], call: Callable[[str], Awaitable[T]], *, victim: tuple[type[Failure], ...]
 ) -> dict[str, T | Failure]:
-    """Call every engine like `each`, but cancel the rest after a failure and leave them out of the result.
-
-    This is for calls that wait for one another. A failure of a kind in `victim` only says that another engine did not
-    come: the function then keeps waiting for that engine, so that it can be named.
-    """
+    """Call every engine like `each`, but cancel the rest after a failure and leave them out of the result."""
+    # For calls that wait for one another: an error of a kind in `victim` only says that another engine did not come, so
+    # keep waiting, in order to name that engine.
     tasks = {url: asyncio.ensure_future(_guarded(call(url))) for url in urls}
     waiting = set(tasks.values())
     try:
@@ -127,7 +125,7 @@ async def each_until_failure(
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             failures = [task.result() for task in done if isinstance(task.result(), Exception)]
             if not all(isinstance(failure, victim) for failure in failures):
-                # Other engines that cannot be reached report so within a moment.
+                # Wait a moment for other failures, so that all unreachable engines are named.
                 await asyncio.wait(tasks.values(), timeout=_MOMENT_S)
                 break
     finally:

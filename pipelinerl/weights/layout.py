@@ -32,7 +32,7 @@ def describe_bucket(layout: WeightLayout, bucket: int, bounds: list[tuple[int, i
     return f"bucket {bucket + 1} of {len(bounds)} ({span})"
 
 
-#: At about 15 GB/s a chunk takes 70 µs. Large updates release the lock; small ones end before it matters.
+#: A chunk takes 70 µs at about 15 GB/s. Updates of large chunks release the GIL; small ones end before it matters.
 _CHUNK_BYTES: Final = 2**20
 
 

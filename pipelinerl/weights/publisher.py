@@ -19,11 +19,7 @@ WeightSource = Callable[[], Iterator[tuple[str, Any]]]
 
 
 def wire_layout(infos: Iterable[ParameterInfo]) -> WeightLayout:
-    """Return the layout of a weight update that carries `infos` in their order.
-
-    Raises:
-        UpdateError: a parameter has a dtype that the contract does not support.
-    """
+    """Return the layout of an update that carries `infos` in order. Raises UpdateError for an unsupported dtype."""
     parameters = []
     for info in infos:
         if info.dtype not in set(DType):
@@ -51,8 +47,7 @@ class Publication:
 class PublishReport:
     """Outcome per engine (base URL): `pauses_s` of those that now serve the version, `failed` with the reason.
 
-    Of the failed engines, those in `permanent` cannot be helped by a retry, and those in `blameless` failed because of
-    others.
+    A retry cannot help those in `permanent`; those in `blameless` failed because of others.
     """
 
     version: int
@@ -88,7 +83,6 @@ class PublicationProgress:
     """State of a running publication: the engines still to be served, and the outcome of the others.
 
     Attributes:
-        targets: engines (base URLs) that are still to be served.
         deadline: on the clock of `time.monotonic`, as `began` is.
         broke: whether a broadcast of this publication has already failed.
         raised: whether the generation was raised above one that engines had joined and that is not this trainer's.
@@ -113,7 +107,7 @@ class PublicationProgress:
         return max(self.deadline - time.monotonic(), 0.05)
 
     def drop(self, failures: Mapping[str, str]) -> None:
-        """Drop these engines from the publication."""
+        """Record these engines as failed, and stop serving them."""
         self.failed |= failures
         self.targets = [url for url in self.targets if url not in failures]
 
@@ -136,11 +130,7 @@ class Publisher(Protocol):
     """Sends weights to engines."""
 
     async def publish(self, publication: Publication) -> PublishReport:
-        """Publish the weights; engines that fail are reported, not raised.
-
-        Raises:
-            UpdateError: no engine is served.
-        """
+        """Publish the weights. Engines that fail are reported; raises UpdateError only if no engine is served."""
         ...
 
     async def close(self) -> None:

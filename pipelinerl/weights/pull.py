@@ -13,12 +13,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a version that the same servers hold.
-
-    Attributes:
-        sources: base URLs of the servers, in the order in which to try them.
-        ranges: the byte ranges that they hold, in order.
-    """
+    """The part of a version that the same servers hold: its byte `ranges`; `sources` are URLs in the order to try."""
 
     sources: tuple[str, ...]
     ranges: tuple[Range, ...]
@@ -26,13 +21,9 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullOrder:
-    """The weights to fetch, and the servers to fetch them from.
+    """The weights to fetch, and the servers to fetch them from; set `given_up` to cancel the pull.
 
-    Attributes:
-        shards: byte ranges with their servers; disjoint.
-        digest: XXH3-128 of all these bytes in order, in hexadecimal.
-        deadline: in monotonic seconds.
-        given_up: set by the caller to cancel the pull.
+    `digest` is the XXH3-128 of all bytes of the (disjoint) shards in order, in hexadecimal; `deadline` is monotonic.
     """
 
     shards: tuple[Shard, ...]
@@ -49,11 +40,7 @@ class PullSource(Protocol):
     def fetch(self, order: PullOrder, *, into: Any, on_progress: Callable[[int], None]) -> str:
         """Fill the shards' ranges of `into`, flat uint8 (numpy or torch); return the digest of the bytes received.
 
-        `on_progress` is called with the number of bytes received so far.
-
-        Raises:
-            UpdateError: no source of a shard could provide it, or the pull was cancelled.
-            DeadlineError: the bytes did not arrive in time.
-            DigestMismatch: the bytes differ from those announced.
+        `on_progress` is called with the number of bytes so far. Raises UpdateError if a shard has no working source or
+        the pull was cancelled, DeadlineError if it is late, DigestMismatch if the bytes differ from those announced.
         """
         ...

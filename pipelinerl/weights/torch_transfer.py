@@ -1,11 +1,8 @@
 """Torch tensors of an update: `convert` changes dtypes, `OverlappedDigest` hashes while the next bytes are sent.
 
-Bytes on a GPU are copied to the host once, piece by piece, into two pinned buffers in turn. The copies have a stream of
-their own, so they wait neither for training nor for decoding. On the host, the bytes are hashed where they are, by the
-same code: `stream_for` returns the form that fits. A host with few cores hashes before it sends, since a second thread
-would take its time from the first, and read the bytes from a colder cache.
-
-`CudaStream` ran on one H100.
+Bytes on a GPU are copied to the host once, piece by piece, into two pinned buffers in turn, on a stream that waits
+neither for training nor for decoding. On the host, bytes are hashed where they are. A host with few cores hashes before
+it sends, since a second thread would take its time from the first, and read the bytes from a colder cache.
 """
 
 from __future__ import annotations
@@ -24,11 +21,11 @@ from pipelinerl.system.background import in_background_soon
 from pipelinerl.weights.broadcast.collective import shared_tensor
 from pipelinerl.weights.layout import WeightDigest
 
-#: Waits until the copy has landed, and returns the bytes on the host.
+#: A function that waits until the copy is complete, and returns the bytes on the host.
 Landed = Callable[[], Tensor]
 
 
-#: With fewer cores, the trainer or the decode loop, gloo and the sender leave none for a thread that hashes.
+#: With fewer cores, the trainer or decode loop, gloo and the sender leave no core for a thread that hashes.
 _CORES_TO_OVERLAP: Final = 5
 
 
@@ -58,7 +55,7 @@ class HostStream:
     """Stream for bytes that are on the host already: nothing is copied."""
 
     def __init__(self, *, cores: int | None = None) -> None:
-        """Overlap if `cores` suffice; None counts those that this process may use."""
+        """Overlap hashing and sending if there are enough `cores`; None counts those that this process may use."""
         self.overlaps = (len(os.sched_getaffinity(0)) if cores is None else cores) >= _CORES_TO_OVERLAP
 
     def __enter__(self) -> Self:
@@ -161,10 +158,7 @@ _BLOCK: Final = 1 << 22
 def convert(sent: Any, wire: WeightLayout, *, into: Any, layout: WeightLayout) -> None:
     """Fill `into` u8 [layout.num_bytes] with the values of `sent` u8 [wire.num_bytes]: the same parameters in order.
 
-    Both are numpy, or torch on one device.
-
-    Raises:
-        OutOfRange: a finite value would become an infinity.
+    Both are numpy, or torch on one device. Raises OutOfRange if a finite value would become an infinity.
     """
     source, target = shared_tensor(sent), shared_tensor(into)
     for (sent_as, values), (kept, place) in zip(_parts(source, wire), _parts(target, layout), strict=True):
@@ -185,7 +179,6 @@ def convert(sent: Any, wire: WeightLayout, *, into: Any, layout: WeightLayout) -
 
 
 def _parts(buffer: Tensor, layout: WeightLayout) -> Iterator[tuple[ParameterSpec, Tensor]]:
-    """Yield each parameter with its bytes, a flat slice of `buffer`."""
     for spec, end in zip(layout.parameters, layout.ends, strict=True):
         yield spec, buffer[end - spec.num_bytes : end]
 

@@ -1,16 +1,16 @@
-"""Trains what a program that calls litellm writes; it is asked twice. Needs `pip install litellm`."""
+"""Train on the answers of a program that calls litellm twice. Needs `pip install litellm`."""
 
 from __future__ import annotations
 
 import os
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise the import fetches a table of prices
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # without this setting, the import downloads a table of prices
 
 import litellm
 
 
 async def play(task, client):
-    """Let the model answer, and once more; the domain's verifier judges the last answer."""
+    """Let the model answer twice; the domain's verifier judges the last answer."""
     messages = list(task.messages)
     for _ in range(2):
         answer = await litellm.acompletion(

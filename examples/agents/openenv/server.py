@@ -1,4 +1,4 @@
-"""A server of the OpenEnv framework: a word is to be spelled backward in two attempts. It needs its own packages:
+"""A server of the OpenEnv framework: the model spells a word backward in two attempts. It needs its own packages:
 
 python3 -m venv openenv && openenv/bin/pip install 'openenv>=0.10'
 openenv/bin/python server.py
@@ -29,7 +29,7 @@ class Question(Observation):
 
 
 class Backward(Environment):
-    """One word, asked twice; each attempt earns the share of right letters."""
+    """One word in two attempts; each attempt earns half of the share of right letters."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 

@@ -8,7 +8,7 @@ import verifiers.v1 as vf
 
 
 class Word(vf.TaskData):
-    """One row."""
+    """One row of the data set."""
 
     word: str
 
@@ -34,7 +34,7 @@ class BackwardConfig(vf.TasksetConfig):
 
 
 class Backward(vf.Taskset[Spelling, BackwardConfig]):
-    """All words of three of the letters."""
+    """All words of three letters, from the configured letters."""
 
     def load(self):
         for number, letters in enumerate(product(self.config.letters, repeat=3)):

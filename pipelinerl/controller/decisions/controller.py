@@ -19,15 +19,14 @@ schedule, and the journal (`journal.py`) can restore the controller after a cras
 
 After *every* input the controller also advances the evaluation, sends a Directive to publish if one is due
 (`directives.publication_due`), and issues prompts within the staleness budget (`StalenessBounds.may_issue`) and
-`max_groups`. Progress therefore never depends on which input arrives next. `waiting_for` describes what the run waits
-for and which role can unblock it. The evaluation before the first step runs alone.
+`max_groups`. Progress therefore never depends on which input arrives next.
 
 Staleness is bounded in two places, by pacing before dropping. j bounds how far engines may fall behind: a publication
 is due when an engine is j versions behind. k bounds how old a token may be when it is trained: an order is issued only
 if it can still be within k versions at its earliest step. The trainer drops whatever is older.
 
-Every order is accounted for exactly once (`IssuedLedger`). Orders and reports may be repeated, since streams deliver at
-least once: the trainer drops a second group of an order, and a repeated report receives the same answer.
+Every order is accounted for exactly once (`IssuedLedger`), although streams deliver at least once: the trainer drops a
+second group of an order, and a repeated report receives the same answer.
 """
 
 from __future__ import annotations
@@ -130,11 +129,7 @@ class Controller:
     def decide(self, given: AnyInput) -> list[Effect]:
         """Process one input and return its effects, in order.
 
-        Decisions are deterministic: the same input on the same state has the same effects.
-
-        Raises:
-            RecipeError: the new knobs cannot run; nothing has changed.
-            LedgerError: the trainer's account does not balance with the controller's.
+        Raises RecipeError if new knobs cannot run (nothing changes), LedgerError if the trainer's account is wrong.
         """
         effects = self._decide(given)
         if not self.state.failing.reason:
@@ -175,11 +170,7 @@ class Controller:
     # --- events ----------------------------------------------------------------------------------------------------
 
     def handle(self, report: Report, *, now: float) -> list[Effect]:
-        """Process one report and return the effects that belong to this report, in order.
-
-        Reports from the trainer of an earlier epoch are ignored, since that trainer is fenced. A report that the
-        trainer repeats because it got no answer receives the same answer again.
-        """
+        """Process a report and return its effects. Ignore trainers of earlier epochs; answer repeated reports again."""
         trainer = self.state.trainer
         if not isinstance(report, FROM_ACTORS):
             if not isinstance(report, TrainerReady) and report.epoch != self.state.epoch:
@@ -224,11 +215,7 @@ class Controller:
                 return []
 
     def patch(self, changes: Mapping[str, Any], *, who: str, time: float) -> list[Effect]:
-        """Change knobs and notify the trainer at once; prompts are issued with the new knobs from now on.
-
-        Raises:
-            RecipeError: the new knobs cannot run; nothing has changed.
-        """
+        """Change knobs and notify the trainer at once. Raises RecipeError, without any change, if they cannot run."""
         before, self.state.knobs = self.state.knobs.to_json(), self.state.knobs.patched(changes)
         changed = {
             name: value
@@ -270,7 +257,6 @@ class Controller:
         return ending(self.state, self.settings)
 
     def _publish_if_due(self, *, again: bool) -> list[Effect]:
-        """Send a directive to publish if a publication is due; for `again` see `publication_due`."""
         publish_to = publication_due(self.state, self.settings, again=again)
         if not publish_to:
             return []
@@ -278,9 +264,7 @@ class Controller:
         return [Send(self._directive(name, publish_to=publish_to))]
 
     def issue(self) -> list[Effect]:
-        """Issue prompt orders whose groups can still be fresh at their earliest step (RLAX §3.1: pacing before
-        dropping).
-        """
+        """Issue orders whose groups can still be fresh at their earliest step: pacing before dropping (RLAX §3.1)."""
         loaded = self.state.fleet.oldest_loaded()
         if self.state.phase is not RunPhase.TRAINING or loaded is None or comes_first(self.state):
             return []
@@ -321,10 +305,7 @@ class Controller:
         return self.state.choose_problem(index, lambda ahead: self._training_problem(index, weights, quota, ahead))
 
     def _expected_rollouts(self, out: int, rollouts: int) -> int:
-        """Estimate how many of the rollouts in flight will be used in a step.
-
-        `out` is the number of prompt orders in flight, and `rollouts` the number of their rollouts.
-        """
+        """Estimate how many of the `rollouts` in flight, which belong to `out` prompt orders, a step will use."""
         knobs, most = self.state.knobs, self.settings.oversample
         if most is None:
             most = OVERSAMPLED if knobs.k > knobs.j else 1.0
@@ -336,7 +317,7 @@ class Controller:
 
     def _trainer_ready(self, report: TrainerReady, *, now: float) -> list[Effect]:
         if report.report_id in self.state.trainer.begun:
-            return []  # an earlier trainer repeated its report; the epoch that it began is over
+            return []  # a repeated report of an earlier trainer, whose epoch is over
         self.state.trainer.awaited = engine_decisions.awaited(
             self.state, engines_expected=self.settings.engines_expected
         )
@@ -363,7 +344,7 @@ class Controller:
         ]
         if (
             self.state.phase is not RunPhase.FINISHED
-        ):  # FINISHING stays: the last evaluation begins when this trainer stops
+        ):  # if FINISHING, stay: the last evaluation begins when this trainer stops
             self.state.phase = RunPhase.TRAINING
         if self.state.version == 0 and not self.state.evaluations.results:
             self._evaluator.want(self.state)
@@ -388,14 +369,11 @@ class Controller:
             elastic.note_step(self.state.elastic, report.stats, self.state.watched.by_domain)
         if self.ending is None:
             self._evaluator.want_by_interval(self.state)
-        if self.settings.overdue is Overdue.WAIT:  # the answer must list the orders that are issued now
+        if self.settings.overdue is Overdue.WAIT:  # issue first, since the answer must list these orders
             effects += self.issue()
         return [*effects, self._answer(report.report_id, publish_to=publication_due(self.state, self.settings))]
 
     def _step_skipped(self, report: StepSkipped) -> list[Effect]:
-        """Record a skipped step. Three skipped steps in a row are no accident: they stop the run, with its state
-        saved.
-        """
         self.state.account.update(report.consumed)
         step = self.state.version + 1
         if report.in_a_row >= SKIPS_THAT_END and self.state.stop_reason is None:
@@ -414,12 +392,9 @@ class Controller:
         return [controller.published(report), *lost]
 
     def _starving(self, report: Starving, *, now: float) -> list[Effect]:
-        """Reissue lost prompt orders if the trainer waits and no actor works on any order.
-
-        Such orders were lost when the stream server died and lost the newest second of its data. If the trainer waits
-        because an evaluation runs, send a directive as a sign of life instead: the evaluation's time limits bound that
-        wait.
-        """
+        """Reissue lost prompt orders if the trainer waits and no actor works on any order."""
+        # Orders are lost when the stream server dies with its newest second of data. If the trainer waits because of an
+        # evaluation, send a directive as a sign of life instead: the evaluation's time limits bound that wait.
         if self.state.evaluations.current is not None and (comes_first(self.state) or holds_updates(self.state)):
             return self._unasked(f"held-e{self.state.epoch}-{self.state.version}")
         actors = self.state.live_actors(now)
@@ -430,11 +405,8 @@ class Controller:
         return [Record("orders_lost", {"orders": len(lost)})] if lost else []
 
     def _streams_lost(self) -> list[Effect]:
-        """Send everything unfinished again: prompt orders, evaluation questions, and the last directive.
-
-        Any of these may be lost. If an order that was not lost now yields two groups, the trainer drops the second
-        group. The evaluation drops the second answer to a question in the same way.
-        """
+        """Send all unfinished work again: prompt orders, evaluation questions, and the last directive."""
+        # Duplicates do no harm: the trainer drops a second group of an order, and the evaluation a second answer.
         self.state.trainer.publications = []
         account, asked = self.state.account, self.state.evaluations.current
         effects = self._unasked(f"streams-lost-e{self.state.epoch}-{self.state.version}")
@@ -471,12 +443,12 @@ class Controller:
         return [] if self.settings.overdue is Overdue.DROP else self._unasked(f"ended-e{self.state.epoch}-{index}")
 
     def _evaluate(self, *, now: float) -> list[Effect]:
-        """Advance the evaluation and process its results."""
         effects = self._evaluator.advance(self.state, now=now)
         if results := self._evaluator.closed(self.state):
             return effects + self._evaluated(results, now=now)
         if self.state.phase is RunPhase.FINISHING and self.state.evaluations.current is None:
-            return effects + finish(self.state, self.settings)  # no engine or no problems for a last evaluation
+            # The last evaluation cannot begin without an engine or without problems.
+            return effects + finish(self.state, self.settings)
         return effects
 
     def _evaluated(self, results: list[EvaluationResult], *, now: float) -> list[Effect]:
@@ -500,10 +472,7 @@ class Controller:
         return Send(directive)
 
     def _answer_again(self, answer: Directive) -> list[Effect]:
-        """Send the answer again, with the current knobs.
-
-        The trainer has acted on no directive since it asked, so the only pending publication is the one in this answer.
-        """
+        """Send an answer again, with the current knobs. The trainer awaits it, so no other publication is pending."""
         ordered = PublicationOrdered.of(answer, self.state.version)
         self.state.trainer.publications = [ordered] if answer.publish_to else []
         return [Send(repeated(answer, self.state, self.settings))]
@@ -523,7 +492,7 @@ class Controller:
 
 
 def step_skipped(report: StepSkipped, *, step: int) -> Record:
-    """Return the event of a step that was skipped because its loss, gradient or log-probs were not finite."""
+    """Return the event of a skipped step, whose loss, gradient or log-probs were not finite."""
     fields = {"step": step, "what": report.what, "groups": report.groups, "in_a_row": report.in_a_row}
     return Record("step_skipped", fields)
 
@@ -551,7 +520,7 @@ def handed_over(report: GroupHandedOver) -> Record:
 
 
 def checkpointed(state: RunState, report: Checkpointed | CheckpointDelayed) -> list[Effect]:
-    """Return the event of a checkpoint; a delay is reported repeatedly, but recorded once, and shown while it lasts."""
+    """Return a checkpoint's event; a delay is recorded once, although reported repeatedly, and shown while it lasts."""
     version = report.model_version
     if isinstance(report, Checkpointed):
         state.trainer.unsaved = ""

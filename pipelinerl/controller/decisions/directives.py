@@ -14,7 +14,7 @@ from pipelinerl.controller.state.run_state import ControllerSettings, RunPhase, 
 from pipelinerl.enums import Overdue, Pin
 from pipelinerl.messages import Directive, TrainerKnobs
 
-#: States of engines to which every version is published; a draining engine keeps the weights that it has.
+#: States of engines to which every version is published; a draining engine keeps its weights.
 _KEPT_UP_TO_DATE: Final = (EngineLifecycle.JOINING, EngineLifecycle.HEALTHY, EngineLifecycle.SUSPECT)
 
 
@@ -36,9 +36,8 @@ def publication_due(state: RunState, settings: ControllerSettings, *, again: boo
     | engines have no weights of this epoch                               | those engines |
 
     No publication is due while an evaluation postpones updates, or once the run ends. A publication counts as delivered
-    as soon as it is directed, so it is not directed twice. If the trainer's report on it omits an engine, a publication
-    to this engine is due at the next tick, when this is called with `again`. The delay prevents a tight loop with a
-    publisher that skips engines.
+    as soon as it is directed. If the trainer's report on it omits an engine, a publication to this engine is due at the
+    next tick (a call with `again`); the delay prevents a tight loop with a publisher that skips engines.
     """
     if state.phase is not RunPhase.TRAINING or holds_updates(state) or ending(state, settings) is not None:
         return []
@@ -70,11 +69,9 @@ def directive(
     publish_to: Sequence[str] = (),
     leave: bool = False,
 ) -> Directive:
-    """Return the directive that answers the report with id `answers`, or an unsolicited directive of that name.
-
-    The final weights are published to all engines, regardless of `publish_to`. If the trainer must `leave`, or the run
-    fails or is suspended, the trainer saves its state and publishes nothing more.
-    """
+    """Return the directive that answers the report with id `answers`, or an unsolicited directive of that name."""
+    # The final weights go to all engines, regardless of `publish_to`. If the trainer must `leave`, or the run fails or
+    # is suspended, the trainer saves its state and publishes nothing more.
     ends = ending(state, settings) is not None
     stop, last = ends or leave, ends and not (leave or state.failing.reason)
     recipients = sorted([*state.fleet.members(), *state.fleet.pinned()]) if last else list(publish_to)
@@ -102,10 +99,7 @@ def directive(
 
 
 def repeated(answer: Directive, state: RunState, settings: ControllerSettings) -> Directive:
-    """Return an answer that was sent before, with the current knobs and account.
-
-    The trainer may have received directives in between. The repeated answer, which it reads last, must not undo them.
-    """
+    """Return an earlier answer with the current knobs and account: it must not undo directives sent in between."""
     current = directive(state, settings, answers=answer.answers)
     return msgspec.structs.replace(
         answer,
@@ -118,11 +112,7 @@ def repeated(answer: Directive, state: RunState, settings: ControllerSettings) -
 
 
 def _fresh_until(state: RunState, settings: ControllerSettings) -> list[tuple[int, int]]:
-    """Return pairs (first order, step): groups of the orders from `first order` on can be trained until that step,
-    inclusive.
-
-    Empty if steps do not wait for overdue groups, or if k is infinite.
-    """
+    """Return pairs (first order, last step that may train this and later orders); empty if there is no such limit."""
     if settings.overdue is Overdue.DROP or math.isinf(state.knobs.k):
         return []
     return [(first, loaded + int(state.knobs.k)) for first, loaded in state.loaded_from]

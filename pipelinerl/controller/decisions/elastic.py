@@ -49,7 +49,7 @@ _WHY: Final = {
 
 
 def verdict(rule: ElasticRule, figures: Figures, *, engines: int) -> Want:
-    """Return the change suggested by one interval's figures with `engines` serving engines."""
+    """Return the change that one interval's figures suggest while `engines` engines serve."""
     if figures.occupancy >= rule.busy:
         return Want.MORE if figures.waiting > rule.waiting or figures.stale > rule.stale else Want.SAME
     fits = engines > 1 and figures.occupancy * engines / (engines - 1) < rule.busy
@@ -57,10 +57,7 @@ def verdict(rule: ElasticRule, figures: Figures, *, engines: int) -> Want:
 
 
 def weighed(rule: ElasticRule, memory: ElasticMemory, figures: Figures, *, engines: int, now: float) -> Want:
-    """Return the change to make, given the figures of this interval and of the intervals before.
-
-    This interval's verdict is added to `memory`.
-    """
+    """Add this interval's verdict to `memory`, and return the change to make now."""
     want = verdict(rule, figures, engines=engines)
     same_way = want is not Want.SAME and memory.streak * want.value >= 0
     memory.streak = memory.streak + want.value if same_way else want.value
@@ -69,9 +66,7 @@ def weighed(rule: ElasticRule, memory: ElasticMemory, figures: Figures, *, engin
 
 
 def changed(memory: ElasticMemory, *, now: float) -> None:
-    """Restart the measurements after a change in the number of engines, or after a dry run has only announced a
-    change.
-    """
+    """Restart the measurements after a change in the number of engines, or after a dry run has announced one."""
     memory.forget()
     memory.streak, memory.changed = 0, now
 
@@ -135,10 +130,6 @@ def _counts(state: RunState) -> dict[str, int]:
 
 
 def _beyond(state: RunState, settings: ControllerSettings, counts: Mapping[str, int]) -> tuple[Want, str] | None:
-    """Return an engine type whose number of engines is outside its limits, and the direction of the change.
-
-    None if all types are within their limits.
-    """
     for type, count in counts.items():
         if count < state.knobs.engines_min[type] and type not in _not_to_be_had(state):
             return Want.MORE, type
@@ -160,16 +151,13 @@ def _type_for(state: RunState, settings: ControllerSettings, want: Want, counts:
 
 
 def _not_to_be_had(state: RunState) -> set[str]:
-    """Return the engine types that cannot be provided: a requested engine never joined, or refused the run
-    permanently.
-    """
+    """Return engine types that are unavailable: a requested engine never joined, or refused the run permanently."""
     records = {record.name: record for record in state.fleet.records()}
     gone = {request.type for request in state.engine_requests if not request.wanted and request.name not in records}
     return gone | {record.type for record in records.values() if record.refuses}
 
 
 def _newest(state: RunState, settings: ControllerSettings, type: str) -> EngineRecord | None:
-    """Return the newest engine of this type that is healthy, not pinned, and was started by the launcher."""
     names = [*map("engine-{}".format, range(settings.engines_expected)), *(each.name for each in state.engine_requests)]
     own = [
         record

@@ -7,11 +7,9 @@
     EngineRemoved                                       `_remove`, which is an immediate `_expel`
     EnginesRequested                                    the launcher starts processes, which offer themselves
 
-Transitions are named like the events in the table of `state/fleet.py`: `drain`, `_expel`, `_publish_failed`,
-`_answered`.
-
-A swap requests an engine that `replaces` another. The old engine is drained once the new one serves, so the run never
-has fewer engines. This module sends no directives: due publications follow from the fleet (`without_weights`).
+Transitions are named like the events in the table of `state/fleet.py`. A swap requests an engine that `replaces`
+another, which is drained once the new one serves, so the run never has fewer engines. This module sends no directives:
+due publications follow from the fleet (`without_weights`).
 """
 
 from __future__ import annotations
@@ -150,11 +148,7 @@ def removal_reason(state: RunState, url: str) -> str:
 def _publish_failed(
     state: RunState, report: Published | CanaryChecked, *, blameless: Collection[str] = ()
 ) -> list[Effect]:
-    """Record engines that failed to receive the weights, or failed to prove them in the canary check.
-
-    A permanent failure expels the engine. A failure of a `blameless` engine, which other engines caused, is not
-    counted.
-    """
+    """Record failed updates and canary checks. Permanent failures expel; those of `blameless` engines do not count."""
     fleet, effects = state.fleet, list[Effect]()
     for url, reason in report.failed.items():
         persistence = Persistence.PERMANENT if url in report.permanent else Persistence.TRANSIENT
@@ -182,10 +176,7 @@ def _answered(state: RunState, url: str, *, now: float) -> list[Effect]:
 
 
 def _drain_replaced(state: RunState, url: str, *, now: float) -> list[Effect]:
-    """Drain the engine that a newly serving engine replaces.
-
-    This happens only once, although the new engine may prove its weights repeatedly.
-    """
+    """Drain the engine that a serving engine replaces, but only once: the new engine proves its weights repeatedly."""
     name = state.fleet.by_url[url].name
     for request in state.engine_requests:
         if request.name == name and request.replaces and request.wanted:
@@ -202,12 +193,10 @@ def _remove(state: RunState, engine: str) -> list[Effect]:
 
 
 def _expel(state: RunState, url: str, reason: str) -> list[Effect]:
-    """Expel an engine and have its process ended."""
     return _after_expulsion(state, url) if state.fleet.expel(url, reason, to_stop=True) else []
 
 
 def _after_expulsion(state: RunState, url: str) -> list[Effect]:
-    """Record a planned departure, and cancel requests for engines of its name and requests to replace its URL."""
     record = state.fleet.by_url[url]
     _cancel_request(state, record.name)
     _cancel_replacement(state, url)

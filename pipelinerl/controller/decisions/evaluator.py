@@ -5,12 +5,10 @@
      └── pin broken: the engine was lost or updated ──────────┘   at most `restarts` times
 
 Training continues during an evaluation. With pin mode `engine`, one engine keeps its weights while the others continue;
-questions use this engine's share of the actors' capacity, so training keeps its own. With `gate`, updates are postponed
-until the end of the evaluation, but at most `hold_s`; prompts are issued as long as they can be fresh. Before the first
-step and after the last there are no updates to hold: all engines answer, and versions are still checked.
-
-Sets that are due together form one evaluation, answered by the same weights. Sets that become due during an evaluation
-wait for its end, except those that it includes already.
+questions use this engine's share of the actors' capacity. With `gate`, updates are postponed until the evaluation ends,
+for at most `hold_s`; prompts are issued as long as they can be fresh. Before the first step and after the last there
+are no updates to hold: all engines answer, and versions are still checked. Sets that are due together form one
+evaluation, answered by the same weights; sets that become due during an evaluation wait for its end.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from pipelinerl.messages import EvaluationDone
 
 @final
 class Evaluator:
-    """Decisions about evaluations; changes the state's evaluations and which engine of the fleet is pinned."""
+    """Decides about evaluations: changes the evaluations in the run's state, and pins an engine of the fleet."""
 
     def __init__(self, plan: EvaluationPlan, orders: PromptOrderFactory) -> None:
         self.plan = plan
@@ -55,9 +53,7 @@ class Evaluator:
         return effects
 
     def advance(self, state: RunState, *, now: float) -> list[Effect]:
-        """Advance the evaluation, after any input: restart it if its pin broke, begin it if possible, and issue more
-        questions.
-        """
+        """After any input, restart an evaluation whose pin broke, begin one that is due, and issue more questions."""
         effects: list[Effect] = []
         if state.evaluations.current is not None and (reason := broken(state)):
             effects += self._restart(state, state.evaluations.current, reason)
@@ -79,9 +75,7 @@ class Evaluator:
         return self.asking(evaluation, [index] if evaluation.add(index, answer, now=now) else [])
 
     def closed(self, state: RunState) -> list[EvaluationResult]:
-        """Return the result of each set and release the pinned engine, if the evaluation has just ended; otherwise an
-        empty list.
-        """
+        """Return each set's result and release the pinned engine, if the evaluation has just ended; otherwise []."""
         evaluation = state.evaluations.current
         if evaluation is None or not (evaluation.complete or evaluation.given_up):
             return []
@@ -107,14 +101,11 @@ class Evaluator:
             state.evaluations.due = replace(due, sets=due.sets + new)
 
     def _begin(self, state: RunState, due: EvaluationDue, *, now: float) -> list[Effect]:
-        """Begin the due evaluation, if engines serve suitable weights.
-
-        Wait for a publication that is under way, since it would break the pin. In the last phase nothing more is
-        published, so engines with any weights may answer.
-        """
+        """Begin the due evaluation once engines serve suitable weights and no publication is under way."""
         loaded = {url: state.fleet.by_url[url].loaded for url in state.fleet.verified()}
         if not loaded or (state.phase is RunPhase.TRAINING and state.trainer.publishes):
             return []
+        # Once the run finishes, nothing more is published, so engines with any weights may answer.
         last = state.phase is RunPhase.FINISHING
         ready = sorted(url for url in state.fleet.serving() if loaded[url] >= due.version)
         agreed = len(set(loaded.values())) == 1 and min(loaded.values()) >= due.version
@@ -122,7 +113,7 @@ class Evaluator:
         if pin in (Pin.AUTO, Pin.ENGINE):
             several = (
                 len({*loaded, *state.fleet.to_verify()}) > 1
-            )  # an engine has yet to prove its weights: wait for it
+            )  # includes engines that have yet to pass the canary check
             pin = Pin.ENGINE if several and state.version > 0 and not last else Pin.GATE
         if pin is Pin.GATE and last and not agreed:
             pin = Pin.NONE
@@ -186,9 +177,7 @@ class Evaluator:
 
 
 def holds_updates(state: RunState) -> bool:
-    """Return True if publications must wait, because they would change the weights that the current evaluation
-    measures.
-    """
+    """Return True if publications must wait, since they would change the weights that an evaluation measures."""
     evaluation = state.evaluations.current
     held = evaluation is not None and evaluation.pin is Pin.GATE and not evaluation.given_up
     return held and state.phase is RunPhase.TRAINING and state.version != evaluation.model_version  # type: ignore[union-attr]

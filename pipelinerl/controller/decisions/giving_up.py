@@ -8,8 +8,8 @@
     every prompt is too long for the context                    after eight times the orders in flight
     no group has signal, and such groups are dropped            after `run.no_signal_steps` (`step_review.py`)
 
-The process that refuses reports whether its reason is permanent (`inference_contract.errors.Persistence`); nothing is
-guessed here. A trainer that is training is directed to save its state, and gets `save_s` seconds to do so.
+The process that refuses reports whether its reason is permanent (`inference_contract.errors.Persistence`). A trainer
+that is training is directed to save its state, and gets `save_s` seconds to do so.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ _FEW_GROUPS: Final = 8
 _VERDICTS_THAT_END: Final = 20
 #: Name of the recipe's group filter in error messages.
 THE_FILTER: Final = "curation.filter"
-#: The run ends if, within one step, prompts were too long this many times as often as there are orders in flight. That
-#: happens if about eight of nine prompts are too long.
+#: If too long prompts within one step exceed the orders in flight by this factor, the run ends: about 8 of 9 prompts.
 _TOO_LONG: Final = 8
 
 
@@ -73,7 +72,7 @@ def last_word(state: RunState, settings: ControllerSettings) -> Finish:
 
 
 def refused(state: RunState, report: GroupFailed) -> None:
-    """Record that a group failed, by whether its prompt was too long or the engine's refusal is permanent."""
+    """Count a group whose prompt was too long or permanently refused; a transient failure resets the refusals."""
     if report.code == ContextExceeded.code:
         state.failing.too_long_groups += 1
         state.failing.too_long_reason = report.reason
@@ -87,7 +86,6 @@ def refused(state: RunState, report: GroupFailed) -> None:
 
 
 def _end(state: RunState, settings: ControllerSettings, reason: str, *, now: float) -> list[Effect]:
-    """End the run, either at once or as soon as the trainer has saved its state."""
     state.failing.reason, state.failing.since = reason, now
     if state.phase is not RunPhase.TRAINING:
         return finish(state, settings)
@@ -102,7 +100,7 @@ def _alive(state: RunState) -> bool:
 
 def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Iterator[str]:
     if state.phase is RunPhase.FINISHING:
-        return  # the trainer's state is already saved, and the last evaluation has its own time limits
+        return  # by then the trainer's state is saved, and the last evaluation has its own time limits
     yield from _all_refuse(state, settings)
     if state.failing.engineless_since and now - state.failing.engineless_since > settings.engine_timeout_s:
         yield (
@@ -117,12 +115,9 @@ def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Itera
 
 
 def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
-    """Yield a reason if no engine will ever serve: all engines have joined, and all of them are expelled for good.
-
-    Only an operator could add another engine.
-    """
+    """Yield a reason if no engine will ever serve: all engines have joined, and all are expelled permanently."""
     if any(each.lifecycle is not EngineLifecycle.EXPELLED and not each.to_stop for each in state.fleet.by_url.values()):
-        return  # this runs after each decision, and even with a thousand engines the first one usually ends the search
+        return  # the usual case, returned early since this check runs after each decision, even with a thousand engines
     records = [record for record in state.fleet.records() if not record.to_stop]
     names = {record.name for record in records}
     to_come = [request for request in state.engine_requests if request.wanted and request.name not in names]
@@ -135,12 +130,9 @@ def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
 
 
 def _all_too_long(state: RunState) -> Iterator[str]:
-    """Yield a reason if nearly all prompts are too long.
-
-    Prompts that are too long fail at once while others are still sampled, and each failed order is replaced. Even a few
-    percent of such prompts therefore cause many failures, and only a large multiple of the orders in flight means that
-    nearly all are too long.
-    """
+    """Yield a reason if nearly all prompts are too long."""
+    # Such prompts fail at once and are replaced, so even a few percent of them cause many failures. Only a large
+    # multiple of the orders in flight means that nearly all prompts are too long.
     failing = state.failing
     if not failing.too_long_groups:
         return
@@ -153,11 +145,9 @@ def _all_too_long(state: RunState) -> Iterator[str]:
 
 
 def _no_verdicts(state: RunState, now: float) -> Iterator[str]:
-    """Yield a reason if a domain's verifier, or the filter, has failed on all recent answers.
-
-    It must have failed for every actor that used it. Errors end the run after `_VERDICTS_THAT_END` in a row. Timeouts
-    end it only after a step's worth of answers, because the model's answers may cause them, and they come in bursts.
-    """
+    """Yield a reason if a domain's verifier, or the filter, failed on the recent answers of all actors that used it."""
+    # Errors end the run after `_VERDICTS_THAT_END` in a row. Timeouts, which answers may cause and which come in
+    # bursts, end it only after a step's worth of answers.
     actors = list(state.live_actors(now))
     judges = {
         f"the verifier of domain {domain}": [alive.verifiers[domain] for alive in actors if domain in alive.verifiers]
@@ -195,7 +185,7 @@ def progress_mark(state: RunState) -> tuple[Any, ...]:
 
 
 def waiting_for(state: RunState, *, now: float) -> str:
-    """Describe what the run waits for. A delayed checkpoint is included, since training will have to wait for it."""
+    """Describe what the run waits for, including a delayed checkpoint, for which training will have to wait."""
     return _stage(state, now) + (f"; {state.trainer.unsaved}" if state.trainer.unsaved else "")
 
 

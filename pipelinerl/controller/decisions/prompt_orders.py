@@ -18,8 +18,8 @@ _AS_THE_RUN: Final = DomainSampling()
 class PromptOrderFactory:
     """Creates prompt orders from the run's settings.
 
-    A domain's group size, temperature, length and stop strings, where it has them, override those of the run and the
-    knob `temperature`. Evaluations use the temperature of their set, and the set's length limit if it has one.
+    A domain's own group size, temperature, length and stop strings override those of the run and the knob
+    `temperature`. Evaluations use the temperature of their set, and the set's length limit if it has one.
     """
 
     seed: int
@@ -60,12 +60,9 @@ class PromptOrderFactory:
         )
 
     def asking(self, plan: EvaluationPlan, index: int, *, version: int, number: int, engine: str = "") -> PromptOrder:
-        """Return question `index` of evaluation `number` of `version`; if `engine` is given, only that engine may
-        answer.
-
-        Apart from id and engine, the order is the same in every evaluation, so a sample is a function of its seed
-        and the weights.
-        """
+        """Return question `index` of evaluation `number` of `version`; only `engine`, if given, may answer it."""
+        # Apart from id and engine, the order is the same in every evaluation: a sample depends on its seed and the
+        # weights.
         asked, place = plan.question(index)
         problem = self.held_out_problem(asked.name, place)
         own = self._own(problem)

@@ -1,8 +1,7 @@
 """`implausible`: rejects reports that no correct role of this run can have sent, given the controller's state.
 
-Any process that can write to the streams, or a role with a bug, can send anything. Plausible reports are trusted.
-Implausible reports would unbalance the account, add answers to evaluation questions that were never issued, or contain
-absurdly large numbers.
+Any process that can write to the streams, or a role with a bug, can send anything. Implausible reports would unbalance
+the account, answer evaluation questions that were never issued, or contain absurdly large numbers.
 """
 
 from __future__ import annotations
@@ -76,17 +75,14 @@ def _unrecordable(value: Any, name: str = "it") -> Iterator[str]:
                 yield from _unrecordable(held, str(key)[:64])
         case list() if len(value) > MOST_AHEAD:
             yield f"{name} has {len(value)} entries"
-        case list():  # a step's report lists thousands of orders: of a list of numbers, check only smallest and largest
+        case list():  # check only the smallest and largest number of a list: a step's report lists thousands of orders
             numbers = set(map(type, value)) == {int}
             for held in (min(value), max(value)) if numbers else value:
                 yield from _unrecordable(held, name)
 
 
 def _unbalanced(state: RunState, consumed: ConsumedReport) -> Iterator[str]:
-    """Yield a complaint for each contradiction in a trainer's account.
-
-    The account must count each order once: either below its frontier, or in the list `beyond` it.
-    """
+    """Yield a complaint for each contradiction in a trainer's account, such as an order that is counted twice."""
     furthest = max(consumed.frontier - 1, *consumed.beyond, -1)
     if furthest >= state.account.cursor + 2 * MOST_AHEAD:
         yield f"it accounts for order {furthest}, which was never issued"
@@ -99,9 +95,6 @@ def _unbalanced(state: RunState, consumed: ConsumedReport) -> Iterator[str]:
 
 
 def _unasked(state: RunState, report: EvaluationDone | GroupFailed) -> Iterator[str]:
-    """Yield a complaint if the report answers a question that the current evaluation did not ask, or answers it
-    impossibly.
-    """
     evaluation = state.evaluations.current
     if evaluation is None or not evaluation.concerns(report.order_id):
         return

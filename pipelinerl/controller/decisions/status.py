@@ -60,11 +60,8 @@ def run_status(
 
 
 def assignment_of(state: RunState, settings: ControllerSettings) -> ActorAssignment:
-    """Return the settings that every actor works with.
-
-    They contain k, by which actors give up outdated groups. They omit k if steps wait for overdue groups, or if
-    staleness is bounded for single rollouts.
-    """
+    """Return the settings that every actor works with."""
+    # Actors give up outdated groups by k, except if steps wait for overdue groups, or if k bounds single rollouts.
     drops = settings.scope is StalenessScope.GROUP and settings.overdue is Overdue.DROP
     gives_up = drops and not math.isinf(state.knobs.k)
     return ActorAssignment(
@@ -103,7 +100,6 @@ def _other_sets(results: Sequence[EvaluationResult]) -> tuple[status.HeldOutStat
 
 
 def _held_out(results: Sequence[EvaluationResult]) -> status.HeldOutStatus:
-    """Return the status of one evaluation set."""
     if not results:
         return status.HeldOutStatus()
     first, last = results[0], results[-1]
@@ -127,7 +123,6 @@ def _groups(figures: Mapping[str, AnswerFigures]) -> tuple[status.GroupFiguresSt
 
 
 def _figures(of: EvaluationResult | AnswerFigures) -> dict[str, Any]:
-    """Return the figures that evaluation sets, domains and tags have in common."""
     return {
         "accuracy": of.accuracy,
         "low": of.low,
@@ -207,7 +202,7 @@ def _engine(record: EngineRecord, load: EngineLoad) -> status.EngineStatus:
     )
 
 
-#: The most engines in a steady state that are polled per second.
+#: Maximum number of steady engines (joining or healthy) that are polled per second.
 POLLS_PER_S: Final = 128
 _STEADY: Final = (EngineLifecycle.JOINING, EngineLifecycle.HEALTHY)
 
@@ -216,11 +211,9 @@ _STEADY: Final = (EngineLifecycle.JOINING, EngineLifecycle.HEALTHY)
 class EngineLoad:
     """Load of one engine as of its newest poll; rates cover the time between its two newest polls.
 
-    Attributes:
-        occupancy: share of its slots at work, over all time including idle time. Rows that wait for prompt orders,
-            for a verifier or for a trainer do not count as work. An engine that reports no busy seconds is assumed
-            to be always busy.
-        idle_since: when the engine was first seen without work; None while it has work.
+    `occupancy` is the share of slots at work over all time, including idle time; rows that wait for prompt orders, a
+    verifier or a trainer are not at work. An engine that reports no busy seconds counts as always busy. `idle_since` is
+    when the engine was first seen without work; None while it has work.
     """
 
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
@@ -250,9 +243,8 @@ class EngineWatch:
     def to_ask(self, records: Sequence[EngineRecord], *, now: float, every_s: float) -> list[str]:
         """Return the engines to poll now, given that this is called every `every_s` seconds.
 
-        In small fleets every engine is polled each time. If more than `POLLS_PER_S` engines per second are steady
-        (joining or healthy), only those that were polled least recently are chosen, so the cost of polling stays
-        bounded and even. All other engines, such as suspect or draining ones, are polled every time.
+        Of the steady engines (joining or healthy), at most `POLLS_PER_S` a second are polled, least recently polled
+        first, so the cost is bounded and even. All others, such as suspect or draining engines, are polled every time.
         """
         most = math.ceil(POLLS_PER_S * every_s)
         steady = [each.url for each in records if each.lifecycle in _STEADY]
@@ -262,9 +254,7 @@ class EngineWatch:
         return chosen
 
     def answered(self, url: str, metrics: EngineMetrics, now: float) -> bool:
-        """Record an engine's answer; return True if its counters went down, which means that the engine has
-        restarted.
-        """
+        """Record an engine's answer; return True if its counters went down, so the engine must have restarted."""
         known = self.load(url)
         previous, seconds = known.metrics, now - known.polled_at
         restarted = (

@@ -95,7 +95,6 @@ def _by_domain(state: RunState, reported: Figures) -> dict[str, dict[str, float]
 
 
 def _verified(state: RunState) -> dict[str, VerifierFigures]:
-    """Return the verifier figures by domain, summed over all actors."""
     sums: dict[str, VerifierFigures] = {}
     for alive, _ in state.actors.values():
         for domain, each in alive.verifiers.items():
@@ -167,16 +166,13 @@ class AlarmKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """Thresholds of the alarms.
+    """Thresholds of the alarms; measures are averages over the last `recent_steps`.
 
     Attributes:
-        recent_steps: number of recent steps over which a measure is averaged.
-        entropy: the entropy alarm is raised if recent entropy is below this share of the entropy of the run's first
-            steps.
-        right: the entropy alarm is raised only if fewer than this share of the answers are correct.
-        length: the length alarm is raised if the mean length of recent steps is this multiple of the mean length of
-            the `length_steps` before them.
-        truncated, stale: the alarm is raised if more than this share of a domain's rollouts or groups is affected.
+        entropy: share of the entropy of the run's first steps below which an alarm is raised, unless `right` or more of
+            the answers are correct.
+        length: multiple of the mean length in the `length_steps` before, above which an alarm is raised.
+        truncated, stale: share of a domain's rollouts or groups above which an alarm is raised.
         enough: the fewest rollouts, or groups, of a domain on which an alarm may be raised.
         back: an alarm is cleared when its measure is better than the threshold by this share of the threshold.
     """
@@ -205,7 +201,7 @@ class Alarm:
 
     @property
     def key(self) -> str:
-        """The kind and domain, by which an alarm that is already raised is recognised."""
+        """Identifies the alarm: its kind and domain."""
         return f"{self.kind}:{self.domain}"
 
 
@@ -216,10 +212,7 @@ def alarms_of(
     raised: Mapping[str, str],
     thresholds: Thresholds = THRESHOLDS,
 ) -> list[Alarm]:
-    """Return the alarms that are active after the newest of `steps` (oldest first).
-
-    `raised` are the alarms that were active before the newest step.
-    """
+    """Return the alarms active after the newest of `steps` (oldest first); `raised` are those active before it."""
     if len(steps) < thresholds.recent_steps:
         return []
     return [
@@ -293,7 +286,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-#: A domain counts as having lost its signal only after this many groups, so that a small share is no reason.
+#: Minimum number of groups without signal before a domain counts as without signal, even if its share is small.
 _LEAST_GROUPS: Final = 16
 #: The run counts as solved if at least this share of its groups without signal had only correct answers.
 _SOLVED: Final = 0.9
@@ -321,7 +314,6 @@ def review(state: RunState, settings: ControllerSettings) -> list[Effect]:
 
 
 def _end(state: RunState, settings: ControllerSettings) -> list[Effect]:
-    """End the run at the next step boundary, as if an operator had stopped it."""
     counts = _sum(state)
     state.failing.hopeless = counts.right < _SOLVED * counts.total
     state.stop_reason = _hopeless_sentence(state, counts) if state.failing.hopeless else _solved_sentence(counts)
@@ -332,10 +324,7 @@ def _end(state: RunState, settings: ControllerSettings) -> list[Effect]:
 
 
 def _steps_without_signal(state: RunState, *, only_refused: bool) -> float:
-    """Return how many steps' worth of groups without signal the run has had.
-
-    The domain with the fewest such groups, relative to its share of the mixture, decides.
-    """
+    """Return how many steps' worth of groups lacked signal, in the domain with the fewest relative to its share."""
     counts = state.account.consumed.no_signal
     if not counts:
         return 0.0
@@ -351,7 +340,6 @@ def _steps_without_signal(state: RunState, *, only_refused: bool) -> float:
 
 
 def _sum(state: RunState) -> NoSignalGroups:
-    """Add up the groups without signal of all domains."""
     counts = list(state.account.consumed.no_signal.values())
     return NoSignalGroups(
         right=sum(each.right for each in counts),

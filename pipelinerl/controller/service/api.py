@@ -149,7 +149,7 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
         count = len(fleet.by_url)
         taken = EngineTaken("joining", OFFER_S if count <= OFFERS_AT_ONCE else OFFER_S * count / OFFERS_AT_ONCE)
         if offer.incarnation and fleet.is_known(url, offer.incarnation, name=offer.name, type=offer.type, now=now):
-            return _answer(taken)  # a known engine repeats its offer: no decision, so no journal entry
+            return _answer(taken)  # a repeated offer needs no decision and therefore no journal entry
         if (wait_s := fleet.offer_wait_s(url, offer.incarnation, now=now)) > 0:
             return _answer(EngineTaken("waiting", wait_s))
         try:  # check the engine before it joins: all other engines would wait for it in the process group
@@ -217,7 +217,6 @@ def _add_verifiers(app: FastAPI, service: ControllerService) -> None:
 
 
 def _unreachable(request: Request, url: str, what: str) -> Response | None:
-    """Return an error if a loopback address was offered from another machine; None if the address is acceptable."""
     asker = request.client.host if request.client is not None else _LOCALHOST
     if not _is_local(urlsplit(url).hostname or "") or _is_local(asker):
         return None
@@ -234,16 +233,14 @@ def _is_local(host: str) -> bool:
         address = ip_address(host)
     except ValueError:
         return host == _LOCALHOST
-    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:  # IPv4 address of a dual-stack socket
+    # A dual-stack socket reports IPv4 peers as mapped IPv6 addresses.
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
         address = address.ipv4_mapped
     return address.is_loopback or address.is_unspecified
 
 
 def _url(service: ControllerService, engine: str) -> str | None:
-    """Return the URL of the engine with this URL or name; None if there is none, or if several engines have the name.
-
-    Expelled engines are found by URL only.
-    """
+    """Return the URL of the one engine with this URL or name, else None; expelled engines are found by URL only."""
     base = base_url(engine)
     records = service.controller.state.fleet.records()
     named = [r.url for r in records if r.name == engine and r.lifecycle is not EngineLifecycle.EXPELLED]
@@ -251,7 +248,6 @@ def _url(service: ControllerService, engine: str) -> str | None:
 
 
 def _named(service: ControllerService, engine: str) -> str | None:
-    """Like `_url`, but for an engine that was requested and has not joined yet, return its name."""
     requested = (
         request.name
         for request in service.controller.state.engine_requests

@@ -1,16 +1,14 @@
 """`Journal`: the controller's durable memory, so that its process may be killed between any two side effects.
 
-Each decision is journaled before its effects are carried out: its input, and the stream ids that the effects will use.
-A restarted controller loads the newest snapshot and repeats the decisions journaled since then. Decisions are pure, so
-the resulting state is the same. The controller then carries out the effects of the last decision once more. Effects are
-idempotent: prompts and directives use the journaled ids, and events the number of the decision. An input that was not
-journaled had no effect and is not lost: a report is still in its stream, and the caller of an API call got no answer.
+Each decision is journaled, by its input and the stream ids of its effects, before its effects are carried out. A
+restarted controller loads the newest snapshot, repeats the decisions journaled since then, which are pure, and carries
+out the effects of the last decision once more. Effects are idempotent: prompts and directives use the journaled ids,
+and events the number of the decision. An input that was not journaled had no effect and is not lost: a report is still
+in its stream, and the caller of an API call got no answer.
 
-The journal also fences. If two controllers write, one of them finds that the other has already used its next entry
-number, and stops before its decision has any effect.
-
-Entry numbers are consecutive. If the stream server loses its newest data, numbers are missing, and the journal cannot
-be replayed until its next snapshot. `whole` detects this, and the writer takes a snapshot at once.
+The journal also fences: a controller that finds its next entry number already used by another controller stops before
+its decision has any effect. If the stream server loses its newest data, entry numbers, which are consecutive, are
+missing, and the journal cannot be replayed; `whole` detects this, and the writer takes a snapshot at once.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ _SNAPSHOT_EVERY: Final = 500
 
 
 class Decision(msgspec.Struct, frozen=True, tag=True):
-    """A journaled input; the effects of its decision use ids from `next_prompt` and `next_directive` on."""
+    """A journaled input, and the first stream ids that the effects of its decision use."""
 
     given: AnyInput
     next_prompt: int
@@ -57,9 +55,7 @@ class JournalSnapshot(msgspec.Struct, frozen=True, tag=True):
 
 
 class _Layout(msgspec.Struct, frozen=True):
-    """The type and layout version of an entry, decoded before the rest of it; the oldest snapshots have no layout
-    version.
-    """
+    """Type and layout version of an entry, decoded before the rest; the oldest snapshots have no layout version."""
 
     type: str
     layout: int = 1
@@ -74,8 +70,7 @@ _LAYOUTS: Final = msgspec.msgpack.Decoder(_Layout)
 class Recovered:
     """Contents of a journal: the state at its newest snapshot, and the decisions since then.
 
-    The effects of the last decision must be repeated. `reports_offset` is where to continue reading reports, and `now`
-    is the time of the last decision.
+    The effects of the last decision, made at `now`, must be repeated. Reports are read on from `reports_offset`.
     """
 
     number: int
@@ -104,11 +99,7 @@ class Journal:
         return cls(stream, number=fresh_number(await stream.last_id(JOURNAL)))
 
     async def record(self, decision: Decision) -> int:
-        """Journal a decision and return its number; the decision is durable on return.
-
-        Raises:
-            FencedError: another controller has written this entry.
-        """
+        """Journal a decision durably and return its number. Raises FencedError if another controller wrote it."""
         await self._write(msgspec.structs.replace(decision, writer=self._writer))
         if isinstance(decision.given, ReportReceived):
             self.reports_offset = decision.given.entry_id
@@ -116,11 +107,7 @@ class Journal:
         return self.number
 
     def refuse_unwritable(self, given: AnyInput) -> None:
-        """Reject an input that cannot be encoded, before a decision is made on it.
-
-        Raises:
-            RecipeError: the input cannot be encoded.
-        """
+        """Raise RecipeError if an input cannot be encoded, before a decision is made on it."""
         try:
             _ENCODER.encode(given)
         except (OverflowError, UnicodeEncodeError, TypeError, RecursionError) as error:
@@ -128,13 +115,11 @@ class Journal:
 
     @property
     def snapshot_due(self) -> bool:
-        """True if enough decisions were made since the last snapshot to take another snapshot."""
+        """True if the next snapshot is due."""
         return self.number - self._last_snapshot >= _SNAPSHOT_EVERY
 
     async def snapshot(self, state: RunState) -> None:
-        """Write the whole state, whose effects must all be carried out, and trim older entries; raises like
-        `record`.
-        """
+        """Write the whole state, whose effects must be carried out, and trim older entries; raises like `record`."""
         await self._write(JournalSnapshot(state, self.reports_offset, self._writer, self.now))
         await self._stream.trim(JOURNAL, before=f"{self.number}-0")
         self._first = self._last_snapshot = self.number
@@ -142,11 +127,11 @@ class Journal:
     async def _write(self, record: Decision | JournalSnapshot) -> None:
         number, payload = self.number + 1, _ENCODER.encode(record)
         if not await self._stream.append(JOURNAL, [payload], first_id=number):
-            # The entry number is used. The entry may be our own, if the server stored it and its answer was lost.
+            # The entry number is taken, maybe by this entry: the server may have stored it but its answer was lost.
             found = await self._stream.read({JOURNAL: f"{number - 1}-0"}, count=1, block_s=0)
             if [entry.payload for entry in found] != [payload]:
                 raise FencedError("another controller has taken over this run; this one stops")
-        self.number = number  # not before the check: a fenced writer must fail again on each further attempt
+        self.number = number  # set only after the check, so that a fenced writer fails again on each further attempt
 
     async def whole(self) -> bool:
         """Return True if the server still has every entry of this journal, and no entry of another writer."""
@@ -155,20 +140,13 @@ class Journal:
 
     @staticmethod
     async def is_being_written(stream: Stream, *, for_s: float) -> bool:
-        """Return True if an entry is written within the next `for_s` seconds.
-
-        A running controller with live actors writes often, since it journals each of their heartbeats.
-        """
+        """Return True if an entry is written within `for_s` seconds; a live controller journals actors' heartbeats."""
         last = await stream.last_id(JOURNAL)
         return last != START and bool(await stream.read({JOURNAL: last}, count=1, block_s=for_s))
 
     @classmethod
     async def recover(cls, stream: Stream) -> tuple[Self, Recovered] | None:
-        """Return the journal in `stream`, ready for further writes, and its contents; None if entries are missing.
-
-        Raises:
-            UserError: the journal was written by an incompatible version of the controller.
-        """
+        """Return the journal and its contents, or None if entries are missing. Raises UserError for another layout."""
         entries = await stream.read({JOURNAL: START}, count=10 * _SNAPSHOT_EVERY, block_s=0)
         try:
             _check_layout([entry.payload for entry in entries])
@@ -198,11 +176,6 @@ class Journal:
 
 
 def _check_layout(payloads: Sequence[bytes]) -> None:
-    """Check the layout version of all snapshots; decisions carry no layout version.
-
-    Raises:
-        UserError: a snapshot has another layout version.
-    """
     for record in map(_LAYOUTS.decode, payloads):
         if record.type == JournalSnapshot.__name__ and record.layout != LAYOUT:
             raise UserError(layout_refusal("the controller's journal", record.layout))

@@ -78,14 +78,14 @@ from pipelinerl.verifiers.service.wire import VerifierLease
 
 log = logging.getLogger("pipelinerl")
 
-#: The number of directives kept in the stream. A trainer reads each directive at once; older ones are for debugging.
+#: Number of directives kept in the stream, for debugging: a trainer reads each directive at once.
 _DIRECTIVES_KEPT: Final = 64
 #: Idle time after which a drained engine is removed. It is longer than the interval at which actors learn that the
 #: engine gets no work (`REFRESH_S`).
 _IDLE_S: Final = 2.0
 #: Silence after which the launcher is considered gone; it polls the status twice a second.
 _LAUNCHER_S: Final = 10.0
-#: Larger than the number of entries in any stream.
+#: A count that reads all entries of any stream.
 _ALL: Final = 2**31
 
 
@@ -110,12 +110,7 @@ class EngineProbe(Protocol):
     """Requests an engine's load; implemented by `EngineClient`."""
 
     async def metrics(self, url: str) -> Mapping[str, float]:
-        """Return the engine's metrics.
-
-        Raises:
-            ContractError: the engine rejects the request.
-            PipelineError: the engine does not answer in time.
-        """
+        """Return the engine's metrics. Raises ContractError if it rejects this, PipelineError if it does not answer."""
         ...
 
 
@@ -158,7 +153,7 @@ class ControllerService:
         self._start = start
         self._samples = samples
         self._started = clock() - elapsed_s
-        self._launcher_at = clock()  # as if it had just polled: give it time for its first poll
+        self._launcher_at = clock()  # as if the launcher had just polled: allow time for its first poll
         self._ahead = 0.0  # seconds to add to the machine's monotonic clock
         self._asked: set[str] = set()  # engines with a poll in flight
         self._dead_letters = DeadLetters(stream)
@@ -175,9 +170,7 @@ class ControllerService:
     async def run(self) -> None:
         """Serve until the run is over, then set `finished`.
 
-        Raises:
-            RunFailed: the run cannot continue.
-            PipelineError: a decision could not be journaled or carried out.
+        Raises RunFailed if the run cannot continue, PipelineError if a decision cannot be journaled or carried out.
         """
         found = await Journal.recover(self._stream) if self._start is Start.FROM_JOURNAL else None
         if found is None or found[1].state.launch != self.controller.state.launch:
@@ -216,11 +209,7 @@ class ControllerService:
             return effects
 
     async def _decided(self, given: AnyInput) -> list[Effect]:
-        """Return the effects of the decision. If a report makes the decision fail halfway, restore the journaled state.
-
-        Raises:
-            RecordError: no decision is possible on the report.
-        """
+        """Return the decision's effects. If a report breaks the decision, restore the state and raise RecordError."""
         try:
             return self.controller.decide(given)
         except _UNDECIDABLE as error:
@@ -236,12 +225,7 @@ class ControllerService:
             await self._journal.snapshot(self.controller.state)
 
     async def probe(self, url: str) -> None:
-        """Check that an engine answers at `url`.
-
-        Raises:
-            ContractError: something other than a working engine answers.
-            PipelineError: nothing answers in time.
-        """
+        """Raise ContractError or PipelineError unless a working engine answers at `url` in time."""
         await self._probe.metrics(url)
 
     async def now(self) -> float:
@@ -263,7 +247,7 @@ class ControllerService:
         return msgspec.structs.replace(status, restarts=self._restarts(), waiting_for=waiting_for, fleet=fleet)
 
     def note_launcher(self) -> None:
-        """Note that a launcher has polled the status, so a launcher that starts and ends engines is alive."""
+        """Note that a launcher has polled the status, so it is alive and can start and end engines."""
         self._launcher_at = self._clock()
 
     def assignment(self) -> ActorAssignment:
@@ -274,7 +258,6 @@ class ControllerService:
     # --- beginning -------------------------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        """Start a run, either new or resumed from a checkpoint."""
         self._next_directive = fresh_number(await self._stream.last_id(DIRECTIVES))
         self._next_entry = fresh_number(await self._stream.last_id(PROMPTS))
         state = self.controller.state
@@ -290,9 +273,7 @@ class ControllerService:
         self._record("run_started", {"run": self._name, "knobs": state.knobs.to_json()})
 
     async def _go_on(self, journal: Journal, found: Recovered) -> None:
-        """Continue the run of a controller that died: replay the journal, and carry out the last decision's effects
-        again.
-        """
+        """Continue a dead controller's run: replay the journal, and carry out the last decision's effects again."""
         self._journal = journal
         self._ahead = found.now - self._clock()
         self.controller.state = found.state
@@ -319,7 +300,7 @@ class ControllerService:
             recorded = isinstance(effect, Record | Finish) and written > 0
             written -= recorded
             await self._carry_out(effect, found.number, recorded=recorded)
-        if self.controller.state.phase is RunPhase.FINISHED:  # its last event may be missing
+        if self.controller.state.phase is RunPhase.FINISHED:  # the log may lack the run's last event
             recorded = any(self._events.count_recent(kind=kind) for kind in _LAST_WORDS.values())
             await self._carry_out(
                 last_word(self.controller.state, self.controller.settings), found.number, recorded=recorded
@@ -362,16 +343,12 @@ class ControllerService:
             await self._refuse(entry, report, str(error))
 
     async def _refuse(self, entry: Entry, report: Report, reason: str) -> None:
-        """Ignore an implausible report, and report it in the log and the events."""
         log.error("a report (%s) is rejected: %s", type(report).__name__, reason)
         await self._dead_letters.bury(entry, RecordError(f"a {type(report).__name__} is rejected: {reason}"))
         self._record("report_refused", {"report": type(report).__name__, "reason": reason})
 
     async def _as_journaled(self) -> bool:
-        """Restore the state from the journal after a decision that failed halfway.
-
-        Return False if the journal is incomplete.
-        """
+        """Restore the state from the journal after a decision failed halfway; return False if entries are missing."""
         found = await Journal.recover(self._stream)
         if found is None:
             return False
@@ -394,20 +371,16 @@ class ControllerService:
                 await asyncio.sleep(self._poll_s)
 
     async def _make_good(self) -> None:
-        """Reissue what the stream server may have lost, then complete the journal by a snapshot.
-
-        The order matters. If the controller dies between the two, its successor finds an incomplete journal and begins
-        from the checkpoint. If the snapshot came first, the successor would not notice the loss. A controller that was
-        replaced by another one is fenced here.
-        """
+        """Reissue what the stream server may have lost, then complete the journal by a snapshot."""
+        # If the controller dies in between, its successor finds an incomplete journal and begins from the checkpoint;
+        # with the reverse order it would overlook the loss. A controller that was replaced by another one is fenced
+        # here.
         given = StreamsLost(now=self._now())
         await self._put_into_effect(given, self.controller.decide(given))
         await self._journal.snapshot(self.controller.state)
 
     def _ask_all(self, asking: asyncio.TaskGroup) -> None:
-        """Poll every engine that is not expelled and has no poll in flight, so that a slow engine does not delay the
-        others.
-        """
+        """Poll every engine that is not expelled and has no poll in flight: a slow engine must not delay the others."""
         able = []
         for record in self.controller.state.fleet.records():
             if record.lifecycle is EngineLifecycle.EXPELLED:
@@ -419,7 +392,6 @@ class ControllerService:
             asking.create_task(self._ask(url))
 
     async def _ask(self, url: str) -> None:
-        """Poll one engine; if its state has changed, decide on that as an input."""
         try:
             found = await self._probe.metrics(url)
             known = {name: found[name] for name in EngineMetrics.model_fields if name in found}
@@ -452,7 +424,6 @@ class ControllerService:
         return EngineIdle(now=now, url=url) if now - max(idle_since, record.draining_since) >= _IDLE_S else None
 
     def _occupancy(self) -> float:
-        """Return the mean share of busy slots of the serving engines."""
         loads = [self.watch.load(url).occupancy for url in self.controller.state.fleet.serving()]
         return sum(loads) / len(loads) if loads else 0.0
 
@@ -476,12 +447,12 @@ class ControllerService:
     # --- effects ---------------------------------------------------------------------------------------------------
 
     async def _carry_out(self, effect: Effect, decision: int, *, recorded: bool = False) -> None:
-        """Carry out one effect; with `recorded`, the log already contains the effect's event."""
         match effect:
             case IssuePrompts(orders):
                 await self._issue(orders)
             case Send(directive):
-                await self._stream.append(EPOCHS, [b""], first_id=directive.epoch)  # once per epoch
+                # Only the first append of an epoch has an effect.
+                await self._stream.append(EPOCHS, [b""], first_id=directive.epoch)
                 await self._stream.append(DIRECTIVES, [encode(directive)], first_id=self._next_directive)
                 self._next_directive += 1
                 await self._stream.trim(DIRECTIVES, before=f"{self._next_directive - _DIRECTIVES_KEPT}-0")
@@ -500,7 +471,6 @@ class ControllerService:
                 self._over.set()
 
     async def _issue(self, orders: list[PromptOrder]) -> None:
-        """Append orders to the stream, and trim the orders at its head that have ended."""
         payloads = [encode_order(order) for order in orders]
         await self._stream.append(PROMPTS, payloads, first_id=self._next_entry)
         self._issued.extend(
@@ -523,13 +493,13 @@ class ControllerService:
         return self._clock() - self._started
 
 
-#: The most services at a time: every actor receives the whole list each second.
+#: Maximum number of verifier services, since every actor receives the whole list each second.
 MOST_SERVICES: Final = 256
 
 
 @final
 class VerifierLeases:
-    """Services by URL, each valid for `LEASE_S` after its last offer; `clock` is monotonic, in seconds."""
+    """Verifier services by URL, each valid for `LEASE_S` after its last offer; `clock` is monotonic, in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

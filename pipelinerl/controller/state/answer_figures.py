@@ -139,9 +139,6 @@ def _majorities(judged: Sequence[EvaluationDone], k: int) -> list[float]:
 
 
 def _at_each(chances: Mapping[int, Sequence[float]], *, seed: int) -> list[PassAt]:
-    """Return one entry for each k in `chances`, which holds one probability for each problem that has enough
-    samples.
-    """
     found = {k: estimate(values, seed=rng.key(seed, k)) for k, values in chances.items() if values}
     return [
         PassAt(k=k, value=each.value, low=each.low, high=each.high, problems=each.problems) for k, each in found.items()
@@ -167,11 +164,8 @@ class Estimate:
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Return the probability that at least one of k samples is correct: 1 − C(n−c, k) / C(n, k).
 
-    `correct` = c of `samples` = n are correct. The estimate is unbiased for every n ≥ k. It is computed as a product,
-    which neither overflows nor cancels (Chen et al. 2021, Eq. 1 and their figure 3).
-
-    Raises:
-        ValueError: k is not within 1..samples, or `correct` not within 0..samples.
+    `correct` = c of `samples` = n are correct. The estimate is unbiased for n ≥ k, and its product form neither
+    overflows nor cancels (Chen et al. 2021, Eq. 1, figure 3). Raises ValueError unless 1 ≤ k ≤ n and 0 ≤ c ≤ n.
     """
     if not 1 <= k <= samples or not 0 <= correct <= samples:
         raise ValueError(f"expected 1 ≤ k ≤ n and 0 ≤ c ≤ n, got n = {samples}, c = {correct}, k = {k}")
@@ -183,9 +177,8 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 def estimate(values: Sequence[float], *, seed: int) -> Estimate:
     """Return the mean of values in [0, 1], one for each problem, with a 95 % interval.
 
-    The interval is Wilson's if every value is 0 or 1, and otherwise a percentile bootstrap over problems (Efron 1979)
-    drawn from `seed`. If all values are equal, the bootstrap has no spread and Wilson's interval is used. It is
-    conservative, since no mean of values in [0, 1] varies more than a proportion does.
+    Wilson's interval if every value is 0 or 1, otherwise a percentile bootstrap over problems (Efron 1979). Equal
+    values, which have no spread, also get Wilson's: conservative, since a proportion varies the most.
     """
     count = len(values)
     mean = math.fsum(values) / count if count else 0.0
@@ -207,11 +200,8 @@ def wilson_interval(successes: float, trials: int, z: float = _Z) -> tuple[float
 
 
 def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:
-    """Return the 2.5 % and 97.5 % quantiles of the bootstrapped mean; equal seeds give equal intervals.
-
-    Each resample draws how often each distinct value occurs, instead of drawing one problem after the other. The
-    distribution is the same, and it is faster because there are few distinct values.
-    """
+    """Return the 2.5 % and 97.5 % quantiles of the bootstrapped mean; equal seeds give equal intervals."""
+    # Draw how often each of the few distinct values occurs, instead of each problem: the same distribution, but faster.
     levels, counts = np.unique(np.asarray(values, np.float64), return_counts=True)
     drawn = rng.generator(seed, "bootstrap").multinomial(len(values), counts / len(values), size=_RESAMPLES)
     low, high = np.quantile(drawn @ levels / len(values), (0.025, 0.975))

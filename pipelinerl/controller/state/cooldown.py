@@ -4,13 +4,10 @@
     turns, or until `steps` steps have passed ─▶ issued again
 
 Each problem has one turn per epoch of its data set. The turn of a skipped problem goes to the next problem of the same
-domain, so quotas stay exact and no other problem of an epoch is left out. If nearly all problems of a domain rest, a
-resting problem is issued anyway: at most `MOST_PASSED` are skipped for one order. The problem of an order is fixed when
-the order is first issued, so a reissued order has the same problem: `passed` records, for each order that skipped
-problems, how many turns its domain has skipped in total from this order on.
-
-open-instruct's `no_resampling_pass_rate` (Olmo 3) excludes such prompts for good; RLAX §6.2 filters their groups after
-sampling.
+domain, so quotas stay exact and no other problem of an epoch is left out. At most `MOST_PASSED` problems are skipped
+for one order; then a resting problem is issued. A reissued order has the same problem again: `passed` records, for each
+order that skipped problems, how many turns its domain has skipped in total from this order on. open-instruct's
+`no_resampling_pass_rate` (Olmo 3) excludes such prompts for good; RLAX §6.2 filters their groups after sampling.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ Solved = Mapping[str, Sequence[tuple[int, str]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CooldownRule:
-    """The rest of a domain's solved problems, in turns or steps, after `times` groups with only correct answers."""
+    """Rule of a domain: after `times` groups of only right answers, a problem rests for `epochs` turns or `steps`."""
 
     epochs: int = 0
     steps: int = 0
@@ -45,9 +42,7 @@ class CooldownRule:
 
 
 class CooldownPeriod(NamedTuple):
-    """The rest of a problem that remains: the number of turns to skip, or the model version from which on it is issued
-    again.
-    """
+    """Remaining rest of a problem: the number of turns to skip, or the model version at which it is issued again."""
 
     turns: int
     until: int
@@ -82,9 +77,7 @@ class DomainCooldown(msgspec.Struct, kw_only=True):
             self.resting[problem_id] = CooldownPeriod(rule.epochs, version + rule.steps if rule.steps else 0)
 
     def pass_over(self, problem_id: str, *, version: int) -> bool:
-        """Return True if the problem rests and must be skipped this turn; the turn counts towards the end of its
-        rest.
-        """
+        """Return True if the problem rests and must be skipped this turn; the turn counts towards its rest."""
         rest = self.resting.get(problem_id)
         if rest is None:
             return False
@@ -105,11 +98,8 @@ class Cooldown(msgspec.Struct, kw_only=True):
     domains: dict[str, DomainCooldown] = {}
 
     def note(self, solved: Solved, rules: Mapping[str, CooldownRule], *, version: int) -> None:
-        """Record groups whose answers were all correct, and end rests that are over.
-
-        Problems in a domain without a cooldown rule do not rest. A domain with resting problems may have lost its rule
-        when the recipe was edited.
-        """
+        """Record groups whose answers were all correct, and end rests that are over."""
+        # Domains without a cooldown rule have no resting problems, even if the recipe had a rule for them before.
         by_domain = {domain: rule for domain, rule in rules.items() if rule.rests}
         for domain, rule in by_domain.items():
             if domain in solved:
@@ -149,9 +139,7 @@ class Cooldown(msgspec.Struct, kw_only=True):
         return problem
 
     def take_figures(self) -> dict[str, dict[str, float]]:
-        """Return, for each domain, the number of resting problems and the number of turns skipped since the last
-        call.
-        """
+        """Return each domain's number of resting problems, and the number of turns skipped since the last call."""
         figures = {}
         for domain, own in self.domains.items():
             figures[domain] = {"resting": float(len(own.resting)), "passed_over": float(own.passed_since)}
@@ -162,7 +150,6 @@ class Cooldown(msgspec.Struct, kw_only=True):
 
 
 def _still_needed(passed: Iterable[tuple[int, int]], frontier: int) -> list[tuple[int, int]]:
-    """Drop entries of `passed` that only matter to orders below the frontier."""
     kept = list(passed)
     while len(kept) > 1 and kept[1][0] <= frontier:
         kept.pop(0)

@@ -33,7 +33,6 @@ class EvaluationSet:
 
     Attributes:
         place: position among the recipe's sets; decisions of the run depend on the set at position 0.
-        problems: number of problems.
         max_tokens: token limit of an answer; 0 means each domain's training limit.
         pass_at: the values of k for pass@k, each at most `samples`.
         interval_steps: steps between evaluations of this set; 0 means the knob `evaluation_interval_steps`.
@@ -55,9 +54,8 @@ class EvaluationPlan:
 
     Attributes:
         sets: sets whose problems are sampled in turn, from the same weights; without sets there are no evaluations.
-        hold_s: the longest time for which pin mode `gate` postpones updates; then the evaluation ends with the
-            answers received so far.
-        grace_s: if no new answer arrives for this long, the evaluation ends with the answers received so far.
+        hold_s: the longest time for which pin mode `gate` postpones updates.
+        grace_s: the longest time without a new answer. After either time, the evaluation ends with the answers so far.
         attempts: the most attempts per problem; failures and answers from other versions also count.
         restarts: how often an evaluation may restart because its pin was broken.
     """
@@ -75,10 +73,7 @@ class EvaluationPlan:
         return sum(each.problems for each in self.sets)
 
     def question(self, index: int) -> tuple[EvaluationSet, int]:
-        """Return the set that question `index` belongs to, and the index of its problem within that set.
-
-        `index` must be below `problems`.
-        """
+        """Return the set of question `index` (below `problems`), and the index of its problem within that set."""
         for each in self.sets:
             if index < each.problems:
                 return each, index
@@ -105,18 +100,13 @@ class EvaluationResult:
     """Accuracy over the judged problems of a set with its 95 % interval, and the weights that were evaluated.
 
     Attributes:
-        name, place: name and position of the set.
         accuracy: mean over problems of the share of correct samples (pass@1). Accuracy and its interval are None if
             no problem was judged.
         at_least: the accuracy if every problem without an answer counts as wrong. Decisions use this figure: when
             answers are missing, `accuracy` gives quick answers too much weight.
-        unjudged: number of problems without any verdict.
         version_min, version_max: oldest and newest version of all counted tokens; equal if `one_version`.
         one_version: True if the pin ensured that every token was sampled by `model_version`.
         pin, engine: the pin mode, and the engine that answered alone, if one did.
-        incomplete: why some problems have no answer; empty if all problems have one.
-        discarded: number of answers discarded because a token was of another version.
-        restarts: number of restarts of the evaluation.
         steps_meanwhile: how many steps the trainer was ahead of `model_version` when the evaluation ended.
         majority_at, length_mean, length_p95, truncated: as in `AnswerFigures`.
         by_domain, by_tag: the same figures for each domain, and for each of the tags with the most problems; tags
@@ -180,7 +170,7 @@ class Evaluation:
     discarded: dict[str, int] = field(default_factory=dict)
     """The number of answers from other versions, by set name."""
     given_up: str = ""
-    """Why the evaluation ends early with the answers received so far; empty while it continues."""
+    """Reason why the evaluation ends early with the answers received so far; empty while it continues."""
     next_index: int = 0
     asked: dict[int, int] = field(default_factory=dict)
     answers: dict[int, EvaluationDone | None] = field(default_factory=dict)
@@ -205,11 +195,7 @@ class Evaluation:
         return self.pin is Pin.NONE or found == (self.epoch, self.model_version, self.model_version)
 
     def add(self, index: int, answer: EvaluationDone | None, *, now: float) -> bool:
-        """Add the answer to problem `index`, or None if the problem failed; return True if the problem must be issued
-        again.
-
-        Answers that arrive twice are ignored.
-        """
+        """Add the answer to problem `index` (None: it failed) unless it has one; return True if it must be reissued."""
         self.heard_at = now
         if index in self.answers:
             return False
@@ -231,10 +217,7 @@ class Evaluation:
         return list(range(first, self.next_index))
 
     def results(self, *, version: int | None = None, seed: int = 0) -> list[EvaluationResult]:
-        """Return the figures of each set so far.
-
-        `version` is the trainer's current version, and `seed` determines the bootstrap intervals.
-        """
+        """Return each set's figures so far; `version` is the trainer's, and `seed` determines bootstrap intervals."""
         seed, first, found = rng.key(seed, self.model_version), 0, list[EvaluationResult]()
         ahead = (self.model_version if version is None else version) - self.model_version
         for asked in self.plan.sets:
@@ -246,7 +229,6 @@ class Evaluation:
     def _result(
         self, asked: EvaluationSet, ended: list[EvaluationDone | None], *, steps_meanwhile: int, seed: int
     ) -> EvaluationResult:
-        """Return the result of one set from its problems that have ended, in the order of the problems."""
         done = [answer for answer in ended if answer is not None]
         figures = figures_of(done, pass_at=asked.pass_at, seed=seed)
         judged, failed = figures.problems, len(ended) - len(done)
@@ -290,10 +272,7 @@ _JUDGED: Final = frozenset(outcome.value for outcome in Outcome if outcome.is_ju
 
 
 def samples_of(report: EvaluationDone, *, current: Evaluation | None, time: float) -> Callable[[], list[SampleGroup]]:
-    """Return a function that builds the samples of a report's answers, under the evaluated model version as their step.
-
-    The returned function reads no state, so another thread may call it.
-    """
+    """Return a function that builds the samples of a report's answers; it reads no state, so any thread may call it."""
     version = report.newest_version if current is None else current.model_version
     asked = current is not None and current.concerns(report.order_id)
     name = current.plan.question(report.index)[0].name if asked and current is not None else ""

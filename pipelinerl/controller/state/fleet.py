@@ -22,16 +22,14 @@
 | `begin_epoch`   | joining         | joining  | joining  | draining | dirty    | dead     | expelled |
 
 Only healthy engines are given work. The only way to become healthy is `on_published`, then `on_verified` of the same
-version. An engine that failed or was away must first receive the current weights in full, and then prove that it
-computes the same log-probs as the trainer (the canary). An engine that fails this proof stays dirty until there is a
-newer version, as long as other engines serve.
+version: the engine must prove that it computes the same log-probs as the trainer (the canary). An engine that fails
+this proof stays dirty until there is a newer version, as long as other engines serve.
 
 The membership number grows whenever the set of engines that a publication must reach changes, since a process group
 cannot lose or gain a rank. A report about an older membership says nothing about engines that joined later.
 
-An engine expelled for failures is readmitted after a rest, if it still offers itself and time may fix its failure. Each
-further expulsion doubles the rest. If processes at an address keep dying before they prove any weights, new ones are
-admitted there at doubling intervals (`offer_wait_s`).
+An engine expelled for failures is readmitted after a rest, which doubles with each expulsion, if time may fix its
+failure. If processes at an address keep dying unproven, new ones are admitted at doubling intervals (`offer_wait_s`).
 
 A healthy engine may be pinned for a while: it keeps its weights, and serves only requests that name it. Any event that
 ends the states healthy and suspect also ends the pin. A released engine rejoins unless its weights are the newest.
@@ -91,35 +89,26 @@ _LOCALHOST: Final = re.compile(r"(?<=://)localhost(?=:|$)", re.IGNORECASE)
 
 
 def base_url(engine: str) -> str:
-    """Return the URL in the form that identifies the engine in the fleet: `localhost` becomes `127.0.0.1`.
-
-    Engine names are returned unchanged.
-    """
+    """Return the URL that identifies an engine in the fleet (with 127.0.0.1 for localhost); names stay unchanged."""
     return _LOCALHOST.sub("127.0.0.1", engine.rstrip("/"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRecord:
-    """One engine.
+    """One engine; times are on the controller's clock.
 
     Attributes:
-        incarnation: identifies one lifetime of the engine's process; empty if only an operator has named the
-            engine.
-        name, type: as reported by the engine; empty if only an operator has named the engine.
+        incarnation: identifies a lifetime of the process; like name and type, empty if only an operator named it.
         joined_at: number of the first membership that includes the engine.
         loaded: the version last published to it in this epoch; −1 if none.
         refused: the version for which it last failed the canary check; this version is not published to it again
             while other engines serve.
         failed_updates, failed_checks: failures since it last passed the canary check. No answer to the check counts
             as a failed update.
-        offered_at: when this incarnation first offered itself, on the controller's clock.
-        proven: True if this incarnation has passed a canary check.
         unproven_lives: consecutive earlier incarnations that ended without passing one.
         expulsions: how often it was expelled for failures since it last passed the canary check.
         returns_at: when it may return; the wait begins when it first answers after the failure. 0 before that
             answer.
-        draining_since, drain_by: time of the drain request, and deadline for its current work; on the controller's
-            clock.
         to_stop: True if an operator removed it, so its launcher may end its process.
         refuses: True if it was expelled for a cause that retries cannot fix; a new incarnation may have fixed it.
         pinned: True if it is excluded from publications and from regular work.
@@ -156,10 +145,7 @@ class EngineRecord:
 @final
 @dataclass(slots=True)
 class Fleet:
-    """Engine records by base URL, sorted. Pure: observations are arguments.
-
-    Methods that return a bool return True if anything changed.
-    """
+    """Engine records by sorted base URL. Pure: observations are arguments. Mutators return True on a change."""
 
     by_url: dict[str, EngineRecord] = field(default_factory=dict)
     membership: int = 0
@@ -183,10 +169,7 @@ class Fleet:
         return self._in(EngineLifecycle.HEALTHY)
 
     def finishing(self) -> list[str]:
-        """Return the engines that may finish their work but get no new work.
-
-        The work of all engines that neither serve nor finish is handed over to other engines.
-        """
+        """Return the engines that may finish their current work but get no new work."""
         return [record.url for record in self.records() if record.lifecycle in _FINISHING or record.pinned]
 
     def verified(self) -> list[str]:
@@ -206,9 +189,7 @@ class Fleet:
         return self._lifecycle(url) is EngineLifecycle.DRAINING
 
     def oldest_loaded(self) -> int | None:
-        """Return the oldest version that any engine samples from, among engines with proven weights; None if there are
-        none.
-        """
+        """Return the oldest version that engines with proven weights sample from; None if there are no such engines."""
         proven = (each.loaded for each in self.by_url.values() if each.lifecycle in _VERIFIED and not each.pinned)
         return min(proven, default=None)
 
@@ -227,9 +208,7 @@ class Fleet:
         return not known.may_return or now < known.returns_at
 
     def offer_wait_s(self, url: str, incarnation: str, *, now: float) -> float:
-        """Return the seconds that a new incarnation at this address must wait because earlier incarnations died
-        unproven.
-        """
+        """Return the seconds that a new incarnation must wait because earlier ones at its address died unproven."""
         known = self.by_url.get(url)
         if known is None or not incarnation or known.incarnation in ("", incarnation):
             return 0.0
@@ -241,8 +220,8 @@ class Fleet:
     def join(self, url: str, incarnation: str = "", *, name: str = "", type: str = "", now: float = 0.0) -> bool:
         """Add an engine, or readmit an expelled engine. A dead engine returns by answering a poll instead.
 
-        Engines repeat their offer as long as they live. `incarnation` distinguishes lifetimes of the process, since a
-        new process has no weights; it is empty if an operator offers the engine.
+        Engines repeat their offer. `incarnation` identifies a process, since a new process has no weights; it is empty
+        if an operator offers the engine.
         """
         known, unproven_lives = self.by_url.get(url), 0
         if known is not None:
@@ -277,10 +256,7 @@ class Fleet:
         return True
 
     def _rested(self, known: EngineRecord, *, now: float) -> bool:
-        """Readmit an expelled engine that offers itself after its rest.
-
-        The rest begins with its first offer after the expulsion.
-        """
+        """Readmit an expelled engine that offers itself after its rest, which begins with its first offer."""
         if not known.returns_at:
             rest_s = min(_FIRST_REST_S * 2 ** (known.expulsions - 1), _LONGEST_REST_S)
             self._change(known.url, returns_at=now + rest_s)
@@ -293,9 +269,7 @@ class Fleet:
         return True
 
     def begin_epoch(self) -> None:
-        """Begin the epoch of a new trainer: no engine has the new trainer's weights, and the process group is formed
-        again.
-        """
+        """Begin the epoch of a new trainer: no engine has its weights, and the process group is formed again."""
         for url, record in list(self.by_url.items()):
             self._change(url, refused=-1)
             if record.lifecycle in (EngineLifecycle.JOINING, *_VERIFIED):
@@ -307,22 +281,16 @@ class Fleet:
     # --- weights ---------------------------------------------------------------------------------------------------
 
     def on_published(self, url: str, version: int, *, membership: int) -> None:
-        """Record that the engine has loaded `version` from a publication to `membership`.
-
-        Failure counts are kept until the engine passes the canary check, since it might accept weights repeatedly and
-        never answer a check.
-        """
+        """Record that the engine has loaded `version` from a publication to `membership`."""
+        # Failures still count until the engine passes the canary check: it might take weights but never answer a check.
         if self._was_member(url, membership):
             self._change(url, loaded=version)
 
     def publish_failed(
         self, url: str, reason: str, *, membership: int, persistence: Persistence = Persistence.TRANSIENT
     ) -> bool:
-        """Record that the engine failed to receive an update. Mark it dirty, or expel it after too many failures.
-
-        A dirty engine is retried only after it has answered a poll: if it is dead, a retry would disturb the process
-        group of the other engines. A permanent failure expels it immediately.
-        """
+        """Record a failed update: mark the engine dirty, or expel it after too many failures or a permanent one."""
+        # A dirty engine is retried only after it answers a poll: retrying a dead one would disturb the process group.
         if not self._was_member(url, membership):
             return False
         failures, lasts = self.by_url[url].failed_updates + 1, persistence is Persistence.PERMANENT
@@ -330,10 +298,7 @@ class Fleet:
         return self._mark_dirty(url, reason, spent=lasts or failures >= self.updates_to_expulsion)
 
     def update_missed(self, url: str, reason: str, *, membership: int) -> bool:
-        """Record that the engine missed an update because other engines failed.
-
-        It is retried, and the failure is not counted against it.
-        """
+        """Record that the engine missed an update because of other engines; the failure is not counted against it."""
         return self._was_member(url, membership) and self._mark_dirty(url, reason, spent=False)
 
     def on_verified(self, url: str, version: int, *, membership: int) -> bool:
@@ -372,9 +337,7 @@ class Fleet:
         self.membership += 1
 
     def release(self, url: str, *, version: int) -> None:
-        """Unpin the engine. It serves at once if it has the newest `version`; otherwise it must first receive this
-        version.
-        """
+        """Unpin the engine; it serves at once if it has `version`, the newest, or otherwise after receiving it."""
         record = self.by_url.get(url)
         if record is None or not record.pinned:
             return
@@ -395,9 +358,8 @@ class Fleet:
     def answered(self, url: str, *, version: int, now: float = 0.0) -> bool:
         """Record an answer to a poll: a suspect engine becomes healthy again, a dead or dirty engine rejoins.
 
-        While other engines serve, an engine that failed the canary check waits for a `version` other than the one it
-        failed with. An engine that has not yet passed any check waits longer after each failure, since each retry
-        forces the other engines into a new process group.
+        While other engines serve, an engine that failed the canary check waits for another `version`. An unproven
+        engine waits longer after each failure, since each retry forces the other engines into a new process group.
         """
         match self._lifecycle(url):
             case EngineLifecycle.SUSPECT:
@@ -445,7 +407,7 @@ class Fleet:
         return True
 
     def expel(self, url: str, reason: str, *, to_stop: bool = False) -> bool:
-        """Give the engine no more work and no more weights."""
+        """Exclude the engine from all work and from all publications."""
         lifecycle = self._lifecycle(url)
         if lifecycle is None:
             return False
@@ -473,7 +435,6 @@ class Fleet:
         return record is not None and record.lifecycle.is_alive and record.joined_at <= membership
 
     def _rejoin(self, url: str, reason: str) -> None:
-        """Let the engine rejoin without weights, as a member of the next membership."""
         self._change(
             url,
             lifecycle=EngineLifecycle.JOINING,
@@ -492,10 +453,7 @@ class Fleet:
         return True
 
     def _lose(self, url: str, reason: str, becomes: EngineLifecycle) -> bool:
-        """Handle a member that died or lost its weights.
-
-        A draining engine has lost its work with that, so it is expelled.
-        """
+        """Handle a member that died or lost its weights; a draining engine has also lost its work and is expelled."""
         lifecycle = self._lifecycle(url)
         if lifecycle is None or not lifecycle.is_alive:
             return False

@@ -173,7 +173,6 @@ class End(StrEnum):
     SUSPENDED = "suspended"
     """The run was saved midway, to be resumed later."""
     FAILED = "failed"
-    """The run cannot continue."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,11 +63,7 @@ class IssuedLedger:
         return sorted(self._open(self.outdated))
 
     def rollouts_in_flight(self, group_size: int) -> int:
-        """Return the number of rollouts of all orders in flight.
-
-        Args:
-            group_size: the assumed number of rollouts of an order that an earlier trainer consumed.
-        """
+        """Return the rollouts of all orders in flight; an order that an earlier trainer consumed has `group_size`."""
         known = sum(each.rollouts for each in self.sent.values())
         return known + (self.in_flight - len(self.sent)) * group_size
 
@@ -87,10 +83,7 @@ class IssuedLedger:
         return self.cursor - 1
 
     def fail(self, index: int, issued_at: tuple[int, int] | None = None) -> None:
-        """End the order without a group, as failed.
-
-        A withdrawn order is issued again instead. If the order was issued again after `issued_at`, nothing changes.
-        """
+        """End the order as failed. Reissue it instead if it was withdrawn; do nothing if it was reissued already."""
         self._end(index, self.failed, issued_at)
 
     def give_up(self, index: int, issued_at: tuple[int, int] | None = None) -> None:
@@ -98,11 +91,9 @@ class IssuedLedger:
         self._end(index, self.outdated, issued_at)
 
     def update(self, consumed: ConsumedReport) -> None:
-        """Replace the trainer's account by a newer one.
-
-        The account decides how an order really ended, even if the order was reported as failed. After a resume, the
-        account may include orders that were issued after the checkpoint, since their groups were still in the stream.
-        """
+        """Replace the trainer's account by a newer one, which overrides reports of failed orders."""
+        # After a resume, it may include orders issued after the checkpoint, since their groups were still in the
+        # stream.
         self.consumed = consumed
         known = max(self.cursor, consumed.frontier, *(index + 1 for index in consumed.beyond))
         if self.reissue or known > self.cursor:
@@ -113,10 +104,7 @@ class IssuedLedger:
         self.check()
 
     def lost(self, indices: Iterable[int]) -> list[int]:
-        """Mark orders for reissue, since no group will come for them; return the orders that were marked.
-
-        Only those of `indices` that are in flight are marked.
-        """
+        """Mark the orders of `indices` that are in flight for reissue, since their groups were lost; return them."""
         known = {*self.reissue, *self.failed, *self.outdated}
         again = self._open([index for index in indices if index < self.cursor and index not in known])
         self.reissue = sorted({*self.reissue, *again})
@@ -126,11 +114,7 @@ class IssuedLedger:
         return again
 
     def check(self) -> None:
-        """Check that the account balances.
-
-        Raises:
-            LedgerError: more orders ended than were issued.
-        """
+        """Raise LedgerError if the account does not balance: more orders ended than were issued."""
         if self.in_flight < 0:
             raise LedgerError(
                 f"issued {self.cursor - len(self.reissue)} orders but {self.ended} ended, {len(self.unsettled)} more "
@@ -171,12 +155,11 @@ class IssuedLedger:
         }
 
     def _open(self, indices: Iterable[int]) -> list[int]:
-        """Keep the indices that are missing in the trainer's account, that is, of orders that have not ended there."""
         frontier, beyond = self.consumed.frontier, set(self.consumed.beyond)
-        return [index for index in indices if index >= frontier and index not in beyond]  # `has_ended`, but faster
+        # Same as calling `has_ended` for each index, but faster.
+        return [index for index in indices if index >= frontier and index not in beyond]
 
     def _end(self, index: int, fate: set[int], issued_at: tuple[int, int] | None) -> None:
-        """Add the order to `fate`, the set of failed or of stale orders, unless the order has ended already."""
         sent = self.sent.get(index)
         superseded = index in self.reissue if sent is None else issued_at is not None and sent.issued_at > issued_at
         if superseded or self.lost(self.withdrawn & {index}):
@@ -212,10 +195,9 @@ class FilteredShare(msgspec.Struct, kw_only=True):
         self.filtered = self.filtered * kept + filtered
 
     def expected(self, orders: int, *, waiting: int, most: float) -> int:
-        """Return how many of `orders` orders are expected to train.
+        """Return how many of `orders` orders are expected to train; `waiting` of them have passed the filter already.
 
-        `waiting` of these orders have passed the filter already. `most` limits the correction: at most this many orders
-        are issued for each order that trains.
+        The estimate assumes that at most `most` orders are issued for each order that trains.
         """
         passed = min(waiting, orders)
         return passed + int((orders - passed) * max(1.0 - self.share, 1.0 / most))

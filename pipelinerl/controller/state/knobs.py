@@ -30,10 +30,7 @@ MOST_ENGINES: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
-    """Settings that may change while the run is live.
-
-    The fields from `group_sizes` on are no knobs: they are fixed, and only used for validation.
-    """
+    """Settings that may change while the run is live; from `group_sizes` on, fixed values for validation only."""
 
     j: int
     k: float
@@ -48,9 +45,7 @@ class Knobs:
     engines_min: dict[str, int] = field(default_factory=dict)
     """Minimum number of engines by type for automatic scaling; the run is elastic if any type is listed."""
     engines_max: dict[str, int] = field(default_factory=dict)
-    """Maximum number of engines by type for automatic scaling."""
     group_sizes: dict[str, int]
-    """Rollouts per group, by domain."""
     max_groups: int = 2**31
     """The most groups in flight; a step that needs more could never be filled."""
     k_finite: bool = False
@@ -125,11 +120,8 @@ class Knobs:
     def patched(self, changes: Mapping[str, Any]) -> Self:
         """Return these knobs with `changes` applied, validated as a whole.
 
-        `preset` sets j and k together. k may be the string `inf`. `domain_weights.<domain>` sets one weight; a table
-        `domain_weights` sets the weights that it lists.
-
-        Raises:
-            RecipeError: a knob is unknown, a type is wrong, or the combination cannot run.
+        `preset` sets j and k together; k may be the string `inf`. `domain_weights.<domain>` sets one weight, a table
+        `domain_weights` those that it lists. Raises RecipeError if a knob or a type is wrong, or they cannot run.
         """
         values: dict[str, Any] = {}
         for name, value in changes.items():
@@ -146,13 +138,7 @@ class Knobs:
         return replace(self, **values)
 
     def with_live(self, log: Iterable[KnobChange]) -> Self:
-        """Return these knobs, which are the recipe's, with the live changes of `log` applied.
-
-        Changes for domains and engine types that are no longer in the recipe are skipped.
-
-        Raises:
-            RecipeError: the combination cannot run.
-        """
+        """Return the recipe's knobs with the live changes of `log`, unless their domain or engine type was removed."""
         changes: dict[str, Any] = {}
         for change in log:
             changes |= change.changes if change.live else {}
@@ -174,7 +160,6 @@ class Knobs:
         return values
 
     def _domains(self, name: str, value: Any) -> dict[str, float]:
-        """Return the domain weights that a change sets, by domain; empty if the change is to another knob."""
         section, _, domain = name.partition(".")
         if section != "domain_weights":
             return {}
@@ -187,7 +172,6 @@ class Knobs:
         return {each: _number(f"domain_weights.{each}", weight) for each, weight in given.items()}
 
     def _limits(self, name: str, value: Any) -> dict[str, int]:
-        """Return the limits that a change sets, by engine type; empty if the change is to another knob."""
         table, _, type = name.partition(".")
         known: dict[str, int] = getattr(self, table) if table in _LIMITS else {}
         if not known:

@@ -36,16 +36,13 @@ class ElasticRule:
     """Thresholds for having too few engines, or too many.
 
     Attributes:
-        interval_s: length of one measurement interval. A change needs `patience` consecutive intervals that agree,
-            and at least `settle_s` since the previous change.
-        waiting: if the trainer waits for more than this share of its time and engines are busy, there are too few
-            engines.
-        content: if the trainer waits for less than this share of its time, there may be too many engines.
-        busy: engines count as busy if at least this share of their slots is occupied. An engine is only removed if
-            the current work would occupy less than this share of the slots of the remaining engines.
-        stale: if more than this share of groups is too old to train and engines are busy, there are too few
-            engines. Above this share, engines are never removed, since groups would then take even longer.
-        drain_s: seconds for which a drained engine may continue its current work.
+        interval_s: length of a measurement interval. A change needs `patience` consecutive intervals that agree, and at
+            least `settle_s` since the previous change.
+        waiting: share of its time above which a waiting trainer means too few engines, if these are busy.
+        content: share of its time below which a waiting trainer may mean too many engines.
+        busy: share of occupied slots from which on engines count as busy. Removing an engine must keep them below it.
+        stale: share of groups too old to train above which there are too few engines, if these are busy; above it, no
+            engine is removed.
     """
 
     mode: Elasticity = Elasticity.ON
@@ -95,10 +92,7 @@ class ElasticMemory(msgspec.Struct, kw_only=True):
         self.polls += 1
 
     def taken(self, *, now: float, interval_s: float) -> Figures | None:
-        """Return the figures of the current interval if it has ended, and begin a new interval.
-
-        None while the interval lasts, or if no step was completed in it.
-        """
+        """Return the current interval's figures and begin a new interval; None until it has ended and had a step."""
         if self.began is None or now - self.began < interval_s or not self.steps or not self.polls:
             return None
         seconds = self.waited_s + self.stepped_s
@@ -151,7 +145,6 @@ class PublicationOrdered(msgspec.Struct, kw_only=True):
     """A publication that the trainer was directed to make."""
 
     directive: str
-    """The name of that directive."""
     version: int
     """The oldest version that it may publish: the version at its directive, or at a later step before it began."""
     membership: int
@@ -177,7 +170,7 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
     """The controller's record of this epoch's trainer: its reports, and the directives it was sent."""
 
     heard: tuple[str, float] | None = None
-    """Kind and arrival time of its last report."""
+    """Kind and arrival time of the trainer's last report."""
     pending_ready: TrainerReady | None = None
     """The trainer's ready report, which stays unanswered until the expected engines have joined."""
     awaited: list[str] = []
@@ -189,17 +182,14 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
     publications: list[PublicationOrdered] = []
     """The last reported publication, followed by the publications that are ordered and not yet reported, in order."""
     stop_sent: bool = False
-    """True if the trainer was directed to stop."""
     first_version: int = 0
     """The model version at which the trainer began to train."""
     training_since: float = 0.0
-    """Start time of its training; used to estimate the end of the run."""
+    """Time when the trainer began to train; used to estimate the end of the run."""
     stepped: ConsumedReport = ConsumedReport()
     """The trainer's account at its last step, or at its start: orders that have ended since then were not trained."""
     last_step: dict[str, float] = {}
-    """Figures of its last step."""
     last_publish: Published | None = None
-    """Its last publication."""
     unsaved: str = ""
     """The reason why a checkpoint is delayed; training waits once the next checkpoint is due."""
 
@@ -209,11 +199,9 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
         return any(not each.reported for each in self.publications)
 
     def note_step(self, version: int) -> None:
-        """Raise the version of all unreported publications to `version`.
-
-        Weights do not change during a publication, so a publication that is unreported at a step carries at least the
-        weights of this step.
-        """
+        """Raise the version of all unreported publications to `version`."""
+        # Weights do not change during a publication: one that is unreported at a step has at least the weights of this
+        # step.
         for each in self.publications:
             each.version = each.version if each.reported else version
 
@@ -231,7 +219,6 @@ class Evaluations(msgspec.Struct, kw_only=True):
     """The evaluations of a run."""
 
     current: Evaluation | None = None
-    """The evaluation in progress."""
     begun: int = 0
     """Number of evaluations begun, including restarts; also the `number` of the latest evaluation."""
     due: EvaluationDue | None = None
@@ -259,39 +246,31 @@ class Failing(msgspec.Struct, kw_only=True):
     hopeless: bool = False
     """True if the run ends because no answer is ever correct. It ends normally, but exits with status 1."""
     suspends: bool = False
-    """True if a user suspended the run, to resume it later."""
     since: float = 0.0
-    """Time when the reason became known."""
     engineless_since: float = 0.0
     """Time when the last engine was lost, or the run began without engines; 0 while an engine is alive."""
     refused_groups: int = 0
     """Consecutive groups whose prompts were permanently rejected."""
     refused_reason: str = ""
-    """The reason for the last rejection."""
     too_long_groups: int = 0
     """Groups since the last step whose prompts leave no room for an answer in the context."""
     too_long_reason: str = ""
-    """The newest error message about a prompt that is too long."""
 
 
 class Watchdog(msgspec.Struct, kw_only=True):
     """Tracks whether the run makes progress; `giving_up.py` names the cause of a stall."""
 
     mark: tuple[Any, ...] = ()
-    """The value of `progress_mark` at the previous check."""
     moved_at: float = 0.0
     """Time when `progress_mark` last changed; 0 before the first decision."""
     reported: bool = False
-    """True if the current stall has been reported."""
 
 
 class WatchedSteps(msgspec.Struct, kw_only=True):
-    """The newest figures by domain and tag, and what is remembered for the alarms."""
+    """The newest figures by domain and tag, and the data of the alarms."""
 
     by_domain: dict[str, dict[str, float]] = {}
-    """Figures of the last step."""
     by_tag: dict[str, dict[str, float]] = {}
-    """Figures of the last step."""
     verified: dict[str, VerifierFigures] = {}
     """By domain, cumulative figures of the actors' verifiers as of the last step."""
     outdated: dict[str, int] = {}
@@ -320,26 +299,20 @@ class RunState(msgspec.Struct, kw_only=True):
     stop_reason: str | None = None
     """The reason for ending the run before its last step."""
     knobs: Knobs
-    """Current values of the knobs."""
     knob_log: list[KnobChange] = []
     """All knob changes, oldest first."""
     first_domain_weights: dict[str, float]
-    """The recipe's domain weights."""
     quotas: list[Quota] = []
     """Windows of orders within which domain shares are exact, oldest first; their size follows the groups per step."""
     loaded_from: list[tuple[int, int]] = []
     """(order, version), oldest first: when orders from `order` on were issued, engines had `version` or newer."""
     filtered_share: FilteredShare = msgspec.field(default_factory=FilteredShare)
-    """The share of orders that train nothing, estimated from recent steps."""
     cooldown: Cooldown = msgspec.field(default_factory=Cooldown)
-    """Recently solved problems that are skipped for a while."""
     fleet: Fleet = msgspec.field(default_factory=Fleet)
     engine_requests: list[EngineRequest] = []
     """Engines requested beyond the recipe's, in order of request; a resumed run begins with none."""
     elastic: ElasticMemory = msgspec.field(default_factory=ElasticMemory)
-    """Measurements for scaling the number of engines."""
     account: IssuedLedger = msgspec.field(default_factory=IssuedLedger)
-    """Prompt orders by outcome."""
     resumed_account: dict[str, Any] | None = None
     """The ledger from a checkpoint, until the trainer's own account arrives."""
     actors: dict[str, tuple[ActorAlive, float]] = {}
@@ -355,9 +328,7 @@ class RunState(msgspec.Struct, kw_only=True):
         return [alive for alive, heard in self.actors.values() if now - heard <= SILENT_S]
 
     def domain_weights_of(self, index: int) -> dict[str, float]:
-        """Return the domain weights that were in force when order `index` was first issued, so a reissued order has the
-        same problem.
-        """
+        """Return the domain weights when order `index` was first issued, so that a reissued order keeps its problem."""
         for change in reversed(self.knob_log):
             if change.cursor <= index and "domain_weights" in change.changes:
                 return self._drawable(change.changes["domain_weights"])
@@ -371,11 +342,8 @@ class RunState(msgspec.Struct, kw_only=True):
             self.quotas.append(Quota(since, self.knobs.groups_per_step))
 
     def follow_loaded(self, loaded: int) -> None:
-        """Record that prompt orders issued from now on are sampled with version `loaded` or newer.
-
-        Entries that only concern ended orders are dropped. If there are no entries yet, the trainer has just begun and
-        all orders in flight are issued again, so the first entry applies to all orders.
-        """
+        """Record that orders are sampled with version `loaded` or newer from now on; drop entries of ended orders."""
+        # The first entry applies to all orders: a trainer has just begun, and all orders in flight are issued again.
         if not self.loaded_from or self.loaded_from[-1][1] != loaded:
             since = self.account.cursor if self.loaded_from else 0
             self.loaded_from = [*(each for each in self.loaded_from if each[0] < since), (since, loaded)]
@@ -412,11 +380,8 @@ class RunState(msgspec.Struct, kw_only=True):
     def resume(self, record: Mapping[str, Any], *, step: int) -> None:
         """Continue from the `checkpoint_record` of a step; the trainer's own account arrives with its `TrainerReady`.
 
-        The recipe, which may have been edited, provides the knobs; live changes override them. Orders that are issued
-        again keep the mixture with which their problems were first drawn.
-
-        Raises:
-            RecipeError: the recipe's knobs and the live changes cannot run together.
+        The recipe, which may have been edited, provides the knobs; live changes override them. Reissued orders keep the
+        mixture with which their problems were first drawn. Raises RecipeError if these knobs cannot run together.
         """
         self.epoch = int(record["epoch"])
         before, recipe = record["knobs"], self.knobs
@@ -441,7 +406,7 @@ class RunState(msgspec.Struct, kw_only=True):
         self.resumed_account = dict(record["account"])
 
 
-#: The last `WINDOW` steps are kept, and the entropies of the first `FIRST_STEPS` steps.
+#: Numbers of recent steps, and of first entropies, that are kept for the alarms.
 WINDOW: Final = 25
 FIRST_STEPS: Final = 10
 
@@ -479,7 +444,6 @@ class ControllerSettings:
     max_groups: int
     sampling: Sampling
     by_domain: Mapping[str, DomainSampling] = field(default_factory=dict)
-    """Sampling parameters that differ by domain."""
     evaluation: EvaluationPlan
     stall_s: float = 120.0
     """Seconds without progress after which the watchdog reports a stall."""
@@ -492,13 +456,12 @@ class ControllerSettings:
     save_s: float = 30.0
     """Seconds to wait for the trainer's state to be saved when a run fails or is suspended."""
     scope: StalenessScope = StalenessScope.GROUP
-    """Dropped if a token is too old: the group or the rollout. Actors abandon only whole groups early."""
+    """The unit to drop if a token is too old: its group or its rollout. Actors abandon only whole groups early."""
     overdue: Overdue = Overdue.DROP
     """The treatment of groups that are still being sampled at their last admissible step."""
     oversample: float | None = 1.0
     """The most orders issued per order that is expected to train; None: `OVERSAMPLED` while k > j, otherwise 1."""
     cooldown: Mapping[str, CooldownRule] = field(default_factory=dict)
-    """The rule for how long solved problems rest, by domain."""
     elastic: ElasticRule | None = None
     """The rule for scaling the number of engines automatically; None: only operators change it."""
     checkpoint_interval_steps: int

@@ -31,7 +31,7 @@ class EventPiece:
 
 @final
 class EventTail:
-    """Reader of one log."""
+    """Incremental reader of one event log."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -53,11 +53,7 @@ class EventTail:
         return self.offset / self.size if self.size else 1.0
 
     def read(self) -> EventPiece:
-        """Return the next events, about 1 MiB at most; empty if there is no log or nothing new.
-
-        Raises:
-            OSError: the log exists and cannot be read.
-        """
+        """Return the next events, about 1 MiB at most; empty if nothing is new. Raises OSError if reading fails."""
         try:
             status = self._path.stat()
         except FileNotFoundError:
@@ -77,7 +73,7 @@ class EventTail:
             data = file.read(self._piece)
         whole = data.rfind(b"\n") + 1
         if not whole:
-            if len(data) < self._piece:  # the line is still being written, or torn
+            if len(data) < self._piece:  # the last line is still being written, or torn
                 self.size = self.offset
             elif self._piece < _MOST_BYTES:
                 self._piece *= 2

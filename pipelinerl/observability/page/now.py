@@ -183,10 +183,7 @@ def _held_out(name: str, event: Event) -> dict[str, Any]:
 
 
 def estimate(figures: Sequence[Figures], name: str, *, share: bool = False) -> dict[str, float | None] | None:
-    """Return the mean over steps, weighted by rollouts, with its 95 % interval; None if no step has the figure.
-
-    A single step has no interval unless the figure is a share.
-    """
+    """Return the rollout-weighted mean over steps, with its 95 % interval; None if no step has the figure."""
     pairs = [
         (value, weight)
         for each in figures
@@ -197,11 +194,11 @@ def estimate(figures: Sequence[Figures], name: str, *, share: bool = False) -> d
         return None
     mean = math.fsum(value * weight for value, weight in pairs) / total
     half = 0.0
-    if share:  # answers are right or wrong, so even one step has a known deviation
+    if share:  # for a share of right answers, the deviation is known even from a single step
         half = _Z * math.sqrt(max(0.0, mean * (1.0 - mean)) / total)
     elif len(pairs) == 1:
         return {"mean": mean, "low": None, "high": None}
-    if len(pairs) > 1:  # Cochran (1977), the standard error of a ratio, over steps
+    if len(pairs) > 1:  # standard error of a ratio over steps (Cochran 1977)
         squares = math.fsum((weight * (value - mean)) ** 2 for value, weight in pairs)
         half = max(half, _Z * math.sqrt(squares * len(pairs) / (len(pairs) - 1)) / total)
     low, high = mean - half, mean + half

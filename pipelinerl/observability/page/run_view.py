@@ -17,7 +17,7 @@ from pipelinerl.observability.page.step_table import StepTable
 from pipelinerl.observability.run_history import HELD_OUT
 from pipelinerl.observability.timeline.run_timeline import RunTimeline
 
-#: Number of last steps kept in full: 10 MB.
+#: Number of recent steps kept with all figures: 10 MB.
 MOST_RECENT: Final = 500
 _MOST_MARKS: Final = 2000
 _MOST_CHANGES: Final = 1000
@@ -57,7 +57,7 @@ _LIFECYCLES: Final = {
     "engine_left": "left",
     "engine_canary_failed": "unverified",
 }
-#: Frequent events, of which only the count since the last step is kept.
+#: Frequent events, for which only the count since the last step is kept, by kind with their label.
 _COUNTED: Final = {"group_outdated": "given up by an actor"}
 
 
@@ -101,7 +101,7 @@ class RunView:
 
     @property
     def state(self) -> str:
-        """`finished`, `suspended` or `failed`; empty if the log does not say that the run is over."""
+        """State in which the run ended: `finished`, `suspended` or `failed`; empty while the log shows no end."""
         return _ENDS[str(self.ended["kind"])] if self.ended is not None else ""
 
     def take(self, event: Event) -> bool:

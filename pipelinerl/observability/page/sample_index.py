@@ -1,10 +1,8 @@
-"""`SampleIndex`: an index of a run's samples by location, with the columns for sorting and filtering, in bounded
-memory.
+"""`SampleIndex`: an index of a run's samples by location, with columns to sort and filter by, in bounded memory.
 
-Texts and tokens stay in the files and are read on demand. The newest file is indexed first, so recent samples are
-available at once. A group has a permanent name: a digest of its kind, step, evaluation set and id, which is the
-same in copies of the run. Later samples of a repeated step replace earlier ones; samples removed from the log
-disappear.
+Texts and tokens stay in the files and are read on demand. The newest file is indexed first. A group's permanent name is
+a digest of its kind, step, evaluation set and id, so it is the same in copies of the run. Later samples of a repeated
+step replace earlier ones; samples removed from the log disappear.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from pipelinerl.observability.samples.record import SampleGroup, SampleKind, dec
 
 Bool = NDArray[np.bool_]
 
-#: About 48 bytes each: 100 MB.
+#: Maximum number of indexed samples: 100 MB at about 48 bytes each.
 MOST_SAMPLES: Final = 2**21
 _PIECE_BYTES: Final = 2**20
 _MOST_LINE: Final = 2**25
@@ -70,8 +68,6 @@ _SAMPLE: Final = np.dtype(
 
 @final
 class _Rows:
-    """A growing array of records of one type."""
-
     def __init__(self, kind: np.dtype[Any]) -> None:
         self._array = np.zeros(256, kind)
         self.count = 0
@@ -96,8 +92,6 @@ class _Rows:
 
 @final
 class _Names:
-    """Two-way mapping between names and numbers."""
-
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
         self.names: list[Any] = []
@@ -201,11 +195,7 @@ class SampleIndex:
         }
 
     def read(self) -> int:
-        """Index about 1 MiB of new data, newest file first; return the number of new samples.
-
-        Raises:
-            OSError: the log exists and cannot be read.
-        """
+        """Index about 1 MiB of new data, newest file first; return the number of new samples. Raises OSError."""
         self.unread_bytes = self.total_bytes = count = 0
         there = set()
         for path in reversed(sample_files(self.run_dir)):
@@ -321,7 +311,7 @@ class SampleIndex:
         for line in data[:whole].split(b"\n")[:-1]:
             count += self._add(line, number, at)
             at += len(line) + 1
-        if not whole and piece > _MOST_LINE:  # too long for one of our lines
+        if not whole and piece > _MOST_LINE:  # no sample log has a line of this length, so skip the rest of the file
             return size, 0, 0
         rest = len(data) - whole
         return at, count, rest if offset + len(data) >= size else 0

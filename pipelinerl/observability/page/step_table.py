@@ -19,13 +19,13 @@ from pipelinerl.observability.events import Event
 Float64 = NDArray[np.float64]
 Float32 = NDArray[np.float32]
 
-#: Figures times rows: 128 MiB.
+#: Maximum number of figures times rows: 128 MiB.
 MOST_NUMBERS: Final = 2**25
 #: Limit of distinct figures; a recipe has a dozen per domain and tag.
 MOST_FIGURES: Final = 2048
 _MOST_NAME: Final = 200
 _ROWS: Final = 4096
-#: Fields that say which step it was, and when; they are not drawn as curves.
+#: Fields that place a step and are not drawn as curves.
 _PLACES: Final = frozenset({"time", "elapsed_s", "step", "model_version", "decision", "epoch"})
 _LARGEST: Final = 1e300
 _PLACE: Final = ("step", "elapsed_s", "samples", "tokens")
@@ -136,10 +136,7 @@ class StepTable:
     def rows(
         self, figures: Sequence[str], *, points: int, first: int = 0, last: int = 2**53, since: int = -1
     ) -> StepRows:
-        """Return at most `points` rows of the steps `first` to `last` that are above `since`.
-
-        The cost does not depend on earlier steps.
-        """
+        """Return at most `points` rows of the steps `first` to `last` above `since`; the cost depends on these only."""
         lowest = max(first, since + 1)
         parts = [part for chunk in self._chunks if (part := chunk.between(lowest, last)).count]
         count = sum(part.count for part in parts)
@@ -149,7 +146,7 @@ class StepTable:
         ends = np.minimum(starts + each, count) - 1
         positions = {name: places[number][ends] for number, name in enumerate(_PLACE)}
         known = {name: index for name in figures if (index := self._columns.get(name)) is not None}
-        if each == 1:  # few rows: all figures at once
+        if each == 1:  # without merging, all figures can be gathered at once
             means = dict(zip(known, _columns_of(parts, list(known.values())), strict=True))
             return StepRows(each=each, places=positions, means=means, lows=means, highs=means)
         merged = {name: _merged(_columns_of(parts, [index])[0], starts) for name, index in known.items()}
@@ -204,7 +201,6 @@ class StepTable:
             self._chunks.pop()
 
     def _thin(self) -> None:
-        """Halve the older half of the rows by merging pairs of chunks."""
         half = len(self._chunks) // 4 * 2
         pairs = zip(self._chunks[0:half:2], self._chunks[1:half:2], strict=True)
         self._chunks[:half] = [_thinned(first, second, len(self._columns)) for first, second in pairs]
@@ -223,7 +219,6 @@ def _columns_of(parts: Sequence[_Chunk], indexes: Sequence[int]) -> Float64:
 
 
 def _thinned(first: _Chunk, second: _Chunk, columns: int) -> _Chunk:
-    """Merge both into one chunk, keeping two of every four rows."""
     places = np.concatenate([chunk.places[:, : chunk.count] for chunk in (first, second)], axis=1)
     thin = _Chunk.empty(columns)
     starts = np.arange(0, places.shape[1], 4)

@@ -20,7 +20,7 @@ _MOST: Final = 1500
 
 
 def samples_section(groups: Sequence[SampleGroup]) -> str:
-    """Return the section's markup."""
+    """Return the HTML of the report's section on samples."""
     trained = _last_steps(groups, SampleKind.TRAINED, _STEPS)
     filtered = _last_steps(groups, SampleKind.FILTERED, 1)
     parts = [
@@ -33,7 +33,6 @@ def samples_section(groups: Sequence[SampleGroup]) -> str:
 
 
 def _evaluations(groups: Sequence[SampleGroup]) -> Iterator[str]:
-    """Yield the worst answers of the last evaluation, per set if there are several."""
     sets = sorted({group.evaluation for group in groups if group.kind is SampleKind.EVALUATION})
     for name in sets:
         of_set = _last_steps([group for group in groups if group.evaluation == name], SampleKind.EVALUATION, 1)

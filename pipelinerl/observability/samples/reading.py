@@ -22,7 +22,7 @@ LENGTH: Final = "length"
 
 
 class Ranking(StrEnum):
-    """The order of samples, which decides what is shown if not all are."""
+    """The order by which samples are selected if not all are shown."""
 
     NEWEST = "newest"
     WORST = "worst"

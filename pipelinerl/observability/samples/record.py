@@ -30,10 +30,7 @@ class SampleKind(StrEnum):
 
 
 class TokenTexts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Tokens as recorded, never re-tokenized: the id and text of each, [T].
-
-    If there are more than the limit, `left_out` tokens are missing from index `at` on.
-    """
+    """Ids and texts of tokens as recorded, never re-tokenized, [T]; `left_out` are missing from index `at` on."""
 
     ids: tuple[int, ...] = ()
     texts: tuple[str, ...] = ()
@@ -47,11 +44,8 @@ class AnswerTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     Attributes:
         tokens: all after the prompt: sampled tokens and, in several turns, the environment's messages in between.
         versions: version of the weights that sampled each token; None for the environment's tokens.
-        logprobs: the sampler's.
-        deltas: the trainer's log-prob at the step minus the sampler's; empty if the answer had no gradient.
-        advantages: likewise.
-        entropies: entropy in nats of the trainer's distribution of each token, at the step; empty for most answers
-            because only few are measured.
+        deltas: the trainer's log-prob at the step minus the sampler's; like `advantages`, empty without a gradient.
+        entropies: entropy in nats of the trainer's distribution of each token, at the step; empty unless measured.
     """
 
     tokens: TokenTexts
@@ -66,12 +60,12 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One turn of an episode.
 
     Attributes:
-        context: what the turn continues with before the model answers: messages of the environment and results of
-            tools or, where a conversation begins, its whole prompt; empty where that is the group's prompt.
-        text: what the model wrote.
-        agent: who asked. length: tokens sampled. reward: the environment's, for this turn.
-        segment: the segment in which the turn trains, from 1. begins: why a segment begins with it.
-        continues: the number of the turn that it continues, from 1; 0 where a conversation begins.
+        context: new input before the model answers, from the environment and tools; at the start of a conversation its
+            whole prompt, or nothing if that is the group's prompt.
+        text: the model's output.
+        agent: the agent that requested the turn. length: tokens sampled. reward: the environment's, for this turn.
+        segment: number of the segment in which the turn trains, from 1. begins: reason for a segment to begin with it.
+        continues: number of the turn that it continues, from 1; 0 at the start of a conversation.
     """
 
     context: str = ""
@@ -115,14 +109,9 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class SampleGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The answers to one problem.
+    """The answers to one problem; `step` is the version that their step made, or that was evaluated.
 
-    Attributes:
-        step: the version that its step made, or that was evaluated.
-        time: in Unix seconds.
-        evaluation: name of the evaluation set with the problem.
-        filtered: for a filtered group, the number of groups filtered since the previous step, by reason.
-        prompt_tokens: None if not recorded.
+    `time` is in Unix seconds; `filtered` counts the groups that were filtered since the previous step, by reason.
     """
 
     kind: SampleKind
@@ -143,7 +132,7 @@ class SampleGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 T = TypeVar("T")
 
-#: Types that are written unchanged.
+#: Types of values that are written to the sample log unchanged.
 _NUMBERS: Final = frozenset({int, float, bool, type(None)})
 
 _ENCODER: Final = msgspec.json.Encoder()
@@ -180,7 +169,6 @@ def decode(line: bytes) -> SampleGroup | None:
 
 
 def _written(group: SampleGroup, most: int) -> dict[str, Any]:
-    """Return the group as written: texts cut to `most` characters, tokens to a quarter as many."""
     replace, tokens = msgspec.structs.replace, most // _CHARACTERS_OF_TOKEN
     bare = replace(group, prompt_tokens=None, answers=tuple(replace(each, tokens=None) for each in group.answers))
     written: dict[str, Any] = _shortened(msgspec.to_builtins(bare), most)
@@ -195,7 +183,6 @@ def _written(group: SampleGroup, most: int) -> dict[str, Any]:
 
 
 def _cut_tokens(tokens: TokenTexts, most: int) -> TokenTexts:
-    """Keep three quarters of `most` from the start and a quarter from the end, as for texts."""
     return TokenTexts(
         ids=_cut(tokens.ids, most),
         texts=_cut(tokens.texts, most),
@@ -258,7 +245,7 @@ def visible(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the same on one line, for names in a list."""
+    """Return the text made visible, on one line, for names in a list."""
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 

@@ -93,12 +93,11 @@ class SampleLog:
             return
         if self._file < 0 or self._written + len(line) > self._file_bytes:
             self._begin_file()
-        self._written += len(line)  # counted first: a full disk may leave part of the line in the file
+        self._written += len(line)  # count the bytes first, since a full disk may leave part of the line in the file
         if os.write(self._file, line) < len(line):
             self._close_file()
 
     def _begin_file(self) -> None:
-        """Remove the oldest files to make room, then begin the next."""
         self._close_file()
         self._directory.mkdir(parents=True, exist_ok=True)
         files = sorted(self._directory.glob(f"{self._name}-*.jsonl"))

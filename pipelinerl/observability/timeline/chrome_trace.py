@@ -61,8 +61,10 @@ class ChromeTrace:
     _processes: dict[str, int] = field(default_factory=dict)
     _rows: list[float] = field(default_factory=lambda: [0.0] * _ROWS)
     _ends: dict[tuple[int, int], int] = field(default_factory=dict)  # end of each track's last span, in µs
-    _steps: dict[int, int] = field(default_factory=dict)  # by version, a time inside the span, in µs
-    _published: dict[int, list[int]] = field(default_factory=dict)  # likewise; versions may be republished
+    # By version, a time (µs) within the span of the version's step.
+    _steps: dict[int, int] = field(default_factory=dict)
+    # By version, a time (µs) within the span of each of its publications.
+    _published: dict[int, list[int]] = field(default_factory=dict)
 
     def events(self, events: Iterable[Event]) -> Iterator[TraceEvent]:
         """Yield the whole trace."""
@@ -194,7 +196,6 @@ def _name_of(span: Span) -> str:
 
 
 def _forget(held: dict[int, Any]) -> None:
-    """Drop the oldest version if there are too many."""
     if len(held) > _STEPS:
         del held[next(iter(held))]
 

@@ -4,9 +4,9 @@
     for event in log: timeline.feed(event)
     timeline.window(0.0, 3600.0, points=1500)       # plain values, as returned by `GET /api/timeline`
 
-Feeding an event takes microseconds and a window milliseconds, for any length of run. Memory:
-26 bytes per span and about 300 per traced group. A step has three spans, one more if it is published, and two for each
-engine that receives its weights. Callers that use several threads must hold a lock.
+Feeding an event takes microseconds and a window milliseconds, for any length of run. A span takes 26 bytes, a traced
+group about 300. A step has three spans, one more if it is published, and two for each engine that receives its weights.
+Callers that use several threads must hold a lock.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pipelinerl.observability.timeline.spans import (
     TracedGroup,
 )
 
-#: Limits on marks kept, and on marks and groups drawn in one window.
+#: Maximum number of marks that are kept; of marks, groups and points that are drawn in one window.
 _MARKS: Final = 20_000
 MOST_MARKS: Final = 500
 MOST_GROUPS: Final = 256
@@ -58,8 +58,7 @@ class Track:
     """Append-only columns of the spans of one kind in one lane, drawn quickly at any resolution.
 
     The spans of a track rise and do not overlap, so a window is found by bisection. Spans shorter than a cell of the
-    drawing are merged with their neighbours in the cell, so a drawing has at most two spans per cell. A span takes 26
-    bytes.
+    drawing are merged with their neighbours in the cell, so a drawing has at most two spans per cell.
     """
 
     _start: array[float] = field(default_factory=lambda: array("d"))
@@ -109,7 +108,7 @@ def _merged(
         return {"start": starts, "end": ends, "count": empty, "busy": lengths, "longest": empty}
     cells = np.floor((starts - start) / cell)
     short = lengths < cell
-    alone = np.ones(starts.size, bool)  # True at the first span of a row
+    alone = np.ones(starts.size, bool)  # True for the first span of each merged row
     alone[1:] = ~(short[1:] & short[:-1] & (cells[1:] == cells[:-1]))
     rows = np.flatnonzero(alone)
     lasts = np.append(rows[1:], starts.size) - 1
@@ -136,8 +135,6 @@ def _append(drawn: dict[str, list[Any]], span: Span) -> None:
 @final
 @dataclass(slots=True)
 class _Groups:
-    """Traced groups in columns, in the order of their steps."""
-
     order: array[int] = field(default_factory=lambda: array("q"))
     step: array[int] = field(default_factory=lambda: array("q"))
     engine: array[int] = field(default_factory=lambda: array("i"))
@@ -194,9 +191,7 @@ class RunTimeline:
                 self._groups.add(drawn)
 
     def window(self, start: float | None = None, end: float | None = None, *, points: int = 1500) -> dict[str, Any]:
-        """Return what to draw of [start, end] (seconds; None means the run's start or end) on a drawing `points`
-        wide.
-        """
+        """Return what to draw of [start, end] (seconds; None: the run's start or end), with a width of `points`."""
         start = max(0.0, start or 0.0)
         end = self._reader.now if end is None else end
         end = max(end, start + 1e-6)
@@ -230,7 +225,6 @@ class RunTimeline:
         }
 
     def _lanes(self, unended: set[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Return (kind, lane) in display order."""
         named = {lane for lane, _ in [*self._tracks, *unended]}
         ours = [kind for kind in _TRACKS if kind != ENGINE]
         return [(ENGINE, lane) for lane in sorted(named.difference(ours))] + [(kind, kind) for kind in ours]

@@ -63,23 +63,19 @@ class TracedGroup(NamedTuple):
 @final
 @dataclass(slots=True)
 class GroupJoiner:
-    """Matches the stages of traced groups with the steps that trained them; either may come first.
+    """Matches the stages of traced groups with the steps that trained them, in any order and in bounded memory.
 
     Actors report the end of each stage (`ActorAlive.stages`) for groups chosen by seed. The controller adds a few of
     them to the next `step` event, with times in Unix seconds:
 
         "stages": [[order, claimed, sampled, verified, engine, [[version, tokens], …]], …]
-
-    It holds a bounded number of both.
     """
 
     _waiting: OrderedDict[int, TracedGroup] = field(default_factory=OrderedDict)
     _trained: OrderedDict[int, tuple[int, float, float]] = field(default_factory=OrderedDict)
 
     def stepped(self, event: Event, *, step: int, began: float, now: float) -> Iterator[TracedGroup]:
-        """Yield groups whose step and stages are both known after this `step` event, whose computation began at
-        `began`.
-        """
+        """Yield groups whose step and stages are both known after this `step` event, computed from `began` on."""
         for order in entries(event, "orders"):
             if isinstance(order, int):
                 self._trained[order] = (step, began, now)
@@ -101,7 +97,6 @@ class GroupJoiner:
 
 
 def _group(stages: Any, began_at: float) -> TracedGroup | None:
-    """Parse the stages from an actor; None if they are malformed."""
     try:
         order, claimed, sampled, verified, engine, spans = msgspec.convert(stages, _Stages)
     except msgspec.ValidationError:
@@ -122,7 +117,6 @@ def entries(event: Event, field: str) -> Sequence[Any]:
 
 
 def _forget(held: OrderedDict[int, Any], most: int) -> None:
-    """Drop the oldest entries beyond `most`."""
     while len(held) > most:
         held.popitem(last=False)
 
@@ -189,7 +183,7 @@ class SpanReader:
     def read(self, event: Event) -> Iterator[Drawn]:
         """Yield the spans and groups that end with this event, and its mark."""
         kind, before = kind_of(event), self.now
-        self.now = max(self.now, number(event.get("elapsed_s")))  # stays monotonic if the clock is set back
+        self.now = max(self.now, number(event.get("elapsed_s")))  # never decreases, even if the clock is set back
         if kind == "run_started":
             yield from self._cut(before)
         yield from _marks(kind, event, self.now)
@@ -274,7 +268,8 @@ class SpanReader:
         return iter(())
 
     def _evaluated(self, event: Event) -> Iterator[Drawn]:
-        if (begun := self._evaluation) is not None:  # each set has its own event; the first ends the span for all
+        # Each evaluation set has its own event; the first event ends the span.
+        if (begun := self._evaluation) is not None:
             self._evaluation = None
             self._held.append((begun.start, self.now, EVALUATION))
             note = str(event.get("reason") or event.get("name") or "")
@@ -290,7 +285,6 @@ class SpanReader:
         yield from self._cut(self.now)
 
     def _cut(self, at: float) -> Iterator[Drawn]:
-        """End all open spans at `at`, because the processes ended then."""
         now, self.now = self.now, at
         for span in list(self.open()):
             yield from self._span(*span)
@@ -370,7 +364,6 @@ _READINGS: Final = {
 
 
 def _covered(intervals: list[tuple[float, float]]) -> float:
-    """Return the length of the intervals' union."""
     total, reached = 0.0, -math.inf
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))

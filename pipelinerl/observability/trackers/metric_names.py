@@ -1,7 +1,7 @@
 """Names under which trackers receive the figures of a run's events; docs/reference/trackers.md has the table.
 
 `MetricReader` turns events into rows by step. The step of an evaluation is the evaluated version. Engines' figures,
-measured every second, come with the next step as means.
+measured every second, are averaged and come with the next step.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ PUBLISH_METRICS: Final[Mapping[str, str]] = {"pause_s": "perf/update_pause_s", "
 #: Fields of an `evaluation` event, below `eval/<set>/`; the k of pass@k and maj@k come from the recipe.
 EVALUATION_METRICS: Final = ("accuracy", "low", "high", "length_mean", "truncated", "unjudged")
 _CURVES: Final = {"pass_at": "pass", "majority_at": "maj"}
-#: Computed here: trained tokens of a step divided by its time, including the wait.
+#: Name of a figure computed here: trained tokens of a step divided by the step's time, including the wait.
 TRAINED: Final = "perf/trained_tokens_per_s"
 #: `mismatch_<cause>_<figure>` and `old_mismatch_…` become `mismatch/<cause>_<figure>` and `old_mismatch/…`.
 _MISMATCH: Final = ("mismatch_", "old_mismatch_")
@@ -94,9 +94,8 @@ class ReaderState(msgspec.Struct):
     looks: int = 0
     """Number of `engines` events since the last step."""
     sums: dict[str, float] = {}
-    """Sums of their figures, by metric name."""
+    """Sums of the figures of these events, by metric name."""
     published: dict[str, float] = {}
-    """Figures of the last publication."""
 
 
 @final

@@ -85,7 +85,7 @@ class FeedPosition(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class TrackerFeed:
-    """Sends a run's events to one tracker, even if the feeding process is killed.
+    """Sends a run's events to one tracker, even if the feeding process is killed. Use it from one thread.
 
         <run>/trackers/<name>.json   position: the offset in events.jsonl, the reader's state, the tracker's bookmark
         <run>/trackers/<name>.lock   held while a process feeds this tracker
@@ -93,11 +93,7 @@ class TrackerFeed:
     A piece of the log is logged and flushed; then the position is written atomically. A process killed in between
     starts again at the previous position. The tracker's bookmark lets it discard what was logged after that.
 
-    Feed of one tracker while it is open; use it from one thread.
-
-    Raises:
-        BlockingIOError: another process feeds the tracker.
-        OSError: the tracker or the position cannot be written; open another feed later.
+    Raises BlockingIOError if another process feeds the tracker, OSError if tracker or position cannot be written.
     """
 
     def __init__(self, run_dir: Path, name: str, open_tracker: OpenTracker) -> None:
@@ -176,17 +172,14 @@ _PATTERN: Final = "events.out.tfevents.*.pipelinerl"
 class TensorBoardTracker:
     """Writer of event files into one directory, each figure exactly once; other files there are left alone.
 
-    Each process writes a new file. The bookmark records all files and their lengths. Bytes beyond those lengths come
-    from a process that was killed before it saved the bookmark; they are cut off and logged again. After a resume from
-    a checkpoint, `rewind` removes the repeated steps from all files. The next file then starts with
-    `SessionLog.START`, which makes an open TensorBoard discard them, too.
-
-    The package's record writer is used instead of its `SummaryWriter`, which writes on its own thread, where the
-    exception of a full disk is lost.
+    Each process writes a new file. The bookmark records all files and their lengths; bytes beyond them, from a process
+    that was killed before it saved the bookmark, are cut off and logged again. `rewind` removes repeated steps from all
+    files; the next file starts with `SessionLog.START`, which makes an open TensorBoard discard them, too. The
+    package's `SummaryWriter` is not used: it writes on its own thread, where the exception of a full disk is lost.
     """
 
     def __init__(self, directory: Path, bookmark: Bookmark | None = None) -> None:
-        """Discard what the bookmark does not cover. Raises OSError."""
+        """Open the directory, and discard data that the bookmark does not cover. Raises OSError."""
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         known: dict[str, int] = dict((bookmark or {}).get("files", {}))
@@ -213,7 +206,7 @@ class TensorBoardTracker:
         """Remove this step and later ones from all files, each atomically. Raises OSError."""
         self._end_file()
         for path in _files(self._directory):
-            draft = path.with_name(f"{path.name}.draft")  # TensorBoard does not read this name
+            draft = path.with_name(f"{path.name}.draft")  # TensorBoard ignores files with this suffix
             with path.open("rb") as old, draft.open("wb") as new:
                 for record, content in _records(old.read()):
                     event = self._event.FromString(content)
@@ -310,7 +303,6 @@ class TrackioTracker:
 
 
 def _sort_of(figures: Mapping[str, float]) -> str:
-    """Return `eval/<set>` for figures of an evaluation, an empty string for those of a step."""
     name = next(iter(figures))
     return name.rpartition("/")[0] if name.startswith("eval/") else ""
 

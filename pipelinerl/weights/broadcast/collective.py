@@ -1,16 +1,14 @@
 """`Collective`: one process group between a trainer (rank 0) and its engines, built directly on a store.
 
-It never touches torch's default group, so it coexists with any group the trainer or engine uses. Each membership has
-its own prefix in the store, so a new group does not depend on the state of an old one. Every wait has a deadline, and
-sockets are bound to one chosen address. This module imports torch, so import it only where torch is needed.
+It never touches torch's default group, so it coexists with any group of the trainer or engine. Each membership has its
+own prefix in the store, so a new group does not depend on an old one. Every wait has a deadline, and sockets are bound
+to one chosen address. This module imports torch, so import it only where torch is needed.
 
-Gloo cannot interrupt a blocked receive. The receive ends when the bytes arrive, at its deadline, or when the sender
-leaves before it starts to send (by `close`, or by dying, which is noticed within milliseconds). In the middle of a
-tensor the receiver may not notice that the sender is gone, so tensors are small and deadlines short.
-
-Large groups connect only along the edges of a broadcast tree (`Connections.TREE`). 64 engines and a trainer then need
-64 connections instead of the 2,080 of a full mesh. A broadcast of one byte opens the connections while the group forms.
-A missing rank is detected at that point; a rank that leaves is noticed by the ranks that wait for it.
+Gloo cannot interrupt a blocked receive, which ends when the bytes arrive, at its deadline, or when the sender leaves or
+dies before it starts to send. In the middle of a tensor the receiver may not notice that the sender is gone, so tensors
+are small and deadlines short. Large groups connect only along the edges of a broadcast tree (`Connections.TREE`): 64
+engines need 64 connections instead of the 2,080 of a full mesh. A broadcast of one byte opens the connections while the
+group forms, which detects a missing rank.
 """
 
 from __future__ import annotations
@@ -47,11 +45,7 @@ class Rendezvous:
     """The store at which group members meet; it listens on `host` only (a bare TCPStore listens on all addresses)."""
 
     def __init__(self, host: str, port: int = 0) -> None:
-        """Listen on (`host`, `port`); port 0 picks a free port.
-
-        Raises:
-            AddressError: the address cannot be bound.
-        """
+        """Listen on (`host`, `port`); port 0 picks a free port. Raises AddressError if the address cannot be bound."""
         listener = socket.socket(family_of(host), socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -97,9 +91,8 @@ class Collective:
     ) -> Collective:
         """Meet the other ranks at the store on (`host`, `port`); block until all have joined.
 
-        Raises:
-            DeadlineError: the store did not answer, or a rank did not join, within `timeout_s`.
-            UpdateError: the store is closed, a rank left, or the backend is not available here.
+        Raises DeadlineError if the store or a rank is missing after `timeout_s`, UpdateError if the store is closed, a
+        rank left, or the backend is not available here.
         """
         name = f"group {group!r} generation {generation}"
         patience, deadline = timedelta(seconds=timeout_s), time.monotonic() + timeout_s
@@ -124,11 +117,7 @@ class Collective:
         return torch.device("cpu" if self._backend is Backend.GLOO else "cuda")
 
     def announce(self, key: str, text: str) -> None:
-        """Write `text` to the group's store, for ranks that wait for `key` in `expect`.
-
-        Raises:
-            UpdateError: the store is gone.
-        """
+        """Write `text` to the group's store, for ranks that `expect` it. Raises UpdateError if the store is gone."""
         try:
             self._store.set(key, text)
         except RuntimeError as error:
@@ -137,9 +126,7 @@ class Collective:
     def expect(self, key: str, *, deadline: float) -> str:
         """Return what rank 0 announced as `key`, as soon as it is there.
 
-        Raises:
-            DeadlineError: nothing was announced before `deadline` (monotonic seconds).
-            UpdateError: rank 0 is gone, or this rank left the group in the meantime.
+        Raises DeadlineError if nothing is announced before `deadline` (monotonic), UpdateError if this or rank 0 left.
         """
         began = time.monotonic()
         while self._group is not None:
@@ -179,10 +166,10 @@ class Collective:
             else:
                 wait_for_nccl(work, deadline=deadline)
         except RuntimeError as error:
-            group = work = None  # both keep connections open, and the traceback keeps this frame alive
+            group = work = None  # drop both, since they keep connections open and the traceback keeps this frame alive
             self.close()
             raise _translated(error, f"a broadcast in {self._name}") from error
-        if self._group is not group:  # an aborted work may look complete
+        if self._group is not group:  # `close` on another thread aborts the work, which may then look complete
             raise UpdateError(f"this process left {self._name} during a broadcast")
 
     def close(self) -> None:
@@ -233,7 +220,6 @@ def _options(root: int, deadline: float) -> Any:
 
 
 def _translated(error: RuntimeError | OSError, doing: str) -> DeadlineError | UpdateError:
-    """Translate torch's error into one of ours, shortened to its first sentence."""
     text = str(error).split(". This is")[0].rsplit("] ", 1)[-1] if "pair.cc" in str(error) else str(error)
     reason = (text.splitlines() or [type(error).__name__])[0][:200]
     if "time" in reason.lower() and "out" in reason.lower():
@@ -268,13 +254,9 @@ _POLL_S: Final = 2e-4
 
 
 def connect_nccl(library: Any, store: Any, *, rank: int, size: int, device: torch.device, timeout_s: float) -> Any:
-    """Return a group whose ranks have all connected; blocks for `timeout_s` at most.
+    """Return a group whose ranks have all connected, within `timeout_s`; `library` is `torch.distributed`.
 
-    Args:
-        library: `torch.distributed`.
-
-    Raises:
-        RuntimeError: a rank is missing, or NCCL failed. The group has been aborted.
+    Raises RuntimeError if a rank is missing or NCCL failed; the group has been aborted then.
     """
     deadline = time.monotonic() + timeout_s
     options = library.ProcessGroupNCCL.Options()
@@ -298,8 +280,7 @@ def connect_nccl(library: Any, store: Any, *, rank: int, size: int, device: torc
 def wait_for_nccl(work: Any, *, deadline: float) -> None:
     """Wait until the bytes of `work` have arrived; torch's own wait only orders streams.
 
-    Raises:
-        RuntimeError: the work failed, or is not complete by `deadline` (monotonic seconds).
+    Raises RuntimeError if the work fails, or is not complete by `deadline` (monotonic seconds).
     """
     while not work.is_completed():
         if time.monotonic() > deadline:
@@ -312,10 +293,8 @@ def wait_for_nccl(work: Any, *, deadline: float) -> None:
 
 
 def abort_nccl(group: Any) -> None:
-    """End all work of the group and free its communicator; errors are ignored, since the group is given up.
-
-    Returns after `_ABORT_S` even if NCCL has not: an abort waits for a thread that still connects.
-    """
+    """End all work of the group and free its communicator, ignoring errors, within `_ABORT_S`."""
+    # NCCL's abort may wait for a thread that still connects.
     wait([in_background("abort", group.abort)], timeout=_ABORT_S)
 
 
@@ -329,7 +308,6 @@ def _meet_nccl(library: Any, group: Any, device: torch.device, deadline: float) 
 
 @contextmanager
 def _variables(changed: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for the block, one block at a time."""
     with _environment:
         before = {name: os.environ.get(name) for name in changed}
         os.environ.update(changed)

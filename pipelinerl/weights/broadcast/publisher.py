@@ -63,7 +63,7 @@ log = logging.getLogger("pipelinerl")
 _EPOCH_STEP: Final = 2**40
 _MEMBERSHIP_STEP: Final = 2**12
 
-#: Engines take a piece of at most `bucket_bytes` in milliseconds. If an engine is killed, gloo may keep waiting.
+#: Time limit for one piece of a broadcast. Engines take a piece in milliseconds, but gloo may wait for a dead engine.
 _PIECE_S: Final = 10.0
 
 #: Groups with more ranks than this connect only along the broadcast tree: 64 engines then join in 0.1 s instead of 1 s,
@@ -76,8 +76,6 @@ _VICTIM = (DeadlineExceeded, PeerLost)
 
 @dataclass(frozen=True, slots=True)
 class _EngineGroup:
-    """The group that this process (rank 0) formed with `members` (base URLs)."""
-
     collective: Collective
     generation: int
     membership: tuple[int, int]
@@ -110,11 +108,7 @@ class BroadcastPublisher:
         self._turn = asyncio.Lock()
 
     async def publish(self, publication: Publication) -> PublishReport:
-        """Send the weights to every engine that can take them; see `Publisher`.
-
-        Raises:
-            UpdateError: no engine serves them; the message names each engine with its reason.
-        """
+        """Send the weights to all engines that can take them. Raises UpdateError, with reasons, if no engine serves."""
         async with self._turn:
             now = time.monotonic()
             targets = list(dict.fromkeys(publication.engines))
@@ -163,7 +157,6 @@ class BroadcastPublisher:
     # --- the group -----------------------------------------------------------------------------------------------
 
     async def _formed(self, progress: PublicationProgress) -> _EngineGroup | None:
-        """Return a group of exactly the targets, or None if some had to be dropped."""
         publication, members = progress.publication, tuple(progress.targets)
         membership = (publication.epoch, publication.membership)
         known = self._group
@@ -198,11 +191,10 @@ class BroadcastPublisher:
         return None
 
     def _goes_above(self, failures: Mapping[str, object], progress: PublicationProgress) -> bool:
-        """Return whether to retry with a higher generation, because engines have joined one above this trainer's.
-
-        A later trainer cannot be the cause: engines would report its epoch. The higher generation was therefore
-        invalid. This is tried once per publication; an engine that reports yet another generation is dropped.
-        """
+        """Return whether to retry with a higher generation, because engines have joined one above this trainer's."""
+        # A later trainer cannot be the cause: engines would report its epoch. The higher generation was therefore
+        # invalid.
+        # This is tried once per publication; an engine that reports yet another generation is dropped.
         reported = [error.known for error in failures.values() if isinstance(error, StaleGeneration)]
         if progress.raised or not reported or len(reported) < len(failures):
             return False
@@ -274,10 +266,7 @@ class BroadcastPublisher:
             self._group = None
 
     def _leave_soon(self) -> None:
-        """Leave the group without making the next one wait: gloo's threads take 10 ms to end.
-
-        With NCCL this blocks, since the next group needs the device that this group holds.
-        """
+        """Leave the group in the background, as gloo's threads take 10 ms to end; NCCL blocks, to free the device."""
         if self._backend is not Backend.GLOO:
             self._leave()
         group, self._group = self._group, None
@@ -333,7 +322,6 @@ class BroadcastPublisher:
         return False
 
     async def _sent(self, progress: PublicationProgress, sender: WeightSender, group: Collective | None) -> str:
-        """Gather, hash and broadcast on a thread; return the digest."""
         began, silence_s = time.monotonic(), min(progress.publication.timeout_s / 3, _PIECE_S)
         sending = in_background(
             f"send-{_version(progress.publication)}",
@@ -367,7 +355,6 @@ class BroadcastPublisher:
         )
 
     async def _abandon(self, progress: PublicationProgress, reason: str, *, can_retry: bool) -> None:
-        """Release the engines after a failed broadcast, and drop those that no longer answer."""
         self._leave()
         answers = await each(progress.targets, lambda url: self._abort(progress, url))
         lost = {

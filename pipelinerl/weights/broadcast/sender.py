@@ -25,16 +25,13 @@ from pipelinerl.weights.publisher import WeightSource
 from pipelinerl.weights.torch_transfer import OverlappedDigest, TransferStream, stream_for
 from trainer_contract.host_weights import bytes_of
 
-#: Two buckets are staged, one filled while the other is hashed, if none is larger than this many times the usual size.
+#: If no bucket exceeds this many times the usual size, two are staged: one is filled while the other is hashed.
 _LARGEST_OF_TWO: Final = 2
 
 
 @final
 class WeightSender:
-    """Sends the weights once, on one thread.
-
-    After a failure, `broke_in_group` distinguishes a peer's fault from the trainer's own.
-    """
+    """Sends the weights once, on one thread; after a failure, `broke_in_group` is True if a peer caused it."""
 
     def __init__(
         self,
@@ -54,13 +51,10 @@ class WeightSender:
     def send(
         self, group: Collective | None, *, deadline: float, silence_s: float = math.inf, pieces_key: str = ""
     ) -> str:
-        """Send everything and return the digest; without a group, only hash.
+        """Send everything and return the digest; with `pieces_key`, announce the layout; without a group, only hash.
 
-        With `pieces_key`, announce the layout first.
-
-        Raises:
-            UpdateError: the trainer gathers something other than its layout says, or a rank left.
-            DeadlineError: a rank took no piece for `silence_s`, or not all of them by `deadline` (monotonic seconds).
+        Raises UpdateError if the trainer deviates from its layout or a rank left, DeadlineError if a rank takes no
+        piece for `silence_s`, or not all of them by `deadline` (monotonic seconds).
         """
         if group is not None and pieces_key:
             self._announce(group, pieces_key)
@@ -123,16 +117,11 @@ def packed(
     bounds: Sequence[tuple[int, int]],
     room: Callable[[int, int], torch.Tensor],
 ) -> Iterator[torch.Tensor]:
-    """Yield each bucket [start, end) of `bounds` in turn, in the memory that `room(start, end)` provides for it.
-
-    Raises:
-        UpdateError: the trainer gathers something other than its layout says.
-    """
+    """Yield the weights bucket by bucket, in memory from `room(start, end)`. Raises UpdateError on another layout."""
     gathered = iter(weights())
     for start, end in bounds:
         filled = room(start, end)
-        # Models have ten thousand parameters and more: slicing a tensor costs several times as much as slicing an
-        # array.
+        # Models have ten thousand parameters and more, and slicing a tensor costs several times as much as an array.
         host = filled.numpy() if filled.device.type == "cpu" else None
         for parameter, offset in parameters_in(layout, start, end):
             name, array = next(gathered, (None, None))
@@ -162,7 +151,6 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def _write(array: Any, into: torch.Tensor) -> None:
-    """Copy the bytes of a numpy, torch or DLPack array into flat uint8 memory."""
     if isinstance(array, np.ndarray) or not hasattr(array, "__dlpack__"):
         host = bytes_of(array)  # Convert first: numpy has bfloat16 only through an extension, which torch rejects.
         if into.device.type == "cpu":
@@ -171,6 +159,6 @@ def _write(array: Any, into: torch.Tensor) -> None:
             into.copy_(torch.from_numpy(host.copy()))
         return
     tensor = array if isinstance(array, torch.Tensor) else from_dlpack(array)
-    if tensor.is_cuda:  # it may be freed before this stream has read it
+    if tensor.is_cuda:  # keep the tensor's memory until this stream has read it
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     into.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))

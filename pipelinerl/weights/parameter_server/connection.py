@@ -38,9 +38,9 @@ from pipelinerl.weights.parameter_server.shared_memory import (
 )
 from pipelinerl.weights.pull import PullOrder, Range
 
-#: Longest pause in seconds between two bytes of a working server. An answer that needs work may take longer.
 #: (epoch, version). All weights of a later trainer sort after those of an earlier one.
 Key = tuple[int, int]
+#: Longest pause in seconds between two bytes of a working server. An answer that needs work may take longer.
 STALL_S: Final = 10.0
 _FAILURES: Final = (OSError, http.client.HTTPException)
 
@@ -74,9 +74,7 @@ class ServerClient:
     ) -> Answer:
         """Exchange JSON: send `body` and return the parsed answer.
 
-        Raises:
-            ContractError: the server reported it.
-            UpdateError, DeadlineError: the server did not answer, or its answer is not that of a parameter server.
+        Raises the ContractError that the server reports, or UpdateError or DeadlineError without a proper answer.
         """
         content = None if body is None else body.model_dump_json(exclude_none=True).encode()
         headers = {"content-type": "application/json"} if content else {}
@@ -135,7 +133,7 @@ class ServerClient:
                 self._connection.sock.settimeout(self._connection.timeout)
             else:
                 self._connection.connect()
-            if self._is_cut:  # the other thread may have come before there was a socket to shut down
+            if self._is_cut:  # `cut` may have been called before there was a socket to shut down
                 raise OSError("it was cut off")
             self._connection.request(method, path, body=body, headers={**self._headers, **headers})
             return self._connection.getresponse()
@@ -256,9 +254,9 @@ class ServerState(Wire):
     saved: Key | None
 
 
-#: Large enough that the request overhead is negligible, small enough that streams end together.
+#: Size of a part fetched by HTTP: negligible overhead per request, but small enough that streams end together.
 HTTP_PART_BYTES: Final = 8 * 2**20
-#: A copied part is hashed while it is still in cache.
+#: Size of a part copied from shared memory: small enough to be hashed while it is still in the processor's cache.
 MEMORY_PART_BYTES: Final = 2**20
 STREAMS: Final = 2
 
@@ -270,12 +268,7 @@ class ShardTransport(Protocol):
     """Fetches the missing parts of a shard."""
 
     def bring(self, order: PullOrder, buffer: ReceiveBuffer, shard: int) -> None:
-        """Fetch the shard's missing parts; return when none is missing.
-
-        Raises:
-            UpdateError: the server cannot provide them, the connection failed, or the pull was cancelled.
-            DeadlineError: they did not arrive in time.
-        """
+        """Fetch the shard's missing parts. Raises UpdateError on failure or cancellation, DeadlineError if too late."""
         ...
 
 

@@ -34,7 +34,7 @@ from pipelinerl.weights.parameter_server.connection import (
 from pipelinerl.weights.parameter_server.shared_memory import Access, Attachments, ReceiveBuffer, SharedMemoryAddress
 from pipelinerl.weights.pull import PullOrder
 
-#: A live server reports what it holds within this time.
+#: Time limit for a server to report what it holds.
 _RECORD_S: Final = 5.0
 
 
@@ -49,22 +49,20 @@ class WeightPuller:
         self._attached = Attachments(Access.READ)
 
     def fetch(self, order: PullOrder, *, into: Any, on_progress: Callable[[int], None] = lambda _: None) -> str:
-        """Fill `into`; see `PullSource`."""
+        """Fill `into` with the bytes of a version; see `PullSource`."""
         while True:
             buffer = ReceiveBuffer(into, shards=[shard.ranges for shard in order.shards], on_progress=on_progress)
             self._bring(order, buffer)
             try:
                 return _agreed(order, buffer)
             except DigestMismatch:
-                # One server sent wrong bytes, and it is unknown which: fetch everything again, from each shard's next
-                # server.
+                # One server sent wrong bytes, and it is unknown which: fetch all again, from each shard's next server.
                 rest = [replace(shard, sources=shard.sources[1:] or shard.sources) for shard in order.shards]
                 if all(len(shard.sources) == 1 for shard in order.shards):
                     raise
                 order = replace(order, shards=tuple(rest))
 
     def _bring(self, order: PullOrder, buffer: ReceiveBuffer) -> None:
-        """Fetch all shards concurrently; if one fails, cancel the others."""
         others_failed = threading.Event()
         together = replace(order, given_up=others_failed)
         bringing = [
@@ -82,7 +80,6 @@ class WeightPuller:
             raise failed[0]
 
     def _bring_shard(self, order: PullOrder, buffer: ReceiveBuffer, number: int) -> None:
-        """Fetch one shard; try its sources in turn, each for the parts that are still missing."""
         failures: dict[str, UpdateError | DeadlineError | ContractError] = {}
         for source in order.shards[number].sources:
             check_wanted(order)
@@ -97,17 +94,12 @@ class WeightPuller:
         raise UpdateError(f"no source gave {what}: " + "; ".join(f"{url}: {why}" for url, why in failures.items()))
 
     def _road(self, source: str, order: PullOrder) -> ShardTransport:
-        """Return the transport to a server: shared memory if its segment can be mapped here, else HTTP."""
         address = self._segment(source, order) if self._shared_memory else None
         attachment = None if address is None else self._attached.to(source, address)
         return HttpTransport(source, token=self._token) if attachment is None else SharedMemoryTransport(attachment)
 
     def _segment(self, source: str, order: PullOrder) -> SharedMemoryAddress | None:
-        """Return the address of the version's memory, or None if the server does not report one.
-
-        Raises:
-            UpdateError, NotPrepared: the server cannot be reached, or does not hold the version.
-        """
+        """Return the address of the version's memory, if the server reports one. Raises UpdateError, NotPrepared."""
         client = ServerClient(source, token=self._token)
         path = connection.VERSION.format(epoch=order.epoch, version=order.version)
         try:
@@ -122,7 +114,6 @@ class WeightPuller:
 
 
 def _agreed(order: PullOrder, buffer: ReceiveBuffer) -> str:
-    """Return the digest of the bytes received. Raises `DigestMismatch` if it is not the one announced."""
     digest = buffer.digest()
     if digest != order.digest:
         raise DigestMismatch(

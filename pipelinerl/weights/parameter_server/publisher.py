@@ -43,9 +43,9 @@ log = logging.getLogger("pipelinerl")
 _SERVER_FAILED: Final = (PeerLost, DeadlineExceeded, DigestMismatch)
 #: Number of attempts per engine in one publication.
 _ATTEMPTS: Final = 3
-#: With at most this many targets, send direct requests if an announcement would mostly reach other engines.
+#: Up to this many engines get direct requests if an announcement would mostly reach other engines.
 _FEW: Final = 64
-#: Longest wait to report to servers who serves what; the next publication repeats the report.
+#: Time limit for the report to the servers; the next publication repeats the report.
 _CONFIRM_S: Final = 5.0
 
 
@@ -54,10 +54,7 @@ class PullPublisher:
     """A `Publisher` through parameter servers. One publication runs at a time; others wait their turn."""
 
     def __init__(self, control: EngineControl, placement: Uploader, *, announcer: Announcer | None = None) -> None:
-        """Create the publisher.
-
-        An `announcer` reaches the engines that follow announcements; the others get requests.
-        """
+        """Create the publisher; `announcer` reaches engines that follow announcements, requests reach the others."""
         self._control = control
         self._announcer = announcer
         self._known: set[str] = set()
@@ -67,11 +64,9 @@ class PullPublisher:
         self._turn = asyncio.Lock()
 
     async def publish(self, publication: Publication) -> PublishReport:
-        """Send the weights to every engine that can take them; see `Publisher`.
+        """Send the weights to every engine that can take them.
 
-        Raises:
-            UpdateError: no engine serves them; the message names each engine with its reason.
-            FencedError: a trainer of a later epoch has taken over the servers.
+        Raises UpdateError, with reasons, if no engine serves them; FencedError if a trainer of a later epoch took over.
         """
         async with self._turn:
             now = time.monotonic()
@@ -101,14 +96,14 @@ class PullPublisher:
             except UpdateError as error:
                 if not progress.pauses_s:
                     raise
-                progress.failed |= dict.fromkeys(progress.targets, str(error))  # only engines not served yet
+                # The remaining targets are engines that no earlier attempt has served.
+                progress.failed |= dict.fromkeys(progress.targets, str(error))
                 return
             await self._serve(progress, uploaded, is_last=attempt == _ATTEMPTS)
             if not progress.targets:
                 return
 
     async def _uploaded(self, progress: PublicationProgress) -> Uploaded:
-        """Upload the version to the servers, together with the list of engines that will fetch it."""
         publication, began = progress.publication, time.monotonic()
         members = {url: self._confirmed.get(url) for url in progress.publication.engines if url not in progress.failed}
         placing = in_background(
@@ -148,10 +143,7 @@ class PullPublisher:
     async def _announced(
         self, progress: PublicationProgress, uploaded: Uploaded
     ) -> dict[str, WeightUpdateResponse | Failure]:
-        """Return the results of engines that follow announcements.
-
-        An engine that does not know the layout needs a request instead.
-        """
+        """Return the results of engines that follow announcements; one that lacks the layout needs a request."""
         if self._announcer is None:
             return {}
         publication = progress.publication

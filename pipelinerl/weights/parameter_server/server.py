@@ -84,7 +84,7 @@ log = logging.getLogger("pipelinerl")
 
 @final
 class ParameterServer:
-    """The work behind the server's routes. Methods run on one event loop; slow work runs on threads."""
+    """The logic behind the server's routes. Methods run on one event loop; slow work runs on threads."""
 
     def __init__(self, table: VersionTable, *, puller: PullSource, store: SnapshotStore | None) -> None:
         """Create the server. `puller` fetches from the other replicas; without a `store` nothing is saved."""
@@ -100,7 +100,8 @@ class ParameterServer:
         if self._store is None:
             return
         for snapshot in await asyncio.to_thread(lambda: list(self._store.newest() if self._store else ())):
-            self.table.epoch = snapshot.key[0]  # trust the epoch of a snapshot, however high
+            # Unlike the epoch of a request, that of a snapshot is trusted without a limit.
+            self.table.epoch = snapshot.key[0]
             announced = self.table.announce(
                 Announcement(
                     epoch=snapshot.key[0], version=snapshot.key[1], layout=snapshot.layout, shard=snapshot.shard
@@ -135,9 +136,7 @@ class ParameterServer:
     async def seal(self, key: Key, seal: Seal) -> VersionRecord:
         """Serve the version from now on, if its bytes match the seal's digest.
 
-        Raises:
-            NotPrepared: the version was not announced.
-            DigestMismatch: the bytes do not match; they may be written again.
+        Raises NotPrepared if it was not announced, DigestMismatch if the bytes do not match; they may be rewritten.
         """
         with self.table.using(key) as version:
             digest = version.digest or await asyncio.wrap_future(in_background("seal", lambda: _digest(version)))
@@ -153,9 +152,7 @@ class ParameterServer:
     async def copy(self, key: Key, order: CopyOrder) -> VersionRecord:
         """Fetch the bytes of an announced version from another server, and seal it.
 
-        Raises:
-            NotPrepared: the version was not announced.
-            UpdateError, DeadlineError, DigestMismatch: the other server did not provide the bytes.
+        Raises NotPrepared if it was not announced; UpdateError, DeadlineError or DigestMismatch if the source fails.
         """
         with self.table.using(key) as version:
             if version.digest is None:
@@ -180,10 +177,7 @@ class ParameterServer:
             self._saving = asyncio.create_task(self._save(self._store))
 
     async def _save(self, store: SnapshotStore) -> None:
-        """Save the newest version, and repeat if a newer one arrived meanwhile.
-
-        After a failure, wait for the next version.
-        """
+        """Save the newest version until none is newer; after a failure, wait for the next version."""
         while (newest := self.table.newest()) is not None and newest.key != self._saved:
             key = newest.key
             snapshot = VersionSnapshot(
@@ -282,7 +276,6 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    """Return 502 for a fault of another server."""
     return JSONResponse(
         {"error": {"message": str(error), "type": "server_error", "param": None, "code": "failed"}}, 502
     )
@@ -290,8 +283,6 @@ async def _failed(_: Request, error: Exception) -> Response:
 
 @final
 class _Read:
-    """Handles GET: sends pieces directly from the version's memory."""
-
     def __init__(self, table: VersionTable) -> None:
         self._table = table
 
@@ -307,7 +298,7 @@ class _Read:
             await send({"type": "http.response.start", "status": 200 if requested is None else 206, "headers": headers})
             try:
                 await _give(version.segment.bytes.data, start, end, send)
-            except TimeoutError:  # an incomplete answer closes the connection
+            except TimeoutError:  # returning before the body is complete closes the connection
                 log.warning(
                     "a reader of %s has read nothing for %g s: closing its connection", named(key), BODY_TIMEOUT_S
                 )
@@ -325,8 +316,6 @@ async def _give(view: memoryview, start: int, end: int, send: Send) -> None:
 
 @final
 class _Write:
-    """Handles PUT: writes each chunk to its place as it arrives."""
-
     def __init__(self, table: VersionTable) -> None:
         self._table = table
 
@@ -354,7 +343,6 @@ class _Write:
 
 
 def _deadline_of(num_bytes: int) -> float:
-    """Return the time on the loop's clock by which `num_bytes` must have arrived."""
     return asyncio.get_running_loop().time() + BODY_TIMEOUT_S + num_bytes / LEAST_BYTES_PER_S
 
 

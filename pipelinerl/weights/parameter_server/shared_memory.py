@@ -109,10 +109,7 @@ class Attachments:
         self._by_server: dict[str, dict[str, Attachment]] = {}
 
     def to(self, server: str, address: SharedMemoryAddress) -> Attachment | None:
-        """Return the segment of `server`, mapped.
-
-        Segments of an earlier process of that server are unmapped, since mappings keep their memory.
-        """
+        """Return the mapped segment of `server`; unmap those of its earlier processes, since mappings keep memory."""
         known = self._by_server.pop(server, {})
         alive = {name: attached for name, attached in known.items() if attached.address.pid == address.pid}
         attached = alive.pop(address.name, None) or Attachment.to(address, self._access)
@@ -130,10 +127,7 @@ class ReceiveBuffer:
     """Buffer over `into`, flat uint8 in numpy or torch; a device is filled through host memory."""
 
     def __init__(self, into: Any, *, shards: Sequence[Sequence[Range]], on_progress: Callable[[int], None]) -> None:
-        """Create the buffer.
-
-        `shards` holds the ranges to fill, by shard; the digest covers all of them in byte order.
-        """
+        """Create the buffer; `shards` holds the ranges to fill, by shard. The digest covers them in byte order."""
         self.num_bytes: Final = len(into)
         self._into = into
         self._on_progress = on_progress

@@ -2,13 +2,10 @@
 
     announce to all ─▶ per shard: does a server hold it? ─ no ─▶ write it to one, seal ─▶ the others copy from that one
 
-A version is cut into shards, each held by its own servers (replicas); with one shard, every server holds everything.
-The trainer sends its bytes once, whatever the number of replicas: into the server's memory where it can be mapped here,
-else by PUT in buckets. Buckets alternate between shards, so all servers receive while the trainer still gathers. Bytes
-are hashed as they are sent, and the server hashes its copy before it seals.
-
-A shard that a server already holds is not sent again, which is how a late joiner is served. A version is uploaded when
-all of its shards are.
+A version is cut into shards, each held by its own servers (replicas). The trainer sends its bytes once, whatever the
+number of replicas: into the server's memory where it can be mapped here, else by PUT in buckets, which alternate
+between shards, so that all servers receive while the trainer still gathers. Trainer and server both hash the bytes
+before the server seals. A shard that a server already holds is not sent again, which is how a late joiner is served.
 """
 
 from __future__ import annotations
@@ -62,11 +59,11 @@ BUCKET_BYTES: Final = 16 * 2**20
 #: Qwen2.5-0.5B, whose embedding is a quarter of the model, is 10 % above with 4 shards and 120 % with 8.
 _BUCKETS_PER_SHARD: Final = 8
 
-#: Pause before a server that is full or unreachable is retried, and longest wait for an answer.
+#: In seconds: pause before a full or unreachable server is retried, and longest wait for an answer.
 _AGAIN_S: Final = 0.1
 _ANSWER_S: Final = 10.0
 
-#: Temporary failures: a server that restarts, or did so in the middle; one that is full; corrupted bytes.
+#: Temporary failures: a server restarts or has just restarted, a server is full, or bytes were corrupted.
 _PASSING: Final = (ServerLost, NotPrepared, Overloaded, DigestMismatch)
 
 T = TypeVar("T")
@@ -74,11 +71,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Uploaded:
-    """The location of an uploaded version.
-
-    `sources` lists the servers of each shard, in the order in which to try them. `failed` gives the reason for each
-    server that does not hold the version.
-    """
+    """Location of an uploaded version: each shard's servers in the order to try, and reasons of failed servers."""
 
     sources: tuple[tuple[str, ...], ...]
     bucket_bytes: int
@@ -93,10 +86,7 @@ class Uploader:
     def __init__(self, urls: Sequence[str], *, token: str | None, shards: int = 1, shared_memory: bool = True) -> None:
         """Assign shard 0 to the first `len(urls) / shards` servers, shard 1 to the next ones, and so on.
 
-        Without `shared_memory`, bytes travel by HTTP even to servers on this host.
-
-        Raises:
-            ValueError: shards would have different numbers of servers, or none.
+        Without `shared_memory`, all bytes travel by HTTP. Raises ValueError if shards get different numbers.
         """
         replicas, over = divmod(len(urls), shards)
         if not replicas or over:
@@ -116,13 +106,9 @@ class Uploader:
     def upload(self, publication: Publication, progress: dict[str, Key | None], *, deadline: float) -> Uploaded:
         """Upload the version to every reachable server; wait for one server of each shard, and for room on it.
 
-        Args:
-            progress: what each engine has confirmed. Servers hold versions for these engines and for one another only.
-            deadline: in monotonic seconds.
-
-        Raises:
-            FencedError: a trainer of a later epoch has announced itself.
-            UpdateError: no server accepts some shard; the message names each server.
+        `progress` is what each engine has confirmed: servers hold versions for these engines and for one another only.
+        `deadline` is in monotonic seconds. Raises FencedError if a trainer of a later epoch has announced itself,
+        UpdateError, which names each server, if none accepts some shard.
         """
         while True:
             try:
@@ -133,7 +119,6 @@ class Uploader:
                 time.sleep(_AGAIN_S)
 
     def _uploaded(self, publication: Publication, progress: dict[str, Key | None], deadline: float) -> Uploaded:
-        """Try once to upload; a failure may be one of `_PASSING`."""
         key, cut = (publication.epoch, publication.version), self._bucket_bytes(publication.layout)
         answers = self._announced(publication, cut, progress, deadline)
         failed = {url: str(answer) for url, answer in answers.items() if isinstance(answer, Exception)}
@@ -166,7 +151,6 @@ class Uploader:
     def _announced(
         self, publication: Publication, cut: int, progress: dict[str, Key | None], deadline: float
     ) -> dict[str, VersionRecord | Exception]:
-        """Return each server's answer to the announcement. Raises `FencedError`."""
         members = {**progress, **{url: self._replicas.get(url) for url in self._clients}}
         announcements = [
             Announcement(
@@ -191,12 +175,7 @@ class Uploader:
         return answers
 
     def _first(self, number: int, answers: Mapping[str, VersionRecord | Exception]) -> tuple[str, VersionRecord]:
-        """Return a shard's server to read from or write to, with its record; prefer one that holds the shard.
-
-        Raises:
-            ServerLost: no server accepts it at the moment.
-            UpdateError: no server accepts it at all.
-        """
+        """Return a shard's server to read from or write to, with its record; prefer one that holds the shard."""
         mine = {url: answer for url, answer in answers.items() if self._shard_of[url] == number}
         records = [(url, answer) for url, answer in mine.items() if isinstance(answer, VersionRecord)]
         if not records:
@@ -207,10 +186,6 @@ class Uploader:
         return next((record for record in records if record[1].digest is not None), records[0])
 
     def _copied(self, key: Key, copies: Mapping[str, tuple[str, str]], whole: str, deadline: float) -> dict[str, str]:
-        """Make servers copy their shard, of the given digest, from a source; return the failures.
-
-        Copies get half of the remaining time, so that engines do not wait for all of them.
-        """
         half_s = max(deadline - time.monotonic(), 0.2) / 2
         path = connection.COPY.format(epoch=key[0], version=key[1])
 
@@ -223,10 +198,7 @@ class Uploader:
         return {url: str(answer) for url, answer in answers.items() if isinstance(answer, Exception)}
 
     def confirm(self, epoch: int, progress: dict[str, Key | None], *, deadline: float) -> dict[str, str]:
-        """Report to every server what engines serve and replicas hold now; return the failures.
-
-        A failure needs no retry: every report is complete, so the next one corrects it.
-        """
+        """Report what engines serve and replicas hold to all servers; return the failures, which need no retry."""
         report = ProgressReport(epoch=epoch, progress={**progress, **self._replicas})
         answers = self._each(
             self._clients,
@@ -237,7 +209,6 @@ class Uploader:
     def _poured(
         self, publication: Publication, cut: int, to: Mapping[int, tuple[str, VersionRecord]], deadline: float
     ) -> ShardsWritten:
-        """Write shards, each to one server, and seal them."""
         with ExitStack() as open_writers:
             writers = {}
             for number, (url, record) in to.items():
@@ -247,7 +218,6 @@ class Uploader:
             return write_shards(publication, writers, shards=self._shards, bucket_bytes=cut, deadline=deadline)
 
     def _each(self, urls: Iterable[str], call: Callable[[ServerClient], T]) -> dict[str, T | Exception]:
-        """Call all servers concurrently; return errors as results."""
 
         def guarded(client: ServerClient) -> T | Exception:
             try:
@@ -280,10 +250,8 @@ def write_shards(
 ) -> ShardsWritten:
     """Write the shards that have a writer, by number, and seal them.
 
-    Raises:
-        UpdateError: the trainer gathers something other than its layout says, or a server failed.
-        DeadlineError: the write did not finish by `deadline` (monotonic seconds).
-        ContractError: a server reported an error.
+    Raises UpdateError if the trainer deviates from its layout or a server failed, ContractError if a server reports
+    it, DeadlineError if the write does not finish by `deadline` (monotonic seconds).
     """
     from pipelinerl.weights.broadcast.collective import shared_tensor
     from pipelinerl.weights.broadcast.sender import packed
@@ -362,11 +330,7 @@ class ShardWriter:
         self._last = self._thread.submit(write)
 
     def seal(self, whole: str) -> Future[str]:
-        """Seal the shard after the last `put`; `whole` is the digest of the version.
-
-        Returns:
-            The shard's digest, once the server has compared it.
-        """
+        """Seal the shard after the last `put`; the result is its verified digest. `whole` is the version's digest."""
         last = self._last
 
         def seal() -> str:
@@ -413,7 +377,6 @@ class _Buffers:
 
 
 def _owners(layout: WeightLayout, shards: int, bucket_bytes: int) -> dict[int, int]:
-    """Return the shard of each bucket, by the bucket's first byte."""
     inorder = sorted(
         (*held, number) for number, ranges in enumerate(layout.shards(shards, bucket_bytes)) for held in ranges
     )

@@ -117,10 +117,8 @@ class VersionTable:
     def announce(self, announcement: Announcement) -> Version:
         """Make room for a version; return it unchanged if it is already held.
 
-        Raises:
-            StaleVersion: a later epoch has begun, or a later version of this one is complete.
-            LayoutMismatch: the same version was announced with another layout.
-            Overloaded: every version held is still needed; the message names the members that need it.
+        Raises StaleVersion if a later epoch has begun or a later version is complete, LayoutMismatch if the version was
+        announced with another layout, Overloaded, which names the members, if all versions are still needed.
         """
         key = (announcement.epoch, announcement.version)
         self.confirm(announcement.epoch, announcement.progress)
@@ -138,7 +136,7 @@ class VersionTable:
         if newest is not None and key < newest:
             raise StaleVersion(f"version must come after {named(newest)}, which is complete, got {named(key)}")
         for unfinished in self._held.keys() - self._whole():
-            # Do not reuse its memory: its writer may still be writing.
+            # Do not reuse the memory of an unfinished version: its writer may still be writing.
             del self._held[unfinished]
         if len(self._held) >= self.room:
             reasons = holders(self._whole(), self.progress, epoch=self.epoch, in_use=set(self._uses))
@@ -150,11 +148,8 @@ class VersionTable:
     def seal(self, key: Key, digest: str, whole: str) -> Version:
         """Serve the version from now on; the caller has compared `digest` with its bytes.
 
-        `whole` is stored unchecked: a server can verify it only if it holds the only shard.
-
-        Raises:
-            NotPrepared: the version is not held.
-            DigestMismatch: it is already complete, with another digest.
+        `whole` is stored unchecked: only a server with the only shard could verify it. Raises NotPrepared if the
+        version is not held, DigestMismatch if it is already complete, with another digest.
         """
         self.find(key)
         held = self._held[key]
@@ -167,9 +162,7 @@ class VersionTable:
     def confirm(self, epoch: int, progress: Mapping[str, Key | None]) -> None:
         """Replace the recorded progress of the members, and drop versions that are no longer needed.
 
-        Raises:
-            StaleVersion: a later epoch has begun.
-            InvalidRequest: the epoch is implausibly far above the last one.
+        Raises StaleVersion if a later epoch has begun, InvalidRequest if `epoch` is implausibly far above the last.
         """
         if epoch < self.epoch:
             raise StaleVersion(
@@ -219,13 +212,9 @@ class VersionTable:
 
 
 def collectable(whole: Set[Key], progress: Mapping[str, Key | None], *, epoch: int, in_use: Set[Key]) -> set[Key]:
-    """Return the versions that are no longer needed.
+    """Return those of `whole` (versions held and complete) that are no longer needed.
 
-    Args:
-        whole: versions that are held and complete.
-        progress: the version that each member has confirmed to hold or serve; None if it has confirmed none yet.
-        epoch: epoch of the trainer that publishes now.
-        in_use: versions that are being sent or saved at this moment.
+    `progress` maps members to the version that each has confirmed; `epoch` is that of the current publisher.
     """
     newest = max(whole, default=None)
     return {
@@ -321,11 +310,7 @@ class SnapshotStore:
                 log.error("skipping the snapshot %s in %s, which is incomplete: %s", named(key), self.place, error)
 
     def read(self, snapshot: VersionSnapshot, into: NDArray[Any]) -> None:
-        """Fill the shard's ranges of `into` [num_bytes of the whole version].
-
-        Raises:
-            CheckpointError: the bytes are missing, or differ from those that were saved.
-        """
+        """Fill the shard's ranges of `into` [bytes of the version]. Raises CheckpointError for lost or bad bytes."""
         where = f"{self.place}: weights {named(snapshot.key)}"
         digest = WeightDigest()
         try:

@@ -1,7 +1,6 @@
-"""A simulated run around the real `Controller` and the real `Batcher`: no clock, no I/O, all choices from one seed.
+"""A simulated run around the real `Controller` and `Batcher`: no clock, no I/O, all choices from one seed.
 
-An engine is represented by the version that it serves, the actors by a list of orders that are being sampled. Random
-schedules of reads, answers, publications and knob changes must never violate the design's guarantees.
+An engine is the version that it serves; the actors are a list of orders being sampled.
 """
 
 from __future__ import annotations
@@ -171,7 +170,6 @@ class World:
         self.apply(self.controller.decide(given))
 
     def apply(self, effects: list[Effect]) -> None:
-        """Carry out effects."""
         for effect in effects:
             match effect:
                 case IssuePrompts(orders):
@@ -190,7 +188,6 @@ class World:
         self.tell(TrainerReady(report_id="ready-1", incarnation="1", model_version=0, consumed=self.consumed()))
 
     def consumed(self) -> ConsumedReport:
-        """Return the trainer's account."""
         ledger = self.batcher.ledger
         counts = {str(fate): n for fate, n in ledger.counts.items()}
         return ConsumedReport(**counts, frontier=ledger.frontier, beyond=sorted(ledger.beyond))
@@ -200,9 +197,7 @@ class World:
         self.rng.choice([self.sample, self.sample, self.answer, self.answer, self.publish, self.train])()
 
     def sample(self) -> None:
-        """Let an actor take an order, and begin it on the engine that the order names, or else on one that may be given
-        work.
-        """
+        """Let an actor take an order and begin it on the engine that it names, or else on one that serves."""
         if self.orders and len(self.sampling) < 6:
             order = self.orders.pop(0)
             url = order.engine or self.rng.choice(self.controller.state.fleet.serving() or [ENGINE])
@@ -237,7 +232,7 @@ class World:
             self.batcher.offer(group(order.index, (rewards * size)[:size], version=began))
 
     def publish(self) -> None:
-        """Complete a publication under way, including the proofs of its engines."""
+        """Complete a publication in progress, with the canary checks of its engines."""
         if self.publications:
             self.served, directive = self.publications.pop(0)
             self.loaded |= dict.fromkeys(directive.publish_to, self.served)
@@ -257,7 +252,6 @@ class World:
                 self.check(directive)
 
     def check(self, directive: Directive) -> None:
-        """Let the engines pass their canary checks."""
         self.tell(
             CanaryChecked(
                 epoch=directive.epoch,
@@ -268,7 +262,7 @@ class World:
         )
 
     def train(self) -> None:
-        """Let the trainer step if it can, and otherwise report ended orders."""
+        """Let the trainer step if it can, or else report ended orders."""
         if self.directive is None or self.awaiting or self.finished is not None:
             return
         if self.directive.stop:
@@ -299,7 +293,7 @@ class World:
         )
 
     def _must_wait(self) -> Callable[[Sequence[int]], bool] | None:
-        """Decide as the training loop does, but without its deadline: a step that never fills is awaited forever."""
+        """Decide as the training loop does, but without its deadline: a step that never fills waits forever."""
         if self.controller.settings.overdue is Overdue.DROP:
             return None
         assert self.directive is not None

@@ -179,7 +179,7 @@ class UnfairWorld:
         self.step()
 
     def recover(self, *, steps: int, rounds: int) -> str:
-        """Let every role work until `steps` more steps are made; return what the run waits for, or "" if it made them."""
+        """Let every role work until `steps` more steps are made; return what the run waits for instead, or ""."""
         goal = self.controller.state.version + steps
         for _ in range(rounds):
             if self.controller.state.version >= goal:

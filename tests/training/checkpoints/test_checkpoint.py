@@ -79,7 +79,7 @@ def test_checkpoint_of_a_later_epoch_replaces_that_of_the_same_step(store: Check
 
 
 def operations(monkeypatch: pytest.MonkeyPatch, killed_at: int) -> list[str]:
-    """Raise `Killed` at the n-th operation that makes a checkpoint durable or visible; return the earlier operations."""
+    """Raise `Killed` at the n-th operation that makes a checkpoint durable or visible; return the operations done."""
     done: list[str] = []
 
     def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The directory of an invented run, written by the real writers, and its page served over HTTP."""
+"""The directory of a synthetic run, written by the real writers, and its page served over HTTP."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def by_domain(event: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def sampled(step: int, **fields: Any) -> SampleGroup:
-    """Return a group with a right answer that has all token columns, and a wrong one without tokens."""
+    """Return a group with a correct answer that has all token columns, and a wrong one without tokens."""
     tokens = AnswerTokens(
         tokens=TokenTexts(ids=(7, 8, 9), texts=("a", "b", "<eos>")),
         versions=(step - 2, None, step - 1),

@@ -106,7 +106,7 @@ def test_price_of_an_engine_hour_can_be_set_on_the_command_line(table: str) -> N
 
 
 def test_simulation_from_a_run_is_validated_on_the_runs_second_half(tmp_path: Path) -> None:
-    """A run with similar halves is predicted well; the prediction for a run that slowed down is called untrustworthy."""
+    """A run with similar halves is predicted well; after a run that slowed down, the prediction is not trusted."""
     even = run_directory(tmp_path / "even", run_events(engine=ENGINE, rollouts=256, steps=40))
     said = simulate("tiny", "--from", str(even))
     assert said.exit_code == 0, said.output

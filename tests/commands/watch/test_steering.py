@@ -159,7 +159,7 @@ async def test_page_cannot_change_a_run_without_a_controller(tmp_path: Path) -> 
 
 @contextmanager
 def status_only(run_dir: Path) -> Iterator[list[Any]]:
-    """Serve a controller's status and write its address into the run's directory; yield the list of client addresses."""
+    """Serve a controller's status, write its address into the run's directory, and yield the client addresses."""
     asked_by: list[Any] = []
     status = msgspec.json.encode(RunStatus(run="x", step=1, total_steps=2, model_version=1))
 

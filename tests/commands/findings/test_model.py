@@ -82,7 +82,7 @@ def test_routing_replay_is_rejected_for_a_model_without_experts() -> None:
 
 
 def test_canary_tolerance_allows_for_differing_experts_unless_routing_is_replayed(mixture: Path) -> None:
-    """If routing is replayed, the canary uses the engine's experts; otherwise it compares the mean."""
+    """The canary uses the engine's experts if routing is replayed; otherwise it compares the mean."""
     exact = ["engine.dtype=float32", "weights.dtype=float32"]
     replayed, apart = canary_of(recipe(mixture, [*exact, REPLAYED])), canary_of(recipe(mixture, exact))
     assert (replayed.tolerance, apart.tolerance) == (TOLERANCES["float32"], ROUTED_APART)

@@ -1,4 +1,4 @@
-"""What `check` and `explain` say on batches of several optimizer steps, and on recorded steps."""
+"""Output of `check` and `explain` on batches of several optimizer steps, and on recorded steps."""
 
 from __future__ import annotations
 

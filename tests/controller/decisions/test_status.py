@@ -51,7 +51,7 @@ def test_token_rate_and_occupancy_are_counter_differences_over_time() -> None:
 
 
 def test_engine_whose_rows_wait_for_orders_is_not_busy() -> None:
-    """If idle rows counted as busy, a run with a slow verifier would get more engines, which would wait, too."""
+    """Counting idle rows as busy would give a run with a slow verifier more engines, which would also wait."""
     watch = EngineWatch()
     watch.answered(A, load(decode_steps_total=10, occupied_slot_steps_total=40, busy_s_total=1.0), 10.0)
     watch.answered(A, load(decode_steps_total=30, occupied_slot_steps_total=120, busy_s_total=1.5), 12.0)

@@ -519,7 +519,7 @@ async def test_update_of_a_later_epoch_replaces_that_of_an_earlier_trainer_and_r
 
 
 async def test_commit_of_an_update_that_a_prepare_replaces_fails(setting: Setting) -> None:
-    """If the commit succeeded, the next update's bytes would be written into the serving weights."""
+    """A successful commit would let the next update's bytes be written into the serving weights."""
     gate = threading.Event()
     setting.receiver = WeightReceiver(setting.target, pull=_Pull(gate=gate))
     await setting.phase(UpdatePhase.PREPARE, **PULL)

@@ -15,7 +15,7 @@ from tests.faults.scenarios.scenario import find, names, play, summary
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and run the scenarios; return the exit status."""
+    """Run the scenarios that the command line names; return the exit status."""
     parser = argparse.ArgumentParser(prog="pipelinerl chaos")
     parser.add_argument("--scenario", default="all")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,8 +1,8 @@
 """Knobs change many times a second on a live run of two engines: it always takes the next step.
 
-The recipe is that of `make run`. At random intervals j and k change, and sometimes the number of groups in flight and
-of rollouts in a step, so that limits become lower while the pipeline is full and higher while it is empty. After no
-sequence of changes may the run go without a step for `STALL_S` seconds.
+The recipe is that of `make run`. At random intervals j and k change, and sometimes the numbers of groups in flight and
+of rollouts per step, so that limits fall while the pipeline is full and rise while it is empty. The run must never be
+without a step for `STALL_S` seconds.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A process of the trainer's mesh is killed (kill -9): the other ends, and no group is lost or trained twice.
 
-The run is real: two ranks, engine, actor, controller and streams. Each seed is one run with five kills at random
-moments, always of rank 0 or always of rank 1. After each kill, the other rank must end, and both must restart from the
-newest checkpoint. At the end the ledger balances, and every step has trained its number of groups. Deaths that the
-other rank notices within a second are counted but not required, because they depend on the machine's load.
+Each seed is one real run with five kills of a random rank at random moments. After each kill, the other rank must end,
+and both must restart from the newest checkpoint. At the end the ledger balances, and every step has trained its number
+of groups. Deaths that the other rank notices within a second are counted but not required, because they depend on the
+machine's load.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SETTINGS = (
     "checkpoint.interval_steps=2",
     "launch.restarts=1000",
 )
-#: Follows from `tests.fakes.live_run.SMALL` and the recipe's eight rollouts per group.
+#: The rollouts per step of `tests.fakes.live_run.SMALL` over eight rollouts per group.
 GROUPS_IN_A_STEP = 8
 
 
 def play(seed: int, directory: Path) -> Verdict:
-    """Run the scenario with one seed, which determines the rank that is killed."""
+    """Run the scenario with one seed, which determines the ranks and moments of the kills."""
     figures, broken = Counter[str](), []
     with launched(new_run(directory / "run", *SETTINGS), directory / "run") as run:
         try:
@@ -86,7 +86,7 @@ def ranks_of(run: LiveRun) -> tuple[psutil.Process, psutil.Process]:
 
 
 def arguments_of(process: psutil.Process) -> list[str]:
-    """Return the process's arguments; empty if it has ended."""
+    """Return the process's arguments, or none if it has ended."""
     try:
         return process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -94,7 +94,6 @@ def arguments_of(process: psutil.Process) -> list[str]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """True if the process runs and is no zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -104,8 +103,8 @@ def is_alive(process: psutil.Process) -> bool:
 def unbalanced(run: LiveRun, figures: Counter[str]) -> list[str]:
     """Return sentences on contradictions in the ledger.
 
-    The run's version is that of its last step. A trainer that was killed before its checkpoint was complete may have
-    reached a later version; what it trained after its last checkpoint belongs to no step of the run.
+    The run's version is that of its last step. A trainer killed before its checkpoint was complete may have reached a
+    later version; those steps do not count.
     """
     finished = run.events("run_finished")
     if not finished:

@@ -44,7 +44,6 @@ class RayCluster:
     process: subprocess.Popen[str]
 
     def lose(self) -> None:
-        """Kill the second node without telling Ray."""
         self._do("lose")
 
     def replace(self) -> None:

@@ -1,7 +1,6 @@
 """`play`: the game of `examples/guess_letter` with pauses before its turns; a test can see which process plays it.
 
-Each open episode has a file in `directory`, named by the process that plays it. The file stays if the process is
-killed.
+Each open episode has a file in `directory`, named by the process that plays it, which stays if that process is killed.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ _numbers = count()
 
 @cache
 def example() -> ModuleType:
-    """Return the example's module."""
     spec = importlib.util.spec_from_file_location("game", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -52,7 +50,7 @@ class _Unhurried:
 
 
 async def play(task: Task, client: Any, *, directory: str, longest_pause_s: float) -> float:
-    """Play one episode, visibly."""
+    """Play one episode, visible as a file."""
     file = Path(directory) / f"{os.getpid()}.{next(_numbers)}"
     file.touch()
     try:

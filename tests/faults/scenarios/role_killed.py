@@ -124,7 +124,7 @@ def _number(entry_id: bytes) -> int:
 
 
 class Findings:
-    """What the witness files, event log, last checkpoint and stream of a run show."""
+    """A run's traces: its witness files, event log, last checkpoint and stream."""
 
     def __init__(self, cluster: Cluster, forgotten: set[int]) -> None:
         self.made = sorted(cluster.witnessed("made"), key=lambda group: group["entry"])

@@ -1,9 +1,8 @@
 """SIGTERM to a run at any moment, its start included: no step is lost, it ends in time, and it can be resumed.
 
-A small run is stopped and resumed repeatedly with `pipelinerl run` and `run --resume`, as by Slurm, a pod's end or a spot
-machine's notice. At each stop the launcher must end within the default grace period of Kubernetes and leave
-no process; the next launch must start at the last logged step. In the end no step is missing and no order was trained
-twice.
+A small run is stopped and resumed repeatedly with `pipelinerl run` and `run --resume`, as by Slurm, a pod's end or a
+spot machine's notice. At each stop the launcher must end within Kubernetes' default grace period and leave no process;
+the next launch must start at the last logged step. In the end no step is missing and no order was trained twice.
 """
 
 from __future__ import annotations

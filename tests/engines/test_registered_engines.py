@@ -46,7 +46,7 @@ ELSEWHERE = SERVER_ENGINES | {"vllm"}
 INSTALLED = [(name, WeightFormat.NATIVE) for name, each in ENGINES.items() if each.installed and name not in ELSEWHERE]
 
 
-#: Checks that depend on the weight format: int8 weights arrive in another format than the one computed with.
+#: The checks of weight updates: int8 weights are computed with in another format than they arrive in.
 OF_WEIGHTS = tuple(check.__name__ for check in (*weight_checks.CHECKS, *pull_checks.CHECKS))
 
 

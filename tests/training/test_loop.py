@@ -353,7 +353,7 @@ async def test_preempted_trainer_saves_its_state_if_it_was_waiting_for_rollouts(
         assert (await made.heard(TrainerStopped)).left
 
 
-async def test_trainer_that_is_told_twice_to_stop_saves_once(tmp_path: Path) -> None:
+async def test_trainer_that_gets_two_stop_directives_saves_once(tmp_path: Path) -> None:
     """One stop comes unsolicited while the trainer waits for an answer, another in the answer."""
     async with room(tmp_path) as made:
         await made.begin()
@@ -633,7 +633,7 @@ async def test_trainer_that_waits_past_its_deadline_names_the_missing_process(tm
 
 
 def taken_in(loop: TrainingLoop) -> tuple[object, ...]:
-    """Return what the loop has taken in so far."""
+    """Return the number of waiting groups, the ledger's counts and the current directive."""
     return loop._batcher.num_waiting, dict(loop._batcher.ledger.counts), loop._link.current
 
 

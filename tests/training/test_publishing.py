@@ -53,7 +53,7 @@ class Taking:
 
 @asynccontextmanager
 async def following(stream: MemoryStream, **engines: Taking) -> AsyncIterator[None]:
-    """Let the engines `http://NAME:1` follow the stream; wait until they have reported it."""
+    """Let the engines `http://NAME:1` follow the stream; wait until each has reported that it does."""
     tasks = [
         asyncio.create_task(AnnouncedUpdates(engine, stream, url=f"http://{name}:1").run())
         for name, engine in engines.items()

@@ -327,6 +327,6 @@ async def test_worker_slot_of_a_cancelled_waiter_is_freed() -> None:
     assert places.take_now()
     (task,) = await waiting(places, ["slow"], entered)
     places.give_back(1.0, out_of_turn=False)
-    task.cancel()  # the place had been handed over already
+    task.cancel()  # the waiter had already been given the slot
     await asyncio.gather(task, return_exceptions=True)
     assert places.take_now() and not places.take_now()

@@ -123,7 +123,7 @@ def test_three_skipped_steps_in_a_row_end_the_run_with_a_balanced_ledger(seed: i
         assert run.skipped == 3, "at 0.7, three in a row come within 20 steps"
 
 
-def test_trainer_is_told_to_stop_and_save_after_three_skipped_steps() -> None:
+def test_trainer_gets_a_directive_to_stop_and_save_after_three_skipped_steps() -> None:
     run = world(evaluation_problems=0)
     run.begin()
     run.publish()

@@ -112,7 +112,7 @@ def test_evaluations_under_random_schedules_are_answered_by_one_version_each(
         if run.finished is not None:
             break
         run.act()
-        if chance.random() < 0.01 and run.version < 39:  # later, no publication of the last weights would follow
+        if chance.random() < 0.01 and run.version < 39:  # a later timeout could leave the last weights unpublished
             url = chance.choice(engines)
             run.give(EngineTimedOut(now=0.0, url=url, reason="test"))
         if chance.random() < 0.05:

@@ -120,7 +120,7 @@ class MortalLog(EventLog):
 
 
 class Healthy:
-    """Lets every engine answer."""
+    """An `EngineProbe` to which every engine answers."""
 
     async def metrics(self, url: str) -> dict[str, float]:
         return {"slots": 4.0}
@@ -217,7 +217,7 @@ async def live(folder: Path, *, steps: int, kill_at: int) -> tuple[Outcome, int]
     return Outcome(stream.history[PROMPTS], directives, events), killer.passed
 
 
-#: Events that may differ, because they are about the controller's own process or about the moment.
+#: Events that may differ: they describe the controller's own process or depend on the time.
 VARYING = ("controller_returned", "run_started", "engines")
 
 

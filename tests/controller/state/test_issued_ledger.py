@@ -15,7 +15,6 @@ from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome
 
 
 def consumed(ledger: ConsumedLedger) -> ConsumedReport:
-    """Return the trainer's report of its ledger."""
     counts = {str(fate): n for fate, n in ledger.counts.items()}
     return ConsumedReport(**counts, frontier=ledger.frontier, beyond=sorted(ledger.beyond))
 

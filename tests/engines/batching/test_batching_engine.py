@@ -154,7 +154,7 @@ async def test_end_of_turn_token_is_returned_but_adds_no_text(gate: GatedRunner,
 async def test_ignore_eos_samples_past_end_tokens_and_allows_them_in_prefixes(
     gate: GatedRunner, tokenizer: ChatTokenizer
 ) -> None:
-    """With `ignore_eos`, an end token has text and may be followed by other tokens."""
+    """With `ignore_eos`, an end token has text, and other tokens may follow it."""
     (end,) = tokenizer.eos_token_ids
     logits = np.full((tokenizer.vocab_size, tokenizer.vocab_size), -50.0, dtype=np.float32)
     logits[7, 8] = logits[8, end] = logits[end, 8] = 0.0
@@ -355,7 +355,7 @@ async def test_version_spans_name_the_weights_that_sampled_each_token(
     for version in (1, 5):
         tables[version] = _stage(engine, seed=version)
         commit = await _commit(engine, OnUpdate.CONTINUE, version)
-        await _steps(engine, gate, 2)  # the first of them was at the gate when the commit came
+        await _steps(engine, gate, 2)  # the first step already waited when the commit came
         assert await commit >= 0.0
     gate.open()
     answer = await task
@@ -420,7 +420,7 @@ async def test_late_sample_does_not_reuse_the_prompt_cache_of_older_weights(
     await _steps(engine, gate, 1)
     await commit
     known = len(gate.log)
-    await _steps(engine, gate, 2)  # each ends a short sample, whose row a late one takes
+    await _steps(engine, gate, 2)  # each step ends a short sample; a waiting sample gets its row
     assert gate.log[known:] == joins
     gate.open()
     choices = (await long).choices
@@ -514,7 +514,7 @@ async def test_closing_the_engine_fails_all_requests_and_commits_with_engine_sto
     _stage(engine, seed=1)
     commit = await _commit(engine, OnUpdate.DRAIN)
     closing = asyncio.create_task(engine.close())
-    await _until(lambda: engine.health().state is EngineState.STOPPED)  # otherwise it samples until the answers end
+    await _until(lambda: engine.health().state is EngineState.STOPPED)  # else the engine would finish the answers
     gate.open()
     await closing
     for task in (running, waiting, commit):

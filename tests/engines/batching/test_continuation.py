@@ -131,7 +131,7 @@ async def test_closing_engine_streams_all_sampled_tokens_before_the_error(
     await asyncio.to_thread(gate.allow, 5)
     closing = asyncio.create_task(engine.close())
     async with asyncio.timeout(DEADLINE_S):
-        while engine.health().state is not EngineState.STOPPED:  # otherwise it samples until the answer ends
+        while engine.health().state is not EngineState.STOPPED:  # else the engine would finish the answer
             await asyncio.sleep(0.001)
     gate.open()
     with pytest.raises(EngineStopped):

@@ -177,7 +177,7 @@ async def test_busy_time_grows_only_while_the_core_has_samples() -> None:
             assert made.engine.metrics().busy_s_total == busy_s
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread dies of it
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread fails
 async def test_requests_fail_at_once_when_the_core_dies_even_if_closing_it_takes_long() -> None:
     async with world() as made:
         made.core.may_close.clear()
@@ -191,7 +191,7 @@ async def test_requests_fail_at_once_when_the_core_dies_even_if_closing_it_takes
         made.core.may_close.set()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread dies of it
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread fails
 async def test_stopping_the_loop_again_does_not_interrupt_the_closing_of_its_core() -> None:
     """An interrupted close would leak the core's resources, such as connections."""
     async with world() as made:
@@ -199,7 +199,7 @@ async def test_stopping_the_loop_again_does_not_interrupt_the_closing_of_its_cor
         pending = await made.submitted()
         made.tell(RuntimeError("the core has died"))
         with pytest.raises(EngineStopped):
-            await asyncio.wait_for(pending, PATIENCE_S)  # the core is being closed from here on
+            await asyncio.wait_for(pending, PATIENCE_S)  # from here on, the core is being closed
         for _ in range(2):
             assert not await asyncio.to_thread(made.loop.stop, 0.05)
         assert not made.core.is_closed
@@ -208,7 +208,7 @@ async def test_stopping_the_loop_again_does_not_interrupt_the_closing_of_its_cor
         assert made.core.is_closed
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread dies of it
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread fails
 async def test_commit_queued_while_the_core_dies_fails_with_engine_stopped() -> None:
     async with world() as made:
         queued: list[Future[float]] = []

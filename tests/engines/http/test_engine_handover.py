@@ -58,7 +58,7 @@ class Followed:
         async with aclosing(self._client.stream(url, request)) as chunks:
             async for chunk in chunks:
                 yield chunk
-                self.came[request.seed] += any(part.token_ids for part in chunk.choices)  # it was taken as well
+                self.came[request.seed] += any(part.token_ids for part in chunk.choices)  # the reader has taken it
 
 
 @final
@@ -66,7 +66,7 @@ class Scripted:
     """A `ChatClient` whose token t of sample i is 10·i + t; each engine streams some tokens and ends as scripted."""
 
     def __init__(self, **engines: tuple[Any, ...]) -> None:
-        """`engines`: (epoch, version, tokens to send per sample, the exception to raise then, or None to complete)."""
+        """`engines`: (epoch, version, tokens sent per sample, exception raised after them or None)."""
         self.engines = engines
         self.offers = dict.fromkeys(engines, Continuation.SAME_NOISE)
         self.asked: list[tuple[str, list[int] | None]] = []

@@ -135,10 +135,10 @@ async def test_update_with_recomputed_cache_keeps_the_experts_of_sampled_tokens(
     model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
     with torch.no_grad():
         for router in (layer.mlp.gate for layer in model.model.layers):
-            router.weight.neg_()  # now the least likely are chosen
+            router.weight.neg_()  # now each router chooses the least likely experts
     engine.staging()[:] = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()])
     swapped = asyncio.create_task(engine.commit(version=1, epoch=0, digest="d", on_update=OnUpdate.RECOMPUTE_KV))
-    await asyncio.sleep(0)  # lets the commit be requested
+    await asyncio.sleep(0)  # the engine receives the commit
     gate.open()
     await swapped
     answer: ChatCompletion = await running

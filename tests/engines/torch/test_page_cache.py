@@ -26,7 +26,7 @@ def test_one_row_represents_its_duplicate_rows_until_they_diverge() -> None:
     found = alike.step(feeds, positions)
     assert found is not None
     assert [found.first[of] for of in found.of_row] == [0, 1, 0, 1, 4, 1]
-    feeds[3] = 7  # it sampled another token
+    feeds[3] = 7  # row 3 sampled another token than its duplicate
     found = alike.step(feeds, positions + 1)
     assert found is not None
     assert [found.first[of] for of in found.of_row] == [0, 1, 0, 3, 4, 1]

@@ -390,7 +390,7 @@ async def test_joining_a_group_does_not_block_the_event_loop(setting: Setting) -
 
 
 class _Pull:
-    """A source of weights that fills the buffer, fails, or waits until given up; it waits for `gate` first."""
+    """A source of weights that waits for `gate`, then fills the buffer, fails, or waits until it is abandoned."""
 
     def __init__(
         self, failure: Exception | None = None, *, waits: bool = False, gate: threading.Event | None = None
@@ -528,7 +528,7 @@ async def test_commit_of_an_update_that_a_prepare_replaces_fails(setting: Settin
         setting.phase(UpdatePhase.PREPARE, version=2, **PULL),
         return_exceptions=True,
     )
-    await asyncio.sleep(0)  # one now waits for the bytes, the other for the receive to end
+    await asyncio.sleep(0)  # COMMIT now waits for the bytes, and PREPARE for the end of the receive
     gate.set()
     committed, prepared = await both
     assert isinstance(committed, NotPrepared) and prepared is UpdateStatus.PREPARED

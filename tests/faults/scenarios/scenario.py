@@ -78,7 +78,7 @@ def summary(name: str) -> str:
 
 
 def play(scenario: Scenario, seeds: Iterable[int], *, told: Callable[[str], None] = lambda line: None) -> Tally:
-    """Run the seeds one after another, each in an empty directory; `told` gets a line of text when a seed ends."""
+    """Run the seeds in order, each in an empty directory; call `told` with a line of text after each."""
     tally = Tally(scenario)
     began = time.monotonic()
     for seed in seeds:

@@ -42,7 +42,7 @@ BEAT_S = 5
 
 
 class Situation(Enum):
-    """A lack of the run, and the cause that the watchdog must report."""
+    """A situation that stops training; its value is the cause that the watchdog must report."""
 
     NO_ENGINE = "an engine to join"
     DEAD_ENGINE = f"an engine to join; {ENGINE} is dead: connection refused"

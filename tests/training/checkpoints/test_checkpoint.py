@@ -79,7 +79,7 @@ def test_checkpoint_of_a_later_epoch_replaces_that_of_the_same_step(store: Check
 
 
 def operations(monkeypatch: pytest.MonkeyPatch, killed_at: int) -> list[str]:
-    """Raise `Killed` at the n-th operation that makes a checkpoint durable or visible; return the operations done."""
+    """Raise `Killed` at the n-th operation that makes a checkpoint durable or visible; return those done."""
     done: list[str] = []
 
     def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -278,7 +278,7 @@ def test_transformers_loads_a_checkpoint_directory(tmp_path: Path) -> None:
 
 @pytest.fixture
 def stores(tmp_path: Path) -> tuple[CheckpointStore, CheckpointStore]:
-    """Return the stores of the earlier and the later trainer."""
+    """Return the checkpoint stores of two trainers, the earlier and the later."""
     model = model_directory(tmp_path / "model")
     first, second = (CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=model) for _ in range(2))
     return first, second

@@ -298,7 +298,7 @@ def test_step_waits_only_if_the_remaining_orders_cannot_all_train_in_time(seed: 
     found = awaited(step=step, chosen=chosen, waiting=here, ledger=ConsumedLedger(), directive=directive(marks, issued))
     assert not (found and in_time), "whoever is in time is not waited for"
     assert not set(found) & set(here)
-    if not in_time and not found:  # then every order that will be late has already arrived
+    if not in_time and not found:  # here every order that will be late has already arrived
         tight = next(until for place, until in enumerate(left) if until < step + 1 + place // per)
         assert all(index in here for index in range(issued) if last[index] <= tight and index not in chosen)
 

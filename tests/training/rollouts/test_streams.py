@@ -160,7 +160,7 @@ def moved(
     objective: str = "pipelinerl",
     demonstrations: DemonstrationStream | None = None,
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Return the gradient of one step and the step's figures."""
+    """Return one step's gradient and figures."""
     trainer, chosen = trainer_of(kind), resolve(objective)
 
     def weights() -> np.ndarray:

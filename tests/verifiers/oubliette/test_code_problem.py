@@ -42,7 +42,7 @@ def read(ground_truth: str = "", **metadata: Any) -> CodeProblem:
         {"ground_truth": json.dumps({"inputs": ["1\n", "3\n"], "outputs": ["2\n", "6\n"]})},
     ],
 )
-def test_test_layouts_of_public_data_sets_are_read(metadata: dict[str, Any]) -> None:
+def test_layouts_of_tests_in_public_data_sets_are_read(metadata: dict[str, Any]) -> None:
     assert read(**metadata).tests == WANTED
 
 

@@ -251,7 +251,7 @@ class Forgetful:
 
 
 def opening(*found: Forgetful | SandboxLost) -> tuple[Callable[..., Awaitable[Forgetful]], list[int]]:
-    """Return a stand-in for `open_runner` that gives these results in order and repeats the last, and its calls."""
+    """Return a stand-in for `open_runner` that gives these results in order, repeating the last; and its calls."""
     tries: list[int] = []
 
     async def opened(rules: CodeRules, *, at_once: int) -> Forgetful:

@@ -57,7 +57,7 @@ SHORT_OF = {
     "sglang_server": {
         # SGLang's log-probs are those before top-k and top-p, so its engine rejects both.
         "top_k_one_is_certain": "400",
-        # As below.
+        # The same reason as for vLLM below.
         "same_seed_same_samples": "log-probs",
         "stream_equals_whole": "token_logprobs",
         "fewer_chunks_give_the_same_answer": "token_logprobs",
@@ -244,7 +244,7 @@ def test_sample_aborted_by_the_stock_server_returns_its_tokens_as_aborted(stock:
         assert all(choice.version_spans == [(0, len(choice.token_ids or []))] for choice in choices)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine's thread dies of it
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine's thread fails
 def test_engine_stops_when_another_client_loads_weights_into_its_server(stock: Stock) -> None:
     with stock.engine() as url, opened(url) as session:
         session.chat()
@@ -367,7 +367,7 @@ async def test_sglang_server_ends_samples_at_their_stop_tokens(sglang: Stock) ->
         await http.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine's thread dies of it
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine's thread fails
 async def test_engine_stops_when_its_server_fails_health_checks(tmp_path: Path) -> None:
     """A sample may take any time while the server passes health checks; a server that hangs ends its streams."""
     silence_s = 3.0
@@ -402,7 +402,7 @@ async def test_engine_stops_when_its_server_fails_health_checks(tmp_path: Path) 
             assert time.monotonic() - began < SOON_S, "who leaves it waits for no answer of its"
 
 
-#: A script that opens as many concurrent streams as its initial limit on descriptors; it serves them, too.
+#: A script that serves and opens as many concurrent streams as its initial limit on file descriptors allows.
 CROWD = """
 import asyncio, resource, sys
 from pipelinerl.engines.external.server.server_core import ServerHttp

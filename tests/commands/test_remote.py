@@ -27,7 +27,6 @@ KNOBS = {
 
 
 def application() -> FastAPI:
-    """Return a minimal controller."""
     app = FastAPI(openapi_url=None)
 
     @app.get("/status")

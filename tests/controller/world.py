@@ -49,12 +49,10 @@ ENGINE = "http://engine-0"
 
 
 def problem(index: int) -> Problem:
-    """Return a problem whose content names its index."""
     return Problem(problem_id=str(index), domain="test", messages=(Message("user", f"{index}"),), ground_truth="")
 
 
 def held_out_problem(name: str, index: int) -> Problem:
-    """Return a problem whose content names its index and evaluation set."""
     return replace(problem(index), domain=name)
 
 
@@ -64,7 +62,6 @@ def of_two_sizes(index: int, weights: Mapping[str, float], quota: Quota, ahead: 
 
 
 def drawn_problem(index: int, weights: Mapping[str, float], quota: Quota, ahead: int = 0) -> Problem:
-    """Return a problem whose content names its index, weights and quota."""
     drawn = ",".join(f"{name}={weight:g}" for name, weight in weights.items())
     return replace(problem(index), domain=f"{drawn} in {quota.size} from {quota.since}")
 
@@ -161,7 +158,6 @@ class World:
         return [order.index for order in self.orders_issued]
 
     def tell(self, report: Report) -> None:
-        """Send a report to the controller, and carry out its effects."""
         self.give(ReportReceived(now=0.0, report=report, entry_id="1-0"))
         self.controller.state.account.check()
 
@@ -181,7 +177,6 @@ class World:
                     self.finished = reason
 
     def begin(self) -> None:
-        """Let the engines join and the trainer report."""
         for url in self.engines:
             self.give(EngineRegistered(now=0.0, url=url))
         self.awaiting = "ready-1"

@@ -30,7 +30,6 @@ CONTEXT = 128
 
 
 def _directory(name: str, folder: Path) -> Path:
-    """Write a small random model for the engine, with a tokenizer that covers its vocabulary."""
     tokenizer = char_tokenizer()
     if name == "bigram":
         BigramModel.random(len(tokenizer), seed=1, context_length=CONTEXT).save(folder)

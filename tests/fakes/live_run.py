@@ -79,7 +79,6 @@ class LiveRun:
         return [p for p in self.seen.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
     def _note_now_and_then(self) -> None:
-        """Record the processes now and then in a wait: a scan of all processes slows down those under test."""
         if time.monotonic() - self._noted_at > _NOTE_EVERY_S:
             self.note_processes()
 

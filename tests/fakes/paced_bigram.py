@@ -48,8 +48,6 @@ def engine(options: EngineOptions) -> Engine:
 
 @final
 class _PacedRunner:
-    """A `ModelRunner` that waits before each step."""
-
     def __init__(self, runner: BigramRunner, model: Path) -> None:
         self._runner, self._model = runner, model
 

@@ -277,7 +277,6 @@ class ScriptedEngine:
         return () if is_off else request.tools or ()
 
     def _message(self, request: ChatCompletionRequest, sample: _Sample) -> AssistantMessage:
-        """Return the answer so far, with its call if it is one."""
         tokens = tuple(token for token in [*sample.prefix, *sample.tokens] if token)
         call = self._calls.get(tokens) if self._offered(request) or self._fault is Fault.CALLS_UNOFFERED else None
         if call is None or self._fault is Fault.LEAVES_CALLS_IN_TEXT:

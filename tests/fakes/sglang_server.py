@@ -236,7 +236,6 @@ class SglangServer:
         return _said(True, "Succeeded to initialize custom process group.")
 
     def _joined(self, asked: InitWeightsUpdateGroupReqInput) -> Any:
-        """Run `init_custom_process_group` with rank `rank_offset` + tp_rank."""
         patience = timedelta(seconds=30)
         with self._group_guard:
             meeting = c10d.rendezvous(

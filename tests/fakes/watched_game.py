@@ -37,8 +37,6 @@ def example() -> ModuleType:
 
 @final
 class _Unhurried:
-    """A client that waits before each request."""
-
     def __init__(self, client: Any, pauses: Generator, longest_s: float) -> None:
         self._client = client
         self._pauses = pauses

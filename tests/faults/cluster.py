@@ -145,7 +145,6 @@ class Cluster:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
     def served_weights(self) -> tuple[int, int]:
-        """Return the (epoch, version) that the engine serves now."""
         url = f"http://127.0.0.1:{self.seats['engine'].port}/health"
         answer = httpx.get(url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S).raise_for_status()
         return answer.json()["epoch"], answer.json()["model_version"]
@@ -176,12 +175,10 @@ class Cluster:
             time.sleep(0.01)
 
     def story(self) -> str:
-        """Return the last lines of every log."""
         logs = sorted(self.directory.glob("*.log"))
         return "\n".join(f"--- {log.name}\n" + "\n".join(log.read_text().splitlines()[-12:]) for log in logs)
 
     def end(self) -> None:
-        """Kill the remaining processes."""
         for process in self.processes.values():
             process.kill()
             process.join()

@@ -60,8 +60,6 @@ TOKEN = "of this test"
 
 @final
 class Coin:
-    """A verifier that accepts half of all texts."""
-
     async def verify(self, problem: Problem, text: str) -> Verdict:
         right = bool(crc32(text.encode()) & 1)
         return Verdict(outcome=Outcome.CORRECT if right else Outcome.WRONG, reward=float(right))
@@ -130,7 +128,7 @@ def fingerprint(group: RolloutGroup) -> str:
 
 @final
 class Witness:
-    """Writer of the witness files, whose lines survive the process."""
+    """Writer of the witness files."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

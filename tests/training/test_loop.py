@@ -136,7 +136,6 @@ class Surroundings:
         return [report for report in decoded if isinstance(report, kind)]
 
     async def heard(self, kind: type[R], number: int = 1) -> R:
-        """Wait for the n-th report of a kind."""
         assert self.task is not None
         async with asyncio.timeout(DEADLINE_S):
             while len(found := await self.reports(kind)) < number:
@@ -151,7 +150,6 @@ class Surroundings:
                 await asyncio.sleep(0.005)
 
     async def say(self, answers: str, **fields: Any) -> None:
-        """Append a directive to the stream."""
         rate, rollouts = fields.pop("learning_rate", 0.1), fields.pop("rollouts_per_step", 4)
         knobs = TrainerKnobs(k=4, learning_rate=rate, rollouts_per_step=rollouts)
         given = {
@@ -165,7 +163,6 @@ class Surroundings:
         await self.stream.append(DIRECTIVES, [encode(Directive(answers=answers, knobs=knobs, **given))])
 
     async def begin(self, **fields: Any) -> None:
-        """Wait for the trainer's ready report and answer it."""
         ready = await self.heard(TrainerReady)
         await self.say(ready.report_id, **fields)
 

@@ -35,7 +35,6 @@ def model(tmp_path: Path) -> Path:
 
 
 def replay(model: Path, groups: Mapping[int, Sequence[RolloutGroup]] = GROUPS, *, chosen: str = "grpo") -> Replay:
-    """Return a replay from the run's beginning."""
     trainer = BigramTrainer()
     trainer.init_worker(TrainerSpec(model_path=model))
     objective = AdaptiveObjective(resolve(chosen, max_tokens=8), controller=None)

@@ -31,7 +31,6 @@ CHOICES = ["pipelinerl", "grpo_kl", "dapo", "gspo", "gmpo", "ppo_tis", "reinforc
 
 
 def groups() -> list[RolloutGroup]:
-    """Return four groups of three rollouts with 3 to 40 tokens."""
     draw, made = rng.generator(2, "torch_invariance"), []
     for index in range(4):
         rollouts = [

@@ -38,7 +38,6 @@ PRESETS = ["ppo", PPO, "grpo", "grpo_kl", "gspo", "gmpo", "ppo_tis", "dapo", "re
 
 
 def two_turns(draw: np.random.Generator, reward: float) -> Rollout:
-    """Return a rollout with two turns, each after text of the environment."""
     turns: list[Turn] = []
     for _ in range(2):
         one = rollout(
@@ -61,8 +60,6 @@ def groups() -> list[RolloutGroup]:
 
 
 class Counting:
-    """A bigram trainer that counts its forward passes."""
-
     def __init__(self, spec: TrainerSpec) -> None:
         self.worker = BigramTrainer()
         self.worker.init_worker(spec)

@@ -126,7 +126,6 @@ async def test_child_processes_of_a_killed_reward_function_are_killed_too(
 
 
 def _runs(pid: int) -> bool:
-    """Return whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

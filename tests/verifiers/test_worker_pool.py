@@ -269,7 +269,6 @@ def test_no_worker_outlives_a_killed_actor_process() -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Return whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

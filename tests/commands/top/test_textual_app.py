@@ -67,7 +67,6 @@ def text(pilot: Pilot[None], selector: str) -> str:
 
 
 def values(pilot: Pilot[None]) -> dict[str, str]:
-    """Return the displayed knobs."""
     from textual.widgets import Static
 
     from pipelinerl.commands.top.textual_app import KnobRow

@@ -85,7 +85,6 @@ def of_episode(step: int) -> SampleGroup:
 
 
 def keep(run_dir: Path, groups: list[SampleGroup], *, name: str = "training") -> None:
-    """Write samples."""
     log = SampleLog(run_dir / "samples", name, max_bytes=2**24)
     log.put(lambda: groups)
     log.close(timeout_s=PATIENCE_S)
@@ -93,7 +92,6 @@ def keep(run_dir: Path, groups: list[SampleGroup], *, name: str = "training") ->
 
 
 def of_evaluation(step: int) -> SampleGroup:
-    """Return a group of answers to a held-out problem."""
     return sampled(step, kind=SampleKind.EVALUATION, evaluation="held_out", group_id=f"eval-{step}")
 
 
@@ -107,7 +105,6 @@ class ServedPage:
     runs: list[WatchedRun] = field(default_factory=list)
 
     def get(self, path: str, **query: Any) -> Any:
-        """Return the JSON of a successful response."""
         answered = self.http.get(path, params=query)
         assert answered.status_code == 200, answered.text
         return answered.json()

@@ -50,7 +50,6 @@ def recorded(run: World) -> list[Record]:
 
 
 def abandoned(told: list[Record]) -> list[str]:
-    """Return the reasons why evaluations were abandoned."""
     return [event.fields["reason"] for event in told if event.kind == "evaluation_restarted"]
 
 

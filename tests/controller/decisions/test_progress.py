@@ -19,7 +19,6 @@ _AT_ONCE = 250
 
 
 def _stuck(seeds: range) -> list[str]:
-    """Return a sentence for each seed whose run stalled or repeated a publication in progress."""
     found = []
     for seed in seeds:
         world, waits = played(seed)

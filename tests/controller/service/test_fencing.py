@@ -16,7 +16,6 @@ def ready(run: World, name: str) -> TrainerReady:
 
 
 def taken_over() -> World:
-    """Return a run whose trainer 1 has been fenced by trainer 2."""
     run = World(controller(), random.Random(0))
     run.begin()
     run.tell(ready(run, "2"))

@@ -127,7 +127,6 @@ class Healthy:
 
 
 def answers(version: int) -> list[ControlMessage]:
-    """Return the answers to the evaluation that began at `version`."""
     return [
         EvaluationDone(
             order_id=f"eval-{version}-{-(-version // 5) + 1}-{i:06d}",

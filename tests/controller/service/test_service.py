@@ -128,7 +128,6 @@ def ready(incarnation: str) -> TrainerReady:
 
 
 def step(version: int, *, epoch: int = 1) -> StepDone:
-    """Return the report of a step that trained two groups."""
     account = ConsumedReport(trained=2 * version, frontier=2 * version)
     return StepDone(
         report_id=f"e{epoch}-step-{version}", epoch=epoch, model_version=version, consumed=account, stats={"loss": 0.5}
@@ -225,7 +224,6 @@ async def test_texts_of_evaluation_answers_are_kept_as_samples_and_not_journaled
 
 
 async def _directive(run: Running) -> Directive:
-    """Return a directive, which does not belong in the stream of reports."""
     knobs = run.controller.state.knobs
     return Directive(
         answers="x",

@@ -14,7 +14,6 @@ A, B = "http://a", "http://b"
 
 
 def serve(fleet: Fleet, url: str, version: int) -> None:
-    """Publish `version` to the engine and pass its canary check."""
     fleet.on_published(url, version, membership=fleet.membership)
     assert fleet.on_verified(url, version, membership=fleet.membership)
 

@@ -73,7 +73,6 @@ async def _steps(engine: BatchingEngine, gate: GatedRunner, count: int) -> None:
 
 
 def _stage(engine: BatchingEngine, seed: int) -> NDArray[np.float32]:
-    """Write another model's weights to the staging buffer; return its logits."""
     size = engine.layout.parameters[0].shape[0]
     logits = BigramModel.random(size, seed=seed).logits
     engine.staging()[:] = logits.reshape(-1).view(np.uint8)
@@ -81,7 +80,6 @@ def _stage(engine: BatchingEngine, seed: int) -> NDArray[np.float32]:
 
 
 def _logprobs_by(tables: dict[int, NDArray[np.float32]], prompt: list[int], choice: Choice) -> list[float]:
-    """Return the log-probs of the choice's tokens under the versions that its spans name."""
     versions = [version for version, count in choice.version_spans or [] for _ in range(count)]
     before = [prompt[-1], *(choice.token_ids or [])[:-1]]
     expected = []
@@ -549,7 +547,6 @@ async def test_closing_the_engine_fails_requests_that_are_still_being_tokenised(
 
 
 def _spoil(gate: GatedRunner, *, step: int, row: int) -> None:
-    """Make the log-prob in `row` NaN at the `step`-th decode from now."""
     decode, first = gate.decode, gate.steps
 
     def spoiled(num_rows: int) -> tuple[list[int], list[float]]:

@@ -137,8 +137,6 @@ def test_metrics_route_has_one_sample_per_metric_field(client: httpx.Client) -> 
 
 
 class _Broken:
-    """An engine whose model card and completions fail with an unexpected error."""
-
     def __init__(self) -> None:
         self._engine = ScriptedEngine()
 

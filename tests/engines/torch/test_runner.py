@@ -87,8 +87,6 @@ def _runner(path: Path, forward: ForwardKind = ForwardKind.AUTO, device: str = "
 
 @dataclass
 class Row:
-    """A row's expected state."""
-
     prompt: list[int]
     temperature: float = 1.0
     noise_key: int = 0
@@ -135,7 +133,6 @@ def _reference(model: hf.PreTrainedModel, row: Row) -> tuple[list[int], list[flo
 
 
 def _agree(path: Path, rows: Sequence[Row], within: float = 1e-5) -> None:
-    """Assert that tokens equal the reference's, and log-probs are within this distance."""
     model = hf.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     for row in rows:
         token_ids, logprobs = _reference(model, row)
@@ -403,14 +400,12 @@ def test_compiled_forward_decodes_the_same_tokens(directories: dict[str, Path], 
 
 
 def _bytes_of(path: Path, runner: TorchRunner) -> torch.Tensor:
-    """Return the weights of a directory as the bytes of an update."""
     weights = dict(load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cuda")).named_parameters())
     parts = [weights[spec.name].detach().contiguous().view(-1).view(torch.uint8) for spec in runner.layout.parameters]
     return torch.cat(parts)
 
 
 def _next(row: Row, index: int) -> RowState:
-    """Return the state with which a running row continues."""
     position = len(row.prompt) + len(row.token_ids) - 1
     return replace(row.state(index), token_id=row.token_ids[-1], position=position, num_sampled=len(row.token_ids))
 

@@ -18,7 +18,6 @@ PROMPT = [5, 9, 3, 17]
 
 
 def sampled(runner: Any, temperature: float) -> tuple[list[int], list[float]]:
-    """Return 12 sampled tokens and their log-probs."""
     runner.prefill([Prefill(PROMPT[:-1], [0])])
     runner.place([RowState(0, PROMPT[-1], 3, noise_key=7, temperature=temperature, top_p=1.0, top_k=0)])
     steps = [runner.decode(1) for _ in range(12)]

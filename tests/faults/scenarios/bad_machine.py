@@ -121,12 +121,10 @@ def _mounted(options: str, place: str) -> Sequence[str]:
 
 
 def _nothing(run: LiveRun, seed: int, figures: Counter[str]) -> None:
-    """Only wait for steps: the situation exists from the start."""
     _gets_on(run)
 
 
 def _kills(run: LiveRun, seed: int, figures: Counter[str]) -> None:
-    """Kill processes, each role at least once."""
     draw = generator(seed, "bad machine")
     victims = [*ROLES, *draw.choice(ROLES, size=_KILLS - len(ROLES))]
     for victim in map(str, draw.permutation(victims)):
@@ -147,7 +145,6 @@ def _standstill(run: LiveRun, seed: int, figures: Counter[str]) -> None:
 
 
 def _port_taken(run: LiveRun, seed: int, figures: Counter[str]) -> None:
-    """Bind a role's port for a while as soon as the role has died."""
     for role in ("engine-0", "controller"):
         words = run.role(role).cmdline()
         port = int(words[words.index("--port") + 1])
@@ -183,7 +180,6 @@ _TROUBLE: Final[Mapping[Situation, Callable[[LiveRun, int, Counter[str]], None]]
 
 
 def _signal(run: LiveRun, role: str, number: int) -> psutil.Process:
-    """Send a signal to a role once it is up again."""
     found: list[psutil.Process] = []
 
     def is_up(run: LiveRun) -> bool:

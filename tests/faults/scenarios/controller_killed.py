@@ -22,7 +22,6 @@ CRASHES = 4
 
 
 def play(seed: int, directory: Path) -> Verdict:
-    """Run the scenario with one seed: a random run with deaths, and four crash points of a scripted run."""
     broken = []
     try:
         same_with_and_without_deaths(seed)

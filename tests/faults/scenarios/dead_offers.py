@@ -109,7 +109,6 @@ def play(seed: int, directory: Path, *, offers: int = 60, within_s: float = 40.0
 
 
 def _offer(run: LiveRun, urls: Sequence[str], gaps_s: Sequence[float]) -> None:
-    """Register each address in turn, each time with a new incarnation."""
     with controller_of(run.directory) as controller:
         for number, gap_s in enumerate(gaps_s):
             offer = {"url": urls[number % len(urls)], "incarnation": f"life-{time.monotonic_ns()}"}
@@ -121,14 +120,12 @@ def _offer(run: LiveRun, urls: Sequence[str], gaps_s: Sequence[float]) -> None:
 
 
 def _speed(run: LiveRun, meanwhile: Callable[[], None]) -> float:
-    """Return steps per second while `meanwhile` runs."""
     began, first = time.monotonic(), max(run.steps())
     meanwhile()
     return (max(run.steps()) - first) / (time.monotonic() - began)
 
 
 def _added_s(run: LiveRun) -> float:
-    """Add an engine; return the seconds until it serves."""
     began = time.monotonic()
     engines(run, "add", "--type", "bigram", "--no-wait")
     until_serving(run, "engine-1")

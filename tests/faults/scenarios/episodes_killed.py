@@ -70,7 +70,6 @@ def uses_torch(seed: int) -> bool:
 
 
 def play(seed: int, directory: Path, *, mutant: str = "", kills: int = KILLS) -> Verdict:
-    """Run the scenario with one seed, which determines the victims and moments."""
     broken: list[str] = []
     figures = Counter[str]()
     playing = directory / "open_episodes"
@@ -102,7 +101,6 @@ def play(seed: int, directory: Path, *, mutant: str = "", kills: int = KILLS) ->
 
 
 def sections(seed: int, playing: Path) -> dict[str, Any]:
-    """Return the sections that replace those of `cluster.recipe`."""
     path = ModelSection(path="shipped:tiny_speller").resolved if uses_torch(seed) else model()
     kind = "torch" if uses_torch(seed) else paced_bigram.ENGINE
     return {
@@ -134,7 +132,6 @@ def model() -> Path:
 
 
 def victims(seed: int, kills: int) -> list[str]:
-    """Return the kind of process that each kill ends."""
     draw = generator(seed, "victims")
     return [str(each) for _ in range(0, kills, len(VICTIMS)) for each in draw.permutation(VICTIMS)][:kills]
 
@@ -220,11 +217,7 @@ class Evidence:
             self.broken.append(f"{name} has the reward {rollout.verdict.reward}, its guesses earn {expected}")
 
     def _see_turn(self, name: str, turn: Turn, previous: np.ndarray[Any, Any], epoch: int) -> None:
-        """Compare the log-probs of a turn with those of the weights that its spans name.
-
-        An answer may end under a later trainer than the one that began it, so a span may be of any epoch since the
-        rollout's.
-        """
+        """Compare a turn's log-probs with those of its spans' weights, of any epoch since the rollout's."""
         self.figures["tokens"] += len(turn.token_ids)
         self.figures["answers across versions"] += len(turn.spans) > 1
         if self._logprobs is None:
@@ -259,7 +252,6 @@ class Evidence:
 
 
 def _published(folder: Path) -> dict[int, list[tuple[int, Any]]]:
-    """Return the published (epoch, log-probs [V, V]) pairs of each version."""
     found: dict[int, list[tuple[int, Any]]] = {}
     for path in folder.glob("*.npz"):
         epoch, version = map(int, path.stem.split("-"))

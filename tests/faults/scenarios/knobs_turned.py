@@ -31,7 +31,6 @@ _GROUP_SIZE: Final = 8
 
 
 def play(seed: int, directory: Path, *, storm_s: float = STORM_S) -> Verdict:
-    """Change knobs for `storm_s`, then check that the run continues with the last values."""
     draw, path = generator(seed, "knobs turned"), directory / "run"
     arguments = ["tiny", "engine.count=2", "run.steps=1000000", f"run.directory={directory}", "run.name=run"]
     figures: Counter[str] = Counter({"steps": 0, "changes": 0, "stalls": 0})

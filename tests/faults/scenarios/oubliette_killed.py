@@ -37,8 +37,6 @@ _C: Final = (
 
 
 class _Service:
-    """The service's process, which can be killed and restarted at its address."""
-
     def __init__(self, repository: Path) -> None:
         self.repository = repository
         (self.port,) = free_ports(1)
@@ -46,7 +44,6 @@ class _Service:
         self.process: subprocess.Popen[str]
 
     def start(self) -> None:
-        """Start the service; return when it accepts requests."""
         words = ["oubliette", "serve", "--repository", str(self.repository), "--port", str(self.port), "--at-once", "2"]
         command = [sys.executable, "-m", "pipelinerl.cli", *words]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -66,7 +63,6 @@ class _Service:
 
 
 def play(seed: int, directory: Path, *, kills: int = _KILLS) -> Verdict:
-    """Run the scenario with one seed; the service's repository is in `directory`."""
     if not shutil.which("bwrap"):
         return Verdict({"left out for want of bubblewrap": 1})
     service = _Service(directory / "repository")

@@ -36,7 +36,6 @@ GROUPS_IN_A_STEP = 8
 
 
 def play(seed: int, directory: Path) -> Verdict:
-    """Run the scenario with one seed, which determines the ranks and moments of the kills."""
     figures, broken = Counter[str](), []
     with launched(new_run(directory / "run", *SETTINGS), directory / "run") as run:
         try:
@@ -79,7 +78,6 @@ def run_on(run: LiveRun, *, steps: int) -> None:
 
 
 def ranks_of(run: LiveRun) -> tuple[psutil.Process, psutil.Process]:
-    """Return the two processes of the trainer."""
     found = [process for process in run.note_processes().values() if "trainer-rank" in arguments_of(process)]
     assert len([process for process in found if is_alive(process)]) == 1, run.story()
     return run.role("trainer"), next(process for process in found if is_alive(process))

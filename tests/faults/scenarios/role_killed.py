@@ -105,10 +105,7 @@ def settle(cluster: Cluster) -> None:
 
 
 def still_read(cluster: Cluster, offset: int) -> set[int]:
-    """Return the entries that the next trainer will read.
-
-    These come after the offset; for a mutant, its consumer group has not acknowledged them.
-    """
+    """Return the entries that the next trainer will read; for a mutant, those not acknowledged."""
     key = f"chaos:{PARTITION}"
     with Redis.from_url(cluster.server.url) as server:
         kept = {_number(entry_id) for entry_id, _ in server.xrange(key)}
@@ -149,9 +146,7 @@ class Findings:
         ]
 
     def _lineage(self, steps: Iterable[dict[str, Any]], last: int | None) -> list[tuple[int, str]]:
-        """Return the groups that the newest checkpoint's weights have seen, as (order, copy); repeated steps count
-        once.
-        """
+        """Return the groups that the newest checkpoint's weights have seen, as (order, copy), each step once."""
         by_version: dict[int, tuple[int, list[tuple[int, str]]]] = {}
         for step in steps:
             epoch, version = step["epoch"], step["version"]

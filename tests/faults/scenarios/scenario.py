@@ -30,8 +30,6 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One module of this folder."""
-
     name: str
     play: Callable[[int, Path], Verdict]
     short: Sequence[int]
@@ -40,8 +38,6 @@ class Scenario:
 
 @dataclass(slots=True)
 class Tally:
-    """The summed verdicts of one scenario."""
-
     scenario: Scenario
     seeds: list[int] = field(default_factory=list)
     figures: Counter[str] = field(default_factory=Counter)

@@ -134,7 +134,6 @@ class Starved:
         return possible or [lambda: None]
 
     def _waits_for_publication(self) -> bool:
-        """Return True if the trainer must finish a publication before it may change weights."""
         return self._is(Situation.NO_PUBLICATION) and bool(self.world.publications)
 
     def _answer(self) -> None:
@@ -156,7 +155,6 @@ class Starved:
 
 
 def drawn(seed: int) -> Starved:
-    """Return the run of a seed, before it starts."""
     rng = random.Random(seed)
     situation = list(Situation)[seed % len(Situation)]
     j, k = rng.choice([(1, 1.0), (1, 2.0), (2, 4.0), (1, math.inf)])
@@ -169,7 +167,6 @@ def drawn(seed: int) -> Starved:
 
 
 def play(seed: int, directory: Path) -> Verdict:
-    """Run the scenario with one seed, through one situation."""
     run, broken = drawn(seed), []
     world, situation, grace_s = run.world, run.situation, run.timed.settings.stall_s
     run.begin()

@@ -53,7 +53,6 @@ class Learned:
 
 
 def play(seed: int, directory: Path) -> Verdict:
-    """Run the scenario with one seed: kill all processes of a run, resume it, compare."""
     expected = Learned.by(undisturbed())
     at = int(generator(seed, "whole system").integers(1, len(undisturbed().events())))
     path = directory / "run"
@@ -70,7 +69,6 @@ def play(seed: int, directory: Path) -> Verdict:
 
 
 def kill_everything(run: LiveRun) -> int:
-    """Kill every process of the run; return the number of processes."""
     processes = [run.launcher.pid, *run.note_processes()]
     for pid in processes:
         try:

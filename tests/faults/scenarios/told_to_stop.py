@@ -26,7 +26,6 @@ _WITHIN_S = 12.0
 
 
 def play(seed: int, directory: Path, *, times: int = 5) -> Verdict:
-    """Run the scenario with one seed: stop one run `times` times, then let it finish."""
     draw, path, broken = generator(seed, "told to stop"), directory / "run", list[str]()
     steps, slowest_s = 0, 0.0
     for number in range(times):
@@ -74,7 +73,6 @@ def _amiss(run: LiveRun, status: int, took_s: float, *, began_at: int) -> list[s
 
 
 def _unlike_one_run(run: LiveRun) -> list[str]:
-    """Return sentences on missing or repeated steps, and on orders that were trained twice."""
     steps, told = run.steps(), []
     if steps != list(range(1, max(steps) + 1)):
         told.append(f"the steps of all lives are {steps}, expected each once")

@@ -153,7 +153,6 @@ def _is_stopped(pid: int) -> bool:
 
 
 def before(cluster: Cluster, epoch: int) -> TakeOver:
-    """Return the state after `epoch` has been fenced."""
     sampled = [group["newest"] for group in cluster.witnessed("made") if group["epoch"] <= epoch]
     published = [event["model_version"] for event in cluster.events("publish")]
     served = cluster.served_weights()
@@ -194,7 +193,6 @@ def after(cluster: Cluster, seen: TakeOver, *, pid: int) -> Iterator[str]:
 
 
 def _told(cluster: Cluster) -> list[Any]:
-    """Return the events that follow from a trainer's reports."""
     return [event for event in cluster.events() if event["kind"] in ("step", "checkpoint")]
 
 
@@ -208,7 +206,6 @@ def _checkpoints(cluster: Cluster) -> dict[str, int]:
 
 
 def _epoch_of(path: Path) -> int:
-    """Return the epoch of a complete checkpoint, or 0 if it is incomplete or gone."""
     try:
         return load(path).epoch
     except (CheckpointError, FileNotFoundError):

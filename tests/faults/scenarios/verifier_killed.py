@@ -36,8 +36,6 @@ _ANSWERS: Final = 4
 
 
 class _Service:
-    """A service's process, which can be killed and restarted at its address."""
-
     def __init__(self, domain: str) -> None:
         self.domain = domain
         self.port = 0
@@ -66,7 +64,6 @@ class _Service:
 
 
 def play(seed: int, directory: Path, *, kills: int = 1) -> Verdict:
-    """Run the scenario with one seed; `directory` stays empty."""
     domain = "code" if seed % 2 and shutil.which("bwrap") else "words"
     services = [_Service(domain) for _ in range(2)]
     started: list[psutil.Process] = []
@@ -159,7 +156,6 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def _groups(lives: Sequence[int]) -> list[str]:
-    """Return the remaining control groups of these service processes' sandboxes."""
     found = Path("/sys/fs/cgroup").rglob("oubliette-*")
     return [str(path) for path in found if path.name.split("-")[1] in map(str, lives)]
 

@@ -34,7 +34,6 @@ class CheckpointedRoom:
     trimmed: list[dict[str, str]] = field(default_factory=list)
 
     async def begin(self, version: int) -> None:
-        """Begin a checkpoint and wait for its capture."""
         await self.saving.begin(state_of(version), lambda: capture(self.store, state_of(version)))
         await self.saving.captured()
 

@@ -28,7 +28,6 @@ VOCAB = 7
 
 
 def ragged(index: int, rewards: Sequence[float], outcomes: Sequence[Outcome | None] | None = None) -> RolloutGroup:
-    """Return a group with prompts and answers of different lengths."""
     draw = rng.generator(index, "batch")
     rollouts: list[Rollout] = []
     for number, reward in enumerate(rewards):

@@ -65,7 +65,6 @@ def test_mini_batches_do_not_outnumber_groups_with_tokens_to_train() -> None:
 
 
 def ragged_batch(count: int = 11) -> list[RolloutGroup]:
-    """Return groups of three rollouts; every fourth group has equal rewards."""
     draw, made = rng.generator(1, "ragged_batch"), []
     for index in range(count):
         rewards = (1.0, 1.0, 1.0) if index % 4 == 3 else (0.0, 1.0, float(draw.uniform()))

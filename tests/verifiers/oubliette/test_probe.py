@@ -96,7 +96,6 @@ HOLES = {
 
 
 def _with(command: tuple[str, ...], *more: str) -> tuple[str, ...]:
-    """Insert bubblewrap options before the root becomes read-only."""
     end = len(command) - 1 - command[::-1].index("--remount-ro")
     return (*command[:end], *more, *command[end:])
 

@@ -31,8 +31,6 @@ RIGHT = [Outcome.CORRECT, Outcome.WRONG, Outcome.CORRECT]
 
 
 class Exact:
-    """A verifier that compares texts and counts its judgements."""
-
     def __init__(self) -> None:
         self.asked = 0
 

@@ -108,7 +108,6 @@ class Stock:
             yield url
 
     async def starts(self, **changes: Any) -> None:
-        """Start the engine and stop it; raise any error of the start."""
         engine = load("engine", ENGINES, self.kind)(self.options(**changes))
         try:
             await engine.start()

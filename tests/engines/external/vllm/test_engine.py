@@ -385,7 +385,6 @@ class TestDeath:
 
 
 def _core_of_this_process() -> psutil.Process:
-    """Return the engine core that was started last."""
     cores = [child for child in psutil.Process().children() if "EngineCore" in child.name()]
     return max(cores, key=lambda core: core.create_time())
 

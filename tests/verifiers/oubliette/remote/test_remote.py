@@ -198,7 +198,6 @@ def _status(**changes: Any) -> dict[str, Any]:
 
 
 def _scripted(answer: Any, **changes: Any) -> FastAPI:
-    """A fake service that answers all work with `answer`."""
     app = FastAPI()
     app.get(wire.STATUS)(lambda: _status(**changes))
     app.post(wire.WORK)(lambda: answer)

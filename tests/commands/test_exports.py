@@ -1,7 +1,4 @@
-"""`pipelinerl trace` writes a complete file for any run, or fails with one sentence.
-
-For `track` see `tests/roles/test_tracker_role.py`.
-"""
+"""`pipelinerl trace` writes a complete file for any run, or fails with one sentence."""
 
 from __future__ import annotations
 

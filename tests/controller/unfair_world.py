@@ -1,8 +1,7 @@
 """A simulated run in which anything may fail in any order, with the real `Controller` and the real `Batcher`.
 
-`UnfairWorld.suffer` makes one random event: knobs change; engines join, die, lag and repeat offers; publications fail
-or skip engines; evaluations begin and end; actors, the trainer and the stream server die. `UnfairWorld.recover` then
-lets every role work in rounds: from any state, the run must reach its next steps.
+`UnfairWorld.suffer` makes one random event: any role may change, fail, lag or die. `UnfairWorld.recover` then lets
+every role work in rounds: from any state, the run must reach its next steps.
 """
 
 from __future__ import annotations

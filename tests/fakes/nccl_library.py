@@ -1,7 +1,6 @@
 """`NcclLibrary`: the part of `torch.distributed` that NCCL groups use, without a GPU.
 
-`verify` compares every name with torch's own: the installed base classes, and the published stubs for the classes that
-only a CUDA build has.
+`verify` compares every name with torch's base classes, and with the published stubs of the CUDA build's classes.
 """
 
 from __future__ import annotations

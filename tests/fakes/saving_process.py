@@ -3,7 +3,7 @@
     python -m tests.fakes.saving_process DIRECTORY       a line on stdin: fork, and answer with the child's pid;
                                                          another line: the child has been killed, collect it
 
-Forking saves each of hundreds of trainers the second that its imports would take.
+Forking saves each of hundreds of trainers a second of imports.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`Cluster`: the real roles of a small run, each in a process that can be killed and restarted at once.
 
-The processes are forked from one that has imported everything, so a kill and restart takes a fraction of a second.
-Everything else is real: an embedded server with `appendfsync everysec`, HTTP, gloo, checkpoints on disk. The model is
-an untrained bigram table, and a coin decides which texts are correct.
+The processes are forked from one that has imported everything, so a restart takes a fraction of a second. Streams
+(`appendfsync everysec`), HTTP, gloo and checkpoints are real; the model is an untrained bigram, judged by a coin.
 """
 
 from __future__ import annotations
@@ -111,10 +110,7 @@ class Cluster:
         self.processes[name].start()
 
     def kill(self, name: str, *, operation: str, points: int, grace_s: float) -> bool:
-        """Let the process kill itself (`kill -9`) at this point of `operation`, or kill it after `grace_s`.
-
-        Return True if the process reached the point.
-        """
+        """Kill the process at this point of `operation`, or after `grace_s`; return True if it reached the point."""
         process = self.processes[name]
         self.fuses[name].light(operation, points)
         process.join(grace_s)
@@ -124,10 +120,7 @@ class Cluster:
         return reached
 
     def kill_server(self) -> list[dict[str, Any]]:
-        """Kill the stream server and restart it on the same files; return the groups whose appends it had acknowledged.
-
-        Witness files are read while the server is down, when no client gets an answer.
-        """
+        """Kill and restart the stream server; return the groups acknowledged before, read while it is down."""
         os.kill(self.server.pid, signal.SIGKILL)
         os.waitid(os.P_PID, self.server.pid, os.WEXITED | os.WNOWAIT)
         made = self.witnessed("made")
@@ -157,12 +150,7 @@ class Cluster:
         timeout_s: float = PATIENCE_S,
         statuses: Collection[int] = (),
     ) -> None:
-        """Wait until `reached` returns true.
-
-        Raises:
-            AssertionError: on a timeout, or if a role ended with a status not in `statuses`; it contains the roles'
-        logs.
-        """
+        """Wait until `reached` returns true; fail on a timeout, or if a role's status is not in `statuses`."""
         deadline = time.monotonic() + timeout_s
         while not reached():
             for name in self.supervised:
@@ -189,10 +177,7 @@ class Cluster:
 def running(
     directory: Path, *, seed: int, mutant: str = "", engines: Sequence[str] = ("engine",), **sections: Any
 ) -> Iterator[Cluster]:
-    """Yield a running cluster and kill its processes afterwards.
-
-    `mutant` replaces the design of its role by a flawed one; `sections` replace those of `recipe`.
-    """
+    """Yield a running cluster; `mutant` is the flawed design of a role, and `sections` replace those of `recipe`."""
     cluster = Cluster(directory, recipe=recipe(seed) | sections, mutant=mutant, engines=engines)
     try:
         cluster.begin()

@@ -214,10 +214,9 @@ class Mortal:
 
 @final
 class SharedReader:
-    """A rollout reader for the flawed trainers, which uses a consumer group instead of the checkpoint's offset.
+    """A rollout reader for the flawed trainers: a consumer group takes the place of the checkpoint's offset.
 
-    With `early`, entries are acknowledged when they are read, so they are lost if the trainer dies. Otherwise they are
-    acknowledged when a checkpoint contains them, and are read again if the trainer dies before that.
+    Entries are acknowledged when they are read (`early`), or when a checkpoint contains them.
     """
 
     early = True

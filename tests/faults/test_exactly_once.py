@@ -191,11 +191,7 @@ class Run:
     disk: Disk = field(default_factory=Disk)
 
     async def until_quiet(self, *, deadline_s: float = PATIENCE_S) -> tuple[int, int]:
-        """Run until all deaths have happened and no role finds work.
-
-        Returns:
-            The number of orders that were never trained, and the number of orders that were trained more than once.
-        """
+        """Run until all deaths have happened and no role finds work; return how many orders were lost, and repeated."""
         orders = [f"prompt-{number:06d}" for number in range(self.num_orders)]
         fates = [Fate(self.seed, "actor", deaths=4), Fate(self.seed, "trainer", deaths=6)]
         tasks = [
@@ -259,11 +255,7 @@ async def test_each_order_is_trained_once_although_the_stream_server_is_killed(t
 
 
 async def test_stream_server_that_crashes_loses_only_the_end_of_its_history(tmp_path: Path) -> None:
-    """The append-only file is cut off entry by entry, as after a crash or a power failure.
-
-    An acknowledgement never survives without the earlier append of its group, so a lost group is claimed and made
-    again.
-    """
+    """The append-only file is cut off after each entry in turn, as by a crash; lost groups are made again."""
     server = EmbeddedRedis(tmp_path).start()
     streams = await open_stream(server.url, namespace="run", timeout_s=PATIENCE_S)
     await streams.append(PROMPTS, [encode_message("order", {"id": f"prompt-{number}"}) for number in range(4)])

@@ -1,7 +1,4 @@
-"""Every scenario with a few seeds, and with many seeds in `make chaos`; each prints its figures and seeds.
-
-Mutants, flawed designs in place of the real ones, show that a scenario can fail.
-"""
+"""Every scenario with a few seeds, or many in `make chaos`; flawed designs (mutants) show that it can fail."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Broadcast updates of a fleet whose engines are killed and suspended midway, under load, with real processes.
 
-Every weight of the engines' model equals its version, so each token shows which version sampled it. The trainer is the
-test's own process and never restarts. The pool uses only engines that serve the new version by the last report.
+Every weight equals its version, so each token shows which version sampled it. The trainer is the test's own process.
 """
 
 from __future__ import annotations
@@ -157,9 +156,7 @@ async def fleet(nursery: Nursery) -> AsyncIterator[Fleet]:
 async def test_engine_killed_during_a_weight_broadcast_does_not_stop_the_other_engines(
     fleet: Fleet, kills: int
 ) -> None:
-    """The death is noticed at once; the other engines form a new generation and serve the version, and no token mixes
-    versions.
-    """
+    """The other engines form a new generation at once and serve the version; no token mixes versions."""
     # The short form allows some seconds, since the machine may be busy; the long form runs alone and gives the figures.
     timeout_s, slack_s = 21.0, 1.0 if kills == 100 else 10.0
     draw = generator(0, "kills")

@@ -1,7 +1,4 @@
-"""Five hundred weight-update manifests with one fault each are rejected, and the engine serves the old weights.
-
-Each is a valid PREPARE with one mutation drawn from a seed; a failing test prints the mutation.
-"""
+"""Five hundred weight-update manifests (PREPARE) with one mutation each: all are rejected, the old weights serve."""
 
 from __future__ import annotations
 
@@ -119,10 +116,7 @@ def membership(manifest: Manifest, draw: Draw) -> None:
 
 
 def digest(manifest: Manifest, draw: Draw) -> None:
-    """Mutate the digest so that it must be rejected.
-
-    A pull needs a text digest; a COMMIT of a version that was not prepared is rejected with any digest.
-    """
+    """Mutate the digest: only a pull requires a text, but a COMMIT of an unprepared version is rejected with any."""
     if draw.integers(2):
         manifest |= {"transport": "pull", "sources": ["http://127.0.0.1:9"]}
         manifest["digest"] = _one_of(draw, [None, 7, [], {}, True])

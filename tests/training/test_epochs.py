@@ -71,10 +71,7 @@ LogProbs = Callable[[list[int], list[int]], torch.Tensor]
 
 
 def oracle(logprobs: LogProbs, parameters: list[torch.nn.Parameter]) -> list[tuple[float, float]]:
-    """Train with PPO written out; return loss and gradient norm of each optimizer step.
-
-    `MiniBatching.dealt` gives the mini-batches. Like `ClippedRatio`, the reported loss excludes clipped tokens.
-    """
+    """Train with PPO written out; return loss (without clipped tokens) and gradient norm of each optimizer step."""
     optimizer = torch.optim.AdamW(
         parameters, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, weight_decay=OPTIMIZER.weight_decay
     )

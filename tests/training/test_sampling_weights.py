@@ -1,8 +1,7 @@
 """Old log-probs by the sampling weights, against the real engine, which gets new weights while it samples.
 
-With a recomputed cache, every token agrees with its sampler to 1e-5, so any mismatch that the monitor reports is due
-to numerics. With a cache that older weights wrote (`continue`), tokens after an update differ, because no pass with
-one version's weights can reproduce that cache.
+With a recomputed cache, they agree with the sampler's to 1e-5. With a cache that older weights wrote (`continue`),
+log-probs after an update differ, because no pass with one version's weights can reproduce that cache.
 """
 
 from __future__ import annotations

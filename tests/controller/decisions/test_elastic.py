@@ -45,11 +45,7 @@ def _made(rule: ElasticRule, *, least: int = 1, most: int = 6) -> Controller:
 
 
 class Site:
-    """A run whose engines obey at once, and whose figures follow from the number of engines.
-
-    `work` is the number of engines that just suffices: fewer are always busy and let the trainer wait, more are
-    partly idle.
-    """
+    """A run for which `work` engines just suffice: fewer delay the trainer, and more are partly idle."""
 
     def __init__(self, rule: ElasticRule, *, work: float, most: int = 6, least: int = 1) -> None:
         self.made = _made(rule, least=least, most=most)

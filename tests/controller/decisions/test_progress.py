@@ -33,10 +33,7 @@ def test_run_recovers_after_random_event_sequences(part: int) -> None:
 
 
 def test_repeated_directive_does_not_undo_a_change_of_knobs() -> None:
-    """The directive after a step is lost, `rollouts_per_step` falls, and the trainer repeats its report.
-
-    With the old knobs the trainer would wait for more rollouts than the controller issues.
-    """
+    """With the old knobs the trainer would wait for more rollouts than the controller issues."""
     assert _stuck(range(11571, 11572)) == []
 
 

@@ -68,10 +68,7 @@ class Killed(Exception):
 
 @dataclass
 class Killer:
-    """Kills the process at its n-th point; there is a point before and after each side effect.
-
-    A killed process has no further effect, until a new process is `born`.
-    """
+    """Kills the process at point `at`, before or after a side effect, and at every later point until `born`."""
 
     at: int
     passed: int = 0

@@ -113,10 +113,7 @@ def test_engine_states_change_as_in_every_cell_of_the_transition_table(
 def test_engine_never_serves_before_it_has_passed_the_canary_on_its_weights(
     events: list[tuple[str, str, int, int]],
 ) -> None:
-    """Check random event sequences, with reports of past memberships.
-
-    The test tracks which engines received weights in this incarnation and epoch and then passed the canary check.
-    """
+    """Under random events, the test tracks which engines got weights and then passed the canary check."""
     fleet = Fleet()
     given: dict[str, tuple[int, int]] = {}  # version and membership of the last publication to this incarnation
     proven: set[str] = set()

@@ -133,10 +133,7 @@ def test_number_of_extra_orders_for_filtered_groups_is_bounded() -> None:
 
 
 def ticks(most: float, *, filtered: float, seed: int, steps: int = 200) -> tuple[int, int]:
-    """Simulate `steps` steps; return how many ticks they take and how many groups become stale.
-
-    An order takes three ticks and a step one; engines have room for all orders; k = 4, j = 1, four groups per step.
-    """
+    """Return the ticks that the steps take, and the number of stale groups; an order takes three ticks, a step one."""
     noise, share, bounds, groups_per_step = random.Random(seed), FilteredShare(), StalenessBounds(1, 4), 4
     version = tick = stale = dropped = waiting = 0
     out: list[tuple[int, int]] = []  # (ends at, version)

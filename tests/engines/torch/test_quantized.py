@@ -147,11 +147,7 @@ def test_quantized_layer_computes_each_row_independently_of_the_batch() -> None:
 
 @pytest.mark.parametrize("weights", QUANTIZED)
 def test_logprobs_of_quantized_decoding_are_those_of_the_rounded_model(path: Path, weights: WeightFormat) -> None:
-    """The log-probs are those of the quantised model, not of the float32 model.
-
-    The reference may round an activation half-way between two values the other way; log-probs then differ in few
-    places, by a fraction of the effect of quantisation.
-    """
+    """Rounding to a neighbouring quantised value may change few log-probs, by a fraction of quantisation's effect."""
     tokens, logprobs = _sampled(_runner(path, weights))
     native = _rescored(hf.AutoModelForCausalLM.from_pretrained(path), tokens)
     difference = np.abs(logprobs - _rescored(_rounding_model(path, weights), tokens))

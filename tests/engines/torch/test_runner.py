@@ -1,7 +1,6 @@
 """Cached, batched decoding against a slow reference: the unmodified model over the whole sequence for each token.
 
-Every architecture below runs through transformers' own modules, and supported ones also through the module-free
-forward.
+Every architecture runs through transformers' own modules, and supported ones also through the module-free forward.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`python -m tests.faults.scenarios`: run scenarios by name and seed, as `pipelinerl chaos` does in a checkout.
-
-The exit status is 1 if a promise was broken, and 2 for an unknown name.
-"""
+"""Run scenarios by name and seed; the exit status is 1 for a broken promise, and 2 for an unknown name."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Every role is killed, suspended or starved by its machine: no order lost or trained twice, no process left.
 
-`pipelinerl run` runs bigram roles in one of the situations below, selected by the seed. Afterwards the run must take
-steps, end on request, balance its ledger, train each order once in the lineage of the last weights, and leave no
-process. If no run can start, the launcher must say so in one sentence and start nothing.
+`pipelinerl run` runs bigram roles in one situation per seed. Then the run must take steps, end on request, balance its
+ledger, and train each order once in the lineage of the last weights. If no run can start, the launcher must say so in
+one sentence and start nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The controller is killed between any two side effects; prompts, directives, events and ledger are unchanged.
 
-Each seed plays a random run of the pure controller with and without deaths. It also kills the service of a scripted
-run at some crash points: before or after an append, a trim or a line of the event log.
+Each seed plays a random run of the pure controller with and without deaths, and kills the service of a scripted run at
+some crash points: before or after an append, a trim or a line of the event log.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Processes are killed (kill -9) in mid-episode: no group is lost or trained twice, no reward or version is wrong.
 
-The run plays `examples/guess_letter` on two engines: three turns per episode, hints in between, and weights that change
-in mid-episode. Its model is a bigram, or the shipped character model with torch (`uses_torch`). An engine, an
-environment's process, the actor or the trainer is killed during episodes. Afterwards the promises of `role_killed`
-hold, and these:
+The run plays `examples/guess_letter` on two engines: three turns per episode, with hints in between and
+changing weights. Its model is a bigram, or the shipped one with torch (`uses_torch`). An engine, an environment's
+process, the actor or the trainer is killed during episodes. Then the promises of `role_killed` hold, and these:
 
     tokens       a step's loss has each token that the model sampled in its rollouts exactly once
     versions     the log-prob of each token is that by the published weights of its span's version (bigram)

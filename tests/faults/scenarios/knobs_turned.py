@@ -1,8 +1,7 @@
 """Knobs change many times a second on a live run of two engines: it always takes the next step.
 
-The recipe is that of `make run`. At random intervals j and k change, and sometimes the numbers of groups in flight and
-of rollouts per step, so that limits fall while the pipeline is full and rise while it is empty. The run must never be
-without a step for `STALL_S` seconds.
+The recipe is that of `make run`. At random intervals j and k change, and sometimes groups in flight and rollouts per
+step, so that limits fall on a full pipeline and rise on an empty one. Each step must follow within `STALL_S` seconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """An Oubliette service is killed with kill -9 during its work: every answer gets one verdict, the right one.
 
-The service is `pipelinerl oubliette serve`, called by a verifier as in an actor. At random moments it is killed and
-restarted at its address; its results and compiled programs are lost and made again. In the end, no process of a dead
-service may be alive, and no control group or mount of a sandbox may be left.
+A verifier calls `pipelinerl oubliette serve` as in an actor. The service dies at random moments and restarts at its
+address without its results and compiled programs. In the end no process, control group or mount of a dead service may
+be left.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A process of the trainer's mesh is killed (kill -9): the other ends, and no group is lost or trained twice.
 
-Each seed is one real run with five kills of a random rank at random moments. After each kill, the other rank must end,
-and both must restart from the newest checkpoint. At the end the ledger balances, and every step has trained its number
-of groups. Deaths that the other rank notices within a second are counted but not required, because they depend on the
-machine's load.
+Each seed is one real run with five kills of a random rank at random moments. After each, the other rank must end, and
+both must restart from the newest checkpoint. At the end the ledger balances, and every step has trained its number of
+groups. Deaths noticed within a second are counted but not required, because they depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -99,10 +98,9 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def unbalanced(run: LiveRun, figures: Counter[str]) -> list[str]:
-    """Return sentences on contradictions in the ledger.
+    """Return sentences on contradictions in the ledger, up to the version of the run's last step.
 
-    The run's version is that of its last step. A trainer killed before its checkpoint was complete may have reached a
-    later version; those steps do not count.
+    A trainer killed before its checkpoint was complete may have reached a later version; those steps do not count.
     """
     finished = run.events("run_finished")
     if not finished:

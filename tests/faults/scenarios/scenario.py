@@ -58,11 +58,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Scenario:
-    """Return the scenario of that name.
-
-    Raises:
-        ModuleNotFoundError: there is none.
-    """
+    """Return the scenario of that name; raise `ModuleNotFoundError` if there is none."""
     module = importlib.import_module(f"tests.faults.scenarios.{name}")
     return Scenario(name, module.play, module.SHORT, module.LONG)
 

@@ -1,8 +1,8 @@
 """Nothing can be trained (no engine, no signal, no room, no answer): no hang, no step, and the cause is named.
 
-The controller and batcher run in the simulated world of tests/controller, on a simulated clock. Each seed runs normally
-for a while, then is in one situation for ten minutes. In it no step may happen, and the watchdog must name the cause
-once; afterwards the run must continue.
+Controller and batcher run in the simulated world of tests/controller. Each seed runs normally for a while, then is in
+one situation for ten minutes: no step may happen, and the watchdog must name the cause once. Then the run must
+continue.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Launcher, roles and Redis are killed at once: losses, weights and prompts equal those of an undisturbed run.
 
-Runs in lockstep (j = k = 1, ratio over recomputed log-probs) on the CPU are functions of their seed. `pipelinerl run`
-is killed when its event log has a random length, then `pipelinerl run --resume` continues it. The metrics and trained
-orders of every step, and the files of the last checkpoint, must equal those of the undisturbed run bit by bit.
+Lockstep runs (j = k = 1, ratio over recomputed log-probs) on the CPU are functions of their seed. `pipelinerl run` is
+killed at a random length of its event log, then resumed. Metrics and trained orders of every step, and the files of the
+last checkpoint, must equal those of the undisturbed run bit by bit.
 """
 
 from __future__ import annotations

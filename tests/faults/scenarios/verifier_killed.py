@@ -1,8 +1,8 @@
 """A verifier service is killed with kill -9 during its work: every answer gets one verdict, the right one.
 
-Two real services with real workers judge groups for one client, as for an actor. At random moments one service is
-killed and restarted. Odd seeds judge programs in sandboxes, if bubblewrap is installed. In the end, no process of a
-dead service may be alive, and no control group or mount of a sandbox may be left.
+Two real services judge groups for one client, as for an actor; odd seeds judge programs in sandboxes, if bubblewrap is
+installed. At random moments one service is killed and restarted. In the end no process, control group or mount of a
+dead service may be left.
 """
 
 from __future__ import annotations

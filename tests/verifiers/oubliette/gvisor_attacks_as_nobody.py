@@ -1,6 +1,6 @@
-"""Run all attacks on the strong tier as an unprivileged user with delegated control groups.
+"""Run all attacks on the strong tier as an unprivileged user; print as JSON the attacks that were not stopped.
 
-Print as JSON the attacks that were not stopped. The argument names the control groups; the parent process removes them.
+The argument names this user's delegated control groups, which the parent process removes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Stock vLLM and SGLang servers behind the contract; SGLang's is `tests.fakes.sglang_server`.
 
-The conformance kit checks the supported part. Errors in versions and log-probs, which would stay silent, are tested
-separately. `make test-vllm` runs vLLM's real server.
+The conformance kit checks the rest; wrong versions and log-probs would pass it. `make test-vllm` runs a real vLLM.
 """
 
 from __future__ import annotations

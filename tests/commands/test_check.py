@@ -1,4 +1,4 @@
-"""`pipelinerl check` refuses everything that would stop a run later, and accepts the shipped recipes."""
+"""`pipelinerl check` rejects what would stop a run later, and accepts the shipped recipes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def with_domain(**domain: object) -> RunConfig:
     return parse(table | {"domains": [{"name": "d", **domain}]})
 
 
-def test_mixed_domains_are_warned_about_slow_ones() -> None:
+def test_check_warns_that_slow_domains_of_a_mixture_lose_groups() -> None:
     two = [{"name": name, "source": "addition"} for name in ("quick", "slow")]
     mixed = to_table(load("tiny", [*QUICK, "engine.context_length=64"])) | {"domains": two}
     assert 'keep such groups with staleness.overdue = "wait"' in dict(findings(parse(mixed)))["staleness"]
@@ -45,7 +45,7 @@ def test_mixed_domains_are_warned_about_slow_ones() -> None:
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
-def test_shipped_recipes_can_run(recipe: Path) -> None:
+def test_check_accepts_every_shipped_recipe(recipe: Path) -> None:
     config = load(recipe)
     if not ENGINES[config.engine.type].installed:
         with pytest.raises(RecipeError, match=r"needs .*, which is not installed"):
@@ -106,12 +106,12 @@ def test_shipped_recipes_can_run(recipe: Path) -> None:
         ("training.old_logprobs=sampling_weights", "training.old_logprobs: the objective reads none; remove it"),
     ],
 )
-def test_invalid_names_are_refused_quickly(override: str, sentence: str) -> None:
+def test_check_rejects_invalid_names_and_options(override: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         refuse(load("tiny", [override]))
 
 
-def test_location_and_verdicts_of_user_code_are_shown(tmp_path: Path) -> None:
+def test_check_shows_the_location_and_trial_verdicts_of_user_rewards(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def short(completion):\n    return -len(completion) / 10\n")
     rewards = [{"function": f"{tmp_path}/r.py:short", "weight": 0.5}, {"function": "math_answer", "weight": 1.0}]
     found = list(findings(with_domain(source="addition", parameters={"max_digits": 1}, rewards=rewards)))
@@ -135,19 +135,19 @@ def test_location_and_verdicts_of_user_code_are_shown(tmp_path: Path) -> None:
         (['trainer.options.lora.targets=["embed_tokens"]'], r"'embed_tokens' is an embedding; linear layers of this"),
     ],
 )
-def test_impossible_adapters_are_refused(overrides: list[str], sentence: str) -> None:
+def test_check_rejects_impossible_lora_adapters(overrides: list[str], sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
         list(findings(load("tiny", [*QUICK, "trainer.options.lora.rank=8", *overrides])))
 
 
-def test_mesh_is_described_and_indivisible_heads_are_refused() -> None:
+def test_check_describes_a_mesh_and_rejects_one_that_cannot_divide_the_heads() -> None:
     said = dict(findings(load("tiny", [*QUICK, "trainer.options.mesh={dp_shard=2,cp=2}"])))["mesh"]
     assert said == "4 processes, a copy of the model over 4; 2 micro-batches at once, each computed by 2 processes"
     with pytest.raises(RecipeError, match=r"trainer\.options\.mesh\.cp=3: attention has \d+ heads, which 3 processes"):
         list(findings(load("tiny", [*QUICK, "trainer.options.mesh.cp=3"])))
 
 
-def test_reward_that_judges_neither_right_nor_empty_answers_is_refused(tmp_path: Path) -> None:
+def test_check_rejects_a_user_reward_that_raises_an_error(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def score(problem, text):\n    return problem.metadata['level']\n")
     with pytest.raises(RecipeError, match=r"domains.d.verifier cannot judge its problems: .*r.py:2: KeyError: 'level'"):
         list(findings(with_domain(source="addition", verifier=f"{tmp_path}/r.py:score")))
@@ -160,7 +160,7 @@ def test_reward_that_judges_neither_right_nor_empty_answers_is_refused(tmp_path:
         ("return sum(correct) > 4 or 'hard'", "4 of 8 right: filters it: hard, in "),
     ],
 )
-def test_user_filter_is_tried_on_a_made_up_group(body: str, sentence: str, tmp_path: Path) -> None:
+def test_check_tries_a_user_filter_on_a_synthetic_group(body: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(f"def keep(lengths, correct):\n    {body}\n")
     config = with_domain(source="addition", parameters={"max_digits": 1})
     config = config.model_copy(update={"curation": CurationSection(filter=f"{tmp_path}/mine.py:keep")})
@@ -177,7 +177,7 @@ def test_user_filter_is_tried_on_a_made_up_group(body: str, sentence: str, tmp_p
         ("keep", "curation.filter must be path.py:function or package.module:function, got 'keep'"),
     ],
 )
-def test_failing_or_invalid_user_filter_is_refused(filter: str, sentence: str, tmp_path: Path) -> None:
+def test_check_rejects_a_failing_or_invalid_user_filter(filter: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def keep(metadata):\n    return metadata['size'] > 3\n\ndef weather(weather):\n    return True\n"
     )
@@ -188,7 +188,7 @@ def test_failing_or_invalid_user_filter_is_refused(filter: str, sentence: str, t
 
 
 @pytest.mark.parametrize("key", ["engine.type", "trainer.type"])
-def test_user_engine_and_trainer_accept_options_and_must_exist(key: str, tmp_path: Path) -> None:
+def test_check_accepts_options_of_a_user_engine_or_trainer_that_exists(key: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def make(*_): ...\n")
     section = key.partition(".")[0]
     refuse(load("tiny", [f"{key}={tmp_path}/mine.py:make", f"{section}.options.zzz=1"]))
@@ -196,7 +196,7 @@ def test_user_engine_and_trainer_accept_options_and_must_exist(key: str, tmp_pat
         refuse(load("tiny", [f"{key}={tmp_path}/mine.py:other"]))
 
 
-def test_invalid_engine_options_are_refused_by_name() -> None:
+def test_check_rejects_invalid_engine_options_by_name() -> None:
     server = ["engine.type=vllm_server", 'engine.servers=["http://127.0.0.1:9"]', "engine.options.block_size=16"]
     with pytest.raises(
         RecipeError, match=r"engine\.options block_size would not reach a server that runs already; start"
@@ -211,30 +211,30 @@ def test_invalid_engine_options_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("part", ["reference", "critic"])
-def test_models_of_reference_and_critic_must_exist(part: str) -> None:
+def test_check_rejects_missing_model_directories_of_reference_and_critic(part: str) -> None:
     objective = {"reference": "grpo_kl", "critic": "ppo"}[part]
     with pytest.raises(ModelError, match=rf"{part}\.path: expected a model directory at /nope"):
         refuse(load("tiny", [f"objective={objective}", f"{part}.path=/nope"]))
 
 
-def test_settings_that_the_engine_would_refuse_are_refused() -> None:
+def test_check_rejects_settings_that_the_engine_would_reject() -> None:
     with pytest.raises(ModelError, match=r"the torch engine runs its model on one device, got engine\.devices=4"):
         list(findings(load("tiny", [*QUICK, "engine.devices=4"])))
 
 
-def test_gpu_recipe_can_be_checked_without_a_gpu() -> None:
+def test_check_accepts_a_gpu_recipe_on_a_machine_without_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
     found = dict(findings(load("tiny", [*QUICK, "trainer.device=cuda", "weights.backend=nccl"])))
     assert found["elsewhere"] == "this machine has no GPU, but the recipe requires one: trainer.device, weights.backend"
 
 
-def test_impossible_pass_is_refused() -> None:
+def test_check_rejects_old_logprobs_that_the_objective_cannot_use() -> None:
     with pytest.raises(UserError, match="must not be behavior with an is_weight that divides old by behavior"):
         objective_of(load("tiny", ["objective=ppo_tis", "training.old_logprobs=behavior"]))
 
 
-def test_unbounded_weight_history_is_refused_and_a_bounded_one_is_counted() -> None:
+def test_check_rejects_an_unbounded_weight_history_and_shows_the_size_of_a_bounded_one() -> None:
     asked = [*QUICK, "objective=decoupled_ppo", "training.old_logprobs=sampling_weights", "staleness.j=4"]
     with pytest.raises(RecipeError, match=r"staleness.k must be a number with training.old_logprobs"):
         refuse(load("tiny", [*asked, "staleness.k=inf"]))
@@ -254,12 +254,12 @@ def test_unbounded_weight_history_is_refused_and_a_bounded_one_is_counted() -> N
         ["objective=ppo", "critic.schedule=cosine", "critic.rate_warmup_steps=2", "critic.final_fraction=0.1"],
     ],
 )
-def test_valid_trainer_settings_are_accepted(overrides: list[str]) -> None:
+def test_check_accepts_valid_trainer_settings(overrides: list[str]) -> None:
     refuse(load("tiny", overrides))
 
 
-def test_refuse_imports_no_array_library_but_numpy() -> None:
-    """`pipelinerl run` calls it before starting anything, and then waits for its processes in little memory."""
+def test_check_before_a_run_imports_neither_torch_nor_transformers() -> None:
+    """`pipelinerl run` calls `refuse` first and then waits for its processes, in little memory."""
     script = (
         "import sys; from pipelinerl.config.recipe import load; from pipelinerl.commands.check import refuse; "
         "from pipelinerl.commands.findings.problems import FIRST, refuse_problems; "
@@ -312,7 +312,7 @@ def not_a_number(path: Path) -> None:
         (wider, "weights do not fit config.json: 6 absent or of another shape, first model.layers.0.mlp"),
     ],
 )
-def test_incomplete_or_damaged_model_is_refused(
+def test_check_rejects_an_incomplete_or_damaged_model_directory(
     tmp_path: Path, damage: Callable[[Path], None], sentence: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "model"
@@ -324,7 +324,7 @@ def test_incomplete_or_damaged_model_is_refused(
     assert capfd.readouterr().err == "", "the sentence is all that is said"
 
 
-def test_missing_chat_template_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_check_rejects_a_model_without_a_chat_template(tmp_path: Path) -> None:
     """`run` and `check` give the same message."""
     path = shutil.copytree(SHIPPED, tmp_path / "model")
     named = json.loads((path / "tokenizer_config.json").read_text())
@@ -340,8 +340,8 @@ def test_missing_chat_template_is_refused_before_anything_starts(tmp_path: Path)
     refuse(config)
 
 
-def test_tokenizer_with_more_tokens_than_the_model_is_a_warning(tmp_path: Path) -> None:
-    """This happens if someone added a padding token. Only prompts that contain such tokens fail."""
+def test_check_warns_of_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
+    """A padding token may have been added; only prompts with such tokens fail."""
     path = shutil.copytree(SHIPPED, tmp_path / "model")
     tokens = json.loads((path / "tokenizer.json").read_text())
     last = max(tokens["added_tokens"], key=lambda token: token["id"])
@@ -351,7 +351,7 @@ def test_tokenizer_with_more_tokens_than_the_model_is_a_warning(tmp_path: Path) 
     assert len(told) == 1 and f"the tokenizer of {path} has " in told[0] and "refused by engines" in told[0]
 
 
-def test_engine_and_trainer_must_fit_the_model_type(tmp_path: Path) -> None:
+def test_check_rejects_an_engine_or_trainer_that_does_not_fit_the_model_type(tmp_path: Path) -> None:
     path = tmp_path / "model"
     shutil.copytree(SHIPPED, path)
     (path / "model.safetensors").unlink()
@@ -373,7 +373,7 @@ def test_engine_and_trainer_must_fit_the_model_type(tmp_path: Path) -> None:
         (["evaluation.max_tokens=25"], "engine.context_length leaves 7 tokens for a prompt .* of 10 tokens was found"),
     ],
 )
-def test_prompt_and_answer_must_fit(overrides: list[str], sentence: str) -> None:
+def test_check_rejects_prompts_and_answers_that_exceed_the_context(overrides: list[str], sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
         list(findings(load("tiny", [*QUICK, *overrides])))
 
@@ -402,12 +402,12 @@ def test_prompt_and_answer_must_fit(overrides: list[str], sentence: str) -> None
         ),
     ],
 )
-def test_sources_and_verifiers_must_fit_together(domain: dict[str, object], sentence: str) -> None:
+def test_check_rejects_sources_and_verifiers_that_do_not_fit_together(domain: dict[str, object], sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
         list(findings(with_domain(**domain)))
 
 
-def test_prompt_of_each_domain_is_shown_as_the_model_sees_it() -> None:
+def test_check_shows_the_prompt_of_each_domain_as_the_model_sees_it() -> None:
     config = with_domain(
         source="reasoning_gym:spell_backward",
         verifier="reasoning_gym",
@@ -424,7 +424,7 @@ def test_prompt_of_each_domain_is_shown_as_the_model_sees_it() -> None:
     assert "<|system|>be brief<|end|><|user|>ab<|end|><|assistant|>ba<|end|><|user|>" in shown
 
 
-def test_users_own_source_is_found_next_to_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_source_file_is_found_next_to_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "where").mkdir()
     (tmp_path / "where" / "mine.py").write_text(
         "def sums(most):\n"
@@ -450,13 +450,13 @@ def test_users_own_source_is_found_next_to_the_recipe(tmp_path: Path, monkeypatc
 
 
 def file_of(path: Path, *, long: int, of: int = 400) -> dict[str, object]:
-    """Return a domain of `of` problems, of which `long` are long."""
+    """Return a domain of `of` problems; `long` of them have long prompts."""
     texts = [f"{i}" * (18 if i < 100 + long else 1) for i in range(100, 100 + of)]
     path.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in texts))
     return {"source": "files", "parameters": {"path": str(path), "prompt_field": "prompt"}}
 
 
-def test_small_share_of_prompts_without_room_is_a_warning_and_a_large_one_is_refused(tmp_path: Path) -> None:
+def test_check_warns_of_a_few_prompts_that_do_not_fit_and_rejects_many(tmp_path: Path) -> None:
     few = with_domain(**file_of(tmp_path / "few.jsonl", long=16))
     said = [text for part, text in findings(few) if part == "warning"]
     assert said and re.match(
@@ -471,7 +471,7 @@ def test_small_share_of_prompts_without_room_is_a_warning_and_a_large_one_is_ref
     assert not [text for part, text in findings(roomy) if part == "warning" and text.startswith("training")]
 
 
-def test_every_evaluation_problem_must_exist(tmp_path: Path) -> None:
+def test_check_rejects_more_evaluation_problems_than_the_data_holds(tmp_path: Path) -> None:
     file = tmp_path / "problems.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"say {i}", "answer": str(i)}) + "\n" for i in range(100)))
     table = to_table(with_domain(source="files", parameters={"path": str(file)}))
@@ -491,7 +491,7 @@ def test_every_evaluation_problem_must_exist(tmp_path: Path) -> None:
         (["sampling.group_size=1"], r"objective\.adv\.baseline mean needs groups, and sampling\.group_size is 1"),
     ],
 )
-def test_slot_without_effect_is_refused(overrides: list[str], sentence: str) -> None:
+def test_check_rejects_objective_settings_without_effect(overrides: list[str], sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
         refuse(load("tiny", overrides))
 
@@ -511,19 +511,21 @@ def of_two_sizes(size: int) -> RunConfig:
         (1, "grpo", r"objective\.adv\.baseline mean needs groups, and domains\.second\.group_size is 1"),
     ],
 )
-def test_slot_must_have_an_effect_in_the_groups_of_each_domain(size: int, objective: str, sentence: str) -> None:
+def test_check_rejects_objective_settings_without_effect_in_some_domain(
+    size: int, objective: str, sentence: str
+) -> None:
     with pytest.raises(RecipeError, match=sentence):
         refuse(of_two_sizes(size).model_copy(update={"objective": objective}))
 
 
-def test_rollouts_per_step_and_group_sizes_are_shown() -> None:
+def test_check_shows_rollouts_per_step_and_group_sizes() -> None:
     (one,) = [said for part, said in findings(of_two_sizes(8)) if part == "step"]
     assert one == "256 rollouts, 32 groups of 8"
     (several,) = [said for part, said in findings(of_two_sizes(20)) if part == "step"]
     assert several == "256 to 272 rollouts, about 18 whole groups: of 8 from short_words, of 20 from second"
 
 
-def test_group_mean_without_groups_is_refused() -> None:
+def test_check_rejects_group_mean_rewards_with_a_group_size_of_one() -> None:
     config = with_domain(
         source="reasoning_gym:spell_backward", verifier="reasoning_gym", reward={"mean": "group"}, parameters={}
     )
@@ -535,7 +537,7 @@ def test_group_mean_without_groups_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("reward", "refused"), [({"scale": 2.0}, True), ({"overlong_tokens": 8}, False)])
-def test_rescaled_rewards_beside_credit_by_turns_are_refused(reward: dict[str, float], refused: bool) -> None:
+def test_check_rejects_rescaled_rewards_combined_with_turn_credit(reward: dict[str, float], refused: bool) -> None:
     config = with_domain(
         source="reasoning_gym:spell_backward", verifier="reasoning_gym", reward=reward, parameters={}
     ).model_copy(update={"objective": {"preset": "grpo", "adv": {"credit": "turns"}}})
@@ -547,12 +549,12 @@ def test_rescaled_rewards_beside_credit_by_turns_are_refused(reward: dict[str, f
 
 
 def objective_lines(*overrides: str) -> tuple[list[str], list[str]]:
-    """Return the findings on the objective, and the warnings."""
+    """Return the findings on the objective and the warnings."""
     found = list(findings(load("tiny", [*QUICK, *overrides])))
     return [text for part, text in found if part == "objective"], [text for part, text in found if part == "warning"]
 
 
-def test_resolved_slots_and_differences_from_the_preset_are_shown() -> None:
+def test_check_shows_the_resolved_objective_and_its_differences_from_the_preset() -> None:
     (first, *slots), warnings = objective_lines()
     assert first == "pipelinerl, changed in is_weight, adv, grad1; needs nothing beyond the rollouts"
     assert [line.split(" = ")[0] for line in slots] == ["agg", "is_weight", "adv", "grad1", "grad2"]

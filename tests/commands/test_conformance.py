@@ -1,4 +1,4 @@
-"""`pipelinerl conformance` reports on each promise, and whether all are kept."""
+"""`pipelinerl conformance` reports on each promise of the contract, and whether all are kept."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_conforming_trainer_passes(model: Path) -> None:
+def test_conforming_trainer_passes_the_conformance_command(model: Path) -> None:
     said: list[str] = []
     assert check_trainer("bigram", model, say=said.append)
     assert said[-1].endswith(", 0 broken")
 
 
-def test_nonconforming_trainer_fails(model: Path) -> None:
+def test_nonconforming_trainer_fails_the_conformance_command(model: Path) -> None:
     said: list[str] = []
     assert not check_trainer(f"{__name__}:Forgetful", model, say=said.append)
     assert any(line.startswith("failed") for line in said) and not said[-1].endswith(", 0 broken")
 
 
-def test_invalid_trainer_or_model_is_refused(model: Path, tmp_path: Path) -> None:
+def test_conformance_command_rejects_an_invalid_trainer_or_model(model: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"expected package\.module:attribute or path\.py:attribute, got 'zzz'"):
         check_trainer("zzz", model, say=print)
     for content in ("{", "[]", "{}", '{"vocab_size": "many"}'):
@@ -54,7 +54,7 @@ def test_invalid_trainer_or_model_is_refused(model: Path, tmp_path: Path) -> Non
             check_trainer("bigram", tmp_path, say=print)
 
 
-def test_conforming_engine_passes() -> None:
+def test_conforming_engine_passes_the_conformance_command() -> None:
     said: list[str] = []
     with in_thread(application(token="secret")) as url:
         assert check_engine(url, token="secret", say=said.append), "\n".join(said)
@@ -62,6 +62,6 @@ def test_conforming_engine_passes() -> None:
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "banana", "http://["])
-def test_missing_engine_is_reported(url: str) -> None:
+def test_conformance_command_reports_an_unreachable_engine(url: str) -> None:
     with pytest.raises(AddressError, match="no engine answers at"):
         check_engine(url, token=None, say=print)

@@ -1,4 +1,4 @@
-"""`pipelinerl engines elastic`: decisions on a run's events, by its recipe and with overrides."""
+"""`pipelinerl engines elastic`: scaling decisions on a run's events, by its recipe and with overrides."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def said(run_dir: Path, *overrides: str) -> list[str]:
     return result.output.splitlines()
 
 
-def test_decisions_have_a_time_and_a_reason(run_dir: Path) -> None:
+def test_elastic_trial_shows_each_decision_with_time_and_reason(run_dir: Path) -> None:
     *decided, note = said(run_dir)
     assert [line.partition(":")[0].split() for line in decided] == [
         ["33", "s", "step", "33", "1", "→", "2", "engines"],
@@ -49,12 +49,12 @@ def test_decisions_have_a_time_and_a_reason(run_dir: Path) -> None:
     assert "only the first decision is reliable" in note
 
 
-def test_overrides_are_applied(run_dir: Path) -> None:
+def test_elastic_trial_applies_overrides_of_the_recipe(run_dir: Path) -> None:
     assert said(run_dir, "elastic.waiting=0.6", "elastic.content=0.001", "elastic.types.torch.min=1")[:-1] != []
     (nothing,) = said(run_dir, "elastic.waiting=0.6", "elastic.patience=9")
     assert nothing == "no decision in 242 events: no 9 intervals of 10 s in a row agree"
 
 
-def test_missing_run_is_refused(tmp_path: Path) -> None:
+def test_elastic_trial_rejects_a_directory_that_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="so it is not a run"):
         said(tmp_path)

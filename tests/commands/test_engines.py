@@ -28,7 +28,7 @@ URL = "http://127.0.0.1:7001"
 
 @dataclass
 class Controller:
-    """A controller that records requests and reports scripted states of each engine; the last state stays."""
+    """A controller that records requests and reports scripted states of each engine, repeating the last."""
 
     standings: dict[str, list[str]] = field(default_factory=dict)
     asked: list[tuple[str, str, Any]] = field(default_factory=list)
@@ -74,7 +74,7 @@ def run(where: Path | str, command: str, *arguments: str) -> str:
     return result.output
 
 
-def test_table_shows_present_and_requested_engines() -> None:
+def test_engine_table_shows_present_and_requested_engines() -> None:
     fleet = FleetStatus(
         engines=(
             EngineStatus(
@@ -91,7 +91,9 @@ def test_table_shows_present_and_requested_engines() -> None:
     assert third == "engine-1 vllm requested - - - -"
 
 
-def test_swap_waits_for_the_new_engine_and_the_end_of_the_old(controller: Controller, tmp_path: Path) -> None:
+def test_engine_swap_waits_until_the_new_engine_serves_and_the_old_one_leaves(
+    controller: Controller, tmp_path: Path
+) -> None:
     controller.standings = {"engine-0": ["healthy", "draining", "expelled"], "engine-1": ["joining", "healthy"]}
     joined, gone = run(tmp_path, "swap", "engine-0", "--type", "vllm", "--timeout", "9").splitlines()
     assert joined.startswith("engine-1") and " healthy " in joined
@@ -100,7 +102,9 @@ def test_swap_waits_for_the_new_engine_and_the_end_of_the_old(controller: Contro
     assert controller.asked == [("POST", "/engines/request", order)]
 
 
-def test_swap_without_a_launcher_prints_the_command_and_waits(controller: Controller, tmp_path: Path) -> None:
+def test_engine_swap_without_a_launcher_prints_the_command_to_start_the_engine_and_waits(
+    controller: Controller, tmp_path: Path
+) -> None:
     controller.has_launcher = False
     controller.standings = {"engine-0": ["healthy"] * 3 + ["expelled"], "engine-1": ["not there", "healthy"]}
     said = run(tmp_path, "swap", "engine-0", "--type", "jax").splitlines()
@@ -112,7 +116,9 @@ def test_swap_without_a_launcher_prints_the_command_and_waits(controller: Contro
     assert said[5] == f"no launcher is running: the process at {URL}0 keeps running until you stop it (Ctrl-C)"
 
 
-def test_commands_without_a_launcher_say_who_starts_and_stops_processes(controller: Controller, tmp_path: Path) -> None:
+def test_engine_commands_without_a_launcher_say_that_the_user_starts_and_stops_processes(
+    controller: Controller, tmp_path: Path
+) -> None:
     controller.has_launcher = False
     controller.standings = {"engine-0": ["expelled"]}
     assert "start engine-1 yourself" in run(tmp_path, "add", "--type", "torch", "--no-wait")
@@ -124,17 +130,17 @@ def test_commands_without_a_launcher_say_who_starts_and_stops_processes(controll
 
 
 def test_engine_pinned_by_an_evaluation_counts_as_joined(controller: Controller, tmp_path: Path) -> None:
-    """The decision that verifies an engine may pin it at once."""
+    """A verified engine may be pinned at once."""
     controller.standings = {"engine-1": ["joining", "pinned"]}
     assert " pinned " in run(tmp_path, "add", "--type", "torch")
 
 
-def test_engine_on_this_machine_can_have_another_host_name(controller: Controller, tmp_path: Path) -> None:
+def test_engine_can_be_added_under_another_name_of_this_host(controller: Controller, tmp_path: Path) -> None:
     controller.standings = {"engine-0": ["healthy"]}
     assert f"{URL}0" in run(tmp_path, "add", f"{URL}0/".replace("127.0.0.1", "localhost"))
 
 
-def test_each_command_sends_its_request(controller: Controller, tmp_path: Path) -> None:
+def test_each_engine_command_sends_its_request_to_the_controller(controller: Controller, tmp_path: Path) -> None:
     controller.standings = {"engine-0": ["expelled"]}
     assert run(tmp_path, "add", "--type", "torch", "--no-wait") == "requested engine-1\n"
     assert run(tmp_path, "add", URL + "/", "--no-wait") == f"requested {URL}\n"
@@ -149,8 +155,10 @@ def test_each_command_sends_its_request(controller: Controller, tmp_path: Path) 
     ]
 
 
-def test_run_can_be_named_by_its_controllers_url(controller: Controller, tmp_path: Path) -> None:
-    """Works from a machine without access to the run's directory."""
+def test_engine_commands_accept_the_controllers_url_instead_of_a_run_directory(
+    controller: Controller, tmp_path: Path
+) -> None:
+    """The machine then needs no access to the run's directory."""
     controller.standings = {"engine-1": ["joining", "healthy"]}
     url = address_of(tmp_path).url
     assert " healthy " in run(url, "add", "--type", "torch")
@@ -158,14 +166,16 @@ def test_run_can_be_named_by_its_controllers_url(controller: Controller, tmp_pat
 
 
 @pytest.mark.parametrize("arguments", [(), (URL, "--type", "torch")])
-def test_add_needs_either_a_url_or_a_type(controller: Controller, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_engine_add_needs_either_a_url_or_a_type(
+    controller: Controller, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
     with pytest.raises(UserError, match="give either a running engine's URL or a --type"):
         run(tmp_path, "add", *arguments)
     assert controller.asked == []
 
 
 @pytest.mark.parametrize("command", [("add",), ("swap", "engine-0")])
-def test_unknown_type_is_refused_before_any_request(
+def test_unknown_engine_type_is_rejected_before_any_request(
     controller: Controller, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     with pytest.raises(UserError, match=r"--type must be one of torch, .*, got 'torhc'"):
@@ -173,7 +183,7 @@ def test_unknown_type_is_refused_before_any_request(
     assert controller.asked == []
 
 
-def test_engine_that_cannot_start_is_not_waited_for(controller: Controller, tmp_path: Path) -> None:
+def test_engine_add_fails_with_the_reason_if_the_engine_cannot_start(controller: Controller, tmp_path: Path) -> None:
     controller.to_stop = ("engine-1",)
     with pytest.raises(UserError, match=r"engine-1 did not join, and the run continues without it; see .*logs"):
         run(tmp_path, "add", "--type", "vllm")
@@ -189,7 +199,9 @@ def test_engine_that_cannot_start_is_not_waited_for(controller: Controller, tmp_
         run(tmp_path, "add", "--type", "vllm")
 
 
-def test_engine_that_does_not_join_or_leave_is_named_with_its_state(controller: Controller, tmp_path: Path) -> None:
+def test_timeout_error_names_the_engine_that_does_not_join_or_leave_and_its_state(
+    controller: Controller, tmp_path: Path
+) -> None:
     controller.standings = {"engine-0": ["joining"], "engine-1": ["expelled"]}
     with controller_of(tmp_path) as remote:
         _who_does_not_come_or_go(remote)
@@ -204,7 +216,7 @@ def _who_does_not_come_or_go(remote: ControllerClient) -> None:
         gone(remote, "engine-7", within_s=0.3)
 
 
-def test_list_says_how_clients_reach_the_engines(controller: Controller, tmp_path: Path) -> None:
+def test_engine_list_says_how_clients_reach_the_engines(controller: Controller, tmp_path: Path) -> None:
     controller.standings = {"engine-0": ["joining"], "engine-1": ["healthy"], "engine-2": ["pinned"]}
     save(load("tiny"), tmp_path / "recipe.toml")
     write_layout(tmp_path)
@@ -215,7 +227,7 @@ def test_list_says_how_clients_reach_the_engines(controller: Controller, tmp_pat
     assert run(url, "list").splitlines()[-1] == f"OpenAI API at {URL}1/v1 and 1 more, key in $PIPELINERL_TOKEN"
 
 
-def test_printed_client_calls_a_serving_engine(
+def test_printed_client_program_calls_a_serving_engine(
     controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     controller.standings = {"engine-0": ["healthy"]}
@@ -230,7 +242,7 @@ def test_printed_client_calls_a_serving_engine(
             assert capsys.readouterr().out.strip()
 
 
-def test_client_of_a_run_without_a_serving_engine_is_refused(controller: Controller, tmp_path: Path) -> None:
+def test_client_program_is_not_printed_if_no_engine_serves(controller: Controller, tmp_path: Path) -> None:
     controller.standings = {"engine-0": ["joining"]}
     with pytest.raises(UserError, match="no engine that serves; pipelinerl engines list"):
         run(tmp_path, "client")

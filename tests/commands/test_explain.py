@@ -1,4 +1,4 @@
-"""`pipelinerl explain` with presets, recipes, rollouts in JSON and in records, and errors."""
+"""`pipelinerl explain` with presets, recipes, and rollouts from JSON and from records."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def stored(tmp_path: Path) -> Callable[[Any], str]:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_explained(name: str) -> None:
+def test_explain_describes_every_preset(name: str) -> None:
     said = explain(name)
     assert said.startswith(f"{name}: ") and "sg[agg · is_weight]" in said
     for slot in ("agg", "is_weight", "adv", "grad1", "grad2"):
@@ -56,19 +56,19 @@ def test_every_preset_is_explained(name: str) -> None:
         assert "needs nothing but" in said
 
 
-def test_presets_are_listed_by_default() -> None:
+def test_explain_without_arguments_lists_the_presets() -> None:
     lines = explain().splitlines()
     assert [line.split()[0] for line in lines] == ["preset", *PRESETS]
     assert next(line for line in lines if line.startswith("ppo ")).rstrip().endswith("values")
 
 
-def test_recipe_is_explained_with_its_changes() -> None:
+def test_explain_describes_a_recipe_with_its_changes() -> None:
     said = explain("tiny", "training.no_signal=filter", "objective.grad1.epsilon_high=0.31")
     assert said.startswith("pipelinerl with changes: ")
     assert "r_t > 1.31" in said and "all equal: filter" in said
 
 
-def test_factors_of_json_rollouts_are_shown(stored: Callable[[Any], str]) -> None:
+def test_explain_shows_the_gradient_factors_of_json_rollouts(stored: Callable[[Any], str]) -> None:
     lines = explain("grpo", "--rollout", stored({"rollouts": [ROLLOUT, OTHER]})).splitlines()[-4:]
     assert lines[0].split() == ["group", "rollout", "t", "token", "agg", "is_weight", "adv", "M", "multiplier"]
     assert lines[1].split() == ["0", "0", "0", "'so'", "0.25", "1", "1", "1", "+0.25"]
@@ -76,14 +76,14 @@ def test_factors_of_json_rollouts_are_shown(stored: Callable[[Any], str]) -> Non
     assert lines[3].split() == ["0", "1", "0", "'5'", "0.5", "1", "-1", "1", "-0.5"]
 
 
-def test_stored_record_of_a_group_is_explained(tmp_path: Path) -> None:
+def test_explain_reads_a_stored_record_of_a_group(tmp_path: Path) -> None:
     path = tmp_path / "group"
     path.write_bytes(encode_group(group(0)))
     said = explain("ppo_tis", "--rollout", str(path))
     assert len(said.split("multiplier")[1].strip().splitlines()) == sum(r.num_sampled_tokens for r in group(0).rollouts)
 
 
-def test_two_algorithms_are_compared_on_the_built_in_example() -> None:
+def test_explain_compares_two_algorithms_on_its_built_in_example() -> None:
     said = explain("--compare", "grpo", "prime_rl")
     assert said.startswith("grpo: DeepSeekMath") and "\nprime_rl: prime-rl" in said
     assert "\nagg " in said and "\ngrad1 " in said and "equal: is_weight\n" in said
@@ -97,7 +97,7 @@ def test_two_algorithms_are_compared_on_the_built_in_example() -> None:
     assert "of 11 tokens grpo trains" in said and "cosine of the two gradients: 0." in said
 
 
-def test_algorithm_equals_itself_and_recipes_can_be_compared(stored: Callable[[Any], str]) -> None:
+def test_explain_compares_recipes_and_finds_an_algorithm_equal_to_itself(stored: Callable[[Any], str]) -> None:
     file = stored({"rollouts": [ROLLOUT, OTHER]})
     assert "of 3 tokens grpo trains 2, grpo trains 2; cosine of the two gradients: 1.000" in explain(
         "--compare", "grpo", "grpo", "--rollout", file
@@ -107,7 +107,7 @@ def test_algorithm_equals_itself_and_recipes_can_be_compared(stored: Callable[[A
     assert refused.exit_code == 2 and "leave out the argument" in refused.output
 
 
-def test_parts_of_rewards_are_read_from_json(stored: Callable[[Any], str]) -> None:
+def test_explain_reads_parts_of_rewards_from_json(stored: Callable[[Any], str]) -> None:
     parts = [["right", 1, 1], ["short", 0.5, -1]]
     file = stored({"rollouts": [ROLLOUT | {"parts": parts}, OTHER | {"parts": [["right", 0, 1], ["short", 0.5, -1]]}]})
     lines = explain("gdpo", "--rollout", file).splitlines()[-3:]
@@ -118,7 +118,7 @@ def test_parts_of_rewards_are_read_from_json(stored: Callable[[Any], str]) -> No
 
 @pytest.fixture(scope="module")
 def ended_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run of one step on the orders 4 and 7; order 7 also has a copy of an abandoned epoch."""
+    """Return a run of one step on orders 4 and 7; order 7 also has a copy from an abandoned epoch."""
     run_dir = tmp_path_factory.mktemp("runs") / "ended"
     abandoned = group(7, (1.0, 1.0, 0.0), version=5, epoch=1)
 
@@ -138,7 +138,7 @@ def ended_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def test_rollouts_of_a_runs_step_are_explained(ended_run: Path) -> None:
+def test_explain_shows_the_rollouts_of_a_step_of_a_run(ended_run: Path) -> None:
     run = ["--run", str(ended_run), "--step", "1"]
     rows = [line.split() for line in explain("grpo", *run).split("multiplier")[1].strip().splitlines()]
     assert [(row[0], row[1]) for row in rows[::2]] == [("4", "0"), ("4", "1"), ("7", "2"), ("7", "3"), ("7", "4")]
@@ -150,7 +150,7 @@ def test_rollouts_of_a_runs_step_are_explained(ended_run: Path) -> None:
     assert explain(*run).startswith("pipelinerl"), "left out, it is the run's own objective"
 
 
-def test_unrecorded_step_or_group_is_refused(ended_run: Path) -> None:
+def test_explain_rejects_a_step_or_group_that_was_not_recorded(ended_run: Path) -> None:
     with pytest.raises(UserError, match=r"step 9 is not in .*/events.jsonl; its steps are 1 to 1"):
         explain("grpo", "--run", str(ended_run), "--step", "9")
     with pytest.raises(UserError, match="did not train on the group of order 8; its orders are 4, 7"):
@@ -176,12 +176,14 @@ def test_unrecorded_step_or_group_is_refused(ended_run: Path) -> None:
         ({"rollouts": [ROLLOUT | {"logprobs": [-1]}]}, "rollout 0 has 2 tokens but 1 logprobs"),
     ],
 )
-def test_malformed_file_is_refused_in_one_sentence(content: Any, sentence: str, stored: Callable[[Any], str]) -> None:
+def test_explain_rejects_a_malformed_rollout_file_in_one_sentence(
+    content: Any, sentence: str, stored: Callable[[Any], str]
+) -> None:
     with pytest.raises(UserError, match=sentence):
         explain("grpo", "--rollout", stored(content))
 
 
-def test_unknown_choice_or_missing_file_is_refused(stored: Callable[[Any], str], tmp_path: Path) -> None:
+def test_explain_rejects_an_unknown_preset_or_missing_file(stored: Callable[[Any], str], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"'dpo' is neither a preset nor a recipe; presets are reinforce, .*tiny"):
         explain("dpo")
     with pytest.raises(UserError, match=r"grpo is a preset, and run\.seed=1 changes a recipe"):

@@ -1,7 +1,4 @@
-"""`pipelinerl trace` writes a complete file for any run, or fails with one sentence.
-
-For `track` see `tests/roles/test_tracker_role.py`.
-"""
+"""`pipelinerl trace` writes a complete file for any run, or fails with one sentence."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ def _leave(run_dir: Path, events: Iterable[dict[str, Any]], *, torn: str = "") -
     return run_dir
 
 
-def test_crashed_run_with_a_torn_log_gives_a_complete_trace(tmp_path: Path) -> None:
+def test_trace_of_a_crashed_run_with_an_incomplete_log_is_written(tmp_path: Path) -> None:
     made = _leave(tmp_path / "run", run(5, ended=False), torn='{"time":1,"kind":"st')
     said = trace_run(made, None)
     trace = json.loads(gzip.decompress((made / "trace.json.gz").read_bytes()))
@@ -37,13 +34,13 @@ def test_crashed_run_with_a_torn_log_gives_a_complete_trace(tmp_path: Path) -> N
     assert [path.name for path in made.iterdir() if path.suffix == ".part"] == []
 
 
-def test_name_without_gz_gives_plain_json(tmp_path: Path) -> None:
+def test_trace_file_without_gz_in_its_name_is_plain_json(tmp_path: Path) -> None:
     made = _leave(tmp_path / "run", run(2))
     trace_run(made, tmp_path / "out.json")
     assert json.loads((tmp_path / "out.json").read_text())["otherData"] == {"run": "run"}
 
 
-def test_memory_does_not_grow_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_a_trace_does_not_grow_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans, "_ORDERS", 64)  # the real limit exceeds this short run
     monkeypatch.setattr(chrome_trace, "_STEPS", 64)
 
@@ -60,7 +57,7 @@ def test_memory_does_not_grow_with_the_run(tmp_path: Path, monkeypatch: pytest.M
     assert peak(1_000) < peak(500) + 200_000
 
 
-def test_untraceable_run_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_trace_of_an_unreadable_run_is_rejected_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a run: it has no events"):
         trace_run(tmp_path, None)
     made = _leave(tmp_path / "run", run(1))

@@ -1,4 +1,4 @@
-"""`pipelinerl chaos` finds the scenarios of its checkout, and fails with a sentence without one."""
+"""`pipelinerl chaos` finds the fault scenarios of its checkout, and fails with a message without one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipelinerl.errors import UserError
 from tests.faults.scenarios.scenario import names
 
 
-def test_scenarios_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
+def test_chaos_command_lists_every_fault_scenario(capfd: pytest.CaptureFixture[str]) -> None:
     done = CliRunner().invoke(cli.app, ["chaos", "--list"])
     listed = capfd.readouterr().out.splitlines()
     assert done.exit_code == 0
@@ -21,18 +21,20 @@ def test_scenarios_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
     assert all(line.endswith(".") for line in listed)
 
 
-def test_seeds_are_played_and_their_figures_shown(capfd: pytest.CaptureFixture[str]) -> None:
+def test_chaos_command_plays_the_given_seeds_and_shows_figures(capfd: pytest.CaptureFixture[str]) -> None:
     done = CliRunner().invoke(cli.app, ["chaos", "--scenario", "starved", "--seed", "3", "--count", "2"])
     assert done.exit_code == 0
     assert capfd.readouterr().out.startswith("starved: 2 situations, 0 hung, 0 named wrongly (seeds 3 to 4, ")
 
 
-def test_unknown_scenario_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+def test_chaos_command_names_an_unknown_scenario(capfd: pytest.CaptureFixture[str]) -> None:
     assert CliRunner().invoke(cli.app, ["chaos", "--scenario", "zzz"]).exit_code == 2
     assert "no scenario is called 'zzz'; there are: bad_machine, controller_killed, " in capfd.readouterr().err
 
 
-def test_installation_without_a_checkout_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_chaos_and_bench_commands_are_rejected_without_a_checkout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(checkout, "_CHECKOUT", tmp_path)
     with pytest.raises(UserError, match="the fault scenarios are part of a checkout"):
         checkout.chaos()

@@ -39,7 +39,7 @@ def said(*arguments: str) -> str:
     return result.output
 
 
-def test_tables_advice_and_picture_are_shown(tmp_path: Path) -> None:
+def test_mismatch_command_shows_tables_and_advice_and_draws_a_picture(tmp_path: Path) -> None:
     output = said(str(a_run(tmp_path, steps=12)))
     for expected in ("current − behavior, 12 steps", "old − behavior", "numerics", "cache", "staleness", "5–8"):
         assert expected in output
@@ -47,19 +47,19 @@ def test_tables_advice_and_picture_are_shown(tmp_path: Path) -> None:
     assert (tmp_path / "mismatch.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_json_has_every_figure(tmp_path: Path) -> None:
+def test_mismatch_command_prints_its_figures_as_json(tmp_path: Path) -> None:
     record = json.loads(said(str(a_run(tmp_path, steps=3)), "--json"))
     assert record["steps"] == 3 and record["current"].keys() == {"numerics", "cache", "staleness"}
     assert record["current"]["staleness"]["figures"]["p95"].keys() >= {"start", "middle", "end", "worst", "worst_step"}
     assert record["advice"][0].keys() == {"finding", "do", "because"}
 
 
-def test_report_shows_the_causes(tmp_path: Path) -> None:
+def test_report_page_shows_the_causes_of_mismatch(tmp_path: Path) -> None:
     page = write_report(a_run(tmp_path, steps=3)).html.read_text()
     assert "Trainer − sampler, P95" in page and "numerics" in page
 
 
-def test_missing_empty_and_unmeasured_runs_are_refused(tmp_path: Path) -> None:
+def test_mismatch_command_rejects_missing_empty_and_unmeasured_runs(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no readable events\.jsonl"):
         said(str(tmp_path / "nowhere"))
     (tmp_path / "events.jsonl").touch()

@@ -1,4 +1,4 @@
-"""`pipelinerl new`: the recipe passes `check`, its reward works on the data, and bad inputs are refused."""
+"""`pipelinerl new`: the recipe passes `check`, its reward works on the data, and bad input is rejected."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_new_recipe_passes_check_unchanged(tmp_path: Path) -> None:
     assert config.engine.context_length > config.sampling.max_tokens >= 32
 
 
-def test_reward_compares_values_and_not_spelling(tmp_path: Path) -> None:
+def test_reward_of_a_new_recipe_compares_values_and_not_spelling(tmp_path: Path) -> None:
     recipe = new(tmp_path / "mine", rows(tmp_path / "words.jsonl"))
     names: dict[str, Any] = {}
     exec(recipe.with_name("rewards.py").read_text(), names)
@@ -58,7 +58,9 @@ def test_reward_compares_values_and_not_spelling(tmp_path: Path) -> None:
         ("", {}, "has no rows"),
     ],
 )
-def test_unusable_data_is_refused(tmp_path: Path, content: str, fields: dict[str, str], sentence: str) -> None:
+def test_new_recipe_for_unusable_data_is_rejected(
+    tmp_path: Path, content: str, fields: dict[str, str], sentence: str
+) -> None:
     data = tmp_path / "bad.jsonl"
     data.write_text(content)
     with pytest.raises(UserError, match=sentence):
@@ -66,7 +68,7 @@ def test_unusable_data_is_refused(tmp_path: Path, content: str, fields: dict[str
     assert not (tmp_path / "mine").exists()
 
 
-def test_existing_directory_and_missing_data_are_refused(tmp_path: Path) -> None:
+def test_new_recipe_in_an_existing_directory_or_without_data_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "recipe.toml").write_text("")
     with pytest.raises(UserError, match="exists and is not empty; give a new directory"):

@@ -1,4 +1,4 @@
-"""The lineage of a recorded step: that of its trainer and of all that started before."""
+"""Recorded steps and groups of a run; a step's lineage names its trainer's epoch and all epochs before."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pipelinerl.training.rollouts.admission import Lineage
 from tests.fakes.rollouts import group
 
 
-def test_step_without_a_trainer_ready_event_lists_no_prompt_orders(tmp_path: Path) -> None:
+def test_recorded_step_without_a_trainer_ready_event_has_no_orders(tmp_path: Path) -> None:
     with EventLog(tmp_path / "events.jsonl") as events:
         events.write("step", step=1, model_version=1, orders=[1], elapsed_s=1.0)
     assert recorded_steps(tmp_path)[1].orders == (), "its groups cannot be told from others of that order"
 
 
-def test_killed_run_is_readable_and_undecodable_records_are_skipped(tmp_path: Path) -> None:
-    """A killed run leaves the address of its controller behind."""
+def test_groups_of_a_killed_run_are_read_and_undecodable_records_skipped(tmp_path: Path) -> None:
+    """A killed run leaves its controller's address behind."""
     (port,) = free_ports(1)
     (tmp_path / "controller.json").write_text(f'{{"url": "http://127.0.0.1:{port}", "token": null}}')
     given = group(3)
@@ -40,7 +40,7 @@ def test_killed_run_is_readable_and_undecodable_records_are_skipped(tmp_path: Pa
     assert [each.index for each in found[given.index]] == [given.index]
 
 
-def test_step_knows_the_epochs_before_its_own(tmp_path: Path) -> None:
+def test_recorded_step_knows_all_earlier_epochs_in_its_lineage(tmp_path: Path) -> None:
     with EventLog(tmp_path / "events.jsonl") as events:
         events.write("run_started", run="ended", elapsed_s=0.0)
         for epoch, began_at in ((1, 0), (2, 1), (3, 2)):

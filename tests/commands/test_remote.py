@@ -1,4 +1,4 @@
-"""Requests to a live run, found by directory or URL; refusals are shown in the controller's words."""
+"""Requests to a live run, found by directory or URL; errors show the controller's message."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ KNOBS = {
 
 
 def application() -> FastAPI:
-    """Return a minimal controller."""
     app = FastAPI(openapi_url=None)
 
     @app.get("/status")
@@ -63,7 +62,9 @@ def remote(url: str, tmp_path: Path) -> Iterator[ControllerClient]:
         yield made
 
 
-def test_responses_are_decoded(tmp_path: Path, remote: ControllerClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_controller_client_decodes_responses_and_sends_the_users_name(
+    tmp_path: Path, remote: ControllerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOGNAME", "Zoë")
     assert remote.status() == RunStatus(run="tiny", step=3)
     answer = remote.knobs()
@@ -73,9 +74,7 @@ def test_responses_are_decoded(tmp_path: Path, remote: ControllerClient, monkeyp
         assert named.change_knobs({"k": 4}).knobs == {"k": 4, "who": "Zo?"}
 
 
-def test_run_that_is_not_live_is_described(tmp_path: Path) -> None:
-    """The message distinguishes missing, starting, finished and suspended runs."""
-
+def test_error_for_a_run_without_a_controller_says_what_state_it_is_in(tmp_path: Path) -> None:
     def said(run: Path) -> str:
         with pytest.raises(UserError, match=f"{run} has no live run: ") as refused:
             address_of(run)
@@ -104,12 +103,12 @@ def test_run_with_a_remote_directory_is_named_by_its_url(url: str, monkeypatch: 
         stranger.status()
 
 
-def test_token_is_not_sent_to_a_proxy(remote: ControllerClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_for_a_live_run_is_not_sent_to_a_proxy(remote: ControllerClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     assert remote.status().step == 3
 
 
-def test_refusal_has_the_controllers_message(remote: ControllerClient, url: str) -> None:
+def test_rejected_request_to_a_run_shows_the_controllers_message(remote: ControllerClient, url: str) -> None:
     with pytest.raises(RecipeError, match=r"^unknown knob 'q'$"):
         remote.change_knobs({"q": 1})
     with ControllerClient(url, None) as stranger, pytest.raises(TokenRefused, match="a valid bearer token is required"):
@@ -125,7 +124,7 @@ def test_refusal_has_the_controllers_message(remote: ControllerClient, url: str)
         '{"url": "\udcff", "token": null}', '{"x": ' + "[" * 10**5,
     ],
 )  # fmt: skip
-def test_directory_without_a_live_run_is_refused(tmp_path: Path, record: str | None) -> None:
+def test_directory_without_a_valid_controller_address_has_no_live_run(tmp_path: Path, record: str | None) -> None:
     if record is not None:
         (tmp_path / "controller.json").write_text(record, errors="surrogateescape")
     with pytest.raises(UserError, match=f"{tmp_path} has no live run"):
@@ -135,7 +134,7 @@ def test_directory_without_a_live_run_is_refused(tmp_path: Path, record: str | N
 @pytest.mark.parametrize(
     "address", ["http://127.0.0.1:1", "ht!tp://x", "http://[", "", "http://127.0.0.1:port", "http://" + "a" * 70]
 )
-def test_unreachable_controller_is_reported(address: str) -> None:
+def test_request_to_an_unreachable_controller_asks_whether_the_run_has_ended(address: str) -> None:
     with (
         pytest.raises(AddressError, match=r"does not answer .*; has the run ended\?"),
         ControllerClient(address, "secret") as controller,

@@ -1,4 +1,4 @@
-"""A replay starts at the newest intact checkpoint before its step."""
+"""`pipelinerl replay`: the checkpoint that it starts from, and objectives that it rejects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from tests.fakes.checkpoints import model_directory, save
     [("grpo_kl", "grpo_kl needs ref_logprobs, for which this run has no weights"), ("ppo", "ppo needs values"),
      ("grpoo", "objective.preset must be one of")],
 )  # fmt: skip
-def test_impossible_objective_is_refused_before_anything_is_read(tmp_path: Path, preset: str, sentence: str) -> None:
+def test_replay_with_an_objective_that_the_run_cannot_compute_is_rejected(
+    tmp_path: Path, preset: str, sentence: str
+) -> None:
     save_recipe(load("tiny"), tmp_path / "recipe.toml")
     write_layout(tmp_path)
     with pytest.raises(UserError, match=sentence):

@@ -50,7 +50,7 @@ GROUPS = (
 )
 
 
-def test_all_known_facts_are_shown(tmp_path: Path) -> None:
+def test_samples_command_shows_all_known_facts_of_a_sample(tmp_path: Path) -> None:
     output = said(str(a_run(tmp_path, *GROUPS)), "--step", "2")
     for expected in (
         "step 2 · words · trained · words-2",
@@ -79,14 +79,16 @@ def test_all_known_facts_are_shown(tmp_path: Path) -> None:
         (["--evaluation"], ["fifth"]),
     ],
 )
-def test_options_select_and_order_samples(tmp_path: Path, options: list[str], expected: list[str]) -> None:
+def test_options_of_the_samples_command_select_and_order_samples(
+    tmp_path: Path, options: list[str], expected: list[str]
+) -> None:
     run = str(a_run(tmp_path, *GROUPS))
     assert [json.loads(line)["text"] for line in said(run, *options, "--json").splitlines()] == expected
     output = said(run, *options)
     assert sorted(expected, key=output.index) == expected
 
 
-def test_an_episode_is_shown_turn_by_turn_and_its_segments_as_a_tree(tmp_path: Path) -> None:
+def test_samples_command_shows_an_episode_turn_by_turn_with_its_segments_as_a_tree(tmp_path: Path) -> None:
     turns = (
         TurnRecord(text="try a", agent="main", length=3, begins="first"),
         TurnRecord(context="no", text="try b", agent="main", length=3, reward=0.5, continues=1),
@@ -114,13 +116,13 @@ def test_an_episode_is_shown_turn_by_turn_and_its_segments_as_a_tree(tmp_path: P
     assert "all of it" not in output and "answer  single" in output
 
 
-def test_a_linear_episode_is_shown_without_segments(tmp_path: Path) -> None:
+def test_samples_command_shows_a_linear_episode_without_segments(tmp_path: Path) -> None:
     turns = (TurnRecord(text="a", length=1, begins="first"), TurnRecord(context="no", text="b", length=1, continues=1))
     output = said(str(a_run(tmp_path, group(1, answer("a no b", turns=turns)))))
     assert "segment" not in output and "   turn 2 · 1 token\n     context no\n     answer  b\n" in output
 
 
-def test_hostile_text_is_escaped(tmp_path: Path) -> None:
+def test_samples_command_escapes_control_characters(tmp_path: Path) -> None:
     evil = answer(HOSTILE, reason=HOSTILE, finish_reason=HOSTILE, outcome=HOSTILE, parts=((HOSTILE, 1.0),))
     run = str(a_run(tmp_path, group(1, evil, domain=HOSTILE, tags=("[bold]", HOSTILE), prompt=HOSTILE, why=HOSTILE)))
     for output in (said(run), said(run, "--json")):
@@ -128,12 +130,12 @@ def test_hostile_text_is_escaped(tmp_path: Path) -> None:
     assert "<script>alert(1)</script>" in said(run) and "[bold]" in said(run)
 
 
-def test_long_text_is_shortened(tmp_path: Path) -> None:
+def test_samples_command_shortens_long_answers(tmp_path: Path) -> None:
     output = said(str(a_run(tmp_path, group(1, answer("x" * 10**6)))))
     assert len(output) < 5000 and "characters left out" in output
 
 
-def test_follow_shows_new_samples_and_ends_with_the_run(tmp_path: Path) -> None:
+def test_samples_follow_shows_new_samples_and_ends_with_the_run(tmp_path: Path) -> None:
     a_run(tmp_path, GROUPS[0], over=False)
 
     def go_on() -> None:
@@ -146,7 +148,7 @@ def test_follow_shows_new_samples_and_ends_with_the_run(tmp_path: Path) -> None:
     assert [json.loads(line)["text"] for line in output.splitlines()] == ["second", "third"]
 
 
-def test_user_errors_are_sentences(tmp_path: Path) -> None:
+def test_samples_command_reports_user_errors_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a run: it has neither"):
         said(str(tmp_path / "nowhere"))
     run = str(a_run(tmp_path, *GROUPS))

@@ -1,6 +1,4 @@
-"""`pipelinerl warmstart` refuses bad input before fitting, leaves no files behind, and can stop by verifiers'
-rewards.
-"""
+"""`pipelinerl warmstart` rejects bad input before fitting, leaves no files behind, and can stop by verifier rewards."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ def options(**changes: object) -> WarmStartOptions:
     return WarmStartOptions(**{"hidden": 8, "layers": 1, "heads": 2, "band": (0.3, 0.4), "seed": 0, **changes})  # type: ignore[arg-type]
 
 
-def test_existing_output_is_not_overwritten(tmp_path: Path) -> None:
+def test_warmstart_does_not_overwrite_an_existing_directory(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("x")
     with pytest.raises(UserError, match=f"{tmp_path} exists; name a new directory"):
         make(load("tiny"), options(), output=tmp_path, say=print)
@@ -48,14 +46,14 @@ def test_fine_tuning_lowers_the_loss_of_demonstrations(trainer: str, tmp_path: P
     assert {file.name for file in (tmp_path / "new").iterdir()} == names
 
 
-def test_imitation_is_the_mean_cross_entropy_of_all_tokens() -> None:
+def test_imitation_loss_is_the_mean_cross_entropy_of_all_tokens() -> None:
     logprobs, mask = np.log([[0.5, 0.25, 0.1], [0.2, 0.9, 0.9]]), np.array([[True, True, True], [True, False, False]])
     result = policy_loss(CROSS_ENTROPY, logprobs, rewards=[1.0, 1.0], groups=[0, 1], mask=mask)
     assert result.loss == pytest.approx(-logprobs[mask].mean())
     np.testing.assert_allclose(result.gradient, np.where(mask, -0.25, 0.0))
 
 
-def test_fine_tuning_refuses_what_it_cannot_do(tmp_path: Path) -> None:
+def test_fine_tuning_rejects_an_existing_output_and_too_short_a_context(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exists; name a new directory"):
         fine_tune(load("tiny"), FineTuneOptions(steps=1), output=tmp_path, say=print)
     short = load("tiny").model_copy(update={"engine": load("tiny").engine.model_copy(update={"context_length": 1})})
@@ -64,7 +62,7 @@ def test_fine_tuning_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_impossible_shape_is_refused(tmp_path: Path) -> None:
+def test_warmstart_rejects_an_impossible_model_shape(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="expected heads to divide hidden"):
         make(load("tiny"), options(heads=3), output=tmp_path / "new", say=print)
     assert list(tmp_path.iterdir()) == []
@@ -86,7 +84,7 @@ def two_instructions(verifier: str = "instruction_following") -> RunConfig:
     return parse(to_table(load("tiny")) | {"domains": domains})
 
 
-def test_band_by_domain_is_of_the_verifiers_rewards(tmp_path: Path) -> None:
+def test_warmstart_to_a_band_of_rewards_reports_verifier_rewards_per_domain(tmp_path: Path) -> None:
     said: list[str] = []
     wanted = options(skill=Skill.REWARD, vocab=300, band=(0.0, 1.0))
     make(two_instructions(), wanted, output=tmp_path / "new", say=said.append)
@@ -95,7 +93,7 @@ def test_band_by_domain_is_of_the_verifiers_rewards(tmp_path: Path) -> None:
     assert float(rewards["loud"]) < 0.5 < float(rewards["calm"])
 
 
-def test_answer_that_cannot_be_judged_is_an_error(tmp_path: Path) -> None:
+def test_warmstart_fails_if_an_answer_cannot_be_judged(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def shy(completion):\n    return None\n")
     config = two_instructions(f"{tmp_path}/mine.py:shy")
     with pytest.raises(UserError, match=r"domains\.calm: an answer could not be judged"):

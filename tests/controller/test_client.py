@@ -38,7 +38,7 @@ async def url(run: Running) -> AsyncIterator[str]:
     await asyncio.wait_for(serving, PATIENCE_S)
 
 
-async def test_all_calls_of_the_blocking_client(run: Running, url: str) -> None:
+async def test_every_call_of_the_blocking_controller_client_works(run: Running, url: str) -> None:
     await run.start()
     with ControllerClient(url, TOKEN, who="ada") as controller:
         fleet = await asyncio.to_thread(controller.engines)
@@ -60,7 +60,7 @@ async def test_all_calls_of_the_blocking_client(run: Running, url: str) -> None:
         assert run.controller.state.stop_reason == "stopped by ada"
 
 
-async def test_all_calls_of_the_async_client(run: Running, url: str) -> None:
+async def test_every_call_of_the_async_controller_client_works_or_raises_its_error(run: Running, url: str) -> None:
     async with AsyncControllerClient(url, TOKEN) as controller:
         await controller.register_engine(ENGINE, incarnation="1", name="engine-0", type="torch")
         assignment = await controller.assignment()

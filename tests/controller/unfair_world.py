@@ -1,8 +1,7 @@
 """A simulated run in which anything may fail in any order, with the real `Controller` and the real `Batcher`.
 
-`UnfairWorld.suffer` makes one random event: knobs change; engines join, die, lag and repeat offers; publications fail
-or skip engines; evaluations begin and end; actors, the trainer and the stream server die. `UnfairWorld.recover` then
-lets every role work in rounds: from any state, the run must reach its next steps.
+`UnfairWorld.suffer` makes one random event: any role may change, fail, lag or die. `UnfairWorld.recover` then lets
+every role work in rounds: from any state, the run must reach its next steps.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ from tests.fakes.rollouts import rollout
 
 URLS: Final = ("http://engine-0", "http://engine-1", "http://engine-2")
 K: Final = (1, 2, 3, 5, 8, 16, 32)
-#: Time in seconds of one round of `recover`; an evaluation may postpone updates for two rounds, and lack answers for
-#: four.
+#: Seconds per round of `recover`; an evaluation may postpone updates for two rounds and lack answers for four.
 TICK_S: Final = 5.0
 #: With this many groups in flight, no more prompts are issued.
 ROOM: Final = 16
@@ -168,7 +166,7 @@ class UnfairWorld:
         what()
 
     def work(self) -> None:
-        """Let every role do some work; publications may fail."""
+        """Let every role work; publications may fail."""
         self.read_directives()
         self.publish()
         self.prove()
@@ -180,9 +178,7 @@ class UnfairWorld:
         self.step()
 
     def recover(self, *, steps: int, rounds: int) -> str:
-        """Let every role work until `steps` more steps are made. Return what the run waits for if it does not get
-        there.
-        """
+        """Let every role work until `steps` more steps are made; return what the run waits for instead, or ""."""
         goal = self.controller.state.version + steps
         for _ in range(rounds):
             if self.controller.state.version >= goal:
@@ -229,7 +225,6 @@ class UnfairWorld:
     # --- engines -----------------------------------------------------------------------------------------------------
 
     def offer(self, url: str) -> None:
-        """Start a new incarnation of the engine."""
         self.lives_begun += 1
         self.lives[url], self.served[url] = self.lives_begun, -1
         self.give(EngineRegistered(now=self.now, url=url, incarnation=str(self.lives_begun)))
@@ -268,9 +263,7 @@ class UnfairWorld:
     # --- the trainer -------------------------------------------------------------------------------------------------
 
     def begin_trainer(self) -> None:
-        """Start a trainer from the checkpoint; it reads the groups in the stream again from the checkpoint's
-        position.
-        """
+        """Start a trainer from the checkpoint; it reads the stream again from the checkpoint's position."""
         self.version, ledger = self.checkpoint
         self.batcher = Batcher(
             ledger=ConsumedLedger.from_record(ledger) if ledger else ConsumedLedger(),
@@ -345,7 +338,7 @@ class UnfairWorld:
         )
 
     def prove(self, *, fair: bool = False) -> None:
-        """Let engines prove the weights that were just published, or fail to answer."""
+        """Let engines pass the canary check of a publication, or fail to answer it."""
         if self.proofs is None:
             return
         directive, self.proofs = self.proofs, None
@@ -409,7 +402,7 @@ class UnfairWorld:
     # --- actors ------------------------------------------------------------------------------------------------------
 
     def sample(self) -> bool:
-        """Let an actor begin an order on an engine that may be given work; return False if this is impossible."""
+        """Let an actor begin an order on an engine that may get work; return False if there is none."""
         if not self.orders:
             return False
         fleet, order = self.controller.state.fleet, self.orders[0]
@@ -488,7 +481,7 @@ class UnfairWorld:
     # --- the stream server and the clock -----------------------------------------------------------------------------
 
     def lose_streams(self) -> None:
-        """Let the stream server lose its newest entries, and the controller notice the loss."""
+        """Let the stream server lose its newest entries and the controller notice."""
         if self.rng.random() < 0.3:
             self.inbox = self.inbox[: self.rng.randint(0, len(self.inbox))]
             self.orders = self.orders[: self.rng.randint(0, len(self.orders))]
@@ -525,7 +518,7 @@ class UnfairWorld:
 
 @cache
 def made_rollout(reward: float, version: int, epoch: int) -> Rollout:
-    """Return a rollout. Equal rollouts are cached, since creating them would take most of the run time."""
+    """Return a rollout, cached because creating rollouts would dominate the run time."""
     return rollout(reward=reward, version=version, epoch=epoch)
 
 
@@ -536,10 +529,7 @@ def unfair_world(seed: int) -> UnfairWorld:
 
 
 def played(seed: int, *, events: int = 30, steps: int = 2, rounds: int = 20) -> tuple[UnfairWorld, str]:
-    """Make up to `events` random events, then recover.
-
-    Return the world, and what the run waits for if it did not recover.
-    """
+    """Make up to `events` random events, then recover; return the world, and what the run still waits for."""
     world = unfair_world(seed)
     world.recover(steps=world.rng.randrange(2), rounds=rounds)
     for _ in range(world.rng.randrange(events)):

@@ -1,7 +1,6 @@
-"""A simulated run around the real `Controller` and the real `Batcher`: no clock, no I/O, all choices from one seed.
+"""A simulated run around the real `Controller` and `Batcher`: no clock, no I/O, all choices from one seed.
 
-An engine is represented by the version that it serves, the actors by a list of orders that are being sampled. Random
-schedules of reads, answers, publications and knob changes must never violate the design's guarantees.
+An engine is the version that it serves; the actors are a list of orders being sampled.
 """
 
 from __future__ import annotations
@@ -50,12 +49,10 @@ ENGINE = "http://engine-0"
 
 
 def problem(index: int) -> Problem:
-    """Return a problem whose content names its index."""
     return Problem(problem_id=str(index), domain="test", messages=(Message("user", f"{index}"),), ground_truth="")
 
 
 def held_out_problem(name: str, index: int) -> Problem:
-    """Return a problem whose content names its index and evaluation set."""
     return replace(problem(index), domain=name)
 
 
@@ -65,7 +62,6 @@ def of_two_sizes(index: int, weights: Mapping[str, float], quota: Quota, ahead: 
 
 
 def drawn_problem(index: int, weights: Mapping[str, float], quota: Quota, ahead: int = 0) -> Problem:
-    """Return a problem whose content names its index, weights and quota."""
     drawn = ",".join(f"{name}={weight:g}" for name, weight in weights.items())
     return replace(problem(index), domain=f"{drawn} in {quota.size} from {quota.since}")
 
@@ -162,7 +158,6 @@ class World:
         return [order.index for order in self.orders_issued]
 
     def tell(self, report: Report) -> None:
-        """Send a report to the controller, and carry out its effects."""
         self.give(ReportReceived(now=0.0, report=report, entry_id="1-0"))
         self.controller.state.account.check()
 
@@ -171,7 +166,6 @@ class World:
         self.apply(self.controller.decide(given))
 
     def apply(self, effects: list[Effect]) -> None:
-        """Carry out effects."""
         for effect in effects:
             match effect:
                 case IssuePrompts(orders):
@@ -183,14 +177,12 @@ class World:
                     self.finished = reason
 
     def begin(self) -> None:
-        """Let the engines join and the trainer report."""
         for url in self.engines:
             self.give(EngineRegistered(now=0.0, url=url))
         self.awaiting = "ready-1"
         self.tell(TrainerReady(report_id="ready-1", incarnation="1", model_version=0, consumed=self.consumed()))
 
     def consumed(self) -> ConsumedReport:
-        """Return the trainer's account."""
         ledger = self.batcher.ledger
         counts = {str(fate): n for fate, n in ledger.counts.items()}
         return ConsumedReport(**counts, frontier=ledger.frontier, beyond=sorted(ledger.beyond))
@@ -200,9 +192,7 @@ class World:
         self.rng.choice([self.sample, self.sample, self.answer, self.answer, self.publish, self.train])()
 
     def sample(self) -> None:
-        """Let an actor take an order, and begin it on the engine that the order names, or else on one that may be given
-        work.
-        """
+        """Let an actor take an order and begin it on the engine that it names, or else on one that serves."""
         if self.orders and len(self.sampling) < 6:
             order = self.orders.pop(0)
             url = order.engine or self.rng.choice(self.controller.state.fleet.serving() or [ENGINE])
@@ -237,7 +227,7 @@ class World:
             self.batcher.offer(group(order.index, (rewards * size)[:size], version=began))
 
     def publish(self) -> None:
-        """Complete a publication under way, including the proofs of its engines."""
+        """Complete a publication in progress, with the canary checks of its engines."""
         if self.publications:
             self.served, directive = self.publications.pop(0)
             self.loaded |= dict.fromkeys(directive.publish_to, self.served)
@@ -257,7 +247,6 @@ class World:
                 self.check(directive)
 
     def check(self, directive: Directive) -> None:
-        """Let the engines pass their canary checks."""
         self.tell(
             CanaryChecked(
                 epoch=directive.epoch,
@@ -268,7 +257,7 @@ class World:
         )
 
     def train(self) -> None:
-        """Let the trainer step if it can, and otherwise report ended orders."""
+        """Let the trainer step if it can, or else report ended orders."""
         if self.directive is None or self.awaiting or self.finished is not None:
             return
         if self.directive.stop:
@@ -299,7 +288,7 @@ class World:
         )
 
     def _must_wait(self) -> Callable[[Sequence[int]], bool] | None:
-        """Decide as the training loop does, but without its deadline: a step that never fills is awaited forever."""
+        """Decide as the training loop does, but without its deadline: a step that never fills waits forever."""
         if self.controller.settings.overdue is Overdue.DROP:
             return None
         assert self.directive is not None

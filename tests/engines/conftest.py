@@ -31,13 +31,13 @@ def tokenizer(tokenizer_directory: Path) -> ChatTokenizer:
 
 @pytest.fixture(scope="session")
 def endless(tokenizer: ChatTokenizer) -> ChatTokenizer:
-    """The same tokenizer without an end token, so that samples have the length that a test requests."""
+    """The same tokenizer without an end token, so that every sample has the requested length."""
     return ChatTokenizer(tokenizer._tokenizer, ())
 
 
 @pytest.fixture
 def gate(tokenizer: ChatTokenizer) -> GatedRunner:
-    """A bigram model with 4 rows and 64 tokens of context, whose steps the test allows."""
+    """A bigram model with 4 rows and 64 tokens of context; each step waits until the test allows it."""
     model = BigramModel.random(tokenizer.vocab_size, seed=1, context_length=64)
     return GatedRunner(BigramRunner(model, rows=4))
 

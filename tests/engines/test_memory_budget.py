@@ -1,4 +1,4 @@
-"""An engine's memory budget counts what the first update and the largest steps will take."""
+"""An engine's memory budget counts the memory of the first update and of the largest steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def budget(tmp_path: Path) -> EngineBudget:
     return budget_of(shape, dtype=bf16, wire=bf16, slots=40, context=8192, received=2 * shape.count)
 
 
-def test_cache_takes_what_the_second_copy_and_the_workspaces_leave(budget: EngineBudget) -> None:
+def test_cache_gets_the_memory_left_by_the_staging_copy_and_workspaces(budget: EngineBudget) -> None:
     assert budget.cache == 40 * GIB and budget.staging > 14 * GIB
     assert budget.cache_within(GPU, context_length=8192) == budget.cache
     crowded = replace(GPU, free=50 * GIB)
@@ -45,7 +45,7 @@ def test_cache_takes_what_the_second_copy_and_the_workspaces_leave(budget: Engin
         budget.cache_within(replace(GPU, free=17 * GIB), context_length=8192)
 
 
-def test_advised_number_of_slots_fits_and_one_more_does_not(budget: EngineBudget) -> None:
+def test_number_of_slots_that_the_error_advises_is_the_most_that_fit(budget: EngineBudget) -> None:
     left = budget.least - budget.logits // 2
     most, each = budget.most_slots(left), budget.logits // budget.slots
     fixed = budget.least - budget.logits
@@ -54,7 +54,7 @@ def test_advised_number_of_slots_fits_and_one_more_does_not(budget: EngineBudget
         budget.cache_within(replace(GPU, free=left), context_length=8192)
 
 
-def test_share_bounds_what_this_process_may_still_take(budget: EngineBudget) -> None:
+def test_memory_share_bounds_what_the_engine_may_still_allocate(budget: EngineBudget) -> None:
     half = replace(GPU, share=0.375)
     assert half.left == 15 * GIB
     with pytest.raises(
@@ -64,7 +64,7 @@ def test_share_bounds_what_this_process_may_still_take(budget: EngineBudget) -> 
     assert replace(GPU, share=1.0, free=GIB).left == GIB, "another process has taken the rest"
 
 
-def test_update_in_another_dtype_needs_a_buffer_of_its_own(tmp_path: Path, budget: EngineBudget) -> None:
+def test_update_in_another_dtype_budgets_a_conversion_buffer(tmp_path: Path, budget: EngineBudget) -> None:
     shape = read_shape(tmp_path)
     sent = budget_of(
         shape,

@@ -30,7 +30,6 @@ CONTEXT = 128
 
 
 def _directory(name: str, folder: Path) -> Path:
-    """Write a small random model that this engine can load, with a tokenizer that covers its vocabulary."""
     tokenizer = char_tokenizer()
     if name == "bigram":
         BigramModel.random(len(tokenizer), seed=1, context_length=CONTEXT).save(folder)
@@ -41,18 +40,17 @@ def _directory(name: str, folder: Path) -> Path:
     return folder
 
 
-#: Tested elsewhere: the slow vLLM engine in `external/vllm/test_engine.py`, and server adapters in
-#: `external/server/test_stock_servers.py`.
+#: Tested in `external/vllm/test_engine.py` (slow) and in `external/server/test_stock_servers.py`.
 ELSEWHERE = SERVER_ENGINES | {"vllm"}
 INSTALLED = [(name, WeightFormat.NATIVE) for name, each in ENGINES.items() if each.installed and name not in ELSEWHERE]
 
 
-#: Checks that depend on the format of the weights: they arrive in other bytes than those used for computing.
+#: The checks of weight updates: int8 weights are computed with in another format than they arrive in.
 OF_WEIGHTS = tuple(check.__name__ for check in (*weight_checks.CHECKS, *pull_checks.CHECKS))
 
 
 @pytest.mark.parametrize("name", [name for name, _ in INSTALLED if name != "bigram"])
-def test_engine_with_a_template_for_tools_continues_conversations_and_parses_calls(name: str, tmp_path: Path) -> None:
+def test_engine_with_a_tool_template_continues_conversations_and_parses_tool_calls(name: str, tmp_path: Path) -> None:
     save_tool_model(tmp_path, context_length=512)
     options = EngineOptions(model_path=tmp_path, model_id=name, slots=4, max_waiting=256, context_length=512)
     engine = load("engine", ENGINES, name)(options)
@@ -71,7 +69,7 @@ def test_engine_with_a_template_for_tools_continues_conversations_and_parses_cal
     ],
     ids=lambda given: "of weights" if given == OF_WEIGHTS else None,
 )
-def test_engine_passes_the_conformance_kit(
+def test_registered_engine_passes_the_conformance_kit(
     name: str, weights: WeightFormat, only: Sequence[str] | None, tmp_path: Path
 ) -> None:
     options = EngineOptions(

@@ -1,11 +1,10 @@
 """`bigram_recipe`: the lightest whole run, for tests of a run's processes rather than of their computation.
 
-Launcher, roles, streams, engine and trainer are real and run in separate processes. The model needs only numpy, so that
-no role imports transformers' models, and a role starts within two seconds of processor time instead of seven. Problems
-come from reasoning-gym; the right answer to every second problem is "2", so that there is something to learn.
+Launcher, roles, streams, engine and trainer are real and run in separate processes. The model needs only numpy: no role
+imports transformers' models, so it starts in two seconds of processor time instead of seven. Problems come from
+reasoning-gym; every second answer is "2", so that there is something to learn.
 
-An endless run is slowed down: its answers are judged after a pause. Otherwise a test that waits for a process to start
-would share the machine with thousands of irrelevant steps.
+A walking run judges its answers after a pause, so that an endless run leaves the machine to the test.
 """
 
 from __future__ import annotations

@@ -13,12 +13,11 @@ from pipelinerl.training.checkpoints.checkpoint import Capture, CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
 from trainer_contract.types import ParameterInfo
 
-#: The model's vocabulary size.
 SIZE = 5
 
 
 def model_directory(path: Path) -> Path:
-    """Create an initial model, and a file of other weights that must not be copied."""
+    """Create an initial model and a file of other weights that must not be copied."""
     BigramModel.random(SIZE, seed=0).save(path)
     (path / "tokenizer.json").write_text("{}")
     (path / "pytorch_model.bin").write_text("other weights that must not be copied")
@@ -26,7 +25,7 @@ def model_directory(path: Path) -> Path:
 
 
 def state_of(version: int, *, epoch: int = 1, accuracies: Mapping[int, float] | None = None) -> TrainingState:
-    """Return the training state of a version; `accuracies` are those of the evaluations finished by then."""
+    """Return a training state; `accuracies` are those of the evaluations finished by that version."""
     results = [{"model_version": at, "accuracy": value, "at_least": value} for at, value in (accuracies or {}).items()]
     return TrainingState(
         model_version=version,
@@ -50,12 +49,11 @@ def capture(store: CheckpointStore, state: TrainingState, *, padding: int = 0) -
 
 
 def save(store: CheckpointStore, version: int, *, padding: int = 0, **rest: Any) -> Path:
-    """Capture a checkpoint of the version and commit it; return its path."""
     return store.commit(capture(store, state_of(version, **rest), padding=padding))
 
 
 def versions_in(path: Path, state: TrainingState) -> set[int]:
-    """Return the versions of a checkpoint's parts: one, unless parts were mixed."""
+    """Return the versions of a checkpoint's parts: a single one, unless parts were mixed."""
     record = np.frombuffer((path / "trainer" / "optimizer").read_bytes(), np.uint64)
     weights = BigramModel.load(path).logits
     ledger = state.ledger["frontier"], int(state.offsets["rollouts:actor-0"].split("-")[0])

@@ -9,8 +9,6 @@ from pipelinerl.engines.options import EngineOptions
 
 
 def engine_options(**named: Any) -> EngineOptions:
-    """Return the `named` options, with defaults: a model `m` without a directory, 4 slots and a context of 64
-    tokens.
-    """
+    """Return engine options: the `named` ones, and defaults for all others."""
     assumed = {"model_path": Path("nowhere"), "model_id": "m", "slots": 4, "max_waiting": 4096, "context_length": 64}
     return EngineOptions(**{**assumed, **named})

@@ -17,7 +17,7 @@ DEADLINE_S = PATIENCE_S
 
 @final
 class GatedRunner:
-    """Wraps a runner; `decode` first waits for `allow`. `waiting` is set while it waits."""
+    """A runner whose `decode` first waits for `allow`; `waiting` is set while it waits."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

@@ -1,8 +1,7 @@
 """Rank 0 of a JAX trainer in its own process, driven by a test: `… -m tests.fakes.jax_rank0 MODEL PORT DIR WHAT`.
 
-WHAT is a list of words: `results` runs the trainer's methods and writes their results to DIR; `kit` runs all checks of
-the conformance kit; `wait`, the last word, reports that it is ready, then runs forward passes until one fails, and
-prints the error.
+WHAT is a list of words. `results` runs the trainer's methods and writes their results to DIR, and `kit` does so for the
+conformance kit's checks. `wait`, the last word, reports that it is ready, then runs forward passes until one fails.
 """
 
 import json
@@ -29,13 +28,11 @@ OPTIMIZER = OptimizerSpec(eps=1.0, grad_clip=0.0)
 
 
 def batches():
-    """Return two ragged micro-batches of one step."""
     rollouts = rollouts_of(VOCAB)
     return [pack(rollouts[:3], temperature=0.7), pack(rollouts[3:])]
 
 
 def started(model, options, **fields):
-    """Return an initialised trainer on CPUs."""
     trainer = JaxTrainer()
     trainer.init_worker(
         TrainerSpec(model_path=Path(model), device=Device.CPU, optimizer=OPTIMIZER, options=options, **fields)
@@ -44,7 +41,6 @@ def started(model, options, **fields):
 
 
 def one_step(trainer):
-    """Return losses, predictions, gradient norm and the weights after the step."""
     losses = [trainer.backward([batch], OBJECTIVE)[0] for batch in batches()]
     norm = trainer.optimizer_step(learning_rate=RATE).grad_norm
     weights = {name: array.copy() for name, array in trainer.gather_weights()}
@@ -57,9 +53,7 @@ def one_step(trainer):
 
 
 def results(model, options, directory):
-    """Run two steps with a saved state between them, a pass with other weights, and a step that all ranks must
-    reject.
-    """
+    """Run two steps around a saved state, a pass with other weights, and a step that all ranks must reject."""
     trainer = started(model, options)
     np.savez(directory / "first.npz", **one_step(trainer))
     (directory / "state").mkdir()
@@ -77,14 +71,12 @@ def results(model, options, directory):
 
 
 def spoilt(batch):
-    """Return the micro-batch with a NaN among its advantages."""
     advantages = batch.advantages.copy()
     advantages[np.flatnonzero(batch.loss_mask)[0]] = np.nan
     return replace(batch, advantages=advantages)
 
 
 def refusal_of(trainer, batch):
-    """Return the trainer's error for a micro-batch that it must reject."""
     try:
         with np.errstate(invalid="ignore"):
             trainer.backward([batch], OBJECTIVE)
@@ -94,7 +86,6 @@ def refusal_of(trainer, batch):
 
 
 def kit(model, options, directory):
-    """Return the findings of the conformance kit, by check."""
     spec = TrainerSpec(model_path=Path(model), device=Device.CPU, options=options)
     found = run(TrainerUnderTest(JaxTrainer, spec, VOCAB), directory=directory / "kit")
     (directory / "kit.json").write_text(
@@ -103,7 +94,6 @@ def kit(model, options, directory):
 
 
 def until_lost(model, options):
-    """Run forward passes until one fails, because a rank was lost."""
     trainer, batch = started(model, options), batches()[0]
     trainer.forward([batch])
     print("ready", flush=True)

@@ -6,7 +6,6 @@ from pipelinerl.models.jax_decoder import export_order, export_weight
 
 
 def exported(config, weights, *, dtype):
-    """Return a copy of each parameter, by name."""
     return {
         parameter.name_at(layer or 0): np.array(export_weight(weights, parameter, layer, dtype=dtype))
         for parameter, layer in export_order(config)

@@ -19,7 +19,7 @@ from tests.patience import PATIENCE_S
 
 @contextmanager
 def opened(url: str) -> Iterator[Session]:
-    """Yield a session with a trainer of the conformance kit, for engines whose token is `secret`."""
+    """Yield a session with a trainer of the conformance kit, for an engine whose token is `secret`."""
     with Session(url, token="secret", timeout_s=PATIENCE_S, host="127.0.0.1") as session:
         session.peer = KitTrainer(session)
         yield session
@@ -31,7 +31,7 @@ def trainer_of(session: Session) -> KitTrainer:
 
 
 def publish(session: Session, data: torch.Tensor, *, on_update: str = "continue") -> int:
-    """Run a whole update of the engine to the weights in `data`; return the version."""
+    """Update the engine to the weights in `data`; return the version."""
     trainer = trainer_of(session)
     trainer.formed()
     version = trainer.next_version()
@@ -42,13 +42,11 @@ def publish(session: Session, data: torch.Tensor, *, on_update: str = "continue"
 
 
 def bytes_of(model: Any, layout: WeightLayout) -> torch.Tensor:
-    """Return the model's parameters as the bytes that are sent."""
     named = dict(model.named_parameters())
     return torch.cat([named[spec.name].detach().contiguous().view(-1).view(torch.uint8) for spec in layout.parameters])
 
 
 def reference(model: Any, layout: WeightLayout, data: torch.Tensor) -> Any:
-    """Return transformers' model with the weights in `data`."""
     named = dict(model.named_parameters())
     with torch.no_grad():
         for name, values in parameters_in(data, layout):

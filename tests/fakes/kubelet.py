@@ -1,10 +1,9 @@
 """`Kubelet`: runs the pods of rendered manifests as processes of this machine, from the YAML alone.
 
-It reads what `kubectl apply` would read and rejects what a cluster would reject (an undeclared volume, a missing claim
-or map, a pod name without a headless service). For each Job it starts the container's command in the container's
-environment, with nothing of this process but PATH. Not covered: images, memory limits, networks. A pod has its own
-address in 127.0.0.0/8, which other pods find by `hostname.subdomain` in their /etc/hosts, and its maps are mounted;
-bubblewrap provides both.
+It rejects what a cluster would reject: an undeclared volume, a missing claim or map, a pod name without a headless
+service. For each Job it starts the container's command in the container's environment, with nothing of this process but
+PATH. Bubblewrap gives each pod its mounted maps and an address in 127.0.0.0/8, which other pods find in their
+/etc/hosts by `hostname.subdomain`. Images, memory limits and networks are not covered.
 
 A dead pod is replaced by the Job's rules: `podFailurePolicy` may fail the Job, or ignore the death; `backoffLimit`
 bounds the rest.
@@ -69,7 +68,7 @@ class Pod:
             )
 
     def node(self) -> int:
-        """Return the process id of the container's command, which is a child of bubblewrap."""
+        """Return the process id of the container's command, a child of bubblewrap."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             for path in Path(f"/proc/{self.process.pid}/task/{self.process.pid}").glob("children"):
@@ -106,7 +105,7 @@ class Pod:
         return "Count"
 
     def is_ready(self) -> bool:
-        """True if the pod's readiness probe succeeds."""
+        """Return whether the pod's readiness probe succeeds."""
         probe = self.spec["containers"][0]["readinessProbe"]["httpGet"]
         opener = build_opener(ProxyHandler({}))
         try:
@@ -118,7 +117,7 @@ class Pod:
 
 @final
 class Kubelet:
-    """Runs the pods in the text of manifests; `of_image` is the environment that a container image would set."""
+    """Runs the pods of the manifests in `text`; `of_image` is the environment that a container image would set."""
 
     def __init__(self, text: str, folder: Path, *, of_image: Mapping[str, str]) -> None:
         if shutil.which("bwrap") is None:
@@ -156,11 +155,9 @@ class Kubelet:
         return all(pod.ended is not None for pod in self.pods)
 
     def story(self) -> str:
-        """Return the latest output of the pods."""
         return "\n".join(f"--- {pod.name}\n{pod.output.read_text()[-3000:]}" for pod in self.pods)
 
     def close(self) -> None:
-        """Kill the running pods."""
         for pod in self.pods:
             pod.process.kill()
             pod.process.wait(PATIENCE_S)

@@ -1,7 +1,4 @@
-"""Engines of a live run, changed through the command line while it trains: shared actions and checks.
-
-Any engine type works: `swap_to_and_fro(run, ["vllm", "torch"], times=20)`.
-"""
+"""Engines of a live run, changed through the command line while it trains: shared actions and checks."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ def engines(run: LiveRun, *arguments: str) -> str:
 
 
 def status(run: LiveRun) -> RunStatus:
-    """Return the run's status, or None if no controller answers; cheaper than reading the log."""
+    """Return the run's status, empty if no controller answers; this is cheaper than reading the log."""
     try:
         with controller_of(run.directory) as controller:
             return controller.status()
@@ -31,13 +28,10 @@ def status(run: LiveRun) -> RunStatus:
 
 
 def fleet(run: LiveRun) -> dict[str, EngineStatus]:
-    """Return the status of each engine by name."""
     return {engine.name: engine for engine in status(run).fleet.engines}
 
 
 def until_serving(run: LiveRun, *names: str) -> None:
-    """Wait until all the named engines serve."""
-
     def serve(run: LiveRun) -> bool:
         known = fleet(run)
         return all(name in known and known[name].state == "healthy" for name in names)
@@ -46,7 +40,6 @@ def until_serving(run: LiveRun, *names: str) -> None:
 
 
 def until_steps(run: LiveRun, more: int) -> None:
-    """Wait until the run has made `more` further steps."""
     wanted = status(run).step + more
     run.until(lambda run: status(run).step >= wanted, f"step {wanted}")
 
@@ -54,10 +47,9 @@ def until_steps(run: LiveRun, more: int) -> None:
 def swap_to_and_fro(
     run: LiveRun, types: Sequence[str], *, times: int, engine: str = "engine-0", grace_s: float = 60.0
 ) -> str:
-    """Replace `engine` by an engine of the first type, that engine by one of the second type, and so on, `times` times.
+    """Replace `engine` `times` times, by engines of these types in turn; return the last engine's name.
 
-    Return the name of the last engine. Each time the old process ends, and the run makes steps with only the new
-    engine.
+    Each time the old process ends, and the run makes steps with only the new engine.
     """
     for kind in islice(cycle(types), times):
         old, process = engine, run.role(engine)
@@ -70,7 +62,7 @@ def swap_to_and_fro(
 
 
 def kill_again_and_again(run: LiveRun, names: Sequence[str], *, times: int) -> None:
-    """Kill these engines in turn, each while it generates, and wait until it serves again."""
+    """Kill these engines in turn, each while it generates; after each kill, wait until it serves again."""
     for name in islice(cycle(names), times):
         run.until(lambda run, name=name: fleet(run)[name].running > 0, f"{name} to have work")  # type: ignore[misc]
         run.role(name).kill()

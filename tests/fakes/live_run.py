@@ -1,7 +1,7 @@
 """`LiveRun`: a real `pipelinerl run` in separate processes, observed through its event log.
 
-Promises: every wait has a deadline, and a failure shows the output of launcher and roles; after the block no process of
-the run is alive.
+Every wait has a deadline, and a failure shows the output of launcher and roles. After the block no process of the run
+is alive, even if this process is killed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CLI = (sys.executable, "-m", "pipelinerl.cli")
 
 @final
 class LiveRun:
-    """One launcher and its processes, made by `launched`. If `launcher` is None, the run has ended."""
+    """A launcher and its processes, made by `launched`. If `launcher` is None, the run has ended."""
 
     launcher: subprocess.Popen[str]
 
@@ -54,11 +54,9 @@ class LiveRun:
 
     @property
     def output(self) -> str:
-        """The launcher's output."""
         return self._output.read_text()
 
     def events(self, kind: str | None = None) -> list[Event]:
-        """Return the event log so far."""
         path = self.directory / "events.jsonl"
         size = path.stat().st_size if path.is_file() else 0
         if size != self._read[0]:
@@ -66,11 +64,11 @@ class LiveRun:
         return [event for event in (self._read[1] if size else []) if kind is None or event["kind"] == kind]
 
     def steps(self) -> list[int]:
-        """Return the model versions made so far, in the order of the log."""
+        """Return the model versions made so far, in the log's order."""
         return [event["step"] for event in self.events("step")]
 
     def note_processes(self) -> dict[int, psutil.Process]:
-        """Record the processes that the launcher runs now."""
+        """Add the launcher's present processes to the record."""
         self._noted_at = time.monotonic()
         with suppress(psutil.NoSuchProcess):
             self.seen |= {p.pid: p for p in psutil.Process(self.launcher.pid).children(recursive=True)}
@@ -81,21 +79,18 @@ class LiveRun:
         return [p for p in self.seen.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
     def _note_now_and_then(self) -> None:
-        """Record the processes occasionally during a wait: a scan of all processes slows down those under test."""
         if time.monotonic() - self._noted_at > _NOTE_EVERY_S:
             self.note_processes()
 
     def is_gone(self) -> bool:
-        """True if every recorded process has ended."""
+        """Return whether every recorded process has ended."""
         deadline = time.monotonic() + PATIENCE_S
         while self.alive() and time.monotonic() < deadline:
             time.sleep(0.02)
         return not self.alive()
 
     def role(self, name: str) -> psutil.Process:
-        """Return the process of a role. For redis, it is the stream server, because the role's process becomes the
-        server.
-        """
+        """Return the process of a role. The process of the role `redis` becomes the stream server itself."""
         for process in self.note_processes().values():
             try:
                 line = process.cmdline()
@@ -147,10 +142,7 @@ def launched(
     through: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[LiveRun]:
-    """Run `pipelinerl run <arguments>`, which writes to `directory`; `through` is a command prefix for it.
-
-    The run is killed as soon as this process ends, for whatever reason.
-    """
+    """Run `pipelinerl run <arguments>`, which writes to `directory`; `through` is a command prefix for it."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     output = directory.parent / f"{directory.name}-{time.monotonic_ns()}.out"
     environment = {**os.environ, "COLUMNS": "200", "PYTHONUNBUFFERED": "1", **environment}
@@ -177,12 +169,11 @@ def launched(
 
 
 def new_run(directory: Path, *overrides: str, recipe: Path | str = "tiny") -> list[str]:
-    """Return the arguments of a small new run in `directory`."""
     return [str(recipe), *SMALL, f"run.directory={directory.parent}", f"run.name={directory.name}", *overrides]
 
 
 def light_run(directory: Path, *overrides: str, walking: bool = False) -> list[str]:
-    """Return the arguments of a small new run in `directory` with a bigram model, created next to it."""
+    """Return the arguments of a small new run with a bigram model, created next to `directory`."""
     return new_run(directory, *overrides, recipe=bigram_recipe(directory.parent / "bigram", walking=walking))
 
 
@@ -192,7 +183,6 @@ def endless_run(directory: Path, *overrides: str) -> list[str]:
 
 
 def resumed(directory: Path) -> list[str]:
-    """Return the arguments that resume the run in `directory`."""
     return ["--resume", str(directory)]
 
 

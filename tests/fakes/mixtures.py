@@ -1,6 +1,4 @@
-"""Directories of tiny mixture-of-experts models, with a tokenizer. Their experts differ enough to show which one
-computed.
-"""
+"""Tiny mixture-of-experts models, whose experts differ enough to show which one computed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """`NcclLibrary`: the part of `torch.distributed` that NCCL groups use, without a GPU.
 
-`verify` compares every name with torch's own: the installed base classes, and the published stubs for the classes that
-only a CUDA build has.
+`verify` compares every name with torch's base classes, and with the published stubs of the CUDA build's classes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class NcclLibrary:
     BroadcastOptions = torch.distributed.BroadcastOptions
 
     def __init__(self, work: Any, *, connects: bool = True) -> None:
-        """Make every broadcast return `work`. With `connects` false, connecting blocks until the group is aborted."""
+        """Make every broadcast return `work`. Unless `connects`, connecting blocks until the group is aborted."""
         library = self
         self.group: Any = None
 
@@ -60,18 +59,15 @@ class NcclLibrary:
 
 @final
 class FailedWork:
-    """A failed work handle. Like NCCL's, it counts as completed, and its `wait` raises nothing."""
+    """A failed work handle. Like NCCL's, it counts as completed, and its `wait` returns at once without an error."""
 
     def is_completed(self) -> bool:
-        """Return True, as torch does for failures too."""
         return True
 
     def exception(self) -> Any:
-        """Return the failure."""
         return RuntimeError("NCCL error: remote process exited or there was a network error")
 
     def wait(self) -> bool:
-        """Return at once: like NCCL's `wait`, it only orders CUDA streams."""
         return True
 
 

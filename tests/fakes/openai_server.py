@@ -14,9 +14,7 @@ KNOWN = {"model", "messages", "temperature", "top_p", "max_tokens", "seed", "sto
 
 @final
 class OpenAIFake:
-    """A server that answers a request body with the text of `answers`. Its first answers have the statuses in
-    `failures` instead.
-    """
+    """Answers a request body with the text of `answers`; the first answers have the `failures` as statuses instead."""
 
     def __init__(self, answers: Callable[[dict[str, Any]], str], *, failures: tuple[int, ...] = ()) -> None:
         self.answers = answers

@@ -1,6 +1,4 @@
-"""A real Oubliette service as an application, on a machine that has no sandbox: programs are rejected, comparisons
-work.
-"""
+"""A real Oubliette service without a sandbox: it rejects programs, and makes comparisons."""
 
 from __future__ import annotations
 
@@ -15,7 +13,6 @@ from pipelinerl.verifiers.oubliette.sandbox import Isolation, Sandbox
 
 
 def application(folder: Path, *, token: str | None) -> Any:
-    """Return the application with its repository in `folder`; programs are rejected, as without a sandbox."""
     persistent, transient = PersistentRepository(folder), TransientRepository(1 << 20)
     sandbox = Sandbox(_no_walls, at_once=1)
     sandbox.close()

@@ -1,8 +1,7 @@
-"""`engine` and `PacedTrainer`: those of the bigram model, slowed down to the pace in the file `pace` of the model's
-directory.
+"""`engine` and `PacedTrainer`: the bigram model's, slowed down to the pace in its directory's file `pace`.
 
-User code for a run: a recipe names them as `tests.fakes.paced_bigram:engine` and `…:PacedTrainer`. They wait without
-computing, so that a test can make engines too slow, or too many, without using a processor.
+A recipe names them as `tests.fakes.paced_bigram:engine` and `…:PacedTrainer`. They wait without computing, so that a
+test can make engines too slow, or too many, without using a processor.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ def _pace(model: Path) -> tuple[float, float]:
 
 
 def engine(options: EngineOptions) -> Engine:
-    """Return the bigram engine, slowed down to that pace."""
-
     def load() -> _PacedRunner:
         model = BigramModel.load(options.model_path)
         runner = BigramRunner(model, rows=options.slots, context_length=options.context_length)
@@ -51,8 +48,6 @@ def engine(options: EngineOptions) -> Engine:
 
 @final
 class _PacedRunner:
-    """A `ModelRunner` that waits before each step."""
-
     def __init__(self, runner: BigramRunner, model: Path) -> None:
         self._runner, self._model = runner, model
 
@@ -75,11 +70,9 @@ class PacedTrainer:
         return getattr(self._trainer, name)
 
     def init_worker(self, spec: TrainerSpec) -> None:
-        """Initialise the bigram trainer."""
         self._model = spec.model_path
         self._trainer.init_worker(spec)
 
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Compute the bigram's gradient after a pause."""
         time.sleep(_pace(self._model)[1])
         return self._trainer.backward(micro_batches, objective)

@@ -1,5 +1,4 @@
-"""A real parameter server for tests, in the test's process or in a process that can be killed, and weights to store on
-it.
+"""A real parameter server, in this process or in one that can be killed, and weights to store on it.
 
 python -m tests.fakes.parameter_server [port [place]]      prints its port, serves until it is killed
 """
@@ -71,21 +70,20 @@ def flat(version: int, layout: WeightLayout = LAYOUT) -> NDArray[np.uint8]:
 
 @cache
 def digest(version: int, layout: WeightLayout = LAYOUT) -> str:
-    """Return the digest of the bytes of a version."""
     made = WeightDigest()
     made.update(flat(version, layout))
     return made.hexdigest()
 
 
 def publication(version: int, engines: tuple[str, ...] = (), **fields: Any) -> Publication:
-    """Return the publication of a version of these weights to `engines`; by default to no engine."""
+    """Return the publication of a version to `engines`; by default to none."""
     layout = fields.get("layout", LAYOUT)
     defaults = {"epoch": 1, "membership": 1, "layout": layout, "weights": weights(version, layout), "timeout_s": 24.0}
     return Publication(version=version, engines=engines, **(defaults | fields))
 
 
 def order(version: int, *sources: str, layout: WeightLayout = LAYOUT, timeout_s: float = 8.0) -> PullOrder:
-    """Return a pull order for a published version, from servers each of which holds all of it."""
+    """Return a pull order for a version, from servers each of which holds all of it."""
     return sharded(version, (sources,), layout=layout, timeout_s=timeout_s)
 
 
@@ -97,7 +95,7 @@ def sharded(
     layout: WeightLayout = LAYOUT,
     timeout_s: float = 8.0,
 ) -> PullOrder:
-    """Return a pull order for a published version, from servers each of which holds one shard."""
+    """Return a pull order for a version, from servers each of which holds one shard."""
     ranges = layout.shards(len(sources), bucket_bytes)
     return PullOrder(
         shards=tuple(Shard(urls, tuple(held)) for urls, held in zip(sources, ranges, strict=True)),

@@ -1,6 +1,6 @@
 """`ray_cluster`: a real Ray cluster of two nodes on this machine, for one test, which can lose one of them.
 
-It runs in a separate process, because Ray leaves threads behind; that process ends with the test.
+Ray leaves threads behind, so the cluster has a process of its own, which ends with the test.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class RayCluster:
     process: subprocess.Popen[str]
 
     def lose(self) -> None:
-        """Kill the second node without telling Ray."""
         self._do("lose")
 
     def replace(self) -> None:

@@ -32,7 +32,7 @@ _LOOKS = 6
 
 @dataclass
 class Disk:
-    """A disk that fills up after each checkpoint, and is freed once the trainer pauses for lack of space."""
+    """Fills its disk after each checkpoint, and frees it once the trainer pauses for lack of space."""
 
     checkpoints: Path
     store: CheckpointStore
@@ -44,7 +44,7 @@ class Disk:
     is_full: bool = False
 
     def look(self, controller: Controller) -> bool:
-        """Fill or free the disk, as the run's state requires. Called regularly; returns False: the run continues."""
+        """Fill or free the disk, as the run's state requires; return False, so that the run continues."""
         state = controller.state
         newest = max((int(path.name[5:]) for path in self.store.all()), default=0)
         if not self.is_full and newest > self.made and len(self.pauses) < self.rounds:
@@ -71,7 +71,6 @@ def damage(path: Path) -> CheckpointError | None:
 
 
 async def main(directory: Path, rounds: int) -> dict[str, Any]:
-    """Run until the run has ended; return the report on it."""
     model = model_in(directory / "model")
     controller = new_controller(steps=10 * (rounds + 2))
     # A low rate, so that the answers of a group still differ at the end; groups of equal answers would be filtered.

@@ -3,7 +3,7 @@
     python -m tests.fakes.saving_process DIRECTORY       a line on stdin: fork, and answer with the child's pid;
                                                          another line: the child has been killed, collect it
 
-Forking saves each of hundreds of trainers the second that its imports would take.
+Forking saves each of hundreds of trainers a second of imports.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PADDING = 2**18
 
 
 def store_in(directory: Path) -> tuple[CheckpointStore, CheckpointCopies]:
-    """Return the checkpoints of a run in `directory`, and their copies next to it."""
+    """Return a run's checkpoints in `directory`, and their copies next to it."""
     (directory / "recipe.toml").touch()
     copies = CheckpointCopies(
         f"file://{directory}/location", retention=Retention(2), run_files=(directory / "recipe.toml",)
@@ -42,7 +42,6 @@ def save_on(directory: Path) -> None:
 
 
 def main() -> None:
-    """Fork a child for each line on stdin, or collect it, as the module describes."""
     directory = Path(sys.argv[1])
     model_directory(directory / "model")
     for _ in sys.stdin:

@@ -1,9 +1,9 @@
 """`ScriptedEngine`: the smallest engine that keeps the inference contract; with a `Fault` it breaks one promise.
 
 The model is a table of 32 next-token distributions (float32) and a bias. Token i is the character of code 97 + i; token
-0 ends an answer. A prompt's tokens forget most of its text, so a call is recognised only if a prompt has shown it. The
-engine decodes on the event loop, one step per `step_s` seconds; sequences are independent. The conformance kit must
-accept it without a fault, and reject it with any fault.
+0 ends an answer. A prompt's tokens lose most of its text, so a call is recognised only if a prompt has shown it. The
+engine decodes on the event loop, one step per `step_s` seconds. The conformance kit must accept it without a fault, and
+reject it with any fault.
 
     python -m tests.fakes.scripted_engine [fault [step_s]]      prints its port, serves until it is killed
 """
@@ -129,7 +129,7 @@ class _Pull:
 
 @final
 class ScriptedEngine:
-    """Satisfies `Engine`, and `WeightTarget`, so that the real receiver is used."""
+    """Satisfies `Engine`, and also `WeightTarget`, so that the real receiver is used."""
 
     def __init__(self, fault: Fault = Fault.NONE, *, step_s: float = 0.0005, token: str | None = None) -> None:
         self._fault = fault
@@ -240,7 +240,7 @@ class ScriptedEngine:
         return prompt, [self._begun(request, prompt, prefix, seed, limit) for prefix in prefixes], limit
 
     def _rendered(self, request: ChatCompletionRequest) -> list[int]:
-        """Return the tokens of the prompt: the tools' descriptions, and the messages; token 0 ends an answer."""
+        """Return the prompt's tokens: the tools' descriptions, then the messages; token 0 ends an answer."""
         if request.prompt and self._fault is not Fault.IGNORES_TEXT:
             return _encoded(request.prompt)
         text = "".join(tool.function.description or "" for tool in self._offered(request))
@@ -277,7 +277,6 @@ class ScriptedEngine:
         return () if is_off else request.tools or ()
 
     def _message(self, request: ChatCompletionRequest, sample: _Sample) -> AssistantMessage:
-        """Return the answer so far, with its call if it is one."""
         tokens = tuple(token for token in [*sample.prefix, *sample.tokens] if token)
         call = self._calls.get(tokens) if self._offered(request) or self._fault is Fault.CALLS_UNOFFERED else None
         if call is None or self._fault is Fault.LEAVES_CALLS_IN_TEXT:
@@ -596,7 +595,6 @@ class Forgives:
 
 
 def application(fault: Fault = Fault.NONE, *, token: str | None = None, step_s: float = 0.0005) -> Any:
-    """Return the server over a scripted engine."""
     app = create_app(ScriptedEngine(fault, step_s=step_s, token=token), token=token)
     if fault is Fault.DROPS_UNKNOWN_FIELDS:
         app.add_middleware(Forgives, mends=_known_fields)

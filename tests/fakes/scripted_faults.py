@@ -1,4 +1,4 @@
-"""`Fault`: promises of the inference contract that a `ScriptedEngine` can break."""
+"""`Fault`: the promises of the inference contract that a `ScriptedEngine` can break."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from enum import StrEnum
 
 
 class Fault(StrEnum):
-    """A promise of the contract that the engine breaks."""
-
     NONE = "none"
     ACCEPTS_OLDER = "accepts_older"
     ACCEPTS_ANY_LAYOUT = "accepts_any_layout"

@@ -1,10 +1,8 @@
-"""A scripted judge that can be deceived: it reads the prompt like a good model, and obeys any text that is not quoted
-data.
+"""A scripted judge that obeys any text of its prompt that is not quoted data.
 
-Behind `OpenAIFake` it judges over real HTTP. Its honest score is 9 for an answer that says "Paris", else 2. It obeys a
-demand for a score wherever instructions may be: outside the fences that carry the mark which its system message names.
-If that message names no mark, or the judge is `GULLIBLE`, all text counts as instructions. `ECHO` repeats the answer
-before its score.
+Behind `OpenAIFake` it judges over real HTTP. It gives 9 to an answer that says "Paris", else 2; but it obeys a demand
+for a score outside the fences that carry the mark named by its system message. If that message names no mark, or the
+judge is `GULLIBLE`, no text counts as fenced. `ECHO` repeats the answer before its score.
 """
 
 from __future__ import annotations
@@ -22,8 +20,6 @@ _DEMAND = re.compile(r"\"?score\"?\W{1,6}(?:is |of |must be |to )?10\b|\b10 ?/ ?
 
 
 class Manner(Enum):
-    """The judge's way of reading a prompt."""
-
     CAREFUL = "careful"
     ECHO = "echo"
     GULLIBLE = "gullible"

@@ -1,4 +1,4 @@
-"""Engines behind real HTTP on loopback: on a thread of the test's process, or in a process that can be killed."""
+"""Engines behind real HTTP on loopback, on a thread of this process or in a process that can be killed."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """A verified fake of SGLang's server: its routes, request types and errors, with a Hugging Face model behind them.
 
-Written from SGLang's published sources: `io_struct.py` (request types), `http_server.py` (routes and statuses),
+Written from SGLang's sources: `io_struct.py` (request types), `http_server.py` (routes and statuses),
 `weight_versions.py` (the weights of each token, reported at the end of a sample), `init_custom_process_group` (how a
-server's rank joins). It is stricter than SGLang in rejecting unknown fields instead of dropping them. It is simpler in
-recomputing every sample whole at each step, so that no cache outlives an update, and in having one rank.
-`test_stock_servers` verifies it.
+server's rank joins). It is stricter in rejecting unknown fields, and simpler in having one rank and recomputing every
+sample whole at each step, so that no cache outlives an update. `test_stock_servers` verifies it.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class UpdateWeightVersionReqInput(Closed):
 
 @dataclass
 class Sample:
-    """Fake of `Req` in SGLang's scheduler: a sample in progress."""
+    """A sample in progress: the fake of `Req` in SGLang's scheduler."""
 
     asked: GenerateReqInput
     tokens: list[int] = field(default_factory=list)
@@ -100,7 +99,7 @@ class Sample:
     told: asyncio.Queue[dict[str, Any]] = field(default_factory=asyncio.Queue)
 
     def event(self, version: str) -> dict[str, Any]:
-        """Return the streamed event after a step: everything so far, and the spans once it has ended."""
+        """Return the streamed event after a step: all so far, with the spans once the sample has ended."""
         meta: dict[str, Any] = {
             "id": self.asked.rid,
             "finish_reason": self.finished,
@@ -237,7 +236,6 @@ class SglangServer:
         return _said(True, "Succeeded to initialize custom process group.")
 
     def _joined(self, asked: InitWeightsUpdateGroupReqInput) -> Any:
-        """Run `init_custom_process_group` with rank `rank_offset` + tp_rank."""
         patience = timedelta(seconds=30)
         with self._group_guard:
             meeting = c10d.rendezvous(

@@ -1,7 +1,7 @@
 """`slurm_cluster`: a real Slurm of two nodes on this machine, n1 at 127.0.0.1 and n2 at 127.0.0.2, for one test.
 
-Debian's slurmctld, slurmd and munged write to a folder of the test, and use ports that were free. They run in the
-foreground as children of the test, and are killed when it ends.
+Debian's slurmctld, slurmd and munged write to a folder of the test and use free ports. They run in the foreground as
+children of the test, and are killed when it ends.
 """
 
 from __future__ import annotations
@@ -74,14 +74,13 @@ class SlurmCluster:
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)["JobState"]
 
     def logs(self) -> str:
-        """Return the latest output of the cluster's daemons."""
         logs = sorted(self.folder.glob("*.log"))
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
 
 
 @contextmanager
 def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    """Yield a cluster for the block. On a machine where Slurm cannot run so, skip the test with the reason."""
+    """Yield a cluster for the block; skip the test if Slurm cannot run so on this machine."""
     missing = [name for name in ("slurmctld", "slurmd", "munged", "sbatch", "srun") if shutil.which(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not found: a real Slurm needs Debian's slurmctld, slurmd, munge")

@@ -1,7 +1,6 @@
 """A disk that fills up: a tmpfs of the test, in a mount namespace that ends with the process.
 
-`command(place)` returns a command prefix that makes `place` such a disk for the process it starts; that process calls
-`fill` and `free`. `why_not` gives the reason if mounting is forbidden.
+The process that the prefix `command(place)` starts has such a disk at `place`, and calls `fill` and `free`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ def command(place: Path, *, size: str) -> list[str]:
 
 
 def why_not(place: Path) -> str:
-    """Return why such a disk cannot be made on this machine; empty if it can."""
+    """Return the reason why this machine cannot make such a disk, empty if it can."""
     place.mkdir(parents=True, exist_ok=True)
     try:
         tried = subprocess.run([*command(place, size="64k"), "true"], capture_output=True, text=True, timeout=30)
@@ -31,7 +30,6 @@ def why_not(place: Path) -> str:
 
 
 def fill(place: Path) -> None:
-    """Use all space."""
     with (place / _BALLAST).open("ab", buffering=0) as file:
         try:
             while True:
@@ -41,5 +39,4 @@ def fill(place: Path) -> None:
 
 
 def free(place: Path) -> None:
-    """Free the space that `fill` used."""
     (place / _BALLAST).unlink()

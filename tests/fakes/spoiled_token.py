@@ -29,11 +29,9 @@ def untied(source: Path, target: Path) -> None:
 
 
 async def spoil(engine: BatchingEngine, path: Path, as_bytes: Callable[[torch.nn.Module], Any]) -> None:
-    """Update the engine to weights with a NaN embedding for `SPOILED`. The engine must have started with the `untied`
-    model.
+    """Update an engine of the `untied` model to weights with a NaN embedding for `SPOILED`.
 
-    Everything that attends to that token becomes NaN, and nothing else. The NaN comes by an update, because a model
-    directory with such a value would not load.
+    All that attends to that token becomes NaN, and nothing else. A model directory with such a value would not load.
     """
     model = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
@@ -44,9 +42,7 @@ async def spoil(engine: BatchingEngine, path: Path, as_bytes: Callable[[torch.nn
 
 
 async def refuses_alone(engine: BatchingEngine) -> None:
-    """Assert that a prompt with `SPOILED` is rejected. Prompts in the same batch, and later ones in the same slot, are
-    sampled.
-    """
+    """Assert that a prompt with `SPOILED` is rejected, but its neighbours and the slot's later prompts are sampled."""
 
     def ask(*prompt: int) -> ChatCompletionRequest:
         return ChatCompletionRequest(prompt_token_ids=[*prompt], max_tokens=8, seed=1, return_token_ids=True)

@@ -1,4 +1,4 @@
-"""A stock vLLM server, as users start it, with options for a small machine."""
+"""A stock vLLM server, started as users do, with options for a small machine."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> Non
 
 
 def saying(url: str, section: str, facts: dict[str, Any]) -> FastAPI:
-    """Return a proxy of the server at `url` that reports `facts` in a section of the facts about the server's start."""
+    """Return a proxy of the server at `url` that reports `facts` in a section of its start's facts."""
     app = FastAPI()
 
     @app.get("/version")

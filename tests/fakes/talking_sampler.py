@@ -1,4 +1,4 @@
-"""`TalkingSampler`: answers conversations by a script, with real tokens of a real tokenizer; satisfies `Sampler`."""
+"""`TalkingSampler`: a `Sampler` that answers conversations by a script, with real tokens of a real tokenizer."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ def order(index: int = 0, *, samples: int = 1, max_tokens: int = 16, truth: str 
 
 @final
 class TalkingSampler:
-    """Answers by a script; the version of each answer is one higher than that of the previous. A closed `gate` delays
-    answers.
-    """
+    """Answers by a script, each answer one version higher than the last. A closed `gate` delays answers."""
 
     def __init__(self, script: Script = lambda messages: "a") -> None:
         self.script = script

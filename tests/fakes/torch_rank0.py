@@ -1,7 +1,7 @@
 """Rank 0 of a torch trainer of several processes, driven by a test: `… -m tests.fakes.torch_rank0 JOBS`.
 
-JOBS is a JSON list of (directory, name of a function here, its keyword arguments). The jobs run one after another. Each
-writes its results to found.json in its directory, and arrays to *.npz. `until_lost` reports that it is ready, runs
+JOBS is a JSON list of (directory, name of a function here, its keyword arguments), run one after another. Each job
+writes its results to found.json in its directory, and arrays to *.npz. `until_lost` reports that it is ready, then runs
 until a rank is lost, and prints the error.
 """
 
@@ -38,7 +38,7 @@ def spec_of(model, options, **fields):
 
 
 def kit(directory, *, models, options, names=None):
-    """Return the failed checks of the conformance kit for each model and head, with reasons."""
+    """Return the conformance kit's failed checks for each model and head, with reasons."""
     found = {}
     for model, head in models:
         suite = CHECKS if head == "policy" else VALUE_CHECKS
@@ -58,7 +58,7 @@ def batches(step, parts):
 
 
 def steps(trainer, *, first, count, parts):
-    """Run `count` steps of a fixed run, from step `first` on; return losses, norms and predictions."""
+    """Run `count` steps of a fixed run from step `first`; return losses, norms and predictions."""
     found = {"losses": [], "norms": [], "predictions": []}
     for step in range(first, first + count):
         losses = trainer.backward(batches(step, parts), OBJECTIVE)
@@ -105,7 +105,6 @@ def train_alone(directory, *, options, **given):
 
 
 def begin(directory, *, models, options):
-    """Save the initial weights of each model with each of its heads."""
     for model, head in models:
         trainer = TorchTrainer()
         trainer.init_worker(spec_of(model, options, head=Head(head)))
@@ -115,7 +114,7 @@ def begin(directory, *, models, options):
 
 
 def refused(directory, *, model, options, restore_from):
-    """Save the error with which a state is rejected whose last shard is truncated."""
+    """Save the error that rejects a state whose last shard is truncated."""
     state = shutil.copytree(restore_from, directory / "state")
     shard = max((state / "shards").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -127,7 +126,6 @@ def refused(directory, *, model, options, restore_from):
 
 
 def resave(directory, *, model, options, restore_from):
-    """Load a state and save it again."""
     trainer = TorchTrainer()
     trainer.init_worker(spec_of(model, options, restore_from=Path(restore_from)))
     (directory / "state").mkdir(parents=True)
@@ -137,7 +135,6 @@ def resave(directory, *, model, options, restore_from):
 
 
 def show(directory, *, model, options, parts=5):
-    """Save the gradient of the first step."""
     trainer = TorchTrainer()
     trainer.init_worker(replace(spec_of(model, options), optimizer=OptimizerSpec(eps=1.0, grad_clip=0.0)))
     np.savez(directory / "gradient.npz", **gradient(trainer, parts=parts))
@@ -159,7 +156,7 @@ def groups(number):
 
 
 def epochs(directory, *, model, options, batches=3):
-    """Train on batches of six optimizer steps each; save the results of each batch, and the final weights."""
+    """Train on batches of six optimizer steps; save the results of each batch, and the final weights."""
     trainer, told = TorchTrainer(), []
     trainer.init_worker(replace(spec_of(model, options), optimizer=OptimizerSpec(eps=1e-3)))
     step, mini_batching = (
@@ -199,9 +196,7 @@ def reads(directory, *, model, options, times):
 
 
 def mixture(directory, *, model, options, count=2):
-    """Train a mixture of experts with replayed routing; also save the model's own choice of experts for the last
-    step.
-    """
+    """Train a mixture with replayed routing; also save the model's own choice of experts for the last step."""
     trainer, found = TorchTrainer(), {"losses": [], "predictions": []}
     trainer.init_worker(spec_of(model, options))
     for step in range(count):
@@ -225,7 +220,6 @@ def _routing(batch, step, number):
 
 
 def until_lost(directory, *, model, options):
-    """Run backward passes until one fails, because a rank was lost."""
     trainer = TorchTrainer()
     trainer.init_worker(spec_of(model, options))
     trainer.forward(batches(0, 3))

@@ -1,4 +1,4 @@
-"""A tracker whose event files lie on a disk that is full at first, and has space once the tracker has failed.
+"""A tracker whose event files lie on a disk that is full until the tracker has failed.
 
 python -m tests.fakes.track_on_small_disk RUN       RUN/disk is a small disk; prints one JSON object
 """
@@ -18,7 +18,7 @@ from tests.observability.trackers.event_files import series
 
 
 def main(run_dir: Path) -> None:
-    """Fill the disk, run a tracker, and free space once it has failed; print the final event files as JSON."""
+    """Fill the disk, free it once a tracker has failed, and print the final event files as JSON."""
     disk, board, stop = run_dir / "disk", run_dir / "disk" / "board", threading.Event()
     board.mkdir()
     fill(disk)

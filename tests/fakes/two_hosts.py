@@ -1,7 +1,7 @@
 """`two_hosts`: two machines as far as their networks go, each with its own loopback and a cable between them.
 
-They are Linux network namespaces within a user namespace. This needs no privilege if the kernel allows users to create
-user namespaces. A server on the loopback of one host is unreachable from the other.
+They are Linux network namespaces within a user namespace, which needs no privilege if the kernel allows it. A server on
+the loopback of one host is unreachable from the other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class Host:
     enter: tuple[str, ...]
 
     def run(self, *words: str) -> str:
-        """Run a command on this host; return its output."""
         done = subprocess.run([*self.enter, *words], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
         assert done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -35,7 +34,7 @@ class Host:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Yield both hosts for the block. On a machine that forbids the namespaces, skip the test with the reason."""
+    """Yield both hosts for the block; skip the test if this machine forbids the namespaces."""
     missing = [program for program in ("unshare", "nsenter", "ip") if shutil.which(program) is None]
     if missing:
         pytest.skip(f"two hosts need {', '.join(missing)} (util-linux, iproute2)")
@@ -51,7 +50,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 
 def _namespace(stack: ExitStack, make: Sequence[str]) -> tuple[str, ...]:
-    """Start a namespace with the command `make`; return the command prefix that enters it. It ends with the block."""
+    """Start a namespace with `make`, until the block ends; return the command prefix that enters it."""
     process = stack.enter_context(subprocess.Popen([*make, "sleep", "3600"], stderr=subprocess.PIPE, text=True))
     stack.callback(process.kill)
     deadline = time.monotonic() + PATIENCE_S

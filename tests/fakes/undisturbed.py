@@ -1,9 +1,9 @@
 """`undisturbed`: a lockstep run that ended normally, which every disturbed run must equal bit by bit.
 
-There are two: a run of the shipped model, trained with torch, and a run of the bigram model, for tests of a run's
-processes. Each is made once, by the first test process that needs it; other test processes wait for it. In lockstep,
-with the ratio over recomputed log-probs, a run on a CPU is a function of its seed. (The sampler's log-probs depend in
-their last bit on the other sequences of the forward pass, hence `over = old`.)
+One run trains the shipped model with torch; another trains the bigram model, for tests of a run's processes. Each is
+made by the first test process that needs it; other test processes wait. In lockstep, with the ratio over recomputed
+log-probs, a run on a CPU is a function of its seed. (The last bits of the sampler's log-probs depend on the other
+sequences of the forward pass, hence `over = old`.)
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class Kind(StrEnum):
     BIGRAM = "bigram"
 
     def arguments(self, directory: Path) -> list[str]:
-        """Return the arguments of a lockstep run in `directory`."""
         if self is Kind.BIGRAM:  # it is slow enough to be disturbed before it ends
             return light_run(directory, *LOCKSTEP, walking=True)
         return new_run(directory, *LOCKSTEP)

@@ -1,6 +1,4 @@
-"""Checks of a weight update that arrives while a group is sampled: which weights sampled each token, in any array
-library.
-"""
+"""Checks of a weight update during sampling, in any array library: which weights sampled each token."""
 
 from __future__ import annotations
 
@@ -32,11 +30,12 @@ async def samples_across_an_update(
     tolerance: float,
     as_bytes: Callable[[torch.nn.Module], Any],
 ) -> None:
-    """Fail unless the old model samples each token before the switch, and with a recomputed cache the new model each
-    token after it.
+    """Assert that the old weights sample every token before the switch, and the new weights every later one.
+
+    If the cache is not recomputed, the later log-probs must only differ from the new model's.
 
     Args:
-        factor: ratio of the new model's weights to those of the engine's model, which is in `model_path`.
+        factor: ratio of the new model's weights to those in `model_path`, which the engine serves.
         tolerance: of log-probs.
         as_bytes: converts a model's parameters to the bytes of `staging`.
     """

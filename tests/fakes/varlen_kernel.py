@@ -1,7 +1,6 @@
-"""The varlen attention kernel for a CPU, written from its definition segment by segment. It rejects what the kernel
-rejects.
+"""The varlen attention kernel on a CPU, segment by segment; it rejects all that the kernel rejects.
 
-`test_varlen.py` compares it with torch's own attention, segment by segment.
+`test_varlen.py` compares it with torch's own attention.
 """
 
 from __future__ import annotations

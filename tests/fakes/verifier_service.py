@@ -1,4 +1,4 @@
-"""A real verifier service for tests, in the test's process or in a process that can be killed.
+"""A real verifier service, in this process or in one that can be killed.
 
 python -m tests.fakes.verifier_service domain [port]      prints its port, serves until it is killed
 """
@@ -24,7 +24,7 @@ TOKEN = "secret"
 
 
 def echoed(completion: str, answer: str) -> float:
-    """Return 1 if the completion is the ground truth, after a pause in which the service may be killed."""
+    """Return 1 if the completion is the ground truth, after a pause in which the process may be killed."""
     time.sleep(0.03)
     return float(completion == answer)
 
@@ -45,7 +45,7 @@ def service(domains: Mapping[str, ServedDomain] | None = None, **settings: Any) 
 
 
 def lease(url: str, *, life: str = "1", domains: tuple[str, ...] = ("words",), rules: str = RULES) -> VerifierLease:
-    """Return the lease of a service at `url`, as the controller keeps it."""
+    """Return a service's lease, as the controller keeps it."""
     return VerifierLease(url=url, incarnation=f"{url} {life}", domains=dict.fromkeys(domains, rules))
 
 

@@ -1,12 +1,11 @@
-"""An engine whose every weight equals its version, so that each token shows which weights sampled it; and many such
-engines.
+"""Engines whose every weight equals its version, so that each token shows which weights sampled it.
 
-It is the real `BatchingEngine` over a model of 24 tensors. A token's id is the smallest weight; its log-prob is the
-distance of the largest weight above the smallest: 0, unless weights of versions are mixed.
+Each is the real `BatchingEngine` over 24 tensors. A token's id is the smallest weight; its log-prob is the smallest
+minus the largest: 0, unless weights of versions are mixed.
 
     python -m tests.fakes.version_engine      for each line read, forks an engine and prints its pid and port
 
-A `Nursery` runs that process. It has imported everything, so that an engine starts at once and tests can kill hundreds.
+A `Nursery` runs that process, which has imported everything: an engine starts at once, and tests can kill hundreds.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ def application(*, token: str | None = None) -> Any:
 
 @final
 class Nursery:
-    """Engines in separate processes, all of which are killed at the end of the `with` block."""
+    """Engines in separate processes, killed at the end of the `with` block."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -177,15 +176,12 @@ class Nursery:
         return url
 
     def kill(self, url: str) -> None:
-        """Kill the engine with SIGKILL."""
         os.kill(self.pids.pop(url), signal.SIGKILL)
 
     def freeze(self, url: str) -> None:
-        """Suspend the engine until `thaw`."""
         os.kill(self.pids[url], signal.SIGSTOP)
 
     def thaw(self, url: str) -> None:
-        """Resume the suspended engine."""
         os.kill(self.pids[url], signal.SIGCONT)
 
 

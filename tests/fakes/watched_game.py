@@ -1,7 +1,6 @@
 """`play`: the game of `examples/guess_letter` with pauses before its turns; a test can see which process plays it.
 
-Each open episode has a file in `directory`, named by the process that plays it. The file stays if the process is
-killed.
+Each open episode has a file in `directory`, named by the process that plays it, which stays if that process is killed.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ _numbers = count()
 
 @cache
 def example() -> ModuleType:
-    """Return the example's module."""
     spec = importlib.util.spec_from_file_location("game", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -39,8 +37,6 @@ def example() -> ModuleType:
 
 @final
 class _Unhurried:
-    """A client that waits before each request."""
-
     def __init__(self, client: Any, pauses: Generator, longest_s: float) -> None:
         self._client = client
         self._pauses = pauses
@@ -52,7 +48,7 @@ class _Unhurried:
 
 
 async def play(task: Task, client: Any, *, directory: str, longest_pause_s: float) -> float:
-    """Play one episode, visibly."""
+    """Play one episode, visible as a file."""
     file = Path(directory) / f"{os.getpid()}.{next(_numbers)}"
     file.touch()
     try:

@@ -1,8 +1,7 @@
 """`Cluster`: the real roles of a small run, each in a process that can be killed and restarted at once.
 
-The processes are forked from one process that has imported everything, so that a kill and restart costs a fraction of a
-second. Everything else is real: an embedded server with `appendfsync everysec`, HTTP, gloo, checkpoints on disk. The
-model is an untrained bigram table, and a coin decides which texts are right.
+The processes are forked from one that has imported everything, so a restart takes a fraction of a second. Streams
+(`appendfsync everysec`), HTTP, gloo and checkpoints are real; the model is an untrained bigram, judged by a coin.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _FORKS.set_forkserver_preload(["tests.faults.role_process"])
 
 @cache
 def model() -> Path:
-    """Return a bigram model for which all texts are equally likely, built once per process."""
+    """Return a bigram model that finds all texts equally likely; it is built once per process."""
     path = Path(mkdtemp(prefix="uniform-bigram-"))
     tokenizer = char_tokenizer(alphabet="0123456789+= ")
     BigramModel.random(len(tokenizer), seed=0, scale=0.0).save(path)
@@ -46,9 +45,7 @@ def model() -> Path:
 
 
 def recipe(seed: int) -> dict[str, Any]:
-    """Return the recipe of a run that continues until it is stopped. A step trains four groups; every other step is
-    checkpointed.
-    """
+    """Return the recipe of a run without end: four groups per step, a checkpoint every other step."""
     return {
         "run": {"name": "chaos", "seed": seed, "steps": 100_000},
         "model": {"path": str(model())},
@@ -69,7 +66,7 @@ def recipe(seed: int) -> dict[str, Any]:
 
 @final
 class Cluster:
-    """The roles of one run; made by `running`."""
+    """The roles of one run; create it with `running`."""
 
     def __init__(self, directory: Path, *, recipe: Mapping[str, Any], mutant: str, engines: Sequence[str]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -95,10 +92,9 @@ class Cluster:
         self.fuses = {name: Fuse(seat.fuse) for name, seat in self.seats.items()}
         self.processes: dict[str, Any] = {}
         self.supervised: set[str] = set()
-        """Roles that are started again when they end with status 1, as the launcher does."""
+        """Roles that are restarted when they end with status 1, as the launcher does."""
 
     def begin(self) -> None:
-        """Start every role."""
         self.start("controller")
         self.until(lambda: not is_free(self._controller), "the controller to listen")
         for name in self.seats:
@@ -106,9 +102,7 @@ class Cluster:
                 self.start(name)
 
     def start(self, name: str, *, stopped_at: str = "") -> None:
-        """Start the role's process, which must not be alive. With `stopped_at`, the process stops itself (SIGSTOP) at
-        that operation.
-        """
+        """Start the role's process, which must not be alive; with `stopped_at`, it stops itself (SIGSTOP) there."""
         self.fuses[name].put_out()
         if stopped_at:
             self.fuses[name].light(stopped_at, 0, signal.SIGSTOP)
@@ -116,9 +110,7 @@ class Cluster:
         self.processes[name].start()
 
     def kill(self, name: str, *, operation: str, points: int, grace_s: float) -> bool:
-        """Let the process kill itself (`kill -9`) at the given point of `operation`, or kill it after `grace_s`; return
-        whether it reached the point.
-        """
+        """Kill the process at this point of `operation`, or after `grace_s`; return True if it reached the point."""
         process = self.processes[name]
         self.fuses[name].light(operation, points)
         process.join(grace_s)
@@ -128,11 +120,7 @@ class Cluster:
         return reached
 
     def kill_server(self) -> list[dict[str, Any]]:
-        """`kill -9` the stream server and restart it on the same files; return the groups whose appends it had
-        acknowledged.
-
-        They are read from the witness files while the server is down, when no client gets an answer.
-        """
+        """Kill and restart the stream server; return the groups acknowledged before, read while it is down."""
         os.kill(self.server.pid, signal.SIGKILL)
         os.waitid(os.P_PID, self.server.pid, os.WEXITED | os.WNOWAIT)
         made = self.witnessed("made")
@@ -140,7 +128,7 @@ class Cluster:
         return made
 
     def events(self, kind: str = "") -> list[Event]:
-        """Return the event log so far."""
+        """Return the events so far, of this kind or of all kinds."""
         path = self.directory / "events.jsonl"
         return [event for event in (read_events(path) if path.is_file() else []) if kind in ("", event["kind"])]
 
@@ -150,7 +138,6 @@ class Cluster:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
     def served_weights(self) -> tuple[int, int]:
-        """Return the (epoch, version) that the engine serves now."""
         url = f"http://127.0.0.1:{self.seats['engine'].port}/health"
         answer = httpx.get(url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S).raise_for_status()
         return answer.json()["epoch"], answer.json()["model_version"]
@@ -163,9 +150,7 @@ class Cluster:
         timeout_s: float = PATIENCE_S,
         statuses: Collection[int] = (),
     ) -> None:
-        """Wait until `reached` returns true. On a timeout, or if a role has ended with a status that is not among
-        `statuses`, raise AssertionError with the roles' logs.
-        """
+        """Wait until `reached` returns true; fail on a timeout, or if a role's status is not in `statuses`."""
         deadline = time.monotonic() + timeout_s
         while not reached():
             for name in self.supervised:
@@ -178,12 +163,10 @@ class Cluster:
             time.sleep(0.01)
 
     def story(self) -> str:
-        """Return the last lines of every log."""
         logs = sorted(self.directory.glob("*.log"))
         return "\n".join(f"--- {log.name}\n" + "\n".join(log.read_text().splitlines()[-12:]) for log in logs)
 
     def end(self) -> None:
-        """Kill the remaining processes."""
         for process in self.processes.values():
             process.kill()
             process.join()
@@ -194,10 +177,7 @@ class Cluster:
 def running(
     directory: Path, *, seed: int, mutant: str = "", engines: Sequence[str] = ("engine",), **sections: Any
 ) -> Iterator[Cluster]:
-    """Yield a running cluster; all of its processes are dead afterwards.
-
-    With `mutant`, a flawed design replaces that of its role. `sections` replace those of `recipe`.
-    """
+    """Yield a running cluster; `mutant` is the flawed design of a role, and `sections` replace those of `recipe`."""
     cluster = Cluster(directory, recipe=recipe(seed) | sections, mutant=mutant, engines=engines)
     try:
         cluster.begin()

@@ -1,18 +1,18 @@
 """One role of a run in its own process, which can kill itself at a chosen point, and its witness files.
 
-The role, its streams and its recipe are real. `Mortal` is a stream that wraps the real one: before and after each
-operation the process passes a point at which its `Fuse` may send it a signal, `kill -9` or `kill -STOP`. There are such
-points around each phase of a weight update, each checkpoint, and a trainer's claim to the checkpoint directory. Witness
-files record events and survive the process:
+The role, its streams and its recipe are real. `Mortal` wraps the real stream: before and after each operation, the
+process passes a point at which its `Fuse` may send it SIGKILL or SIGSTOP. Such points also surround each phase of a
+weight update, each checkpoint, and a trainer's claim to the checkpoint directory. Witness files record events and
+survive the process:
 
-    made.jsonl      a group was appended and the server has answered: its actor may rely on it from here on
+    made.jsonl      a group was appended and acknowledged by the server: its actor may rely on it from here on
     groups/         the payload of each such group, which the trainer may have trimmed from its stream
-    trained.jsonl   a step is about to be reported, with its groups and the numbers of its tokens: those sampled in
-                    rollouts that learn, and those in the loss
+    trained.jsonl   a step is about to be reported, with its groups, and its numbers of tokens: those sampled in trained
+                    rollouts, and those in the loss
     published/      the weights of each (epoch, version), written before they leave the trainer
-    trimmed.jsonl   a stream was trimmed and the server has answered, and when the request was about to be sent
+    trimmed.jsonl   the server has trimmed a stream; with the time just before the request
 
-`MUTANTS` are flawed designs that look right; each can replace the trainer's design.
+`MUTANTS` are flawed designs that look right; each can replace the design of its role.
 """
 
 from __future__ import annotations
@@ -60,8 +60,6 @@ TOKEN = "of this test"
 
 @final
 class Coin:
-    """A verifier that accepts half of all texts."""
-
     async def verify(self, problem: Problem, text: str) -> Verdict:
         right = bool(crc32(text.encode()) & 1)
         return Verdict(outcome=Outcome.CORRECT if right else Outcome.WRONG, reward=float(right))
@@ -72,9 +70,7 @@ registry.VERIFIERS[VERIFIER] = registry.RegistryEntry(f"{__name__}:Coin")  # typ
 
 @final
 class Fuse:
-    """Three bytes shared by two processes: the operation at which the signal is sent, the number of points until then,
-    and the signal.
-    """
+    """Three bytes shared by two processes: an operation, the number of points until the signal, and the signal."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +80,7 @@ class Fuse:
             self._shared = mmap.mmap(file.fileno(), 3)
 
     def light(self, operation: str, points: int, number: signal.Signals = signal.SIGKILL) -> None:
-        """Make the process send itself the signal at the operation, after `points` further points."""
+        """Make the process send itself the signal at `operation`, after `points` further points."""
         self._shared[1] = points
         self._shared[2] = number
         self._shared[0] = OPERATIONS.index(operation)
@@ -96,7 +92,7 @@ class Fuse:
         if self._shared[0] and OPERATIONS[self._shared[0]] == operation:
             if self._shared[1] == 0:
                 self.put_out()
-                # A signal to the whole process could reach another thread, while this thread continues for a moment.
+                # A signal to the whole process could reach another thread while this one continues for a moment.
                 signal.pthread_kill(threading.get_ident(), self._shared[2])
                 return
             self._shared[1] -= 1
@@ -104,7 +100,7 @@ class Fuse:
 
 @dataclass(frozen=True, slots=True)
 class GroupEndpoint:
-    """The parameters of a role's process: role, name, recipe, addresses, and the mutant that it runs."""
+    """The parameters of a role's process."""
 
     role: str
     name: str
@@ -121,7 +117,7 @@ class GroupEndpoint:
 
 
 def fingerprint(group: RolloutGroup) -> str:
-    """Return a fingerprint of one copy of an order's group, from its samples and the weights that sampled them."""
+    """Return a fingerprint of a group, from its samples and the versions that sampled them."""
     digest = hashlib.blake2b(digest_size=12)
     for rollout in group.rollouts:
         digest.update(f"{rollout.epoch}.{rollout.oldest_version}.{rollout.newest_version}".encode())
@@ -132,7 +128,7 @@ def fingerprint(group: RolloutGroup) -> str:
 
 @final
 class Witness:
-    """Writes lines to the witness files; written lines survive the process."""
+    """Writer of the witness files."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -182,7 +178,7 @@ class Witness:
 
 @final
 class Mortal:
-    """A stream that may kill its own process before and after each operation."""
+    """A stream that may signal its own process before and after each operation."""
 
     def __init__(self, inner: Stream, fuse: Fuse, witness: Witness) -> None:
         self._inner = inner
@@ -218,11 +214,9 @@ class Mortal:
 
 @final
 class SharedReader:
-    """A reader of rollouts for the wrong trainers: it reads through a consumer group instead of the checkpoint's
-    offset.
+    """A rollout reader for the flawed trainers: a consumer group takes the place of the checkpoint's offset.
 
-    With `early`, entries are acknowledged when they are handed out, so they are lost if the trainer dies. Otherwise
-    they are acknowledged when a checkpoint contains them, and are handed out again if the trainer dies before that.
+    Entries are acknowledged when they are read (`early`), or when a checkpoint contains them.
     """
 
     early = True
@@ -269,19 +263,19 @@ def acknowledge_before_training() -> None:
 
 
 def acknowledge_after_checkpoint() -> None:
-    """Install a mutant: it acknowledges after a checkpoint, and keeps no record of ended orders."""
+    """Install a mutant that acknowledges after a checkpoint and keeps no record of ended orders."""
     SharedReader.early = False
     loop.RolloutReader = SharedReader  # type: ignore[misc,assignment]
     admission.ConsumedLedger.has = lambda self, index: False  # type: ignore[method-assign]
 
 
 def claim_nothing() -> None:
-    """Install a mutant: it puts checkpoints in place without a claim to the directory."""
+    """Install a mutant that writes checkpoints without a claim to the directory."""
     checkpoint_fence.CheckpointFence.check = lambda self, epoch: None  # type: ignore[method-assign]
 
 
 def name_the_newest_version() -> None:
-    """Install a mutant: each answer is said to be sampled by the last weights that had a part in it."""
+    """Install a mutant that names the newest version as the one that sampled the whole answer."""
     honest = episode._turn
 
     def turn(choice: Any, context: Any) -> Turn:
@@ -291,7 +285,7 @@ def name_the_newest_version() -> None:
     episode._turn = turn
 
 
-#: By name, the role whose design a mutant replaces, and the function that installs it.
+#: For each mutant, the role whose design it replaces, and the function that installs it.
 MUTANTS: Mapping[str, tuple[str, Callable[[], None]]] = {
     "": ("", lambda: None),
     "unfenced": ("trainer", claim_nothing),
@@ -302,7 +296,7 @@ MUTANTS: Mapping[str, tuple[str, Callable[[], None]]] = {
 
 
 async def control(identity: process.Identity) -> None:
-    """Run the controller. It continues where the previous controller died, as after a restart by the launcher."""
+    """Run the controller; it continues where the previous one died, as after a restart by the launcher."""
     died_before = (identity.run_dir / "events.jsonl").exists()
     await controller_role.run(identity, start=Start.FROM_JOURNAL if died_before else Start.AFRESH)
 
@@ -316,7 +310,7 @@ ROLES: Mapping[str, Any] = {
 
 
 def play_role(seat: GroupEndpoint) -> None:
-    """Run the whole life of one process."""
+    """Run one role's process, with its fuse and witness."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no child outlives the process that forked it
     log = os.open(seat.run_dir / f"{seat.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)

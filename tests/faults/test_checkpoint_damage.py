@@ -20,7 +20,7 @@ DAMAGES = 1000
 
 
 def damages(files: dict[str, bytes], *, seed: int) -> Iterator[tuple[str, str, bytes]]:
-    """Yield (description, file, damaged bytes). Two of three damages flip a bit, the third truncates the file."""
+    """Yield (description, file, damaged bytes): two of three damages flip a bit, the third truncates the file."""
     source = rng.generator(seed, "damages")
     names = sorted(files)
     for _ in range(DAMAGES):
@@ -54,7 +54,7 @@ def missed(
     return unseen
 
 
-def test_damage_in_a_checkpoint_directory_is_detected(tmp_path: Path) -> None:
+def test_any_bit_flip_or_truncation_in_a_checkpoint_directory_is_detected(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=model_directory(tmp_path / "model"))
     path = save(store, 7)
     files = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
@@ -63,7 +63,7 @@ def test_damage_in_a_checkpoint_directory_is_detected(tmp_path: Path) -> None:
     assert load(path) == state_of(7)
 
 
-def test_damage_in_a_remote_checkpoint_copy_is_detected(tmp_path: Path) -> None:
+def test_any_bit_flip_or_truncation_in_a_remote_checkpoint_copy_is_detected(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text("name = 'x'\n")
     copies = CheckpointCopies(
         f"memory://{tmp_path.name}/copies", retention=Retention(1), run_files=(tmp_path / "recipe.toml",)

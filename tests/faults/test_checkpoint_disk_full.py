@@ -21,7 +21,7 @@ SEED = 0
 
 
 def run_on_small_disk(directory: Path, *, rounds: int) -> dict[str, Any]:
-    """Run a whole run whose checkpoint disk becomes full `rounds` times; return the run's final report."""
+    """Perform a run whose checkpoint disk becomes full `rounds` times; return its final report."""
     checkpoints = directory / "checkpoints"
     if reason := small_disk.why_not(checkpoints):
         pytest.skip(f"no small disk may be mounted here ({reason}); the test of a file size limit stands in for it")
@@ -55,12 +55,12 @@ def test_run_pauses_while_the_disk_is_full_and_continues(tmp_path: Path) -> None
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("run", range(10))
-def test_run_survives_a_disk_that_is_full_20_times(tmp_path: Path, run: int) -> None:
+def test_run_survives_a_disk_that_becomes_full_repeatedly(tmp_path: Path, run: int) -> None:
     assert_paused_and_went_on(run_on_small_disk(tmp_path / str(run), rounds=2), rounds=2)
 
 
-def test_earlier_checkpoints_survive_a_full_disk_at_any_byte(tmp_path: Path) -> None:
-    """The disk is simulated by a limit on file sizes, set to twenty places within a checkpoint."""
+def test_earlier_checkpoints_survive_a_disk_that_is_full_at_any_byte_of_a_save(tmp_path: Path) -> None:
+    """A limit on file sizes, at twenty places within a checkpoint, simulates the disk."""
     store = CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model_directory(tmp_path / "model"))
     padding = 2**16
     save(store, 1, padding=padding)

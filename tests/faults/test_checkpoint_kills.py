@@ -48,9 +48,7 @@ def answer(process: subprocess.Popen[str]) -> str:
 
 
 def kill_while_saving(directory: Path, *, kills: int, seed: int) -> None:
-    """Let one trainer after another save for a random time, enough for none to a few checkpoints, then send it
-    SIGKILL.
-    """
+    """Let one trainer after another save for a random time, enough for zero to three checkpoints, then kill it."""
     directory.mkdir(parents=True)
     waits = rng.generator(seed, "kills").uniform(0.0, 3.0, kills)
     with nursery(directory) as process:
@@ -72,7 +70,7 @@ def kill_while_saving(directory: Path, *, kills: int, seed: int) -> None:
 
 
 def seconds_per_checkpoint(store: CheckpointStore) -> float:
-    """Return the seconds that a checkpoint takes now, measured from the first to the third."""
+    """Return the seconds per checkpoint on this machine, measured from the first to the third."""
     seen: dict[int, float] = {}
     deadline = time.monotonic() + DEADLINE_S
     while 3 not in seen:
@@ -84,10 +82,7 @@ def seconds_per_checkpoint(store: CheckpointStore) -> float:
 
 
 def newest_whole(directory: Path, into: Path) -> int:
-    """Return the newest version, after checks of every checkpoint and of the newest remote copy.
-
-    Each must be complete and of one version.
-    """
+    """Return the newest version; assert that all checkpoints and the newest copy are whole, each of one version."""
     store, copies = store_in(directory)
     for path in store.all():
         state = load(path)  # raises if the checkpoint cannot be loaded
@@ -100,11 +95,11 @@ def newest_whole(directory: Path, into: Path) -> int:
     return found[1].model_version if found else 0
 
 
-def test_trainers_killed_while_saving_leave_complete_checkpoints(tmp_path: Path) -> None:
+def test_trainer_killed_while_saving_leaves_only_complete_checkpoints(tmp_path: Path) -> None:
     kill_while_saving(tmp_path / "run", kills=25, seed=SEED)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-def test_200_trainers_killed_while_saving_leave_complete_checkpoints(tmp_path: Path) -> None:
+def test_two_hundred_trainers_killed_while_saving_leave_only_complete_checkpoints(tmp_path: Path) -> None:
     kill_while_saving(tmp_path / "run", kills=200, seed=SEED + 1)

@@ -1,9 +1,8 @@
 """Every prompt order is trained exactly once, whatever dies; two plausible but wrong trainers are caught.
 
-A toy pipeline over the real streams and records. An actor claims orders, appends a group for each order under an id
-that it chooses, then acknowledges the order. A trainer's effects (the groups that its weights have seen) are saved in
-checkpoints; effects after the last checkpoint are lost when it dies. Deaths are exceptions at named points, drawn from
-a seed, and `kill -9` of a real server.
+This is a toy pipeline over the real streams. An actor claims orders, appends a group per order under an id that it
+chooses, then acknowledges the order. A trainer saves the groups that its weights have seen in checkpoints; later
+effects are lost when it dies. Deaths are exceptions at points drawn from a seed, and `kill -9` of a real server.
 
     by offset                  read after the checkpoint's offset ─ drop duplicates ─ train ─ checkpoint      right
     ack before training        claim ─ acknowledge ─ train ─ checkpoint                                       loses
@@ -37,18 +36,15 @@ IDLE_S = 0.05
 
 
 class Death(Exception):
-    """Raised where a process dies."""
+    """The death of a process."""
 
 
-#: On any machine, this many empty polls in a row take longer than the time until an unacknowledged entry can be claimed
-#: again.
+#: This many empty polls in a row take longer than the time until an unacknowledged entry can be claimed again.
 QUIET_POLLS = 15
 
 
 class Fate:
-    """Decides when a role dies: at each point with probability 0.1, while deaths are left. Counts empty polls as
-    well.
-    """
+    """Decides when a role dies (at each point with probability 0.1, while deaths are left), and counts empty polls."""
 
     def __init__(self, seed: int, role: str, deaths: int) -> None:
         self._random = generator(seed, "fate", role)
@@ -71,9 +67,7 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The state of a trainer that survives its death: the groups that its weights have seen, in order, and the stream
-    offset to read from next.
-    """
+    """A trainer's checkpoint: the groups that its weights have seen, in order, and the offset to read from next."""
 
     trained: tuple[str, ...] = ()
     offset: str = START
@@ -82,7 +76,7 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class Disk:
-    """Holds the newest checkpoint; it is replaced atomically."""
+    """The newest checkpoint, replaced atomically."""
 
     checkpoint: Checkpoint = Checkpoint()
 
@@ -103,9 +97,7 @@ def group_of(order_id: str) -> RolloutGroup:
 
 
 async def issue(streams: Stream, orders: list[str]) -> None:
-    """Append the orders in several requests, like the controller. Each request is sent twice, as after a lost
-    answer.
-    """
+    """Append the orders in several requests, like the controller; each is sent twice, as after a lost answer."""
     for start in range(0, len(orders), 10):
         piece = [encode_message("order", {"id": order}) for order in orders[start : start + 10]]
         for _ in range(2):
@@ -114,7 +106,7 @@ async def issue(streams: Stream, orders: list[str]) -> None:
 
 
 async def actor_life(streams: Stream, fate: Fate) -> None:
-    """Run one life of the actor; it ends only by `Death`."""
+    """Run one life of the actor, which ends only by `Death`."""
     number = fresh_number(await streams.last_id(ROLLOUTS))
     while True:
         entries = fate.found(
@@ -132,7 +124,7 @@ async def actor_life(streams: Stream, fate: Fate) -> None:
 
 
 async def by_offset(streams: Stream, disk: Disk, fate: Fate) -> None:
-    """Run one life of the right trainer. It trims entries that even the previous checkpoint no longer needs."""
+    """Run one life of the correct trainer; it trims entries that even the previous checkpoint does not need."""
     trained, offset = list(disk.checkpoint.trained), disk.checkpoint.offset
     while True:
         for entry in fate.found(await streams.read({ROLLOUTS: offset}, count=3, block_s=0.02)):
@@ -148,9 +140,7 @@ async def by_offset(streams: Stream, disk: Disk, fate: Fate) -> None:
 
 
 async def ack_before_training(streams: Stream, disk: Disk, fate: Fate) -> None:
-    """Run one life of a wrong trainer: groups that it has acknowledged but not yet in a checkpoint are lost when it
-    dies.
-    """
+    """Run one life of a flawed trainer, which loses acknowledged groups that are in no checkpoint when it dies."""
     trained = list(disk.checkpoint.trained)
     while True:
         entries = fate.found(await claim_rollouts(streams))
@@ -165,9 +155,7 @@ async def ack_before_training(streams: Stream, disk: Disk, fate: Fate) -> None:
 
 
 async def ack_after_checkpoint(streams: Stream, disk: Disk, fate: Fate) -> None:
-    """Run one life of a wrong trainer: groups in the checkpoint that it has not acknowledged are handed out and trained
-    again.
-    """
+    """Run one life of a flawed trainer, which trains again groups of its checkpoint that it has not acknowledged."""
     trained = list(disk.checkpoint.trained)
     while True:
         entries = fate.found(await claim_rollouts(streams))
@@ -184,7 +172,7 @@ async def claim_rollouts(streams: Stream) -> list[Entry]:
 
 
 async def lives(life: Callable[[], Awaitable[None]]) -> None:
-    """Run a role forever: a death ends a life, and the next life starts."""
+    """Run a role forever: each death is followed by the next life."""
     while True:
         try:
             await life()
@@ -194,7 +182,7 @@ async def lives(life: Callable[[], Awaitable[None]]) -> None:
 
 @dataclass(slots=True)
 class Run:
-    """A toy run: controller, actor and trainer over one stream server, with the deaths of actor and trainer."""
+    """A toy run: controller, actor and trainer over one stream server, with deaths of actor and trainer."""
 
     streams: Stream
     trainer: Trainer
@@ -203,11 +191,7 @@ class Run:
     disk: Disk = field(default_factory=Disk)
 
     async def until_quiet(self, *, deadline_s: float = PATIENCE_S) -> tuple[int, int]:
-        """Run until all deaths have happened and no role finds work.
-
-        Returns:
-            The number of orders that were never trained, and the number of orders that were trained more than once.
-        """
+        """Run until all deaths have happened and no role finds work; return how many orders were lost, and repeated."""
         orders = [f"prompt-{number:06d}" for number in range(self.num_orders)]
         fates = [Fate(self.seed, "actor", deaths=4), Fate(self.seed, "trainer", deaths=6)]
         tasks = [
@@ -228,32 +212,30 @@ class Run:
 
 
 async def outcomes(trainer: Trainer) -> tuple[list[int], list[int]]:
-    """Return, each with one entry per seed, the numbers of lost orders and of orders that were trained more than
-    once.
-    """
+    """Return the numbers of lost orders and of orders trained more than once, each as one entry per seed."""
     runs = [Run(MemoryStream(), trainer, seed, num_orders=40) for seed in range(6)]
     found = await asyncio.gather(*(run.until_quiet() for run in runs))
     return [lost for lost, _ in found], [doubled for _, doubled in found]
 
 
-async def test_reading_from_the_checkpoints_offset_trains_each_order_once() -> None:
+async def test_trainer_that_reads_from_the_checkpoints_offset_trains_each_order_once() -> None:
     assert await outcomes(by_offset) == ([0] * 6, [0] * 6)
 
 
-async def test_acknowledging_before_training_loses_orders() -> None:
+async def test_trainer_that_acknowledges_before_training_loses_orders() -> None:
     lost, doubled = await outcomes(ack_before_training)
     assert any(lost)
     assert not any(doubled)
 
 
-async def test_acknowledging_after_the_checkpoint_trains_orders_twice() -> None:
+async def test_trainer_that_acknowledges_after_the_checkpoint_trains_orders_twice() -> None:
     lost, doubled = await outcomes(ack_after_checkpoint)
     assert not any(lost)
     assert any(doubled)
 
 
-async def test_each_order_is_trained_once_although_the_server_is_killed(tmp_path: Path) -> None:
-    """With `appendfsync always`, all acknowledged data survives, including the position of every reader."""
+async def test_each_order_is_trained_once_although_the_stream_server_is_killed(tmp_path: Path) -> None:
+    """With `appendfsync always`, everything acknowledged survives, including each reader's position."""
     random = generator(0, "kills")
     with EmbeddedRedis(tmp_path, fsync=Fsync.ALWAYS) as server:
         streams = await open_stream(server.url, namespace="run", timeout_s=PATIENCE_S)
@@ -272,12 +254,8 @@ async def test_each_order_is_trained_once_although_the_server_is_killed(tmp_path
     assert ending.result() == (0, 0)
 
 
-async def test_crashed_server_loses_only_the_end_of_its_history(tmp_path: Path) -> None:
-    """An acknowledgement never survives without the earlier append of the group, so a lost group is claimed and made
-    again.
-
-    The end of the append-only file is cut off, entry by entry, as after a crash before a write or a power failure.
-    """
+async def test_stream_server_that_crashes_loses_only_the_end_of_its_history(tmp_path: Path) -> None:
+    """The append-only file is cut off after each entry in turn, as by a crash; lost groups are made again."""
     server = EmbeddedRedis(tmp_path).start()
     streams = await open_stream(server.url, namespace="run", timeout_s=PATIENCE_S)
     await streams.append(PROMPTS, [encode_message("order", {"id": f"prompt-{number}"}) for number in range(4)])

@@ -1,7 +1,4 @@
-"""Every scenario with a few seeds, and with many seeds in `make chaos`; each prints its figures and seeds.
-
-Mutants, plausible but wrong designs in place of the real ones, show that a scenario can fail.
-"""
+"""Every scenario with a few seeds, or many in `make chaos`; flawed designs (mutants) show that it can fail."""
 
 from __future__ import annotations
 
@@ -32,9 +29,8 @@ def played(name: str, seeds: Sequence[int], capsys: pytest.CaptureFixture[str]) 
     assert tally.broken == [], "\n".join(tally.broken)
 
 
-#: Scenarios whose short form is elsewhere: that of dead engines which register is
-#: tests/weights/broadcast/test_publisher.py and test_api.py; that of a run that is killed whole and resumed is
-#: tests/end_to_end/test_live_run.py.
+#: Slow scenarios whose short form is elsewhere: for dead engines in tests/weights/broadcast/test_publisher.py and
+#: test_api.py, for a killed and resumed run in tests/end_to_end/test_live_run.py.
 TOLD_ELSEWHERE = {
     name: [pytest.mark.slow]
     for name in ("system_killed", "rank_killed", "oubliette_killed", "told_to_stop", "dead_offers", "knobs_turned")
@@ -43,13 +39,15 @@ TOLD_ELSEWHERE = {
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=TOLD_ELSEWHERE.get(name, [])) for name in names()])
 @pytest.mark.timeout(600)
-def test_scenario_keeps_its_promises_for_a_few_seeds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_scenario_keeps_its_promises_for_a_few_seeds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     played(name, find(name).short, capsys)
 
 
 @pytest.mark.parametrize(("last", "is_lost"), [(18, False), (19, True)])
-def test_steps_of_a_killed_trainer_beyond_its_checkpoint_do_not_count(tmp_path: Path, last: int, is_lost: bool) -> None:
-    """A rank died after version 19 and before the checkpoint of 18 was complete, so steps 17 and 18 are made again."""
+def test_ledger_check_ignores_steps_of_a_killed_trainer_beyond_its_checkpoint(
+    tmp_path: Path, last: int, is_lost: bool
+) -> None:
+    """A rank died after version 19, before checkpoint 18 was complete, so steps 17 and 18 are made again."""
     ledger = {"issued": 175, "trained": 144, "stale": 15, "in_flight": 16}
     made = [*range(1, 20), *range(17, last + 1)]
     events: list[dict[str, Any]] = [{"kind": "step", "step": step} for step in made]
@@ -62,19 +60,16 @@ def test_steps_of_a_killed_trainer_beyond_its_checkpoint_do_not_count(tmp_path: 
 @pytest.mark.parametrize("name", names())
 @pytest.mark.chaos
 @pytest.mark.timeout(7200)
-def test_scenario_keeps_its_promises_for_many_seeds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_scenario_keeps_its_promises_for_many_seeds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     played(name, find(name).long, capsys)
 
 
-#: Part of the controller's message about a trainer that has trained an order twice.
+#: Part of the controller's error about a trainer that trained an order twice.
 COUNTED_TWICE = "its account counts orders twice"
 
 
 def first_that_fails(attempt: Callable[[int], Verdict], figure: str) -> Verdict:
-    """Return the verdict of the first seed that catches a mutant.
-
-    Whether a seed catches it depends on the moment of a death; one of a few seeds must.
-    """
+    """Return the verdict of the first of a few seeds that catches a mutant, which depends on the moment of a death."""
     for seed in range(4):
         verdict = attempt(seed)
         if verdict.figures[figure] or (figure == "trained twice" and COUNTED_TWICE in " ".join(verdict.broken)):
@@ -82,7 +77,7 @@ def first_that_fails(attempt: Callable[[int], Verdict], figure: str) -> Verdict:
     raise AssertionError(f"no seed shows {figure!r}; the last said {verdict}")
 
 
-#: The short form, without processes, is in tests/faults/test_exactly_once.py, which shows that both designs are wrong.
+#: The short form, without processes, is tests/faults/test_exactly_once.py.
 @pytest.mark.parametrize(("mutant", "figure"), [("ack_before", "lost"), ("ack_after", "trained twice")])
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
@@ -97,19 +92,19 @@ def test_trainer_that_relies_on_acknowledgements_loses_or_repeats_orders(
 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
-def test_scenario_catches_an_actor_that_names_one_version_for_a_whole_answer(tmp_path: Path) -> None:
+def test_fault_scenario_detects_an_actor_that_names_one_version_for_a_whole_answer(tmp_path: Path) -> None:
     assert "a span of version" in " ".join(episodes_killed.play(0, tmp_path, mutant="newest", kills=0).broken)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-def test_without_a_fence_a_replaced_trainer_puts_its_checkpoint_in_place(tmp_path: Path) -> None:
+def test_replaced_trainer_without_a_fence_commits_its_checkpoint(tmp_path: Path) -> None:
     for seed in range(2):
         verdict = two_trainers.play(seed, tmp_path / str(seed), mutant="unfenced", take_overs=1)
         assert "in place" in " ".join(verdict.broken), f"seed {seed} shows nothing: {verdict}"
 
 
-def test_scenario_catches_a_watchdog_that_counts_filtered_groups_as_progress(
+def test_fault_scenario_detects_a_watchdog_that_counts_filtered_groups_as_progress(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     mark = controller.progress_mark
@@ -129,8 +124,8 @@ with launched([], Path(sys.argv[1]) / "run", through=("sh", "-c", "exec sleep 10
 """
 
 
-def test_launcher_ends_with_the_killed_process_that_started_it(tmp_path: Path) -> None:
-    """A test that exceeds its time limit is killed by a signal, after which no `finally` clause runs."""
+def test_launcher_ends_when_the_process_that_started_it_is_killed(tmp_path: Path) -> None:
+    """No `finally` clause runs when a test that exceeds its time limit is killed by a signal."""
     playing = subprocess.Popen([sys.executable, "-c", _PLAYING, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     with playing:
         assert playing.stdout is not None

@@ -1,8 +1,6 @@
 """Broadcast updates of a fleet whose engines are killed and suspended midway, under load, with real processes.
 
-Every weight of the engines' model equals its version, so each token shows which version sampled it. The trainer is the
-test's own process and is never restarted. The pool sends requests only to engines that, by the last report, serve the
-new version.
+Every weight equals its version, so each token shows which version sampled it. The trainer is the test's own process.
 """
 
 from __future__ import annotations
@@ -31,14 +29,14 @@ from tests.fakes.version_engine import BUCKET_BYTES, LAYOUT, PROMPT, Nursery, we
 from tests.patience import PATIENCE_S
 
 ENGINES = 4
-#: Requests in flight at once: enough that every engine is busy whenever it dies.
+#: The number of concurrent requests, enough to keep every engine busy.
 REQUESTS = 12
 ROWS = len(LAYOUT.parameters)
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of the tokens that clients have received, and of mistakes in them."""
+    """The numbers of tokens that clients have received, and the mistakes in them."""
 
     tokens: int = 0
     switched: int = 0
@@ -47,9 +45,7 @@ class Tally:
 
 
 class Timed:
-    """An `EngineControl` that records, for each generation of the weight group, the time of the first join request and
-    of the last answer.
-    """
+    """An `EngineControl` that records the times of the first join request and last answer of each generation."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -66,9 +62,7 @@ class Timed:
 
 
 class Fleet:
-    """A trainer, its engines, and a pool under load. The pool uses only proven engines: those reported to serve the new
-    version.
-    """
+    """A trainer, its engines, and a pool under load that uses only proven engines: those that serve the new version."""
 
     def __init__(self, nursery: Nursery, client: EngineClient) -> None:
         self.nursery = nursery
@@ -84,9 +78,7 @@ class Fleet:
     async def publish(
         self, *, timeout_s: float, before: Callable[[int], None] = lambda _: None, epoch: int | None = None
     ) -> PublishReport:
-        """Publish the next version to all engines. Engines that the report does not list as serving it are no longer
-        proven.
-        """
+        """Publish the next version to all engines; only those that serve it by the report stay proven."""
         if epoch is not None:
             await self.publisher.close()
             self.publisher, self.epoch = BroadcastPublisher(self.control, bucket_bytes=BUCKET_BYTES), epoch
@@ -128,7 +120,7 @@ class Fleet:
             self.count(answered.completion)
 
     def count(self, completion: ChatCompletion) -> None:
-        """Count the tokens of an answer. Record those that are not of the version that their span names."""
+        """Count the tokens of an answer, and record those of a version that their span does not name."""
         for choice in completion.choices:
             versions = [version for version, length in choice.version_spans or () for _ in range(length)]
             rows = list(zip(choice.token_ids or (), choice.token_logprobs or (), versions, strict=True))
@@ -161,12 +153,11 @@ async def fleet(nursery: Nursery) -> AsyncIterator[Fleet]:
 @pytest.mark.parametrize(
     "kills", [8, pytest.param(100, marks=[pytest.mark.chaos, pytest.mark.timeout(900)])], ids=["short", "long"]
 )
-async def test_engine_killed_during_a_broadcast_does_not_stop_the_others(fleet: Fleet, kills: int) -> None:
-    """The death is noticed at once, and the other engines form a new generation and serve the version. No token mixes
-    versions.
-    """
-    # In the short form the others must continue within some seconds, since the machine may be busy. The long form runs
-    # alone and gives the figures.
+async def test_engine_killed_during_a_weight_broadcast_does_not_stop_the_other_engines(
+    fleet: Fleet, kills: int
+) -> None:
+    """The other engines form a new generation at once and serve the version; no token mixes versions."""
+    # The short form allows some seconds, since the machine may be busy; the long form runs alone and gives the figures.
     timeout_s, slack_s = 21.0, 1.0 if kills == 100 else 10.0
     draw = generator(0, "kills")
     detections, reforms = [], []
@@ -208,12 +199,10 @@ async def test_engine_killed_during_a_broadcast_does_not_stop_the_others(fleet: 
 @pytest.mark.parametrize(
     "freezes", [2, pytest.param(50, marks=[pytest.mark.chaos, pytest.mark.timeout(1200)])], ids=["short", "long"]
 )
-async def test_suspended_engine_that_wakes_up_in_another_epoch_is_unused_until_updated(
+async def test_engine_that_was_suspended_during_an_update_gets_no_requests_until_updated(
     fleet: Fleet, freezes: int
 ) -> None:
-    """The other engines serve without the suspended one by the end of the publication. Once awake, it gets no request
-    from the pool before it is updated, and reports the version that it serves.
-    """
+    """The others serve the version without it; once awake, it gets requests from the pool only after an update."""
     draw = generator(0, "freezes")
     async with fleet.under_load():
         for number in range(freezes):

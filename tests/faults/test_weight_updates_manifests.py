@@ -1,7 +1,4 @@
-"""Five hundred update manifests with one fault each are rejected; the process survives and serves the old weights.
-
-Each is a valid PREPARE with one mutation drawn from a seed; a failing test prints the mutation.
-"""
+"""Five hundred weight-update manifests (PREPARE) with one mutation each: all are rejected, the old weights serve."""
 
 from __future__ import annotations
 
@@ -58,9 +55,7 @@ def shape(manifest: Manifest, draw: Draw) -> None:
 
 
 def dtype(manifest: Manifest, draw: Draw) -> None:
-    """Mutate the dtype. float16 and bfloat16 are left out, because an engine accepts them and casts to its own
-    dtype.
-    """
+    """Mutate the dtype; engines accept float16 and bfloat16, which they convert."""
     others = ["float64", "int8", "FLOAT32", "float32 ", "complex64", "object"]
     _spec(manifest, draw)["dtype"] = _one_of(draw, [*others, *NOT_TEXTS])
 
@@ -121,10 +116,7 @@ def membership(manifest: Manifest, draw: Draw) -> None:
 
 
 def digest(manifest: Manifest, draw: Draw) -> None:
-    """Mutate the digest in a way that must be rejected.
-
-    A pull needs a digest that is text. A COMMIT of a version that was not prepared is rejected with any digest.
-    """
+    """Mutate the digest: only a pull requires a text, but a COMMIT of an unprepared version is rejected with any."""
     if draw.integers(2):
         manifest |= {"transport": "pull", "sources": ["http://127.0.0.1:9"]}
         manifest["digest"] = _one_of(draw, [None, 7, [], {}, True])
@@ -181,9 +173,7 @@ ALL: tuple[Mutation, ...] = (
 
 
 def mutants(manifest: Manifest) -> Iterator[tuple[str, bytes]]:
-    """Yield the name of each mutation and the mutated manifest. The kinds of mutation take turns, so that each is
-    used.
-    """
+    """Yield the name of each mutation and the mutated manifest; the kinds of mutation take turns."""
     for number in range(MUTATIONS):
         kind, changed = ALL[number % len(ALL)], deepcopy(manifest)
         body = kind(changed, rng.generator(number, "manifest"))
@@ -197,7 +187,7 @@ def weights() -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.timeout(300)
-async def test_no_mutated_manifest_is_accepted_and_the_old_version_serves() -> None:
+async def test_mutated_weight_update_manifests_are_rejected_and_the_old_version_serves() -> None:
     greedy = ChatCompletionRequest(
         prompt_token_ids=[3, 5], max_tokens=24, temperature=0.0, return_token_ids=True, seed=0
     )

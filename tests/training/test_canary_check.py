@@ -1,4 +1,4 @@
-"""Canary checks: real trainers and engines agree, and each kind of error is reported as a mismatch with its numbers."""
+"""Canary checks: trainers and engines with equal weights agree, and each kind of error is reported as a mismatch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def model(path: Path, *, seed: int) -> Path:
 
 
 class Twisted:
-    """An engine whose answers are altered in transit; satisfies `CanaryEngines`."""
+    """A `CanaryEngines` whose answers are altered in transit."""
 
     def __init__(self, client: EngineClient, twist: Any = lambda completion: completion) -> None:
         self._client = client
@@ -58,7 +58,7 @@ class Twisted:
 
 
 class World:
-    """A trainer, and an engine behind HTTP that started from the model of a seed."""
+    """A trainer, and an engine behind HTTP that started with the model of a seed."""
 
     def __init__(self, url: str, client: EngineClient, trainer: BigramTrainer) -> None:
         self.url, self.client, self.trainer = url, client, trainer
@@ -86,7 +86,7 @@ async def world(tmp_path: Path, *, engine_seed: int = 0) -> AsyncIterator[World]
             yield World(url, client, trainer)
 
 
-async def test_equal_weights_pass_and_others_fail_with_numbers(tmp_path: Path) -> None:
+async def test_canary_check_passes_for_equal_weights_and_reports_the_deviation_of_others(tmp_path: Path) -> None:
     async with world(tmp_path / "same") as same:
         findings = await same.findings()
         assert findings.worst[same.url] < 1e-5 and not findings.mismatched and not findings.failed
@@ -97,8 +97,10 @@ async def test_equal_weights_pass_and_others_fail_with_numbers(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("off", "is_proven"), [(0.25, True), (0.35, False)])
-async def test_coarse_weights_are_judged_by_the_mean(tmp_path: Path, off: float, is_proven: bool) -> None:
-    """All tokens are off by the same amount."""
+async def test_canary_check_of_int8_weights_bounds_the_mean_deviation(
+    tmp_path: Path, off: float, is_proven: bool
+) -> None:
+    """The log-probs of all tokens are off by the same amount."""
 
     def twist(completion: ChatCompletion) -> ChatCompletion:
         choices = [
@@ -121,8 +123,6 @@ def _choices(**changes: Any) -> Any:
 
 
 def _tokens(token: int) -> Any:
-    """Replace every sampled token by this one."""
-
     def twist(completion: ChatCompletion) -> ChatCompletion:
         choices = [
             choice.model_copy(update={"token_ids": [token] * len(choice.token_ids or ())})
@@ -150,13 +150,15 @@ def _tokens(token: int) -> Any:
         (lambda completion: completion.model_copy(update={"choices": []}), {}, "at least one choice"),
     ],
 )
-async def test_invalid_answer_is_a_mismatch(tmp_path: Path, twist: Any, report: dict[str, Any], sentence: str) -> None:
+async def test_invalid_answer_to_a_canary_is_a_mismatch(
+    tmp_path: Path, twist: Any, report: dict[str, Any], sentence: str
+) -> None:
     async with world(tmp_path) as made:
         findings = await made.findings(twist=twist, **report)
         assert sentence in findings.mismatched[made.url] and not findings.worst
 
 
-async def test_non_finite_log_probs_are_not_accepted(tmp_path: Path) -> None:
+async def test_canary_check_fails_on_nonfinite_logprobs_of_engine_or_trainer(tmp_path: Path) -> None:
     async with world(tmp_path) as made:
 
         def nan(completion: ChatCompletion) -> ChatCompletion:
@@ -177,7 +179,7 @@ async def test_non_finite_log_probs_are_not_accepted(tmp_path: Path) -> None:
 
 
 class Reluctant:
-    """An engine that rejects, hangs or is absent; satisfies `CanaryEngines`."""
+    """A `CanaryEngines` that rejects, hangs or is unreachable."""
 
     def __init__(self, *outcomes: Exception | float) -> None:
         self.outcomes = list(outcomes)
@@ -201,7 +203,9 @@ class Reluctant:
         ((9.0,), "the canary had no answer within 0.5 s"),
     ],
 )
-async def test_missing_answer_is_not_a_mismatch(outcomes: tuple[Exception | float, ...], sentence: str) -> None:
+async def test_unanswered_canary_is_a_failure_and_not_a_mismatch(
+    outcomes: tuple[Exception | float, ...], sentence: str
+) -> None:
     canary = Canary(messages=CANARY.messages, tolerance=TOLERANCES["float32"], deadline_s=0.5)
 
     async def never(batch: MicroBatch) -> Float32:
@@ -211,7 +215,7 @@ async def test_missing_answer_is_not_a_mismatch(outcomes: tuple[Exception | floa
     assert findings == CanaryFindings(failed={"http://a": sentence})
 
 
-def test_every_version_is_requested_with_different_noise() -> None:
+def test_canary_request_has_a_different_seed_for_every_version() -> None:
     first, second = CANARY.request(1), CANARY.request(2)
     assert first.seed != second.seed and first.temperature == 1.0 and first.top_p == 1.0 and first.top_k == 0
     assert first.priority < min(Priority.EVALUATION, Priority.TRAINING), "the engine has no work before it is proven"

@@ -1,4 +1,4 @@
-"""The exact entropy equals that of the distributions, on any trainer, and measuring it changes nothing."""
+"""The exact entropy equals that of the distributions, on any trainer; measuring it does not change training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def batch(groups: int = 20, *, producing: int = 1) -> TrainBatch:
     return build(made, objective=OBJECTIVE, token_budget=64, producing=producing)
 
 
-def test_figure_is_the_mean_entropy_over_sampled_tokens(spec: TrainerSpec) -> None:
+def test_exact_entropy_is_the_mean_over_sampled_tokens(spec: TrainerSpec) -> None:
     made = worker(spec)
     (_, logits), *_ = made.gather_weights()
     shifted = logits - logits.max(axis=1, keepdims=True)
@@ -49,7 +49,7 @@ def test_figure_is_the_mean_entropy_over_sampled_tokens(spec: TrainerSpec) -> No
     assert EntropyMeter(1).measure(made, batch()).figures == {EXACT_ENTROPY: pytest.approx(expected, rel=1e-5)}
 
 
-def test_entropy_of_kept_groups_is_measured_first_and_for_each_token(spec: TrainerSpec) -> None:
+def test_entropy_is_measured_first_for_groups_whose_answers_are_kept(spec: TrainerSpec) -> None:
     made = worker(spec)
     (_, logits), *_ = made.gather_weights()
     shifted = logits - logits.max(axis=1, keepdims=True)
@@ -87,13 +87,15 @@ def test_entropies_of_a_branching_episode_are_in_turn_order(spec: TrainerSpec) -
 
 @pytest.mark.parametrize("groups", [1, 2, 8, 9, 33])
 @pytest.mark.parametrize("most", [0, 1, 2, 50])
-def test_number_of_measured_rollouts_does_not_depend_on_kept_answers(spec: TrainerSpec, groups: int, most: int) -> None:
+def test_number_of_rollouts_with_measured_entropy_does_not_depend_on_kept_answers(
+    spec: TrainerSpec, groups: int, most: int
+) -> None:
     meter = EntropyMeter(1, lambda version, count: range(count)[:most])
     told = meter.measure(worker(spec), batch(groups)).of_tokens
     assert len(told) in {-(-2 * groups // 16), -(-2 * groups // 16) - 1} and len(told) >= 1
 
 
-def test_step_is_bit_identical_with_and_without_the_meter(spec: TrainerSpec) -> None:
+def test_training_step_is_bit_identical_with_and_without_the_entropy_meter(spec: TrainerSpec) -> None:
     results = []
     for meter in (EntropyMeter(0), EntropyMeter(1)):
         step = TrainStep(passes=ForwardPasses(policy=worker(spec)), entropy=meter)
@@ -105,7 +107,7 @@ def test_step_is_bit_identical_with_and_without_the_meter(spec: TrainerSpec) -> 
     assert [each.pop(EXACT_ENTROPY) > 0 for each in with_it] == [True] * 3 and with_it == without
 
 
-def test_entropy_is_measured_every_n_steps(spec: TrainerSpec) -> None:
+def test_entropy_is_measured_at_the_configured_interval_of_steps(spec: TrainerSpec) -> None:
     step = TrainStep(passes=ForwardPasses(policy=worker(spec)), entropy=EntropyMeter(3))
     batches = [batch(producing=version) for version in range(1, 8)]
     figures = [step.apply(step.accumulate(each, OBJECTIVE), learning_rates=[0.1]).figures for each in batches]

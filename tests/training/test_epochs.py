@@ -1,4 +1,4 @@
-"""Batches of several optimizer steps against PPO written out, on every backend, and how such batches end early."""
+"""Batches of several optimizer steps, against PPO written out, on every backend; and how such batches end early."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ OBJECTIVE = resolve(
         "grad1": {"over": "old", "epsilon_low": EPSILON, "epsilon_high": EPSILON},
     }
 )
-#: eps is large enough that rounding errors of the gradient remain rounding errors of the weights.
+#: A large eps keeps rounding errors of the gradient small in the weights.
 OPTIMIZER = OptimizerSpec(betas=(0.9, 0.95), eps=1e-3, grad_clip=0.5)
-#: Learning rates of a batch's optimizer steps, all different.
+#: The learning rates of a batch's optimizer steps, all different.
 RATES = [1e-2 / (1 + n) for n in range(DEALING.updates)]
 
 
 def batch_of(number: int) -> list[RolloutGroup]:
-    """Return seven ragged groups of three; one has equal rewards. Token 0 is padding for torch's embedding."""
+    """Return seven ragged groups of three; one has equal rewards. Token 0 is torch's padding."""
     draw, made = rng.generator(number, "epochs"), []
     for index in range(7):
         rewards = (1.0, 1.0, 1.0) if index == 4 else (0.0, 1.0, float(draw.uniform()))
@@ -67,16 +67,11 @@ def batch_of(number: int) -> list[RolloutGroup]:
 
 # --- Schulman et al. 2017, Algorithm 1, rollout by rollout ------------------------------------------------------------
 
-#: Log-probs [L] of the sampled tokens of a rollout, differentiable.
 LogProbs = Callable[[list[int], list[int]], torch.Tensor]
 
 
 def oracle(logprobs: LogProbs, parameters: list[torch.nn.Parameter]) -> list[tuple[float, float]]:
-    """Train with PPO written out; return loss and gradient norm of each optimizer step.
-
-    `MiniBatching.dealt` gives the mini-batches. The reported loss excludes clipped tokens, which are constants in it,
-    as `ClippedRatio` does.
-    """
+    """Train with PPO written out; return loss (without clipped tokens) and gradient norm of each optimizer step."""
     optimizer = torch.optim.AdamW(
         parameters, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, weight_decay=OPTIMIZER.weight_decay
     )
@@ -114,7 +109,7 @@ def oracle(logprobs: LogProbs, parameters: list[torch.nn.Parameter]) -> list[tup
 
 @dataclass
 class Subject:
-    """A backend and its oracle's model; `oracle_weights` returns the weights by name after `oracle` has run."""
+    """A trainer, and the oracle's function and parameters for the same model."""
 
     trainer: Trainer
     logprobs: LogProbs
@@ -162,7 +157,7 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]
 
 
 def taken(step: TrainStep, number: int, objective: PolicyObjective = OBJECTIVE, **fields: Any) -> StepResult:
-    """Train on the batch with this number, which produces the version of the same number."""
+    """Train on the batch with this number, which produces the version of that number."""
     mini_batching = fields.pop("mini_batching", DEALING)
     batch = build(batch_of(number), objective=objective, token_budget=48, producing=number, mini_batching=mini_batching)
     rates = fields.pop("learning_rates", RATES)[: mini_batching.updates]
@@ -200,7 +195,7 @@ def bigram_step(path: Path, trainer: Trainer | None = None) -> TrainStep:
     return TrainStep(passes=ForwardPasses(policy=trainer or of_bigram(path).trainer))
 
 
-def test_batch_ends_once_the_kl_from_the_old_policy_exceeds_its_limit(tmp_path: Path) -> None:
+def test_batch_ends_early_once_the_kl_from_the_old_policy_exceeds_its_limit(tmp_path: Path) -> None:
     free = taken(bigram_step(tmp_path), 1, learning_rates=[0.1] * 6).updates
     bound = (free[2]["kl_old"] + max(u["kl_old"] for u in free[:2])) / 2
     assert free[2]["kl_old"] > bound > free[1]["kl_old"]
@@ -213,7 +208,7 @@ def test_batch_ends_once_the_kl_from_the_old_policy_exceeds_its_limit(tmp_path: 
     assert len(again.updates) == 1, "the first is always made, and no gradient was left behind"
 
 
-def test_kl_bound_computes_old_log_probs_that_the_objective_does_not_read(tmp_path: Path) -> None:
+def test_target_kl_adds_old_logprobs_even_if_the_objective_does_not_read_them(tmp_path: Path) -> None:
     objective = resolve("pipelinerl")
     mini_batching = replace(DEALING, target_kl=1e9)
     assert "kl_old" in taken(bigram_step(tmp_path), 1, objective, mini_batching=mini_batching).updates[0]
@@ -221,7 +216,7 @@ def test_kl_bound_computes_old_log_probs_that_the_objective_does_not_read(tmp_pa
 
 
 def test_batch_ends_after_the_last_given_learning_rate(tmp_path: Path) -> None:
-    """A replay uses this to end a batch where the run ended it."""
+    """A replay passes fewer rates to end a batch where the run ended it."""
     assert len(taken(bigram_step(tmp_path), 1, learning_rates=[0.1] * 4).updates) == 4
 
 
@@ -241,7 +236,7 @@ class Breaking:
         return self._inner.optimizer_step(learning_rate=learning_rate)
 
 
-def test_non_finite_step_ends_a_started_batch_and_skips_an_unstarted_one(
+def test_nonfinite_gradient_ends_a_started_batch_and_skips_an_unstarted_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     inner = of_bigram(tmp_path).trainer
@@ -255,7 +250,7 @@ def test_non_finite_step_ends_a_started_batch_and_skips_an_unstarted_one(
     assert np.array_equal(next(iter(inner.gather_weights()))[1], before)
 
 
-def test_critic_makes_as_many_steps_each_on_its_mini_batch(tmp_path: Path) -> None:
+def test_critic_makes_one_optimizer_step_per_mini_batch(tmp_path: Path) -> None:
     step, values = bigram_step(tmp_path), BigramTrainer()
     values.init_worker(TrainerSpec(model_path=tmp_path, head=Head.VALUE, optimizer=OPTIMIZER))
     schedule = LearningRateSchedule(warmup_steps=12, steps=12, shape="constant", final_fraction=1.0)
@@ -272,7 +267,7 @@ def test_critic_makes_as_many_steps_each_on_its_mini_batch(tmp_path: Path) -> No
     assert figures["value_learning_rate"] == pytest.approx(0.12)
 
 
-def test_kl_is_measured_from_the_samplers_log_probs_if_they_are_old(tmp_path: Path) -> None:
+def test_kl_from_the_old_policy_uses_behavior_logprobs_if_the_recipe_says_so(tmp_path: Path) -> None:
     step = bigram_step(tmp_path)
     step = TrainStep(passes=replace(step.passes, old_logprobs=OldLogprobs.BEHAVIOR))
     ended = taken(step, 1, mini_batching=replace(DEALING, target_kl=1e-3))

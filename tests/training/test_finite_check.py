@@ -44,7 +44,7 @@ def worker(spec: TrainerSpec, **fields: Any) -> BigramTrainer:
 
 
 def groups(*, reward: float = 1.0, logprob: float = -1.5) -> list[RolloutGroup]:
-    """Return three groups; a rollout of the middle one, order 6, may be poisoned."""
+    """Return three groups; the values given apply to a rollout of the middle one, order 6."""
     bad = replace(
         group(POISONED), rollouts=(rollout(reward=reward, logprob=logprob), rollout(reward=0.0, sampled=[5, 6, 1]))
     )
@@ -88,7 +88,7 @@ def broken_gradient(objective: PolicyObjective) -> PolicyObjective:
     ],
     ids=["a reward of NaN", "an infinite reward", "a log-prob of NaN", "an infinite log-prob", "a ratio overflows"],
 )
-def test_non_finite_value_is_named_with_its_group(
+def test_nonfinite_reward_logprob_or_ratio_skips_the_step_and_names_its_group(
     what: str, poisoned: dict[str, float], budget: int, spec: TrainerSpec
 ) -> None:
     policy = worker(spec)
@@ -104,7 +104,9 @@ def test_non_finite_value_is_named_with_its_group(
 
 
 @pytest.mark.parametrize("adv", [{"scale": "none"}, {"kind": "reward_to_go", "kl": 0.1}], ids=["early", "late"])
-def test_advantage_beyond_fp32_is_named(adv: dict[str, Any], spec: TrainerSpec) -> None:
+def test_advantage_that_overflows_fp32_skips_the_step_and_names_its_group(
+    adv: dict[str, Any], spec: TrainerSpec
+) -> None:
     objective = resolve({"preset": "grpo", "adv": adv})
     step = TrainStep(passes=ForwardPasses(policy=worker(spec), reference=worker(spec)))
     batch = build(groups(reward=1e300), objective=objective, token_budget=1000, producing=1)
@@ -113,7 +115,7 @@ def test_advantage_beyond_fp32_is_named(adv: dict[str, Any], spec: TrainerSpec) 
 
 
 def in_fp32(policy: BigramTrainer) -> Trainer:
-    """Wrap the float64 bigram trainer so that it rejects values that overflow in fp32."""
+    """Wrap the float64 bigram trainer to reject values that overflow in fp32."""
 
     class Narrow:
         def __getattr__(self, name: str) -> Any:
@@ -129,7 +131,7 @@ def in_fp32(policy: BigramTrainer) -> Trainer:
     return narrow
 
 
-def test_overflowing_gradient_is_named_after_the_loss(spec: TrainerSpec) -> None:
+def test_overflowing_gradient_skips_the_step_and_names_its_group(spec: TrainerSpec) -> None:
     step, objective = TrainStep(passes=ForwardPasses(policy=worker(spec))), broken_gradient(resolve("grpo"))
     before = worker(spec)
     batch = build(groups(), objective=objective, token_budget=1, producing=1)
@@ -146,7 +148,9 @@ def spoil(made: BigramTrainer) -> None:
 
 
 @pytest.mark.parametrize(("role", "column"), [("reference", "ref_logprobs"), ("critic", "values")])
-def test_worker_with_broken_weights_is_named_by_its_column(role: str, column: str, spec: TrainerSpec) -> None:
+def test_reference_or_critic_with_nan_weights_skips_the_step_and_is_named(
+    role: str, column: str, spec: TrainerSpec
+) -> None:
     reference, values = worker(spec), worker(spec, head=Head.VALUE)
     spoil(reference if role == "reference" else values)
     critic = Critic(worker=values, loss=ValueLoss(), learning_rate=0.1)
@@ -157,7 +161,7 @@ def test_worker_with_broken_weights_is_named_by_its_column(role: str, column: st
         step.accumulate(batch, objective)
 
 
-def test_policy_with_broken_weights_is_named(spec: TrainerSpec) -> None:
+def test_policy_with_nan_weights_skips_the_step_and_is_named(spec: TrainerSpec) -> None:
     policy = worker(spec)
     spoil(policy)
     objective = resolve("pipelinerl")
@@ -166,7 +170,7 @@ def test_policy_with_broken_weights_is_named(spec: TrainerSpec) -> None:
         TrainStep(passes=ForwardPasses(policy=policy)).accumulate(batch, objective)
 
 
-def test_no_update_is_applied_if_the_critics_gradient_is_not_finite(spec: TrainerSpec) -> None:
+def test_nonfinite_gradient_of_the_critic_updates_neither_model(spec: TrainerSpec) -> None:
     policy, values = worker(spec), worker(spec, head=Head.VALUE)
     critic = Critic(worker=values, loss=ValueLoss(), learning_rate=0.1)
     step = TrainStep(passes=ForwardPasses(policy=policy, critic=values), critic=critic)
@@ -181,6 +185,6 @@ def test_no_update_is_applied_if_the_critics_gradient_is_not_finite(spec: Traine
             each.optimizer_step(learning_rate=0.1)
 
 
-def test_message_names_the_cause_and_the_groups() -> None:
+def test_nonfinite_step_error_names_the_cause_and_the_groups() -> None:
     assert str(NonFiniteStep("rewards", [3])) == "rewards of group 3"
     assert str(NonFiniteStep("is_weight", [3, 7])) == "is_weight of groups 3, 7"

@@ -1,4 +1,4 @@
-"""`old_logprobs` at the sampling weights: each token at its own version, against a plain loop, and the cost."""
+"""`old_logprobs` by the sampling weights: each token at its own version, against a plain loop, and the cost."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Trainer:
 
 
 def sampled(seed: int, spans: Sequence[tuple[int, int]], *, turns: int = 1, reward: float = 1.0) -> Rollout:
-    """Return random tokens; every turn has these spans, with environment text between turns."""
+    """Return a rollout of random tokens; every turn has these spans, with environment text between turns."""
     draw = rng.generator(seed, "passes")
     number = sum(count for _, count in spans)
     parts = [
@@ -63,7 +63,7 @@ def sampled(seed: int, spans: Sequence[tuple[int, int]], *, turns: int = 1, rewa
 
 
 def mixed() -> list[RolloutGroup]:
-    """Return rollouts of one version, of two and of all three."""
+    """Return a group of rollouts sampled by one, two or three versions."""
     members = [
         sampled(1, [(0, 5)]),
         sampled(2, [(0, 2), (1, 3)], reward=0.0),
@@ -97,7 +97,7 @@ def warmed_up(trainer: Trainer, *, steps: int) -> tuple[TrainStep, dict[int, lis
 
 
 @pytest.mark.parametrize("budget", [1, 20, 1000])
-def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(trainer: Trainer, budget: int) -> None:
+def test_old_logprobs_are_those_of_the_weights_that_sampled_each_token(trainer: Trainer, budget: int) -> None:
     step, predicted = warmed_up(trainer, steps=2)
     batch = in_one_batch(mixed(), budget=budget)
     found = step.accumulate(batch, OBJECTIVE)
@@ -116,7 +116,7 @@ def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(trainer: Tra
 
 
 @pytest.mark.parametrize("budget", [1, 1000])
-def test_each_turn_of_a_branching_episode_uses_its_own_weights(trainer: Trainer, budget: int) -> None:
+def test_old_logprobs_of_each_turn_use_the_weights_that_sampled_the_turn(trainer: Trainer, budget: int) -> None:
     step, _ = warmed_up(trainer, steps=2)
     history = step.passes.history
     assert history is not None
@@ -138,8 +138,8 @@ def test_each_turn_of_a_branching_episode_uses_its_own_weights(trainer: Trainer,
 
 
 @pytest.mark.parametrize("trainer", ["torch"], indirect=True)  # the bigram trains at higher precision than it serves
-def test_lockstep_old_logprobs_are_bit_identical_to_the_gradient_pass(trainer: Trainer) -> None:
-    """The recomputation and the gradient pass use the same forward graph and the same weights."""
+def test_old_logprobs_in_lockstep_are_bit_identical_to_the_gradient_pass(trainer: Trainer) -> None:
+    """The recomputation and the gradient pass use the same forward graph and weights."""
     step, _ = warmed_up(trainer, steps=2)
     fresh = [replace(group(0), rollouts=tuple(sampled(seed, [(2, 3 + seed)], reward=seed % 2) for seed in range(6)))]
     found = step.accumulate(in_one_batch(fresh), OBJECTIVE)
@@ -163,8 +163,8 @@ class Counting:
         return self.worker.forward_at(micro_batches, weights)
 
 
-def test_version_computes_only_the_tokens_it_needs(trainer: Trainer) -> None:
-    """A version computes only rollouts that it sampled from, each up to the version's last token."""
+def test_forward_pass_of_each_version_covers_only_the_tokens_it_needs(trainer: Trainer) -> None:
+    """A version covers only rollouts that it sampled from, up to its last token."""
     step, _ = warmed_up(trainer, steps=2)
     counting = Counting(trainer)
     plan = replace(step.passes, policy=counting).plan(["old_logprobs"])
@@ -173,7 +173,7 @@ def test_version_computes_only_the_tokens_it_needs(trainer: Trainer) -> None:
     assert counting.tokens == [8 + 5 + third + 1, 8 + third + 5 + 7, third + 7 + 9]
 
 
-def test_prefixes_form_a_separate_micro_batch() -> None:
+def test_prefixes_of_a_micro_batch_end_with_the_last_requested_tokens() -> None:
     batch = in_one_batch(mixed()).micro_batches[0]
     assert prefixes(batch, through=batch.position_ids >= 0).micro_batch is batch
     assert batch.behavior_versions is not None

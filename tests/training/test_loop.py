@@ -1,4 +1,4 @@
-"""The training loop with a real stream, trainer and store; the test acts as controller, actors and engines."""
+"""The training loop with real trainer and store; the test acts as controller, actors and engines."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ R = TypeVar("R")
 
 @final
 class Engines:
-    """Accepts publications, with a gate for delays, and checks canaries; satisfies `Publisher` and `CanaryChecker`."""
+    """A `Publisher` and `CanaryChecker` that delays publications and checks on demand."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[int, int, int]] = []
@@ -120,7 +120,7 @@ def poisoned(index: int) -> RolloutGroup:
 
 @dataclass
 class Surroundings:
-    """The environment of the loop: stream, store, trainer and engines."""
+    """A running loop with its stream, store, trainer and engines."""
 
     stream: MemoryStream
     engines: Engines
@@ -136,7 +136,6 @@ class Surroundings:
         return [report for report in decoded if isinstance(report, kind)]
 
     async def heard(self, kind: type[R], number: int = 1) -> R:
-        """Wait for the n-th report of a kind."""
         assert self.task is not None
         async with asyncio.timeout(DEADLINE_S):
             while len(found := await self.reports(kind)) < number:
@@ -151,7 +150,6 @@ class Surroundings:
                 await asyncio.sleep(0.005)
 
     async def say(self, answers: str, **fields: Any) -> None:
-        """Put a directive into the order stream."""
         rate, rollouts = fields.pop("learning_rate", 0.1), fields.pop("rollouts_per_step", 4)
         knobs = TrainerKnobs(k=4, learning_rate=rate, rollouts_per_step=rollouts)
         given = {
@@ -165,14 +163,13 @@ class Surroundings:
         await self.stream.append(DIRECTIVES, [encode(Directive(answers=answers, knobs=knobs, **given))])
 
     async def begin(self, **fields: Any) -> None:
-        """Wait for the trainer's ready report and answer it."""
         ready = await self.heard(TrainerReady)
         await self.say(ready.report_id, **fields)
 
     async def roll_out(
         self, *indices: int, version: int = 0, poison: bool = False, rewards: Sequence[float] = (0.0, 1.0)
     ) -> None:
-        """Append groups of two; with `poison` the sampler reports NaN log-probs."""
+        """Append groups of two rollouts; with `poison` the sampler's log-probs are NaN."""
         made = [poisoned(index) if poison else group(index, rewards, version=version) for index in indices]
         payloads = [encode_group(each) for each in made]
         await self.stream.append(ROLLOUTS + "a", payloads, first_id=1 + min(indices))
@@ -231,7 +228,7 @@ async def ended(made: Surroundings) -> int:
     return await asyncio.wait_for(made.task, DEADLINE_S)
 
 
-async def test_engine_proves_its_weights_before_a_step_changes_them(tmp_path: Path) -> None:
+async def test_step_changes_the_weights_only_after_pending_canary_checks(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         made.engines.doubt.clear()
         before = made.trainer.forward([two_tokens()])[0].tolist()
@@ -248,7 +245,7 @@ async def test_engine_proves_its_weights_before_a_step_changes_them(tmp_path: Pa
         assert made.trainer.forward([two_tokens()])[0].tolist() != before
 
 
-async def test_abandoned_orders_end_as_stale_and_their_late_groups_are_dropped(
+async def test_groups_of_orders_that_the_controller_ended_as_stale_are_dropped(
     tmp_path: Path,
 ) -> None:
     async with room(tmp_path) as made:
@@ -274,7 +271,7 @@ async def test_step_reports_trained_and_filtered_groups_by_domain(tmp_path: Path
         assert (figures["all_right"], figures["accuracy"]) == (0.5, 0.75) and done.by_tag == {}
 
 
-async def test_solved_problems_are_reported_once_and_kept_in_checkpoints_until_confirmed(
+async def test_solved_problems_are_reported_once_and_unreported_ones_are_kept_in_checkpoints(
     tmp_path: Path,
 ) -> None:
     async def solve(made: Surroundings, *indices: int) -> None:
@@ -300,7 +297,7 @@ async def test_solved_problems_are_reported_once_and_kept_in_checkpoints_until_c
         assert (await made.heard(TrainerReady)).solved == {"test": [(4, "p4")]}
 
 
-async def test_full_step_waits_for_an_order_that_cannot_train_later(tmp_path: Path) -> None:
+async def test_full_step_waits_for_an_order_that_could_train_no_later_step(tmp_path: Path) -> None:
     async with room(tmp_path, overdue_s=DEADLINE_S) as made:
         due: dict[str, Any] = {"fresh_until": [(0, 1)], "issued": 3}
         await made.begin(**due)
@@ -320,7 +317,7 @@ async def test_step_waits_for_overdue_orders_only_until_the_limit(tmp_path: Path
         assert (done.orders, done.consumed.frontier) == ([0, 1], 2)
 
 
-async def test_steps_are_reported_and_each_waits_for_its_directive(tmp_path: Path) -> None:
+async def test_trainer_reports_each_step_and_waits_for_the_directive_before_the_next(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin(publish_to=[ENGINE])
         await made.roll_out(0, 1, 2, 3)
@@ -337,7 +334,7 @@ async def test_steps_are_reported_and_each_waits_for_its_directive(tmp_path: Pat
         assert (made.engines.taken, made.steps) == ([(1, 0, 1), (1, 1, 2)], [1, 2])
 
 
-async def test_trainer_that_leaves_while_waiting_saves_first(tmp_path: Path) -> None:
+async def test_preempted_trainer_saves_its_state_if_it_was_waiting_for_rollouts(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin()
         await made.roll_out(0, 1)
@@ -353,8 +350,8 @@ async def test_trainer_that_leaves_while_waiting_saves_first(tmp_path: Path) -> 
         assert (await made.heard(TrainerStopped)).left
 
 
-async def test_trainer_stopped_twice_saves_once(tmp_path: Path) -> None:
-    """The stop comes unsolicited during the wait for an answer, and again in the answer."""
+async def test_trainer_that_gets_two_stop_directives_saves_once(tmp_path: Path) -> None:
+    """One stop comes unsolicited while the trainer waits for an answer, another in the answer."""
     async with room(tmp_path) as made:
         await made.begin()
         await made.roll_out(0, 1)
@@ -365,8 +362,8 @@ async def test_trainer_stopped_twice_saves_once(tmp_path: Path) -> None:
         assert [saved.model_version for saved in await made.reports(Checkpointed)] == [1]
 
 
-async def test_trainer_that_leaves_finishes_the_current_step(tmp_path: Path) -> None:
-    """The current step's work is kept; groups for the next step stay in the stream."""
+async def test_preempted_trainer_finishes_the_current_step_first(tmp_path: Path) -> None:
+    """Groups for the next step stay in the stream."""
     async with room(tmp_path) as made:
         made.engines.gate.clear()
         await made.begin(publish_to=[ENGINE])
@@ -382,7 +379,7 @@ async def test_trainer_that_leaves_finishes_the_current_step(tmp_path: Path) -> 
         assert (leaving.model_version, leaving.consumed.trained) == (1, 2)
 
 
-async def test_weights_change_only_after_the_engines_have_the_old_ones(tmp_path: Path) -> None:
+async def test_step_changes_the_weights_only_after_the_current_publication(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         made.engines.gate.clear()
         await made.begin(publish_to=[ENGINE])
@@ -408,7 +405,7 @@ async def test_failed_publication_is_reported_and_training_continues(tmp_path: P
 
 
 @pytest.mark.parametrize("where", ["publish", "check"])
-async def test_crashed_publication_ends_the_wait_for_rollouts(
+async def test_trainer_that_waits_for_rollouts_ends_if_a_publication_crashes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     async def dies(*_: Any) -> None:
@@ -470,7 +467,7 @@ async def test_checkpoint_records_where_each_earlier_epoch_began(tmp_path: Path)
         assert latest is not None and latest[1].epochs == [[1, 0], [2, 0], [4, 0]]
 
 
-async def test_checkpoint_carries_the_baselines_of_roles(tmp_path: Path) -> None:
+async def test_checkpoint_contains_the_reward_baselines_of_roles(tmp_path: Path) -> None:
     before = TrainingState(
         model_version=0,
         epoch=1,
@@ -506,7 +503,7 @@ async def test_repeated_directive_is_applied_once(tmp_path: Path) -> None:
         assert made.engines.taken == [(1, 0, 1), (1, 1, 1)]
 
 
-async def test_engines_that_join_between_steps_get_weights(tmp_path: Path) -> None:
+async def test_trainer_publishes_to_engines_that_join_between_steps(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin()
         await made.say("reload-e1-0-m2", publish_to=[ENGINE], membership=2)
@@ -514,7 +511,7 @@ async def test_engines_that_join_between_steps_get_weights(tmp_path: Path) -> No
         assert made.engines.taken == [(1, 0, 2)]
 
 
-async def test_failed_orders_are_counted_without_a_step(tmp_path: Path) -> None:
+async def test_orders_that_fail_are_reported_without_waiting_for_a_step(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin()
         await made.say("reload-e1-0-m2", failed=[0, 1])
@@ -522,7 +519,7 @@ async def test_failed_orders_are_counted_without_a_step(tmp_path: Path) -> None:
         assert (progress.consumed.failed, progress.consumed.frontier) == (2, 2)
 
 
-async def test_stop_is_obeyed_while_waiting_for_rollouts(tmp_path: Path) -> None:
+async def test_trainer_that_waits_for_rollouts_obeys_a_stop_directive(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin()
         await made.say("stop-e1", stop=True, publish_to=[ENGINE])
@@ -531,7 +528,7 @@ async def test_stop_is_obeyed_while_waiting_for_rollouts(tmp_path: Path) -> None
         assert (await made.heard(TrainerStopped)).epoch == 1
 
 
-async def test_poisoned_step_is_skipped_and_named_and_training_continues(tmp_path: Path) -> None:
+async def test_step_with_nan_logprobs_is_skipped_and_training_continues(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         before = [weight.tobytes() for _, weight in made.trainer.gather_weights()]
         await made.begin()
@@ -555,7 +552,7 @@ async def test_poisoned_step_is_skipped_and_named_and_training_continues(tmp_pat
         assert (await made.heard(StepSkipped, 2)).in_a_row == 1, "a step that was applied lies between"
 
 
-async def test_skipped_step_is_reported_after_the_current_publication(tmp_path: Path) -> None:
+async def test_skipped_step_is_reported_only_after_the_current_publication(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         made.engines.gate.clear()
         await made.begin(publish_to=[ENGINE])
@@ -568,7 +565,7 @@ async def test_skipped_step_is_reported_after_the_current_publication(tmp_path: 
         assert kinds.index(Published) < kinds.index(StepSkipped)
 
 
-async def test_three_poisoned_steps_in_a_row_end_the_run_with_its_state_saved(tmp_path: Path) -> None:
+async def test_trainer_saves_and_fails_after_three_skipped_steps_in_a_row(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin()
         await made.roll_out(0, 1, 2, 3, 4, 5, 6, 7, poison=True)
@@ -589,8 +586,8 @@ async def test_three_poisoned_steps_in_a_row_end_the_run_with_its_state_saved(tm
         assert not await made.reports(TrainerStopped), "the run has not come to its end"
 
 
-async def test_ready_report_contains_the_claimed_epoch(tmp_path: Path) -> None:
-    """Without it, a restarted controller could assign an epoch that is already fenced off."""
+async def test_ready_report_contains_the_epoch_that_claimed_the_checkpoints(tmp_path: Path) -> None:
+    """Otherwise a restarted controller could assign an epoch that is already fenced off."""
     CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=tmp_path).claim(4)
     async with room(tmp_path) as it:
         assert (await it.heard(TrainerReady)).claimed == 4
@@ -598,8 +595,8 @@ async def test_ready_report_contains_the_claimed_epoch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("answers", ["ready-other", "reload-e2-0-m3", "stop-e2", "e2-step-1"])
 @pytest.mark.parametrize("while_it", ["collects", "waits for an answer"])
-async def test_later_epoch_ends_the_trainer(tmp_path: Path, answers: str, while_it: str) -> None:
-    """Any directive of a later epoch stops this trainer from publishing and training."""
+async def test_directive_of_a_later_epoch_ends_the_trainer(tmp_path: Path, answers: str, while_it: str) -> None:
+    """The trainer then neither publishes nor trains."""
     async with room(tmp_path) as made:
         await made.begin()
         if while_it == "waits for an answer":
@@ -611,7 +608,7 @@ async def test_later_epoch_ends_the_trainer(tmp_path: Path, answers: str, while_
         assert made.engines.taken == []
 
 
-async def test_directive_of_an_earlier_epoch_is_ignored(tmp_path: Path) -> None:
+async def test_trainer_ignores_directives_of_an_earlier_epoch(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.begin(epoch=3)
         await made.say("stop-e2", epoch=2, stop=True)
@@ -620,7 +617,7 @@ async def test_directive_of_an_earlier_epoch_is_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("culprit", ["controller", "actors"])
-async def test_wait_ends_at_its_deadline_and_names_the_missing_process(tmp_path: Path, culprit: str) -> None:
+async def test_trainer_that_waits_past_its_deadline_names_the_missing_process(tmp_path: Path, culprit: str) -> None:
     async with room(tmp_path, deadline_s=0.5) as made:
         if culprit == "actors":
             await made.begin()
@@ -633,13 +630,15 @@ async def test_wait_ends_at_its_deadline_and_names_the_missing_process(tmp_path:
 
 
 def taken_in(loop: TrainingLoop) -> tuple[object, ...]:
-    """Return the loop's view of everything that has arrived."""
+    """Return the number of waiting groups, the ledger's counts and the current directive."""
     return loop._batcher.num_waiting, dict(loop._batcher.ledger.counts), loop._link.current
 
 
 @pytest.mark.parametrize("by", ["groups", "directives", "groups that teach nothing"])
-async def test_arrivals_extend_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
-    """Move the clock by most of a deadline before each arrival, and by several deadlines before the step."""
+async def test_trainer_waits_for_rollouts_as_long_as_something_arrives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """The clock advances by most of a deadline before each arrival, and by several deadlines before the step."""
     ahead_s = 0.0
     monkeypatch.setattr(training_loop, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s))
     async with room(tmp_path, no_signal=NoSignal.FILTER) as made:

@@ -1,4 +1,4 @@
-"""Weight versions announced by a stream: followers take them, silence ends the wait, failures keep their class."""
+"""Weight versions announced by a stream: engines that follow it load them, silent ones are skipped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
 
 class Taking:
-    """An engine's weight-update interface: it records requests and may reject them."""
+    """An engine's weight-update interface, which records requests and may reject them."""
 
     def __init__(self, refusal: LayoutMismatch | DigestMismatch | None = None) -> None:
         self.refusal = refusal
@@ -53,7 +53,7 @@ class Taking:
 
 @asynccontextmanager
 async def following(stream: MemoryStream, **engines: Taking) -> AsyncIterator[None]:
-    """Let the engines `http://NAME:1` follow the stream, and wait until they have reported it."""
+    """Let the engines `http://NAME:1` follow the stream; wait until each has reported that it does."""
     tasks = [
         asyncio.create_task(AnnouncedUpdates(engine, stream, url=f"http://{name}:1").run())
         for name, engine in engines.items()
@@ -83,7 +83,7 @@ async def tell(
     return dict(await announcer.tell(prepare(version), engines, left_out=left_out, deadline=deadline))
 
 
-async def test_every_following_engine_takes_a_version_and_reports_it() -> None:
+async def test_engines_that_follow_the_stream_load_each_announced_version_and_report_it() -> None:
     stream, a, b = MemoryStream(), Taking(), Taking()
     announcer = StreamAnnouncer(stream, quiet_s=PATIENCE_S)
     async with following(stream, a=a, b=b):
@@ -101,14 +101,14 @@ async def test_every_following_engine_takes_a_version_and_reports_it() -> None:
     assert await stream.length(ANNOUNCEMENTS) == 1, "what is over is trimmed"
 
 
-async def test_engines_are_spread_over_the_replicas() -> None:
+async def test_engines_pull_announced_weights_from_different_replicas() -> None:
     stream, engines = MemoryStream(), {f"e{number}": Taking() for number in range(16)}
     async with following(stream, **engines):
         await tell(StreamAnnouncer(stream, quiet_s=PATIENCE_S), 1, *(f"http://{name}:1" for name in engines))
     assert {(engine.asked[0].sources or ("",))[0] for engine in engines.values()} == {"http://s0:1", "http://s1:1"}
 
 
-async def test_engine_that_already_serves_the_version_gets_no_commit() -> None:
+async def test_engine_that_already_serves_the_announced_version_gets_no_commit() -> None:
     stream, a = MemoryStream(), Taking()
     a.serves = 1
     async with following(stream, a=a):
@@ -118,7 +118,9 @@ async def test_engine_that_already_serves_the_version_gets_no_commit() -> None:
 
 
 @pytest.mark.parametrize("refusal", [LayoutMismatch("another model", param="layout"), DigestMismatch("other bytes")])
-async def test_rejection_is_returned_with_its_original_class(refusal: LayoutMismatch | DigestMismatch) -> None:
+async def test_rejection_of_announced_weights_is_returned_with_its_original_class(
+    refusal: LayoutMismatch | DigestMismatch,
+) -> None:
     stream, a, b = MemoryStream(), Taking(refusal), Taking()
     async with following(stream, a=a, b=b):
         answers = await tell(StreamAnnouncer(stream, quiet_s=PATIENCE_S), 1, A, B)
@@ -126,7 +128,7 @@ async def test_rejection_is_returned_with_its_original_class(refusal: LayoutMism
     assert isinstance(answers[B], WeightUpdateResponse)
 
 
-async def test_excluded_engine_keeps_its_weights() -> None:
+async def test_engine_excluded_from_an_announcement_keeps_its_weights() -> None:
     stream, a, b = MemoryStream(), Taking(), Taking()
     announcer = StreamAnnouncer(stream, quiet_s=PATIENCE_S)
     async with following(stream, a=a, b=b):
@@ -135,7 +137,7 @@ async def test_excluded_engine_keeps_its_weights() -> None:
     assert [request.version for request in b.asked] == [2, 2]
 
 
-async def test_silent_engine_is_not_awaited_until_it_reports_again() -> None:
+async def test_announcer_does_not_wait_for_a_silent_engine_until_it_reports_again() -> None:
     stream, a, b = MemoryStream(), Taking(), Taking()
     announcer = StreamAnnouncer(stream, quiet_s=0.05)
     async with following(stream, a=a, b=b):
@@ -149,7 +151,7 @@ async def test_silent_engine_is_not_awaited_until_it_reports_again() -> None:
         assert set(await tell(announcer, 2, A, B)) == {A, B}
 
 
-async def test_newest_of_several_announcements_is_taken() -> None:
+async def test_engine_loads_only_the_newest_of_several_announced_versions() -> None:
     stream, a = MemoryStream(), Taking()
     announcer = StreamAnnouncer(stream, quiet_s=0.0)
     async with following(stream, a=a):
@@ -167,7 +169,7 @@ async def test_newest_of_several_announcements_is_taken() -> None:
     assert [request.version for request in a.asked] == [1, 1, 3, 3]
 
 
-async def test_unreadable_entries_are_skipped_by_both_sides() -> None:
+async def test_announcer_and_engines_skip_unreadable_stream_entries() -> None:
     stream, a = MemoryStream(), Taking()
     async with following(stream, a=a):
         for name in (ANNOUNCEMENTS, TAKEN):
@@ -175,7 +177,7 @@ async def test_unreadable_entries_are_skipped_by_both_sides() -> None:
         assert set(await tell(StreamAnnouncer(stream, quiet_s=PATIENCE_S), 1, A)) == {A}
 
 
-async def test_report_without_an_answer_is_a_failure() -> None:
+async def test_engine_report_without_a_valid_answer_counts_as_a_failure() -> None:
     stream = MemoryStream()
     announcer = StreamAnnouncer(stream, quiet_s=PATIENCE_S)
     await stream.append(TAKEN, [encode_struct(WeightsTaken(url=A))])

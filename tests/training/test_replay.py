@@ -35,7 +35,6 @@ def model(tmp_path: Path) -> Path:
 
 
 def replay(model: Path, groups: Mapping[int, Sequence[RolloutGroup]] = GROUPS, *, chosen: str = "grpo") -> Replay:
-    """Return a replay from the run's beginning."""
     trainer = BigramTrainer()
     trainer.init_worker(TrainerSpec(model_path=model))
     objective = AdaptiveObjective(resolve(chosen, max_tokens=8), controller=None)
@@ -57,13 +56,13 @@ def recorded(model: Path, chosen: str = "grpo") -> list[RecordedStep]:
 
 
 @pytest.mark.parametrize("chosen", ["grpo", "rae", "clip_cov", "kl_cov"])
-def test_replay_is_bit_identical(model: Path, chosen: str) -> None:
+def test_replayed_steps_are_bit_identical_to_the_recorded_ones(model: Path, chosen: str) -> None:
     again = list(replay(model, chosen=chosen).run(recorded(model, chosen)))
     assert [each.differences for each in again] == [{}, {}, {}]
     assert len({each.figures["loss"] for each in again}) == 3, "the steps are not all alike"
 
 
-def test_different_weights_and_rewards_are_detected(model: Path) -> None:
+def test_replay_reports_differences_caused_by_other_weights_or_rewards(model: Path) -> None:
     steps = recorded(model)
     hotter = replace(steps[0], figures={**steps[0].figures, "learning_rate": 0.1001})
     first, second, _ = replay(model).run([hotter, *steps[1:]])
@@ -73,7 +72,7 @@ def test_different_weights_and_rewards_are_detected(model: Path) -> None:
     assert {"reward", "loss", "grad_norm"} <= found.differences.keys()
 
 
-def test_trainable_one_of_two_copies_is_replayed(model: Path) -> None:
+def test_replay_uses_the_copy_of_a_group_that_the_run_could_train(model: Path) -> None:
     steps = [replace(step, lineage=Lineage(2, 0)) for step in recorded(model)]
     epoch_two = {index: [group(index, (0.0, 1.0, 0.5), version=index // 4, epoch=2)] for index in range(12)}
     abandoned = group(5, (1.0, 0.0, 0.0), version=1, epoch=1)
@@ -90,7 +89,7 @@ def test_replay_with_another_objective_uses_the_same_data(model: Path) -> None:
     assert instead.figures["grad_norm"] != steps[2].figures["grad_norm"]
 
 
-def test_missing_groups_and_steps_are_named(model: Path) -> None:
+def test_replay_names_groups_and_steps_missing_from_the_record(model: Path) -> None:
     steps = recorded(model)
     with pytest.raises(RecordError, match="the group of order 2, of step 1, is not in the streams any more"):
         list(replay(model, {index: kept for index, kept in GROUPS.items() if index != 2}).run(steps))
@@ -99,7 +98,7 @@ def test_missing_groups_and_steps_are_named(model: Path) -> None:
 
 
 def at_sampling_weights(model: Path, *, acceptance: float) -> Replay:
-    """Return a replay with old log-probs at the sampling weights, so that steps depend on earlier weights."""
+    """Return a replay with old log-probs by the sampling weights, so that steps depend on earlier weights."""
     taking = replay(model)
     policy = taking.step.passes.policy
     passes = ForwardPasses(
@@ -111,7 +110,7 @@ def at_sampling_weights(model: Path, *, acceptance: float) -> Replay:
     return replace(taking, step=TrainStep(passes=passes), objective=objective, acceptance=acceptance)
 
 
-def test_sampling_weights_are_kept_as_long_as_steps_need_them(model: Path) -> None:
+def test_replay_keeps_sampling_weights_as_long_as_steps_need_them(model: Path) -> None:
     """Step 3 trains on samples of versions 1 and 2."""
     blanks = [
         RecordedStep(version=version, lineage=Lineage(1, 0), orders=orders, figures={"learning_rate": 0.1})
@@ -136,7 +135,9 @@ def various(index: int) -> RolloutGroup:
     return replace(group(index, (), version=0), rollouts=tuple(rollouts))
 
 
-def test_multi_update_steps_are_bit_identical_also_from_a_saved_state(model: Path, tmp_path: Path) -> None:
+def test_replayed_steps_of_several_updates_are_bit_identical_also_from_a_saved_state(
+    model: Path, tmp_path: Path
+) -> None:
     mini_batching, objective = MiniBatching(epochs=2, mini_batches=2, seed=3), resolve("grpo")
     groups = {index: [various(index)] for index in range(12)}
     running = replace(replay(model, groups), mini_batching=mini_batching)

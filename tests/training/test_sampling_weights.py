@@ -1,8 +1,7 @@
-"""Old log-probs at the sampling weights against the real engine, which receives new weights while it samples.
+"""Old log-probs by the sampling weights, against the real engine, which gets new weights while it samples.
 
-With fresh caches every token of every version agrees with its sampler to 1e-5. So any mismatch of `old_logprobs` that
-the monitor reports is due to numerics. With caches that older weights wrote (`continue`), only tokens after an update
-differ. That difference comes from the age of the cache, which no pass with one version's weights can reproduce.
+With a recomputed cache, they agree with the sampler's to 1e-5. With a cache that older weights wrote (`continue`),
+log-probs after an update differ, because no pass with one version's weights can reproduce that cache.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ OBJECTIVE = resolve("ppo_recomputed")
 
 @pytest.fixture(scope="module")
 def step() -> TrainStep:
-    """Return a policy at version 2, with the weights of versions 0, 1 and 2, which differ clearly."""
+    """Return a step with a policy at version 2 and the weights of versions 0, 1 and 2, which differ clearly."""
     policy = TorchTrainer()
     policy.init_worker(TrainerSpec(model_path=MODEL, device=Device.CPU))
     history = WeightHistory(policy.weight_layout())
@@ -114,7 +113,7 @@ async def sample(history: WeightHistory, on_update: OnUpdate, seed: int, *, samp
 
 
 def in_flight(step: TrainStep, on_update: OnUpdate, *, samples: int) -> list[RolloutGroup]:
-    """Return rollouts of three versions, some mixed; retry if a busy machine let them end before the updates."""
+    """Return rollouts of three versions, some mixed; retry if they ended before the updates on a busy machine."""
     assert step.passes.history is not None
     for attempt in range(5):
         rollouts = asyncio.run(sample(step.passes.history, on_update, attempt, samples=samples))
@@ -130,7 +129,7 @@ def accumulated(step: TrainStep, groups: list[RolloutGroup]) -> Accumulated:
     return found
 
 
-def test_old_logprobs_equal_the_samplers_for_every_token_and_version(step: TrainStep) -> None:
+def test_old_logprobs_equal_those_of_the_engine_for_every_token_and_version(step: TrainStep) -> None:
     found = accumulated(step, in_flight(step, OnUpdate.RECOMPUTE_KV, samples=4))
     tokens = sampled_tokens(found.micro_batches, [loss.predictions for loss in found.first.losses])
     assert tokens is not None and tokens.old_logprobs is not None
@@ -144,8 +143,8 @@ def test_old_logprobs_equal_the_samplers_for_every_token_and_version(step: Train
     assert told["mismatch_numerics_max"] <= TOLERANCE
 
 
-def test_stale_caches_change_only_tokens_after_an_update(step: TrainStep) -> None:
-    # Use one sample per prompt: samples that share a prompt and start after an update would read its old cache.
+def test_kv_cache_of_older_weights_changes_logprobs_only_after_an_update(step: TrainStep) -> None:
+    # One sample per prompt: later samples of a prompt would read a cache that older weights wrote.
     found = accumulated(step, in_flight(step, OnUpdate.CONTINUE, samples=1))
     tokens = sampled_tokens(found.micro_batches, [loss.predictions for loss in found.first.losses])
     assert tokens is not None and tokens.old_logprobs is not None

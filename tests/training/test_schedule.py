@@ -1,4 +1,4 @@
-"""The learning rate at chosen steps, against hand-computed values."""
+"""The learning rate schedule at chosen steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipelinerl.training.schedule import LearningRateSchedule
         ("cosine", 99, 0.1),
     ],
 )
-def test_factor_matches_hand_computed_values(shape: str, step: int, factor: float) -> None:
+def test_learning_rate_factor_matches_precomputed_values(shape: str, step: int, factor: float) -> None:
     schedule = LearningRateSchedule(warmup_steps=4, steps=14, shape=shape, final_fraction=0.1)  # type: ignore[arg-type]
     if shape == "constant":
         schedule = LearningRateSchedule(warmup_steps=4, steps=14, shape="constant", final_fraction=0.0)

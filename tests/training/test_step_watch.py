@@ -57,7 +57,7 @@ def closed(watch: StepWatch) -> None:
     watch.samples.log.close()
 
 
-def test_sample_contains_every_known_field(tmp_path: Path) -> None:
+def test_kept_sample_contains_prompt_answers_verdicts_and_advantages(tmp_path: Path) -> None:
     watch = watch_in(tmp_path)
     right = rollout(reward=1.0, prompt=(5, 6), sampled=(7, 8, 9), spans=((2, 1), (3, 2)))
     cut = replace(rollout(reward=0.0, prompt=(5, 6), version=1), finish_reason="length")
@@ -81,7 +81,7 @@ def test_sample_contains_every_known_field(tmp_path: Path) -> None:
     assert (three.outcome, three.reward, three.advantage, three.trained) == ("verifier_error", None, None, False)
 
 
-def test_sample_tokens_are_those_sampled_and_trained(tmp_path: Path) -> None:
+def test_kept_sample_contains_tokens_with_logprobs_versions_and_entropies(tmp_path: Path) -> None:
     watch = watch_in(tmp_path)
     right = rollout(reward=1.0, prompt=(5, 6), sampled=(7, 8, 9), spans=((2, 1), (3, 2)))
     wrong = rollout(reward=0.0, prompt=(5, 6), sampled=(7,), spans=((3, 1),))
@@ -104,7 +104,7 @@ def test_sample_tokens_are_those_sampled_and_trained(tmp_path: Path) -> None:
     assert (three.deltas, three.advantages) == ((), ()), "it was not trained on"
 
 
-def test_environment_tokens_between_turns_have_no_version(tmp_path: Path) -> None:
+def test_environment_tokens_of_a_kept_sample_have_no_version(tmp_path: Path) -> None:
     watch = watch_in(tmp_path)
     first = rollout(reward=1.0, prompt=(5, 6), sampled=(7, 8))
     later = replace(first.turns[0], context_token_ids=np.array([1, 2, 3], np.int32))
@@ -117,7 +117,7 @@ def test_environment_tokens_between_turns_have_no_version(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("budget", [6, 1000])
-def test_columns_of_a_branching_episode_are_in_turn_order(tmp_path: Path, budget: int) -> None:
+def test_kept_sample_of_a_branching_episode_lists_tokens_in_turn_order(tmp_path: Path, budget: int) -> None:
     watch = watch_in(tmp_path)
     turns = [((5, 6), (7, 8)), ((1,), (9,)), ((2, 3), (10, 11)), ((4,), (12,))]
     forked = episode(turns, (ROOT, ROOT, 0, 1), versions=(1, 1, 2, 3))
@@ -146,7 +146,7 @@ def test_columns_of_a_branching_episode_are_in_turn_order(tmp_path: Path, budget
     assert sample.answers[1].turns == (), "a single answer has none"
 
 
-def test_masked_rollout_has_no_advantage_and_did_not_train(tmp_path: Path) -> None:
+def test_masked_rollout_of_a_kept_sample_has_no_advantage_and_did_not_train(tmp_path: Path) -> None:
     watch = watch_in(tmp_path)
     cut = replace(rollout(reward=0.0), finish_reason="length")
     stepped(watch, [replace(group(0), rollouts=(rollout(reward=1.0), cut))], version=1, truncated=Truncated.MASK)
@@ -155,7 +155,7 @@ def test_masked_rollout_has_no_advantage_and_did_not_train(tmp_path: Path) -> No
     assert [(each.advantage is None, each.trained) for each in sample.answers] == [(False, True), (True, False)]
 
 
-def test_each_rollout_has_its_own_advantage_in_any_packing() -> None:
+def test_mean_advantages_of_rollouts_do_not_depend_on_the_packing() -> None:
     groups = [group(0, [0.0, 1.0]), group(1, [1.0, 1.0]), group(2, [1.0, 0.0])]
     batch = build(groups, objective=resolve("grpo"), token_budget=5, producing=1)
     advantages, trained = mean_advantages(batch, batch.micro_batches)
@@ -163,7 +163,7 @@ def test_each_rollout_has_its_own_advantage_in_any_packing() -> None:
     assert trained.tolist() == [True, True, False, False, True, True], "those without a gradient were left out"
 
 
-def test_sampled_groups_are_drawn_by_seed_and_step(tmp_path: Path) -> None:
+def test_groups_kept_as_samples_are_drawn_by_seed_and_step(tmp_path: Path) -> None:
     drawn = []
     for name in ("first", "again"):
         watch = watch_in(tmp_path / name)
@@ -175,7 +175,7 @@ def test_sampled_groups_are_drawn_by_seed_and_step(tmp_path: Path) -> None:
     assert len({name for _, name in drawn[0]}) == 8, "nobody is preferred"
 
 
-def test_too_many_distinct_reasons_are_merged(tmp_path: Path) -> None:
+def test_filter_reasons_beyond_the_limit_are_merged(tmp_path: Path) -> None:
     watch = watch_in(tmp_path)
     watch.ended([group(0)], GroupOutcome.FILTERED, "no signal")
     for number in range(100):
@@ -188,7 +188,7 @@ def test_too_many_distinct_reasons_are_merged(tmp_path: Path) -> None:
     assert example.filtered[OTHER_REASONS] == 102 - MOST_REASONS - 1
 
 
-def test_filtered_groups_are_counted_by_reason_with_an_example(tmp_path: Path) -> None:
+def test_filtered_groups_are_counted_by_reason_and_one_is_kept_as_an_example(tmp_path: Path) -> None:
     watch = watch_in(tmp_path)
     batcher = Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=NoSignal.FILTER, ended=watch.ended)
     for index, made in enumerate(
@@ -210,7 +210,7 @@ def test_filtered_groups_are_counted_by_reason_with_an_example(tmp_path: Path) -
     assert figures.by_domain["sums"]["all_wrong"] == 1.0
 
 
-def test_metrics_need_no_sample_log() -> None:
+def test_step_metrics_need_no_sample_log() -> None:
     watch = StepWatch()
     watch.ended([group(0)], GroupOutcome.STALE, "stale")
     batch = build([group(1)], objective=resolve("grpo"), token_budget=1000, producing=1)
@@ -236,7 +236,7 @@ def scored(reward: float, *parts: tuple[str, float]) -> Rollout:
     return replace(rollout(), verdict=verdict)
 
 
-def test_every_metric_of_a_domain() -> None:
+def test_domain_metrics_match_precomputed_values() -> None:
     tallies = DomainTallies()
     long = rollout(reward=0.0, sampled=[1] * 20)
     mixed = told(
@@ -271,7 +271,7 @@ def test_reward_parts_are_averaged_over_the_rollouts_that_have_them() -> None:
     assert (figures["reward"], figures["reward.format"], figures["reward.answer"]) == (1.0, 0.75, 0.0)
 
 
-def test_group_counts_once_in_its_domain_and_in_each_tag() -> None:
+def test_group_counts_once_in_its_domain_and_once_in_each_of_its_tags() -> None:
     tallies = DomainTallies()
     tallies.add([told([1.0], tags=("a", "b", "a")), told([0.0], tags=("b",), domain="sums")])
     figures = tallies.take()
@@ -281,13 +281,13 @@ def test_group_counts_once_in_its_domain_and_in_each_tag() -> None:
     assert tallies.take() == ({}, {}), "the next step begins from nothing"
 
 
-def test_domain_with_only_stale_groups_reports_only_them() -> None:
+def test_domain_with_only_stale_groups_reports_only_their_counts() -> None:
     tallies = DomainTallies()
     tallies.add_stale(told([1.0]))
     assert tallies.take().by_domain["words"] == {"rollouts": 0, "groups": 0, "stale_groups": 1, "stale": 1.0}
 
 
-def test_rare_tags_are_merged_beyond_the_limit() -> None:
+def test_rare_tags_beyond_the_limit_are_merged() -> None:
     tallies = DomainTallies()
     tallies.add([told([1.0], tags=(f"id={number:04d}",)) for number in range(1000)])
     tallies.add([told([1.0, 1.0], tags=("common",)), told([1.0], tags=tuple(f"t{i}" for i in range(1000)))])
@@ -297,7 +297,7 @@ def test_rare_tags_are_merged_beyond_the_limit() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 20, 21, 257])
-def test_p95_of_lengths_equals_numpy(count: int) -> None:
+def test_p95_of_answer_lengths_equals_numpys_percentile(count: int) -> None:
     lengths = sorted(generator(0, "p95", count).integers(0, 5000, count).tolist())
     tally = Tally(groups=1, lengths=lengths[::-1])
     assert tally.figures()["length_p95"] == pytest.approx(np.percentile(lengths, 95), rel=1e-12)

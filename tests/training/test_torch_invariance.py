@@ -1,4 +1,4 @@
-"""The gradient of a whole step in torch, fp32: packing, split and order change it only by rounding."""
+"""The gradient of a whole step in torch, fp32: packing, splitting and order change it only by rounding."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ CHOICES = ["pipelinerl", "grpo_kl", "dapo", "gspo", "gmpo", "ppo_tis", "reinforc
 
 
 def groups() -> list[RolloutGroup]:
-    """Return four groups of three rollouts with 3 to 40 tokens."""
     draw, made = rng.generator(2, "torch_invariance"), []
     for index in range(4):
         rollouts = [
@@ -49,7 +48,7 @@ def groups() -> list[RolloutGroup]:
 
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> TrainStep:
-    """Return a step with a policy, a slightly trained critic, and a reference with different weights."""
+    """Return a step with a policy, a slightly trained critic, and a reference with other weights."""
     shape = DecoderShape(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=VOCAB, max_positions=64)
     workers: list[Any] = []
     for seed, head in ((0, Head.POLICY), (1, Head.VALUE), (2, Head.POLICY)):
@@ -82,7 +81,7 @@ def gradients(step: TrainStep, choice: Any, *, budget: int, of: Sequence[Rollout
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_gradient_is_invariant_to_packing_split_and_order(choice: Any, step: TrainStep) -> None:
+def test_torch_gradient_is_invariant_to_packing_splitting_and_order(choice: Any, step: TrainStep) -> None:
     of = partial(gradients, step, choice)
     expected = of(budget=10_000, of=groups())
     scale = {
@@ -101,7 +100,7 @@ def _roles(made: dict[str, torch.Tensor]) -> set[str]:
 
 
 def episodes(stored: Callable[[Rollout], Rollout] = lambda one: one) -> list[RolloutGroup]:
-    """Return two groups of three episodes: linear, with two replies to one answer, and with two conversations."""
+    """Return two groups of three episodes: linear, with two replies to one answer, and of two conversations."""
     draw, made = rng.generator(5, "torch_episodes"), []
     for index in range(2):
         rollouts = []
@@ -117,7 +116,7 @@ def episodes(stored: Callable[[Rollout], Rollout] = lambda one: one) -> list[Rol
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_gradient_does_not_depend_on_how_an_episode_is_stored(choice: Any, step: TrainStep) -> None:
+def test_torch_gradient_does_not_depend_on_how_an_episode_is_stored(choice: Any, step: TrainStep) -> None:
     expected = gradients(step, choice, budget=10_000, of=episodes())
     assert all(gradient.abs().max() > 0 for name, gradient in expected.items() if name.endswith("norm.weight"))
     for stored, budget in ((as_roots, 10_000), (as_roots, 1), (lambda one: one, 60)):

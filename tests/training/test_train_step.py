@@ -1,4 +1,4 @@
-"""One step on real workers: forward passes, advantages against loops, and gradients invariant to packing."""
+"""One step on real trainers: forward passes, advantages against loops, and gradients invariant to packing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ PRESETS = ["ppo", PPO, "grpo", "grpo_kl", "gspo", "gmpo", "ppo_tis", "dapo", "re
 
 
 def two_turns(draw: np.random.Generator, reward: float) -> Rollout:
-    """Return a rollout in which the environment speaks twice."""
     turns: list[Turn] = []
     for _ in range(2):
         one = rollout(
@@ -61,8 +60,6 @@ def groups() -> list[RolloutGroup]:
 
 
 class Counting:
-    """A bigram trainer that counts its forward passes."""
-
     def __init__(self, spec: TrainerSpec) -> None:
         self.worker = BigramTrainer()
         self.worker.init_worker(spec)
@@ -122,7 +119,7 @@ def weights(worker: Trainer | None) -> np.ndarray:
 
 
 @pytest.mark.parametrize("choice", PRESETS, ids=str)
-def test_packing_split_and_order_do_not_change_the_gradient(choice: Any, spec: TrainerSpec) -> None:
+def test_packing_splitting_and_order_of_rollouts_do_not_change_the_step(choice: Any, spec: TrainerSpec) -> None:
     objective = resolve(choice)
 
     def stepped(budget: int, of: Sequence[RolloutGroup]) -> tuple[list[np.ndarray], float, int]:
@@ -142,8 +139,10 @@ def test_packing_split_and_order_do_not_change_the_gradient(choice: Any, spec: T
 
 
 @pytest.mark.parametrize("name", catalogue.PRESETS)
-def test_batch_without_signal_is_a_step_of_zero_gradient(name: str, spec: TrainerSpec) -> None:
-    """Terms that do not depend on the group's rewards (a critic, a barrier) keep their gradient."""
+def test_batch_of_equal_rewards_has_zero_gradient_unless_the_objective_learns_from_it(
+    name: str, spec: TrainerSpec
+) -> None:
+    """Terms that do not depend on the rewards, such as a critic's, keep their gradient."""
     objective = resolve(name, max_tokens=8)
     waiting = Batcher(
         ledger=ConsumedLedger(),
@@ -162,8 +161,8 @@ def test_batch_without_signal_is_a_step_of_zero_gradient(name: str, spec: Traine
 
 
 @pytest.mark.parametrize("budget", [1, 25, 1000])
-def test_advantages_and_returns_equal_loops_over_rollouts(budget: int, spec: TrainerSpec) -> None:
-    """Compute each rollout separately, token by token, from columns of the workers."""
+def test_gae_advantages_and_returns_equal_loops_over_tokens(budget: int, spec: TrainerSpec) -> None:
+    """The loops compute each rollout separately, token by token, from the columns of the workers."""
     objective = replace(resolve(PPO), adv=GAE(kl=0.1))
     step = step_of(spec)
     batch = build(groups(), objective=objective, token_budget=budget, producing=1)
@@ -202,7 +201,7 @@ def test_advantages_and_returns_equal_loops_over_rollouts(budget: int, spec: Tra
     ],
     ids=str,
 )
-def test_only_needed_forward_passes_are_made(
+def test_step_makes_only_the_forward_passes_that_its_objective_needs(
     choice: Any, old: OldLogprobs, expected: tuple[int, int, int], spec: TrainerSpec
 ) -> None:
     objective = resolve(choice)
@@ -241,7 +240,7 @@ def test_critic_learning_rate_follows_its_own_schedule(spec: TrainerSpec) -> Non
     assert rates == [(0.1 / 2, 0.3), (0.1, 0.3), (0.1, 0.3), (0.1 / 2, 0.3)]
 
 
-def test_kl_coefficient_column_scales_the_gradient(spec: TrainerSpec) -> None:
+def test_kl_coefficient_of_the_objective_scales_the_gradient(spec: TrainerSpec) -> None:
     norms = []
     for beta in (0.0, 0.5, 5.0):
         objective = resolve({"preset": "grpo", "grad2": {"kind": "kl", "beta": beta}})
@@ -252,7 +251,7 @@ def test_kl_coefficient_column_scales_the_gradient(spec: TrainerSpec) -> None:
     assert norms[2] == pytest.approx(10 * norms[1], rel=0.5), "the penalty outweighs the rest"
 
 
-def test_critic_learns_the_return(spec: TrainerSpec) -> None:
+def test_critic_learns_the_return_of_every_state(spec: TrainerSpec) -> None:
     """Every rollout has reward 1, so every state has value 1."""
     step = step_of(replace(spec, optimizer=OptimizerSpec(grad_clip=0.0)), warmup_steps=100)
     earning = [replace(g, rollouts=tuple(r for r in g.rollouts if r.verdict.reward == 1.0)) for g in groups()[:3]]
@@ -263,7 +262,7 @@ def test_critic_learns_the_return(spec: TrainerSpec) -> None:
     assert errors[0] > 0.5 and errors[-1] < 0.1
 
 
-def test_equal_rewards_train_without_a_group_mean_baseline() -> None:
+def test_objectives_without_a_group_mean_baseline_learn_from_equal_rewards() -> None:
     teaching = {
         name: learns_from_equals(resolve(name), {}) for name in ("ppo", "grpo_kl", "decoupled_ppo", "grpo", "rloo")
     }

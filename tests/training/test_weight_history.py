@@ -40,7 +40,7 @@ def stepped(trainer: BigramTrainer) -> BigramTrainer:
 
 
 def published(trainer: BigramTrainer, history: WeightHistory, ks: list[float]) -> list[list[int]]:
-    """Return the versions held after each publication with one of these k, with one step in between."""
+    """Return the versions held after each publication with one of these k; a step lies between publications."""
     held = []
     for k in ks:
         history.keep(trainer, version=trainer.model_version, acceptance=k)
@@ -49,7 +49,7 @@ def published(trainer: BigramTrainer, history: WeightHistory, ks: list[float]) -
     return held
 
 
-def test_history_holds_the_versions_that_the_next_step_may_use(trainer: BigramTrainer) -> None:
+def test_weight_history_holds_the_versions_that_the_next_step_may_use(trainer: BigramTrainer) -> None:
     history = WeightHistory(trainer.weight_layout())
     assert published(trainer, history, [2, 2, 2, 4, 4, 1, 3]) == [
         [0], [0, 1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [5], [5, 6]
@@ -58,8 +58,8 @@ def test_history_holds_the_versions_that_the_next_step_may_use(trainer: BigramTr
     assert history.figures() == {"history_versions": 2.0, "history_bytes": 2.0 * BYTES}
 
 
-def test_only_published_weights_are_held(trainer: BigramTrainer) -> None:
-    """With j = 3, two of the six versions that may train are held, as copies made at publication."""
+def test_weight_history_holds_only_published_weights(trainer: BigramTrainer) -> None:
+    """With j = 3, two of the six versions that may train are held, copied at publication."""
     history, expected = WeightHistory(trainer.weight_layout()), {}
     for version in range(8):
         if version % 3 == 0:
@@ -72,7 +72,7 @@ def test_only_published_weights_are_held(trainer: BigramTrainer) -> None:
         np.testing.assert_array_equal(data.view(np.float32), expected[version].ravel())
 
 
-def test_history_is_equal_after_a_checkpoint(trainer: BigramTrainer, tmp_path: Path) -> None:
+def test_weight_history_is_restored_from_a_checkpoint(trainer: BigramTrainer, tmp_path: Path) -> None:
     history = WeightHistory(trainer.weight_layout())
     published(trainer, history, [3, 3, 3])
     history.saver()(tmp_path)
@@ -83,7 +83,9 @@ def test_history_is_equal_after_a_checkpoint(trainer: BigramTrainer, tmp_path: P
     assert WeightHistory.restored(tmp_path / "absent", trainer.weight_layout()).versions == []
 
 
-def test_damaged_file_and_file_of_another_model_are_rejected(trainer: BigramTrainer, tmp_path: Path) -> None:
+def test_weight_history_rejects_damaged_files_and_files_of_another_model(
+    trainer: BigramTrainer, tmp_path: Path
+) -> None:
     history = WeightHistory(trainer.weight_layout())
     published(trainer, history, [1])
     history.saver()(tmp_path)
@@ -96,7 +98,7 @@ def test_damaged_file_and_file_of_another_model_are_rejected(trainer: BigramTrai
         WeightHistory.restored(tmp_path, trainer.weight_layout())
 
 
-def test_missing_version_is_reported_once(trainer: BigramTrainer, caplog: pytest.LogCaptureFixture) -> None:
+def test_weight_history_logs_a_missing_version_once(trainer: BigramTrainer, caplog: pytest.LogCaptureFixture) -> None:
     history = WeightHistory(trainer.weight_layout())
     published(trainer, history, [math.inf, math.inf, 1])
     mixed = replace(group(0), rollouts=(rollout(version=2), rollout(spans=[(1, 1), (2, 1)])))

@@ -1,4 +1,4 @@
-"""Examples of users' filters that keep, reject, fail and hang; tests refer to them by this file's path."""
+"""Examples of user filters that keep, reject, fail and hang; tests refer to them by this file's path."""
 
 from __future__ import annotations
 

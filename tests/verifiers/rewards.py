@@ -1,4 +1,4 @@
-"""Examples of users' rewards: correct, odd, failing and hanging ones; tests refer to them by this file's path."""
+"""Examples of user rewards: correct, odd, failing and hanging ones; tests refer to them by this file's path."""
 
 from __future__ import annotations
 

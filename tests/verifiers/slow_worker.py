@@ -1,4 +1,4 @@
-"""Functions for the workers of the tests; they sleep, spin, die, or report their process."""
+"""Worker functions for the tests, which sleep, spin, die, or report their process."""
 
 from __future__ import annotations
 

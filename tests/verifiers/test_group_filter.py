@@ -1,4 +1,4 @@
-"""A user's function as a filter: its arguments, its results, and its failures; a failure never keeps the group."""
+"""User functions as group filters: arguments, results and failures; a filter that fails never keeps the group."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_filter_receives_the_values_that_its_parameters_name(function: str
     assert (verdict.outcome, refusal_of(verdict)) == (Outcome.CORRECT, ""), verdict.reason
 
 
-async def test_returned_text_is_the_reason_and_false_gives_the_filters_name() -> None:
+async def test_filter_that_returns_a_text_gives_the_reason_and_false_gives_its_name() -> None:
     assert refusal_of(await said("lengths_alone")) == "one of 3 tokens"
     assert refusal_of(await said("whatever", do="false")) == "whatever"
     assert refusal_of(await said("whatever", do="numpy")) == ""
@@ -60,7 +60,7 @@ async def test_returned_text_is_the_reason_and_false_gives_the_filters_name() ->
         ("die", "ended by itself"),
     ],
 )
-async def test_invalid_result_is_a_failure_and_does_not_keep_the_group(what: str, sentence: str) -> None:
+async def test_filter_with_an_invalid_result_fails_and_does_not_keep_the_group(what: str, sentence: str) -> None:
     verdict = await said("whatever", do=what)
     assert verdict.outcome is Outcome.VERIFIER_ERROR
     assert re.search(sentence, verdict.reason), verdict.reason
@@ -80,6 +80,6 @@ async def test_hanging_filter_is_killed_at_its_deadline() -> None:
         ("nothing", "has no 'nothing'; it has "),
     ],
 )
-def test_unsuitable_filter_function_is_rejected_when_it_is_loaded(function: str, sentence: str) -> None:
+def test_filter_function_of_the_wrong_form_is_rejected_when_it_is_loaded(function: str, sentence: str) -> None:
     with pytest.raises(RecipeError, match=rf"^curation\.filter: .*{sentence}"):
         GroupFilter(f"{FILTERS}:{function}", deadline_s=1.0)

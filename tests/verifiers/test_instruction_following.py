@@ -1,4 +1,4 @@
-"""The verifier of instructions: its rewards, its parts, and its own failures."""
+"""The verifier `InstructionFollowing`: its rewards, their parts, and its own failures."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ SEA = problem(
         ({"matching": Matching.LOOSE}, "Well, so:\nthe sea is blue", 1.0, Outcome.CORRECT),
     ],
 )
-async def test_reward_follows_the_scoring_setting(settings, text, reward, outcome):
+async def test_instruction_reward_follows_the_scoring_and_matching_settings(settings, text, reward, outcome):
     verdict = await InstructionFollowing(**settings).verify(SEA, text)
     assert (verdict.reward, verdict.outcome) == (reward, outcome)
     if outcome is not Outcome.CORRECT and text:
         assert COMMA in verdict.reason
 
 
-async def test_parts_give_the_share_followed_of_each_kind_of_instruction():
+async def test_reward_parts_are_the_share_followed_of_each_kind_of_instruction():
     verdict = await InstructionFollowing().verify(SEA, "the sea, it is green")
     assert {part.name: part.reward for part in verdict.parts} == {COMMA: 0.0, WORDS: 1.0, KEYWORD: 0.5}
 
@@ -66,7 +66,7 @@ async def test_problem_without_valid_instructions_gives_a_verifier_error(named, 
     assert reason in verdict.reason
 
 
-async def test_worker_judges_long_answers_like_the_event_loop_judges_short_ones():
+async def test_long_answers_judged_in_a_worker_get_the_same_verdicts_as_short_ones():
     verifier = InstructionFollowing(deadline_s=PATIENCE_S)
     try:
         short, long = [await verifier.verify(SEA, "the sea is blue " * times) for times in (1, 20_000)]

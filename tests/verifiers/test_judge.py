@@ -1,4 +1,4 @@
-"""The judge over real HTTP, and its behaviour on outages, disagreement and an exhausted budget."""
+"""The judge over real HTTP, and what happens on outages, disagreement and an exhausted budget."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def saying(*scores: object) -> Callable[[dict[str, Any]], str]:
     return lambda body: json.dumps({"reason": "r", "score": left.pop(0)})
 
 
-async def test_answers_are_scored_and_the_api_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_judge_scores_answers_with_the_api_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_KEY", "secret-7")
     fake = OpenAIFake(scripted_judge())
     with in_thread(fake.app) as url:
@@ -71,7 +71,7 @@ async def test_answers_are_scored_and_the_api_key_comes_from_the_environment(mon
     assert set(fake.tokens) == {"Bearer secret-7"} and fake.bodies[0]["model"] == "small"
 
 
-async def test_equal_answers_are_judged_once_and_cached() -> None:
+async def test_judge_is_asked_once_for_equal_answers_and_its_verdicts_are_cached() -> None:
     fake = OpenAIFake(scripted_judge())
     with in_thread(fake.app) as url:
         async with judging(url, model="small", remembered=2) as judge:
@@ -83,7 +83,7 @@ async def test_equal_answers_are_judged_once_and_cached() -> None:
     assert len(fake.bodies) == 4, "two are remembered, those judged last"
 
 
-async def test_votes_are_averaged_and_agreement_is_reported() -> None:
+async def test_votes_of_a_judge_are_averaged_and_their_agreement_is_reported() -> None:
     fake = OpenAIFake(saying(10, 7, 4))
     with in_thread(fake.app) as url:
         async with judging(url, model="small", votes=3, temperature=0.7) as judge:
@@ -101,7 +101,7 @@ async def test_votes_are_averaged_and_agreement_is_reported() -> None:
         ((11, 12, 5), {}, "only 1 of 3 votes succeeded: the judge gave the score 1[12], which is not from 1 to 10"),
     ],
 )
-async def test_answer_is_masked_if_votes_disagree_or_are_missing(
+async def test_answer_is_masked_if_the_judges_votes_disagree_or_are_missing(
     scores: Any, settings: dict[str, Any], sentence: str
 ) -> None:
     with in_thread(OpenAIFake(saying(*scores)).app) as url:
@@ -111,7 +111,7 @@ async def test_answer_is_masked_if_votes_disagree_or_are_missing(
     assert re.search(sentence, verdict.reason)
 
 
-async def test_two_votes_of_three_are_enough_for_a_verdict() -> None:
+async def test_two_of_three_votes_of_a_judge_are_enough_for_a_verdict() -> None:
     with in_thread(OpenAIFake(saying(10, "x", 10)).app) as url:
         async with judging(url, model="small", votes=3, temperature=1.0) as judge:
             assert [each.reward for each in await verdicts(judge, "x")] == [1.0]
@@ -149,7 +149,7 @@ async def test_unreachable_judge_masks_the_answer(tmp_path: Path) -> None:
             assert verdict.outcome is Outcome.VERIFIER_ERROR and "http://127.0.0.1:9" in verdict.reason
 
 
-async def test_call_budget_is_never_exceeded_survives_restarts_and_its_end_is_logged(
+async def test_judge_never_exceeds_its_call_budget_even_after_a_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake, purse = OpenAIFake(scripted_judge()), JudgeBudget(tmp_path / "judging", sharers=2)
@@ -165,7 +165,7 @@ async def test_call_budget_is_never_exceeded_survives_restarts_and_its_end_is_lo
     assert [record.message for record in caplog.records] == [masked[0].reason], "once"
 
 
-async def test_tokens_are_counted_as_reported_by_the_server(tmp_path: Path) -> None:
+async def test_judge_counts_tokens_against_its_budget_as_the_server_reports_them(tmp_path: Path) -> None:
     fake, purse = OpenAIFake(lambda body: '{"score": 5}'), JudgeBudget(tmp_path, sharers=1)
     with in_thread(fake.app) as url:
         async with judging(url, purse=purse, model="small", most_tokens=30, concurrency=1) as judge:
@@ -174,7 +174,7 @@ async def test_tokens_are_counted_as_reported_by_the_server(tmp_path: Path) -> N
     assert json.loads((tmp_path / "d%2Fe.json").read_text()) == {"calls": 2, "tokens": 30}
 
 
-def test_damaged_budget_file_is_an_error(tmp_path: Path) -> None:
+def test_damaged_budget_file_of_a_judge_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text("{")
     with pytest.raises(RecipeError, match=r"c.json holds the budget spent so far and is damaged"):
         Spending(where="d", most_calls=1, most_tokens=None, file=tmp_path / "c.json")
@@ -252,7 +252,7 @@ async def test_cancelled_call_to_the_judge_frees_its_concurrency_slot() -> None:
     assert [each.reward for each in await verdicts(judge, "a", "c")] == [0.5, 0.5]
 
 
-async def test_votes_share_an_opening_and_its_failure_and_the_next_vote_opens_again() -> None:
+async def test_concurrent_votes_share_a_failed_connection_to_the_judge_and_later_votes_reconnect() -> None:
     opened, gate = 0, asyncio.Event()
 
     async def opening() -> CountingServer:
@@ -295,7 +295,7 @@ async def test_judge_can_be_closed_while_its_server_is_being_opened() -> None:
     assert judge._opening is None
 
 
-async def test_failure_of_the_judge_is_not_cached() -> None:
+async def test_failure_of_a_judge_is_not_cached() -> None:
     class Failing(CountingServer):
         async def sample(self, messages: tuple[Message, ...], sampling: Sampling, *, seed: int) -> Said:
             self.asked += 1
@@ -307,7 +307,7 @@ async def test_failure_of_the_judge_is_not_cached() -> None:
     assert [(await verdicts(judge, "a"))[0].outcome for _ in range(2)] == [Outcome.VERIFIER_ERROR, Outcome.PARTIAL]
 
 
-async def test_field_missing_from_the_problem_but_in_the_rubric_masks_the_answer() -> None:
+async def test_answer_is_masked_if_the_problem_lacks_a_field_of_the_rubric() -> None:
     chosen = JudgeSettings(
         rubric=Template("{{ answer }} {{ hint }}", where="rubric"), format=ScoreFormat(low=0, high=1)
     )
@@ -329,7 +329,7 @@ PATTERN = ScoreFormat(low=0, high=5, pattern=re.compile(r"Score: (\S+)"))
         ('{"reason": 5, "score": 10}', 10, ""),
     ],
 )
-def test_single_score_in_a_reply_is_read(reply: str, score: float, reason: str) -> None:
+def test_single_score_in_a_judges_reply_is_read(reply: str, score: float, reason: str) -> None:
     assert JSON.read(reply) == (score, reason)
 
 
@@ -350,12 +350,12 @@ def test_single_score_in_a_reply_is_read(reply: str, score: float, reason: str) 
         ('{"a":' * 150, "no score"),
     ],
 )
-def test_reply_without_a_single_valid_score_is_rejected(reply: str, sentence: str) -> None:
+def test_judges_reply_without_a_single_valid_score_is_rejected(reply: str, sentence: str) -> None:
     with pytest.raises(Unreadable, match=sentence):
         JSON.read(reply)
 
 
-def test_pattern_reads_the_score_from_its_group() -> None:
+def test_score_pattern_reads_the_score_from_its_regex_group() -> None:
     assert PATTERN.read("So.\nScore: 4.5") == (4.5, "")
     for reply, sentence in (("4", "no score"), ("Score: 9", "not from 0 to 5"),
                             ("Score: x", "must be a number, got 'x'"), ("Score: 1 Score: 2", "more than one"),
@@ -364,5 +364,5 @@ def test_pattern_reads_the_score_from_its_group() -> None:
             PATTERN.read(reply)
 
 
-def test_score_is_mapped_to_a_share_of_its_range() -> None:
+def test_judges_score_is_mapped_to_a_share_of_its_range() -> None:
     assert [JSON.share(score) for score in (1, 10, 5.5)] == [0, 1, 0.5]

@@ -1,4 +1,4 @@
-"""Users' functions as rewards: every accepted form, and every kind of failure, none of which gives a 0."""
+"""User functions as rewards: every accepted form, and every kind of failure, none of which counts as reward 0."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROBLEM = Problem(
 
 
 async def verdicts(function: str, *texts: str, **keys: Any) -> list[Verdict]:
-    """Return the verdicts of a domain whose verifier is this function on the texts, as one group."""
+    """Return the verdicts on the texts, as one group, in a domain with this function as its verifier."""
     verifier = open_verifier(
         DomainSection(name="d", source="addition", verifier=f"{REWARDS}:{function}", **{"verifier_workers": 1} | keys)
     )
@@ -44,7 +44,7 @@ def in_short(found: list[Verdict]) -> list[tuple[str, float]]:
     return [(verdict.outcome.value, verdict.reward) for verdict in found]
 
 
-async def test_function_of_problem_and_text_is_called_by_position() -> None:
+async def test_reward_function_of_problem_and_text_is_called_by_position() -> None:
     assert in_short(await verdicts("by_place", "right", "no")) == [("correct", 1.0), ("wrong", 0.0)]
 
 
@@ -53,7 +53,7 @@ async def test_reward_function_receives_the_values_that_its_parameters_name() ->
     assert in_short(await verdicts("by_name", "right", correct_at=0.5)) == [("correct", 0.5)]
 
 
-async def test_group_function_receives_lists_as_in_trl() -> None:
+async def test_group_reward_function_receives_lists_as_in_trl() -> None:
     assert [verdict.reward for verdict in await verdicts("of_a_group", "a", "abc", "ab")] == [0.0, 2.0, 1.0]
     found = await verdicts("too_few", "a", "b")
     assert [verdict.outcome for verdict in found] == [Outcome.VERIFIER_ERROR] * 2
@@ -63,14 +63,14 @@ async def test_group_function_receives_lists_as_in_trl() -> None:
     )
 
 
-async def test_answer_that_crashes_a_function_which_accepts_the_ground_truth_is_wrong() -> None:
+async def test_answer_that_crashes_a_reward_which_accepts_the_ground_truth_is_wrong() -> None:
     found = await verdicts("strict", "", "right", "offline", "\ud800")
     assert [verdict.outcome.value for verdict in found] == ["wrong", "correct", "verifier_error", "wrong"]
     assert "IndexError" in found[0].reason and "ConnectionError" in found[2].reason
     assert in_short(await verdicts("flaky", "no")) == [("verifier_error", 0.0)]
 
 
-async def test_async_function_runs_concurrently_and_is_cancelled_at_its_deadline() -> None:
+async def test_async_reward_function_runs_concurrently_and_is_cancelled_at_its_deadline() -> None:
     began = time.monotonic()
     found = await verdicts("asynchronous", "hang", "raise", "fine", verifier_timeout_s=1.5)
     assert in_short(found) == [("timeout", 0.0), ("verifier_error", 0.0), ("correct", 1.0)]
@@ -88,13 +88,13 @@ async def test_invalid_reward_gives_a_verifier_error_that_shows_the_value() -> N
     assert said[4] == "str '0.5'" and said[5].startswith("ndarray") and said[6] == "nan"
 
 
-async def test_valid_rewards_are_accepted() -> None:
+async def test_rewards_of_every_valid_type_are_accepted() -> None:
     found = await verdicts("whatever", "true", "one", "float32", "bool_", "verdict", "")
     assert [verdict.reward for verdict in found] == [1.0, 1.0, 0.25, 1.0, 0.125, 0.0]
     assert found[4] == Verdict(outcome=Outcome.WRONG, reward=0.125, reason="so", answer="a")
 
 
-async def test_failure_affects_only_its_own_answer() -> None:
+async def test_failure_of_a_reward_function_affects_only_its_own_answer() -> None:
     found = await verdicts("whatever", "raise", "one", "exit", "die", "print", "memory", "one")
     error, right = "verifier_error", "correct"
     assert [v.outcome.value for v in found] == [error, right, error, error, right, error, right]
@@ -105,7 +105,7 @@ async def test_failure_affects_only_its_own_answer() -> None:
 
 
 @pytest.mark.parametrize("how", ["hang", "spin"])
-async def test_deadline_of_one_answer_is_enforced_without_delaying_its_siblings(how: str) -> None:
+async def test_reward_that_hangs_times_out_without_delaying_other_answers(how: str) -> None:
     began = time.monotonic()
     found = await verdicts("whatever", how, how, "one", verifier_timeout_s=1.0)
     assert in_short(found) == [("timeout", 0.0), ("timeout", 0.0), ("correct", 1.0)]
@@ -113,7 +113,7 @@ async def test_deadline_of_one_answer_is_enforced_without_delaying_its_siblings(
     assert time.monotonic() - began < PATIENCE_S
 
 
-async def test_child_processes_of_a_killed_function_are_killed_too(
+async def test_child_processes_of_a_killed_reward_function_are_killed_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CHILD_FILE", str(tmp_path / "pid"))
@@ -126,26 +126,25 @@ async def test_child_processes_of_a_killed_function_are_killed_too(
 
 
 def _runs(pid: int) -> bool:
-    """Return whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
 
-async def test_users_class_is_a_verifier_and_its_errors_are_failures() -> None:
+async def test_user_class_can_be_a_verifier_and_its_errors_are_verifier_errors() -> None:
     found = await verdicts("Judge", "right", "raise", "hang", "", verifier_timeout_s=1.5)
     assert [v.outcome.value for v in found] == ["correct", "verifier_error", "timeout", "verifier_error"]
     assert found[0].reward == 2.0 and "ValueError: not for me" in found[1].reason
     assert found[3].reason == "verify must return a Verdict, it returned NoneType None"
 
 
-async def test_unknown_parameter_is_rejected() -> None:
+async def test_reward_function_with_an_unknown_parameter_is_rejected() -> None:
     with pytest.raises(RecipeError, match=r"d.verifier: .*rewards.py:asks_too_much: .*; got weather"):
         await verdicts("asks_too_much", "a")
 
 
-async def test_module_with_threads_is_not_forked(tmp_path: Path) -> None:
+async def test_reward_module_that_starts_threads_is_not_forked(tmp_path: Path) -> None:
     file = tmp_path / "threaded.py"
     file.write_text(
         "import threading, time, os\n"
@@ -177,7 +176,7 @@ async def test_module_with_threads_is_not_forked(tmp_path: Path) -> None:
         ("score = 3", r"r.py:score must be a function or a class, got int"),
     ],
 )
-async def test_function_that_cannot_be_loaded_is_reported_in_one_sentence(
+async def test_reward_function_that_cannot_be_loaded_is_reported_in_one_sentence(
     tmp_path: Path, text: str, sentence: str
 ) -> None:
     file = tmp_path / "r.py"
@@ -187,7 +186,7 @@ async def test_function_that_cannot_be_loaded_is_reported_in_one_sentence(
     assert "\n" not in str(raised.value)
 
 
-async def test_no_worker_starts_before_the_first_answer() -> None:
+async def test_no_reward_worker_starts_before_the_first_answer() -> None:
     before = set(os.listdir("/proc/self/task"))
     verifier = open_verifier(DomainSection(name="d", source="addition"))
     assert set(os.listdir("/proc/self/task")) == before

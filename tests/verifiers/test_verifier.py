@@ -1,4 +1,4 @@
-"""A weighted reward: the sum, the reward of each part, and parts that did not judge."""
+"""A weighted reward: the sum, the reward of each part, and parts that fail."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def given(reward: float, **fields: Any) -> Verdict:
 
 @final
 class Says:
-    """Gives every answer the same verdict."""
+    """A verifier that gives every answer the same verdict."""
 
     def __init__(self, verdict: Verdict) -> None:
         self._verdict = verdict
@@ -43,7 +43,7 @@ async def summed(*verdicts: Verdict, weights: Sequence[float], correct_at: float
     return judgement
 
 
-async def test_weighted_sum_and_unweighted_parts_are_reported() -> None:
+async def test_weighted_reward_reports_the_sum_and_its_unweighted_parts() -> None:
     verdict, seconds = await summed(given(0.5, reason="so"), given(2.0, answer="x"), weights=(0.2, 0.25))
     assert verdict == Verdict(
         outcome=Outcome.PARTIAL,
@@ -55,7 +55,7 @@ async def test_weighted_sum_and_unweighted_parts_are_reported() -> None:
     assert seconds == 1.0
 
 
-async def test_sum_that_misses_correct_at_only_by_rounding_is_correct() -> None:
+async def test_weighted_reward_that_misses_correct_at_only_by_rounding_is_correct() -> None:
     three = [given(1.0)] * 3
     assert sum((0.7, 0.2, 0.1)) < 1.0
     assert (await summed(*three, weights=(0.7, 0.2, 0.1))).verdict.outcome is Outcome.CORRECT
@@ -64,12 +64,12 @@ async def test_sum_that_misses_correct_at_only_by_rounding_is_correct() -> None:
 
 
 @pytest.mark.parametrize("verdict", [failed("broke"), timed_out(3.0)])
-async def test_answer_gets_no_reward_if_one_part_fails_to_judge_it(verdict: Verdict) -> None:
+async def test_answer_gets_no_reward_if_one_part_of_the_reward_fails_to_judge_it(verdict: Verdict) -> None:
     found = (await summed(given(1.0), verdict, weights=(1.0, 1.0))).verdict
     assert (found.outcome, found.reward, found.reason) == (verdict.outcome, 0.0, f"p1: {verdict.reason}")
 
 
-async def test_recipe_can_combine_functions_and_verifiers(tmp_path: Path) -> None:
+async def test_recipe_can_combine_reward_functions_and_verifiers(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def short(completion): return len(completion) < 20\n")
     rewards = [{"function": f"{tmp_path}/r.py:short", "weight": 0.5}, {"function": "math_answer", "name": "math"}]
     verifier = open_verifier(DomainSection.model_validate_json(_json(rewards)))

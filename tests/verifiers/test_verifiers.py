@@ -18,7 +18,7 @@ from pipelinerl.verifiers.reasoning_gym import UNSAFE_TASKS, ReasoningGym, extra
 from pipelinerl.verifiers.verifier import PerAnswerVerifier, SampledAnswer
 from tests.patience import PATIENCE_S, SOON_S
 
-#: For tests that share the math verifier: all must run on its event loop.
+#: Tests that share the math verifier must run on its event loop.
 shared_loop = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -47,7 +47,7 @@ async def test_reasoning_gym_judges_each_problem_by_its_own_entry():
         assert (await verifier.verify(other, given.ground_truth)).outcome is Outcome.WRONG
 
 
-async def test_scorer_is_loaded_once_for_all_answers_that_need_it(monkeypatch):
+async def test_reasoning_gym_loads_a_scorer_once_for_all_answers(monkeypatch):
     made, create = [], gym_tasks.create_dataset
     monkeypatch.setattr(gym_tasks, "create_dataset", lambda task, **given: made.append(task) or create(task, **given))
     verifier, problems = ReasoningGym(), [spelling(i) for i in range(20)]
@@ -74,7 +74,7 @@ async def test_reasoning_gym_problem_that_cannot_be_scored_gives_a_verifier_erro
 
 
 @shared_loop
-async def test_fast_path_agrees_with_the_slow_path(math_answer):
+async def test_synchronous_fast_path_gives_the_same_verdicts_as_the_slow_path(math_answer):
     first, gym = spelling(), ReasoningGym()
     assert gym.at_once(first, "x") is None  # its scorer is not loaded
     texts = [first.ground_truth, "x", first.ground_truth, "x"]
@@ -88,7 +88,7 @@ async def test_fast_path_agrees_with_the_slow_path(math_answer):
     assert [each.verdict.reward for each in found] == [0.0, 1.0, 1.0, 1.0]
 
 
-def test_tasks_whose_scorer_executes_the_answer_are_rejected():
+def test_reasoning_gym_tasks_whose_scorer_executes_the_answer_are_rejected():
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -141,7 +141,7 @@ async def test_mathematically_unequal_answers_are_wrong(gold, text, math_answer)
     assert (verdict.outcome, verdict.reward) == (Outcome.WRONG, 0.0)
 
 
-async def test_endless_expression_ends_at_the_deadline_and_the_next_answer_is_judged():
+async def test_endless_expression_times_out_and_the_next_answer_is_judged():
     verifier = MathAnswer(deadline_s=4.0)
     try:
         assert (await verifier.verify(problem("x+1"), "\\boxed{1+x}")).outcome is Outcome.CORRECT  # starts the worker
@@ -167,7 +167,7 @@ async def test_endless_expression_ends_at_the_deadline_and_the_next_answer_is_ju
 
 
 @pytest.mark.parametrize(("share", "outcome"), [(0.001, Outcome.WRONG), (10.0, Outcome.TIMEOUT)])
-async def test_answer_that_computes_until_the_deadline_is_wrong_unless_it_lacked_a_processor(
+async def test_answer_that_uses_cpu_until_the_deadline_is_wrong_and_one_that_lacked_cpu_timed_out(
     share: float, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(math_answers, "_SHARE_SPENT", share)
@@ -179,7 +179,7 @@ async def test_answer_that_computes_until_the_deadline_is_wrong_unless_it_lacked
         await verifier.close()
 
 
-def test_answer_that_crashes_the_comparison_is_wrong(
+def test_answer_that_crashes_the_math_comparison_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import math_verify
@@ -200,7 +200,7 @@ def test_answer_that_crashes_the_comparison_is_wrong(
     assert equal(["x+1", "1+x"]) is True
 
 
-async def test_answer_on_which_a_scorer_fails_is_wrong_unless_it_fails_on_the_truth_too() -> None:
+async def test_answer_that_crashes_a_scorer_is_wrong_unless_the_truth_crashes_it_too() -> None:
     def scorer(index: int, answer: str) -> float:
         return float(answer.encode("ascii") == b"truth")
 
@@ -209,7 +209,7 @@ async def test_answer_on_which_a_scorer_fails_is_wrong_unless_it_fails_on_the_tr
 
 
 @shared_loop
-async def test_concurrent_questions_to_workers_get_their_own_answers(math_answer):
+async def test_concurrent_math_answers_get_their_own_verdicts(math_answer):
     asked = [("x+1", "1+x"), ("x+1", "x+2")] * 5
     verdicts = await asyncio.gather(*(math_answer.verify(problem(gold), text) for gold, text in asked))
     assert [v.outcome for v in verdicts] == [Outcome.CORRECT, Outcome.WRONG] * 5
@@ -233,12 +233,12 @@ def test_last_answer_in_a_text_is_the_final_answer():
         ("5 \\text{ cm}", "5cm"),
     ],
 )
-def test_normalisation_removes_meaningless_characters(raw, normal):
+def test_normalisation_of_an_answer_removes_meaningless_characters(raw, normal):
     assert normalise(raw) == normal
 
 
 @shared_loop
-async def test_equal_answers_are_reported_in_the_same_form(math_answer):
+async def test_mathematically_equal_answers_are_reported_in_the_same_form(math_answer):
     texts = ["\\boxed{0.50}", "\\boxed{\\frac{1}{2}}", "it is \\boxed{1/3}", ""]
     verdicts = [await math_answer.verify(problem("1/2"), text) for text in texts]
     assert [v.answer for v in verdicts] == ["1/2", "1/2", "1/3", ""]
@@ -251,13 +251,13 @@ async def test_equal_answers_are_reported_in_the_same_form(math_answer):
     ["<answer>" * 120_000, "answer" + "\n" * 10**6, "answer " * 150_000, "\\boxed{" + "{" * 10**6, "0" * 10**6 + "x"],
     ids=["tags", "newlines", "answers", "braces", "zeros"],
 )
-def test_parsing_a_million_characters_takes_one_pass(text):
+def test_parsing_an_answer_of_a_million_characters_is_fast(text):
     began = time.thread_time()
     final_answer(text)
     assert time.thread_time() - began < 2.0
 
 
-async def test_much_longer_answer_is_scored_in_a_worker():
+async def test_unusually_long_answer_is_scored_in_a_worker():
     given, verifier = spelling(), ReasoningGym(deadline_s=PATIENCE_S)
     try:
         assert (await verifier.verify(given, given.ground_truth)).outcome is Outcome.CORRECT
@@ -279,7 +279,7 @@ async def test_much_longer_answer_is_scored_in_a_worker():
     ],
     ids=["quick", "quick on a busy machine", "three at a time", "four in a row", "two that take long"],
 )
-async def test_scorer_counts_as_slow_by_processor_time_and_not_elapsed_time(
+async def test_scorer_counts_as_slow_by_cpu_time_and_not_elapsed_time(
     cpu_ms: list[float], waits_ms: float, slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verifier, taken = ReasoningGym(), iter(cpu_ms)

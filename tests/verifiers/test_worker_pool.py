@@ -1,4 +1,4 @@
-"""Workers that sleep, die and hang: waiting, killing, and cleanup after the actor's death."""
+"""Verifier workers that sleep, die and hang: deadlines, priorities, and cleanup after the actor's death."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def pool() -> AsyncIterator[Callable[..., WorkerPool]]:
         await each.close()
 
 
-async def test_second_worker_starts_only_while_the_first_is_busy(pool: Callable[..., WorkerPool]) -> None:
+async def test_second_verifier_worker_starts_only_while_the_first_is_busy(pool: Callable[..., WorkerPool]) -> None:
     one = pool()
     alone = [(await one.ask("who"))[0] for _ in range(3)]
     assert len(set(alone)) == 1
@@ -45,7 +45,7 @@ async def test_second_worker_starts_only_while_the_first_is_busy(pool: Callable[
     assert len({pid for pid, _ in both}) == 2 and alone[0] in {pid for pid, _ in both}
 
 
-async def test_pool_started_in_advance_answers_the_first_question_with_that_worker(
+async def test_worker_pool_started_in_advance_uses_that_worker_for_the_first_question(
     pool: Callable[..., WorkerPool],
 ) -> None:
     started, busy = pool(), pool()
@@ -56,22 +56,22 @@ async def test_pool_started_in_advance_answers_the_first_question_with_that_work
     assert len({answer[0] for answer in answers[1:]}) <= 2 and len(busy._forkers) == 1
 
 
-async def test_failed_start_is_reported_by_the_first_question(pool: Callable[..., WorkerPool]) -> None:
+async def test_failed_start_of_a_worker_is_raised_by_the_first_question(pool: Callable[..., WorkerPool]) -> None:
     one = pool(argument="broken")
     await one.start()
     with pytest.raises(WorkerLost):
         await one.ask("who")
 
 
-async def test_questions_of_any_size_get_their_own_answers(pool: Callable[..., WorkerPool]) -> None:
+async def test_worker_questions_of_any_size_get_their_own_answers(pool: Callable[..., WorkerPool]) -> None:
     sizes = [0, 1, 70_000, 10**6, 3]
     one = pool()
     assert [len(answer) for answer in await asyncio.gather(*(one.ask(["long", size]) for size in sizes))] == sizes
     assert await one.ask(["x" * 10**6, "\ud800\x00\u202e"]) is not None
 
 
-async def test_waiting_questions_are_encoded_only_when_they_are_sent(pool: Callable[..., WorkerPool]) -> None:
-    """If they were encoded earlier, a thousand answers to a problem of megabytes would take gigabytes."""
+async def test_worker_questions_are_encoded_only_when_they_are_sent(pool: Callable[..., WorkerPool]) -> None:
+    """Encoding earlier would need gigabytes for a thousand answers to a problem of megabytes."""
     one, large = pool(workers=2), "x" * 2**20
     await one.start()
     tracemalloc.start()
@@ -83,7 +83,7 @@ async def test_waiting_questions_are_encoded_only_when_they_are_sent(pool: Calla
     assert most < 32 * 2**20
 
 
-async def test_hanging_question_frees_its_place_early_and_is_killed_at_its_deadline(
+async def test_question_that_hangs_frees_its_worker_slot_early_and_is_killed_at_its_deadline(
     pool: Callable[..., WorkerPool],
 ) -> None:
     one = pool(workers=1)
@@ -106,14 +106,14 @@ async def test_worker_of_a_slow_question_gets_a_low_priority(pool: Callable[...,
     assert (await one.ask("who"))[1] == own
 
 
-async def test_request_of_usual_duration_keeps_the_priority_of_its_worker(pool: Callable[..., WorkerPool]) -> None:
+async def test_question_of_usual_duration_keeps_the_priority_of_its_worker(pool: Callable[..., WorkerPool]) -> None:
     one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
     found = [await one.ask(["spin", 0.6]) for _ in range(4)]
     assert [priority for _, priority in found][1:] == [own] * 3
 
 
 @linux
-async def test_question_whose_worker_lacks_a_processor_is_not_slow(pool: Callable[..., WorkerPool]) -> None:
+async def test_question_whose_worker_gets_no_cpu_does_not_count_as_slow(pool: Callable[..., WorkerPool]) -> None:
     one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
     pid, _ = await one.ask("who")
     os.kill(pid, signal.SIGSTOP)
@@ -123,7 +123,7 @@ async def test_question_whose_worker_lacks_a_processor_is_not_slow(pool: Callabl
     assert await asked == [pid, own]
 
 
-async def test_many_hanging_questions_end_in_time_and_let_other_questions_through(
+async def test_many_hanging_questions_time_out_without_blocking_other_questions(
     pool: Callable[..., WorkerPool],
 ) -> None:
     one = pool(workers=2)
@@ -141,7 +141,7 @@ async def test_many_hanging_questions_end_in_time_and_let_other_questions_throug
     assert all(isinstance(each, TimeoutError) for each in found)
 
 
-async def test_groups_without_slow_questions_go_first(pool: Callable[..., WorkerPool]) -> None:
+async def test_worker_pool_prefers_groups_without_slow_questions(pool: Callable[..., WorkerPool]) -> None:
     one = pool(workers=1)
     order: list[str] = []
 
@@ -171,7 +171,7 @@ async def test_question_of_a_worker_that_dies_fails_and_the_worker_is_replaced(p
 
 @linux
 @pytest.mark.parametrize("argument", ["", "threads"])
-async def test_dead_workers_leave_no_open_file(pool: Callable[..., WorkerPool], argument: str) -> None:
+async def test_dead_workers_leave_no_open_file_descriptor(pool: Callable[..., WorkerPool], argument: str) -> None:
     one = pool(argument=argument)
 
     async def dies() -> int:
@@ -185,8 +185,8 @@ async def test_dead_workers_leave_no_open_file(pool: Callable[..., WorkerPool], 
 
 
 @linux
-async def test_cancelled_start_leaves_no_open_file(pool: Callable[..., WorkerPool]) -> None:
-    """The start is cancelled at several points. A socket left open would give a warning in some later test."""
+async def test_cancelled_start_of_a_worker_leaves_no_open_socket(pool: Callable[..., WorkerPool]) -> None:
+    """The start is cancelled at several points; an open socket would cause a warning in a later test."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", ResourceWarning)
         for turns in (1, 2, 4):
@@ -199,7 +199,7 @@ async def test_cancelled_start_leaves_no_open_file(pool: Callable[..., WorkerPoo
     assert [str(warning.message) for warning in told] == []
 
 
-async def test_cancelled_close_still_waits_for_the_killed_process() -> None:
+async def test_cancelled_close_of_a_worker_still_waits_for_the_killed_process() -> None:
     forker = await _Forker.start(SLEEPER, "")
     closing = asyncio.create_task(forker.close())
     await asyncio.sleep(0)
@@ -209,7 +209,9 @@ async def test_cancelled_close_still_waits_for_the_killed_process() -> None:
     assert forker.ended
 
 
-async def test_cancelled_question_leaves_no_answer_for_the_next_question(pool: Callable[..., WorkerPool]) -> None:
+async def test_answer_to_a_cancelled_question_is_not_given_to_the_next_question(
+    pool: Callable[..., WorkerPool],
+) -> None:
     one = pool(workers=1)
     await one.ask("who")
     given_up = asyncio.create_task(one.ask(["sleep", 0.2]))
@@ -221,7 +223,7 @@ async def test_cancelled_question_leaves_no_answer_for_the_next_question(pool: C
     assert await one.ask(["long", 3]) == "xxx"
 
 
-async def test_worker_function_that_cannot_be_loaded_is_an_error_for_every_question(
+async def test_every_question_fails_if_the_worker_function_cannot_be_loaded(
     pool: Callable[..., WorkerPool],
 ) -> None:
     one = pool(argument="broken")
@@ -234,7 +236,7 @@ async def test_worker_function_that_cannot_be_loaded_is_an_error_for_every_quest
     await missing.close()
 
 
-def test_default_number_of_workers_is_at_least_two() -> None:
+def test_default_number_of_verifier_workers_is_at_least_two() -> None:
     assert default_workers() >= 2
 
 
@@ -267,7 +269,6 @@ def test_no_worker_outlives_a_killed_actor_process() -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Return whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -277,7 +278,7 @@ def _runs(pid: int) -> bool:
 async def waiting(
     places: FairSemaphore, groups: list[str], entered: asyncio.Queue[tuple[str, bool]]
 ) -> list[asyncio.Task[None]]:
-    """Start tasks that wait for a place. Each reports to `entered` when it gets one, and whether out of turn."""
+    """Start tasks that wait for a slot; each reports to `entered` when it gets one, and whether out of turn."""
 
     async def enter(group: str) -> None:
         entered.put_nowait((group, await places.take(group)))
@@ -288,7 +289,7 @@ async def waiting(
     return tasks
 
 
-async def test_groups_with_slow_questions_get_a_quarter_of_the_time_under_load() -> None:
+async def test_groups_with_slow_questions_get_a_quarter_of_the_worker_time_under_load() -> None:
     places, entered, held = FairSemaphore(2, Counter({"slow": 5})), asyncio.Queue[tuple[str, bool]](), Counter[str]()
     assert places.take_now() and places.take_now()
     tasks = await waiting(places, ["slow"] * 60 + [f"other {number}" for number in range(600)], entered)
@@ -305,7 +306,7 @@ async def test_groups_with_slow_questions_get_a_quarter_of_the_time_under_load()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_one_place_in_four_is_given_out_of_turn() -> None:
+async def test_one_worker_slot_in_four_is_given_to_groups_with_slow_questions() -> None:
     places, entered = FairSemaphore(4, Counter({"slow": 1})), asyncio.Queue[tuple[str, bool]]()
     assert all(places.take_now() for _ in range(4))
     tasks = await waiting(places, ["slow"] * 4 + ["other"] * 8, entered)
@@ -320,11 +321,11 @@ async def test_one_place_in_four_is_given_out_of_turn() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_sole_waiter_is_in_turn_and_a_place_of_a_cancelled_waiter_is_freed() -> None:
+async def test_worker_slot_of_a_cancelled_waiter_is_freed() -> None:
     places, entered = FairSemaphore(1, Counter({"slow": 9})), asyncio.Queue[tuple[str, bool]]()
     assert places.take_now()
     (task,) = await waiting(places, ["slow"], entered)
     places.give_back(1.0, out_of_turn=False)
-    task.cancel()  # the place had been handed over already
+    task.cancel()  # the waiter had already been given the slot
     await asyncio.gather(task, return_exceptions=True)
     assert places.take_now() and not places.take_now()

@@ -1,4 +1,4 @@
-"""The answer log keeps added results, drops torn ones, and refuses results of another question."""
+"""The answer log keeps results, drops incomplete ones, and rejects results of another question."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Said(msgspec.Struct, frozen=True):
     number: int
 
 
-def test_answers_persist_and_new_ones_are_appended(tmp_path: Path) -> None:
+def test_answer_log_keeps_earlier_answers_and_appends_new_ones(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "answers.jsonl"
     for begun in (0, 2, 4):
         with answer_log(path, ASKED, Said) as log:
@@ -33,7 +33,7 @@ def test_answers_persist_and_new_ones_are_appended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", range(1, 60))
-def test_whole_answers_survive_a_tear_at_any_position(tmp_path: Path, cut: int) -> None:
+def test_answer_log_cut_off_at_any_byte_keeps_its_whole_answers(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "answers.jsonl"
     with answer_log(path, ASKED, Said) as log:
         for number in (0, 1):
@@ -48,7 +48,7 @@ def test_whole_answers_survive_a_tear_at_any_position(tmp_path: Path, cut: int) 
     assert path.read_bytes() == whole
 
 
-def test_other_questions_and_other_files_are_refused(tmp_path: Path) -> None:
+def test_answer_log_of_another_question_or_another_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     with answer_log(path, ASKED, Said) as log:
         log.add(Said(1))
@@ -64,7 +64,7 @@ def test_other_questions_and_other_files_are_refused(tmp_path: Path) -> None:
     refused(tmp_path, "cannot be written: Is a directory")
 
 
-def test_second_writer_is_refused(tmp_path: Path) -> None:
+def test_second_writer_of_an_answer_log_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     with answer_log(path, ASKED, Said):
         refused(path, "another process writes")

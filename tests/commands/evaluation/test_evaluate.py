@@ -35,7 +35,7 @@ QUIET = Console(quiet=True)
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Return a random bigram model that sometimes gives one of the two right answers."""
+    """Return a random bigram model that gives one of the two correct answers sometimes."""
     directory, tokenizer = tmp_path / "model", char_tokenizer(alphabet=" 0123456789")
     BigramModel.random(len(tokenizer), seed=0, scale=1.0).save(directory)
     tokenizer.save_pretrained(str(directory), save_jinja_files=False)
@@ -77,8 +77,8 @@ def test_model_directory_is_evaluated_by_its_own_engine(model: Path, recipe: Pat
     assert report.figures.length_mean is not None and 0 < report.figures.length_mean <= 2
 
 
-def test_engine_at_a_url_gives_the_same_answers_as_a_local_one(model: Path, recipe: Path) -> None:
-    """Answers are equal token by token, because noise depends only on the seed."""
+def test_engine_at_a_url_gives_the_same_answers_as_a_local_engine(model: Path, recipe: Path) -> None:
+    """Noise depends only on the seed, so answers are equal token by token."""
     app = create_app(
         bigram_engine.from_options(
             EngineOptions(model_path=model, model_id="m", slots=64, max_waiting=4096, context_length=512)
@@ -91,7 +91,7 @@ def test_engine_at_a_url_gives_the_same_answers_as_a_local_one(model: Path, reci
     assert (there.figures, there.by_domain) == (here.figures, here.by_domain)
 
 
-def test_any_openai_server_is_evaluated_by_its_text(recipe: Path) -> None:
+def test_other_openai_server_is_evaluated_by_the_texts_of_its_answers(recipe: Path) -> None:
     fake = OpenAIFake(lambda body: "1" if body["messages"][0]["content"].startswith("1") or body["seed"] % 2 else "2")
     with in_thread(fake.app) as url:
         report = evaluated(url, load(recipe, ["evaluation.samples=4", "evaluation.pass_at=[1]"]))
@@ -102,7 +102,7 @@ def test_any_openai_server_is_evaluated_by_its_text(recipe: Path) -> None:
     assert report.figures.length_mean == 1.0
 
 
-def test_failed_problem_is_counted_and_the_others_continue(recipe: Path) -> None:
+def test_evaluation_counts_problems_that_fail_and_continues(recipe: Path) -> None:
     fake = OpenAIFake(lambda body: "1", failures=(400, 400))
     with in_thread(fake.app) as url:
         config = load(recipe, ["evaluation.samples=1", "evaluation.pass_at=[]", "evaluation.temperature=0"])
@@ -110,7 +110,7 @@ def test_failed_problem_is_counted_and_the_others_continue(recipe: Path) -> None
     assert (report.figures.problems, report.incomplete) == (18, 2)
 
 
-def test_server_that_refuses_everything_is_abandoned_with_its_reason(recipe: Path) -> None:
+def test_evaluation_ends_with_the_servers_reason_if_every_problem_fails(recipe: Path) -> None:
     fake = OpenAIFake(lambda body: "1", failures=(400,) * 1000)
     with (
         in_thread(fake.app) as url,
@@ -120,7 +120,9 @@ def test_server_that_refuses_everything_is_abandoned_with_its_reason(recipe: Pat
     assert len(fake.bodies) == MOST_FAILURES
 
 
-def test_run_is_evaluated_by_its_own_recipe_at_a_checkpoint(tmp_path: Path, model: Path, recipe: Path) -> None:
+def test_run_is_evaluated_with_its_own_recipe_at_the_chosen_checkpoint(
+    tmp_path: Path, model: Path, recipe: Path
+) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     save(load(recipe), run / "recipe.toml")
@@ -139,7 +141,9 @@ def test_run_is_evaluated_by_its_own_recipe_at_a_checkpoint(tmp_path: Path, mode
     assert report.figures.problems == 20
 
 
-def test_unusable_target_is_refused_before_any_request(tmp_path: Path, model: Path, recipe: Path) -> None:
+def test_evaluation_of_an_unusable_target_is_rejected_before_any_request(
+    tmp_path: Path, model: Path, recipe: Path
+) -> None:
     with pytest.raises(UserError, match="nothing is neither a run's directory, nor a model's, nor a URL"):
         target_of(str(tmp_path / "nothing"))
     with pytest.raises(UserError, match="--checkpoint needs a run's directory"):
@@ -157,7 +161,7 @@ def test_unusable_target_is_refused_before_any_request(tmp_path: Path, model: Pa
         evaluated(str(model), load(recipe, ["evaluation.problems=0"]))
 
 
-def test_answered_problems_are_not_evaluated_again(tmp_path: Path, recipe: Path) -> None:
+def test_repeated_evaluation_reuses_the_answers_in_its_output_file(tmp_path: Path, recipe: Path) -> None:
     out, once = tmp_path / "answers.jsonl", ["evaluation.samples=1", "evaluation.pass_at=[]"]
     fake = OpenAIFake(lambda body: "1" if len(body["messages"][0]["content"]) % 2 else "2", failures=(400, 400))
     with in_thread(fake.app) as url:
@@ -177,7 +181,9 @@ def test_answered_problems_are_not_evaluated_again(tmp_path: Path, recipe: Path)
     assert again.figures == rest.figures == whole.figures and again.by_domain == whole.by_domain
 
 
-def test_answers_of_other_settings_or_weights_are_not_mixed(tmp_path: Path, model: Path, recipe: Path) -> None:
+def test_evaluation_rejects_an_output_file_of_other_settings_or_weights(
+    tmp_path: Path, model: Path, recipe: Path
+) -> None:
     out = tmp_path / "answers.jsonl"
     evaluated(str(model), load(recipe), out=out)
     before = out.read_bytes()
@@ -212,13 +218,15 @@ def test_evaluation_set_is_chosen_by_name_and_overridden(model: Path, recipe: Pa
     assert (asked.name, asked.split, asked.problems, asked.samples) == ("validation", "validation", 3, 8)
 
 
-def test_held_out_orders_are_deterministic(recipe: Path) -> None:
+def test_held_out_orders_of_an_evaluation_are_deterministic(recipe: Path) -> None:
     orders = list(held_out_orders(load(recipe), 7))
     assert len({order.problem.problem_id for order in orders}) == 20
     assert orders == list(held_out_orders(load(recipe), 7))
 
 
-def test_report_is_a_table_or_json(model: Path, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_report_is_shown_as_a_table_or_json(
+    model: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = evaluated(str(model), load(recipe))
     show(report, Console(), as_json=True)
     told = json.loads(capsys.readouterr().out)
@@ -229,8 +237,8 @@ def test_report_is_a_table_or_json(model: Path, recipe: Path, capsys: pytest.Cap
     assert "pass@8" in text and "says_2" in text and "8 × 20 samples" in text
 
 
-def test_ctrl_c_ends_at_once_without_a_traceback(model: Path, recipe: Path) -> None:
-    """The evaluation runs its own engine, which must end as well."""
+def test_evaluation_ends_at_once_on_ctrl_c_without_a_traceback(model: Path, recipe: Path) -> None:
+    """The evaluation's own engine must end as well."""
     command = [sys.executable, "-m", "pipelinerl.cli", "eval", str(model), "--recipe", str(recipe), "--problems", "40"]
     command += ["--samples", "512", "--set", "sampling.max_tokens=200"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ, text=True)

@@ -1,4 +1,4 @@
-"""`pipelinerl prefilter` computes pass rates, keeps the band, and resumes after an interruption."""
+"""`pipelinerl prefilter` computes pass rates, keeps problems within a band, and resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.fakes.served import in_thread
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    """Return a recipe with forty problems; answers depend on the last digit of their number."""
+    """Return a recipe with forty problems; answers depend on the last digit of the problem's number."""
     lines = [json.dumps({"prompt": f"{n}", "answer": "7", "metadata": {"n": n}}) for n in range(40)]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     (tmp_path / "recipe_file.toml").write_text(
@@ -32,7 +32,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def answers(body: dict[str, Any]) -> str:
-    """Answer correctly always for 0, never for 1, otherwise for about half of the seeds."""
+    """Answer correctly for 0, never for 1, and otherwise for about half of the seeds."""
     last = body["messages"][0]["content"][-1]
     return "7" if last == "0" or (last != "1" and body["seed"] % 2) else "8"
 
@@ -42,7 +42,7 @@ def asked(url: str, config: RunConfig, out: Path, **changes: Any) -> PrefilterRe
     return prefilter(target_of(url), config, out=out, token=None, model="", console=Console(quiet=True), **chosen)
 
 
-def test_kept_problems_form_a_data_set_with_pass_rates(tmp_path: Path, config: RunConfig) -> None:
+def test_prefilter_writes_the_kept_problems_as_a_data_set_with_pass_rates(tmp_path: Path, config: RunConfig) -> None:
     out = tmp_path / "out"
     fake = OpenAIFake(answers)
     with in_thread(fake.app) as url:
@@ -64,7 +64,7 @@ def test_kept_problems_form_a_data_set_with_pass_rates(tmp_path: Path, config: R
     assert 0 <= source.problem(0).metadata["pass_rate"] <= 1
 
 
-def test_answered_problems_are_not_evaluated_again(tmp_path: Path, config: RunConfig) -> None:
+def test_interrupted_prefilter_does_not_ask_answered_problems_again(tmp_path: Path, config: RunConfig) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     fake = OpenAIFake(answers)
     with in_thread(fake.app) as url:
@@ -78,7 +78,7 @@ def test_answered_problems_are_not_evaluated_again(tmp_path: Path, config: RunCo
     assert (broken / "sevens.jsonl").read_text() == (whole / "sevens.jsonl").read_text()
 
 
-def test_answers_to_another_question_are_not_mixed(tmp_path: Path, config: RunConfig) -> None:
+def test_prefilter_rejects_answers_sampled_with_other_settings(tmp_path: Path, config: RunConfig) -> None:
     fake = OpenAIFake(answers)
     with in_thread(fake.app) as url:
         asked(url, config, tmp_path / "out", problems=2)
@@ -88,7 +88,7 @@ def test_answers_to_another_question_are_not_mixed(tmp_path: Path, config: RunCo
     assert (more.problems, more.asked) == (5, 3), "more problems are the same question"
 
 
-def test_unanswered_problem_is_retried_next_time(tmp_path: Path, config: RunConfig) -> None:
+def test_prefilter_retries_unanswered_problems_at_the_next_call(tmp_path: Path, config: RunConfig) -> None:
     fake = OpenAIFake(answers, failures=(400,))
     with in_thread(fake.app) as url:
         assert asked(url, config, tmp_path / "out", problems=6).unanswered == 1
@@ -96,12 +96,12 @@ def test_unanswered_problem_is_retried_next_time(tmp_path: Path, config: RunConf
 
 
 @pytest.mark.parametrize("text", ["", "0.1", "0.1-0.9", "0.9..0.1", "-1..1", "0..2", "a..b", "nan..nan"])
-def test_invalid_band_is_refused(text: str) -> None:
+def test_invalid_band_of_pass_rates_is_rejected(text: str) -> None:
     with pytest.raises(UserError, match="--keep must be a band of pass rates such as"):
         Band.parse(text)
 
 
-def test_bands_are_parsed_and_named() -> None:
+def test_bands_of_pass_rates_are_parsed_and_named() -> None:
     assert Band.parse("0.1..0.9") == Band(low=0.1, high=0.9)
     assert [band_of(rate) for rate in (0.0, 0.125, 0.2, 0.5, 0.99, 1.0)] == [
         "0", "0-0.2", "0.2-0.4", "0.4-0.6", "0.8-1", "1",

@@ -1,4 +1,4 @@
-"""Findings of `check` on experts, attention and mesh, and what it refuses."""
+"""Findings of `pipelinerl check` on experts, attention and mesh, and what it rejects."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def recipe(path: Path | None, overrides: Sequence[str]) -> RunConfig:
     return load("tiny", [*([] if path is None else [f"model.path={path}"]), *overrides])
 
 
-def test_routing_replay_states_its_cost_and_reaches_the_loop(mixture: Path) -> None:
+def test_check_shows_the_cost_of_routing_replay_and_the_loop_gets_the_routing_shape(mixture: Path) -> None:
     config = recipe(mixture, [REPLAYED])
     refuse(config)
     (finding,) = expert_findings(config)
@@ -53,7 +53,7 @@ def test_routing_replay_states_its_cost_and_reaches_the_loop(mixture: Path) -> N
     assert loop_settings(recipe(mixture, [])).routing is None
 
 
-def test_independent_routers_are_a_warning(mixture: Path) -> None:
+def test_check_warns_if_the_trainers_routers_choose_experts_independently(mixture: Path) -> None:
     (part, said), (kind, warned) = expert_findings(recipe(mixture, []))
     assert (part, kind) == ("experts", "warning")
     assert said.endswith("the trainer's routers choose independently") and '"rollout" replays' in warned
@@ -69,18 +69,20 @@ def test_independent_routers_are_a_warning(mixture: Path) -> None:
         ([REPLAYED, "trainer.type=jax"], r"needs trainer\.type torch, got 'jax'"),
     ],
 )
-def test_engine_or_trainer_without_experts_is_refused(overrides: list[str], said: str, mixture: Path) -> None:
+def test_mixture_model_is_rejected_for_an_engine_or_trainer_without_experts(
+    overrides: list[str], said: str, mixture: Path
+) -> None:
     with pytest.raises(RecipeError, match=said):
         refuse(recipe(mixture, overrides))
 
 
-def test_replay_without_experts_is_refused() -> None:
+def test_routing_replay_is_rejected_for_a_model_without_experts() -> None:
     with pytest.raises(RecipeError, match=r'routing_replay = "rollout": the model in .* has no experts'):
         refuse(recipe(None, [REPLAYED]))
 
 
-def test_canary_tolerates_expert_choices_that_differ_by_rounding(mixture: Path) -> None:
-    """The canary compares the arithmetic: with the engine's experts if they are replayed, otherwise by the mean."""
+def test_canary_tolerance_allows_for_differing_experts_unless_routing_is_replayed(mixture: Path) -> None:
+    """The canary uses the engine's experts if routing is replayed; otherwise it compares the mean."""
     exact = ["engine.dtype=float32", "weights.dtype=float32"]
     replayed, apart = canary_of(recipe(mixture, [*exact, REPLAYED])), canary_of(recipe(mixture, exact))
     assert (replayed.tolerance, apart.tolerance) == (TOLERANCES["float32"], ROUTED_APART)
@@ -101,12 +103,12 @@ def test_canary_tolerates_expert_choices_that_differ_by_rounding(mixture: Path) 
         ),
     ],
 )
-def test_attention_of_packed_rollouts_is_shown(overrides: list[str], said: str) -> None:
+def test_check_shows_the_attention_kernel_for_packed_rollouts(overrides: list[str], said: str) -> None:
     ((part, sentence),) = attention_findings(recipe(None, overrides))
     assert part == "attention" and sentence.startswith(said)
 
 
-def test_impossible_kernel_is_refused_and_other_trainers_have_none() -> None:
+def test_check_rejects_the_varlen_kernel_on_a_cpu() -> None:
     with pytest.raises(
         RecipeError, match=r'^trainer\.options\.attention = "varlen" is not possible: the device is cpu, and'
     ):
@@ -114,7 +116,7 @@ def test_impossible_kernel_is_refused_and_other_trainers_have_none() -> None:
     assert list(attention_findings(recipe(None, ["trainer.type=jax"]))) == []
 
 
-def test_mesh_states_expert_parallelism_or_refuses_uneven_experts(mixture: Path) -> None:
+def test_check_shows_expert_parallelism_of_a_mesh_or_rejects_uneven_experts(mixture: Path) -> None:
     empty = b"{}"
     (mixture / "model.safetensors").write_bytes(len(empty).to_bytes(8, "little") + empty)
     (mixture / "config.json").write_text(json.dumps(QWEN3_30B | {"hidden_size": 64, "num_attention_heads": 4}))

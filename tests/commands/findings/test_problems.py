@@ -1,4 +1,4 @@
-"""`pipelinerl check` checks every instruction in the problems before a run."""
+"""`pipelinerl check` checks the instructions of every problem before a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def of_rows(folder: Path, *last: dict[str, object]) -> RunConfig:
     return config_of(source="files", parameters={"path": str(path), **fields})
 
 
-def test_public_layout_is_read_and_counted(tmp_path: Path) -> None:
+def test_check_counts_the_instructions_of_a_file_in_the_public_layout(tmp_path: Path) -> None:
     config = of_rows(tmp_path)
     ((part, said),) = instruction_findings(config, config.domains[0])
     assert part == "instructions" and said.endswith("problems, punctuation:no_comma 100%")
@@ -42,7 +42,9 @@ def test_public_layout_is_read_and_counted(tmp_path: Path) -> None:
         ({}, "the problem names no instructions"),
     ],
 )
-def test_one_wrong_row_among_hundreds_is_named(tmp_path: Path, row: dict[str, object], sentence: str) -> None:
+def test_check_names_the_wrong_instruction_of_one_row_among_hundreds(
+    tmp_path: Path, row: dict[str, object], sentence: str
+) -> None:
     config = of_rows(tmp_path, row)
     refused = []
     for seed in range(8):  # the hash puts the row into one split; two of the three are checked
@@ -54,7 +56,7 @@ def test_one_wrong_row_among_hundreds_is_named(tmp_path: Path, row: dict[str, ob
     assert len(refused) == 8 and all(sentence in said for said in refused)
 
 
-def test_generators_are_checked_and_other_verifiers_are_not() -> None:
+def test_check_counts_instructions_of_generated_problems_but_not_of_other_verifiers() -> None:
     config = config_of(source="instructions", parameters={"kinds": ["punctuation:no_comma", "startend:quotation"]})
     ((_, said),) = instruction_findings(config, config.domains[0])
     assert "of 260 problems" in said and "startend:quotation" in said

@@ -1,4 +1,4 @@
-"""Messages of `check` and `explain` on batches of several optimizer steps, and on recorded steps."""
+"""Output of `check` and `explain` on batches of several optimizer steps, and on recorded steps."""
 
 from __future__ import annotations
 
@@ -37,17 +37,19 @@ SEVERAL = ("training.epochs=2", "training.mini_batches=4")
         ),
     ],
 )
-def test_division_of_a_batch_is_shown(changes: tuple[str, ...], said: str | None) -> None:
+def test_check_describes_the_division_of_a_batch_into_optimizer_steps(
+    changes: tuple[str, ...], said: str | None
+) -> None:
     assert mini_batch_finding(load("tiny", changes)) == said
 
 
-def test_explain_shows_the_division_of_a_recipe() -> None:
+def test_explain_shows_the_division_of_a_recipes_batch_into_mini_batches() -> None:
     told = Console(file=StringIO(), width=300)
     show("tiny", SEVERAL, [], told)
     assert "a batch: epochs: 2, mini-batches in each: 4" in told.file.getvalue()
 
 
-def test_schedule_counts_optimizer_steps() -> None:
+def test_learning_rate_schedule_counts_optimizer_steps() -> None:
     settings = loop_settings(load("tiny", [*SEVERAL, "run.seed=7"]))
     assert settings.schedule.steps == 8 * 1000
     assert (settings.mini_batching.updates, settings.mini_batching.seed) == (8, 7)
@@ -58,13 +60,13 @@ def said_of(objective: str | PolicyObjective, *changes: str) -> list[str]:
     return list(doubts(resolve(objective) if isinstance(objective, str) else objective, setting_of(config)))
 
 
-def test_clip_over_old_is_doubted_with_one_optimizer_step_per_batch() -> None:
+def test_check_warns_of_clipping_over_old_with_one_optimizer_step_per_batch() -> None:
     (alone,) = said_of("ppo_recomputed")
     assert alone.startswith("grad1 clips π_θ/π_old, which is always 1 here") and "training.epochs" in alone
     assert said_of("ppo_recomputed", *SEVERAL) == []
 
 
-def test_several_steps_without_a_ratio_are_doubted() -> None:
+def test_check_warns_of_several_optimizer_steps_without_a_policy_ratio() -> None:
     plain = resolve({"preset": "pipelinerl", "is_weight": "one"})
     assert said_of(plain) == []
     (several,) = said_of(plain, *SEVERAL)
@@ -72,11 +74,11 @@ def test_several_steps_without_a_ratio_are_doubted() -> None:
     assert said_of("pipelinerl", *SEVERAL) == []
 
 
-def test_old_log_probs_are_allowed_if_the_kl_bound_reads_them() -> None:
+def test_old_logprobs_setting_is_accepted_if_only_target_kl_reads_it() -> None:
     objective_of(load("tiny", [*SEVERAL, "training.target_kl=0.1", "training.old_logprobs=behavior"]))
 
 
-def test_optimizer_steps_of_a_recorded_step_are_shown_as_a_table() -> None:
+def test_explain_shows_the_optimizer_steps_of_a_recorded_step_as_a_table() -> None:
     step = RecordedStep(version=3, lineage=Lineage(1, 0), orders=(), figures={"learning_rate": 0.1})
     assert update_table(step) is None and step.learning_rates == [0.1]
     updates = [{"epoch": 1.0, "mini_batch": n, "loss": 0.5, "learning_rate": 0.1 * n} for n in (1.0, 2.0)]

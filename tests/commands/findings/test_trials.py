@@ -53,7 +53,7 @@ def with_tools() -> ChatTokenizer:
     return ChatTokenizer(made, {made.convert_tokens_to_ids("<|end|>")})
 
 
-async def test_check_shows_a_call_its_result_and_the_verdict() -> None:
+async def test_check_shows_a_trial_tool_call_its_result_and_the_verdict() -> None:
     (_, call), (_, result), (_, verdict), (kind, warning) = await lines(with_tools(), max_tokens=256)
     assert kind == "warning" and "an episode of 3 such turns with answers of 256 tokens may reach" in warning
     assert '▸ \'<tool_call>\\n{"name": "python"' in call
@@ -61,20 +61,20 @@ async def test_check_shows_a_call_its_result_and_the_verdict() -> None:
     assert verdict.startswith("domains.sums: correct, reward 1;")
 
 
-async def test_user_code_sees_the_answer_after_the_recipes_tool(tmp_path: Path) -> None:
+async def test_user_environment_gets_the_answer_after_the_recipes_tool_was_called(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(CODE)
     played = await lines(with_tools(), environment=f"{tmp_path}/agent.py:once")
     assert "<tool_response>\\n42\\n</tool_response>" in played[1][1]
     assert played[2][1].startswith("domains.sums: correct, reward 1;")
 
 
-async def test_environment_that_asks_for_no_answer_is_rejected(tmp_path: Path) -> None:
+async def test_environment_that_never_calls_the_model_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(CODE)
     with pytest.raises(RecipeError, match="never asked the model"):
         await lines(without_tools(), environment=f"{tmp_path}/agent.py:nothing", episode={})
 
 
-async def test_chat_template_without_calls_is_rejected() -> None:
+async def test_chat_template_without_tool_calls_is_rejected() -> None:
     with pytest.raises(RecipeError, match="chat template must write calls"):
         await lines(without_tools())
 
@@ -84,7 +84,7 @@ async def trial(**domain: Any) -> str:
     return await verifier_tried(config.domains[0], training_problems(config))
 
 
-async def test_judge_votes_once_and_its_reply_is_shown() -> None:
+async def test_check_asks_a_judge_for_one_vote_and_shows_its_reply() -> None:
     fake = OpenAIFake(scripted_judge())
     with in_thread(fake.app) as url:
         said = await trial(verifier="judge", judge={"url": url, "votes": 3, "temperature": 1.0})
@@ -93,21 +93,21 @@ async def test_judge_votes_once_and_its_reply_is_shown() -> None:
     assert said.endswith("score 2: so it seems")
 
 
-async def test_judge_that_cannot_judge_is_refused() -> None:
+async def test_check_rejects_a_judge_whose_reply_has_no_score() -> None:
     fake = OpenAIFake(lambda body: "I like it")
     sentence = "domains.d.judge cannot judge: the judge's reply has no score: 'I like it'"
     with in_thread(fake.app) as url, pytest.raises(RecipeError, match=re.escape(sentence)):
         await trial(verifier="judge", judge={"url": url})
 
 
-async def test_instructions_need_no_reference_answer() -> None:
+async def test_check_tries_the_instruction_verifier_without_a_reference_answer() -> None:
     said = await trial(verifier="instruction_following")
     assert said.startswith("of the reference answer correct, reward 1")
     assert "of an empty answer wrong, reward 0" in said
 
 
-def test_unusual_names_of_positional_arguments_are_a_warning(tmp_path: Path) -> None:
-    """Positional arguments are problem and answer, so `label` is not the truth."""
+def test_check_warns_of_misleading_names_of_positional_verifier_arguments(tmp_path: Path) -> None:
+    """Positional arguments are the problem and the answer, so `label` is not the ground truth."""
     (tmp_path / "r.py").write_text(
         "def by_place(response, label): return 1.0\n"
         "def as_shown(problem, completion_text): return 1.0\n"

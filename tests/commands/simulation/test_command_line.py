@@ -48,7 +48,7 @@ def table(tmp_path: Path) -> str:
 
 
 def run_directory(where: Path, events: list[Event]) -> Path:
-    """Write a finished run of `tiny` in lockstep with these events and answers of 6 tokens."""
+    """Write a finished run of `tiny` in lockstep, with these events and answers of 6 tokens."""
     (where / "samples").mkdir(parents=True)
     save(load("tiny", ["staleness.j=1", "staleness.k=1"]), where / "recipe.toml")
     (where / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
@@ -58,7 +58,7 @@ def run_directory(where: Path, events: list[Event]) -> Path:
     return where
 
 
-def test_sweep_of_a_table_is_shown_plotted_and_recommended_from(table: str, tmp_path: Path) -> None:
+def test_simulated_sweep_is_printed_plotted_and_followed_by_a_recommendation(table: str, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     asked = ("tiny", "--hardware", table, "--sweep", "engine.count=1,2", "--sweep", "staleness.k=0,1,8")
     said = simulate(*asked, "--html", str(page))
@@ -74,7 +74,7 @@ def test_sweep_of_a_table_is_shown_plotted_and_recommended_from(table: str, tmp_
     assert "http" not in text
 
 
-def test_published_table_follows_the_recipe_and_says_that_nothing_was_measured() -> None:
+def test_simulation_with_a_published_hardware_table_says_that_nothing_was_measured() -> None:
     changes = ("sampling.max_tokens=2048", "engine.context_length=4096", "engine.slots=64")
     result = simulate(
         "tiny", *changes, "--hardware", "h100:0.5b", "--lengths", "heavy:300,1", "--sweep", "engine.count=1,2"
@@ -84,13 +84,13 @@ def test_published_table_follows_the_recipe_and_says_that_nothing_was_measured()
     assert "training at 40%" in result.output
 
 
-def test_recipe_that_exceeds_the_memory_of_a_hardware_table_is_rejected() -> None:
+def test_simulation_rejects_a_recipe_that_exceeds_the_memory_of_the_hardware() -> None:
     result = simulate("tiny", "--hardware", "h100:72b", "--lengths", "fixed:5")
     assert isinstance(result.exception, RecipeError)
     assert "raise engine.devices" in str(result.exception)
 
 
-def test_json_has_every_figure(table: str) -> None:
+def test_simulation_prints_its_figures_as_json(table: str) -> None:
     said = json.loads(simulate("tiny", "--hardware", table, "--json", "--lengths", "fixed:5").output)
     (trial,) = said["trials"]
     prediction = trial["prediction"]
@@ -100,13 +100,13 @@ def test_json_has_every_figure(table: str) -> None:
     assert said["recommended"] is None
 
 
-def test_price_can_be_given_on_the_command_line(table: str) -> None:
+def test_price_of_an_engine_hour_can_be_set_on_the_command_line(table: str) -> None:
     said = simulate("tiny", "--hardware", table, "--json", "--engine-hour", "10")
     assert json.loads(said.output)["trials"][0]["prediction"]["cost_per_hour"] == 14.0
 
 
-def test_run_is_the_basis_and_is_checked(tmp_path: Path) -> None:
-    """A run with similar halves is predicted well; a run that slowed down is reported as not to be trusted."""
+def test_simulation_from_a_run_is_validated_on_the_runs_second_half(tmp_path: Path) -> None:
+    """A run with similar halves is predicted well; after a run that slowed down, the prediction is not trusted."""
     even = run_directory(tmp_path / "even", run_events(engine=ENGINE, rollouts=256, steps=40))
     said = simulate("tiny", "--from", str(even))
     assert said.exit_code == 0, said.output
@@ -120,7 +120,7 @@ def test_run_is_the_basis_and_is_checked(tmp_path: Path) -> None:
     assert "NOT TO BE TRUSTED" in simulate("tiny", "--from", str(uneven)).output
 
 
-def test_lengths_and_prompts_are_those_of_the_run(tmp_path: Path) -> None:
+def test_simulation_from_a_run_uses_its_answer_and_prompt_lengths(tmp_path: Path) -> None:
     run = observed(run_directory(tmp_path / "run", run_events(engine=ENGINE)))
     assert run.setting.lengths.mean == 6
     assert run.setting.prompt_tokens == round(2000 * 0.25 / 64)
@@ -137,7 +137,7 @@ def test_lengths_and_prompts_are_those_of_the_run(tmp_path: Path) -> None:
     ],
     ids=["neither", "no table", "no size", "unknown size", "no run"],
 )
-def test_missing_basis_is_reported(arguments: tuple[str, ...], said: str) -> None:
+def test_simulation_without_a_readable_run_or_table_is_rejected(arguments: tuple[str, ...], said: str) -> None:
     result = simulate("tiny", *arguments)
     assert isinstance(result.exception, UserError)
     assert said in str(result.exception)
@@ -156,7 +156,7 @@ def test_missing_basis_is_reported(arguments: tuple[str, ...], said: str) -> Non
         ("[engine]\nstep_s = 1.0\n[trainer]\ntoken_s = 1.0\n[answers]\nlengths = 'long'\n", "lengths must be fixed:"),
     ],
 )
-def test_error_in_a_table_names_its_place(table: str, said: str, tmp_path: Path) -> None:
+def test_error_in_a_hardware_table_names_its_key(table: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "hardware.toml"
     path.write_text(table)
     result = simulate("tiny", "--hardware", str(path))
@@ -164,20 +164,19 @@ def test_error_in_a_table_names_its_place(table: str, said: str, tmp_path: Path)
     assert said in str(result.exception)
 
 
-def test_sweep_without_a_valid_trial_fails(table: str) -> None:
+def test_sweep_in_which_every_trial_is_invalid_fails(table: str) -> None:
     result = simulate("tiny", "--hardware", table, "--sweep", "engine.slot=1,2")
     assert result.exit_code == 2 and "engine.slot: unknown key; did you mean slots?" in result.output
 
 
 @pytest.mark.parametrize("axis", ["engines=1,2", "engine.count", "engine.count=1,,2"])
-def test_invalid_sweep_axis_is_refused(axis: str, table: str) -> None:
+def test_invalid_sweep_axis_is_rejected(axis: str, table: str) -> None:
     result = simulate("tiny", "--hardware", table, "--sweep", axis)
     assert isinstance(result.exception, UserError)
     assert "section.key=value" in str(result.exception)
 
 
-def test_setting_is_read_from_the_recipes_sections() -> None:
-    """The simulation has no options of its own for what the recipe's sections say."""
+def test_simulated_setting_is_read_from_the_sections_of_the_recipe() -> None:
     changes = ["staleness.preset=rlax", "engine.count=3", "engine.on_update=drain", "training.mini_batches=4"]
     config = load("tiny", [*changes, "training.epochs=2", "actor.count=2"])
     config_setting = setting_of(config, lengths=FixedLengths(5), prompt_tokens=7)
@@ -199,6 +198,6 @@ def test_setting_is_read_from_the_recipes_sections() -> None:
 @pytest.mark.parametrize(
     "change", ["staleness.overdue=wait", "staleness.scope=rollout", "training.tokens_per_step=100"]
 )
-def test_unsimulated_setting_is_refused(change: str) -> None:
+def test_simulation_rejects_settings_that_it_does_not_model(change: str) -> None:
     with pytest.raises(RecipeError, match="is not simulated"):
         setting_of(load("tiny", [change]), lengths=FixedLengths(5), prompt_tokens=7)

@@ -54,7 +54,7 @@ SNAPSHOT = RunSnapshot(
 
 
 @pytest.mark.parametrize("width", [40, 44, 61, 80, 200])
-def test_lines_fit_and_show_all_figures(width: int) -> None:
+def test_drawn_lines_fit_the_width_and_show_all_figures(width: int) -> None:
     told = figures(SNAPSHOT, width).plain
     rows = told.splitlines()
     told_long = ("prompts", "alarm", "waits for", "  ")  # sentences that wrap
@@ -65,25 +65,25 @@ def test_lines_fit_and_show_all_figures(width: int) -> None:
         assert wanted in told, wanted
 
 
-def test_names_from_a_run_are_escaped() -> None:
+def test_control_characters_in_names_from_a_run_are_escaped() -> None:
     told = figures(SNAPSHOT, 80)
     assert "\x1b" not in told.plain and "\u202e" not in told.plain and "\\x1b[2J\\u202e" in told.plain
     assert "[red]" in told.plain, "markup is text"
 
 
-def test_unreadable_events_are_counted() -> None:
+def test_number_of_unreadable_events_is_shown() -> None:
     assert "1,200 events of the log could not be read" in figures(replace(SNAPSHOT, unread=1200), 80).plain
     assert "could not be read" not in figures(SNAPSHOT, 80).plain
 
 
-def test_unknown_figures_are_left_out() -> None:
+def test_figures_that_a_run_does_not_have_yet_are_left_out() -> None:
     bare = RunSnapshot(status=RunStatus(run="new"), state="starting", knobs={}, ledger=None)
     told = figures(bare, 40).plain
     assert "new starting" in told and "step 0" in told and "reward    –" in told
     assert "prompts" not in told and "engine " not in told and "time of" not in told
 
 
-def test_excess_domains_and_engines_are_counted() -> None:
+def test_domains_and_engines_beyond_the_limit_are_shown_as_a_count() -> None:
     engines = tuple(EngineStatus(url=f"http://h:{n}", state="healthy") for n in range(40))
     last = LastStepStatus(by_domain={f"d{n}": {"reward": 0.0} for n in range(15)})
     status = msgspec.structs.replace(STATUS, fleet=FleetStatus(engines=engines), last_step=last)
@@ -91,6 +91,6 @@ def test_excess_domains_and_engines_are_counted() -> None:
     assert "and 28 more" in told and "and 3 more" in told
 
 
-def test_knob_value_can_be_typed_in_again() -> None:
+def test_displayed_knob_values_can_be_typed_in_again() -> None:
     assert [knob_value(value) for value in (4, 4.0, 1e-6, float("inf"), "inf")] == ["4", "4", "1e-06", "inf", "inf"]
     assert knob_value(0.000123456789) == "0.000123456789", "no digit is lost"

@@ -44,7 +44,7 @@ def followed(run: Path | str) -> Iterator[RunFollower]:
 
 @asynccontextmanager
 async def shown(run: Path | str, size: tuple[int, int] = (80, 24)) -> AsyncIterator[Pilot[None]]:
-    """Yield the screen of a run once it shows figures."""
+    """Yield the screen of a run once figures are shown."""
     from pipelinerl.commands.top.textual_app import TopApp
 
     with followed(run) as follower:
@@ -67,7 +67,6 @@ def text(pilot: Pilot[None], selector: str) -> str:
 
 
 def values(pilot: Pilot[None]) -> dict[str, str]:
-    """Return the displayed knobs."""
     from textual.widgets import Static
 
     from pipelinerl.commands.top.textual_app import KnobRow
@@ -96,7 +95,7 @@ async def a_controller(tmp_path: Path) -> AsyncIterator[tuple[Path, Running, Cal
 
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 24)])
-async def test_knob_is_edited_in_place_and_a_refusal_is_shown(tmp_path: Path, size: Any) -> None:
+async def test_knob_can_be_edited_in_top_and_an_invalid_value_shows_the_error(tmp_path: Path, size: Any) -> None:
     async with a_controller(tmp_path) as (run_dir, run, _), shown(run_dir, size) as pilot:
         assert "live" in text(pilot, "#figures-text") and ENGINE.removeprefix("http://") in text(pilot, "#figures-text")
         knobs = run.controller.state.knobs
@@ -115,7 +114,7 @@ async def test_knob_is_edited_in_place_and_a_refusal_is_shown(tmp_path: Path, si
         assert pilot.app.is_running, "a letter that is typed into a field is no command"
 
 
-async def test_finished_run_shows_its_files_and_cannot_be_changed(tmp_path: Path) -> None:
+async def test_top_shows_a_finished_run_from_its_files_and_allows_no_changes(tmp_path: Path) -> None:
     run_dir = written_run(tmp_path / "run", steps=12)
     async with shown(run_dir, (40, 24)) as pilot:
         told = text(pilot, "#figures-text")
@@ -128,7 +127,7 @@ async def test_finished_run_shows_its_files_and_cannot_be_changed(tmp_path: Path
         assert not any(field.display for field in pilot.app.query(Input))
 
 
-async def test_silent_controller_is_reported_and_its_figures_stay(
+async def test_top_reports_a_silent_controller_and_keeps_its_last_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIPELINERL_TOKEN", "secret")
@@ -143,7 +142,7 @@ async def test_silent_controller_is_reported_and_its_figures_stay(
             assert pilot.app.query_one("#said").has_class("refused")
 
 
-def test_q_restores_the_terminal(tmp_path: Path) -> None:
+def test_leaving_top_with_q_restores_the_terminal(tmp_path: Path) -> None:
     run_dir = written_run(tmp_path / "run", steps=3)
     ours, theirs = pty.openpty()
     try:
@@ -176,7 +175,7 @@ def read_until(terminal: int, wanted: bytes | None) -> bytes:
     return told
 
 
-def test_non_terminal_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_top_without_a_terminal_or_a_run_is_rejected_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="try pipelinerl status"):
         top(str(written_run(tmp_path / "run", steps=3)))
     with pytest.raises(UserError, match="is not a run"):

@@ -1,4 +1,4 @@
-"""The directory of an invented run, written by the real writers, and its page served over HTTP."""
+"""The directory of a synthetic run, written by the real writers, and its page served over HTTP."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def by_domain(event: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def sampled(step: int, **fields: Any) -> SampleGroup:
-    """Return a group with a right answer that has all token columns, and a wrong one without tokens."""
+    """Return a group with a correct answer that has all token columns, and a wrong one without tokens."""
     tokens = AnswerTokens(
         tokens=TokenTexts(ids=(7, 8, 9), texts=("a", "b", "<eos>")),
         versions=(step - 2, None, step - 1),
@@ -85,7 +85,6 @@ def of_episode(step: int) -> SampleGroup:
 
 
 def keep(run_dir: Path, groups: list[SampleGroup], *, name: str = "training") -> None:
-    """Write samples."""
     log = SampleLog(run_dir / "samples", name, max_bytes=2**24)
     log.put(lambda: groups)
     log.close(timeout_s=PATIENCE_S)
@@ -93,7 +92,6 @@ def keep(run_dir: Path, groups: list[SampleGroup], *, name: str = "training") ->
 
 
 def of_evaluation(step: int) -> SampleGroup:
-    """Return a group of answers to a held-out problem."""
     return sampled(step, kind=SampleKind.EVALUATION, evaluation="held_out", group_id=f"eval-{step}")
 
 
@@ -107,7 +105,6 @@ class ServedPage:
     runs: list[WatchedRun] = field(default_factory=list)
 
     def get(self, path: str, **query: Any) -> Any:
-        """Return the JSON of a successful response."""
         answered = self.http.get(path, params=query)
         assert answered.status_code == 200, answered.text
         return answered.json()

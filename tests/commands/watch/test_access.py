@@ -32,7 +32,7 @@ def ask(page: ServedPage, path: str, method: str = "GET", **headers: str) -> htt
     return httpx.request(method, page.url + path, headers=given, trust_env=False, timeout=PATIENCE_S)
 
 
-def test_link_works_once_and_a_new_one_is_announced(page: ServedPage) -> None:
+def test_page_link_works_once_and_a_new_link_is_announced(page: ServedPage) -> None:
     first = page.keys[-1]
     there = ask(page, f"/?key={first}")
     assert (there.status_code, there.headers["location"]) == (303, "/")
@@ -45,13 +45,13 @@ def test_link_works_once_and_a_new_one_is_announced(page: ServedPage) -> None:
     assert page.keys[-1] != first and ask(page, f"/?key={page.keys[-1]}").status_code == 303
 
 
-def test_link_on_another_site_sets_its_cookie_by_a_reload(page: ServedPage) -> None:
+def test_page_link_opened_from_another_site_sets_its_cookie_by_a_reload(page: ServedPage) -> None:
     there = ask(page, f"/?key={page.keys[-1]}", sec_fetch_site="cross-site")
     assert (there.status_code, there.headers["refresh"], there.content) == (200, "0; url=/", b"")
     assert TOKEN in there.headers["set-cookie"]
 
 
-def test_used_link_shows_a_page_that_accepts_another_key(page: ServedPage) -> None:
+def test_used_page_link_shows_a_form_that_accepts_another_key(page: ServedPage) -> None:
     used = page.keys[-1]
     ask(page, f"/?key={used}")
     for path in (f"/?key={used}", "/"):
@@ -80,7 +80,7 @@ def test_shared_link_opens_any_number_of_browsers_read_only(page: ServedPage) ->
         assert ask(page, wrong).status_code == 401, wrong
 
 
-def test_share_is_the_same_the_next_time(tmp_path: Path) -> None:
+def test_shared_link_is_the_same_after_a_restart(tmp_path: Path) -> None:
     first = lasting_link(tmp_path)
     assert first.port == 0 and lasting_link(tmp_path) != first
     assert keep_link(tmp_path, SharedLink(first.key, 4321))
@@ -92,7 +92,7 @@ def test_share_is_the_same_the_next_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "x", "%00", "%ff", "a&key=b", "a" * 5000])
-def test_wrong_key_is_refused(page: ServedPage, key: str) -> None:
+def test_page_rejects_a_wrong_key(page: ServedPage, key: str) -> None:
     keys = list(page.keys)
     assert ask(page, f"/?key={key}").status_code == 401
     assert page.keys == keys, "what was offered stays good"
@@ -102,21 +102,21 @@ def test_wrong_key_is_refused(page: ServedPage, key: str) -> None:
     "cookie",
     ["", "pipelinerl=", f"pipelinerl={TOKEN}x", f"other={TOKEN}", "pipelinerl=\xff", 'pipelinerl="', "=;=", ";"],
 )
-def test_wrong_cookie_is_refused(page: ServedPage, cookie: str) -> None:
+def test_page_rejects_a_wrong_cookie(page: ServedPage, cookie: str) -> None:
     answer = httpx.get(
         page.url + "/api/run", headers=[(b"cookie", cookie.encode("latin-1"))], trust_env=False, timeout=PATIENCE_S
     )
     assert answer.status_code == 401
 
 
-def test_cookie_is_found_among_those_of_other_ports(page: ServedPage) -> None:
+def test_page_finds_its_cookie_among_those_of_other_ports(page: ServedPage) -> None:
     others = f'a=b; other="x;{COOKIE["cookie"]}x; pipelinerl=no;{COOKIE["cookie"]} ; c'
     assert ask(page, "/api/run", cookie=others).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/api/run", "/?key=x"])
 async def test_malicious_cookies_are_parsed_quickly(page: ServedPage, path: str) -> None:
-    """Headers have the maximum size of a connection; http.cookies would need 11 s for the first of these."""
+    """Headers have the maximum size of a connection; http.cookies would take 11 s for the first of them."""
     app = create_page([], token=TOKEN, links=PageLinks(lambda _: None))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=page.url) as http:
         for cookie in ('a="' + "\\a" * 16_000 + '"', 'a="' + '\\"' * 16_000 + '"', "pipelinerl=" * 2_900, ";" * 32_000):
@@ -125,13 +125,13 @@ async def test_malicious_cookies_are_parsed_quickly(page: ServedPage, path: str)
             assert time.thread_time() - began < 1.0, cookie[:20]
 
 
-def test_event_stream_is_refused_before_it_starts(page: ServedPage) -> None:
+def test_event_stream_of_an_unknown_run_is_rejected_before_it_starts(page: ServedPage) -> None:
     for query in ("?run=1", "?run=-1", "?run=x"):
         assert ask(page, f"/api/stream{query}", **COOKIE).status_code in (404, 422), query
 
 
-def test_page_of_another_site_or_port_cannot_read_or_change(page: ServedPage) -> None:
-    """SameSite protects from other sites; a page on another port of this host counts as the same site."""
+def test_requests_from_pages_of_another_site_or_port_are_rejected(page: ServedPage) -> None:
+    """SameSite protects only from other sites; another port of this host counts as the same site."""
     for site in ("cross-site", "same-site"):
         for path in ("/", "/api/run", "/api/samples", "/api/stream"):
             assert ask(page, path, sec_fetch_site=site, **COOKIE).status_code == 401, (site, path)
@@ -153,7 +153,7 @@ def test_page_of_another_site_or_port_cannot_read_or_change(page: ServedPage) ->
     assert form.status_code == 415, "what a form can send is no question"
 
 
-async def test_every_route_refuses_other_sites(tmp_path: Path) -> None:
+async def test_every_page_route_rejects_requests_from_other_sites(tmp_path: Path) -> None:
     """Routes are listed from the application, so new routes are included automatically."""
     app, asked = application("page", tmp_path), 0
     cookie = {"cookie": f"pipelinerl={GATE_TOKEN}", "content-type": "application/json"}
@@ -173,7 +173,7 @@ async def test_every_route_refuses_other_sites(tmp_path: Path) -> None:
     assert asked >= 20 * len(foreign), "the routes were found"
 
 
-def test_every_response_has_a_security_policy(page: ServedPage) -> None:
+def test_every_page_response_has_a_content_security_policy(page: ServedPage) -> None:
     for path, cookie in (("/", COOKIE), ("/api/run", COOKIE), ("/nothing", COOKIE), ("/api/run", {}), ("/health", {})):
         told = ask(page, path, **cookie).headers
         policy = dict(part.strip().split(" ", 1) for part in told["content-security-policy"].split(";"))
@@ -183,7 +183,7 @@ def test_every_response_has_a_security_policy(page: ServedPage) -> None:
         assert told["cross-origin-resource-policy"] == "same-origin" and told["cache-control"] == "no-store"
 
 
-def test_only_the_pages_own_files_are_served(page: ServedPage) -> None:
+def test_page_serves_only_its_own_static_files(page: ServedPage) -> None:
     for path in ("/static/../access.py", "/static/..%2f__init__.py", "/static/%2e%2e", "/static/", "/events.jsonl",
                  "/static/nothing.js", "/static//etc/passwd"):  # fmt: skip
         assert ask(page, path, **COOKIE).status_code == 404, path

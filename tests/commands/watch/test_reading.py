@@ -1,4 +1,4 @@
-"""API of the page for finished, crashed, copied, torn and resumed runs, with steps, samples and tokens."""
+"""The page's API for finished, crashed, copied and resumed runs: steps, samples and tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPage]:
         yield served
 
 
-def test_finished_run_and_copy_of_a_crashed_run_are_shown(page: ServedPage) -> None:
+def test_page_shows_a_finished_run_and_a_copy_of_a_crashed_run(page: ServedPage) -> None:
     told = page.get("/api/run")
     assert (told["name"], told["state"], told["step"], told["reason"]) == ("tiny", "finished", 40, "all steps taken")
     assert not told["may_steer"] and told["why_not"] == "the run is over"
@@ -59,7 +59,7 @@ def test_finished_run_and_copy_of_a_crashed_run_are_shown(page: ServedPage) -> N
     assert page.http.get("/api/run", params={"run": 2}).status_code == 404
 
 
-def test_steps_are_returned_whole_or_merged(page: ServedPage) -> None:
+def test_page_returns_step_metrics_whole_or_merged_into_fewer_points(page: ServedPage) -> None:
     whole = page.get("/api/steps", metrics="reward,domain/long_words/reward,none", points=40)
     assert whole["each"] == 1 and whole["x"]["step"] == list(range(1, 41)) and whole["complete"]
     assert list(whole["y"]) == ["reward", "domain/long_words/reward"] and set(whole["y"]["reward"]) == {"mean"}
@@ -75,7 +75,7 @@ def test_steps_are_returned_whole_or_merged(page: ServedPage) -> None:
     assert page.http.get("/api/steps", params={"points": 1}).status_code == 422
 
 
-def test_now_has_intervals_ages_and_waits(page: ServedPage) -> None:
+def test_live_view_has_confidence_intervals_token_ages_and_waits(page: ServedPage) -> None:
     now = page.get("/api/now", window=20)
     easy, hard = sorted(now["domains"], key=lambda each: each["name"], reverse=True)
     assert easy["reward"]["low"] < easy["reward"]["mean"] < easy["reward"]["high"]
@@ -87,7 +87,7 @@ def test_now_has_intervals_ages_and_waits(page: ServedPage) -> None:
     assert any(each["kind"] == "engine_lost" for each in now["incidents"])
 
 
-def test_now_returns_only_new_steps_and_marks(page: ServedPage) -> None:
+def test_live_view_returns_only_new_steps_and_marks(page: ServedPage) -> None:
     names = "reward,domain/long_words/reward"
     whole = page.get("/api/now", metrics=names)["steps"]
     assert whole == page.get("/api/steps", metrics=names) and whole["last"] == 40
@@ -102,7 +102,7 @@ def test_now_returns_only_new_steps_and_marks(page: ServedPage) -> None:
         assert page.http.get("/api/now", params={"metrics": "reward", **wrong}).status_code == 422, wrong
 
 
-def test_samples_are_sorted_filtered_and_paged(page: ServedPage) -> None:
+def test_page_sorts_filters_and_pages_samples(page: ServedPage) -> None:
     first = page.get("/api/samples", sort="length", limit=30)
     assert first["matched"] == 80 and first["complete"] and first["samples"][0]["length"] == 7
     seen = [(each["group"], each["sample"]) for each in first["samples"]]
@@ -120,7 +120,7 @@ def test_samples_are_sorted_filtered_and_paged(page: ServedPage) -> None:
         assert page.http.get("/api/samples", params=wrong).status_code == 422, wrong
 
 
-def test_group_and_its_tokens_are_returned(page: ServedPage) -> None:
+def test_page_returns_a_sampled_group_and_its_tokens(page: ServedPage) -> None:
     row = page.get("/api/samples", sort="step", order="asc", outcome="correct", limit=1)["samples"][0]
     group = page.get(f"/api/samples/{row['group']}")
     assert (group["step"], group["signal"], group["tags"]) == (1, True, ["easy"])
@@ -139,21 +139,21 @@ def test_group_and_its_tokens_are_returned(page: ServedPage) -> None:
         assert page.http.get(f"/api/samples/{gone}").json()["error"]["code"] == "sample_gone"
 
 
-def test_runs_are_compared_over_one_axis(page: ServedPage) -> None:
+def test_page_compares_runs_over_one_axis(page: ServedPage) -> None:
     told = page.get("/api/compare", runs="0,1", metrics="reward", x="samples", points=10)
     assert [len(run["x"]) for run in told["runs"]] == [10, 10] and told["runs"][0]["x"][-1] == 40 * 256
     assert {"path": "run.name", "values": ["tiny", "two"]} in told["differences"]
     assert page.http.get("/api/compare", params={"runs": "0,x"}).status_code == 422
 
 
-def test_differences_are_listed_by_path_and_name() -> None:
+def test_differences_between_recipes_are_listed_by_path_and_name() -> None:
     one = {"a": {"b": 1}, "domains": [{"name": "x", "weight": 1}], "same": [1]}
     two = {"a": {"b": 2}, "domains": [{"name": "x", "weight": 1}, {"name": "y", "weight": 1}], "same": [1]}
     found = {each["path"]: each["values"] for each in differences([one, two], [one, two])}
     assert found == {"a.b": [1, 2], "domains.y.name": [None, "y"], "domains.y.weight": [None, 1]}
 
 
-def test_prompts_are_shown_by_their_differing_parts() -> None:
+def test_prompts_are_shortened_to_the_parts_that_differ() -> None:
     head, tail = "Answer in JSON.\nSpell this backward: ", "\nThink first."
     texts = [head + word + tail for word in ("stone", "storm", "a cat")]
     assert differing_parts(texts, 200) == ["… stone …", "… storm …", "… a cat …"]
@@ -165,7 +165,7 @@ def test_prompts_are_shown_by_their_differing_parts() -> None:
     assert differing_parts([], 20) == []
 
 
-def test_default_settings_are_not_listed_as_differences(tmp_path: Path) -> None:
+def test_settings_at_their_defaults_are_not_listed_as_differences(tmp_path: Path) -> None:
     one = written_run(tmp_path / "one", steps=1, overrides=["engine.count=2"])
     two = written_run(tmp_path / "two", steps=1, overrides=["staleness.j=2"])
     text = (two / "recipe.toml").read_text()
@@ -178,14 +178,14 @@ def test_default_settings_are_not_listed_as_differences(tmp_path: Path) -> None:
     assert "run.stall_s" not in found and "domains.other_words.oubliette.tier" not in found, found
 
 
-def test_token_cause_follows_from_its_version_and_its_turns_first() -> None:
+def test_cause_of_a_tokens_mismatch_follows_from_its_version_and_its_turns_first_version() -> None:
     told = causes_of((3, 4, None, 4, 4, None, 3), held=4)
     assert told == (
         Cause.STALENESS, Cause.CACHE, None, Cause.NUMERICS, Cause.NUMERICS, None, Cause.STALENESS,
     )  # fmt: skip
 
 
-def test_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+def test_page_rejects_a_directory_without_a_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a run"):
         watched_runs([tmp_path])
 
@@ -222,7 +222,7 @@ async def heard(lines: Any, *names: str) -> list[dict[str, Any]]:
     raise AssertionError(f"the stream has ended before {waited}")
 
 
-async def test_stream_sends_events_and_replays_missed_ones(tmp_path: Path) -> None:
+async def test_page_stream_sends_new_events_and_replays_missed_ones(tmp_path: Path) -> None:
     import httpx
 
     run_dir = written_run(tmp_path / "run", steps=5, end=False)
@@ -259,7 +259,7 @@ async def test_stream_sends_events_and_replays_missed_ones(tmp_path: Path) -> No
         assert page.get("/api/steps")["last"] == 6
 
 
-def test_timeline_window_is_returned_as_lanes(tmp_path: Path) -> None:
+def test_page_returns_a_window_of_the_timeline_as_lanes(tmp_path: Path) -> None:
     with served_page(written_run(tmp_path / "run", steps=10)) as page:
         loaded(page)
         whole = page.get("/api/timeline")

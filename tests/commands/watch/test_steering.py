@@ -1,4 +1,4 @@
-"""Changes from the page against the controller's own application; without a controller the page still shows the run."""
+"""Changes from the page through the controller's own application; without one, the page still shows the run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def refusal_of(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
-async def test_page_changes_a_live_run(tmp_path: Path) -> None:
+async def test_page_changes_a_live_run_unless_it_is_read_only(tmp_path: Path) -> None:
     run_dir = written_run(tmp_path / "run", steps=3, end=False, overrides=["sampling.group_size=2"])
     recipe = (run_dir / "recipe.toml").read_text()  # use the domains of the controller in this test
     (run_dir / "recipe.toml").write_text(recipe.replace('"short_words"', '"a"').replace('"long_words"', '"b"'))
@@ -89,7 +89,7 @@ async def knobs_are_changed(page: ServedPage, run: Any) -> None:
 
 
 async def what_json_cannot_carry_is_refused(page: ServedPage, run: Any) -> None:
-    """Both the check and the change refuse these values; neither reports a silent controller."""
+    """Both the check and the change reject these values."""
     before = run.controller.state.knobs
     for body in (
         b'{"k": NaN}',
@@ -140,7 +140,7 @@ async def nothing_is_changed(page: ServedPage, run: Any) -> None:
 
 
 async def a_silent_controller_is_said_so(page: ServedPage) -> None:
-    """The address of the killed controller is still in the directory."""
+    """The directory still has the address of the stopped controller."""
     told = (await ask(page, "GET", "/api/run")).json()
     assert told["step"] == 3 or told["loading"]["events"] < 1.0
     assert not told["may_steer"] and "no controller answers" in told["why_not"]
@@ -151,7 +151,7 @@ async def a_silent_controller_is_said_so(page: ServedPage) -> None:
     assert engines["source"] == "events"
 
 
-async def test_run_without_a_controller_cannot_be_changed(tmp_path: Path) -> None:
+async def test_page_cannot_change_a_run_without_a_controller(tmp_path: Path) -> None:
     with served_page(written_run(tmp_path / "run", steps=3)) as page:
         for path, body in (("/api/stop", {}), ("/api/knobs/check", {"k": 1})):
             assert refusal_of(await ask(page, "POST", path, body)) == (409, "no_controller"), path
@@ -159,7 +159,7 @@ async def test_run_without_a_controller_cannot_be_changed(tmp_path: Path) -> Non
 
 @contextmanager
 def status_only(run_dir: Path) -> Iterator[list[Any]]:
-    """Serve only a controller's status and write its address into the run's directory; yield the clients' addresses."""
+    """Serve a controller's status, write its address into the run's directory, and yield the client addresses."""
     asked_by: list[Any] = []
     status = msgspec.json.encode(RunStatus(run="x", step=1, total_steps=2, model_version=1))
 
@@ -174,7 +174,7 @@ def status_only(run_dir: Path) -> Iterator[list[Any]]:
         yield asked_by
 
 
-def test_status_is_cached_over_one_connection_and_a_moved_controller_is_found(tmp_path: Path) -> None:
+def test_status_of_a_run_is_cached_and_a_moved_controller_is_found(tmp_path: Path) -> None:
     run_dir = written_run(tmp_path / "run", steps=1, end=False)
     steering = Steering(run_dir)
     try:
@@ -202,6 +202,6 @@ def test_status_is_cached_over_one_connection_and_a_moved_controller_is_found(tm
         ("zzz", "text", {"least": None, "slider": [0, 4.0]}),
     ],
 )
-def test_knob_is_described_with_its_limits(name: str, value: Any, wanted: dict[str, Any]) -> None:
+def test_page_describes_each_knob_with_its_limits(name: str, value: Any, wanted: dict[str, Any]) -> None:
     told = described(name, value, {})
     assert {key: told[key] for key in wanted} == wanted

@@ -1,4 +1,4 @@
-"""The feed's bells ring for all current listeners, once per batch of entries."""
+"""The feed notifies all current listeners once per batch of entries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipelinerl.commands.watch.watched_run import Feed
 from tests.patience import PATIENCE_S
 
 
-async def test_bell_rings_once_for_new_entries() -> None:
+async def test_listeners_of_a_feed_are_notified_once_per_batch_of_entries() -> None:
     feed = Feed(0)
     with feed.listener() as first, feed.listener() as second:
         feed.ring()
@@ -28,7 +28,7 @@ async def test_bell_rings_once_for_new_entries() -> None:
         assert not first.is_set(), "it has rung for that already"
 
 
-async def test_closed_listener_is_not_notified() -> None:
+async def test_closed_listener_of_a_feed_is_not_notified() -> None:
     feed = Feed(0)
     with feed.listener() as gone:
         pass

@@ -31,7 +31,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.messages import ActorAlive, Starving, StepSkipped, TrainerLeaving, TrainerReady, TrainerStopped
 from tests.controller.world import ENGINE, World, controller, drawn_problem, knobs
 
-#: Seeds with which each invariant is tested; the seeds from 25 on only run with the slow tests.
+#: The seeds with which each invariant is tested; seeds from 25 on run only with the slow tests.
 FEW_OF_100 = [*range(25), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(25, 100))]
 
 
@@ -40,7 +40,7 @@ def world(seed: int = 0, **changes: Any) -> World:
 
 
 @pytest.mark.parametrize("seed", FEW_OF_100)
-def test_random_schedules_finish_and_keep_all_invariants(seed: int) -> None:
+def test_runs_under_random_schedules_finish_and_keep_all_invariants(seed: int) -> None:
     rng = random.Random(seed)
     run = world(seed, k=rng.choice([1, 2, 4, math.inf]))
     run.begin()
@@ -77,10 +77,7 @@ def test_random_schedules_finish_and_keep_all_invariants(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_mixed_group_sizes_fill_steps_with_whole_groups(seed: int) -> None:
-    """Orders fail, are filtered and become stale at random.
-
-    No step is short and no wait is endless. In lockstep, the orders in flight are no more than one step takes.
-    """
+    """Orders fail, are filtered and become stale at random; in lockstep, only one step's orders are in flight."""
     rng = random.Random(seed)
     lockstep, large = seed % 3 == 0, rng.choice([3, 4, 7])
     k = 1 if lockstep else rng.choice([2, 4, math.inf])
@@ -108,7 +105,7 @@ def test_mixed_group_sizes_fill_steps_with_whole_groups(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_skipped_steps_keep_the_account_balanced_and_three_in_a_row_end_the_run(seed: int) -> None:
+def test_three_skipped_steps_in_a_row_end_the_run_with_a_balanced_ledger(seed: int) -> None:
     run = world(seed)
     run.poison = 0.2 if seed % 2 else 0.7
     run.begin()
@@ -126,7 +123,7 @@ def test_skipped_steps_keep_the_account_balanced_and_three_in_a_row_end_the_run(
         assert run.skipped == 3, "at 0.7, three in a row come within 20 steps"
 
 
-def test_three_skipped_steps_stop_and_save() -> None:
+def test_trainer_gets_a_directive_to_stop_and_save_after_three_skipped_steps() -> None:
     run = world(evaluation_problems=0)
     run.begin()
     run.publish()
@@ -151,7 +148,7 @@ def test_three_skipped_steps_stop_and_save() -> None:
     assert run.directive.controller_state is not None
 
 
-def test_on_policy_preset_runs_in_lockstep() -> None:
+def test_run_with_k_and_j_of_one_trains_each_step_on_the_latest_version() -> None:
     """With j = k = 1, at most one step's prompts are in flight, and all groups of a step come from one version."""
     run = world(k=1, j=1)
     run.begin()
@@ -165,7 +162,7 @@ def test_on_policy_preset_runs_in_lockstep() -> None:
 @pytest.mark.parametrize(
     ("oversample", "k", "issued"), [(1.0, 4, 4), (None, 4, 8), (4.0, 4, 8), (1.5, 4, 6), (None, 1, 2), (4.0, 1, 4)]
 )
-def test_filtering_run_issues_extra_orders_but_in_lockstep_only_if_configured(
+def test_run_that_filters_groups_issues_extra_orders_except_in_lockstep_by_default(
     oversample: float | None, k: int, issued: int
 ) -> None:
     run = World(controller=controller(evaluation_problems=0, oversample=oversample, k=k), rng=random.Random(0))
@@ -176,7 +173,7 @@ def test_filtering_run_issues_extra_orders_but_in_lockstep_only_if_configured(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_oversampling_run_keeps_staleness_bounds_and_a_balanced_account(seed: int) -> None:
+def test_oversampling_run_keeps_staleness_bounds_and_trains_no_group_twice(seed: int) -> None:
     run = World(controller=controller(oversample=3.0), rng=random.Random(seed))
     run.begin()
     while run.finished is None:
@@ -192,16 +189,16 @@ def test_oversampling_run_keeps_staleness_bounds_and_a_balanced_account(seed: in
     ("settings", "k"),
     [({}, 4.0), ({"overdue": Overdue.WAIT}, None), ({"scope": StalenessScope.ROLLOUT}, None)],
 )
-def test_actors_do_not_give_up_groups_that_may_still_train(settings: dict[str, Any], k: float | None) -> None:
+def test_actors_are_given_no_staleness_limit_if_overdue_groups_may_still_train(
+    settings: dict[str, Any], k: float | None
+) -> None:
     made = controller(k=4)
     assert assignment_of(made.state, replace(made.settings, **settings)).k == k
 
 
 @pytest.mark.parametrize("seed", FEW_OF_100)
-def test_run_that_waits_for_overdue_groups_drops_none_and_never_deadlocks(seed: int) -> None:
-    """Orders fail, are given up or filtered, and engines are updated; every order that the trainer waits for ends
-    nevertheless.
-    """
+def test_run_with_overdue_wait_drops_no_group_and_finishes(seed: int) -> None:
+    """Orders fail, are given up or filtered, and engines are updated at random."""
     noise = random.Random(seed)
     k = noise.choice([1, 2, 3, 5])
     run = World(controller=controller(overdue=Overdue.WAIT, k=k, j=noise.choice([1, min(2, k)]), steps=30), rng=noise)
@@ -215,8 +212,8 @@ def test_run_that_waits_for_overdue_groups_drops_none_and_never_deadlocks(seed: 
     assert all(version - each.oldest_version <= k for version, groups, k in run.trained for each in groups)
 
 
-def test_schedules_include_waiting_for_overdue_groups() -> None:
-    """Without such a wait, the previous test would prove nothing."""
+def test_random_schedules_include_waits_for_overdue_groups() -> None:
+    """Otherwise the previous test would prove nothing."""
     waits, lost = 0, 0
     for overdue in (Overdue.WAIT, Overdue.DROP):
         for seed in range(20):
@@ -267,7 +264,7 @@ def test_second_trainer_begins_a_new_epoch_and_the_first_trainer_is_ignored() ->
     assert run.controller.state.version == before
 
 
-def test_leaving_trainer_saves_its_state_and_is_replaced() -> None:
+def test_preempted_trainer_saves_its_state_and_a_new_trainer_continues() -> None:
     run = world(evaluation_problems=0)
     run.begin()
     run.publish()
@@ -283,7 +280,7 @@ def test_leaving_trainer_saves_its_state_and_is_replaced() -> None:
     assert run.directive is not None and (run.directive.epoch, run.directive.stop) == (2, False)
 
 
-def test_leaving_trainer_is_not_replaced_when_the_run_ends() -> None:
+def test_preempted_trainer_is_not_replaced_when_the_run_is_stopping() -> None:
     run = world(evaluation_problems=0)
     run.begin()
     run.apply(run.controller.stop("enough"))
@@ -304,7 +301,7 @@ def test_engine_that_joins_late_gets_weights_between_steps() -> None:
     assert run.controller.decide(Ticked(now=1.0)) == [], "one publication is under way and is not asked for twice"
 
 
-def test_publication_to_a_new_engine_does_not_reload_other_engines_early() -> None:
+def test_publication_to_a_new_engine_does_not_update_other_engines_before_they_are_due() -> None:
     run = world(evaluation_problems=0, j=3, k=4)
     run.begin()
     run.publish()
@@ -336,10 +333,8 @@ def test_publication_postponed_by_an_evaluation_later_reaches_all_engines() -> N
     assert run.directive is not None and run.directive.publish_to == [ENGINE, "http://engine-1"]
 
 
-def test_changed_knobs_are_sent_to_a_waiting_trainer() -> None:
-    """New prompts follow the new knobs at once. A trainer with the old knobs could wait for more rollouts than will
-    arrive.
-    """
+def test_knob_changes_are_sent_at_once_to_a_trainer_that_waits_for_rollouts() -> None:
+    """New prompts follow the new knobs at once, so a trainer with the old ones could wait for too many rollouts."""
     run = world(evaluation_problems=0, j=1, k=1, rollouts_per_step=8)
     run.begin()
     run.publish()
@@ -349,7 +344,7 @@ def test_changed_knobs_are_sent_to_a_waiting_trainer() -> None:
     assert (said.publish_to, said.checkpoint, said.stop) == ([], False, False)
 
 
-def test_changed_knobs_are_not_sent_to_an_absent_or_stopping_trainer() -> None:
+def test_knob_changes_are_not_sent_to_an_absent_or_stopping_trainer() -> None:
     run = world(evaluation_problems=0)
     change = KnobsPatched(now=0.0, changes={"k": 9}, who="test", time=0.0)
     assert [type(effect) for effect in run.controller.decide(change)] == [Record]
@@ -359,7 +354,7 @@ def test_changed_knobs_are_not_sent_to_an_absent_or_stopping_trainer() -> None:
     assert run.directive is not None and run.directive.stop
 
 
-def test_trainer_that_waits_for_an_evaluation_gets_a_directive_as_sign_of_life() -> None:
+def test_starving_trainer_gets_a_directive_while_an_evaluation_runs() -> None:
     run = world()
     run.begin()
     starving = ReportReceived(now=1.0, report=Starving(epoch=1, model_version=0, held=[]), entry_id="1-0")
@@ -375,9 +370,7 @@ def test_trainer_that_waits_for_an_evaluation_gets_a_directive_as_sign_of_life()
 
 
 def test_orders_of_a_departed_actor_are_reissued() -> None:
-    """The departed actor's last heartbeat claims groups, live actors have none, and the stream server has lost the
-    orders.
-    """
+    """The departed actor's last heartbeat claims groups, live actors have none, and the stream server lost all."""
     run = world(evaluation_problems=0)
     run.begin()
     run.publish()
@@ -391,9 +384,7 @@ def test_orders_of_a_departed_actor_are_reissued() -> None:
 
 @pytest.mark.parametrize("seed", FEW_OF_100)
 def test_orders_lost_by_the_stream_server_are_reissued_and_trained_once(seed: int) -> None:
-    """Random orders and unread groups at the end of the streams are lost; the trainer never reports that it is
-    starving.
-    """
+    """Random orders and unread groups at the end of the streams are lost; the trainer never reports starvation."""
     rng = random.Random(seed)
     run = world(seed, k=rng.choice([1, 2, 8, math.inf]))
     run.begin()
@@ -440,7 +431,7 @@ def test_lost_evaluation_questions_are_issued_again() -> None:
     assert run.controller.state.evaluations.results == [result], "the second answer to a question counts nowhere"
 
 
-def test_trainer_restart_during_the_last_evaluation_keeps_its_result() -> None:
+def test_last_evaluation_is_completed_if_the_trainer_restarts_during_it() -> None:
     run = World(controller(steps=2, evaluation_problems=3, pin=Pin.GATE), random.Random(0))
     run.begin()
     while run.controller.state.phase is not RunPhase.FINISHING:
@@ -522,7 +513,7 @@ def test_invalid_knobs_are_rejected_with_one_sentence(change: dict[str, object],
     assert (run.state.knobs, run.state.knob_log) == (knobs(), [])
 
 
-def test_presets_and_infinite_k_are_valid_knobs() -> None:
+def test_knobs_accept_presets_and_an_infinite_k() -> None:
     assert knobs().patched({"preset": "rlax"}).bounds == knobs(j=16, k=32).bounds
     assert knobs().patched({"k": "inf"}).to_json()["k"] == "inf"
 

@@ -45,11 +45,7 @@ def _made(rule: ElasticRule, *, least: int = 1, most: int = 6) -> Controller:
 
 
 class Site:
-    """A run whose engines obey at once, and whose figures follow from the number of engines.
-
-    `work` is the number of engines that is just enough: fewer engines are always busy and let the trainer wait, more
-    engines are partly idle.
-    """
+    """A run for which `work` engines just suffice: fewer delay the trainer, and more are partly idle."""
 
     def __init__(self, rule: ElasticRule, *, work: float, most: int = 6, least: int = 1) -> None:
         self.made = _made(rule, least=least, most=most)
@@ -80,7 +76,7 @@ class Site:
         self._report(TrainerReady(report_id="ready", incarnation="1", model_version=0, consumed=ConsumedReport()))
 
     def settle_fleet(self) -> None:
-        """Let requested engines join and prove their weights, and let draining engines become idle and leave."""
+        """Let requested engines join and pass their canary checks, and draining engines become idle and leave."""
         there = {record.name for record in self.state.fleet.records()}
         for request in self.state.engine_requests:
             if request.wanted and request.name not in there:
@@ -148,7 +144,7 @@ def test_number_of_engines_follows_the_work_and_converges(work: float, most: int
     assert enough * (1 - RULE.waiting) - 1 < counts[-1] <= enough / RULE.busy + 1
 
 
-def test_less_work_removes_engines_one_by_one() -> None:
+def test_engines_are_removed_one_by_one_when_work_decreases() -> None:
     site = Site(RULE, work=4.0)
     assert site.pass_time(140)[-1] == 4
     site.work = 0.5
@@ -160,7 +156,7 @@ def test_less_work_removes_engines_one_by_one() -> None:
 
 @given(figures=st.builds(Figures, waiting=SHARES, occupancy=SHARES, stale=SHARES), engines=st.integers(1, 64))
 def test_removing_an_engine_never_makes_the_others_too_busy(figures: Figures, engines: int) -> None:
-    """The remaining engines take over the work of the removed engine, and are still below the threshold `busy`."""
+    """The remaining engines take over the removed engine's work and stay below the threshold `busy`."""
     if verdict(RULE, figures, engines=engines) is not Want.FEWER:
         return
     assert engines > 1
@@ -176,7 +172,7 @@ def test_removing_an_engine_never_makes_the_others_too_busy(figures: Figures, en
         ElasticRule, patience=st.integers(1, 4), settle_s=st.sampled_from([0.0, 3.0, 30.0]), interval_s=st.just(1.0)
     ),
 )
-def test_change_needs_consecutive_intervals_that_agree_and_time_since_the_last_change(
+def test_engines_are_scaled_only_after_consecutive_equal_verdicts_and_a_settling_time(
     found: list[tuple[float, float, float]], rule: ElasticRule
 ) -> None:
     memory, verdicts, decided = ElasticMemory(), list[Want](), list[tuple[int, Want]]()
@@ -192,7 +188,7 @@ def test_change_needs_consecutive_intervals_that_agree_and_time_since_the_last_c
             changed(memory, now=float(now))
 
 
-def test_dry_run_only_records_its_decisions() -> None:
+def test_dry_run_of_scaling_only_records_its_decisions() -> None:
     site = Site(replace(RULE, mode=Elasticity.DRY_RUN), work=3.0)
     assert set(site.pass_time(60)) == {1}
     assert set(site.scaled("engines_would_scale")) == {(1, 2)} and not site.state.engine_requests
@@ -200,7 +196,7 @@ def test_dry_run_only_records_its_decisions() -> None:
     assert why == "the engines are 100% busy, the trainer waits 67% of its time, and 0% of groups arrive too late"
 
 
-def test_groups_too_late_to_train_cause_more_engines() -> None:
+def test_engines_are_added_when_groups_arrive_too_late_to_train() -> None:
     site = Site(RULE, work=1.0)  # just enough engines: the trainer does not wait
     assert set(site.pass_time(60)) == {1}
     assert site.pass_time(16, stale=0.3)[-1] == 2
@@ -209,7 +205,7 @@ def test_groups_too_late_to_train_cause_more_engines() -> None:
     assert site.pass_time(60)[-1] == 1
 
 
-def test_limits_on_engines_can_be_changed_while_the_run_is_live() -> None:
+def test_limits_on_the_number_of_engines_can_be_changed_during_a_run() -> None:
     site = Site(RULE, work=5.0, most=2)
     assert site.pass_time(60)[-1] == 2
     site.tell(KnobsPatched(now=site.now, changes={"engines_max.bigram": 3}, who="me", time=1.0))
@@ -232,14 +228,14 @@ def test_limits_on_engines_can_be_changed_while_the_run_is_live() -> None:
         ({"engines_max": 3}, "engines_max must be a table of whole numbers by engine type, got 3"),
     ],
 )
-def test_invalid_limits_on_engines_are_rejected(changes: dict[str, Any], words: str) -> None:
+def test_invalid_limits_on_the_number_of_engines_are_rejected(changes: dict[str, Any], words: str) -> None:
     site = Site(RULE, work=1.0)
     with pytest.raises(RecipeError, match=words):
         site.made.decide(KnobsPatched(now=1.0, changes=changes, who="me", time=1.0))
     assert site.state.knobs.engines_max == {"bigram": 6}
 
 
-def test_run_without_elastic_types_has_no_engine_limit_knobs() -> None:
+def test_run_without_elastic_engine_types_has_no_engine_limit_knobs() -> None:
     made = controller()
     assert not {"engines_min", "engines_max"} & made.state.knobs.to_json().keys()
     with pytest.raises(RecipeError, match=r"unknown knob 'engines_max\.bigram'"):
@@ -284,7 +280,7 @@ def test_number_of_engines_is_unchanged_once_the_run_ends() -> None:
     assert set(site.pass_time(60)) == {1}
 
 
-def test_pinned_engine_is_not_removed() -> None:
+def test_engine_pinned_for_an_evaluation_is_not_removed_by_scaling() -> None:
     site = Site(RULE, work=2.0)
     site.pass_time(60)
     site.state.fleet.pin("http://engine-1")

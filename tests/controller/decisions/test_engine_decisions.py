@@ -1,4 +1,4 @@
-"""Tests of decisions about engines: proofs, swaps, drains, and the processes to start or end."""
+"""Tests of decisions about engines: canary checks, replacements, drains, and the processes to start or end."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def proof(run: World, *, version: int = 0, now: float = 0.0, **found: Any) -> Re
     )
 
 
-def test_engine_that_fails_its_canary_gets_the_next_version_and_is_expelled_after_a_second_failure(run: World) -> None:
+def test_engine_that_fails_its_canary_on_two_versions_is_expelled(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1"))
     give_weights(run, ENGINE, NEW)
@@ -106,7 +106,7 @@ def test_engine_that_did_not_answer_its_canary_is_retried_once_it_answers_a_poll
     assert [(directive.publish_to, directive.to_verify) for directive in sent] == [([NEW], [NEW])]
 
 
-def test_swap_drains_the_old_engine_once_the_new_engine_has_proven_its_weights(run: World) -> None:
+def test_replaced_engine_drains_once_its_replacement_passes_the_canary_check(run: World) -> None:
     made = run.controller
     requested = told(made, EnginesRequested(now=0.0, type="vllm", replaces=ENGINE, grace_s=9.0))
     assert requested == [("engines_hired", {"names": ["engine-1"], "type": "vllm", "replaces": ENGINE})]
@@ -131,13 +131,13 @@ def test_engine_that_never_answers_its_canary_is_expelled(run: World) -> None:
         give_weights(run, ENGINE, NEW)
         run.give(proof(run, failed={NEW: "400: no chat template"}))
         assert made.state.fleet.by_url[NEW].failed_updates == failures
-        for now in (100.0 * failures, 100.0 * failures + 60.0):  # it waits from its first answer after the failure on
+        for now in (100.0 * failures, 100.0 * failures + 60.0):  # the first answer begins the wait for a retry
             run.give(EngineAnswered(now=now, url=NEW))
     assert lifecycle(made, NEW) is EngineLifecycle.EXPELLED
     assert publication_due(made.state, made.settings) == [] and made.state.fleet.serving() == [ENGINE]
 
 
-def test_joining_engine_does_not_cause_a_retry_of_an_engine_that_failed_its_canary(run: World) -> None:
+def test_engine_that_failed_its_canary_is_not_retried_because_another_engine_joins(run: World) -> None:
     made = run.controller
     run.give(EngineRegistered(now=0.0, url=NEW, incarnation="1"))
     give_weights(run, ENGINE, NEW)
@@ -165,10 +165,8 @@ def test_engine_that_is_already_being_replaced_gets_no_second_replacement(run: W
     assert [request.name for request in made.state.engine_requests] == ["engine-1", "engine-2"]
 
 
-def test_swap_drains_the_old_engine_once_even_if_its_address_is_reused(run: World) -> None:
-    """A new engine may get the port of the old one. The engine that replaced the old one proves its weights repeatedly,
-    for example after each evaluation for which it was pinned.
-    """
+def test_replaced_engine_drains_once_even_if_its_address_is_reused(run: World) -> None:
+    """A new engine may get the old one's port; the replacement passes canary checks after each evaluation, too."""
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     made.decide(EnginesRequested(now=0.0, type="torch", count=2, replaces=ENGINE, grace_s=9.0))
@@ -184,7 +182,7 @@ def test_swap_drains_the_old_engine_once_even_if_its_address_is_reused(run: Worl
     assert [lifecycle(made, url) for url in (ENGINE, NEW)] == [EngineLifecycle.HEALTHY, EngineLifecycle.HEALTHY]
 
 
-def test_swap_of_an_engine_removed_meanwhile_drains_nothing(run: World) -> None:
+def test_replacement_of_an_engine_that_was_removed_meanwhile_drains_nothing(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     made.decide(EnginesRequested(now=0.0, type="torch", replaces=ENGINE, grace_s=9.0))
@@ -196,7 +194,7 @@ def test_swap_of_an_engine_removed_meanwhile_drains_nothing(run: World) -> None:
     assert lifecycle(made, ENGINE) is EngineLifecycle.HEALTHY
 
 
-def test_drained_engine_leaves_when_it_is_idle_and_its_process_ends(run: World) -> None:
+def test_drained_engine_is_expelled_and_its_process_stopped_once_it_is_idle(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-1"))
     assert told(made, EngineIdle(now=0.0, url=NEW)) == [], "nobody asked it to go"
@@ -243,7 +241,7 @@ def test_removing_an_ambiguous_name_expels_both_engines_but_ends_no_process(run:
     assert to_stop(made.state) == [], "the launcher's engine-0 is the other one"
 
 
-def test_suspect_engine_gets_no_new_work_and_keeps_its_current_work(run: World) -> None:
+def test_suspect_engine_keeps_its_work_but_gets_no_new_work(run: World) -> None:
     made = run.controller
     assert told(made, HealthCheckMissed(now=0.0, url=ENGINE)) == [("engine_suspect", {"url": ENGINE})]
     assert (made.state.fleet.serving(), made.state.fleet.finishing()) == ([], [ENGINE])
@@ -251,7 +249,7 @@ def test_suspect_engine_gets_no_new_work_and_keeps_its_current_work(run: World) 
     assert made.state.fleet.serving() == [ENGINE]
 
 
-def test_handed_over_group_is_recorded_and_does_not_change_the_ledger(run: World) -> None:
+def test_group_handed_over_between_engines_is_recorded_without_changing_the_ledger(run: World) -> None:
     before = run.controller.state.account.ledger()
     (record,) = run.controller.handle(
         GroupHandedOver(order_id="prompt-000003", index=3, tokens_kept=90, tokens_resampled=8), now=0.0
@@ -262,7 +260,7 @@ def test_handed_over_group_is_recorded_and_does_not_change_the_ledger(run: World
     assert run.controller.state.account.ledger() == before
 
 
-def test_order_given_up_counts_as_stale_and_another_order_is_issued(run: World) -> None:
+def test_order_that_an_actor_gave_up_counts_as_stale_and_is_replaced(run: World) -> None:
     made = run.controller
     before = len(run.issued)
     run.give(heard(GroupOutdated(order_id="prompt-000003", index=3, oldest=0, current=9)))

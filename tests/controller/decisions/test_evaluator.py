@@ -1,6 +1,4 @@
-"""Tests of pinned evaluations under random schedules: only one version counts, training continues, and every evaluation
-ends.
-"""
+"""Tests of pinned evaluations under random schedules: one version answers each, training continues, and all end."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def world(seed: int = 0, *, engines: tuple[str, ...] = BOTH, **changes: Any) -> 
 
 
 def recorded(run: World) -> list[Record]:
-    """Collect all further events of a run."""
+    """Return a list that collects all further events of a run."""
     told: list[Record] = []
     apply = run.apply
 
@@ -52,7 +50,6 @@ def recorded(run: World) -> list[Record]:
 
 
 def abandoned(told: list[Record]) -> list[str]:
-    """Return the reasons why evaluations were abandoned."""
     return [event.fields["reason"] for event in told if event.kind == "evaluation_restarted"]
 
 
@@ -61,7 +58,7 @@ def results(run: World) -> list[EvaluationResult]:
 
 
 def until_evaluation(run: World, version: int) -> World:
-    """Run until an evaluation of `version`, or of a later version, is in progress."""
+    """Run until an evaluation of `version` or later is in progress."""
     for _ in range(20_000):
         evaluation = run.controller.state.evaluations.current
         if evaluation is not None and evaluation.model_version >= version:
@@ -104,7 +101,7 @@ def test_late_answer_to_an_abandoned_evaluation_is_ignored_by_the_next_one() -> 
 @pytest.mark.parametrize("pin", [Pin.AUTO, Pin.GATE, Pin.ENGINE])
 @pytest.mark.parametrize("engines", [BOTH, (ENGINE,)], ids=["two engines", "one engine"])
 @pytest.mark.parametrize("seed", range(4))
-def test_only_one_version_answers_an_evaluation_under_any_schedule_and_the_run_ends(
+def test_evaluations_under_random_schedules_are_answered_by_one_version_each(
     seed: int, engines: tuple[str, ...], pin: Pin
 ) -> None:
     chance = random.Random(seed)
@@ -114,7 +111,7 @@ def test_only_one_version_answers_an_evaluation_under_any_schedule_and_the_run_e
         if run.finished is not None:
             break
         run.act()
-        if chance.random() < 0.01 and run.version < 39:  # later, no publication of the last weights would follow
+        if chance.random() < 0.01 and run.version < 39:  # a later timeout could leave the last weights unpublished
             url = chance.choice(engines)
             run.give(EngineTimedOut(now=0.0, url=url, reason="test"))
         if chance.random() < 0.05:
@@ -132,7 +129,7 @@ def test_only_one_version_answers_an_evaluation_under_any_schedule_and_the_run_e
     assert run.controller.state.fleet.pinned() == []
 
 
-def test_pinned_engine_answers_alone_while_training_continues_with_the_other_engine() -> None:
+def test_pinned_engine_answers_an_evaluation_while_training_continues_on_the_other() -> None:
     run = world(evaluation_problems=30, steps=1000, k=2)
     told = recorded(run)
     run.begin()
@@ -159,7 +156,7 @@ def test_pinned_engine_answers_alone_while_training_continues_with_the_other_eng
     assert [e.kind for e in told if e.kind.startswith("evaluation")].count("evaluation_began") == 2
 
 
-def test_questions_in_flight_are_limited_to_the_pinned_engines_share_of_the_capacity() -> None:
+def test_evaluation_orders_in_flight_are_limited_to_the_pinned_engines_capacity() -> None:
     run = world(evaluation_problems=100, steps=1000)
     run.begin()
     until_evaluation(run, 5)
@@ -168,8 +165,8 @@ def test_questions_in_flight_are_limited_to_the_pinned_engines_share_of_the_capa
     assert {order.engine for order in asked} == {OTHER}
 
 
-def test_gates_time_limit_begins_when_the_gate_first_postpones_an_update() -> None:
-    """Nothing is postponed before the step ends, and a step may take longer than the gate's time limit."""
+def test_gate_time_limit_of_an_evaluation_counts_from_the_first_postponed_update() -> None:
+    """No update is due before the step ends, and a step may take longer than the gate's time limit."""
     run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000, k=2)
     run.begin()
     until_evaluation(unanswering(run), 5)
@@ -180,7 +177,7 @@ def test_gates_time_limit_begins_when_the_gate_first_postpones_an_update() -> No
     assert evaluation is not None and not evaluation.given_up and evaluation.held_since is not None
 
 
-def test_gate_postpones_updates_until_all_answers_have_arrived() -> None:
+def test_evaluation_gate_postpones_weight_updates_until_all_answers_have_arrived() -> None:
     run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000, k=2)
     run.begin()
     until_evaluation(unanswering(run), 5)
@@ -220,7 +217,7 @@ def test_evaluation_restarts_when_its_pinned_engine_is_lost_and_ends_after_too_m
     )
 
 
-def test_drained_engine_and_new_trainer_break_the_pin() -> None:
+def test_evaluation_restarts_when_its_engine_drains_or_a_new_trainer_begins() -> None:
     run = until_evaluation(unanswering(_begun(world(evaluation_problems=3, steps=1000))), 5)
     told = recorded(run)
     run.give(EngineDrainAsked(now=0.0, url=OTHER, grace_s=9.0))
@@ -231,7 +228,7 @@ def test_drained_engine_and_new_trainer_break_the_pin() -> None:
     assert abandoned(told) == ["epoch 2 has begun"]
 
 
-def test_engine_that_joins_while_a_gate_postpones_updates_waits_for_its_weights() -> None:
+def test_engine_that_joins_during_an_evaluation_gate_waits_for_its_weights() -> None:
     run = until_evaluation(unanswering(_begun(world(engines=(ENGINE,), steps=1000, k=4))), 5)
     at = run.version
     while run.version == at:
@@ -258,8 +255,8 @@ def test_stopped_run_evaluates_its_final_weights_with_all_engines() -> None:
 
 
 @pytest.mark.parametrize(("fails", "at_least"), [(0, 1.0), (1, 2 / 3), (2, 1 / 3), (3, None)])
-def test_problems_without_answer_count_as_wrong_for_the_target_accuracy(fails: int, at_least: float | None) -> None:
-    """Actors most often give up long answers, so the accuracy over the other answers is biased."""
+def test_problems_without_an_answer_count_as_wrong_for_the_target_accuracy(fails: int, at_least: float | None) -> None:
+    """Actors mostly give up long answers, so the accuracy over the other answers is biased."""
     run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000)
     run.controller.settings = replace(run.controller.settings, until_accuracy=0.5)
     run.begin()
@@ -289,7 +286,7 @@ HARD = EvaluationSet(name="hard", place=1, problems=4, max_tokens=8, samples=2, 
 
 @pytest.mark.parametrize("engines", [BOTH, (ENGINE,)], ids=["two engines", "one engine"])
 @pytest.mark.parametrize("seed", range(6))
-def test_each_set_follows_its_interval_and_sets_due_together_are_answered_by_the_same_weights(
+def test_evaluation_sets_follow_their_intervals_and_share_one_version_when_due_together(
     seed: int, engines: tuple[str, ...]
 ) -> None:
     run = world(seed, engines=engines, k=4, steps=40, other_sets=(HARD,))
@@ -313,7 +310,7 @@ def test_each_set_follows_its_interval_and_sets_due_together_are_answered_by_the
     assert sorted(kept) == ["hard", "held_out"], "figures by domain are of the last of each set"
 
 
-def test_set_that_becomes_due_during_an_evaluation_is_evaluated_once_afterwards() -> None:
+def test_evaluation_set_that_becomes_due_during_an_evaluation_runs_once_afterwards() -> None:
     often = replace(HARD, interval_steps=2, problems=2)
     run = world(evaluation_problems=30, steps=1000, k=2, other_sets=(often,))
     told = recorded(run)
@@ -340,7 +337,7 @@ def test_set_that_becomes_due_during_an_evaluation_is_evaluated_once_afterwards(
     assert began == ["hard"]
 
 
-def test_only_the_first_sets_accuracy_can_end_the_run() -> None:
+def test_only_the_accuracy_of_the_first_evaluation_set_can_end_the_run() -> None:
     run = world(steps=40, other_sets=(HARD,), until_accuracy=0.9)
     run.begin()
     for _ in range(20_000):

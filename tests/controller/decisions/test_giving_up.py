@@ -1,4 +1,4 @@
-"""Tests of how a run that cannot continue ends: one test for each cause, and always with one sentence."""
+"""Tests of how a run that cannot continue ends: one test per cause, each with its one-sentence reason."""
 
 from __future__ import annotations
 
@@ -85,9 +85,7 @@ def failed_to_publish(made: Controller, reasons: dict[str, str], *, permanent: l
 
 
 def ends(made: Controller, given: AnyInput) -> tuple[Directive | None, Finish | None]:
-    """Return the stop directive and the `Finish` effect that the input `given` causes; None for each that it does not
-    cause.
-    """
+    """Return the stop directive and the `Finish` effect that `given` causes, each None if there is none."""
     effects = made.decide(given)
     sent = [effect.directive for effect in effects if isinstance(effect, Send) and effect.directive.stop]
     return (sent[-1] if sent else None), next((effect for effect in effects if isinstance(effect, Finish)), None)
@@ -104,7 +102,7 @@ def test_run_saves_and_ends_when_its_only_engine_refuses_weights_permanently() -
     assert ends(made, Ticked(now=1e6)) == (None, None), "it ends once"
 
 
-def test_silent_trainer_delays_the_end_by_less_than_a_minute() -> None:
+def test_failing_run_ends_within_a_minute_if_its_trainer_is_silent() -> None:
     made = begun().controller
     ends(made, failed_to_publish(made, {ENGINE: REFUSAL}, permanent=[ENGINE]))
     assert ends(made, Ticked(now=29.0)) == (None, None)
@@ -127,7 +125,7 @@ def test_run_continues_while_another_engine_may_still_serve() -> None:
     assert stop is not None and ENGINE in made.state.failing.reason and OTHER in made.state.failing.reason
 
 
-def test_new_incarnation_of_a_refusing_engine_is_accepted() -> None:
+def test_restarted_engine_is_accepted_after_its_predecessor_refused_weights() -> None:
     run = begun()
     made = run.controller
     run.give(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
@@ -138,7 +136,7 @@ def test_new_incarnation_of_a_refusing_engine_is_accepted() -> None:
     assert (record.lifecycle, record.refuses) == (EngineLifecycle.JOINING, False)
 
 
-def test_engine_that_fails_its_canary_twice_ends_the_run() -> None:
+def test_run_ends_when_its_only_engine_fails_the_canary_twice() -> None:
     made = begun().controller
     for version in (0, 1):
         made.state.fleet.by_url[ENGINE] = _joining(made)
@@ -169,7 +167,7 @@ def test_run_without_an_engine_ends_after_the_time_limit() -> None:
     assert finish.reason.startswith("no engine has been alive for 300 s (run.engine_timeout_s)")
 
 
-def test_time_without_engines_counts_from_the_last_loss_and_stops_when_an_engine_joins() -> None:
+def test_time_limit_without_engines_restarts_when_an_engine_joins() -> None:
     made = serving().controller
     made.decide(EngineRegistered(now=1000.0, url=ENGINE, incarnation="1"))
     made.decide(EngineTimedOut(now=1001.0, url=ENGINE, reason="no answer"))
@@ -194,7 +192,7 @@ def failing(errors: int = 0, timeouts: int = 0, judged: int = 0) -> VerifierFigu
     )
 
 
-def test_verifier_failing_twenty_times_in_a_row_ends_the_run() -> None:
+def test_run_ends_when_a_verifier_fails_on_twenty_answers_in_a_row() -> None:
     made = serving().controller
     well = VerifierFigures(judged=400)
     assert ends(made, heard(beat("a", math=well, code=failing(19)))) == (None, None)
@@ -206,7 +204,7 @@ def test_verifier_failing_twenty_times_in_a_row_ends_the_run() -> None:
     )
 
 
-def test_filter_failing_twenty_times_in_a_row_ends_the_run() -> None:
+def test_run_ends_when_the_curation_filter_fails_on_twenty_groups_in_a_row() -> None:
     made = serving().controller
     well = VerifierFigures(judged=400)
     assert ends(made, heard(msgspec.structs.replace(beat("a", math=well), filtering=failing(19)))) == (None, None)
@@ -217,20 +215,20 @@ def test_filter_failing_twenty_times_in_a_row_ends_the_run() -> None:
     )
 
 
-def test_consecutive_verifier_failures_of_all_actors_are_added() -> None:
+def test_consecutive_verifier_failures_are_summed_over_actors() -> None:
     made = serving().controller
     assert ends(made, heard(beat("a", code=failing(10)))) == (None, None)
     stop, _ = ends(made, heard(beat("b", code=failing(10))))
     assert stop is not None
 
 
-def test_verifier_that_works_for_another_actor_does_not_end_the_run() -> None:
+def test_verifier_failures_of_one_actor_do_not_end_a_run_if_another_actor_succeeds() -> None:
     made = serving().controller
     made.decide(heard(beat("b", code=VerifierFigures(judged=1))))
     assert ends(made, heard(beat("a", code=failing(400)))) == (None, None)
 
 
-def test_one_steps_worth_of_verifier_timeouts_ends_the_run() -> None:
+def test_run_ends_when_one_steps_worth_of_verifications_time_out_in_a_row() -> None:
     made = serving().controller
     made.state.knobs = replace(made.state.knobs, rollouts_per_step=32)
     assert ends(made, heard(beat("a", code=failing(timeouts=31)))) == (None, None)
@@ -251,7 +249,7 @@ def refused_group(index: int, persistence: Persistence) -> ReportReceived:
 
 
 @pytest.mark.parametrize(("persistence", "over"), [(Persistence.PERMANENT, True), (Persistence.TRANSIENT, False)])
-def test_prompts_permanently_refused_by_all_engines_end_the_run(persistence: Persistence, over: bool) -> None:
+def test_run_ends_only_if_engines_refuse_prompts_permanently(persistence: Persistence, over: bool) -> None:
     run = serving()
     made = run.controller
     for index in run.issued[:7]:
@@ -274,10 +272,8 @@ def too_long(index: int) -> ReportReceived:
     )
 
 
-def test_prompts_that_are_too_long_fail_while_other_prompts_are_answered() -> None:
-    """The run does not end: too long prompts fail before the first answer exists, as do prompts issued in their
-    place.
-    """
+def test_prompts_that_are_too_long_fail_and_are_replaced_without_ending_the_run() -> None:
+    """Prompts that are too long fail, as do those issued in their place, before the first answer exists."""
     run = serving()
     made = run.controller
     for index in range(8 * 8 - 1):
@@ -287,7 +283,7 @@ def test_prompts_that_are_too_long_fail_while_other_prompts_are_answered() -> No
     assert not made.state.failing.reason and made.state.account.ledger()["failed"] == 8 * 8 - 1
 
 
-def test_run_whose_prompts_are_all_too_long_ends() -> None:
+def test_run_ends_if_all_of_its_prompts_are_too_long() -> None:
     made = serving().controller
     found = [ends(made, too_long(index)) for index in range(8 * 8 + 1)]
     assert any(stop is not None for stop, _ in found)
@@ -301,9 +297,7 @@ def test_run_whose_prompts_are_all_too_long_ends() -> None:
 
 
 def without_signal(made: World, a: NoSignalGroups, b: NoSignalGroups) -> list[Effect]:
-    """Report groups without signal since the last group with signal, in domains `a` (one third) and `b` (two
-    thirds).
-    """
+    """Report groups without signal since the last with signal, in domains `a` (one third) and `b` (two thirds)."""
     state, ended = made.controller.state, a.total + b.total
     state.account.cursor = max(state.account.cursor, ended)
     consumed = ConsumedReport(filtered=ended, frontier=ended, no_signal={"a": a, "b": b})
@@ -314,7 +308,7 @@ def kinds(effects: list[Effect]) -> list[str]:
     return [effect.kind for effect in effects if isinstance(effect, Record)]
 
 
-def test_solved_run_raises_an_alarm_and_completes_after_a_last_evaluation() -> None:
+def test_run_whose_groups_are_all_correct_raises_an_alarm_and_then_completes() -> None:
     made = World(controller(evaluation_problems=4), random.Random(0))
     made.begin()
     made.publish()
@@ -342,7 +336,7 @@ def test_solved_run_raises_an_alarm_and_completes_after_a_last_evaluation() -> N
         (NoSignalGroups(refused=40), "loosen curation.filter"),
     ],
 )
-def test_hopeless_run_fails_with_advice(each: NoSignalGroups, advice: str) -> None:
+def test_run_whose_groups_all_lack_signal_fails_with_advice(each: NoSignalGroups, advice: str) -> None:
     made = serving()
     stop = [effect for effect in without_signal(made, each, each) if isinstance(effect, Send)]
     assert stop and stop[0].directive.stop
@@ -350,7 +344,7 @@ def test_hopeless_run_fails_with_advice(each: NoSignalGroups, advice: str) -> No
     assert finish.end is End.FAILED and advice in finish.reason
 
 
-def test_domain_with_signal_keeps_the_run_going() -> None:
+def test_run_continues_while_one_active_domain_gives_signal() -> None:
     made = serving()
     assert kinds(without_signal(made, NoSignalGroups(right=10_000), NoSignalGroups(right=15))) == []
     made.controller.state.knobs = made.controller.state.knobs.patched({"domain_weights.b": 0.0})
@@ -358,7 +352,7 @@ def test_domain_with_signal_keeps_the_run_going() -> None:
     assert any(isinstance(effect, Send) and effect.directive.stop for effect in effects), "it is switched off"
 
 
-def test_groups_without_signal_raise_only_the_alarm_if_they_are_trained() -> None:
+def test_groups_without_signal_raise_only_an_alarm_if_the_recipe_trains_on_them() -> None:
     made = serving()
     made.controller.settings = replace(made.controller.settings, no_signal=NoSignal.TRAIN)
     effects = without_signal(made, NoSignalGroups(wrong=400), NoSignalGroups(wrong=400))
@@ -367,7 +361,7 @@ def test_groups_without_signal_raise_only_the_alarm_if_they_are_trained() -> Non
     assert kinds(effects) == ["alarm_cleared"]
 
 
-def test_run_that_has_taken_its_last_step_does_not_end_a_second_time() -> None:
+def test_groups_without_signal_after_the_last_step_do_not_change_how_the_run_ends() -> None:
     made = serving()
     made.controller.state.version = made.controller.settings.steps
     assert kinds(without_signal(made, NoSignalGroups(right=400), NoSignalGroups(right=400))) == []
@@ -401,14 +395,14 @@ def test_run_without_a_ready_trainer_is_suspended_at_once() -> None:
     assert sent == [], "nobody is there to be told"
 
 
-def test_trainer_that_does_not_save_delays_a_suspension_only_up_to_the_limit() -> None:
+def test_suspension_waits_for_the_trainer_to_save_only_up_to_a_time_limit() -> None:
     run = begun()
     suspended(run)
     assert ends(run.controller, Ticked(now=29.0)) == (None, None)
     assert ends(run.controller, Ticked(now=31.0))[1] == Finish("suspended by somebody", End.SUSPENDED)
 
 
-def test_run_that_is_stopping_may_still_be_suspended() -> None:
+def test_stopping_run_can_still_be_suspended() -> None:
     """The last evaluation of a stopping run may take longer than the user can wait."""
     run = World(controller(evaluation_problems=4), random.Random(0))
     run.begin()
@@ -426,7 +420,7 @@ def stalls(run: World, now: float) -> list[dict[str, Any]]:
     return [effect.fields for effect in effects if isinstance(effect, Record) and effect.kind == "stalled"]
 
 
-def test_run_without_engines_is_reported_once() -> None:
+def test_run_stalled_without_engines_is_reported_once() -> None:
     run = World(controller(), random.Random(0))
     run.give(Ticked(now=1.0))
     assert stalls(run, STALL_S) == []
@@ -435,7 +429,7 @@ def test_run_without_engines_is_reported_once() -> None:
     assert stalls(run, 3 * STALL_S) == [], "once"
 
 
-def test_steps_reset_the_watchdog_and_starving_reports_do_not() -> None:
+def test_stall_watchdog_counts_steps_as_progress_but_not_starving_reports() -> None:
     run = World(controller(evaluation_problems=0), random.Random(0))
     run.begin()
     run.publish()
@@ -448,7 +442,7 @@ def test_steps_reset_the_watchdog_and_starving_reports_do_not() -> None:
     assert stalls(run, STALL_S - 1) == []
 
 
-def test_status_names_the_blocker() -> None:
+def test_status_names_what_the_run_waits_for() -> None:
     run = World(controller(evaluation_problems=0), random.Random(0))
     run.begin()
     state = run.controller.state
@@ -464,7 +458,7 @@ def test_status_names_the_blocker() -> None:
     assert waiting_for(state, now=62.0) == f"an engine to join; {ENGINE} is dead: no answer within 5 s"
 
 
-def test_dead_trainer_is_named_while_engines_wait_for_weights() -> None:
+def test_status_names_the_trainer_while_engines_wait_for_its_weights() -> None:
     run = World(controller(), random.Random(0))
     run.begin()
     run.publish()
@@ -492,7 +486,7 @@ def test_delayed_checkpoint_is_recorded_once_and_shown_until_it_is_written() -> 
     assert told(delayed) == ["checkpoint_delayed"], "a new one"
 
 
-def test_run_waits_for_an_engine_with_weights_until_it_proves_them() -> None:
+def test_status_names_an_engine_that_has_weights_but_has_not_passed_its_canary() -> None:
     run = World(controller(), random.Random(0))
     run.begin()
     state = run.controller.state

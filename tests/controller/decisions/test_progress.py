@@ -1,4 +1,4 @@
-"""Tests that a run makes further steps from every reachable state, within a bounded number of events."""
+"""Tests that a run makes further steps from every reachable state within a bounded number of events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ _AT_ONCE = 250
 
 
 def _stuck(seeds: range) -> list[str]:
-    """Return a sentence for each seed whose run stalled, or repeated a publication that was still under way."""
     found = []
     for seed in seeds:
         world, waits = played(seed)
@@ -29,15 +28,12 @@ def _stuck(seeds: range) -> list[str]:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_run_recovers_after_any_sequence_of_events(part: int) -> None:
+def test_run_recovers_after_random_event_sequences(part: int) -> None:
     assert _stuck(range(part * _AT_ONCE, (part + 1) * _AT_ONCE)) == []
 
 
-def test_repeated_answer_does_not_undo_a_change_of_knobs() -> None:
-    """The answer to a step is lost, `rollouts_per_step` falls, and the trainer repeats its question.
-
-    With the old knobs the trainer would wait for more rollouts than the controller issues.
-    """
+def test_repeated_directive_does_not_undo_a_change_of_knobs() -> None:
+    """With the old knobs the trainer would wait for more rollouts than the controller issues."""
     assert _stuck(range(11571, 11572)) == []
 
 
@@ -63,8 +59,8 @@ def _lockstep_with_deaths(seed: int, *, steps: int = 6) -> UnfairWorld:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_lockstep_steps_train_the_same_orders_after_deaths_of_the_trainer(part: int) -> None:
-    """Orders of lost steps are still being sampled while the new trainer repeats these steps."""
+def test_lockstep_run_trains_the_same_orders_at_each_step_despite_trainer_deaths(part: int) -> None:
+    """Orders of lost steps are still being sampled while the new trainer repeats the steps."""
     for seed in range(part * 100, part * 100 + 100):
         world = _lockstep_with_deaths(seed)
         assert world.trained == {step: [2 * step - 2, 2 * step - 1] for step in range(1, world.version + 1)}, seed
@@ -74,12 +70,12 @@ def test_lockstep_steps_train_the_same_orders_after_deaths_of_the_trainer(part: 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(20))
-def test_run_recovers_after_a_hundred_thousand_sequences_of_events(part: int) -> None:
+def test_run_recovers_after_each_of_a_hundred_thousand_random_event_sequences(part: int) -> None:
     assert _stuck(range(part * 5000, (part + 1) * 5000)) == []
 
 
-def test_deciding_on_publications_only_at_steps_would_stall_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore an earlier rule, by which only engines without weights receive a publication between steps."""
+def test_publishing_only_at_steps_would_stall_some_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test restores an earlier rule, by which only engines without weights get a publication between steps."""
 
     def between_steps(state: RunState, settings: ControllerSettings, *, again: bool = False) -> list[str]:
         due = publication_due(state, settings, again=again)
@@ -95,10 +91,8 @@ def test_deciding_on_publications_only_at_steps_would_stall_runs(monkeypatch: py
     assert any(played(seed)[1] for seed in range(100))
 
 
-def test_bounds_lowered_below_the_served_version_cause_a_publication() -> None:
-    """The trainer waits for rollouts and no prompts may be issued. No step will end, so the publication must not wait
-    for one.
-    """
+def test_lowering_staleness_bounds_below_the_served_version_causes_a_publication() -> None:
+    """The trainer waits for rollouts and no prompts may be issued, so the publication cannot wait for a step."""
     run = World(controller(evaluation_problems=0, j=8, k=8, steps=100), unfair_world(0).rng)
     run.begin()
     run.publish()

@@ -1,6 +1,4 @@
-"""Tests of prompt orders as functions of seed, index and knobs; settings of a domain override the run's and the
-knob.
-"""
+"""Tests of prompt orders as functions of seed, index and knobs; a domain's own settings take precedence."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ OWN = DomainSampling(
 
 
 def problem_of(index: int) -> Problem:
-    """Return a problem; problems with even indices belong to the domain with settings of its own."""
+    """Return a problem; even indices belong to the domain with its own settings."""
     domain = "own" if index % 2 == 0 else "other"
     return Problem(problem_id=str(index), domain=domain, messages=(Message("user", "q"),), ground_truth="a")
 
@@ -35,7 +33,7 @@ def factory() -> PromptOrderFactory:
     )
 
 
-def test_domain_settings_override_the_runs_and_other_domains_follow_the_temperature_knob() -> None:
+def test_sampling_settings_of_a_domain_override_the_runs_and_the_temperature_knob() -> None:
     own, other = (
         factory().training(i, temperature=0.9, domain_weights={}, quota=Quota(0, 4), issued_at=IssuedAt())
         for i in (0, 1)
@@ -45,7 +43,7 @@ def test_domain_settings_override_the_runs_and_other_domains_follow_the_temperat
     assert own.chat_template_kwargs == {"enable_thinking": False} and other.chat_template_kwargs == {}
 
 
-def test_evaluations_use_domain_settings_but_the_sets_temperature() -> None:
+def test_evaluation_orders_use_domain_settings_but_the_temperature_of_their_set() -> None:
     own, other = (factory().asking(plan(), index, version=0, number=1) for index in (0, 1))
     assert own.sampling == Sampling(num_samples=1, temperature=0.0, max_tokens=9, stop=("\n",))
     assert other.sampling == Sampling(num_samples=1, temperature=0.0, max_tokens=20, stop=("!",))
@@ -54,7 +52,7 @@ def test_evaluations_use_domain_settings_but_the_sets_temperature() -> None:
 
 
 def test_evaluation_problem_is_sampled_the_same_regardless_of_other_sets() -> None:
-    """Seed and sampling parameters come from the problem's set; only the order's index depends on the other sets."""
+    """Only the order's index depends on the other sets."""
     other = EvaluationSet(name="hard", place=1, problems=3, max_tokens=4, samples=6, temperature=0.5)
     beside = [factory().asking(plan(other), index, version=2, number=1) for index in range(5)]
     assert [order.problem.problem_id for order in beside] == ["hard 0", "hard 1", "hard 2", "held_out 0", "held_out 1"]

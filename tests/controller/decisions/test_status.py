@@ -1,4 +1,4 @@
-"""Tests of polling results: rates, restarts, missed polls."""
+"""Tests of what the controller derives from polls of engines: rates, restarts, missed polls."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def load(**totals: float) -> EngineMetrics:
     return EngineMetrics(slots=4, **totals)
 
 
-def test_several_missed_polls_in_a_row_count_as_a_timeout() -> None:
+def test_engine_that_misses_several_polls_in_a_row_times_out() -> None:
     watch = EngineWatch(polls_to_death=3)
     assert [watch.on_missed_poll(A), watch.on_missed_poll(A)] == [False, False]
     watch.answered(A, load(), 1.0)
     assert [watch.on_missed_poll(A), watch.on_missed_poll(A), watch.on_missed_poll(A)] == [False, False, True]
 
 
-def test_forgotten_engine_starts_without_history() -> None:
+def test_forgotten_engine_has_no_history_when_it_is_polled_again() -> None:
     watch = EngineWatch()
     watch.answered(A, load(generated_tokens_total=100), 1.0)
     watch.forget(A)
@@ -32,7 +32,7 @@ def test_forgotten_engine_starts_without_history() -> None:
     assert not watch.answered(A, load(generated_tokens_total=20), 2.0), "no restart: nothing is known of it"
 
 
-def test_decreasing_counters_mean_a_restart() -> None:
+def test_engine_whose_counters_decrease_counts_as_restarted() -> None:
     watch = EngineWatch()
     assert not watch.answered(A, load(generated_tokens_total=100, weight_updates_total=3), 1.0)
     assert watch.answered(A, load(generated_tokens_total=20, weight_updates_total=3), 2.0)
@@ -40,7 +40,7 @@ def test_decreasing_counters_mean_a_restart() -> None:
     assert watch.answered(A, load(generated_tokens_total=30), 3.0)
 
 
-def test_rates_are_counter_differences_over_time() -> None:
+def test_token_rate_and_occupancy_are_counter_differences_over_time() -> None:
     watch = EngineWatch()
     watch.answered(A, load(generated_tokens_total=100, decode_steps_total=10, occupied_slot_steps_total=20), 1.0)
     assert watch.load(A).tokens_per_s == 0.0, "one observation is no rate"
@@ -51,7 +51,7 @@ def test_rates_are_counter_differences_over_time() -> None:
 
 
 def test_engine_whose_rows_wait_for_orders_is_not_busy() -> None:
-    """If it counted as busy, a run with a slow verifier would get more engines, which would also wait."""
+    """Counting idle rows as busy would give a run with a slow verifier more engines, which would also wait."""
     watch = EngineWatch()
     watch.answered(A, load(decode_steps_total=10, occupied_slot_steps_total=40, busy_s_total=1.0), 10.0)
     watch.answered(A, load(decode_steps_total=30, occupied_slot_steps_total=120, busy_s_total=1.5), 12.0)

@@ -46,7 +46,7 @@ def alive(state: RunState, name: str, **figures: Any) -> None:
     state.actors[name] = (ActorAlive(name=name, groups_in_flight=0, groups_done=0, retries=0, verifiers=verifiers), 0.0)
 
 
-def test_group_given_up_by_an_actor_counts_as_stale_in_one_step(state: RunState) -> None:
+def test_group_that_an_actor_gave_up_counts_as_stale_in_one_step_only(state: RunState) -> None:
     for index, domain in enumerate(("a", "a", "b", "forged")):
         note_outdated(state, GroupOutdated(order_id="", index=index, oldest=0, current=9, domain=domain))
     (step,) = taken(state, 1, by_domain={"a": {"groups": 6.0, "stale_groups": 2.0, "stale": 0.25}})
@@ -57,7 +57,7 @@ def test_group_given_up_by_an_actor_counts_as_stale_in_one_step(state: RunState)
     assert step["by_domain"]["a"]["stale"] == 0.0
 
 
-def test_verifier_figures_sum_over_all_actors_since_the_previous_step(state: RunState) -> None:
+def test_verifier_figures_of_a_step_are_summed_over_actors_since_the_previous_step(state: RunState) -> None:
     alive(state, "one", judged=10, seconds=1.0)
     alive(state, "two", judged=8, errors=1, timeouts=1, seconds=3.0)
     (step,) = taken(state, 1, by_domain={"a": {}})
@@ -84,7 +84,7 @@ def test_alarm_is_raised_once_and_cleared_once(state: RunState) -> None:
     assert [each["kind"] for events in said for each in events] == ["alarm_cleared"] and not state.watched.alarms
 
 
-def test_number_of_remembered_steps_is_bounded(state: RunState) -> None:
+def test_step_review_remembers_a_bounded_number_of_steps(state: RunState) -> None:
     for version in range(1, 200):
         taken(state, version, by_domain={"a": {"rollouts": 1.0}}, entropy=1.0)
     assert len(state.watched.recent) == 25 and len(state.watched.first_entropies) == 10
@@ -101,7 +101,7 @@ def test_step_event_includes_stage_timings_of_at_most_four_groups_once(state: Ru
     assert step["stages"] == []
 
 
-def test_tool_calls_are_only_figures_of_domains_that_offer_tools(state: RunState) -> None:
+def test_step_event_has_tool_call_figures_only_for_domains_with_tools(state: RunState) -> None:
     alive(state, "one", judged=10, tool_episodes=4, calls_parsed=6, calls_malformed=1, episodes=4, environment_s=2.0)
     (step,) = taken(state, 1, by_domain={"a": {}})
     assert step["by_domain"]["a"].items() >= {"calls_parsed": 6, "calls_malformed": 1, "tool_errors": 0}.items()
@@ -123,7 +123,7 @@ def raised(made: list[WatchedStep], *, before: tuple[str, ...] = (), first: list
     return {alarm.key for alarm in alarms_of(made, first_entropies=first, raised=dict.fromkeys(before, ""))}
 
 
-def test_thresholds_match_the_documentation() -> None:
+def test_alarm_thresholds_match_the_documentation() -> None:
     assert (THRESHOLDS.entropy, THRESHOLDS.right, THRESHOLDS.length) == (0.1, 0.9, 2.0)
     assert (THRESHOLDS.truncated, THRESHOLDS.stale, THRESHOLDS.recent_steps) == (0.2, 0.1, 5)
 

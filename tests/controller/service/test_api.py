@@ -43,7 +43,7 @@ async def http(run: Running) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_status_describes_a_waiting_run_and_a_training_run(run: Running, http: httpx.AsyncClient) -> None:
+async def test_status_route_describes_a_waiting_and_a_training_run(run: Running, http: httpx.AsyncClient) -> None:
     status = RunStatus.from_json((await http.get("/status")).content)
     assert (status.phase, status.waiting_for) == (StatusPhase.STARTING, "an engine to join")
     await run.start()
@@ -55,7 +55,7 @@ async def test_status_describes_a_waiting_run_and_a_training_run(run: Running, h
 
 
 async def test_status_names_a_full_disk_as_the_blocker(tmp_path: Path) -> None:
-    """Without this, the status would name the actor, which is silent because the streams are on the full disk."""
+    """Otherwise the status would name the actor, which is silent because the streams are on the full disk."""
     with EventLog(tmp_path / "events.jsonl") as events:
         service = ControllerService(
             controller(), name="test", stream=MemoryStream(), probe=Probe(), events=events, start=Start.FROM_JOURNAL
@@ -88,7 +88,9 @@ async def test_restarted_controller_answers_requests_only_after_its_state_is_res
     assert knobs.status_code == 200
 
 
-async def test_knobs_change_and_are_logged(run: Running, http: httpx.AsyncClient) -> None:
+async def test_patched_knobs_take_effect_and_are_logged_with_their_author(
+    run: Running, http: httpx.AsyncClient
+) -> None:
     await run.start()
     answer = await http.patch("/knobs", json={"k": "inf", "j": 2})
     assert (answer.status_code, answer.json()["knobs"]["k"]) == (200, "inf")
@@ -122,7 +124,7 @@ async def test_knobs_change_and_are_logged(run: Running, http: httpx.AsyncClient
         (b'{"rollouts_per_step": 3}', 422, "invalid_knob", "rollouts_per_step must be a multiple"),
     ],
 )
-async def test_invalid_knobs_are_rejected(
+async def test_patch_of_invalid_knobs_is_rejected_and_changes_nothing(
     run: Running, http: httpx.AsyncClient, body: bytes, status: int, code: str, sentence: str
 ) -> None:
     before = run.controller.state.knobs
@@ -135,7 +137,7 @@ async def test_invalid_knobs_are_rejected(
     assert (run.controller.state.knobs, run.controller.state.knob_log) == (before, [])
 
 
-async def test_engine_joins_and_then_repeats_its_offer(run: Running, http: httpx.AsyncClient) -> None:
+async def test_repeated_engine_offers_join_the_engine_once(run: Running, http: httpx.AsyncClient) -> None:
     for _ in range(3):
         offered = await http.post("/engines", json={"url": f"{ENGINE}/", "incarnation": "1"})
         assert offered.json() == {"state": "joining"}
@@ -161,7 +163,9 @@ async def test_repeated_engine_offer_is_not_journaled(run: Running, http: httpx.
     assert run.stream_length(JOURNAL) == entries + 1, "another life of it is news"
 
 
-async def test_engines_of_a_large_fleet_repeat_offers_less_often(run: Running, http: httpx.AsyncClient) -> None:
+async def test_engines_of_a_large_fleet_are_asked_to_repeat_offers_less_often(
+    run: Running, http: httpx.AsyncClient
+) -> None:
     for number in range(2 * OFFERS_AT_ONCE):
         run.controller.state.fleet.join(f"http://10.0.0.1:{9000 + number}", "1")
     answer = await http.post("/engines", json={"url": "http://10.0.0.1:9000", "incarnation": "1"})
@@ -179,7 +183,9 @@ async def test_removed_engine_is_not_readmitted_by_its_repeated_offer(run: Runni
     assert run.controller.state.fleet.members() == [ENGINE]
 
 
-async def test_host_name_with_invalid_labels_is_rejected_with_a_sentence(run: Running, http: httpx.AsyncClient) -> None:
+async def test_engine_url_with_invalid_host_labels_is_rejected_with_a_message(
+    run: Running, http: httpx.AsyncClient
+) -> None:
     answer = await http.post("/engines", json={"url": "http://gpu..box:8001"})
     assert answer.json()["error"]["message"].startswith("url: must name a host whose labels have 1 to 63 characters")
 
@@ -195,7 +201,7 @@ def from_host(run: Running, host: str) -> httpx.AsyncClient:
     "host", ["127.0.0.1", "127.0.1.1", "localhost", "0.0.0.0", "[::1]", "[::]", "[::ffff:127.0.0.1]"]
 )
 async def test_loopback_engine_may_only_join_from_the_controllers_own_machine(run: Running, host: str) -> None:
-    """From other machines, engines with the same loopback address would replace each other repeatedly."""
+    """Engines on different machines with the same loopback address would replace each other repeatedly."""
     offer = {"url": f"http://{host}:8001", "incarnation": "1"}
     async with from_host(run, "10.0.0.7") as away:
         refused = await away.post("/engines", json=offer)
@@ -209,7 +215,9 @@ async def test_loopback_engine_may_only_join_from_the_controllers_own_machine(ru
             assert (await beside.post("/engines", json=offer)).json() == {"state": "joining"}
 
 
-async def test_operator_offering_a_dead_address_gets_an_error_at_once(run: Running, http: httpx.AsyncClient) -> None:
+async def test_offer_of_an_engine_that_does_not_answer_is_rejected_at_once(
+    run: Running, http: httpx.AsyncClient
+) -> None:
     """Without the check, only the next publication would notice, and all other engines would wait for it."""
     run.probe.answer = EngineUnreachable("connection refused")
     refused = await http.post("/engines", json={"url": ENGINE})
@@ -219,7 +227,7 @@ async def test_operator_offering_a_dead_address_gets_an_error_at_once(run: Runni
     assert (own.status_code, run.controller.state.fleet.records()) == (422, []), "nor may one offer itself unreachably"
 
 
-async def test_unresponsive_engine_is_rejected_within_seconds(
+async def test_offer_of_an_engine_that_hangs_is_rejected_within_seconds(
     run: Running, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api, "_PROBE_S", 0.05)
@@ -238,7 +246,7 @@ async def test_launcher_counts_as_present_while_it_polls_the_status(run: Running
     assert (await http.get("/engines")).json()["has_launcher"]
 
 
-async def test_new_engine_must_wait_at_an_address_whose_engines_die_unproven(
+async def test_engine_must_wait_to_rejoin_if_its_predecessors_died_before_passing_a_canary(
     run: Running, http: httpx.AsyncClient
 ) -> None:
     answers = [(await http.post("/engines", json={"url": ENGINE, "incarnation": f"{life}"})).json() for life in "1234"]
@@ -300,7 +308,9 @@ async def test_removing_an_unknown_engine_is_an_error(run: Running, http: httpx.
     assert (await http.post("/engines/drain", json={"engine": "http://other"})).status_code == 404
 
 
-async def test_engines_are_requested_and_removed_by_name_or_url(run: Running, http: httpx.AsyncClient) -> None:
+async def test_engines_can_be_requested_drained_and_removed_by_name_or_url(
+    run: Running, http: httpx.AsyncClient
+) -> None:
     requested = await http.post("/engines/request", json={"type": "bigram", "count": 2})
     assert requested.json() == {"names": ["engine-1", "engine-2"]}, "the run began with one"
     assert [(h.name, h.type) for h in run.service.status().fleet.requested] == [
@@ -334,7 +344,9 @@ async def test_concurrent_engine_requests_get_distinct_names(
     assert told == {request.name: request.type for request in run.controller.state.engine_requests} and len(told) == 3
 
 
-async def test_engine_that_is_being_replaced_gets_no_second_replacement(run: Running, http: httpx.AsyncClient) -> None:
+async def test_second_replacement_of_an_engine_that_is_leaving_is_a_conflict(
+    run: Running, http: httpx.AsyncClient
+) -> None:
     await run.start()
     swap = {"type": "torch", "replaces": ENGINE}
     assert (await http.post("/engines/request", json=swap)).json() == {"names": ["engine-1"]}
@@ -356,7 +368,9 @@ async def test_engine_that_is_being_replaced_gets_no_second_replacement(run: Run
     assert len(run.controller.state.engine_requests) == 1
 
 
-async def test_localhost_and_127_0_0_1_are_the_same_engine(run: Running, http: httpx.AsyncClient) -> None:
+async def test_engine_urls_with_localhost_and_127_0_0_1_name_the_same_engine(
+    run: Running, http: httpx.AsyncClient
+) -> None:
     await http.post("/engines", json={"url": "http://127.0.0.1:8001", "incarnation": "1", "name": "engine-0"})
     assert (await http.post("/engines", json={"url": "http://localhost:8001/"})).status_code == 200
     assert run.controller.state.fleet.members() == ["http://127.0.0.1:8001"]
@@ -398,7 +412,7 @@ async def test_invalid_engine_requests_are_rejected(
     assert run.service.status().fleet.requested == ()
 
 
-async def test_repeated_stop_requests_send_the_last_directive_once(run: Running, http: httpx.AsyncClient) -> None:
+async def test_repeated_stop_requests_send_one_stop_directive(run: Running, http: httpx.AsyncClient) -> None:
     await run.start()
     for _ in range(2):
         assert (await http.post("/stop")).json() == {"state": "stopping"}
@@ -432,7 +446,7 @@ async def test_all_routes_except_health_require_the_token(
     assert run.controller.ending is None
 
 
-async def test_actors_receive_verifier_services_only_while_these_are_offered(http: httpx.AsyncClient) -> None:
+async def test_assignment_names_verifier_services_until_they_are_withdrawn(http: httpx.AsyncClient) -> None:
     offer = {"url": "http://127.0.0.1:8200/", "incarnation": "1", "domains": {"words": "r1"}}
     for _ in range(2):
         assert (await http.post("/verifiers", json=offer)).json() == {"state": "leased"}
@@ -467,7 +481,7 @@ async def test_verifier_of_another_machine_with_a_loopback_address_is_rejected(r
     assert refused.status_code == 422 and "start the verifier with --host" in refused.json()["error"]["message"]
 
 
-def test_verifier_lease_lasts_while_it_is_renewed() -> None:
+def test_verifier_lease_expires_unless_it_is_renewed() -> None:
     now = [0.0]
     leases = VerifierLeases(lambda: now[0])
     leases.offer(lease("http://a:1"))

@@ -16,7 +16,6 @@ def ready(run: World, name: str) -> TrainerReady:
 
 
 def taken_over() -> World:
-    """Return a run whose trainer 1 has been fenced by trainer 2."""
     run = World(controller(), random.Random(0))
     run.begin()
     run.tell(ready(run, "2"))
@@ -24,9 +23,7 @@ def taken_over() -> World:
 
 
 def test_repeated_report_of_the_earlier_trainer_does_not_fence_the_later_trainer() -> None:
-    """A trainer repeats its report until it is answered, so a copy may arrive after the later trainer's first
-    report.
-    """
+    """A trainer repeats its report until answered, so a copy may arrive after the later trainer's first report."""
     run = taken_over()
     assert run.controller.handle(ready(run, "1"), now=1.0) == []
     assert run.controller.state.epoch == 2
@@ -36,15 +33,15 @@ def test_repeated_report_of_the_earlier_trainer_does_not_fence_the_later_trainer
     assert run.controller.state.epoch == 3
 
 
-def test_new_epoch_is_above_all_epochs_in_the_trainers_directory() -> None:
-    """A new controller with a new stream server, on another machine, knows none of these epochs."""
+def test_new_epoch_is_above_every_epoch_found_in_the_trainers_directory() -> None:
+    """A new controller on another machine, with a new stream server, knows none of these epochs."""
     run = World(controller(), random.Random(0))
     run.give(EngineRegistered(now=0.0, url=ENGINE))
     (_, answer) = run.controller.handle(msgspec.structs.replace(ready(run, "1"), claimed=5), now=1.0)
     assert isinstance(answer, Send) and answer.directive.epoch == 6
 
 
-def test_checkpoint_of_the_earlier_trainer_is_ignored() -> None:
+def test_checkpoint_report_of_a_fenced_trainer_is_ignored() -> None:
     run = taken_over()
     assert run.controller.handle(Checkpointed(epoch=1, model_version=3, path="p"), now=1.0) == []
     assert run.controller.handle(Checkpointed(epoch=2, model_version=3, path="p"), now=1.0) != []

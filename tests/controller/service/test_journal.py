@@ -1,7 +1,4 @@
-"""Tests of the journal: killing the controller before or after any side effect does not change the run.
-
-Prompts, directives, events and ledger must be the same as in a run that was not disturbed.
-"""
+"""Tests of the journal: killing the controller before or after any side effect does not change the run."""
 
 from __future__ import annotations
 
@@ -66,15 +63,12 @@ NEVER = 10**9
 
 
 class Killed(Exception):
-    """Raised to simulate kill -9: nothing of the process survives."""
+    """Raised to simulate kill -9."""
 
 
 @dataclass
 class Killer:
-    """Kills the process at its n-th point; there is a point before and after each side effect.
-
-    Later actions of a killed process have no effect, until a new process is `born`.
-    """
+    """Kills the process at point `at`, before or after a side effect, and at every later point until `born`."""
 
     at: int
     passed: int = 0
@@ -91,9 +85,7 @@ class Killer:
 
 @dataclass
 class MortalStream:
-    """A stream that outlives its writer, which may be killed at each write. It keeps everything that was ever
-    appended.
-    """
+    """A stream whose writer may be killed at each write; it keeps everything that was ever appended."""
 
     inner: MemoryStream
     killer: Killer
@@ -125,14 +117,13 @@ class MortalLog(EventLog):
 
 
 class Healthy:
-    """Lets every engine answer."""
+    """An `EngineProbe` to which every engine answers."""
 
     async def metrics(self, url: str) -> dict[str, float]:
         return {"slots": 4.0}
 
 
 def answers(version: int) -> list[ControlMessage]:
-    """Return the answers to the evaluation that began at `version`."""
     return [
         EvaluationDone(
             order_id=f"eval-{version}-{-(-version // 5) + 1}-{i:06d}",
@@ -222,12 +213,12 @@ async def live(folder: Path, *, steps: int, kill_at: int) -> tuple[Outcome, int]
     return Outcome(stream.history[PROMPTS], directives, events), killer.passed
 
 
-#: Events that may differ, because they are about the controller's own process or about the moment.
+#: Events that may differ: they describe the controller's own process or depend on the time.
 VARYING = ("controller_returned", "run_started", "engines")
 
 
 async def _serve(service: ControllerService, stream: MemoryStream, said: list[ControlMessage]) -> None:
-    """Serve until the run ends. The engine repeats its offer until it is accepted; then the reports are sent once."""
+    """Serve until the run ends; offer the engine until it is accepted, then send the reports once."""
 
     async def offer() -> None:
         while await stream.length(JOURNAL) == 0:
@@ -257,8 +248,8 @@ async def test_killing_the_controller_at_any_point_does_not_change_the_run(tmp_p
     await every_crash_point(tmp_path, steps=steps)
 
 
-async def test_run_ends_if_the_controller_is_killed_after_deciding_to_end_it(tmp_path: Path) -> None:
-    """Another input was journaled after the decision to end, so a restart repeats only that input's effects."""
+async def test_restarted_controller_ends_the_run_if_its_predecessor_had_decided_to(tmp_path: Path) -> None:
+    """Another input was journaled after the decision to end, so a restart repeats only the effects of that input."""
     stream, made = MemoryStream(), controller(steps=1, evaluation_problems=0)
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     for number, report in enumerate(reports(1)):
@@ -278,7 +269,7 @@ async def test_run_ends_if_the_controller_is_killed_after_deciding_to_end_it(tmp
     assert [event["reason"] for event in told if event["kind"] == "run_finished"] == ["all 1 steps are done"]
 
 
-async def test_journal_with_a_gap_is_rejected() -> None:
+async def test_journal_with_a_missing_entry_is_not_recovered() -> None:
     stream = MemoryStream()
     journal = await Journal.begin(stream)
     assert await Journal.recover(stream) is None, "nothing was written"
@@ -296,7 +287,7 @@ async def test_journal_with_a_gap_is_rejected() -> None:
     assert await stream.length(JOURNAL) == 1
 
 
-async def test_whole_state_is_restored_from_the_journal() -> None:
+async def test_journal_restores_the_whole_state_of_the_controller() -> None:
     """A restarted controller would lose whatever the journal omitted."""
     stream, made = MemoryStream(), controller()
     made.decide(EngineRegistered(now=1.0, url=ENGINE, incarnation="a"))
@@ -311,7 +302,7 @@ async def test_whole_state_is_restored_from_the_journal() -> None:
 
 
 @pytest.mark.parametrize("start", Start)
-async def test_first_of_two_controllers_is_fenced_before_any_effect(tmp_path: Path, start: Start) -> None:
+async def test_first_of_two_controllers_is_fenced_before_it_has_any_effect(tmp_path: Path, start: Start) -> None:
     stream = MemoryStream()
 
     @asynccontextmanager
@@ -367,7 +358,7 @@ async def test_journal_of_an_earlier_launch_is_ignored(tmp_path: Path, launch: s
 @pytest.mark.parametrize("snapshot", [False, True])
 @pytest.mark.parametrize("uptime_s", [5.0, 1e9])
 async def test_controllers_clock_continues_from_the_journal(tmp_path: Path, uptime_s: float, snapshot: bool) -> None:
-    """After a reboot or on another machine, the same time must be left until each deadline."""
+    """Deadlines must keep their remaining time after a reboot or on another machine."""
     stream = MemoryStream()
 
     @asynccontextmanager
@@ -400,7 +391,7 @@ async def test_controllers_clock_continues_from_the_journal(tmp_path: Path, upti
         assert second.status().actors[0].silent_s == 0.0
 
 
-async def test_journal_that_is_being_written_is_detected() -> None:
+async def test_journal_that_another_controller_is_writing_is_detected() -> None:
     stream = MemoryStream()
     assert not await Journal.is_being_written(stream, for_s=0.01), "nobody ever has"
     journal = await Journal.begin(stream)
@@ -412,7 +403,7 @@ async def test_journal_that_is_being_written_is_detected() -> None:
     assert await asyncio.wait_for(looking, SOON_S), "it is told at once"
 
 
-async def test_lost_answer_to_a_write_does_not_fence_the_writer() -> None:
+async def test_journal_write_that_is_retried_does_not_fence_its_writer() -> None:
     stream = MemoryStream()
     journal = await Journal.begin(stream)
     await journal.snapshot(controller().state)
@@ -488,19 +479,19 @@ def same_with_and_without_deaths(seed: int, **recipe: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", [*range(16), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(16, 40))])
-def test_repeatedly_killed_controller_makes_the_same_decisions(seed: int) -> None:
+def test_controller_killed_at_random_makes_the_same_decisions(seed: int) -> None:
     same_with_and_without_deaths(seed)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_restart_preserves_group_sizes_and_the_evaluation_in_progress(seed: int) -> None:
+def test_controller_restart_preserves_group_sizes_and_the_evaluation_in_progress(seed: int) -> None:
     other = EvaluationSet(name="hard", place=1, problems=4, max_tokens=8, samples=2, interval_steps=3)
     same_with_and_without_deaths(seed, large=5, rollouts_per_step=8, other_sets=(other,), pin=Pin.AUTO)
 
 
 @pytest.mark.parametrize("older", [{}, {"layout": 2}])
-async def test_journal_of_another_layout_is_rejected_before_reading_its_state(older: dict[str, int]) -> None:
-    """The oldest snapshots have no layout version. They could be decoded as new snapshots that lack fields."""
+async def test_journal_of_another_layout_version_is_rejected_before_its_state_is_decoded(older: dict[str, int]) -> None:
+    """The oldest snapshots have no layout version; they would decode as new snapshots with missing fields."""
     stream = MemoryStream()
     snapshot = {"type": "JournalSnapshot", "state": {"launch": "", "trainer_heard": None}, "reports_offset": "0-0"}
     await stream.append(JOURNAL, [msgspec.msgpack.encode(snapshot | older)], first_id=1)
@@ -513,6 +504,6 @@ async def test_journal_of_another_layout_is_rejected_before_reading_its_state(ol
 
 @pytest.mark.chaos
 @pytest.mark.timeout(3600)
-def test_ten_thousand_random_runs_are_the_same_with_and_without_kills() -> None:
+def test_ten_thousand_random_runs_are_the_same_with_and_without_controller_kills() -> None:
     for seed in range(10_000):
         same_with_and_without_deaths(seed)

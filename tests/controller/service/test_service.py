@@ -52,9 +52,7 @@ FACTS = {"slots": 4.0, "running_sequences": 2.0}
 
 
 class Probe:
-    """Implements `EngineProbe` with metrics set by a test, and logs its requests. Engines that are switched off
-    hang.
-    """
+    """An `EngineProbe` with metrics set by a test and a log of requests; engines that are switched off hang."""
 
     def __init__(self) -> None:
         self.answer: Mapping[str, float] | EngineUnreachable = FACTS
@@ -86,7 +84,7 @@ class Running:
         return self.service.controller
 
     async def tell(self, *messages: ControlMessage | bytes) -> None:
-        """Append reports to the stream and wait until they were read."""
+        """Append reports to the stream and wait until the service has read them."""
         self.told += 1
         mark = ActorAlive(name="mark", groups_in_flight=0, groups_done=self.told, retries=0)
         await self.stream.append(REPORTS, [m if isinstance(m, bytes) else encode(m) for m in (*messages, mark)])
@@ -130,7 +128,6 @@ def ready(incarnation: str) -> TrainerReady:
 
 
 def step(version: int, *, epoch: int = 1) -> StepDone:
-    """Return the report of a step that trained two groups."""
     account = ConsumedReport(trained=2 * version, frontier=2 * version)
     return StepDone(
         report_id=f"e{epoch}-step-{version}", epoch=epoch, model_version=version, consumed=account, stats={"loss": 0.5}
@@ -170,7 +167,7 @@ async def running(
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_reports_are_answered_by_directives_and_prompts(tmp_path: Path) -> None:
+async def test_controller_answers_reports_with_directives_and_prompt_orders(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         await run.start()
         (directive,) = await run.directives()
@@ -182,7 +179,7 @@ async def test_reports_are_answered_by_directives_and_prompts(tmp_path: Path) ->
         assert run.events("step")[0] | {"step": 1, "loss": 0.5} == run.events("step")[0]
 
 
-async def test_invalid_report_is_buried_and_the_next_one_processed(tmp_path: Path) -> None:
+async def test_invalid_report_goes_to_the_dead_letters_and_the_next_is_processed(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         await run.service.perform(EngineRegistered(now=0.0, url=ENGINE))
         await run.tell(b"\xc1", b"", encode(await _directive(run)), ready("1"))
@@ -190,7 +187,7 @@ async def test_invalid_report_is_buried_and_the_next_one_processed(tmp_path: Pat
         assert run.stream_length(DEAD_LETTERS) == 3
 
 
-async def test_shown_evaluation_answers_are_kept_as_samples_and_not_journaled(tmp_path: Path) -> None:
+async def test_texts_of_evaluation_answers_are_kept_as_samples_and_not_journaled(tmp_path: Path) -> None:
     shown = ShownProblem(
         problem_id="p",
         prompt="user: say it",
@@ -227,7 +224,6 @@ async def test_shown_evaluation_answers_are_kept_as_samples_and_not_journaled(tm
 
 
 async def _directive(run: Running) -> Directive:
-    """Return a directive, which does not belong in the stream of reports."""
     knobs = run.controller.state.knobs
     return Directive(
         answers="x",
@@ -258,7 +254,7 @@ def forget(stream: MemoryStream, name: str, entries: int) -> None:
 
 
 async def test_orders_lost_by_the_stream_server_are_reissued_before_the_trainer_starves(tmp_path: Path) -> None:
-    """Two orders of the last step are lost. The trainer has enough other groups, so it never reports starving."""
+    """Two orders are lost; the trainer has enough other groups, so it never reports starvation."""
     async with running(tmp_path, k=8.0) as run:
         await run.start()
         await run.tell(step(1), published(epoch=1, version=1))
@@ -279,8 +275,8 @@ async def test_orders_lost_by_the_stream_server_are_reissued_before_the_trainer_
         assert run.controller.state.account.in_flight == 8 and len(run.events("orders_lost")) == 1
 
 
-async def test_epoch_number_is_never_used_twice(tmp_path: Path) -> None:
-    """The checkpoint contains no epoch and the stream contains two, so the next trainer begins the third."""
+async def test_restarted_run_never_reuses_an_epoch_number(tmp_path: Path) -> None:
+    """The checkpoint contains no epoch and the stream two, so the next trainer begins the third."""
     stream = MemoryStream()
     async with running(tmp_path, stream) as run:
         await run.start()
@@ -292,7 +288,7 @@ async def test_epoch_number_is_never_used_twice(tmp_path: Path) -> None:
         assert await stream.last_id(EPOCHS) == "3-0"
 
 
-async def test_silent_engine_is_lost_and_rejoins(tmp_path: Path) -> None:
+async def test_engine_that_stops_answering_is_lost_and_rejoins_later(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         await run.start()
         run.probe.answer = EngineUnreachable("connection refused")
@@ -333,7 +329,7 @@ async def test_expelled_engine_is_not_polled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("elastic", [None, ElasticRule()], ids=["as many as they are", "elastic"])
-async def test_fleet_load_is_journaled_only_in_elastic_runs(tmp_path: Path, elastic: ElasticRule | None) -> None:
+async def test_load_of_engines_is_journaled_only_in_elastic_runs(tmp_path: Path, elastic: ElasticRule | None) -> None:
     async with running(tmp_path, engines_min={"bigram": 0}, engines_max={"bigram": 2}) as world:
         world.controller.settings = replace(world.controller.settings, elastic=elastic)
         await world.start()
@@ -359,10 +355,10 @@ async def test_unknown_engine_metrics_are_ignored(tmp_path: Path) -> None:
         await run.until(lambda: run.service.watch.load(ENGINE).metrics.running_sequences == 2)
 
 
-async def test_decisions_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each decision begins after the effects of the previous one are complete, no matter how slow the stream
-    server is.
-    """
+async def test_controller_makes_each_decision_after_the_effects_of_the_previous_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream server is slow in this test."""
     async with running(tmp_path) as run:
         await run.start()
         append, decide, seen = run.stream.append, run.controller.decide, []
@@ -383,7 +379,7 @@ async def test_decisions_do_not_overlap(tmp_path: Path, monkeypatch: pytest.Monk
         assert seen == [0, 1, 2], "each decision saw the events of those before it"
 
 
-async def test_end_of_the_run_ends_the_service(tmp_path: Path) -> None:
+async def test_controller_service_ends_when_the_run_ends(tmp_path: Path) -> None:
     async with running(tmp_path, steps=1) as run:
         await run.start()
         await run.stream.append(REPORTS, [encode(step(1)), encode(TrainerStopped(epoch=1, model_version=1))])
@@ -394,7 +390,7 @@ async def test_end_of_the_run_ends_the_service(tmp_path: Path) -> None:
         assert end["ledger"]["issued"] == sum(count for fate, count in end["ledger"].items() if fate != "issued")
 
 
-async def test_report_with_an_unbalanced_account_is_ignored(tmp_path: Path) -> None:
+async def test_report_whose_order_counts_do_not_balance_is_ignored(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         await run.start()
         wrong = StepDone(

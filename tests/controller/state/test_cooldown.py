@@ -49,7 +49,7 @@ def solve(
     cooldown.note({name.partition(":")[0]: [(order, name)]}, rules, version=version)
 
 
-def test_only_the_solved_problem_is_skipped_for_two_epochs() -> None:
+def test_problem_solved_once_is_skipped_for_the_configured_two_epochs() -> None:
     cooldown, mixture = Cooldown(), alone(4)
     first = [asked(cooldown, mixture, index) for index in range(4)]
     solve(cooldown, 1, "easy:1")
@@ -59,14 +59,14 @@ def test_only_the_solved_problem_is_skipped_for_two_epochs() -> None:
     assert cooldown.take_figures() == {"easy": {"resting": 0.0, "passed_over": 2.0}}
 
 
-def test_rest_given_in_steps_ends_at_the_given_step() -> None:
+def test_cooldown_given_in_steps_ends_after_that_many_steps() -> None:
     cooldown, mixture, rules = Cooldown(), alone(2), {"easy": CooldownRule(steps=3)}
     solve(cooldown, 0, "easy:0", rules=rules, version=5)
     assert [asked(cooldown, mixture, index, version=7) for index in range(3)] == ["easy:1"] * 3
     assert asked(cooldown, mixture, 3, version=8) == "easy:0"
 
 
-def test_problem_rests_only_after_two_different_orders_solved_it() -> None:
+def test_problem_is_skipped_only_after_two_different_orders_solved_it() -> None:
     cooldown, mixture, rules = Cooldown(), alone(2), {"easy": CooldownRule(epochs=1, times=2)}
     for _ in range(3):
         solve(cooldown, 0, "easy:0", rules=rules)
@@ -76,7 +76,7 @@ def test_problem_rests_only_after_two_different_orders_solved_it() -> None:
 
 
 @pytest.mark.parametrize("rules", [{}, {"easy": CooldownRule()}, {"another": CooldownRule(epochs=1)}])
-def test_nothing_rests_without_a_rule_even_if_the_rule_was_removed_later(rules: Mapping[str, CooldownRule]) -> None:
+def test_no_problem_is_skipped_without_a_cooldown_rule(rules: Mapping[str, CooldownRule]) -> None:
     cooldown, mixture = Cooldown(), alone(2)
     solve(cooldown, 0, "easy:0")
     solve(cooldown, 1, "easy:1", rules=rules)
@@ -94,7 +94,7 @@ def test_reissued_order_repeats_its_problem() -> None:
     assert len(set(first)) == 5
 
 
-def test_steps_are_filled_even_if_all_problems_rest_and_such_orders_are_counted() -> None:
+def test_orders_repeat_solved_problems_if_no_others_are_left() -> None:
     cooldown, mixture, rules = Cooldown(), alone(3), {"easy": CooldownRule(steps=100)}
     for number in range(3):
         solve(cooldown, number, f"easy:{number}", rules=rules)
@@ -103,7 +103,7 @@ def test_steps_are_filled_even_if_all_problems_rest_and_such_orders_are_counted(
     assert cooldown.take_figures()["easy"] == {"resting": 3.0, "passed_over": 0.0}, "each is told once"
 
 
-def test_quotas_stay_exact_and_resumed_run_draws_the_same_problems() -> None:
+def test_cooldown_keeps_domain_quotas_exact_and_is_restored_on_resume() -> None:
     def mixture() -> Mixture:
         domains = [Domain(name="easy", weight=3.0, source=Ring("easy", 40)),
                    Domain(name="hard", weight=1.0, source=Ring("hard", 40))]  # fmt: skip

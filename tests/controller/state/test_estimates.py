@@ -46,7 +46,7 @@ def test_pass_at_k_is_stable_for_huge_binomials() -> None:
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 2, 5), (4, 2, 0), (4, 5, 1), (4, -1, 1), (0, 0, 1)])
-def test_impossible_sample_counts_are_rejected(n: int, c: int, k: int) -> None:
+def test_pass_at_k_rejects_impossible_sample_counts(n: int, c: int, k: int) -> None:
     with pytest.raises(ValueError, match=f"got n = {n}, c = {c}, k = {k}"):
         pass_at_k(n, c, k)
 
@@ -62,7 +62,7 @@ def test_pass_at_k_is_unbiased() -> None:
     assert abs((1 - (1 - counts / n) ** k).mean() - truth) > 10 * error
 
 
-def test_confidence_interval_covers_the_truth_in_about_95_percent_of_draws() -> None:
+def test_bootstrap_interval_covers_the_truth_in_about_95_percent_of_draws() -> None:
     draw = generator(1, "coverage")
     truth, held = 0.6, 0  # accuracies drawn from Beta(3, 2); eight samples of each of 100 problems
     for seed in range(300):
@@ -73,7 +73,7 @@ def test_confidence_interval_covers_the_truth_in_about_95_percent_of_draws() -> 
     assert 0.91 <= held / 300 <= 0.985
 
 
-def test_equal_seeds_give_equal_confidence_intervals() -> None:
+def test_bootstrap_intervals_with_equal_seeds_are_equal() -> None:
     values = [i / 97 for i in range(97)]
     assert estimate(values, seed=1) == estimate(values, seed=1) != estimate(values, seed=2)
     assert bootstrap_interval([0.1, 0.9] * 300_000, seed=1) == pytest.approx((0.499, 0.501), abs=5e-4)

@@ -43,12 +43,11 @@ def evaluation(problems: int, pin: Pin = Pin.NONE, **plan: Any) -> Evaluation:
 
 
 def result_of(evaluation: Evaluation, **at: int) -> EvaluationResult:
-    """Return the result of an evaluation of one set."""
     (result,) = evaluation.results(**at)  # type: ignore[arg-type]
     return result
 
 
-def test_accuracy_covers_only_problems_with_a_verdict() -> None:
+def test_evaluation_accuracy_covers_only_problems_with_a_verdict() -> None:
     asked = evaluation(5, attempts=1)
     for index, given in enumerate([answer(0, correct=1), answer(1), answer(2, judged=0), None]):
         assert not asked.add(index, given, now=1.0 + index)
@@ -70,7 +69,7 @@ def test_problem_without_a_verdict_counts_as_answered() -> None:
     assert (result_of(asked).accuracy, result_of(asked).unjudged, result_of(asked).incomplete) == (1.0, 1, "")
 
 
-def test_failed_problem_is_retried_up_to_the_limit() -> None:
+def test_evaluation_problem_that_fails_is_retried_up_to_the_limit() -> None:
     asked = evaluation(2, attempts=3)
     assert asked.add(0, None, now=1.0) and asked.add(0, None, now=2.0)
     assert not asked.add(0, answer(0, correct=1), now=3.0)
@@ -79,7 +78,7 @@ def test_failed_problem_is_retried_up_to_the_limit() -> None:
     assert (result_of(asked).accuracy, result_of(asked).incomplete) == (1.0, "1 of 2 problems had no answer")
 
 
-def test_later_answers_to_an_answered_problem_are_ignored() -> None:
+def test_evaluation_ignores_later_answers_to_an_answered_problem() -> None:
     asked = evaluation(2)
     asked.add(0, answer(0, correct=1), now=1.0)
     asked.add(0, answer(0), now=2.0)
@@ -96,7 +95,7 @@ def test_evaluation_without_answers_has_no_figures() -> None:
 
 
 @pytest.mark.parametrize("other", [{"versions": (4, 5)}, {"versions": (5, 6)}, {"versions": (6, 6)}, {"epoch": 2}])
-def test_answer_sampled_by_other_weights_is_retried_up_to_the_limit(other: dict[str, Any]) -> None:
+def test_answer_sampled_by_weights_other_than_the_pinned_is_retried_up_to_the_limit(other: dict[str, Any]) -> None:
     asked = evaluation(2, Pin.ENGINE, attempts=3)
     assert asked.add(0, answer(0, correct=1, **other), now=1.0)
     assert asked.add(0, answer(0, correct=1, **other), now=2.0)
@@ -109,13 +108,13 @@ def test_answer_sampled_by_other_weights_is_retried_up_to_the_limit(other: dict[
     assert (result.version_min, result.version_max, result.steps_meanwhile) == (5, 5, 4)
 
 
-def test_answers_of_any_version_count_without_a_pin() -> None:
+def test_evaluation_without_a_pin_accepts_answers_of_any_version() -> None:
     asked = evaluation(1)
     assert not asked.add(0, answer(0, correct=1, versions=(3, 8), epoch=2), now=1.0)
     assert result_of(asked).accuracy == 1.0 and not result_of(asked).one_version
 
 
-def test_questions_in_flight_stay_within_the_window() -> None:
+def test_evaluation_questions_in_flight_stay_within_the_window() -> None:
     asked = evaluation(5)
     assert asked.to_ask(2) == [0, 1]
     assert asked.to_ask(2) == []
@@ -143,7 +142,7 @@ def test_pass_at_k_covers_only_problems_with_at_least_k_samples() -> None:
 
 
 def of_two_sets(**plan: Any) -> Evaluation:
-    """Return an evaluation of two sets: two problems with one sample each, and two problems with four samples each."""
+    """Return an evaluation of two sets of two problems, with one and with four samples each."""
     sets = (
         EvaluationSet(name="easy", problems=2, max_tokens=8),
         EvaluationSet(name="hard", place=1, problems=2, max_tokens=8, samples=4, temperature=1.0, pass_at=(4,)),
@@ -151,7 +150,7 @@ def of_two_sets(**plan: Any) -> Evaluation:
     return Evaluation(model_version=5, number=1, epoch=1, pin=Pin.ENGINE, plan=EvaluationPlan(sets=sets, **plan))
 
 
-def test_sets_evaluated_together_have_their_own_figures() -> None:
+def test_evaluation_sets_evaluated_together_have_their_own_figures() -> None:
     asked = of_two_sets(attempts=2)
     assert (asked.problems, asked.to_ask(9)) == (4, [0, 1, 2, 3])
     asked.add(0, answer(0, correct=1), now=1.0)
@@ -172,7 +171,7 @@ def test_sets_evaluated_together_have_their_own_figures() -> None:
     assert {easy.steps_meanwhile, hard.steps_meanwhile} == {2}
 
 
-def test_set_with_all_answers_is_complete_even_if_another_set_is_not() -> None:
+def test_evaluation_set_with_all_answers_is_complete_even_if_another_is_not() -> None:
     asked = of_two_sets()
     asked.add(2, answer(2, correct=4, judged=4), now=1.0)
     asked.add(3, answer(3, correct=4, judged=4), now=1.0)
@@ -182,7 +181,7 @@ def test_set_with_all_answers_is_complete_even_if_another_set_is_not() -> None:
     assert (hard.accuracy, hard.at_least, hard.incomplete) == (1.0, 1.0, "")
 
 
-def test_each_question_belongs_to_one_problem_of_one_set() -> None:
+def test_each_evaluation_question_belongs_to_one_problem_of_one_set() -> None:
     plan = of_two_sets().plan
     assert [(asked.name, place) for asked, place in map(plan.question, range(4))] == [
         ("easy", 0),

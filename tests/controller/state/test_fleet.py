@@ -14,7 +14,6 @@ A, B = "http://a", "http://b"
 
 
 def serve(fleet: Fleet, url: str, version: int) -> None:
-    """Publish `version` to the engine, and let it prove the weights."""
     fleet.on_published(url, version, membership=fleet.membership)
     assert fleet.on_verified(url, version, membership=fleet.membership)
 
@@ -84,7 +83,9 @@ TABLE: dict[str, tuple[EngineLifecycle, ...]] = {
 
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("before", EngineLifecycle)
-def test_every_cell_of_the_transition_table(fleet: Fleet, event: str, before: EngineLifecycle) -> None:
+def test_engine_states_change_as_in_every_cell_of_the_transition_table(
+    fleet: Fleet, event: str, before: EngineLifecycle
+) -> None:
     REACH[before](fleet)
     assert lifecycle(fleet, B) is before
     members = fleet.members()
@@ -109,11 +110,10 @@ def test_every_cell_of_the_transition_table(fleet: Fleet, event: str, before: En
         max_size=60,
     )
 )
-def test_engine_that_has_not_proven_its_weights_never_serves(events: list[tuple[str, str, int, int]]) -> None:
-    """Check arbitrary event sequences, including reports of past memberships.
-
-    The test tracks which engines have received weights in this incarnation and epoch, and then proven these weights.
-    """
+def test_engine_never_serves_before_it_has_passed_the_canary_on_its_weights(
+    events: list[tuple[str, str, int, int]],
+) -> None:
+    """Under random events, the test tracks which engines got weights and then passed the canary check."""
     fleet = Fleet()
     given: dict[str, tuple[int, int]] = {}  # version and membership of the last publication to this incarnation
     proven: set[str] = set()
@@ -198,11 +198,11 @@ def test_engine_that_has_not_proven_its_weights_never_serves(events: list[tuple[
         ("engine-0", "engine-0"),
     ],
 )
-def test_urls_of_the_same_engine_are_normalised_to_one_form(named: str, known: str) -> None:
+def test_engine_urls_of_the_same_host_are_normalised_to_one_form(named: str, known: str) -> None:
     assert base_url(named) == known
 
 
-def test_only_a_publication_followed_by_its_proof_makes_an_engine_healthy(fleet: Fleet) -> None:
+def test_engine_becomes_healthy_only_after_a_publication_and_its_canary_check(fleet: Fleet) -> None:
     assert (fleet.members(), fleet.serving(), fleet.to_verify()) == ([A, B], [A], [B])
     assert fleet.without_weights() == [B] and fleet.oldest_loaded() == 3
     fleet.on_published(B, 5, membership=fleet.membership)
@@ -214,7 +214,7 @@ def test_only_a_publication_followed_by_its_proof_makes_an_engine_healthy(fleet:
     assert fleet.members() == [A, B]
 
 
-def test_report_about_an_older_membership_is_ignored_for_engines_that_joined_later(fleet: Fleet) -> None:
+def test_report_about_an_older_membership_is_ignored_for_a_restarted_engine(fleet: Fleet) -> None:
     before = fleet.membership
     fleet.join(B, "2")
     fleet.on_published(B, 5, membership=before)
@@ -222,7 +222,7 @@ def test_report_about_an_older_membership_is_ignored_for_engines_that_joined_lat
     assert fleet.without_weights() == [B] and lifecycle(fleet, B) is EngineLifecycle.JOINING
 
 
-def test_engine_that_fails_its_canary_waits_for_a_newer_version_and_is_expelled_after_a_second_failure(
+def test_engine_that_fails_its_canary_gets_the_next_version_and_is_expelled_if_it_fails_again(
     fleet: Fleet,
 ) -> None:
     fleet.on_published(B, 3, membership=fleet.membership)
@@ -254,7 +254,7 @@ def test_engine_that_failed_its_canary_is_retried_at_once_by_a_new_trainer(fleet
     assert fleet.answered(B, version=3)
 
 
-def test_engine_whose_canary_always_fails_is_expelled(fleet: Fleet) -> None:
+def test_engine_that_never_answers_its_canary_is_expelled_after_repeated_failures(fleet: Fleet) -> None:
     for failures in range(1, fleet.updates_to_expulsion + 1):
         assert lifecycle(fleet, B) is EngineLifecycle.JOINING
         fleet.on_published(B, 3, membership=fleet.membership)
@@ -282,7 +282,7 @@ def test_engine_added_by_an_operator_keeps_its_weights_when_it_offers_itself() -
     assert fleet.join(A, "2")
 
 
-def test_repeated_update_failures_expel_an_engine_and_its_offers_do_not_readmit_it_at_once(fleet: Fleet) -> None:
+def test_engine_whose_updates_fail_repeatedly_is_expelled_and_its_offers_are_ignored(fleet: Fleet) -> None:
     assert fail(fleet, A)
     assert lifecycle(fleet, A) is EngineLifecycle.DIRTY and fleet.members() == [B], (
         "it is not asked again before it answers"
@@ -332,7 +332,7 @@ def expel_for_failures(fleet: Fleet, url: str) -> None:
     assert lifecycle(fleet, url) is EngineLifecycle.EXPELLED
 
 
-def test_expelled_engine_returns_after_a_rest_that_doubles_each_time(fleet: Fleet) -> None:
+def test_expelled_engine_may_return_after_a_wait_that_doubles_each_time(fleet: Fleet) -> None:
     now = 100.0
     for rest_s in (30.0, 60.0, 120.0):
         expel_for_failures(fleet, B)
@@ -349,7 +349,7 @@ def test_expelled_engine_returns_after_a_rest_that_doubles_each_time(fleet: Flee
 
 
 @pytest.mark.parametrize("reason", ["removed", "permanent", "wrong weights"])
-def test_permanently_failed_engine_stays_expelled_for_its_lifetime(fleet: Fleet, reason: str) -> None:
+def test_engine_expelled_for_good_is_not_readmitted_until_it_restarts(fleet: Fleet, reason: str) -> None:
     if reason == "removed":
         fleet.expel(B, "removed by an operator", to_stop=True)
     elif reason == "permanent":
@@ -363,7 +363,7 @@ def test_permanently_failed_engine_stays_expelled_for_its_lifetime(fleet: Fleet,
     assert lifecycle(fleet, B) is EngineLifecycle.EXPELLED
 
 
-def test_new_incarnations_wait_longer_after_each_incarnation_that_dies_unproven(fleet: Fleet) -> None:
+def test_restarted_engine_waits_longer_after_each_life_that_ended_before_a_canary_check(fleet: Fleet) -> None:
     now, waits = 0.0, []
     for life in range(2, 12):
         wait_s = fleet.offer_wait_s(B, f"{life}", now=now)
@@ -377,7 +377,7 @@ def test_new_incarnations_wait_longer_after_each_incarnation_that_dies_unproven(
     assert fleet.offer_wait_s(B, "13", now=now) == 0, "a proof forgives"
 
 
-def test_failing_engine_that_never_proved_weights_is_retried_at_growing_intervals() -> None:
+def test_engine_that_never_passed_a_canary_is_retried_at_growing_intervals() -> None:
     fleet, now, waits = Fleet(updates_to_expulsion=9), 0.0, []
     fleet.join(A, "1")
     for _ in range(8):
@@ -391,7 +391,7 @@ def test_failing_engine_that_never_proved_weights_is_retried_at_growing_interval
     assert fail(fleet, A) and fleet.answered(A, version=2, now=now), "one that has proven itself is tried at once"
 
 
-def test_suspect_engine_keeps_its_weights(fleet: Fleet) -> None:
+def test_suspect_engine_keeps_its_weights_and_serves_again_when_it_answers(fleet: Fleet) -> None:
     before = fleet.membership
     assert fleet.on_missed_poll(A) and not fleet.on_missed_poll(A) and not fleet.on_missed_poll(B)
     assert (fleet.serving(), fleet.verified(), fleet.finishing()) == ([], [A], [A, B])
@@ -400,7 +400,7 @@ def test_suspect_engine_keeps_its_weights(fleet: Fleet) -> None:
     assert fleet.membership == before
 
 
-def test_engine_that_restarted_has_lost_its_weights(fleet: Fleet) -> None:
+def test_restarted_engine_has_lost_its_weights_and_must_join_again(fleet: Fleet) -> None:
     before = fleet.membership
     assert fleet.restarted(A) and lifecycle(fleet, A) is EngineLifecycle.JOINING and fleet.membership == before + 1
     assert not fleet.restarted(B), "who waits for weights has none to lose"

@@ -15,7 +15,6 @@ from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome
 
 
 def consumed(ledger: ConsumedLedger) -> ConsumedReport:
-    """Return the trainer's report of its ledger."""
     counts = {str(fate): n for fate, n in ledger.counts.items()}
     return ConsumedReport(**counts, frontier=ledger.frontier, beyond=sorted(ledger.beyond))
 
@@ -26,7 +25,7 @@ def balanced(account: IssuedLedger) -> bool:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["issue", "fail", *GroupOutcome]), st.integers(0, 15)), max_size=60))
-def test_ledger_balances_after_any_history(history: list[tuple[str, int]]) -> None:
+def test_order_ledger_balances_after_any_history(history: list[tuple[str, int]]) -> None:
     account, ledger = IssuedLedger(), ConsumedLedger()
     for what, number in history:
         if what == "issue":
@@ -41,7 +40,7 @@ def test_ledger_balances_after_any_history(history: list[tuple[str, int]]) -> No
 
 
 @given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30)), st.integers(0, 30), st.sets(st.integers(0, 30)))
-def test_unsettled_orders_are_failed_or_stale_and_missing_in_the_trainers_account(
+def test_unsettled_orders_are_those_failed_or_stale_that_the_trainer_has_not_counted(
     failed: set[int], outdated: set[int], frontier: int, beyond: set[int]
 ) -> None:
     report = ConsumedReport(frontier=frontier, beyond=sorted(beyond))
@@ -51,7 +50,7 @@ def test_unsettled_orders_are_failed_or_stale_and_missing_in_the_trainers_accoun
 
 
 def test_order_reported_as_failed_but_trained_counts_once() -> None:
-    """Another actor completed a second copy of the order, so the trainer's account decides how it ended."""
+    """Another actor completed a second copy of the order; the trainer's report decides the outcome."""
     account, ledger = IssuedLedger(), ConsumedLedger()
     for _ in range(3):
         account.next_index()
@@ -65,7 +64,7 @@ def test_order_reported_as_failed_but_trained_counts_once() -> None:
     assert account.unsettled == []
 
 
-def test_inconsistent_account_is_rejected() -> None:
+def test_ledger_rejects_a_trainer_report_with_more_orders_than_were_issued() -> None:
     account = IssuedLedger()
     account.next_index()
     with pytest.raises(LedgerError, match="issued 1 orders but 2 ended"):
@@ -86,10 +85,8 @@ def test_resumed_ledger_reissues_orders_that_have_not_ended() -> None:
     assert balanced(resumed)
 
 
-def test_groups_of_orders_issued_after_the_checkpoint_move_the_cursor() -> None:
-    """The snapshot is older than the groups in the stream. Orders that were trained in between must not be issued
-    again.
-    """
+def test_resumed_ledger_moves_its_cursor_past_orders_trained_after_the_snapshot() -> None:
+    """Orders that were trained after the snapshot must not be issued again."""
     resumed, ledger = IssuedLedger(cursor=4), ConsumedLedger()
     ledger.settle([0, 1, 2, 3, 6], GroupOutcome.TRAINED)
     resumed.update(consumed(ledger))
@@ -97,7 +94,7 @@ def test_groups_of_orders_issued_after_the_checkpoint_move_the_cursor() -> None:
     assert balanced(resumed)
 
 
-def test_only_orders_in_flight_can_be_lost() -> None:
+def test_ledger_reissues_only_lost_orders_that_were_in_flight() -> None:
     account, ledger = IssuedLedger(), ConsumedLedger()
     for _ in range(6):
         account.next_index()
@@ -110,14 +107,14 @@ def test_only_orders_in_flight_can_be_lost() -> None:
     assert balanced(account)
 
 
-def test_initial_estimate_is_that_nothing_is_filtered() -> None:
+def test_filtered_share_is_estimated_as_zero_at_first() -> None:
     share = FilteredShare()
     assert (share.share, share.expected(10, waiting=3, most=4.0)) == (0.0, 10)
     share.note_step(trained=1, filtered=1)
     assert 0 < share.share < 0.2, "one step is no evidence yet"
 
 
-def test_estimate_converges_to_the_filtered_share_and_follows_its_changes() -> None:
+def test_filtered_share_estimate_converges_and_follows_changes() -> None:
     share = FilteredShare()
     for _ in range(100):
         share.note_step(trained=8, filtered=24)
@@ -127,7 +124,7 @@ def test_estimate_converges_to_the_filtered_share_and_follows_its_changes() -> N
     assert share.share < 0.05
 
 
-def test_number_of_extra_orders_is_bounded() -> None:
+def test_number_of_extra_orders_for_filtered_groups_is_bounded() -> None:
     share = FilteredShare(trained=1.0, filtered=10_000.0)
     assert share.expected(30, waiting=0, most=3.0) == 10
     assert share.expected(30, waiting=0, most=1.0) == 30, "1 compensates for nothing"
@@ -136,11 +133,7 @@ def test_number_of_extra_orders_is_bounded() -> None:
 
 
 def ticks(most: float, *, filtered: float, seed: int, steps: int = 200) -> tuple[int, int]:
-    """Simulate `steps` steps; return how many ticks they take, and how many groups become stale.
-
-    An order takes three ticks and a step takes one. Engines have room for all orders; k = 4, j = 1, four groups per
-    step.
-    """
+    """Return the ticks that the steps take, and the number of stale groups; an order takes three ticks, a step one."""
     noise, share, bounds, groups_per_step = random.Random(seed), FilteredShare(), StalenessBounds(1, 4), 4
     version = tick = stale = dropped = waiting = 0
     out: list[tuple[int, int]] = []  # (ends at, version)

@@ -1,4 +1,4 @@
-"""Tests of knobs as one value: valid patches, and the JSON form. For error messages see `test_controller.py`."""
+"""Tests of knobs: valid patches, and the JSON form. For error messages see `test_controller.py`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pipelinerl.errors import RecipeError
 from tests.controller.world import knobs
 
 
-def test_numbers_may_be_given_as_text() -> None:
-    """The command line sends text and HTTP sends numbers; both mean the same."""
+def test_knob_values_may_be_given_as_text() -> None:
+    """The command line sends text, HTTP clients send numbers."""
     given = {"j": "2", "k": "inf", "temperature": "0.5", "rollouts_per_step": "8"}
     assert knobs().patched(given) == knobs(j=2, k=math.inf, temperature=0.5, rollouts_per_step=8)
     assert type(knobs().patched({"j": "2"}).j) is int
 
 
-def test_knobs_in_json_form_are_a_valid_patch() -> None:
+def test_knobs_in_json_form_are_a_valid_patch_that_changes_nothing() -> None:
     for some in (knobs(), knobs(k=math.inf), knobs(j=3, k=7)):
         shown = some.to_json()
         assert "group_sizes" not in shown and "max_groups" not in shown and "k_finite" not in shown
@@ -32,7 +32,7 @@ def test_k_must_be_finite_if_the_weights_of_k_versions_are_kept() -> None:
         knobs(k_finite=True).patched({"k": "inf"})
 
 
-def test_domain_weights_change_individually_or_as_a_table() -> None:
+def test_domain_weights_can_be_patched_individually_or_as_a_table() -> None:
     base = knobs(domain_weights={"math": 1.0, "code": 2.0})
     assert base.patched({"domain_weights.code": "5"}).domain_weights == {"math": 1.0, "code": 5.0}
     both = base.patched({"domain_weights": {"math": 0}, "domain_weights.code": 3})
@@ -55,7 +55,7 @@ def test_invalid_domain_weights_are_rejected(change: dict[str, Any], sentence: s
         knobs(domain_weights={"math": 1.0, "code": 2.0}).patched(change)
 
 
-def test_j_and_k_change_together_or_not_at_all() -> None:
+def test_knob_patch_that_breaks_j_at_most_k_is_rejected_as_a_whole() -> None:
     assert knobs(j=1, k=4).patched({"j": 6, "k": 9}).bounds == knobs(j=6, k=9).bounds
     with pytest.raises(RecipeError, match=r"staleness.k must be at least j = 6, got 4"):
         knobs(j=1, k=4).patched({"j": 6})
@@ -73,7 +73,7 @@ def test_meaningless_knob_values_get_a_short_error(name: str, value: Any) -> Non
 
 
 @pytest.mark.parametrize("name", ["group_sizes", "max_groups", "", "__class__"])
-def test_fixed_settings_are_not_knobs(name: str) -> None:
+def test_patching_a_setting_that_is_not_a_knob_is_rejected(name: str) -> None:
     with pytest.raises(RecipeError, match="unknown knob"):
         knobs().patched({name: 1})
 
@@ -92,19 +92,21 @@ def test_fixed_settings_are_not_knobs(name: str) -> None:
         ({"temperature": 101}, "temperature must be from 1e-05 to 100, got 101"),
     ],
 )
-def test_numbers_that_journal_or_engines_cannot_represent_are_rejected(change: dict[str, Any], sentence: str) -> None:
+def test_knob_values_too_large_or_small_for_journal_or_engines_are_rejected(
+    change: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(RecipeError) as refused:
         knobs().patched(change)
     assert str(refused.value) == sentence
 
 
-def test_step_that_needs_more_groups_than_the_streams_allow_is_rejected() -> None:
+def test_rollouts_per_step_beyond_the_capacity_of_the_streams_is_rejected() -> None:
     with pytest.raises(RecipeError, match="rollouts_per_step must be at most 100, the capacity of the streams"):
         knobs(max_groups=50).patched({"rollouts_per_step": 102})
     assert knobs(max_groups=50).patched({"rollouts_per_step": 100}).groups_per_step == 50
 
 
-def test_only_k_may_be_infinite() -> None:
+def test_knobs_other_than_k_must_be_finite() -> None:
     base = knobs()
     for name in ("temperature", "learning_rate"):
         with pytest.raises(RecipeError, match=f"{name} must be a positive number, got inf"):
@@ -122,12 +124,14 @@ def test_only_k_may_be_infinite() -> None:
         ({"a": 4096, "b": 1}, 4096, 2),
     ],
 )
-def test_groups_per_step_follows_from_the_mean_group_size(sizes: dict[str, int], rollouts: int, groups: int) -> None:
+def test_groups_per_step_is_rollouts_per_step_over_the_mean_group_size(
+    sizes: dict[str, int], rollouts: int, groups: int
+) -> None:
     made = knobs(domain_weights={"a": 1.0, "b": 1.0}, group_sizes=sizes, rollouts_per_step=rollouts)
     assert made.groups_per_step == groups
 
 
-def test_step_of_mixed_group_sizes_must_hold_the_largest_group() -> None:
+def test_rollouts_per_step_must_hold_the_largest_of_mixed_group_sizes() -> None:
     mixed = knobs(domain_weights={"a": 1.0, "b": 1.0}, group_sizes={"a": 16, "b": 6}, rollouts_per_step=17)
     assert mixed.patched({"domain_weights.a": 0}).groups_per_step == 3, "weights are live, and so is what follows"
     with pytest.raises(RecipeError, match="rollouts_per_step must be at least the largest group size, 16, got 15"):

@@ -16,14 +16,14 @@ from tests.controller.world import controller
 
 
 def gone_on(made: Controller, **recipe: Any) -> Controller:
-    """Return a controller that resumes the checkpoint of step 5, with a recipe that has these knobs."""
+    """Return a controller that resumes from the checkpoint of step 5, with these knobs in its recipe."""
     resumed = controller(**recipe)
     record = msgspec.json.decode(msgspec.json.encode(made.state.checkpoint_record()))
     resumed.state.resume(record, step=5)
     return resumed
 
 
-def test_edited_recipe_applies_except_to_knobs_that_were_changed_live() -> None:
+def test_resumed_run_follows_the_edited_recipe_except_for_knobs_changed_live() -> None:
     made = controller(learning_rate=0.1, k=4)
     made.patch({"k": 9}, who="ada", time=3.0)
     resumed = gone_on(made, learning_rate=0.01, k=5)
@@ -34,7 +34,7 @@ def test_edited_recipe_applies_except_to_knobs_that_were_changed_live() -> None:
     assert (again.state.knobs.learning_rate, again.state.knobs.k) == (0.002, 9), "an edit is no live change"
 
 
-def test_last_live_change_of_a_knob_is_kept() -> None:
+def test_resumed_run_keeps_the_last_live_change_of_each_knob() -> None:
     made = controller()
     for j, k in ((2, 4), (5, 9)):
         made.patch({"j": j, "k": k}, who="ada", time=3.0)
@@ -42,7 +42,7 @@ def test_last_live_change_of_a_knob_is_kept() -> None:
     assert (resumed.state.knobs, resumed.state.knob_log) == (made.state.knobs, made.state.knob_log)
 
 
-def test_reissued_orders_keep_their_mixture_and_new_orders_follow_the_edited_recipe() -> None:
+def test_reissued_orders_keep_their_domain_weights_and_new_orders_follow_the_recipe() -> None:
     made = controller(domain_weights={"a": 1.0, "b": 2.0})
     made.state.account.cursor = 7
     resumed = gone_on(made, domain_weights={"a": 3.0, "c": 1.0})
@@ -66,7 +66,7 @@ def test_orders_keep_the_quota_with_which_they_were_first_issued() -> None:
     assert [resumed.quota_of(index) for index in (0, 4, 5, 90)] == [Quota(0, 2)] * 2 + [Quota(5, 4)] * 2
 
 
-def test_live_weight_of_a_domain_is_dropped_together_with_the_domain() -> None:
+def test_live_domain_weight_is_dropped_when_the_recipe_drops_the_domain() -> None:
     made = controller(domain_weights={"a": 1.0, "b": 2.0})
     made.patch({"domain_weights": {"a": 5, "b": 7}}, who="ada", time=3.0)
     assert gone_on(made, domain_weights={"a": 3.0, "c": 1.0}).state.knobs.domain_weights == {"a": 5.0, "c": 1.0}

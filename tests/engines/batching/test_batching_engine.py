@@ -45,7 +45,7 @@ def _ask(*prompt: int, n: int = 1, max_tokens: int = 5, **others: object) -> Cha
 
 
 async def _submitted(engine: BatchingEngine, request: ChatCompletionRequest) -> asyncio.Task[ChatCompletion]:
-    """Submit a request; it is in the queue on return, and admitted before the next step."""
+    """Submit a request; on return it is queued, and the next step admits it."""
     task = asyncio.create_task(engine.complete(request))
     await asyncio.sleep(0)
     return task
@@ -54,7 +54,7 @@ async def _submitted(engine: BatchingEngine, request: ChatCompletionRequest) -> 
 async def _started(
     engine: BatchingEngine, gate: GatedRunner, request: ChatCompletionRequest
 ) -> asyncio.Task[ChatCompletion]:
-    """Submit the first request of an idle engine; on return, it waits at the gate to its first step."""
+    """Submit the first request of an idle engine; on return its first step waits at the gate."""
     task = await _submitted(engine, request)
     await _until(lambda: gate.waiting)
     return task
@@ -67,13 +67,12 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 
 async def _steps(engine: BatchingEngine, gate: GatedRunner, count: int) -> None:
-    """Allow `count` steps; returns when the next one waits, or no work is left."""
+    """Allow `count` steps; return when the next step waits or no work is left."""
     await asyncio.to_thread(gate.allow, count)
     await _until(lambda: gate.waiting or engine.metrics().running_sequences + engine.metrics().waiting_sequences == 0)
 
 
 def _stage(engine: BatchingEngine, seed: int) -> NDArray[np.float32]:
-    """Write another model's weights to the staging buffer; return its logits."""
     size = engine.layout.parameters[0].shape[0]
     logits = BigramModel.random(size, seed=seed).logits
     engine.staging()[:] = logits.reshape(-1).view(np.uint8)
@@ -81,7 +80,6 @@ def _stage(engine: BatchingEngine, seed: int) -> NDArray[np.float32]:
 
 
 def _logprobs_by(tables: dict[int, NDArray[np.float32]], prompt: list[int], choice: Choice) -> list[float]:
-    """Return the log-probs that the version spans imply."""
     versions = [version for version, count in choice.version_spans or [] for _ in range(count)]
     before = [prompt[-1], *(choice.token_ids or [])[:-1]]
     expected = []
@@ -98,7 +96,7 @@ def _table(gate: GatedRunner) -> NDArray[np.float32]:
 # --- one request -------------------------------------------------------------------------------------------------
 
 
-async def test_completion_contains_tokens_logprobs_and_spans(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_completion_contains_tokens_logprobs_and_version_spans(engine: BatchingEngine, gate: GatedRunner) -> None:
     gate.open()
     answer = await engine.complete(_ask(7, 8, 9, n=2, logprobs=True))
     assert [choice.index for choice in answer.choices] == [0, 1]
@@ -113,7 +111,7 @@ async def test_completion_contains_tokens_logprobs_and_spans(engine: BatchingEng
     assert answer.choices[0].token_ids != answer.choices[1].token_ids
 
 
-async def test_messages_are_tokenised_by_the_engine(
+async def test_engine_tokenises_messages_with_the_chat_template(
     engine: BatchingEngine, gate: GatedRunner, endless: ChatTokenizer
 ) -> None:
     gate.open()
@@ -124,7 +122,7 @@ async def test_messages_are_tokenised_by_the_engine(
     assert answer.prompt_token_ids == endless.encode_chat([message])
 
 
-async def test_conversation_continues_from_its_token_ids(
+async def test_prompt_of_a_continued_conversation_begins_with_the_given_token_ids(
     engine: BatchingEngine, gate: GatedRunner, endless: ChatTokenizer
 ) -> None:
     gate.open()
@@ -138,7 +136,7 @@ async def test_conversation_continues_from_its_token_ids(
     assert answer.prompt_token_ids is not None and answer.prompt_token_ids[:3] == known
 
 
-async def test_end_of_turn_token_is_kept_without_text(gate: GatedRunner, tokenizer: ChatTokenizer) -> None:
+async def test_end_of_turn_token_is_returned_but_adds_no_text(gate: GatedRunner, tokenizer: ChatTokenizer) -> None:
     (end,) = tokenizer.eos_token_ids
     logits = np.full((tokenizer.vocab_size, tokenizer.vocab_size), -50.0, dtype=np.float32)
     logits[7, 8] = logits[8, end] = 0.0
@@ -151,10 +149,10 @@ async def test_end_of_turn_token_is_kept_without_text(gate: GatedRunner, tokeniz
     assert choice.message.content == tokenizer.decode([8])
 
 
-async def test_ignore_eos_lets_end_tokens_continue_samples_and_prefixes(
+async def test_ignore_eos_samples_past_end_tokens_and_allows_them_in_prefixes(
     gate: GatedRunner, tokenizer: ChatTokenizer
 ) -> None:
-    """An end token then behaves like any other: it has text, streamed or not, and others follow it."""
+    """With `ignore_eos`, an end token has text, and other tokens may follow it."""
     (end,) = tokenizer.eos_token_ids
     logits = np.full((tokenizer.vocab_size, tokenizer.vocab_size), -50.0, dtype=np.float32)
     logits[7, 8] = logits[8, end] = logits[end, 8] = 0.0
@@ -175,7 +173,7 @@ async def test_ignore_eos_lets_end_tokens_continue_samples_and_prefixes(
     await built.close()
 
 
-async def test_stop_string_cuts_text_and_keeps_the_token_that_completed_it(
+async def test_stop_string_is_cut_from_the_text_but_its_tokens_are_returned(
     engine: BatchingEngine, gate: GatedRunner, endless: ChatTokenizer
 ) -> None:
     gate.open()
@@ -190,7 +188,7 @@ async def test_stop_string_cuts_text_and_keeps_the_token_that_completed_it(
     assert stop in endless.decode(cut.token_ids) and stop not in endless.decode(cut.token_ids[:-1])
 
 
-async def test_context_length_limits_answers(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_context_length_limits_prompt_plus_answer_tokens(engine: BatchingEngine, gate: GatedRunner) -> None:
     gate.open()
     answer = await engine.complete(_ask(*range(6, 46), max_tokens=1000))
     assert answer.usage.total_tokens == gate.context_length
@@ -206,7 +204,7 @@ async def test_context_length_limits_answers(engine: BatchingEngine, gate: Gated
         (_ask(7, n=21), InvalidRequest, "n must be at most 20"),
     ],
 )
-async def test_unsupported_requests_are_rejected(
+async def test_engine_rejects_requests_with_invalid_prompt_model_or_sample_count(
     engine: BatchingEngine, request_: ChatCompletionRequest, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -217,7 +215,7 @@ async def test_unsupported_requests_are_rejected(
 # --- batching ----------------------------------------------------------------------------------------------------
 
 
-async def test_noise_is_independent_of_the_batch(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_seeded_samples_are_the_same_alone_and_in_a_batch(engine: BatchingEngine, gate: GatedRunner) -> None:
     gate.open()
     alone = await engine.complete(_ask(7, n=3, max_tokens=9))
     crowd = [_ask(i, n=1 + i % 3, max_tokens=1 + i % 7, seed=i) for i in range(6, 12)]
@@ -227,7 +225,9 @@ async def test_noise_is_independent_of_the_batch(engine: BatchingEngine, gate: G
     assert first.choices == alone.choices
 
 
-async def test_samples_share_one_prefill_even_when_joining_late(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_samples_of_a_request_that_start_together_share_one_prefill(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
     task = await _started(engine, gate, _ask(7, 8, 9, n=6, max_tokens=3))
     await _steps(engine, gate, 1)
     assert gate.log == ["prefill 2 tokens to rows [0, 1, 2, 3]"]
@@ -238,7 +238,9 @@ async def test_samples_share_one_prefill_even_when_joining_late(engine: Batching
     assert [len(choice.token_ids or []) for choice in answer.choices] == [3] * 6
 
 
-async def test_late_sample_copies_cache_of_running_sibling(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_late_sample_copies_the_prompt_cache_of_a_running_sample_of_its_request(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
     short = await _started(engine, gate, _ask(7, 8, max_tokens=2))
     long = await _submitted(engine, _ask(7, 8, 9, n=4, max_tokens=4))
     await _steps(engine, gate, 2)
@@ -252,7 +254,7 @@ async def test_late_sample_copies_cache_of_running_sibling(engine: BatchingEngin
     await asyncio.gather(short, long)
 
 
-async def test_sequences_join_and_leave_at_every_step(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_sequences_join_and_leave_the_batch_at_any_step(engine: BatchingEngine, gate: GatedRunner) -> None:
     lengths = [1, 1, 2, 3, 4, 5, 6, 7]
     tasks = [await _started(engine, gate, _ask(7, max_tokens=1))]
     tasks += [await _submitted(engine, _ask(7, max_tokens=length)) for length in lengths[1:]]
@@ -283,7 +285,9 @@ async def test_cancelled_request_frees_its_rows_and_queue_slots(engine: Batching
     assert (metrics.aborted_sequences_total, metrics.running_sequences, metrics.waiting_sequences) == (6, 0, 0)
 
 
-async def test_queue_is_bounded(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_request_beyond_the_queue_limit_is_rejected_as_overload(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
     running = await _started(engine, gate, _ask(7, n=4))
     waiting = await _submitted(engine, _ask(7, n=16))
     assert engine.metrics().waiting_sequences == 16
@@ -296,7 +300,7 @@ async def test_queue_is_bounded(engine: BatchingEngine, gate: GatedRunner) -> No
 # --- streaming ---------------------------------------------------------------------------------------------------
 
 
-async def test_stream_equals_whole_answer(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_streamed_chunks_add_up_to_the_unstreamed_answer(engine: BatchingEngine, gate: GatedRunner) -> None:
     gate.open()
     options = {"n": 2, "max_tokens": 12, "stop": ["a"], "stream_options": StreamOptions(include_usage=True)}
     whole = await engine.complete(_ask(7, 8, **options))
@@ -316,7 +320,9 @@ async def test_stream_equals_whole_answer(engine: BatchingEngine, gate: GatedRun
     assert ends == {choice.index: choice.finish_reason for choice in whole.choices}
 
 
-async def test_stream_yields_each_token_and_closing_it_frees_the_row(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_stream_yields_each_token_and_closing_the_stream_frees_its_row(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
     async with aclosing(engine.stream(_ask(7, max_tokens=50))) as stream:
         pending = asyncio.ensure_future(anext(stream))
         await _until(lambda: gate.waiting)
@@ -337,15 +343,17 @@ async def _commit(engine: BatchingEngine, on_update: OnUpdate, version: int = 1)
     return task
 
 
-async def test_spans_name_the_weights_that_sampled_each_token(engine: BatchingEngine, gate: GatedRunner) -> None:
-    """A log-prob of the bigram model identifies its table, so a span that is off by one token is detected."""
+async def test_version_spans_name_the_weights_that_sampled_each_token(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
+    """Each log-prob of the bigram model identifies its table, so a span that is off by one token is detected."""
     tables = {0: _table(gate)}
     task = await _started(engine, gate, _ask(7, n=3, max_tokens=12))
     await _steps(engine, gate, 3)
     for version in (1, 5):
         tables[version] = _stage(engine, seed=version)
         commit = await _commit(engine, OnUpdate.CONTINUE, version)
-        await _steps(engine, gate, 2)  # the first of them was at the gate when the commit came
+        await _steps(engine, gate, 2)  # the first step already waited when the commit came
         assert await commit >= 0.0
     gate.open()
     answer = await task
@@ -355,7 +363,7 @@ async def test_spans_name_the_weights_that_sampled_each_token(engine: BatchingEn
     assert (answer.model_version, answer.epoch, engine.serving()) == (5, 0, (0, 5))
 
 
-async def test_update_with_continue_keeps_cache_and_with_recompute_rebuilds_it(
+async def test_update_mode_continue_keeps_the_kv_cache_and_recompute_kv_rebuilds_it(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
     task = await _started(engine, gate, _ask(7, 8, 9, n=2, max_tokens=12))
@@ -377,7 +385,7 @@ async def test_update_with_continue_keeps_cache_and_with_recompute_rebuilds_it(
     assert len((await task).choices) == 2
 
 
-async def test_shared_context_is_recomputed_once(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_recompute_kv_prefills_identical_contexts_once(engine: BatchingEngine, gate: GatedRunner) -> None:
     task = await _started(engine, gate, _ask(7, 8, 9, n=2, max_tokens=12, temperature=0.0))
     await _steps(engine, gate, 1)
     _stage(engine, seed=1)
@@ -397,10 +405,10 @@ async def test_shared_context_is_recomputed_once(engine: BatchingEngine, gate: G
         (OnUpdate.RECOMPUTE_KV, ["copy 2 tokens from row 0 to rows [3]", "copy 2 tokens from row 0 to rows [3]"]),
     ],
 )
-async def test_late_sample_ignores_prompt_cache_of_older_weights(
+async def test_late_sample_does_not_reuse_the_prompt_cache_of_older_weights(
     engine: BatchingEngine, gate: GatedRunner, on_update: OnUpdate, joins: list[str]
 ) -> None:
-    """Its span names the new weights, so the prompt is recomputed once and that cache is shared."""
+    """The sample's span names the new weights, so the prompt is recomputed once and that cache is shared."""
     shorts = [await _started(engine, gate, _ask(7, 8, max_tokens=3))]
     shorts.append(await _submitted(engine, _ask(7, 8, max_tokens=3)))
     long = await _submitted(engine, _ask(7, 8, 9, n=4, max_tokens=9))
@@ -410,7 +418,7 @@ async def test_late_sample_ignores_prompt_cache_of_older_weights(
     await _steps(engine, gate, 1)
     await commit
     known = len(gate.log)
-    await _steps(engine, gate, 2)  # each ends a short sample, whose row a late one takes
+    await _steps(engine, gate, 2)  # each step ends a short sample; a waiting sample gets its row
     assert gate.log[known:] == joins
     gate.open()
     choices = (await long).choices
@@ -418,8 +426,10 @@ async def test_late_sample_ignores_prompt_cache_of_older_weights(
     await asyncio.gather(*shorts)
 
 
-async def test_top_k_beyond_vocabulary_keeps_every_token(engine: BatchingEngine, gate: GatedRunner) -> None:
-    """A top-k beyond the vocabulary never reaches the runner's arrays, and costs no sorting."""
+async def test_top_k_of_vocabulary_size_or_more_is_passed_to_the_runner_as_zero(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
+    """Zero turns top-k off, so nothing is sorted."""
     placed: list[RowState] = []
     place = gate.place
     gate.place = lambda states: (placed.extend(states), place(states))[1]  # type: ignore[method-assign]
@@ -429,7 +439,9 @@ async def test_top_k_beyond_vocabulary_keeps_every_token(engine: BatchingEngine,
     assert [state.top_k for state in placed] == [0, 0, gate.vocab_size - 1]
 
 
-async def test_aborted_samples_return_the_tokens_sampled_so_far(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_samples_aborted_by_an_update_return_the_tokens_sampled_so_far(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
     running = await _started(engine, gate, _ask(7, n=4, max_tokens=12))
     waiting = await _submitted(engine, _ask(8, max_tokens=2))
     await _steps(engine, gate, 2)
@@ -446,7 +458,9 @@ async def test_aborted_samples_return_the_tokens_sampled_so_far(engine: Batching
     assert (metrics.aborted_sequences_total, metrics.finished_sequences_total) == (4, 1)
 
 
-async def test_abort_is_reported_to_streams(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_update_mode_abort_ends_streams_with_finish_reason_abort(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
     async def chunks() -> list[FinishReason | None]:
         stream = engine.stream(_ask(7, max_tokens=12))
         return [choice.finish_reason async for chunk in stream for choice in chunk.choices]
@@ -461,7 +475,7 @@ async def test_abort_is_reported_to_streams(engine: BatchingEngine, gate: GatedR
     assert (await reading)[-1] is FinishReason.ABORT
 
 
-async def test_drain_lets_running_samples_finish_first(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_update_mode_drain_waits_until_running_samples_finish(engine: BatchingEngine, gate: GatedRunner) -> None:
     running = await _started(engine, gate, _ask(7, n=3, max_tokens=6))
     await _steps(engine, gate, 2)
     _stage(engine, seed=1)
@@ -478,7 +492,7 @@ async def test_drain_lets_running_samples_finish_first(engine: BatchingEngine, g
     assert gate.batch_sizes == [3] * 6 + [1] * 2
 
 
-async def test_idle_engine_commits_at_once(engine: BatchingEngine) -> None:
+async def test_idle_engine_commits_new_weights_at_once(engine: BatchingEngine) -> None:
     _stage(engine, seed=1)
     async with asyncio.timeout(DEADLINE_S):
         for version, on_update in enumerate(OnUpdate, start=1):
@@ -489,14 +503,16 @@ async def test_idle_engine_commits_at_once(engine: BatchingEngine) -> None:
 # --- the end -----------------------------------------------------------------------------------------------------
 
 
-async def test_closing_answers_all_requests(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_closing_the_engine_fails_all_requests_and_commits_with_engine_stopped(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
     running = await _started(engine, gate, _ask(7, n=4, max_tokens=50))
     waiting = await _submitted(engine, _ask(8))
     await _steps(engine, gate, 1)
     _stage(engine, seed=1)
     commit = await _commit(engine, OnUpdate.DRAIN)
     closing = asyncio.create_task(engine.close())
-    await _until(lambda: engine.health().state is EngineState.STOPPED)  # otherwise it samples until the answers end
+    await _until(lambda: engine.health().state is EngineState.STOPPED)  # else the engine would finish the answers
     gate.open()
     await closing
     for task in (running, waiting, commit):
@@ -507,10 +523,10 @@ async def test_closing_answers_all_requests(engine: BatchingEngine, gate: GatedR
     assert engine.health().state is EngineState.STOPPED
 
 
-async def test_closing_answers_requests_before_and_during_tokenisation(
+async def test_closing_the_engine_fails_requests_that_are_still_being_tokenised(
     engine: BatchingEngine, endless: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a request belongs to another engine. If it counted as a failure, a group would be lost."""
+    """The actor then retries on another engine; any other error would lose the request's group."""
     request = ChatCompletionRequest(messages=[ChatMessage(role="user", content="hi")], max_tokens=2, seed=0)
     begun, go_on = threading.Event(), threading.Event()
 
@@ -531,7 +547,6 @@ async def test_closing_answers_requests_before_and_during_tokenisation(
 
 
 def _spoil(gate: GatedRunner, *, step: int, row: int) -> None:
-    """Give the `step`-th decode from now on a non-finite log-prob in `row`."""
     decode, first = gate.decode, gate.steps
 
     def spoiled(num_rows: int) -> tuple[list[int], list[float]]:
@@ -543,8 +558,10 @@ def _spoil(gate: GatedRunner, *, step: int, row: int) -> None:
     gate.decode = spoiled  # type: ignore[method-assign]
 
 
-async def test_request_without_finite_logits_is_rejected_alone(engine: BatchingEngine, gate: GatedRunner) -> None:
-    """One of its three rows fails while a fourth sample waits; other requests are unaffected, queued ones included."""
+async def test_request_with_nonfinite_logits_fails_without_affecting_others(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
+    """One of the request's three running rows fails while its fourth sample waits, as do other requests."""
     one, doomed, other = _ask(7, max_tokens=9), _ask(8, n=4, max_tokens=9, seed=5), _ask(9, max_tokens=9, seed=6)
     tasks = [await _started(engine, gate, request) for request in (one,)]
     tasks += [await _submitted(engine, request) for request in (doomed, other)]
@@ -561,7 +578,9 @@ async def test_request_without_finite_logits_is_rejected_alone(engine: BatchingE
     assert answers == [(await engine.complete(request)).choices for request in (one, other)]
 
 
-async def test_row_moved_into_a_rejected_row_keeps_its_token(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_sample_moved_into_the_row_of_a_failed_request_keeps_its_tokens(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
     doomed, kept = _ask(8, max_tokens=9), _ask(9, max_tokens=9, seed=6)
     tasks = [await _started(engine, gate, doomed), await _submitted(engine, kept)]
     _spoil(gate, step=2, row=0)
@@ -571,7 +590,7 @@ async def test_row_moved_into_a_rejected_row_keeps_its_token(engine: BatchingEng
     assert (await tasks[1]).choices == (await engine.complete(kept)).choices
 
 
-async def test_stream_without_finite_logits_ends_with_error_and_without_the_token(
+async def test_stream_with_nonfinite_logits_raises_before_yielding_the_bad_token(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
     _spoil(gate, step=3, row=0)
@@ -584,7 +603,7 @@ async def test_stream_without_finite_logits_ends_with_error_and_without_the_toke
     assert engine.health().state is EngineState.READY
 
 
-async def test_model_exception_answers_all_requests(
+async def test_model_exception_stops_the_engine_and_fails_its_requests(
     gate: GatedRunner, endless: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reported: list[str] = []
@@ -599,7 +618,7 @@ async def test_model_exception_answers_all_requests(
     assert reported == ["device lost"]
 
 
-async def test_load_failure_is_raised_by_start(endless: ChatTokenizer) -> None:
+async def test_engine_start_raises_the_error_of_a_failed_model_load(endless: ChatTokenizer) -> None:
     def load() -> BigramRunner:
         raise RuntimeError("no such model")
 
@@ -609,10 +628,10 @@ async def test_load_failure_is_raised_by_start(endless: ChatTokenizer) -> None:
     await built.close()
 
 
-async def test_cancelled_start_leaves_no_thread(
+async def test_cancelled_engine_start_leaves_no_thread_running(
     gate: GatedRunner, endless: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loading cannot be interrupted, so it completes; then nothing is reported."""
+    """Loading cannot be interrupted, so it completes; its thread then ends without an error."""
     reported: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr("threading.excepthook", reported.append)
     loading, may_load = threading.Event(), threading.Event()

@@ -38,10 +38,10 @@ def rare(n: int, interval_s: float, **others: Any) -> ChatCompletionRequest:
 
 
 @pytest.mark.parametrize("ends", [{0: 1, 1: 0, 4: 19}, {2: 7}, {0: 5, 1: 5, 2: 5, 3: 5, 4: 5}])
-async def test_continuation_equals_the_undisturbed_answer(
+async def test_answer_continued_from_prefixes_equals_the_uninterrupted_answer(
     engine: BatchingEngine, gate: GatedRunner, ends: dict[int, int]
 ) -> None:
-    """Holds for more samples than the four rows, too."""
+    """Covers requests with more samples than the engine's four rows."""
     gate.open()
     whole = (await engine.complete(ask(5))).choices
     answer = await engine.complete(ask(len(ends), prefixes=cut(whole, ends)))
@@ -54,7 +54,7 @@ async def test_continuation_equals_the_undisturbed_answer(
         assert (choice.message, choice.finish_reason) == (undisturbed.message, FinishReason.LENGTH)
 
 
-async def test_each_prefix_is_prefilled_once_without_sharing_siblings(
+async def test_samples_with_different_prefixes_are_prefilled_separately(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
     gate.open()
@@ -71,7 +71,7 @@ async def test_each_prefix_is_prefilled_once_without_sharing_siblings(
     ]
 
 
-async def test_recomputed_cache_covers_prefix_and_new_tokens(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_recompute_kv_prefills_prompt_prefix_and_new_tokens(engine: BatchingEngine, gate: GatedRunner) -> None:
     prefix = AnswerPrefix(index=0, token_ids=[5, 6])
     running = asyncio.create_task(engine.complete(ask(1, prefixes=[prefix])))
     await asyncio.to_thread(gate.allow, 2)
@@ -92,7 +92,7 @@ async def test_recomputed_cache_covers_prefix_and_new_tokens(engine: BatchingEng
         ({"prefixes": [AnswerPrefix(index=0, token_ids=[5, 9999])]}, "has a token outside"),
     ],
 )
-async def test_invalid_prefixes_are_rejected(
+async def test_prefixes_that_could_not_have_been_sampled_are_rejected(
     engine: BatchingEngine, gate: GatedRunner, endless: Any, fields: dict[str, Any], says: str
 ) -> None:
     prefixes = [AnswerPrefix(index=0, token_ids=endless.encode("hi"))]
@@ -100,7 +100,7 @@ async def test_invalid_prefixes_are_rejected(
         await engine.complete(ask(1, **{"prefixes": prefixes} | fields))
 
 
-async def test_interval_streaming_sends_all_but_the_newest_token(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_interval_stream_holds_back_only_the_newest_token(engine: BatchingEngine, gate: GatedRunner) -> None:
     async with aclosing(engine.stream(rare(2, 0.02))) as stream, asyncio.timeout(DEADLINE_S):  # type: ignore[type-var]
         coming = asyncio.ensure_future(anext(stream))  # type: ignore[call-overload]
         await asyncio.to_thread(gate.allow, 4)
@@ -117,8 +117,10 @@ async def test_interval_streaming_sends_all_but_the_newest_token(engine: Batchin
     assert [part.delta.content for part in rest if part.finish_reason] == [c.message.content for c in whole.choices]
 
 
-async def test_closing_engine_streams_all_tokens_before_its_error(engine: BatchingEngine, gate: GatedRunner) -> None:
-    """No sampled token is lost, however long the interval."""
+async def test_closing_engine_streams_all_sampled_tokens_before_the_error(
+    engine: BatchingEngine, gate: GatedRunner
+) -> None:
+    """No sampled token is lost, even if the streaming interval is far longer."""
     came: list[int] = []
 
     async def follow() -> None:
@@ -129,7 +131,7 @@ async def test_closing_engine_streams_all_tokens_before_its_error(engine: Batchi
     await asyncio.to_thread(gate.allow, 5)
     closing = asyncio.create_task(engine.close())
     async with asyncio.timeout(DEADLINE_S):
-        while engine.health().state is not EngineState.STOPPED:  # otherwise it samples until the answer ends
+        while engine.health().state is not EngineState.STOPPED:  # else the engine would finish the answer
             await asyncio.sleep(0.001)
     gate.open()
     with pytest.raises(EngineStopped):

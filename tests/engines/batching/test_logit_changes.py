@@ -1,4 +1,4 @@
-"""Bias and penalties follow their rows and count the tokens that each row has sampled."""
+"""Logit bias and penalties follow their rows and count the tokens that each row has sampled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def added(changes: LogitChanges, num_rows: int) -> dict[tuple[int, int], float]:
     }
 
 
-def test_penalties_grow_with_each_sampled_token() -> None:
+def test_frequency_and_presence_penalties_count_each_sampled_token() -> None:
     changes = LogitChanges()
     changes.place(0, PENALTY, [7])
     changes.place(1, BIAS, [7])
@@ -26,7 +26,7 @@ def test_penalties_grow_with_each_sampled_token() -> None:
     assert added(changes, 2) == {(0, 7): -2.0, (0, 2): -1.5, (1, 3): 2.0}
 
 
-def test_changes_move_with_their_rows() -> None:
+def test_logit_changes_move_with_their_rows() -> None:
     changes = LogitChanges()
     changes.place(0, BIAS, [])
     changes.place(1, PENALTY, [])
@@ -35,14 +35,14 @@ def test_changes_move_with_their_rows() -> None:
     assert added(changes, 4) == {(0, 5): -1.5}
 
 
-def test_plain_request_in_a_reused_row_changes_nothing() -> None:
+def test_request_without_bias_clears_the_logit_changes_of_a_reused_row() -> None:
     changes = LogitChanges()
     changes.place(0, BIAS, [])
     changes.place(0, None, [])
     assert not changes and not added(changes, 1)
 
 
-def test_rows_beyond_the_batch_are_left_out() -> None:
+def test_logit_changes_of_rows_beyond_the_batch_are_left_out() -> None:
     changes = LogitChanges()
     changes.place(2, BIAS, [])
     assert changes and not added(changes, 2)

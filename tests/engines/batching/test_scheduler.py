@@ -1,4 +1,4 @@
-"""The scheduler keeps rows dense, makes disjoint moves, and starts requests by priority, then by arrival."""
+"""The scheduler keeps rows contiguous, makes disjoint moves, and starts requests by priority, then by arrival."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _scheduler(slots: int = 4, max_waiting: int = 100, prefill_tokens: int = 100
     return Scheduler(Capacity(slots, max_waiting), prefill_tokens)
 
 
-def test_samples_of_a_request_are_admitted_together_and_in_order() -> None:
+def test_scheduler_admits_the_samples_of_one_request_together_in_order_of_arrival() -> None:
     scheduler = _scheduler(slots=4)
     first, second = _request("a", samples=3), _request("b", samples=3)
     scheduler.submit(first)
@@ -45,8 +45,8 @@ def test_samples_of_a_request_are_admitted_together_and_in_order() -> None:
     assert scheduler.num_waiting == 2
 
 
-def test_lowest_priority_starts_first_then_oldest() -> None:
-    """The remaining samples of a started request may be overtaken, too; running samples are not preempted."""
+def test_request_with_lowest_priority_value_starts_first_and_ties_go_to_the_oldest() -> None:
+    """Requests may also overtake the remaining samples of a started request; running samples are not preempted."""
     scheduler = _scheduler(slots=2)
     for request in (_request("begun", samples=3), _request("a"), _request("later", priority=1), _request("b")):
         scheduler.submit(request)
@@ -60,7 +60,7 @@ def test_lowest_priority_starts_first_then_oldest() -> None:
     assert began == ["first", "soon", "soon too", "begun", "a", "b", "later"]
 
 
-def test_late_sample_takes_prompt_from_a_sibling() -> None:
+def test_late_sample_names_a_running_sample_of_its_request_to_copy_the_prompt_from() -> None:
     scheduler = _scheduler(slots=2)
     request = _request("a", samples=3)
     scheduler.submit(request)
@@ -71,7 +71,7 @@ def test_late_sample_takes_prompt_from_a_sibling() -> None:
     assert late.sequences == [request.sequences[2]]
 
 
-def test_prompt_is_recomputed_without_a_sibling() -> None:
+def test_late_sample_has_no_sample_to_copy_from_if_the_others_have_ended() -> None:
     scheduler = _scheduler(slots=2)
     scheduler.submit(_request("a", samples=3))
     scheduler.admit()
@@ -80,7 +80,7 @@ def test_prompt_is_recomputed_without_a_sibling() -> None:
     assert late.sibling is None
 
 
-def test_queue_is_bounded_in_samples() -> None:
+def test_scheduler_queue_limit_counts_samples_not_requests() -> None:
     scheduler = _scheduler(slots=4, max_waiting=3)
     scheduler.submit(_request("running", samples=4))
     scheduler.admit()
@@ -90,7 +90,7 @@ def test_queue_is_bounded_in_samples() -> None:
     scheduler.submit(_request("c", samples=1))
 
 
-def test_samples_for_free_rows_do_not_count_as_waiting() -> None:
+def test_samples_that_fit_free_rows_do_not_count_towards_the_queue_limit() -> None:
     scheduler = _scheduler(slots=4, max_waiting=2)
     scheduler.submit(_request("a", samples=6))
     with pytest.raises(Overloaded):
@@ -102,7 +102,7 @@ def test_samples_for_free_rows_do_not_count_as_waiting() -> None:
 
 
 @pytest.mark.parametrize("running", [0, 4])
-def test_more_samples_than_total_capacity_are_invalid(running: int) -> None:
+def test_request_with_more_samples_than_rows_plus_queue_is_invalid(running: int) -> None:
     scheduler = _scheduler(slots=4, max_waiting=2)
     if running:
         scheduler.submit(_request("running", samples=running))
@@ -112,7 +112,7 @@ def test_more_samples_than_total_capacity_are_invalid(running: int) -> None:
     assert raised.value.param == "n" and scheduler.num_waiting == 0
 
 
-def test_prompts_beyond_the_budget_wait_but_a_single_long_one_is_admitted() -> None:
+def test_prompts_beyond_the_prefill_budget_wait_but_one_long_prompt_is_admitted() -> None:
     scheduler = _scheduler(prefill_tokens=10)
     for name, prompt in (("a", 50), ("b", 6), ("c", 5)):
         scheduler.submit(_request(name, prompt=prompt))
@@ -121,7 +121,7 @@ def test_prompts_beyond_the_budget_wait_but_a_single_long_one_is_admitted() -> N
     assert [each.request.request_id for each in scheduler.admit()] == ["c"]
 
 
-def test_withdrawn_request_leaves_the_queue_and_returns_its_rows() -> None:
+def test_withdrawn_request_leaves_the_queue_and_frees_its_rows() -> None:
     scheduler = _scheduler(slots=2)
     gone, other = _request("a", samples=3), _request("b")
     scheduler.submit(gone)
@@ -134,8 +134,8 @@ def test_withdrawn_request_leaves_the_queue_and_returns_its_rows() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_rows_stay_dense_and_moves_are_disjoint(seed: int) -> None:
-    """Replays the moves on an array of rows, as a runner does, and compares it with the scheduler's own list."""
+def test_running_rows_stay_contiguous_and_row_moves_do_not_overlap(seed: int) -> None:
+    """Replay the moves on an array of rows, as a runner does, and compare the array with the scheduler's own list."""
     random = rng.generator(seed, "scheduler")
     scheduler = _scheduler(slots=8)
     rows: dict[int, object] = {}
@@ -160,8 +160,8 @@ def _room(free: int, blocks: int = 100) -> CacheRoom:
     return CacheRoom(blocks=blocks, free=free, size=4, reused_tokens=0)
 
 
-def test_paged_cache_admits_as_many_samples_as_its_free_blocks_hold() -> None:
-    """Nine tokens fill two blocks that the samples share, and each needs a third of its own."""
+def test_scheduler_admits_only_as_many_samples_as_the_free_cache_blocks_hold() -> None:
+    """Nine prompt tokens fill two blocks that the samples share; each sample needs one more block."""
     scheduler = _scheduler(slots=8)
     scheduler.submit(_request("a", samples=4, prompt=9))
     assert scheduler.admit(_room(2)) == []
@@ -182,7 +182,7 @@ def test_preempted_sequence_is_admitted_before_waiting_requests() -> None:
     assert not scheduler.any_preempted and scheduler.num_waiting == 0
 
 
-def test_only_preempted_sequences_are_admitted_while_a_commit_drains_the_rows() -> None:
+def test_while_a_commit_drains_only_preempted_sequences_are_admitted() -> None:
     scheduler = _scheduler(slots=4)
     scheduler.submit(_request("a"))
     scheduler.admit(_room(9))
@@ -191,7 +191,7 @@ def test_only_preempted_sequences_are_admitted_while_a_commit_drains_the_rows() 
     assert [each.request.request_id for each in scheduler.admit(_room(9), new=False)] == ["a"]
 
 
-def test_withdrawn_request_leaves_no_preempted_sequence() -> None:
+def test_withdrawing_a_request_drops_its_preempted_sequences() -> None:
     scheduler = _scheduler(slots=4)
     request = _request("a", samples=2)
     scheduler.submit(request)

@@ -1,4 +1,4 @@
-"""A text window never returns text from a stop string on, however the string arrives."""
+"""A text window returns the text before the first stop string, whichever tokens that string arrives in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _window(tokenizer: ChatTokenizer, *stops: str) -> TextWindow:
 
 
 def _feed(window: TextWindow, tokenizer: ChatTokenizer, text: str) -> tuple[bool, str]:
-    """Push tokens until a stop; return whether it stopped, and all text taken on the way."""
+    """Push tokens until a stop string; return whether there was one, and all text taken."""
     taken = ""
     for token_id in tokenizer.encode(text):
         stopped = window.push(token_id)
@@ -38,7 +38,7 @@ def _feed(window: TextWindow, tokenizer: ChatTokenizer, text: str) -> tuple[bool
         ("stop", ("stop",), "", True),
     ],
 )
-def test_text_is_cut_before_the_first_stop_string(
+def test_text_window_cuts_text_before_the_first_stop_string(
     tokenizer: ChatTokenizer, text: str, stops: tuple[str, ...], shown: str, stopped: bool
 ) -> None:
     window = _window(tokenizer, *stops)
@@ -46,7 +46,7 @@ def test_text_is_cut_before_the_first_stop_string(
     assert window.text == shown
 
 
-def test_all_short_texts_agree_with_a_plain_search(tokenizer: ChatTokenizer) -> None:
+def test_text_window_finds_the_same_stop_string_as_a_plain_search(tokenizer: ChatTokenizer) -> None:
     stops = ("aba", "bb")
     for letters in itertools.product("ab", repeat=7):
         text = "".join(letters)
@@ -56,7 +56,7 @@ def test_all_short_texts_agree_with_a_plain_search(tokenizer: ChatTokenizer) -> 
         assert _feed(_window(tokenizer, *stops), tokenizer, text) == (bool(ends), shown), text
 
 
-def test_text_that_may_begin_a_stop_string_is_held_back(tokenizer: ChatTokenizer) -> None:
+def test_text_window_holds_back_text_that_may_begin_a_stop_string(tokenizer: ChatTokenizer) -> None:
     window = _window(tokenizer, "end")
     shown = []
     for token_id in tokenizer.encode("xene"):

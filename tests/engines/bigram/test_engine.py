@@ -1,4 +1,4 @@
-"""The bigram engine, loaded from its directory, and its sampler against precomputed numbers."""
+"""The bigram engine, loaded from its directory, and its sampler."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def options(tokenizer_directory: Path, tokenizer: ChatTokenizer, tmp_path: Path)
     return EngineOptions(model_path=tmp_path / "model", model_id="b", slots=4, max_waiting=8, context_length=32)
 
 
-async def test_engine_serves_its_directory(options: EngineOptions) -> None:
+async def test_bigram_engine_serves_the_model_in_its_directory(options: EngineOptions) -> None:
     answers = []
     for _ in range(2):
         engine = from_options(options)
@@ -51,7 +51,7 @@ async def test_engine_serves_its_directory(options: EngineOptions) -> None:
         ({"weights": WeightFormat.INT8}, r"native weights only, .*engine\.weights=int8; leave it out"),
     ],
 )
-def test_unsupported_options_are_rejected(options: EngineOptions, wrong: dict[str, Any], says: str) -> None:
+def test_bigram_engine_rejects_unsupported_options(options: EngineOptions, wrong: dict[str, Any], says: str) -> None:
     from dataclasses import replace
 
     with pytest.raises(ModelError, match=says):
@@ -63,7 +63,6 @@ def test_unsupported_options_are_rejected(options: EngineOptions, wrong: dict[st
 
 
 def _sampled(noise: float, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> tuple[int, float]:
-    """Sample one token of the distribution 1/2, 1/4, 1/8, 1/8."""
     logits = np.log(np.array([[4.0, 2.0, 1.0, 1.0]]))
     state = RowState(0, 0, 0, 0, temperature=temperature, top_p=top_p, top_k=top_k)
     token_ids, logprobs = sample_rows(logits, [state], np.array([noise]))
@@ -89,7 +88,7 @@ def _sampled(noise: float, *, temperature: float = 1.0, top_p: float = 1.0, top_
         (0.99, {"temperature": 0.0, "top_k": 1}, 0, 1 / 2),
     ],
 )
-def test_sampler_matches_precomputed_values(
+def test_sampled_token_and_probability_match_precomputed_values(
     noise: float, options_: dict[str, float], token: int, probability: float
 ) -> None:
     assert _sampled(noise, **options_) == (token, pytest.approx(probability))  # type: ignore[arg-type]
@@ -97,7 +96,9 @@ def test_sampler_matches_precomputed_values(
 
 @pytest.mark.parametrize("wrong", [[math.nan] * 3, [0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3])
 @pytest.mark.parametrize("options_", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}])
-def test_row_without_distribution_gets_nan_and_others_are_sampled(wrong: list[float], options_: dict[str, Any]) -> None:
+def test_row_with_nonfinite_logits_gets_a_nan_logprob_and_other_rows_are_sampled(
+    wrong: list[float], options_: dict[str, Any]
+) -> None:
     logits = np.array([[0.0, 1.0, 2.0], wrong, [2.0, 1.0, 0.0]])
     chosen = {"temperature": 1.0, "top_p": 1.0, "top_k": 0} | options_
     states, noise = [RowState(row, 0, 0, 0, **chosen) for row in range(3)], np.array([0.3, 0.5, 0.7])

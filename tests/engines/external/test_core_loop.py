@@ -23,7 +23,7 @@ from tests.patience import PATIENCE_S
 
 OPTIONS = engine_options(context_length=32, max_waiting=8)
 LAYOUT = WeightLayout(parameters=(ParameterSpec(name="w", shape=(1,), dtype=DType.FLOAT32),))
-#: Ends a sample.
+#: The end-of-sample token.
 STOP = 0
 
 
@@ -121,7 +121,7 @@ class World:
         return self.loop
 
     async def submitted(self, n: int = 1) -> asyncio.Task[ChatCompletion]:
-        """Submit a request; returns when the core has begun its samples."""
+        """Submit a request; return when the core has begun its samples."""
         task = asyncio.create_task(self.engine.complete(ChatCompletionRequest(prompt_token_ids=[1, 2], n=n)))
         while len(self.core.begun) < n:
             await asyncio.sleep(0.002)
@@ -141,7 +141,7 @@ async def world() -> AsyncIterator[World]:
         await made.engine.close()
 
 
-async def test_core_rejection_is_answered_and_the_engine_continues() -> None:
+async def test_request_rejected_by_the_engine_core_fails_and_later_requests_succeed() -> None:
     async with world() as made:
         made.core.refusal = ValueError("temperature must be in [0, 2], got 2.5.")
         with pytest.raises(InvalidRequest, match="core rejects the request: temperature must be in"):
@@ -153,10 +153,8 @@ async def test_core_rejection_is_answered_and_the_engine_continues() -> None:
         assert (await asyncio.wait_for(pending, PATIENCE_S)).epoch == 1
 
 
-async def test_request_epoch_is_that_of_its_first_token() -> None:
-    """The samples of a request start one by one, and the sample with the first token may start last, in a later
-    epoch.
-    """
+async def test_epoch_of_a_request_is_that_of_its_first_sampled_token() -> None:
+    """Samples start one by one; the sample that got the first token may start last, in a later epoch."""
     async with world() as made:
         pending = await made.submitted(2)
         first, second = (sample_id(sequence) for sequence in made.core.begun)
@@ -165,7 +163,7 @@ async def test_request_epoch_is_that_of_its_first_token() -> None:
         assert (await asyncio.wait_for(pending, PATIENCE_S)).epoch == 1
 
 
-async def test_busy_time_counts_only_while_the_core_has_samples() -> None:
+async def test_busy_time_grows_only_while_the_core_has_samples() -> None:
     async with world() as made:
         for number in (1, 2):
             task = await made.submitted(number)
@@ -179,8 +177,8 @@ async def test_busy_time_counts_only_while_the_core_has_samples() -> None:
             assert made.engine.metrics().busy_s_total == busy_s
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread dies of it
-async def test_core_death_is_noticed_before_the_core_is_closed() -> None:
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread fails
+async def test_requests_fail_at_once_when_the_core_dies_even_if_closing_it_takes_long() -> None:
     async with world() as made:
         made.core.may_close.clear()
         pending = await made.submitted()
@@ -193,15 +191,15 @@ async def test_core_death_is_noticed_before_the_core_is_closed() -> None:
         made.core.may_close.set()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread dies of it
-async def test_repeated_stop_does_not_interrupt_closing_the_core() -> None:
-    """An interrupted close would leak its resources, such as connections."""
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread fails
+async def test_stopping_the_loop_again_does_not_interrupt_the_closing_of_its_core() -> None:
+    """An interrupted close would leak the core's resources, such as connections."""
     async with world() as made:
         made.core.may_close.clear()
         pending = await made.submitted()
         made.tell(RuntimeError("the core has died"))
         with pytest.raises(EngineStopped):
-            await asyncio.wait_for(pending, PATIENCE_S)  # the core is being closed from here on
+            await asyncio.wait_for(pending, PATIENCE_S)  # from here on, the core is being closed
         for _ in range(2):
             assert not await asyncio.to_thread(made.loop.stop, 0.05)
         assert not made.core.is_closed
@@ -210,9 +208,8 @@ async def test_repeated_stop_does_not_interrupt_closing_the_core() -> None:
         assert made.core.is_closed
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread dies of it
-async def test_commit_queued_as_the_core_dies_is_answered() -> None:
-    """The queued commit never gets to run."""
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread fails
+async def test_commit_queued_while_the_core_dies_fails_with_engine_stopped() -> None:
     async with world() as made:
         queued: list[Future[float]] = []
         made.core.last_act = lambda: queued.append(made.loop.commit(version=58, epoch=1, on_update=OnUpdate.CONTINUE))
@@ -224,8 +221,8 @@ async def test_commit_queued_as_the_core_dies_is_answered() -> None:
         assert isinstance(queued[0].exception(), EngineStopped)
 
 
-async def test_abandoned_commit_is_cancelled() -> None:
-    """Running samples are ended, because the weights that would continue them are unknown; the next commit works."""
+async def test_cancelled_commit_ends_running_samples_and_the_next_commit_succeeds() -> None:
+    """The weights that would continue the running samples are unknown, so they end."""
     async with world() as made:
         pending = await made.submitted()
         made.core.may_pause.clear()
@@ -244,12 +241,12 @@ async def test_abandoned_commit_is_cancelled() -> None:
         assert made.loop.serving == (1, 58)
 
 
-async def test_stop_is_safe_while_the_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_core_loop_can_be_stopped_while_its_thread_is_ending(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop closes before the thread ends; the test holds the thread between the two."""
     ending, may_end = threading.Event(), threading.Event()
 
     def hold(_: threading.ExceptHookArgs) -> None:
-        """Excepthook of the thread, called after all of its own work."""
+        """Delay the end of the thread: its excepthook runs after all its other work."""
         ending.set()
         may_end.wait(PATIENCE_S)
 

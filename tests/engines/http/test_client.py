@@ -36,7 +36,7 @@ def ask(**fields: Any) -> ChatCompletionRequest:
     return ChatCompletionRequest(messages=[ChatMessage(role="user", content="1 + 2")], max_tokens=4, **fields)
 
 
-async def test_every_route_is_callable(client: EngineClient, url: str) -> None:
+async def test_engine_client_calls_every_route(client: EngineClient, url: str) -> None:
     completion = await client.chat(url, ask(n=3, seed=1, return_token_ids=True))
     assert len(completion.choices) == 3 and completion.choices[2].token_ids
     assert (await client.health(url)).model_version == 0
@@ -49,28 +49,28 @@ async def test_every_route_is_callable(client: EngineClient, url: str) -> None:
     ("request_", "kind"),
     [(ask(model="another"), UnknownModel), (ask(n=1).model_copy(update={"prompt_token_ids": [99]}), InvalidRequest)],
 )
-async def test_errors_keep_their_class(
+async def test_engine_client_raises_the_engines_error_classes(
     client: EngineClient, url: str, request_: ChatCompletionRequest, kind: type[Exception]
 ) -> None:
     with pytest.raises(kind):
         await client.chat(url, request_)
 
 
-async def test_update_errors_keep_their_class_and_param(client: EngineClient, url: str) -> None:
+async def test_engine_client_raises_update_errors_with_class_and_param(client: EngineClient, url: str) -> None:
     request = WeightUpdateRequest(phase=UpdatePhase.PREPARE, version=1, group="g", generation=1, layout=LAYOUT)
     with pytest.raises(NotPrepared) as refused:
         await client.request_weight_update(url, request)
     assert refused.value.param == "group"
 
 
-async def test_wrong_token_is_unauthorized(url: str) -> None:
+async def test_client_with_a_wrong_token_is_unauthorized_except_for_health(url: str) -> None:
     async with EngineClient(token="wrong") as stranger:
         assert (await stranger.health(url)).model_version == 0
         with pytest.raises(Unauthorized):
             await stranger.models(url)
 
 
-async def test_closed_port_is_unreachable(client: EngineClient) -> None:
+async def test_closed_port_raises_engine_unreachable(client: EngineClient) -> None:
     with pytest.raises(
         EngineUnreachable, match=r"^GET http://127\.0\.0\.1:9/health failed: .*is the engine running\?$"
     ):
@@ -78,12 +78,12 @@ async def test_closed_port_is_unreachable(client: EngineClient) -> None:
 
 
 @pytest.mark.parametrize("host", ["gpu..box:8001", f"{'h' * 64}:8001", "host:65536"])
-async def test_invalid_host_name_is_unreachable(client: EngineClient, host: str) -> None:
+async def test_invalid_host_name_raises_engine_unreachable(client: EngineClient, host: str) -> None:
     with pytest.raises(EngineUnreachable, match=r"^GET http://.*/health failed: "):
         await client.health(f"http://{host}")
 
 
-async def test_silent_server_hits_the_deadline() -> None:
+async def test_server_that_never_answers_raises_engine_unreachable_at_the_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         async with EngineClient(state_timeout_s=0.2) as client:
@@ -93,7 +93,7 @@ async def test_silent_server_hits_the_deadline() -> None:
 
 @asynccontextmanager
 async def answering(answer: bytes) -> AsyncIterator[tuple[str, list[int]]]:
-    """Run a server that sends `answer` once per connection; yields its URL and the number of connections."""
+    """Run a server that sends `answer` once per connection; yield its URL and the number of connections."""
     connections = [0]
 
     async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -125,7 +125,9 @@ def whole(body: bytes, status: bytes = b"200 OK", more: bytes = b"") -> bytes:
     ],
     ids=["no answer of the contract", "no HTTP", "a proxy's error", "a server that ends", "a login page"],
 )
-async def test_non_engine_servers_are_named_as_such(answer: bytes, raised: type[Exception], sentence: str) -> None:
+async def test_server_that_is_no_engine_gives_an_error_that_says_so(
+    answer: bytes, raised: type[Exception], sentence: str
+) -> None:
     async with answering(answer) as (url, _), EngineClient() as client:
         with pytest.raises(raised, match=sentence):
             await client.health(url)
@@ -139,7 +141,7 @@ async def test_idle_connection_closed_by_the_server_is_reopened() -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_every_form_of_response_is_read() -> None:
+async def test_client_reads_chunked_and_connection_close_responses() -> None:
     chunked = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (HEALTH[:9], HEALTH[9:], b""))
     for answer in (
         whole(HEALTH, more=b"connection: close\r\n"),

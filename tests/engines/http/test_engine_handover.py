@@ -1,4 +1,4 @@
-"""Handover of an answer to another engine: only tokens that had not arrived are sampled again."""
+"""Handover of an answer to another engine, which samples only the tokens that have not arrived."""
 
 from __future__ import annotations
 
@@ -58,19 +58,15 @@ class Followed:
         async with aclosing(self._client.stream(url, request)) as chunks:
             async for chunk in chunks:
                 yield chunk
-                self.came[request.seed] += any(part.token_ids for part in chunk.choices)  # it was taken as well
+                self.came[request.seed] += any(part.token_ids for part in chunk.choices)  # the reader has taken it
 
 
 @final
 class Scripted:
-    """A `ChatClient` whose token t of sample i is 10·i + t. Each engine streams some tokens and then ends as
-    scripted.
-    """
+    """A `ChatClient` whose token t of sample i is 10·i + t; each engine streams some tokens and ends as scripted."""
 
     def __init__(self, **engines: tuple[Any, ...]) -> None:
-        """`engines`: (epoch, version, tokens to send of each sample, exception to raise then, or None for a complete
-        answer).
-        """
+        """`engines`: (epoch, version, tokens sent per sample, exception raised after them or None)."""
         self.engines = engines
         self.offers = dict.fromkeys(engines, Continuation.SAME_NOISE)
         self.asked: list[tuple[str, list[int] | None]] = []
@@ -129,7 +125,7 @@ def is_whole(answer: Answered) -> None:
 
 
 @pytest.mark.parametrize("error", [EngineUnreachable("dead"), Dirty("half"), EngineStopped("closing")])
-async def test_another_engine_continues_after_a_failure(error: Exception) -> None:
+async def test_answer_continues_on_another_engine_after_the_first_fails(error: Exception) -> None:
     client, begun = Scripted(a=(1, 7, 4, error), b=(1, 6, 0, None)), []
     answer = await EnginePool(client, ["a", "b"], min_epoch=1).complete(ask(), begun=lambda: begun.append(len(begun)))
     is_whole(answer)
@@ -139,7 +135,7 @@ async def test_another_engine_continues_after_a_failure(error: Exception) -> Non
     assert begun == [0], "its oldest token is as old as it was"
 
 
-async def test_another_engine_continues_after_a_removal() -> None:
+async def test_answer_continues_on_another_engine_after_the_first_is_removed() -> None:
     client = Scripted(a=(1, 7, 3, STANDS_STILL), b=(1, 7, 0, None))
     pool = EnginePool(client, ["a"])
     running = asyncio.create_task(pool.complete(ask()))
@@ -150,8 +146,8 @@ async def test_another_engine_continues_after_a_removal() -> None:
     assert client.asked == [("a", None), ("b", [3, 3])] and answer.tokens_kept == 6
 
 
-async def test_ended_samples_are_not_requested_again() -> None:
-    """Sample 1 is short, and complete when the first engine dies."""
+async def test_finished_samples_are_not_requested_again_after_a_handover() -> None:
+    """Sample 1 is already complete when the first engine dies."""
     client = Scripted(a=(1, 7, 4, EngineUnreachable("dead")), b=(1, 7, 0, None))
     client.short = {1: 3}
     answer = await EnginePool(client, ["a", "b"]).complete(ask(n=3))
@@ -163,14 +159,14 @@ async def test_ended_samples_are_not_requested_again() -> None:
     assert client.asked == [("a", None), ("b", [4, 4])] and answer.tokens_kept == 11
 
 
-async def test_complete_answer_survives_a_broken_stream() -> None:
+async def test_answer_whose_samples_are_all_complete_survives_a_broken_stream() -> None:
     client = Scripted(a=(1, 7, LENGTH, EngineUnreachable("dead")), b=(1, 7, 0, None))
     answer = await EnginePool(client, ["a", "b"]).complete(ask())
     is_whole(answer)
     assert client.asked == [("a", None)] and answer.url == "a"
 
 
-async def test_engine_without_continuation_is_asked_for_the_whole_answer() -> None:
+async def test_engine_that_cannot_continue_answers_gets_the_whole_request() -> None:
     client, begun = Scripted(a=(1, 7, 4, EngineUnreachable("dead")), b=(1, 7, 0, None)), []
     client.offers["b"] = Continuation.NONE
     answer = await EnginePool(client, ["a", "b"]).complete(ask(), begun=lambda: begun.append(0))
@@ -178,8 +174,8 @@ async def test_engine_without_continuation_is_asked_for_the_whole_answer() -> No
     assert (answer.tokens_kept, answer.tokens_resampled) == (0, 8)
 
 
-async def test_weights_of_another_epoch_start_over() -> None:
-    """A prefix from diverged weights is not joined to another epoch."""
+async def test_answer_starts_over_on_an_engine_of_another_epoch() -> None:
+    """Weights of different epochs may have diverged, so their tokens are not joined."""
     client, begun = Scripted(a=(1, 7, 4, EngineUnreachable("dead")), b=(2, 6, 0, None)), []
     answer = await EnginePool(client, ["a", "b"]).complete(ask(), begun=lambda: begun.append(0))
     is_whole(answer)
@@ -188,7 +184,7 @@ async def test_weights_of_another_epoch_start_over() -> None:
     assert (answer.tokens_kept, answer.tokens_resampled, answer.completion.epoch) == (0, 8, 2)
 
 
-async def test_restarted_engine_adds_nothing_to_an_answer() -> None:
+async def test_engine_that_restarted_with_old_weights_does_not_continue_an_answer() -> None:
     client = Scripted(a=(1, 7, 4, EngineUnreachable("dead")), b=(0, 0, 0, None), c=(1, 7, 0, None))
     answer = await EnginePool(client, ["a", "b", "c"], min_epoch=1).complete(ask())
     is_whole(answer)
@@ -204,7 +200,7 @@ async def test_answer_starts_over_on_an_engine_that_rejects_the_continuation() -
 
 
 async def _until_only(pool: EnginePool, client: Scripted) -> Answered:
-    """Remove an engine as soon as it has failed, so that only the other can reject."""
+    """Remove the first engine as soon as it has failed, so that only the second can reject."""
     running = asyncio.create_task(pool.complete(ask()))
     while not client.asked:
         await asyncio.sleep(0)
@@ -212,7 +208,7 @@ async def _until_only(pool: EnginePool, client: Scripted) -> Answered:
     return await running
 
 
-async def test_non_finite_logits_in_mid_answer_are_tried_once_per_engine() -> None:
+async def test_answer_that_hits_nonfinite_logits_is_tried_once_per_engine() -> None:
     error: ContractError = NotFinite("NaN")
     client = Scripted(a=(1, 7, 2, error), b=(1, 7, 2, error))
     with pytest.raises(NotFinite, match="b: NaN"):
@@ -220,7 +216,7 @@ async def test_non_finite_logits_in_mid_answer_are_tried_once_per_engine() -> No
     assert client.asked == [("a", None), ("b", None)]
 
 
-async def test_without_an_interval_answers_are_not_streamed() -> None:
+async def test_pool_without_a_streaming_interval_sends_plain_requests() -> None:
     client = Scripted(a=(1, 7, 0, None))
     await EnginePool(client, ["a"], interval_s=0.0).complete(ask())
     assert client.asked == [("a", None)]
@@ -228,14 +224,14 @@ async def test_without_an_interval_answers_are_not_streamed() -> None:
 
 # --- real engines -------------------------------------------------------------------------------------------------
 
-#: Seconds per step of the failing engine: its answers would take half a minute.
+#: Seconds per step of the failing engine, whose answers would thus take half a minute.
 SLOW_S = "0.2"
 
 
 async def _kept_when(
     ends: Callable[[EnginePool, Any], None], dies: str, process: Any, stays: str
 ) -> tuple[list[Answered], list[ChatCompletion]]:
-    """Return answers that began at `dies`, which `ends` ends midway, and those of an undisturbed engine."""
+    """Return answers that began at `dies` and were cut off by `ends`, and those of an undisturbed engine."""
     requests = [ask(n=4, max_tokens=150, seed=seed) for seed in range(6)]
     async with EngineClient() as client, asyncio.timeout(PATIENCE_S):
         expected = [await client.chat(stays, request) for request in requests]
@@ -249,7 +245,7 @@ async def _kept_when(
         return await asyncio.gather(*running), expected
 
 
-async def test_killed_engine_loses_only_unsent_tokens_and_answers_stay_equal() -> None:
+async def test_answers_of_a_killed_engine_are_completed_with_the_same_tokens_elsewhere() -> None:
     with (
         in_thread(application()) as stays,
         as_process("tests.fakes.scripted_engine", "none", SLOW_S) as (dies, process),
@@ -259,7 +255,7 @@ async def test_killed_engine_loses_only_unsent_tokens_and_answers_stay_equal() -
     assert all(answer.tokens_kept > 0 and answer.tokens_resampled == 0 for answer in answers)
 
 
-async def test_leaving_an_engine_frees_its_slots() -> None:
+async def test_handing_over_an_answer_frees_the_slots_of_the_first_engine() -> None:
     slow = ScriptedEngine(step_s=float(SLOW_S))
     with in_thread(create_app(slow, token=None)) as leaves, in_thread(application()) as stays:
         answers, expected = await _kept_when(lambda pool, _: pool.update([stays]), leaves, None, stays)

@@ -1,4 +1,4 @@
-"""Other servers get requests in OpenAI's format only, and their own error messages are reported."""
+"""Servers other than ours get requests in OpenAI's format only, and their own error messages are reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def says(text: str) -> Callable[[dict[str, Any]], str]:
     return lambda body: text
 
 
-async def test_sample_is_requested_in_openais_format() -> None:
+async def test_openai_server_gets_requests_in_openais_format() -> None:
     fake = OpenAIFake(says("2"))
     with in_thread(fake.app) as url:
         assert [card["id"] for card in await models_at(url, token=None)] == ["small", "large"]
@@ -34,7 +34,7 @@ async def test_sample_is_requested_in_openais_format() -> None:
     assert fake.tokens == ["Bearer t"]
 
 
-async def test_busy_server_is_retried_with_the_same_seed() -> None:
+async def test_busy_openai_server_is_retried_with_the_same_seed() -> None:
     fake = OpenAIFake(says("2"), failures=(503, 429))
     with in_thread(fake.app) as url:
         async with OpenAIServer(url, model="small", token=None, deadline_s=PATIENCE_S) as server:
@@ -42,7 +42,7 @@ async def test_busy_server_is_retried_with_the_same_seed() -> None:
     assert [body["seed"] for body in fake.bodies] == [7, 7, 7]
 
 
-async def test_rejection_quotes_the_server_and_is_not_retried() -> None:
+async def test_request_that_an_openai_server_rejects_is_not_retried() -> None:
     fake = OpenAIFake(says("2"), failures=(400,))
     with in_thread(fake.app) as url:
         async with OpenAIServer(url, model="small", token=None, deadline_s=PATIENCE_S) as server:
@@ -51,7 +51,7 @@ async def test_rejection_quotes_the_server_and_is_not_retried() -> None:
     assert len(fake.bodies) == 1
 
 
-async def test_failing_server_is_given_up_at_the_deadline() -> None:
+async def test_failing_openai_server_is_retried_until_the_deadline() -> None:
     fake = OpenAIFake(says("2"), failures=(500,) * 100)
     with in_thread(fake.app) as url:
         async with OpenAIServer(url, model="small", token=None, deadline_s=0.5) as server:
@@ -60,7 +60,7 @@ async def test_failing_server_is_given_up_at_the_deadline() -> None:
 
 
 @pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [{"message": None}]}, [1]])
-async def test_response_of_another_shape_is_rejected(answer: Any) -> None:
+async def test_response_that_is_no_chat_completion_is_rejected(answer: Any) -> None:
     fake = OpenAIFake(says("2"))
     fake.app.router.routes.pop()
     fake.app.post("/v1/chat/completions")(lambda: answer)
@@ -70,7 +70,7 @@ async def test_response_of_another_shape_is_rejected(answer: Any) -> None:
                 await server.sample(ASKED, SAMPLING, seed=0)
 
 
-async def test_server_without_models_gives_a_clear_error() -> None:
+async def test_server_that_cannot_list_its_models_is_an_address_error() -> None:
     with pytest.raises(AddressError, match=r"GET http://127.0.0.1:9/v1/models failed: .*; is the server running\?"):
         await models_at("http://127.0.0.1:9", token=None)
     fake = OpenAIFake(says("2"))

@@ -1,4 +1,4 @@
-"""Received tokens stay, and the next engine is asked only for the rest. Pure."""
+"""A partial answer keeps the received tokens and requests only the rest from the next engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ASKED = ChatCompletionRequest(
 
 
 def part(index: int, ids: list[int], version: int, *, end: str | None = None, text: str | None = None) -> ChunkChoice:
-    """Return a part with tokens of one version; the log-prob of a token is its negative."""
+    """Return a part with tokens of one version; the log-prob of a token is minus its id."""
     reason = None if end is None else FinishReason(end)
     spans = [(version, len(ids))] if ids else []
     return ChunkChoice(
@@ -48,12 +48,12 @@ def answer(*chunks: ChatCompletionChunk) -> PartialAnswer:
     return made
 
 
-def test_unstarted_request_is_sent_whole() -> None:
+def test_request_without_received_tokens_is_sent_whole() -> None:
     expected = ASKED.model_copy(update={"stream": True, "stream_options": StreamOptions(interval_s=0.5)})
     assert answer().rest() == expected
 
 
-def test_rest_contains_unfinished_samples_and_the_exact_prompt() -> None:
+def test_remaining_request_contains_unfinished_samples_and_the_exact_prompt() -> None:
     begun = answer(
         chunk(part(0, [5, 6], 7), part(2, [8], 7), prompt=[1, 2]), chunk(part(0, [9], 8, end="stop", text="abc"))
     )
@@ -64,7 +64,7 @@ def test_rest_contains_unfinished_samples_and_the_exact_prompt() -> None:
     ChatCompletionRequest.model_validate_json(rest.model_dump_json())
 
 
-def test_rest_of_a_continued_conversation_uses_its_prompt_tokens() -> None:
+def test_remaining_request_of_a_continued_conversation_uses_its_prompt_tokens() -> None:
     request = ChatCompletionRequest(
         messages=[{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}],  # type: ignore[list-item]
         continue_token_ids=[1],
@@ -79,8 +79,8 @@ def test_rest_of_a_continued_conversation_uses_its_prompt_tokens() -> None:
     ChatCompletionRequest.model_validate_json(rest.model_dump_json())
 
 
-def test_answer_of_two_engines_joins_both_spans() -> None:
-    """The second engine serves an older version than the first, which had streamed text."""
+def test_partial_answer_joins_tokens_and_version_spans_of_two_engines() -> None:
+    """The second engine serves an older version than the first, which has also streamed text."""
     begun = answer(
         chunk(part(0, [5, 6], 7, text="ab"), part(1, [3], 7, end="length", text="x"), prompt=[1, 2]),
         chunk(part(0, [9], 8), part(2, [4], 8)),
@@ -109,7 +109,7 @@ def test_answer_of_two_engines_joins_both_spans() -> None:
     assert (begun.tokens_kept, begun.tokens_resampled) == (5, 0)
 
 
-def test_kept_tokens_count_once_and_not_after_being_dropped() -> None:
+def test_tokens_kept_at_a_handover_count_once_and_as_resampled_if_dropped() -> None:
     begun = answer(chunk(part(0, [5, 6], 7), prompt=[1]))
     begun.hand_over()
     begun.hand_over()
@@ -122,8 +122,8 @@ def test_kept_tokens_count_once_and_not_after_being_dropped() -> None:
     assert begun.rest().prefixes is None and begun.rest().messages == ASKED.messages
 
 
-def test_other_epochs_do_not_continue_an_answer() -> None:
-    """Diverged weights may have sampled the prefix."""
+def test_chunk_of_another_epoch_does_not_continue_a_partial_answer() -> None:
+    """Weights of different epochs may have diverged."""
     begun = answer(chunk(part(0, [5], 7), prompt=[1], epoch=1))
     assert not begun.take(chunk(part(0, [6], 7), epoch=2), url="b")
     assert begun.num_tokens == 1, "nothing of it was taken"
@@ -141,24 +141,24 @@ def test_other_epochs_do_not_continue_an_answer() -> None:
     ],
     ids=["a choice not asked for", "spans beyond the tokens", "no log-prob", "a token after the end"],
 )
-def test_chunks_that_do_not_fit_are_rejected(wrong: Any) -> None:
+def test_stream_chunks_inconsistent_with_the_answer_are_rejected(wrong: Any) -> None:
     begun = answer(chunk(part(1, [5], 7, end="stop"), prompt=[1]))
     with pytest.raises(EngineUnreachable):
         begun.take(wrong, url="b")
 
 
-def test_stream_without_its_prompt_is_rejected() -> None:
+def test_stream_without_prompt_token_ids_is_rejected() -> None:
     with pytest.raises(EngineUnreachable, match="prompt_token_ids"):
         answer().take(chunk(part(0, [5], 7)), url="b")
 
 
 def routed(index: int, ids: list[int], *, layers: int = 2, end: str | None = None) -> ChunkChoice:
-    """Return a part whose tokens used the experts of their own number, in each layer."""
+    """Return a part in which each token used the expert of its own id, in each layer."""
     experts = RoutedExperts.of("uint8", (len(ids), layers, 1), bytes(i for i in ids for _ in range(layers)))
     return part(index, ids, 7, end=end).model_copy(update={"routed_experts": experts})
 
 
-def test_experts_follow_their_tokens_and_the_prompts_are_the_first_engines() -> None:
+def test_routed_experts_of_chunks_are_joined_and_those_of_the_prompt_kept_from_the_first() -> None:
     request = ASKED.model_copy(update={"n": 1, "stop": None, "return_routed_experts": True})
     made = PartialAnswer(request, interval_s=0.5)
     prompt = [RoutedExperts.of("uint8", (1, 2, 1), bytes([number, number])) for number in (3, 4)]
@@ -172,7 +172,7 @@ def test_experts_follow_their_tokens_and_the_prompts_are_the_first_engines() -> 
 
 
 @pytest.mark.parametrize("came", [part(0, [9], 7), routed(0, [9], layers=3)])
-def test_tokens_without_their_experts_are_rejected(came: ChunkChoice) -> None:
+def test_streamed_tokens_without_their_routed_experts_are_rejected(came: ChunkChoice) -> None:
     request = ASKED.model_copy(update={"return_routed_experts": True})
     made = PartialAnswer(request, interval_s=0.5)
     made.take(chunk(routed(0, [5, 6]), prompt=[1, 2]), url="a")

@@ -1,4 +1,4 @@
-"""The pool completes requests while engines are full, dirty, gone or slow."""
+"""The engine pool completes requests even if engines are full, slow, gone, or between two weight versions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ URLS = ("a", "b", "c", "d")
 
 
 def slow(tokens: Counter[str], serving: set[str], avoided: set[str]) -> str | None:
-    """Return the engine that a scan of all engines picks."""
+    """Return the least busy engine by a scan of all engines."""
     return min(serving - avoided, key=lambda url: (tokens[url], url), default=None)
 
 
@@ -53,7 +53,7 @@ def slow(tokens: Counter[str], serving: set[str], avoided: set[str]) -> str | No
         max_size=200,
     )
 )
-def test_pick_equals_a_scan_of_all_engines(history: list[tuple[str, str | set[str], int]]) -> None:
+def test_least_busy_engine_equals_that_of_a_plain_scan(history: list[tuple[str, str | set[str], int]]) -> None:
     load, tokens, serving = LeastBusy(), Counter[str](), set[str]()
     asked: list[tuple[str, int]] = []
     for what, of, number in history:
@@ -75,7 +75,7 @@ def test_pick_equals_a_scan_of_all_engines(history: list[tuple[str, str | set[st
         assert load.outstanding == {url: tokens[url] for url in serving}
 
 
-def test_ties_follow_the_name_or_the_given_order() -> None:
+def test_equally_busy_engines_are_picked_by_name_or_in_an_order_per_actor() -> None:
     urls = [f"http://10.0.0.{number}" for number in range(100)]
 
     def in_order(ties: str) -> list[str]:
@@ -92,7 +92,7 @@ def test_ties_follow_the_name_or_the_given_order() -> None:
     assert len({*first[:25], *second[:25]}) > 30, "two actors do not begin with the same engines"
 
 
-def test_picking_does_not_scan_a_thousand_engines() -> None:
+def test_picking_the_least_busy_engine_does_not_scan_all_engines() -> None:
     load, looked = LeastBusy(), Counter[str]()
     load.serve(f"{number:04}" for number in range(1000))
 
@@ -124,7 +124,7 @@ def ask(**fields: Any) -> ChatCompletionRequest:
 
 
 class Script:
-    """A `ChatClient` whose engines each answer, wait or raise as scripted."""
+    """A `ChatClient` whose engines answer, wait or raise as scripted."""
 
     def __init__(self, **engines: Callable[[], Any]) -> None:
         self._engines = engines
@@ -149,12 +149,12 @@ class Script:
         yield  # makes this function an async generator
 
 
-def test_cost_counts_the_prompt_once_and_every_sample() -> None:
+def test_request_cost_counts_the_prompt_once_and_every_sample() -> None:
     assert cost(ask(n=4)) == 3 + 4 * 5
     assert cost(ChatCompletionRequest(messages=[ChatMessage(role="user", content="x" * 40)], max_tokens=1)) == 11
 
 
-async def test_work_is_spread_by_outstanding_tokens() -> None:
+async def test_requests_go_to_the_engine_with_the_fewest_outstanding_tokens() -> None:
     may_end = asyncio.Event()
     pool = EnginePool(Script(a=lambda: may_end, b=lambda: may_end), ["a", "b"])
     answers = [asyncio.create_task(pool.complete(ask(n=n))) for n in (8, 1, 1, 1)]
@@ -165,7 +165,7 @@ async def test_work_is_spread_by_outstanding_tokens() -> None:
     assert pool.outstanding == {"a": 0, "b": 0}
 
 
-async def test_engine_of_an_earlier_turn_is_preferred_until_much_busier() -> None:
+async def test_later_turns_prefer_the_engine_of_earlier_turns_unless_it_is_much_busier() -> None:
     may_end = asyncio.Event()
     pool = EnginePool(Script(a=lambda: may_end, b=lambda: may_end), ["a", "b"])
     large = ask(n=1, max_tokens=NEAR_TOKENS)
@@ -180,7 +180,7 @@ async def test_engine_of_an_earlier_turn_is_preferred_until_much_busier() -> Non
 @pytest.mark.parametrize(
     "error", [Overloaded("full"), Dirty("half"), EngineStopped("closing"), EngineUnreachable("gone")]
 )
-async def test_failing_engine_is_replaced_with_the_same_seed(error: Exception) -> None:
+async def test_request_moves_from_a_failing_engine_to_another_with_the_same_seed(error: Exception) -> None:
     client = Script(a=lambda: error, b=lambda: None)
     pool = EnginePool(client, ["a", "b"])
     assert (await pool.complete(ask())).url == "b"
@@ -206,7 +206,7 @@ async def test_request_rejected_by_every_engine_raises_promptly(error: ContractE
     assert client.calls == [("a", 4), ("b", 4)]
 
 
-async def test_unspecific_fault_counts_as_rejection_after_three_times() -> None:
+async def test_unspecific_error_counts_as_a_rejection_after_three_tries() -> None:
     outcomes: list[Any] = [ContractError("a fault"), ContractError("a fault"), None]
     client = Script(a=lambda: outcomes.pop(0))
     assert (await EnginePool(client, ["a"], suspect_s=0.01).complete(ask())).url == "a"
@@ -223,7 +223,7 @@ async def test_full_engine_is_awaited_but_rejecting_engine_is_not_retried() -> N
     assert [url for url, _ in client.calls] == ["a", "b", "b", "b"]
 
 
-async def test_rejection_is_final_once_no_other_engine_serves_but_not_while_none_does() -> None:
+async def test_rejection_is_final_only_when_the_rejecting_engines_are_all_that_serve() -> None:
     pool = EnginePool(Script(a=lambda: InvalidRequest("too long"), b=lambda: Dirty("half received")), ["a", "b"])
     pending = asyncio.create_task(pool.complete(ask()))
     await asyncio.sleep(0.01)
@@ -235,8 +235,10 @@ async def test_rejection_is_final_once_no_other_engine_serves_but_not_while_none
         await asyncio.wait_for(pending, SOON_S)
 
 
-async def test_prompt_too_long_for_one_engine_is_answered_by_a_larger_one(tokenizer: ChatTokenizer) -> None:
-    """Uses real engines, one of a shorter context than the other's."""
+async def test_prompt_too_long_for_one_engine_is_answered_by_one_with_a_longer_context(
+    tokenizer: ChatTokenizer,
+) -> None:
+    """Use two real engines with different context lengths."""
 
     def built(context_length: int) -> BatchingEngine:
         model = BigramModel.random(tokenizer.vocab_size, seed=1, context_length=context_length)
@@ -253,27 +255,27 @@ async def test_prompt_too_long_for_one_engine_is_answered_by_a_larger_one(tokeni
                 await pool.complete(long)
 
 
-async def test_single_engine_is_retried_after_its_suspicion() -> None:
+async def test_only_engine_is_retried_after_a_failure() -> None:
     outcomes: list[ContractError | None] = [Overloaded("full"), Overloaded("full"), None]
     client = Script(a=lambda: outcomes.pop(0))
     assert (await EnginePool(client, ["a"], suspect_s=0.01).complete(ask())).url == "a"
     assert outcomes == []
 
 
-async def test_deadline_error_names_engines_and_the_last_failure() -> None:
+async def test_deadline_error_names_the_engines_and_the_last_failure() -> None:
     pool = EnginePool(Script(a=lambda: Dirty("half received")), ["a"], deadline_s=0.15, suspect_s=0.02)
     with pytest.raises(DeadlineError, match=r"within 0\.15 s \(engines: a\); last: a: half received"):
         await pool.complete(ask())
 
 
-async def test_silent_engine_is_given_up_at_the_deadline() -> None:
+async def test_request_to_a_silent_engine_fails_at_the_deadline() -> None:
     began = time.monotonic()
     with pytest.raises(DeadlineError, match="a had not answered after"):
         await EnginePool(Script(a=lambda: PATIENCE_S), ["a"], deadline_s=0.1).complete(ask())
     assert time.monotonic() - began < SOON_S
 
 
-async def test_missed_deadline_makes_an_engine_suspect_unless_it_was_removed() -> None:
+async def test_engine_that_misses_a_deadline_is_avoided_for_a_while() -> None:
     client = Script(a=lambda: 30.0, b=lambda: None)
     pool = EnginePool(client, ["a", "b"], deadline_s=0.1, suspect_s=60.0)
     with pytest.raises(DeadlineError, match="a had not answered after"):
@@ -286,7 +288,7 @@ async def test_missed_deadline_makes_an_engine_suspect_unless_it_was_removed() -
     assert (await running).url == "b" and not pool._suspect_until
 
 
-async def test_prompt_without_finite_logits_is_tried_once_per_engine_without_suspicion() -> None:
+async def test_prompt_with_nonfinite_logits_is_tried_once_per_engine() -> None:
     client = Script(a=lambda: NotFinite("NaN"), b=lambda: NotFinite("NaN"))
     pool = EnginePool(client, ["a", "b"])
     with pytest.raises(NotFinite, match="b: NaN"):
@@ -294,7 +296,7 @@ async def test_prompt_without_finite_logits_is_tried_once_per_engine_without_sus
     assert client.calls == [("a", 4), ("b", 4)] and not pool._suspect_until
 
 
-async def test_joining_engine_is_used_at_once() -> None:
+async def test_waiting_request_uses_an_engine_as_soon_as_it_joins() -> None:
     pool = EnginePool(Script(late=lambda: None), deadline_s=PATIENCE_S)
     waiting = asyncio.create_task(pool.complete(ask()))
     await asyncio.sleep(0.02)
@@ -302,7 +304,7 @@ async def test_joining_engine_is_used_at_once() -> None:
     assert (await waiting).url == "late"
 
 
-async def test_engine_that_leaves_during_work_is_replaced() -> None:
+async def test_draining_engine_finishes_its_request() -> None:
     may_end = asyncio.Event()
     pool = EnginePool(Script(a=lambda: may_end, b=lambda: None), ["a"])
     running = asyncio.create_task(pool.complete(ask()))
@@ -312,7 +314,7 @@ async def test_engine_that_leaves_during_work_is_replaced() -> None:
     assert (await running).url == "a" and pool.outstanding == {"b": 0}
 
 
-async def test_requests_of_an_engine_that_misses_a_poll_still_count() -> None:
+async def test_running_requests_count_as_load_when_their_engine_returns() -> None:
     may_end = asyncio.Event()
     pool = EnginePool(Script(a=lambda: may_end, b=lambda: None), ["a"])
     old = asyncio.create_task(pool.complete(ask(n=8)))
@@ -325,7 +327,7 @@ async def test_requests_of_an_engine_that_misses_a_poll_still_count() -> None:
     assert (await old).url == "a" and pool.outstanding == {"a": 0, "b": 0}
 
 
-async def test_requests_of_a_removed_engine_move_with_their_seed() -> None:
+async def test_request_of_a_removed_engine_moves_to_another_with_its_seed() -> None:
     client, begun = Script(a=lambda: 30.0, b=lambda: None), []
     pool = EnginePool(client, ["a"])
     running = asyncio.create_task(pool.complete(ask(), begun=lambda: begun.append(len(client.calls))))
@@ -337,7 +339,7 @@ async def test_requests_of_a_removed_engine_move_with_their_seed() -> None:
     assert pool.outstanding == {"b": 0}
 
 
-async def test_moved_request_frees_its_slots() -> None:
+async def test_request_moved_to_another_engine_frees_its_slots_on_the_first() -> None:
     slow = ScriptedEngine(step_s=0.5)
     with in_thread(create_app(slow, token=None)) as leaves, in_thread(application()) as stays:
         async with EngineClient() as client, asyncio.timeout(PATIENCE_S):
@@ -351,8 +353,8 @@ async def test_moved_request_frees_its_slots() -> None:
                 await asyncio.sleep(0.005)
 
 
-async def test_killed_engine_loses_no_request() -> None:
-    """Kills one of two real engines with requests in flight; every answer equals that of an undisturbed engine."""
+async def test_no_request_is_lost_when_an_engine_is_killed() -> None:
+    """Kill one of two real engines with requests in flight; every answer equals that of an undisturbed engine."""
     requests = [ask(n=4, max_tokens=150, return_token_ids=True).model_copy(update={"seed": seed}) for seed in range(8)]
     # Slow enough that no answer is complete before the kill.
     slow = as_process("tests.fakes.scripted_engine", "none", "0.5")
@@ -368,13 +370,13 @@ async def test_killed_engine_loses_no_request() -> None:
     assert {answer.url for answer in answers} == {stays}
 
 
-async def test_restarted_engine_with_initial_weights_is_rejected() -> None:
+async def test_answer_of_an_engine_that_restarted_with_initial_weights_is_rejected() -> None:
     pool = EnginePool(Script(a=lambda: None), ["a"], deadline_s=0.2, suspect_s=0.05, min_epoch=1)
     with pytest.raises(DeadlineError, match="it serves weights of epoch 0, not those of this run"):
         await pool.complete(ask())
 
 
-async def test_named_engine_answers_alone_and_gets_no_other_requests() -> None:
+async def test_engine_named_by_a_request_answers_it_and_gets_no_unnamed_requests_meanwhile() -> None:
     may_end = asyncio.Event()
     client = Script(a=lambda: may_end, b=lambda: 0.0)
     pool = EnginePool(client, ["a", "b"])
@@ -388,14 +390,14 @@ async def test_named_engine_answers_alone_and_gets_no_other_requests() -> None:
     assert (await pool.complete(ask())).url == "a", "when nobody names it any more"
 
 
-async def test_rejection_by_a_named_engine_is_final() -> None:
+async def test_request_rejected_by_the_engine_that_it_names_is_not_sent_to_another() -> None:
     client = Script(a=lambda: InvalidRequest("too long"), b=lambda: None)
     with pytest.raises(InvalidRequest, match="a: too long"):
         await asyncio.wait_for(EnginePool(client, ["a", "b"]).complete(ask(), engine="a"), SOON_S)
     assert client.calls == [("a", 4)]
 
 
-async def test_pinned_request_reaches_a_draining_engine_and_fails_once_it_is_removed() -> None:
+async def test_request_pinned_to_an_engine_runs_while_it_drains_and_fails_on_removal() -> None:
     outcomes: list[Any] = [Overloaded("full"), None]
     pool = EnginePool(Script(a=lambda: outcomes.pop(0), b=lambda: None))
     waiting = asyncio.create_task(pool.complete(ask(), engine="a"))

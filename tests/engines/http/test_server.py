@@ -1,4 +1,4 @@
-"""The routes over real HTTP: OpenAI's own client, the error shape, limits, tokens, and disconnecting clients."""
+"""The routes over real HTTP: OpenAI's own client, the error shape, limits, tokens, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def public_client(url: str) -> Iterator[openai.OpenAI]:
 ASK: dict[str, Any] = {"model": "scripted", "messages": [{"role": "user", "content": "1 + 2"}], "max_tokens": 8}
 
 
-def test_openai_client_completes(public_client: openai.OpenAI) -> None:
+def test_openai_client_gets_chat_completions(public_client: openai.OpenAI) -> None:
     answer = public_client.chat.completions.create(**ASK, n=2, seed=3, logprobs=True)
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert answer.usage is not None and answer.usage.prompt_tokens == 5
@@ -68,7 +68,7 @@ def test_openai_client_completes(public_client: openai.OpenAI) -> None:
         assert choice.finish_reason in ("stop", "length")
 
 
-def test_openai_client_streams_the_same_answer(public_client: openai.OpenAI) -> None:
+def test_openai_client_gets_the_same_answer_streamed_and_whole(public_client: openai.OpenAI) -> None:
     whole = public_client.chat.completions.create(**ASK, seed=3, logprobs=True)
     text, logprobs = "", []
     for chunk in public_client.chat.completions.create(**ASK, seed=3, logprobs=True, stream=True):
@@ -80,7 +80,7 @@ def test_openai_client_streams_the_same_answer(public_client: openai.OpenAI) -> 
     assert expected is not None and logprobs == [record.logprob for record in expected.content or []]
 
 
-def test_openai_client_gets_its_own_error_classes(public_client: openai.OpenAI, url: str) -> None:
+def test_openai_client_raises_its_own_error_classes(public_client: openai.OpenAI, url: str) -> None:
     import openai
 
     with pytest.raises(openai.NotFoundError):
@@ -101,23 +101,23 @@ def test_openai_client_lists_models(public_client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("header", [{}, {"authorization": "Bearer wrong"}, {"authorization": TOKEN}])
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/no-such-route"])
-def test_every_route_requires_the_token(url: str, path: str, header: dict[str, str]) -> None:
+def test_engine_routes_reject_requests_without_the_token(url: str, path: str, header: dict[str, str]) -> None:
     answer = httpx.get(url + path, headers=header, trust_env=False)
     assert answer.status_code == 401 and answer.json()["error"]["code"] == "unauthorized"
 
 
-def test_non_ascii_header_is_a_wrong_token(url: str) -> None:
+def test_non_ascii_authorization_header_is_unauthorized(url: str) -> None:
     answer = httpx.get(url + "/v1/models", headers=[(b"authorization", b"Bearer \xff\xfe")], trust_env=False)
     assert answer.status_code == 401
 
 
-def test_body_over_the_limit_is_rejected(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_body_over_the_limit_is_rejected(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_service, "MAX_BODY_BYTES", 1000)
     answer = client.post("/v1/chat/completions", content=b" " * 1001, headers={"content-type": "application/json"})
     assert answer.status_code == 413 and "at most 1000 bytes" in answer.json()["error"]["message"]
 
 
-def test_endless_body_times_out(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_body_that_never_ends_times_out(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_service, "BODY_TIMEOUT_S", 0.2)
     address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
     with socket.create_connection(address, timeout=PATIENCE_S) as slow:
@@ -126,7 +126,7 @@ def test_endless_body_times_out(url: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert b"408" in slow.recv(4096).split(b"\r\n")[0]
 
 
-def test_metrics_have_one_sample_per_field(client: httpx.Client) -> None:
+def test_metrics_route_has_one_sample_per_metric_field(client: httpx.Client) -> None:
     text = client.get("/metrics").text
     assert text.count("# TYPE") == len(EngineMetrics.model_fields)
     assert "# TYPE pipelinerl_engine_generated_tokens_total counter" in text
@@ -137,8 +137,6 @@ def test_metrics_have_one_sample_per_field(client: httpx.Client) -> None:
 
 
 class _Broken:
-    """An engine whose state and generation fail with an unexpected error."""
-
     def __init__(self) -> None:
         self._engine = ScriptedEngine()
 
@@ -152,7 +150,7 @@ class _Broken:
         raise RuntimeError("secret of the inside")
 
 
-def test_unexpected_error_keeps_the_shape_and_hides_its_message(caplog: pytest.LogCaptureFixture) -> None:
+def test_unexpected_error_is_a_500_in_the_error_shape_without_its_message(caplog: pytest.LogCaptureFixture) -> None:
     broken: Any = _Broken()
     with in_thread(create_app(broken, token=None)) as served:
         for answer in (
@@ -164,7 +162,7 @@ def test_unexpected_error_keeps_the_shape_and_hides_its_message(caplog: pytest.L
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_disconnecting_client_cancels_its_request(stream: bool) -> None:
+async def test_client_that_disconnects_cancels_its_request(stream: bool) -> None:
     engine = ScriptedEngine(step_s=0.01)
     with in_thread(create_app(engine, token=None)) as served:
         async with httpx.AsyncClient(trust_env=False) as client:
@@ -182,7 +180,7 @@ async def _until(condition: Any) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_error_during_a_stream_is_an_event() -> None:
+def test_error_during_a_stream_is_sent_as_an_event() -> None:
     class Failing(_Broken):
         async def stream(self, request: Any) -> Any:
             async for chunk in self._engine.stream(request):
@@ -198,8 +196,8 @@ def test_error_during_a_stream_is_an_event() -> None:
     assert json.loads(events[-2])["error"]["code"] == "engine_stopped" and events[-1] == "[DONE]"
 
 
-def test_response_does_not_wait_for_an_acknowledgement(client: httpx.Client) -> None:
-    """Head and body are two packets: with Nagle's algorithm, each response would take the 40 ms of a delayed ACK."""
+def test_small_responses_are_not_delayed_by_nagles_algorithm(client: httpx.Client) -> None:
+    """Head and body are two packets; with Nagle's algorithm, each response would wait 40 ms for a delayed ACK."""
     client.get("/health")
 
     def took_s() -> float:
@@ -210,24 +208,24 @@ def test_response_does_not_wait_for_an_acknowledgement(client: httpx.Client) -> 
     assert any(took_s() < 0.035 for _ in range(200)), "a busy machine lets some be quick"
 
 
-def test_port_in_use_is_a_clear_error() -> None:
+def test_listening_on_a_port_in_use_is_an_address_error() -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(AddressError, match=rf"^port {port} on 127\.0\.0\.1 is taken; .*choose another$"):
             listen("127.0.0.1", port)
 
 
-def test_foreign_address_is_a_clear_error() -> None:
+def test_listening_on_an_address_of_another_machine_is_an_error() -> None:
     with pytest.raises(AddressError, match=r"^cannot listen on 192\.0\.2\.1:0"):
         listen("192.0.2.1", 0)
 
 
-def test_without_a_token_only_loopback_is_served() -> None:
+def test_server_without_a_token_refuses_addresses_other_than_loopback() -> None:
     with pytest.raises(AddressError, match=r"refusing to serve on 0\.0\.0\.0 without a token"):
         serve(application(), listen("0.0.0.0", 0))
 
 
-async def test_closing_server_sends_waiting_clients_to_another_engine() -> None:
+async def test_closing_server_answers_running_requests_with_engine_stopped() -> None:
     request = ChatCompletionRequest.model_validate(ASK | {"n": 16, "max_tokens": 180})
     with as_process("tests.fakes.scripted_engine", "none", "0.1") as (served, process):
         async with EngineClient(chat_timeout_s=PATIENCE_S) as client:
@@ -240,7 +238,7 @@ async def test_closing_server_sends_waiting_clients_to_another_engine() -> None:
         assert process.wait(SOON_S) in (0, -signal.SIGTERM)
 
 
-def test_sigterm_ends_the_process_within_seconds_with_a_request_running() -> None:
+def test_sigterm_ends_the_engine_within_seconds_even_with_requests_running() -> None:
     with as_process("tests.fakes.scripted_engine", "none", "0.1") as (served, process):
         asking = subprocess.Popen(
             [

@@ -1,4 +1,4 @@
-"""The JAX engine against the torch engine on the same weights, call by call; its programs; its weights."""
+"""The JAX engine against the torch engine on the same weights; its compiled programs; its weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.fakes.spoiled_token import refuses_alone, spoil, untied
 from tests.fakes.update_in_flight import samples_across_an_update
 from trainer_contract.types import Device
 
-#: Compiled at two lengths: 128 and the full context.
+#: The engine compiles its programs for two lengths: 128 and this one.
 CONTEXT: Final = 160
 SLOTS: Final = 8
 COMPILED: Final[Counter[str]] = Counter()
@@ -49,7 +49,6 @@ jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: COM
 
 
 def _programs() -> int:
-    """Return the number of programs that this process has compiled."""
     return COMPILED["/jax/core/compile/backend_compile_duration"]
 
 
@@ -102,9 +101,7 @@ Steps = list[tuple[list[int], list[float]]]
 
 
 def _script(runner: ModelRunner) -> Steps:
-    """Run groups, a single token, greedy and truncated rows; then end and move rows, and add a sibling and a long
-    prompt.
-    """
+    """Decode groups, a single token, greedy and truncated rows; then move rows, and add a sibling and a long prompt."""
     group, alone, single = _prompt(1, 9), _prompt(2, 30), _prompt(3, 1)
     runner.prefill([Prefill(group[:-1], [0, 1, 2]), Prefill(alone[:-1], [4])])
     runner.place([_state(0, group), _state(1, group, temperature=0.0), _state(2, group, temperature=0.6)])
@@ -125,24 +122,24 @@ def _agree(ours: Steps, theirs: Steps) -> None:
         assert logprobs == pytest.approx(expected, abs=1e-4)
 
 
-def test_samples_equal_those_of_the_torch_engine(runner: JaxRunner, twin: ModelRunner) -> None:
-    """Covers both lengths and greedy rows."""
+def test_jax_engine_samples_the_same_tokens_as_the_torch_engine(runner: JaxRunner, twin: ModelRunner) -> None:
+    """The script covers both compiled lengths, and greedy rows."""
     _agree(_script(runner), _script(twin))
 
 
-def test_cache_is_updated_in_place(runner: JaxRunner) -> None:
-    """No call allocates a second cache: prompts, steps, moves and copies write into the same memory."""
+def test_jax_engine_updates_its_kv_cache_in_place(runner: JaxRunner) -> None:
+    """Prefill, decode, move and copy write into the same memory; none allocates a second cache."""
     lies = [slots.unsafe_buffer_pointer() for slots in runner._cache]
     _script(runner)
     assert [slots.unsafe_buffer_pointer() for slots in runner._cache] == lies
 
 
-def test_same_calls_give_the_same_bits(runner: JaxRunner) -> None:
+def test_jax_engine_repeats_the_same_calls_bit_for_bit(runner: JaxRunner) -> None:
     assert _script(runner) == _script(runner)
 
 
-def test_many_prompts_of_different_lengths_are_prefilled(runner: JaxRunner, twin: ModelRunner) -> None:
-    """More prompts than run together, so that some are padded and some wait for the next pass."""
+def test_jax_engine_prefills_many_prompts_of_different_lengths(runner: JaxRunner, twin: ModelRunner) -> None:
+    """There are more prompts than run together, so some are padded and some wait for the next pass."""
     prompts = [_prompt(20 + row, length) for row, length in enumerate((2, 128, 129, 140, 64, 5, 90, 17))]
     steps: list[Steps] = []
     for each in (runner, twin):
@@ -152,7 +149,7 @@ def test_many_prompts_of_different_lengths_are_prefilled(runner: JaxRunner, twin
     _agree(*steps)
 
 
-def test_last_token_of_the_context_is_sampled(runner: JaxRunner, twin: ModelRunner) -> None:
+def test_jax_engine_samples_up_to_the_last_token_of_the_context(runner: JaxRunner, twin: ModelRunner) -> None:
     prompt = _prompt(5, CONTEXT - 3)
     steps: list[Steps] = []
     for each in (runner, twin):
@@ -162,8 +159,8 @@ def test_last_token_of_the_context_is_sampled(runner: JaxRunner, twin: ModelRunn
     _agree(*steps)
 
 
-def test_nothing_is_compiled_after_the_start(runner: JaxRunner) -> None:
-    """Holds for all lengths, numbers of rows and weights; only truncation is compiled on first use."""
+def test_jax_engine_compiles_nothing_after_the_start(runner: JaxRunner) -> None:
+    """This holds for all lengths, numbers of rows and weights; only truncation is compiled on first use."""
     random = rng.generator(0, "ragged")
     before = _programs()
     for _ in range(12):
@@ -178,7 +175,7 @@ def test_nothing_is_compiled_after_the_start(runner: JaxRunner) -> None:
     assert _programs() == before
 
 
-def test_heads_can_be_divided_over_devices(options: EngineOptions, twin: ModelRunner) -> None:
+def test_jax_engine_divides_attention_heads_over_devices(options: EngineOptions, twin: ModelRunner) -> None:
     divided = jax_engine.assembled(replace(options, devices=2))
     prompt = _prompt(1, 9)
     steps: list[Steps] = []
@@ -189,7 +186,7 @@ def test_heads_can_be_divided_over_devices(options: EngineOptions, twin: ModelRu
     _agree(*steps)
 
 
-def test_number_of_programs_is_small_and_bounded() -> None:
+def test_number_of_compiled_programs_is_bounded() -> None:
     buckets = Buckets.of(rows=256, context=4096, prefill_tokens=1024)
     assert buckets.rows == (16, 32, 64, 128, 256)
     assert buckets.lengths == (128, 256, 512, 1024, 2048, 4096)
@@ -202,7 +199,7 @@ def test_number_of_programs_is_small_and_bounded() -> None:
 
 
 @pytest.mark.parametrize("changed_rows", [0, 1, 3])
-def test_logit_changes_apply_to_their_rows(changed_rows: int) -> None:
+def test_logit_changes_are_added_to_the_logits_of_their_rows(changed_rows: int) -> None:
     changes = LogitChanges()
     for row in range(changed_rows):
         changes.place(row, LogitChange({0: 1.5, row: -2.0}, 0.5, 0.25), [4, 4])
@@ -215,7 +212,7 @@ def test_logit_changes_apply_to_their_rows(changed_rows: int) -> None:
 
 
 @pytest.mark.parametrize("vocab", [50, 2100])
-def test_sampler_agrees_with_the_plain_sampler(vocab: int) -> None:
+def test_jax_sampler_agrees_with_the_numpy_sampler(vocab: int) -> None:
     random = rng.generator(vocab, "jax sampling")
     rows = 64
     logits = np.float32(random.standard_normal((rows, vocab)) * 3)
@@ -257,7 +254,7 @@ def test_sampler_agrees_with_the_plain_sampler(vocab: int) -> None:
     assert not jax.config.read("jax_enable_x64")
 
 
-def test_logprobs_stay_below_zero_at_low_temperatures() -> None:
+def test_jax_sampler_returns_no_positive_logprobs_at_low_temperatures() -> None:
     """A temperature of 1e-5 makes logits of 1e5 and more, which fp32 resolves only to hundredths."""
     logits = rng.generator(1, "cold").standard_normal((64, 50)).astype(np.float32)
     logprobs = sample(
@@ -273,7 +270,9 @@ def test_logprobs_stay_below_zero_at_low_temperatures() -> None:
 
 @pytest.mark.parametrize("vocab", [50, 2100])
 @pytest.mark.parametrize("wrong", [{0: np.nan}, {3: np.inf}, {"all": np.nan}, {"all": -np.inf}])
-def test_row_without_distribution_gets_nan_and_others_are_sampled(vocab: int, wrong: dict[Any, float]) -> None:
+def test_row_with_nonfinite_logits_gets_a_nan_logprob_and_other_rows_are_sampled(
+    vocab: int, wrong: dict[Any, float]
+) -> None:
     random = rng.generator(vocab, "not finite")
     logits = np.float32(random.standard_normal((4, vocab)))
     spoiled = logits.copy()
@@ -301,11 +300,11 @@ def _bytes(model: torch.nn.Module) -> np.ndarray:
     return torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()]).numpy()
 
 
-def test_layout_equals_the_torch_engines(runner: JaxRunner, twin: ModelRunner) -> None:
+def test_weight_layout_of_the_jax_engine_equals_that_of_the_torch_engine(runner: JaxRunner, twin: ModelRunner) -> None:
     assert runner.layout == twin.layout
 
 
-def test_half_precision_weights_arrive_bit_for_bit(model_path: Path) -> None:
+def test_staged_bfloat16_weights_are_served_bit_for_bit(model_path: Path) -> None:
     config, here = read_config(model_path), SingleDeviceSharding(jax.devices("cpu")[0])
     loaded = load_weights(model_path, config, place=lambda _: here, dtype=jax.numpy.bfloat16)
     weights = JaxWeights(config, loaded, place=lambda _: here)
@@ -342,20 +341,20 @@ async def gate_and_engine(
 
 
 @pytest.mark.parametrize("on_update", [OnUpdate.CONTINUE, OnUpdate.RECOMPUTE_KV])
-async def test_update_in_flight(
+async def test_jax_engine_updates_weights_during_decoding(
     gate_and_engine: tuple[GatedRunner, BatchingEngine], model_path: Path, on_update: OnUpdate
 ) -> None:
-    """An update also compiles nothing."""
+    """The update also compiles nothing."""
     before_any = _programs()
     await samples_across_an_update(*gate_and_engine, model_path, on_update, factor=1.2, tolerance=1e-4, as_bytes=_bytes)
     assert _programs() == before_any
 
 
 @pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.slow)])
-async def test_prompt_without_finite_logits_is_rejected_alone(
+async def test_prompt_with_nonfinite_logits_is_rejected_without_affecting_the_next_request(
     options: EngineOptions, model_path: Path, endless: ChatTokenizer, tmp_path: Path, slots: int
 ) -> None:
-    """The next request in its row finds a finite cache, whether or not there is another row."""
+    """The next request in the same row finds a finite cache, whether or not there is another row."""
     untied(model_path, tmp_path)
     own_head = replace(options, model_path=tmp_path, slots=slots)
     engine = BatchingEngine(own_head, load=lambda: jax_engine.load_runner(own_head), tokenizer=endless)
@@ -368,7 +367,7 @@ async def test_prompt_without_finite_logits_is_rejected_alone(
 # --- platforms and refusals ----------------------------------------------------------------------------------------
 
 
-def test_tpu_kernel_agrees_in_its_interpreter() -> None:
+def test_tpu_attention_kernel_agrees_with_plain_attention_in_the_interpreter() -> None:
     random = rng.generator(0, "attention")
     query, key, value = (
         jax.numpy.asarray(random.standard_normal((1, 256, heads, 16)), jax.numpy.float32) for heads in (2, 1, 1)
@@ -380,7 +379,7 @@ def test_tpu_kernel_agrees_in_its_interpreter() -> None:
     assert PromptAttention.on("cpu", devices=1) is PromptAttention.PLAIN
 
 
-def test_unsupported_models_give_a_clear_error(options: EngineOptions, tmp_path: Path) -> None:
+def test_jax_engine_rejects_unsupported_models_and_options(options: EngineOptions, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"at most the {CONTEXT} positions"):
         jax_engine.load_runner(replace(options, context_length=CONTEXT + 1))
     needed = 2 * 2 * SLOTS * CONTEXT * 2 * 8 * 4

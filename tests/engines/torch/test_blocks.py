@@ -1,4 +1,4 @@
-"""A row's blocks hold its tokens, a beginning is found only where its blocks are computed, and no block is lost."""
+"""The block table: rows own blocks for their tokens, share computed prefixes, and lose no block."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def table(blocks: int = ROWS * CONTEXT // SIZE, *, keeps_few: bool = False) -> B
     return BlockTable(rows=ROWS, context=CONTEXT, blocks=blocks, size=SIZE, keeps_few=keeps_few)
 
 
-def test_rows_of_one_prompt_share_its_full_blocks() -> None:
+def test_rows_of_one_prompt_share_its_full_cache_blocks() -> None:
     blocks = table()
     assert blocks.begin([0, 1, 2], tokens_of(COMMON)) == 0
     assert blocks.in_use == 2 + 3, "two shared blocks, and the last one of each row"
     assert (blocks.table[:3, :2] == blocks.table[0, :2]).all() and len(set(blocks.table[:3, 2])) == 3
 
 
-def test_prompt_continues_from_the_full_blocks_of_an_ended_row_with_its_sampled_tokens() -> None:
+def test_prompt_reuses_full_cache_blocks_of_an_ended_row_including_its_sampled_tokens() -> None:
     blocks = table()
     blocks.begin([0], tokens_of(COMMON[:6]))
     for position, token in enumerate(COMMON[6:], start=6):
@@ -35,7 +35,7 @@ def test_prompt_continues_from_the_full_blocks_of_an_ended_row_with_its_sampled_
     assert blocks.reused_tokens == 2 * SIZE
 
 
-def test_nothing_computed_by_older_weights_is_reused() -> None:
+def test_cache_blocks_computed_by_older_weights_are_not_reused() -> None:
     blocks = table()
     blocks.begin([0], tokens_of(COMMON))
     blocks.forget()
@@ -45,7 +45,7 @@ def test_nothing_computed_by_older_weights_is_reused() -> None:
     assert blocks.begin([2], tokens_of(COMMON)) == 2 * SIZE, "row 1 was computed by the new weights"
 
 
-def test_least_recently_used_beginning_is_evicted_first() -> None:
+def test_least_recently_used_prefix_is_evicted_first() -> None:
     blocks, other = table(6), [100 + token for token in COMMON]
     for prompt in (COMMON, other, COMMON):
         blocks.begin([0], tokens_of(prompt))
@@ -54,8 +54,8 @@ def test_least_recently_used_beginning_is_evicted_first() -> None:
     assert len(blocks.find(tokens_of(COMMON))) == 2 and not blocks.find(tokens_of(other))
 
 
-def test_four_times_as_many_heavy_tailed_sequences_fit_into_the_same_memory() -> None:
-    """Lengths as in `python -m benchmarks engine`, against rows of the whole context."""
+def test_paged_cache_holds_four_times_as_many_heavy_tailed_sequences_as_full_rows() -> None:
+    """Lengths are those of `python -m benchmarks engine`; full rows have the whole context."""
     random, rows, context, size = np.random.default_rng(0), 8, 320, 32
     blocks = BlockTable(rows=100, context=context, blocks=rows * context // size, size=size, keeps_few=False)
     held = 0
@@ -68,7 +68,7 @@ def test_four_times_as_many_heavy_tailed_sequences_fit_into_the_same_memory() ->
     assert held >= 4 * rows
 
 
-def test_rows_run_out_of_blocks_without_an_error() -> None:
+def test_growing_rows_beyond_the_free_blocks_returns_false_and_raises_nothing() -> None:
     blocks = table(5)
     blocks.begin([0], tokens_of(COMMON[:7]))
     blocks.begin([1], tokens_of([50, 51, 52, 53, 54, 55, 56]))
@@ -79,7 +79,7 @@ def test_rows_run_out_of_blocks_without_an_error() -> None:
 
 @pytest.mark.parametrize("keeps_few", [False, True])
 def test_block_table_equals_a_plain_model_after_random_operations(keeps_few: bool) -> None:
-    """Each block of a row holds the row's tokens in order, whoever shares it, and free blocks are in no row."""
+    """Each block of a row holds the row's tokens in order, even if it is shared, and free blocks are in no row."""
     random = np.random.default_rng(0)
     blocks, stored = table(14, keeps_few=keeps_few), np.full((14, SIZE), -1)
     rows: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""The torch engine as a whole: settings, chat, groups, and an update during generation."""
+"""The torch engine as a whole: settings, chat, groups, and an update during decoding."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def gate_and_engine(
     await engine.close()
 
 
-async def test_engine_from_options_chats(model_path: Path) -> None:
+async def test_torch_engine_answers_chats_and_reports_its_model_card_and_metrics(model_path: Path) -> None:
     engine = from_options(
         EngineOptions(
             model_path=model_path, model_id="m", slots=4, max_waiting=8, context_length=64, device=Device.CPU, threads=1
@@ -90,17 +90,17 @@ def _bytes(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("on_update", [OnUpdate.CONTINUE, OnUpdate.RECOMPUTE_KV])
-async def test_weights_update_during_decoding(
+async def test_torch_engine_updates_weights_during_decoding(
     gate_and_engine: tuple[GatedRunner, BatchingEngine], model_path: Path, on_update: OnUpdate
 ) -> None:
     await samples_across_an_update(*gate_and_engine, model_path, on_update, factor=1.5, tolerance=1e-5, as_bytes=_bytes)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-async def test_prompt_without_finite_logits_is_rejected_alone(
+async def test_prompt_with_nonfinite_logits_is_rejected_without_affecting_the_next_request(
     options: EngineOptions, model_path: Path, endless: ChatTokenizer, tmp_path: Path, slots: int
 ) -> None:
-    """The next request in its row finds a finite cache, whether or not there is another row."""
+    """The next request in the same row finds a finite cache, whether or not there is another row."""
     untied(model_path, tmp_path)
     own_head = replace(options, model_path=tmp_path, slots=slots)
     engine = BatchingEngine(own_head, load=lambda: load_runner(own_head), tokenizer=endless)
@@ -110,10 +110,10 @@ async def test_prompt_without_finite_logits_is_rejected_alone(
     await engine.close()
 
 
-async def test_engine_recovers_from_non_finite_weights_with_the_next_update(
+async def test_engine_with_nonfinite_weights_recovers_with_the_next_update(
     options: EngineOptions, endless: ChatTokenizer
 ) -> None:
-    """Such weights corrupt the cache of every row."""
+    """Non-finite weights corrupt the cache of every row."""
     few = replace(options, slots=2)
     engine = BatchingEngine(few, load=lambda: load_runner(few), tokenizer=endless)
     await engine.start()
@@ -131,7 +131,7 @@ async def test_engine_recovers_from_non_finite_weights_with_the_next_update(
     await engine.close()
 
 
-def test_cache_holds_at_least_one_sequence_and_at_most_its_budget(options: EngineOptions) -> None:
+def test_kv_cache_holds_at_least_one_sequence_and_at_most_its_budget(options: EngineOptions) -> None:
     whole = load_runner(options).cache_bytes
     assert whole == 2 * 2 * 8 * 2 * CONTEXT * 8 * 4
     one = whole // options.slots
@@ -142,12 +142,10 @@ def test_cache_holds_at_least_one_sequence_and_at_most_its_budget(options: Engin
 
 
 @pytest.mark.parametrize("on_update", OnUpdate)
-async def test_small_cache_samples_the_same_tokens(
+async def test_small_kv_cache_with_preemption_samples_the_same_tokens(
     options: EngineOptions, endless: ChatTokenizer, model_path: Path, on_update: OnUpdate
 ) -> None:
-    """Eight rows share room for two whole contexts: samples are preempted and continue, also across an update to equal
-    weights.
-    """
+    """Eight rows share room for two full contexts, so samples are preempted and continue, also after an update."""
     same = _bytes(AutoModelForCausalLM.from_pretrained(model_path))
     requests = [
         ChatCompletionRequest(
@@ -180,13 +178,13 @@ async def test_small_cache_samples_the_same_tokens(
 
 
 def test_gpu_memory_share_has_no_effect_on_cpu(options: EngineOptions) -> None:
-    """The launcher sets shares for GPUs that it sees, which a torch without CUDA does not use."""
+    """The launcher sets a share for each visible GPU; torch without CUDA ignores it."""
     load_runner(replace(options, device=Device.CPU, memory_share=1e-9))
 
 
 @pytest.mark.gpu
 def test_cache_must_fit_the_gpu_memory_share(options: EngineOptions) -> None:
-    """The process stays within its share; the last line restores the memory limit for other tests."""
+    """The last line restores the process's memory limit for other tests."""
     on_gpu = replace(options, device=Device.CUDA)
     load_runner(replace(on_gpu, memory_share=0.5))
     with pytest.raises(ModelError, match=r"MiB are left of the device's .*; set engine\.slots to \d+ or less"):
@@ -194,6 +192,6 @@ def test_cache_must_fit_the_gpu_memory_share(options: EngineOptions) -> None:
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_context_beyond_the_models_is_rejected(options: EngineOptions) -> None:
+def test_context_length_beyond_the_models_is_rejected(options: EngineOptions) -> None:
     with pytest.raises(ModelError, match=f"at most the {CONTEXT} positions"):
         load_runner(replace(options, context_length=CONTEXT + 1))

@@ -1,4 +1,4 @@
-"""The engine's output layer in fp32: through both forwards, of tied and untied heads, and across a swap of weights."""
+"""The engine's output layer in fp32: with both forward implementations, tied and untied, and after a weight swap."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def logits_after_prompt(engine: TorchRunner) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("forward", ForwardKind)
-def test_logits_are_not_rounded_to_the_models_dtype(model_path: Path, forward: ForwardKind) -> None:
+def test_fp32_head_does_not_round_logits_to_the_models_dtype(model_path: Path, forward: ForwardKind) -> None:
     rounded, exact = (
         logits_after_prompt(runner(model_path, WeightDType.BFLOAT16, head, forward)) for head in HeadPrecision
     )
@@ -72,7 +72,7 @@ def test_logits_are_not_rounded_to_the_models_dtype(model_path: Path, forward: F
     torch.testing.assert_close(exact, rounded.float(), rtol=2e-2, atol=2e-2)
 
 
-def test_module_free_forward_rounds_less_than_modules(model_path: Path) -> None:
+def test_module_free_forward_has_smaller_rounding_errors_than_the_modules(model_path: Path) -> None:
     full = logits_after_prompt(runner(model_path, WeightDType.FLOAT32, HeadPrecision.MODEL, ForwardKind.MODULES))
     line, modules = (
         logits_after_prompt(runner(model_path, WeightDType.BFLOAT16, HeadPrecision.FP32, kind)) for kind in ForwardKind
@@ -80,7 +80,7 @@ def test_module_free_forward_rounds_less_than_modules(model_path: Path) -> None:
     assert (line - full).abs().mean() < (modules - full).abs().mean()
 
 
-def test_swap_reaches_the_head() -> None:
+def test_weight_swap_updates_the_fp32_head() -> None:
     engine = runner(MODELS / "tiny_speller", WeightDType.BFLOAT16, HeadPrecision.FP32, ForwardKind.AUTO)
     engine.staging().zero_()
     engine.finish_staging()

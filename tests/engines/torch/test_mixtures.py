@@ -83,8 +83,8 @@ def chosen_by(path: Path, token_ids: list[int]) -> Any:
     return torch.stack([each.topk(ROUTING.top_k, dim=-1).indices for each in logits], dim=1).numpy()
 
 
-async def test_reported_experts_equal_the_models_choice(engine: BatchingEngine, mixture: Path) -> None:
-    """Runs more samples than there are rows, and another request that does not ask for routing."""
+async def test_reported_experts_equal_those_that_transformers_chooses(engine: BatchingEngine, mixture: Path) -> None:
+    """There are more samples than rows, and another request that does not ask for routing."""
     quiet = engine.complete(asked(n=1, return_routed_experts=False))
     answer, silent = await engine.complete(asked(n=6)), await quiet
     assert silent.prompt_routed_experts is None and silent.choices[0].routed_experts is None
@@ -94,7 +94,7 @@ async def test_reported_experts_equal_the_models_choice(engine: BatchingEngine, 
         np.testing.assert_array_equal(rows, chosen_by(mixture, tokens)[:-1])
 
 
-async def test_single_token_prompt_has_no_prompt_experts(engine: BatchingEngine, mixture: Path) -> None:
+async def test_prompt_of_one_token_reports_no_prompt_experts(engine: BatchingEngine, mixture: Path) -> None:
     answer = await engine.complete(asked(prompt_token_ids=[7], n=1))
     assert told(answer.prompt_routed_experts).shape == (0, ROUTING.layers, ROUTING.top_k)
     (choice,) = answer.choices
@@ -102,7 +102,9 @@ async def test_single_token_prompt_has_no_prompt_experts(engine: BatchingEngine,
 
 
 @pytest.mark.parametrize("interval_s", [0.0, 0.001])
-async def test_stream_reports_the_same_experts_as_the_whole_answer(engine: BatchingEngine, interval_s: float) -> None:
+async def test_stream_reports_the_same_experts_as_the_unstreamed_answer(
+    engine: BatchingEngine, interval_s: float
+) -> None:
     whole = await engine.complete(asked())
     stream = engine.stream(asked(stream=True, stream_options=StreamOptions(interval_s=interval_s)))
     chunks = [chunk async for chunk in stream]
@@ -123,20 +125,20 @@ async def test_continued_answer_reports_experts_of_its_new_tokens(engine: Batchi
     np.testing.assert_array_equal(told(rest.choices[0].routed_experts), told(choice.routed_experts)[4:])
 
 
-async def test_update_keeps_the_experts_of_sampled_tokens(
+async def test_update_with_recomputed_cache_keeps_the_experts_of_sampled_tokens(
     gate_and_engine: tuple[GatedRunner, BatchingEngine], mixture: Path
 ) -> None:
-    """This includes recomputing the cache: log-probs are those of the old choice."""
+    """The log-probs of sampled tokens depend on the experts chosen then."""
     gate, engine = gate_and_engine
     running = asyncio.create_task(engine.complete(asked(n=1)))
     await asyncio.to_thread(gate.allow, 3)
     model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
     with torch.no_grad():
         for router in (layer.mlp.gate for layer in model.model.layers):
-            router.weight.neg_()  # now the least likely are chosen
+            router.weight.neg_()  # now each router chooses the least likely experts
     engine.staging()[:] = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()])
     swapped = asyncio.create_task(engine.commit(version=1, epoch=0, digest="d", on_update=OnUpdate.RECOMPUTE_KV))
-    await asyncio.sleep(0)  # lets the commit be requested
+    await asyncio.sleep(0)  # the engine receives the commit
     gate.open()
     await swapped
     answer: ChatCompletion = await running
@@ -151,7 +153,7 @@ async def test_update_keeps_the_experts_of_sampled_tokens(
     assert not np.array_equal(np.sort(rows[before:]), np.sort(old[before:]))
 
 
-async def test_engine_without_experts_rejects_routing(tmp_path: Path) -> None:
+async def test_engine_of_a_model_without_experts_rejects_requests_for_routed_experts(tmp_path: Path) -> None:
     tokenizer = char_tokenizer()
     shape = DecoderShape(hidden=16, layers=1, heads=2, intermediate=16, vocab=len(tokenizer))
     random_decoder(shape).save_pretrained(tmp_path)
@@ -164,8 +166,8 @@ async def test_engine_without_experts_rejects_routing(tmp_path: Path) -> None:
     await engine.close()
 
 
-def test_latent_attention_is_rejected(tmp_path: Path) -> None:
-    """DeepSeek's attention, whose routers the trainer could compute."""
+def test_torch_engine_rejects_models_with_latent_attention(tmp_path: Path) -> None:
+    """The test uses DeepSeek's attention; the trainer could compute its routers."""
     config = DeepseekV3Config(
         vocab_size=16,
         hidden_size=16,
@@ -188,7 +190,7 @@ def test_latent_attention_is_rejected(tmp_path: Path) -> None:
         load_runner(engine_options(model_path=tmp_path, device=Device.CPU, threads=1))
 
 
-def test_mixture_passes_the_conformance_kit_over_http(options: EngineOptions) -> None:
+def test_mixture_engine_passes_the_conformance_checks_of_experts(options: EngineOptions) -> None:
     with in_thread(create_app(from_options(options), token=None)) as url:
         results = run(url, only=OF_EXPERTS, timeout_s=PATIENCE_S)
     assert {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED} == {}

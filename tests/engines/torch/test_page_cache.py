@@ -1,4 +1,4 @@
-"""Rows count as duplicates exactly while they hold the same tokens, by the recorded events."""
+"""Rows count as duplicates exactly while the recorded events give them the same tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipelinerl.engines.torch.page_cache import AlikeRows
 ROWS = 8
 
 
-def test_too_few_duplicates_are_ignored() -> None:
+def test_duplicate_rows_are_not_merged_if_there_are_too_few() -> None:
     alike = AlikeRows(ROWS)
     alike.begin(range(2))
     assert alike.step(np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64)) is not None
@@ -18,7 +18,7 @@ def test_too_few_duplicates_are_ignored() -> None:
     assert alike.step(np.zeros(2 * ROWS, np.int64), np.zeros(2 * ROWS, np.int64)) is None
 
 
-def test_one_row_represents_its_duplicates() -> None:
+def test_one_row_represents_its_duplicate_rows_until_they_diverge() -> None:
     alike = AlikeRows(ROWS)
     alike.begin([1, 3, 5])
     alike.begin([0, 2])
@@ -26,7 +26,7 @@ def test_one_row_represents_its_duplicates() -> None:
     found = alike.step(feeds, positions)
     assert found is not None
     assert [found.first[of] for of in found.of_row] == [0, 1, 0, 1, 4, 1]
-    feeds[3] = 7  # it sampled another token
+    feeds[3] = 7  # row 3 sampled another token than its duplicate
     found = alike.step(feeds, positions + 1)
     assert found is not None
     assert [found.first[of] for of in found.of_row] == [0, 1, 0, 3, 4, 1]
@@ -35,8 +35,8 @@ def test_one_row_represents_its_duplicates() -> None:
     assert [found.first[of] for of in found.of_row] == [0, 1, 0, 3, 4, 1], "who has parted stays apart"
 
 
-def test_duplicates_are_correct_after_random_events() -> None:
-    """Rows begin, step, end, move and replace others at random, next to a plain record of their tokens."""
+def test_duplicate_rows_hold_the_same_tokens_after_random_events() -> None:
+    """Rows begin, step, end and move at random; a plain record of their tokens gives the expected result."""
     random = np.random.default_rng(0)
     alike, held, count = AlikeRows(ROWS), [()] * ROWS, 0
     merged = 0

@@ -1,4 +1,4 @@
-"""The kernel over blocks against attention by its definition in fp64."""
+"""The paged attention kernel against attention by its definition in fp64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ("rows", "q_heads", "heads", "width", "size", "blocks"),
     [(3, 4, 2, 8, 32, 5), (2, 14, 2, 64, 32, 9), (5, 8, 8, 80, 16, 3), (2, 16, 1, 128, 64, 4), (1, 8, 2, 256, 32, 6)],
 )
-def test_kernel_equals_the_definition(
+def test_paged_attention_kernel_equals_attention_by_definition(
     rows: int,
     q_heads: int,
     heads: int,
@@ -27,7 +27,7 @@ def test_kernel_equals_the_definition(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    """Rows of one token, of whole blocks and of any length, in fp32; on a GPU in bf16, too."""
+    """Rows have one token, whole blocks, or any length; in fp32, and on a GPU also in bf16."""
     draw = torch.Generator().manual_seed(rows)
     keys, values = (torch.randn(rows * blocks + 3, heads, size, width, generator=draw) for _ in range(2))
     query = torch.randn(rows, q_heads, width, generator=draw)

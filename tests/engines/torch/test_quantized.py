@@ -1,4 +1,4 @@
-"""Integer linear layers against a slow reference, which multiplies the same rounded values as floats."""
+"""Integer linear layers against a slow reference that multiplies the same rounded values as floats."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def _rescored(model: Any, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _rounded(x: Tensor, levels: int) -> Tensor:
-    """Return the float64 value of `x` after rounding: the reference for `quantize`."""
+    """Return `x` rounded to quantised values, in float64: the reference for `quantize`."""
     steps = x.double().abs().amax(-1, keepdim=True) / levels
     return (x.double() / steps).round() * steps
 
 
 def _rounding_model(path: Path, weights: WeightFormat) -> Any:
-    """Return transformers' model, in which all linear layers but the head multiply rounded floats."""
+    """Return transformers' model, whose linear layers, except the head, multiply rounded floats."""
     model: Any = hf.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     levels = {WeightFormat.INT8: 127, WeightFormat.INT4: 7}[weights]
     for module in model.model.modules():
@@ -114,7 +114,7 @@ def _stage(runner: TorchRunner, path: Path) -> None:
     runner.staging()[:] = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in sent.parameters()])
 
 
-def test_values_and_steps_match_precomputed_ones() -> None:
+def test_quantized_values_and_step_sizes_match_precomputed_ones() -> None:
     values, steps = quantize(torch.tensor([[1.0, -4.0, 2.0], [0.0, 0.0, 0.0], [0.5, 127.0, -63.4]]), 127)
     assert values.tolist() == [[32, -127, 64], [0, 0, 0], [0, 127, -63]]  # ties round to even
     assert steps[0].item() == pytest.approx(4 / 127)
@@ -123,7 +123,7 @@ def test_values_and_steps_match_precomputed_ones() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_non_finite_values_stay_non_finite(bad: float) -> None:
+def test_quantized_layer_keeps_rows_with_nan_or_infinity_nonfinite(bad: float) -> None:
     layer = QuantizedLinear(*_layer(torch.eye(2)))
     y = layer(torch.tensor([[1.0, bad], [1.0, 2.0]]))
     assert not torch.isfinite(y[0]).any()
@@ -135,7 +135,7 @@ def _layer(weight: Tensor) -> tuple[Tensor, Tensor, None]:
     return values, step[:, 0], None
 
 
-def test_row_does_not_depend_on_the_rest_of_the_batch() -> None:
+def test_quantized_layer_computes_each_row_independently_of_the_batch() -> None:
     generator = torch.Generator().manual_seed(0)
     layer = QuantizedLinear(*_layer(torch.randn(48, 32, generator=generator)))
     x = torch.randn(5, 7, 32, generator=generator)
@@ -146,12 +146,8 @@ def test_row_does_not_depend_on_the_rest_of_the_batch() -> None:
 
 
 @pytest.mark.parametrize("weights", QUANTIZED)
-def test_decoding_equals_the_rounded_model(path: Path, weights: WeightFormat) -> None:
-    """The log-probs are the quantised model's own, and not the float32 one's.
-
-    An activation half-way between two values may round either way in the reference: then log-probs differ in few
-    places, by a fraction of the effect of quantisation.
-    """
+def test_logprobs_of_quantized_decoding_are_those_of_the_rounded_model(path: Path, weights: WeightFormat) -> None:
+    """Rounding to a neighbouring quantised value may change few log-probs, by a fraction of quantisation's effect."""
     tokens, logprobs = _sampled(_runner(path, weights))
     native = _rescored(hf.AutoModelForCausalLM.from_pretrained(path), tokens)
     difference = np.abs(logprobs - _rescored(_rounding_model(path, weights), tokens))
@@ -163,13 +159,13 @@ def test_decoding_equals_the_rounded_model(path: Path, weights: WeightFormat) ->
 
 
 @pytest.mark.parametrize("weights", QUANTIZED)
-def test_both_forwards_agree(path: Path, weights: WeightFormat) -> None:
+def test_both_forward_implementations_of_a_quantized_model_agree(path: Path, weights: WeightFormat) -> None:
     straight, modules = (_sampled(_runner(path, weights, forward=kind)) for kind in ForwardKind)
     assert np.array_equal(straight[0], modules[0])
     assert np.median(np.abs(straight[1] - modules[1])) < 2e-5
 
 
-def test_half_precision_stays_near_full_precision(tmp_path: Path) -> None:
+def test_quantized_bfloat16_model_stays_close_to_full_precision(tmp_path: Path) -> None:
     path = _save(tmp_path / "half", seed=1, dtype=torch.bfloat16)
     tokens, logprobs = _sampled(_runner(path, WeightFormat.INT8, dtype="bfloat16"))
     reference = _rescored(hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), tokens)
@@ -177,8 +173,10 @@ def test_half_precision_stays_near_full_precision(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", QUANTIZED)
-def test_update_equals_loading_the_new_model(path: Path, other: Path, weights: WeightFormat) -> None:
-    """The weights are equal bit for bit, there and back, and unchanged until the swap."""
+def test_quantized_model_after_an_update_equals_loading_the_new_model(
+    path: Path, other: Path, weights: WeightFormat
+) -> None:
+    """The weights are equal bit for bit, also after an update back to the first, and unchanged until the swap."""
     runner = _runner(path, weights)
     before, after = _sampled(_runner(path, weights)), _sampled(_runner(other, weights))
     assert not np.array_equal(before[1], after[1])
@@ -192,13 +190,13 @@ def test_update_equals_loading_the_new_model(path: Path, other: Path, weights: W
         assert np.array_equal(logprobs, then[1])
 
 
-def test_received_layout_is_the_models_own(path: Path) -> None:
+def test_quantized_engine_receives_weights_in_the_models_own_layout(path: Path) -> None:
     native, quantized = _runner(path, WeightFormat.NATIVE), _runner(path, WeightFormat.INT8)
     assert quantized.layout == native.layout
     assert quantized.staging().shape == native.staging().shape == (native.layout.num_bytes,)
 
 
-def test_swap_moves_no_bytes(path: Path, other: Path) -> None:
+def test_swapping_quantized_weights_copies_nothing(path: Path, other: Path) -> None:
     model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     runner = TorchRunner(model, engine_options(slots=1, context_length=8, weights=WeightFormat.INT8))
     _stage(runner, other)
@@ -213,7 +211,7 @@ def test_swap_moves_no_bytes(path: Path, other: Path) -> None:
     assert [parameter.data_ptr() for parameter in model.parameters()] == served
 
 
-def test_served_weights_are_a_quarter_except_embeddings_and_norms(path: Path) -> None:
+def test_int8_weights_take_a_quarter_of_the_memory_except_embeddings_and_norms(path: Path) -> None:
     model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     linears = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m.weight.shape[0] != VOCAB)
     rest = sum(parameter.numel() for parameter in model.parameters()) - linears
@@ -223,14 +221,14 @@ def test_served_weights_are_a_quarter_except_embeddings_and_norms(path: Path) ->
     assert served == linears + 4 * (rest + scales)
 
 
-def test_model_without_linear_layers_is_rejected(tmp_path: Path) -> None:
+def test_quantization_rejects_models_without_linear_layers(tmp_path: Path) -> None:
     config = hf.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=4, n_positions=CONTEXT)
     hf.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"no torch\.nn\.Linear besides its head"):
         _runner(tmp_path, WeightFormat.INT8)
 
 
-def test_linear_layers_with_shared_weights_are_rejected(path: Path) -> None:
+def test_quantization_rejects_linear_layers_that_share_weights(path: Path) -> None:
     model: Any = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight share their weights"):

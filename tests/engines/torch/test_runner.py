@@ -1,7 +1,6 @@
-"""Cached, batched decoding against a slow reference: the same unmodified model, run over the whole sequence each time.
+"""Cached, batched decoding against a slow reference: the unmodified model over the whole sequence for each token.
 
-Every architecture below runs through transformers' own modules, and supported ones also through the module-free
-forward.
+Every architecture runs through transformers' own modules, and supported ones also through the module-free forward.
 """
 
 from __future__ import annotations
@@ -87,8 +86,6 @@ def _runner(path: Path, forward: ForwardKind = ForwardKind.AUTO, device: str = "
 
 @dataclass
 class Row:
-    """A row's expected state."""
-
     prompt: list[int]
     temperature: float = 1.0
     noise_key: int = 0
@@ -135,7 +132,6 @@ def _reference(model: hf.PreTrainedModel, row: Row) -> tuple[list[int], list[flo
 
 
 def _agree(path: Path, rows: Sequence[Row], within: float = 1e-5) -> None:
-    """Assert that every token equals the reference's, and every log-prob is within this difference."""
     model = hf.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     for row in rows:
         token_ids, logprobs = _reference(model, row)
@@ -162,20 +158,22 @@ def test_batched_decoding_equals_full_recomputation(
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_module_free_forward_is_used_where_it_fits(directories: dict[str, Path], name: str) -> None:
+def test_module_free_forward_is_chosen_for_supported_architectures_only(
+    directories: dict[str, Path], name: str
+) -> None:
     model = load_for_decoding(directories[name], dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     chosen = {kind: type(forward_of(model, kind, context_length=8)) for kind in ForwardKind}
     expected = LlamaForward if name in STRAIGHT else ModuleForward
     assert chosen == {ForwardKind.AUTO: expected, ForwardKind.MODULES: ModuleForward}
 
 
-def test_length_dependent_rotary_embeddings_use_the_modules() -> None:
+def test_module_free_forward_does_not_support_length_dependent_rotary_embeddings() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     assert not LlamaForward.fits(hf.LlamaForCausalLM(hf.LlamaConfig(**_BASE, rope_parameters=rope)))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_parameters_are_those_a_trainer_sends(directories: dict[str, Path], name: str) -> None:
+def test_engine_layout_has_the_models_named_parameters_in_order(directories: dict[str, Path], name: str) -> None:
     model = hf.AutoModelForCausalLM.from_pretrained(directories[name])
     expected = [(parameter, tuple(value.shape)) for parameter, value in model.named_parameters()]
     layout = _runner(directories[name]).layout
@@ -183,7 +181,7 @@ def test_parameters_are_those_a_trainer_sends(directories: dict[str, Path], name
     assert any("lm_head" in spec.name for spec in layout.parameters) == (name not in TIED)
 
 
-def test_group_shares_its_prefill(directories: dict[str, Path]) -> None:
+def test_rows_that_share_a_prefill_decode_as_if_alone(directories: dict[str, Path]) -> None:
     path = directories["qwen2_tied"]
     runner = _runner(path)
     groups = [_prompt(1, 9), _prompt(2, 5)]
@@ -195,7 +193,7 @@ def test_group_shares_its_prefill(directories: dict[str, Path]) -> None:
 
 
 def _computed(runner: TorchRunner, prefills: Sequence[Prefill]) -> list[tuple[int, ...]]:
-    """Return the number of prompts and the tokens of each, for every forward of a prefill."""
+    """Return the number of prompts and of tokens per prompt, for each forward of a prefill."""
     forward, shapes = runner._forward, []
 
     class Counting:
@@ -213,12 +211,10 @@ def _computed(runner: TorchRunner, prefills: Sequence[Prefill]) -> list[tuple[in
 
 @pytest.mark.parametrize("forward", ForwardKind)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_prompt_reuses_the_cache_of_a_shared_beginning(
+def test_prompt_reuses_the_kv_cache_of_a_shared_prefix(
     directories: dict[str, Path], name: str, forward: ForwardKind
 ) -> None:
-    """With 70 tokens in common, the first prompt is computed whole, the others from the 64th token on, in one
-    forward.
-    """
+    """With 70 tokens in common, the first prompt is computed whole and the others from token 64 on, in one forward."""
     runner, common = _runner(directories[name], forward), _prompt(0, 70)
     rows = [Row(common + _prompt(i, 3 + i), noise_key=i) for i in range(1, 5)]
     rows += [Row(_prompt(9, 12), noise_key=9)]
@@ -237,7 +233,7 @@ def test_prompt_reuses_the_cache_of_a_shared_beginning(
     _agree(directories[name], kept)
 
 
-def test_cache_of_other_weights_is_not_reused(directories: dict[str, Path]) -> None:
+def test_kv_cache_of_earlier_weights_is_not_reused(directories: dict[str, Path]) -> None:
     runner, prompt = _runner(directories["llama"]), _prompt(0, 70)
     assert _computed(runner, [Prefill(prompt, [0])]) == [(1, 70)]
     assert _computed(runner, [Prefill(prompt, [1])]) == [(1, 6)]
@@ -247,10 +243,10 @@ def test_cache_of_other_weights_is_not_reused(directories: dict[str, Path]) -> N
 
 @pytest.mark.parametrize("forward", ForwardKind)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_duplicate_rows_are_computed_once_until_they_diverge(
+def test_rows_with_equal_tokens_are_computed_once_until_they_diverge(
     directories: dict[str, Path], name: str, forward: ForwardKind
 ) -> None:
-    """Two groups, one of an empty prompt, at temperatures that keep them equal for a while, among other rows."""
+    """Two groups, one with an empty prompt, stay equal for a while at low temperatures, among other rows."""
     runner = _runner(directories[name], forward)
     one, other = _prompt(1, 9), _prompt(2, 1)
     rows = [Row(one, 0.0)] + [Row(one, 0.3, noise_key=i) for i in range(3)]
@@ -273,7 +269,7 @@ def test_duplicate_rows_are_computed_once_until_they_diverge(
 
 
 def _fed(runner: TorchRunner) -> list[int]:
-    """Record the number of rows that the model is fed at each step from now on."""
+    """Return a list that gets the number of rows fed to the model at each step from now on."""
     forward, counts = runner._forward, []
 
     class Counting:
@@ -287,7 +283,7 @@ def _fed(runner: TorchRunner) -> list[int]:
     return counts
 
 
-def test_prefills_may_name_rows_in_any_order_and_leave_gaps(directories: dict[str, Path]) -> None:
+def test_prefill_accepts_rows_in_any_order_and_with_gaps(directories: dict[str, Path]) -> None:
     path = directories["llama"]
     runner = _runner(path)
     rows = [Row(_prompt(i, 3 + i), noise_key=i) for i in range(5)]
@@ -298,8 +294,8 @@ def test_prefills_may_name_rows_in_any_order_and_leave_gaps(directories: dict[st
     _agree(path, rows)
 
 
-def test_rows_join_leave_and_move(directories: dict[str, Path]) -> None:
-    """Rows of unequal length come and go, across a growth of the cache, and each decodes as if it were alone."""
+def test_rows_that_join_leave_and_move_decode_as_if_alone(directories: dict[str, Path]) -> None:
+    """Rows of unequal length join and leave while the cache grows."""
     path = directories["qwen3"]
     runner = _runner(path)
     first = [Row(_prompt(i, 2 + 5 * i), noise_key=i) for i in range(5)]
@@ -316,7 +312,7 @@ def test_rows_join_leave_and_move(directories: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2_softcap"])
-def test_few_long_rows_among_many_short_ones(directories: dict[str, Path], name: str) -> None:
+def test_one_long_row_among_short_ones_decodes_as_if_alone(directories: dict[str, Path], name: str) -> None:
     path = directories[name]
     runner = _runner(path)
     rows = [Row(_prompt(i, 88 if i == 2 else 3), noise_key=i) for i in range(8)]
@@ -326,8 +322,8 @@ def test_few_long_rows_among_many_short_ones(directories: dict[str, Path], name:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2_softcap"])
-def test_next_turn_computes_only_its_new_tokens(directories: dict[str, Path], name: str) -> None:
-    """Each turn continues the conversation; what it computes does not grow with it."""
+def test_next_turn_of_a_conversation_computes_only_its_new_tokens(directories: dict[str, Path], name: str) -> None:
+    """The number of computed tokens does not grow with the conversation."""
     path = directories[name]
     runner, conversation, computed = _runner(path), _prompt(0, 20), []
     for turn in range(4):
@@ -342,8 +338,8 @@ def test_next_turn_computes_only_its_new_tokens(directories: dict[str, Path], na
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2_softcap"])
-def test_rows_agree_however_they_are_read(directories: dict[str, Path], name: str) -> None:
-    """Rows that share blocks, rows of one block, and blocks that were spread; on a CPU the kernel is interpreted."""
+def test_all_ways_to_read_the_paged_cache_give_the_same_tokens(directories: dict[str, Path], name: str) -> None:
+    """Rows share blocks, fit one block, or have scattered blocks; on a CPU the kernel is interpreted."""
     for reading in READINGS:
         runner = _runner(directories[name])
         runner._cache.reading = reading
@@ -361,8 +357,8 @@ def test_rows_agree_however_they_are_read(directories: dict[str, Path], name: st
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_gpu_agrees_while_rows_come_and_go(directories: dict[str, Path], name: str) -> None:
-    """Rows of several lengths join, leave and move across two swaps of weights; some of them truncate."""
+def test_gpu_decoding_equals_recomputation_while_rows_join_and_leave(directories: dict[str, Path], name: str) -> None:
+    """Rows of several lengths join, leave and move across two weight swaps; one row uses top-k."""
     path = directories[name]
     runner = _runner(path, device="cuda")
     assert (runner._graphs is not None) == (name in STRAIGHT)
@@ -392,7 +388,7 @@ def test_gpu_agrees_while_rows_come_and_go(directories: dict[str, Path], name: s
 )
 @pytest.mark.parametrize("name", ["qwen2_tied", "qwen3"])
 @pytest.mark.filterwarnings("ignore")  # of torch's own compiler
-def test_compiled_forward_agrees(directories: dict[str, Path], name: str, device: str) -> None:
+def test_compiled_forward_decodes_the_same_tokens(directories: dict[str, Path], name: str, device: str) -> None:
     runner = _runner(directories[name], device=device)
     assert isinstance(runner._forward, LlamaForward)
     runner._forward.compile()
@@ -403,19 +399,17 @@ def test_compiled_forward_agrees(directories: dict[str, Path], name: str, device
 
 
 def _bytes_of(path: Path, runner: TorchRunner) -> torch.Tensor:
-    """Return the weights of a directory as an update sends them."""
     weights = dict(load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cuda")).named_parameters())
     parts = [weights[spec.name].detach().contiguous().view(-1).view(torch.uint8) for spec in runner.layout.parameters]
     return torch.cat(parts)
 
 
 def _next(row: Row, index: int) -> RowState:
-    """Return the state with which a running row continues."""
     position = len(row.prompt) + len(row.token_ids) - 1
     return replace(row.state(index), token_id=row.token_ids[-1], position=position, num_sampled=len(row.token_ids))
 
 
-def test_late_sample_reuses_the_prompt_of_a_running_row(directories: dict[str, Path]) -> None:
+def test_late_sample_decodes_from_a_copy_of_a_running_rows_prompt_cache(directories: dict[str, Path]) -> None:
     path = directories["qwen2_tied"]
     runner = _runner(path)
     rows = [Row(_prompt(1, 9), noise_key=1)]
@@ -429,7 +423,7 @@ def test_late_sample_reuses_the_prompt_of_a_running_row(directories: dict[str, P
     _agree(path, rows)
 
 
-def test_tokens_are_independent_of_the_batch(directories: dict[str, Path]) -> None:
+def test_sampled_tokens_are_independent_of_the_batch(directories: dict[str, Path]) -> None:
     alone, crowd = [Row(_prompt(3, 6), noise_key=5)], [Row(_prompt(i, 2 + i), noise_key=i) for i in range(7)]
     runner = _runner(directories["llama"])
     _start(runner, alone)
@@ -441,8 +435,10 @@ def test_tokens_are_independent_of_the_batch(directories: dict[str, Path]) -> No
 
 
 @pytest.mark.parametrize("name", ["qwen2_tied", "qwen2_untied", "gpt2"])
-def test_swapped_weights_serve_and_recomputation_rebuilds_the_cache(directories: dict[str, Path], name: str) -> None:
-    """After a swap and a new prefill, no trace of the old weights is left; without the prefill, the old cache is."""
+def test_prefill_after_a_weight_swap_rebuilds_the_cache_with_the_new_weights(
+    directories: dict[str, Path], name: str
+) -> None:
+    """After a prefill, no trace of the old weights is left; without it, the old cache still affects log-probs."""
     runner = _runner(directories[name])
     row = Row(_prompt(3, 6), noise_key=5)
     _start(runner, [row])
@@ -471,7 +467,7 @@ def test_swapped_weights_serve_and_recomputation_rebuilds_the_cache(directories:
     assert after["kept"].logprobs != pytest.approx(logprobs, abs=1e-3)
 
 
-def test_swap_moves_no_bytes_and_a_second_swap_restores(directories: dict[str, Path]) -> None:
+def test_weight_swap_copies_nothing_and_a_second_swap_reverts_it(directories: dict[str, Path]) -> None:
     model = load_for_decoding(directories["llama"], dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     runner = TorchRunner(model, engine_options(slots=1, context_length=8))
     parameters = list(model.parameters())
@@ -485,7 +481,7 @@ def test_swap_moves_no_bytes_and_a_second_swap_restores(directories: dict[str, P
     assert runner.staging().data_ptr() == staging.data_ptr()
 
 
-def test_mixed_dtypes_are_served_from_one_buffer(directories: dict[str, Path]) -> None:
+def test_weights_of_mixed_dtypes_are_served_from_one_buffer(directories: dict[str, Path]) -> None:
     """A half-precision parameter of odd size misaligns the next one."""
     model = load_for_decoding(directories["llama"], dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     model.model.layers[0].input_layernorm.weight.data = torch.ones(31, dtype=torch.bfloat16)
@@ -498,7 +494,7 @@ def test_mixed_dtypes_are_served_from_one_buffer(directories: dict[str, Path]) -
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_stays_near_the_reference(
+def test_half_precision_logprobs_stay_close_to_transformers(
     directories: dict[str, Path], dtype: Literal["bfloat16", "float16"]
 ) -> None:
     model = load_for_decoding(directories["llama"], dtype=dtype, device=torch.device("cpu"))

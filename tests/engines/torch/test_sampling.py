@@ -1,4 +1,4 @@
-"""The vectorised sampler against the plain one of the bigram engine, and against the distribution itself."""
+"""The vectorised sampler against the bigram engine's NumPy sampler, and against the distribution itself."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _both(
 
 @pytest.mark.parametrize("vocab", [2, 50, 1024, 1025, 5000])
 @pytest.mark.parametrize("kind", ["plain", "warm", "greedy", "top_k", "top_p", "both", "mixed"])
-def test_sampler_agrees_with_the_plain_sampler(vocab: int, kind: str) -> None:
+def test_torch_sampler_agrees_with_the_numpy_sampler(vocab: int, kind: str) -> None:
     random = rng.generator(vocab, kind)
     rows = 64
     logits = np.float32(random.standard_normal((rows, vocab)) * 3).astype(np.float64)
@@ -71,7 +71,7 @@ def test_sampler_agrees_with_the_plain_sampler(vocab: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("vocab", [2, 1025])
-def test_min_p_agrees_with_the_plain_sampler(vocab: int) -> None:
+def test_torch_sampler_agrees_with_the_numpy_sampler_on_min_p(vocab: int) -> None:
     random = rng.generator(vocab, "min_p")
     logits = np.float32(random.standard_normal((48, vocab)) * 3).astype(np.float64)
     rows = range(48)
@@ -87,7 +87,7 @@ def test_min_p_agrees_with_the_plain_sampler(vocab: int) -> None:
     assert ours[1] == pytest.approx(plain[1], abs=2e-5)
 
 
-def test_top_tokens_come_from_the_distribution_sampled_from() -> None:
+def test_top_logprobs_are_those_of_the_truncated_distribution() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 0.0, 0.0, 4.0]])
     drawn = sample(
         logits,
@@ -104,7 +104,7 @@ def test_top_tokens_come_from_the_distribution_sampled_from() -> None:
     assert drawn.logprobs.tolist() == [drawn.top_logprobs[0, 1].item(), drawn.top_logprobs[1, 0].item()]
 
 
-def test_logit_changes_apply_once() -> None:
+def test_logit_bias_and_penalties_are_added_to_their_rows_once() -> None:
     changes = LogitChanges()
     changes.place(1, LogitChange({2: 10.0, 0: -1.0}, 0.5, 0.25), [0, 0, 3])
     changed = add_to_logits(torch.zeros(2, 4, dtype=torch.bfloat16), changes)
@@ -112,10 +112,8 @@ def test_logit_changes_apply_once() -> None:
 
 
 @pytest.mark.parametrize("vocab", [8, 3000])
-def test_extreme_noise_stays_within_the_possible_tokens(vocab: int) -> None:
-    """Noise 0 gives the first token of non-zero probability and noise next to 1 the last, also in a large
-    vocabulary.
-    """
+def test_sampler_never_draws_an_impossible_token_at_extreme_noise(vocab: int) -> None:
+    """Noise 0 gives the first token of non-zero probability, and noise next to 1 the last."""
     logits = torch.full((2, vocab), -torch.inf)
     logits[:, 3] = logits[:, vocab - 2] = 0.0
     token_ids, logprobs, _, _ = sample(
@@ -130,7 +128,7 @@ def test_extreme_noise_stays_within_the_possible_tokens(vocab: int) -> None:
 
 
 @pytest.mark.parametrize("vocab", [6, 2100])
-def test_frequencies_match_the_probabilities(vocab: int) -> None:
+def test_sampled_frequencies_match_the_reported_probabilities(vocab: int) -> None:
     draws = 4_000
     logits = torch.full((1, vocab), -20.0)
     likely = [0, vocab // 2, vocab - 1]
@@ -148,7 +146,7 @@ def test_frequencies_match_the_probabilities(vocab: int) -> None:
         assert chosen.float().mean().item() == pytest.approx(logprobs[chosen][0].exp().item(), abs=2e-3)
 
 
-def test_rows_do_not_affect_one_another() -> None:
+def test_sampler_draws_each_row_independently_of_the_others() -> None:
     random = rng.generator(0, "rows")
     logits = torch.from_numpy(random.standard_normal((5, 40))).float()
     noise = torch.from_numpy(random.random(5))
@@ -166,7 +164,7 @@ def test_rows_do_not_affect_one_another() -> None:
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.0, 0, 1.0), (0.7, 5, 1.0), (1.0, 0, 0.9)]
 )
-def test_row_without_distribution_gets_nan_and_others_are_sampled(
+def test_row_with_nonfinite_logits_gets_a_nan_logprob_and_other_rows_are_sampled(
     vocab: int, wrong: dict[Any, float], temperature: float, top_k: int, top_p: float
 ) -> None:
     random = rng.generator(vocab, "not finite")
@@ -190,8 +188,8 @@ def test_row_without_distribution_gets_nan_and_others_are_sampled(
 
 
 @pytest.mark.parametrize("vocab", [50, 5000])
-def test_sampling_on_one_device_equals_sampling_with_the_hosts_choices(vocab: int) -> None:
-    """At several temperatures, greedy among them; a row without a distribution leaves the others as they are."""
+def test_sampling_wholly_on_the_device_equals_sampling_with_host_parameters(vocab: int) -> None:
+    """Temperatures include greedy; a row with NaN logits leaves the other rows unchanged."""
     random = rng.generator(vocab, "whole")
     logits = torch.from_numpy(np.float32(random.standard_normal((64, vocab)) * 3))
     logits[5, 3] = torch.nan

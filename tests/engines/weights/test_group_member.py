@@ -1,4 +1,4 @@
-"""Leaving a replaced membership blocks neither the event loop nor the join."""
+"""Leaving a replaced group membership blocks neither the event loop nor the next join."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.patience import PATIENCE_S, SOON_S
 
 
 class Endpoint:
-    """An endpoint that takes a given time to leave, like gloo's threads, which poll every 10 ms."""
+    """An endpoint whose close waits for the test, as gloo's threads, which poll every 10 ms, would."""
 
     def __init__(self) -> None:
         self.may_leave, self.left = threading.Event(), threading.Event()
@@ -57,7 +57,7 @@ def joining(generation: int) -> InitProcessGroupRequest:
     )
 
 
-async def test_join_does_not_wait_for_the_previous_membership_to_end() -> None:
+async def test_joining_a_group_does_not_wait_until_the_previous_membership_ends() -> None:
     endpoints = Endpoints()
     member = GroupMember(endpoints)
     await member.join(joining(1))

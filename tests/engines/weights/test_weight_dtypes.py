@@ -1,4 +1,4 @@
-"""Weights sent in another dtype than the engine's are converted, or rejected before any collective."""
+"""Weights sent in a dtype other than the engine's are converted, or rejected before any collective."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def digest_of(data: torch.Tensor) -> str:
 
 
 async def update(setting: Setting, wire: WeightLayout, data: torch.Tensor, version: int, **named: Any) -> UpdateStatus:
-    """Run a whole update; `named` selects how PREPARE names the layout."""
+    """Run a whole update; `named` replaces the layout field of PREPARE."""
     await setting.phase(UpdatePhase.PREPARE, version, **(named or {"layout": wire}))
     trainer = setting.trainer
     assert trainer is not None
@@ -42,7 +42,7 @@ async def update(setting: Setting, wire: WeightLayout, data: torch.Tensor, versi
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
-async def test_half_precision_is_served_in_float32_with_the_digest_of_the_sent_bytes(dtype: DType) -> None:
+async def test_half_precision_update_is_converted_to_float32_and_digested_as_sent(dtype: DType) -> None:
     setting, wire = Setting(), wire_of(dtype)
     await setting.join()
     values = torch.linspace(-3, 3, 32).to(getattr(torch, dtype.value))
@@ -53,7 +53,7 @@ async def test_half_precision_is_served_in_float32_with_the_digest_of_the_sent_b
     assert setting.target.finished == [setting.target.current.tobytes()], "what is finished is converted already"
 
 
-async def test_layout_id_suffices_after_the_first_update_and_the_engines_own_stays_known() -> None:
+async def test_layout_id_of_an_earlier_update_or_of_the_engine_suffices_for_prepare() -> None:
     setting, wire = Setting(), wire_of(DType.BFLOAT16)
     await setting.join()
     data = torch.ones(32, dtype=torch.bfloat16).view(torch.uint8)
@@ -66,7 +66,7 @@ async def test_layout_id_suffices_after_the_first_update_and_the_engines_own_sta
         await setting.phase(UpdatePhase.PREPARE, 4, layout=None, layout_id=wire_of(DType.FLOAT16).layout_id)
 
 
-async def test_unsupported_dtypes_are_rejected_with_the_supported_ones() -> None:
+async def test_update_in_an_unsupported_dtype_is_rejected_and_names_supported_ones() -> None:
     setting = Setting()
     await setting.join()
     sentence = r"'first' must have dtype float32 or bfloat16 or float16, got float64"
@@ -76,7 +76,7 @@ async def test_unsupported_dtypes_are_rejected_with_the_supported_ones() -> None
     assert NotPrepared("x").persistence is Persistence.TRANSIENT
 
 
-async def test_overflow_keeps_the_old_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_update_whose_conversion_overflows_keeps_the_old_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = Setting()
     half = wire_of(DType.FLOAT16)
     monkeypatch.setattr(type(setting.target), "layout", property(lambda _: half))
@@ -88,7 +88,7 @@ async def test_overflow_keeps_the_old_weights(monkeypatch: pytest.MonkeyPatch) -
     assert setting.target.serving() == (0, 0)
 
 
-def test_worker_receives_other_dtypes_through_shared_memory_reserved_on_demand() -> None:
+def test_shared_memory_for_dtype_conversion_is_reserved_on_demand() -> None:
     endpoints, shared = WorkerEndpointFactory(frozenset([Backend.GLOO])), SharedBytes(100, further=2**40)
     with shared:
         mapped = attach(shared.path, 100 + 64)

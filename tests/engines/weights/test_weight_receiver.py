@@ -1,4 +1,4 @@
-"""Behaviour that the conformance kit cannot observe: deadlines, the dirty state, and the order of memberships."""
+"""The weight receiver's behaviour that the conformance kit cannot observe: deadlines, the dirty state, memberships."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Setting:
         self.trainer = await self.met(generation, self.receiver.init_process_group(self.joining(generation)))
 
     async def met(self, generation: int, joined: Awaitable[Any], *, timeout_s: float = PATIENCE_S) -> Collective:
-        """Return rank 0 of a group, once rank 1 has `joined`."""
+        """Return rank 0 of a group once rank 1 has `joined`."""
         own = in_background(
             "rank-0",
             lambda: Collective.join(
@@ -169,8 +169,8 @@ async def setting() -> Setting:
     return Setting()
 
 
-async def test_gpu_group_is_rejected_before_it_forms(setting: Setting) -> None:
-    """No other rank joins: an engine that tried to join would wait until its deadline."""
+async def test_receiver_rejects_an_unsupported_backend_before_joining_the_group(setting: Setting) -> None:
+    """No other rank joins, so a join would wait until its deadline."""
     began = time.monotonic()
     with pytest.raises(InvalidRequest, match=r"backend must be gloo for this engine.*got nccl") as error:
         await setting.receiver.init_process_group(
@@ -180,7 +180,7 @@ async def test_gpu_group_is_rejected_before_it_forms(setting: Setting) -> None:
     await setting.join()
 
 
-async def test_broadcast_may_exceed_its_timeout_while_it_progresses(setting: Setting) -> None:
+async def test_broadcast_may_take_longer_than_its_timeout_while_it_progresses(setting: Setting) -> None:
     """The timeout bounds the time without progress, so it can be short for models of any size."""
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=3.0, bucket_bytes=16)
@@ -200,7 +200,7 @@ async def test_broadcast_may_exceed_its_timeout_while_it_progresses(setting: Set
     assert time.monotonic() - began < SOON_S, "rank 0 says nothing: the receive ends by itself"
 
 
-async def test_update_reports_bytes_digest_and_totals(setting: Setting) -> None:
+async def test_committed_update_serves_the_bytes_and_reports_digest_and_totals(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, on_update=OnUpdate.RECOMPUTE_KV)
     await setting.send()
@@ -214,7 +214,7 @@ async def test_update_reports_bytes_digest_and_totals(setting: Setting) -> None:
     assert setting.receiver.digest == _digest(BYTES)
 
 
-async def test_commit_timeout_names_the_progress(setting: Setting) -> None:
+async def test_commit_timeout_error_names_the_bytes_received_so_far(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE)
     await setting.send(buckets=1)
@@ -238,7 +238,7 @@ async def assert_only_a_higher_generation_serves(setting: Setting) -> None:
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_silent_sender_fails_the_receive_and_names_the_parameters(setting: Setting) -> None:
+async def test_receive_from_a_silent_sender_times_out_and_names_the_missing_parameter(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=2.0)
     await setting.send(buckets=1)
@@ -248,7 +248,7 @@ async def test_silent_sender_fails_the_receive_and_names_the_parameters(setting:
     await assert_only_a_higher_generation_serves(setting)
 
 
-async def test_uncommitted_update_is_replaced_by_the_next_of_its_group(setting: Setting) -> None:
+async def test_uncommitted_update_is_replaced_by_the_next_update_of_its_group(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=2.0)
     await setting.send()
@@ -258,14 +258,14 @@ async def test_uncommitted_update_is_replaced_by_the_next_of_its_group(setting: 
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_unnoticed_failed_receive_requires_another_group(setting: Setting) -> None:
+async def test_receive_that_failed_before_commit_requires_a_new_group(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=0.3)
     await asyncio.sleep(0.6)
     await assert_only_a_higher_generation_serves(setting)
 
 
-async def test_dead_trainer_fails_the_receive_at_once(setting: Setting) -> None:
+async def test_receive_fails_at_once_when_the_trainer_dies(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S)
     assert setting.trainer is not None
@@ -277,7 +277,7 @@ async def test_dead_trainer_fails_the_receive_at_once(setting: Setting) -> None:
     assert setting.receiver.totals.failures == 1
 
 
-async def test_wrong_digest_keeps_the_group(setting: Setting) -> None:
+async def test_update_with_a_wrong_digest_fails_but_keeps_the_group(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE)
     await setting.send()
@@ -288,7 +288,7 @@ async def test_wrong_digest_keeps_the_group(setting: Setting) -> None:
     assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
 
 
-async def test_failed_swap_is_dirty_until_the_version_is_published_again(setting: Setting) -> None:
+async def test_engine_is_dirty_after_a_failed_swap_until_the_version_is_published_again(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE)
     await setting.send()
@@ -302,7 +302,7 @@ async def test_failed_swap_is_dirty_until_the_version_is_published_again(setting
     assert setting.receiver.dirty is None
 
 
-async def test_rejected_swap_leaves_the_receiver_clean(setting: Setting) -> None:
+async def test_swap_that_the_target_rejects_does_not_make_the_engine_dirty(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE)
     await setting.send()
@@ -312,7 +312,7 @@ async def test_rejected_swap_leaves_the_receiver_clean(setting: Setting) -> None
     assert setting.receiver.dirty is None and setting.receiver.totals.failures == 1
 
 
-async def test_swap_beyond_its_timeout_still_happens(setting: Setting) -> None:
+async def test_swap_that_exceeds_its_timeout_still_happens_later(setting: Setting) -> None:
     await setting.join()
     setting.target.may_commit.clear()
     await setting.phase(UpdatePhase.PREPARE)
@@ -326,7 +326,7 @@ async def test_swap_beyond_its_timeout_still_happens(setting: Setting) -> None:
     assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.ALREADY_SERVING
 
 
-async def test_concurrent_commits_swap_once(setting: Setting) -> None:
+async def test_concurrent_commits_of_one_update_swap_the_weights_once(setting: Setting) -> None:
     await setting.join()
     setting.target.may_commit.clear()
     await setting.phase(UpdatePhase.PREPARE)
@@ -339,7 +339,7 @@ async def test_concurrent_commits_swap_once(setting: Setting) -> None:
     assert setting.receiver.totals.updates == 1 and np.array_equal(setting.target.current, BYTES)
 
 
-async def test_new_membership_drops_the_staged_update(setting: Setting) -> None:
+async def test_joining_a_new_group_drops_the_staged_update(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S)
     old, setting.trainer = setting.trainer, None
@@ -351,7 +351,7 @@ async def test_new_membership_drops_the_staged_update(setting: Setting) -> None:
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_prepare_waits_until_the_dropped_receive_frees_the_buffer(setting: Setting) -> None:
+async def test_prepare_fails_while_a_dropped_receive_still_uses_the_buffer(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S)
     old, setting.trainer = setting.trainer, None
@@ -361,7 +361,7 @@ async def test_prepare_waits_until_the_dropped_receive_frees_the_buffer(setting:
     assert old is not None
 
 
-async def test_lone_join_ends_at_its_deadline_and_uses_up_its_generation(setting: Setting) -> None:
+async def test_join_without_other_ranks_times_out_and_its_generation_cannot_be_reused(setting: Setting) -> None:
     with pytest.raises(DeadlineExceeded, match="joining group 'g' generation 1"):
         await setting.receiver.init_process_group(setting.joining(1, timeout_s=0.3))
     with pytest.raises(StaleGeneration, match="generation 1 was already used"):
@@ -369,7 +369,7 @@ async def test_lone_join_ends_at_its_deadline_and_uses_up_its_generation(setting
     await setting.join(2)
 
 
-async def test_higher_generation_overtakes_a_waiting_join(setting: Setting) -> None:
+async def test_join_of_a_higher_generation_replaces_a_waiting_join(setting: Setting) -> None:
     waiting = asyncio.create_task(setting.receiver.init_process_group(setting.joining(1, timeout_s=0.5)))
     await asyncio.sleep(0.05)
     await setting.join(2)
@@ -380,8 +380,8 @@ async def test_higher_generation_overtakes_a_waiting_join(setting: Setting) -> N
     assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
 
 
-async def test_event_loop_is_free_while_a_join_waits(setting: Setting) -> None:
-    """The other ranks join only once this loop has progressed: a blocked loop would make the join time out."""
+async def test_joining_a_group_does_not_block_the_event_loop(setting: Setting) -> None:
+    """The other ranks join only after this loop has progressed; a blocked loop would make the join time out."""
     joining = asyncio.create_task(setting.receiver.init_process_group(setting.joining(1, timeout_s=SOON_S)))
     for _ in range(10):
         await asyncio.sleep(0.005)
@@ -390,7 +390,7 @@ async def test_event_loop_is_free_while_a_join_waits(setting: Setting) -> None:
 
 
 class _Pull:
-    """A source of weights that fills the buffer, fails, or waits until it is given up; never before `gate` opens."""
+    """A source of weights that waits for `gate`, then fills the buffer, fails, or waits until it is abandoned."""
 
     def __init__(
         self, failure: Exception | None = None, *, waits: bool = False, gate: threading.Event | None = None
@@ -423,7 +423,7 @@ PULL: dict[str, Any] = {
 }
 
 
-async def test_weights_are_pulled_without_a_group(setting: Setting) -> None:
+async def test_pull_update_needs_no_process_group(setting: Setting) -> None:
     pull = _Pull()
     receiver = setting.receiver = WeightReceiver(setting.target, pull=pull)
     await setting.phase(UpdatePhase.PREPARE, epoch=3, **PULL)
@@ -443,7 +443,7 @@ async def test_weights_are_pulled_without_a_group(setting: Setting) -> None:
         (DigestMismatch("store did not answer"), DigestMismatch),
     ],
 )
-async def test_failed_pull_keeps_the_old_weights_and_the_next_works(
+async def test_failed_pull_keeps_the_old_weights_and_the_next_pull_succeeds(
     setting: Setting, failure: Exception, raised: type[ContractError]
 ) -> None:
     setting.receiver = WeightReceiver(setting.target, pull=_Pull(failure))
@@ -457,7 +457,7 @@ async def test_failed_pull_keeps_the_old_weights_and_the_next_works(
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_commit_timeout_names_the_progress_of_a_pull(setting: Setting) -> None:
+async def test_commit_timeout_error_of_a_pull_names_the_bytes_received_so_far(setting: Setting) -> None:
     setting.receiver = WeightReceiver(setting.target, pull=_Pull(waits=True))
     await setting.phase(UpdatePhase.PREPARE, **PULL)
     await setting.has_come(64)
@@ -468,7 +468,7 @@ async def test_commit_timeout_names_the_progress_of_a_pull(setting: Setting) -> 
     assert await setting.phase(UpdatePhase.ABORT) is UpdateStatus.ABORTED
 
 
-async def test_abort_ends_a_pull_and_frees_the_buffer(setting: Setting) -> None:
+async def test_abort_cancels_a_pull_and_frees_its_buffer(setting: Setting) -> None:
     pull = _Pull(waits=True)
     setting.receiver = WeightReceiver(setting.target, pull=pull)
     await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S, **PULL)
@@ -482,8 +482,8 @@ async def test_abort_ends_a_pull_and_frees_the_buffer(setting: Setting) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["under way", "whole"])
-async def test_later_version_replaces_an_uncommitted_pull(setting: Setting, waits: bool) -> None:
-    """The COMMIT was lost: the publisher of the next version has given this one up, and has no group to leave."""
+async def test_prepare_of_a_later_version_replaces_an_uncommitted_pull(setting: Setting, waits: bool) -> None:
+    """The COMMIT was lost; the publisher has given up this version, and a pull has no group to leave."""
     pull = _Pull(waits=waits)
     setting.receiver = WeightReceiver(setting.target, pull=pull)
     await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S, **PULL)
@@ -495,7 +495,7 @@ async def test_later_version_replaces_an_uncommitted_pull(setting: Setting, wait
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_parameter_larger_than_a_bucket_comes_in_pieces(setting: Setting) -> None:
+async def test_parameter_larger_than_a_bucket_is_received_in_pieces(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, bucket_bytes=24)
     await setting.send(buckets=99, bucket_bytes=24)
@@ -503,8 +503,8 @@ async def test_parameter_larger_than_a_bucket_comes_in_pieces(setting: Setting) 
     assert np.array_equal(setting.target.current, BYTES)
 
 
-async def test_later_epoch_drops_an_earlier_update_and_rejects_its_trainer(setting: Setting) -> None:
-    """The trainer of epoch 1 was stopped before its COMMIT; that of epoch 2 does not wait for it."""
+async def test_update_of_a_later_epoch_replaces_that_of_an_earlier_trainer_and_rejects_it(setting: Setting) -> None:
+    """The trainer of epoch 1 was stopped before its COMMIT; the trainer of epoch 2 does not wait for it."""
     pull = _Pull(waits=True)
     setting.receiver = WeightReceiver(setting.target, pull=pull)
     await setting.phase(UpdatePhase.PREPARE, version=9, epoch=1, timeout_s=PATIENCE_S, **PULL)
@@ -518,8 +518,8 @@ async def test_later_epoch_drops_an_earlier_update_and_rejects_its_trainer(setti
     assert await setting.phase(UpdatePhase.COMMIT, version=4, epoch=2) is UpdateStatus.COMMITTED
 
 
-async def test_prepare_that_replaces_an_update_fails_its_commit(setting: Setting) -> None:
-    """A successful commit here would let the next bytes be written into the serving weights."""
+async def test_commit_of_an_update_that_a_prepare_replaces_fails(setting: Setting) -> None:
+    """A successful commit would let the next update's bytes be written into the serving weights."""
     gate = threading.Event()
     setting.receiver = WeightReceiver(setting.target, pull=_Pull(gate=gate))
     await setting.phase(UpdatePhase.PREPARE, **PULL)
@@ -528,7 +528,7 @@ async def test_prepare_that_replaces_an_update_fails_its_commit(setting: Setting
         setting.phase(UpdatePhase.PREPARE, version=2, **PULL),
         return_exceptions=True,
     )
-    await asyncio.sleep(0)  # one now waits for the bytes, the other for the receive to end
+    await asyncio.sleep(0)  # COMMIT now waits for the bytes, and PREPARE for the end of the receive
     gate.set()
     committed, prepared = await both
     assert isinstance(committed, NotPrepared) and prepared is UpdateStatus.PREPARED
@@ -536,13 +536,15 @@ async def test_prepare_that_replaces_an_update_fails_its_commit(setting: Setting
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_unavailable_pull_is_rejected(setting: Setting) -> None:
+async def test_receiver_without_pull_transport_rejects_pull_updates(setting: Setting) -> None:
     with pytest.raises(InvalidRequest, match="transport pull is not offered"):
         await setting.phase(UpdatePhase.PREPARE, **PULL)
 
 
 @pytest.mark.parametrize("layout", [True, False], ids=["layout", "layout_id"])
-async def test_tiny_buckets_are_rejected(setting: Setting, monkeypatch: pytest.MonkeyPatch, layout: bool) -> None:
+async def test_receiver_rejects_buckets_that_split_weights_into_too_many_pieces(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, layout: bool
+) -> None:
     monkeypatch.setattr(weight_receiver, "MAX_PIECES", LAYOUT.num_bytes - 1)
     named = {} if layout else {"layout": None, "layout_id": LAYOUT.layout_id}
     with pytest.raises(InvalidRequest, match="bucket_bytes must be at least 2 for these weights, got 1"):

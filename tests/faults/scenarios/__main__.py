@@ -1,7 +1,4 @@
-"""`python -m tests.faults.scenarios`: run scenarios by name and seed, as `pipelinerl chaos` does in a checkout.
-
-The exit status is 1 if a promise was broken, and 2 for an unknown name.
-"""
+"""Run scenarios by name and seed; the exit status is 1 for a broken promise, and 2 for an unknown name."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from tests.faults.scenarios.scenario import find, names, play, summary
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and run the scenarios; return the exit status."""
+    """Run the scenarios that the command line names; return the exit status."""
     parser = argparse.ArgumentParser(prog="pipelinerl chaos")
     parser.add_argument("--scenario", default="all")
     parser.add_argument("--seed", type=int, default=0)

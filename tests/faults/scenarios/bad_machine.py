@@ -1,8 +1,8 @@
 """Every role is killed, suspended or starved by its machine: no order lost or trained twice, no process left.
 
-A whole run by `pipelinerl run`, with bigram roles, in one of the situations below; the seed modulo their number selects
-it. Afterwards the run must take steps, end on request, balance its ledger, train each order once in the lineage of the
-last weights, and leave no process. Where no run can start, the launcher must say so in one sentence and start nothing.
+`pipelinerl run` runs bigram roles in one situation per seed. Then the run must take steps, end on request, balance its
+ledger, and train each order once in the lineage of the last weights. If no run can start, the launcher must say so in
+one sentence and start nothing.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from tests.faults.scenarios.scenario import Verdict
 
 
 class Situation(IntEnum):
-    """Faults of the machine."""
-
     KILLS = 0
     STANDSTILL = 1
     TERMINAL_CLOSED = 2
@@ -43,16 +41,16 @@ class Situation(IntEnum):
     READ_ONLY = 7
 
 
-#: A run whose processes are killed takes a minute, so the short form has only the machine on which no run can start.
+#: A run whose processes are killed takes a minute, so the short form has only the read-only machine.
 SHORT = range(Situation.READ_ONLY, Situation.READ_ONLY + 1)
-#: Two hundred kills (ten per seed that is a multiple of 8), and every other situation once.
+#: Two hundred kills (ten for each multiple of 8), and every other situation once.
 LONG = (*range(8), *range(8, 8 * 20, 8))
 
 ROLES: Final = ("controller", "engine-0", "actor-0", "trainer", "redis")
 _KILLS: Final = 10
 _STANDS_STILL_S: Final = 20.0
 _WAIT_S: Final = 180.0
-#: Shifts the wall clock by up to an hour in both directions every second; the monotonic clock is unaffected.
+#: A `sitecustomize` that shifts the wall clock by up to an hour every second; the monotonic clock is unaffected.
 _JUMPING: Final = """
 import random, time
 _true, _drawn = time.time, random.Random()
@@ -65,7 +63,6 @@ time.time = _jumping
 
 
 def play(seed: int, directory: Path) -> Verdict:
-    """Run the scenario with one seed, in the seed's situation."""
     situation, figures = Situation(seed % len(Situation)), Counter[str]()
     figures[f"runs with {situation.name.lower().replace('_', ' ')}"] = 1
     written = directory / "recipe.toml"
@@ -97,7 +94,7 @@ def _recipe(seed: int) -> dict[str, Any]:
 
 
 def _prepared(situation: Situation, directory: Path) -> tuple[Sequence[str], Mapping[str, str]]:
-    """Return a command prefix that creates the situation for the launcher, and variables to add to its environment."""
+    """Return a command prefix and environment variables that create the situation for the launcher."""
     match situation:
         case Situation.FEW_FILES:
             return ("sh", "-c", 'ulimit -n 256; exec "$@"', "sh"), {}
@@ -113,7 +110,7 @@ def _prepared(situation: Situation, directory: Path) -> tuple[Sequence[str], Map
 
 
 def _mounted(options: str, place: str) -> Sequence[str]:
-    """Return a command prefix that mounts a tiny file system at `place`; an empty one if mounting is forbidden."""
+    """Return a command prefix that mounts a tiny file system at `place`, or nothing if mounting is forbidden."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         return ()
     fill = f"head -c 4096 /dev/zero > {place}/full 2>/dev/null"
@@ -124,12 +121,10 @@ def _mounted(options: str, place: str) -> Sequence[str]:
 
 
 def _nothing(run: LiveRun, seed: int, figures: Counter[str]) -> None:
-    """Do nothing during the run: the situation exists from the start."""
     _gets_on(run)
 
 
 def _kills(run: LiveRun, seed: int, figures: Counter[str]) -> None:
-    """Kill processes with `kill -9`, each role at least once."""
     draw = generator(seed, "bad machine")
     victims = [*ROLES, *draw.choice(ROLES, size=_KILLS - len(ROLES))]
     for victim in map(str, draw.permutation(victims)):
@@ -150,7 +145,6 @@ def _standstill(run: LiveRun, seed: int, figures: Counter[str]) -> None:
 
 
 def _port_taken(run: LiveRun, seed: int, figures: Counter[str]) -> None:
-    """Bind a role's port in another program as soon as the role has died, and keep the port for a while."""
     for role in ("engine-0", "controller"):
         words = run.role(role).cmdline()
         port = int(words[words.index("--port") + 1])
@@ -186,7 +180,6 @@ _TROUBLE: Final[Mapping[Situation, Callable[[LiveRun, int, Counter[str]], None]]
 
 
 def _signal(run: LiveRun, role: str, number: int) -> psutil.Process:
-    """Send a signal to a role once it is up again."""
     found: list[psutil.Process] = []
 
     def is_up(run: LiveRun) -> bool:
@@ -208,14 +201,14 @@ def _gets_on(run: LiveRun) -> None:
 
 
 def _closed(run: LiveRun) -> list[str]:
-    """Close the terminal; check that the run ends and that no process of it is left."""
+    """Close the terminal; return sentences on a wrong exit status and on remaining processes."""
     os.killpg(run.launcher.pid, signal.SIGHUP)
     status = run.end(_WAIT_S)
     return ([] if status == 130 else [f"a closed terminal ends a run with 130, not {status}"]) + _left(run)
 
 
 def _settled(run: LiveRun) -> list[str]:
-    """End the run; check its ledger."""
+    """End the run; return sentences on contradictions in its ledger and on remaining processes."""
     deadline = time.monotonic() + _WAIT_S
     while run.launcher.poll() is None:
         try:
@@ -236,7 +229,7 @@ def _left(run: LiveRun) -> list[str]:
 
 
 def unbalanced(run: LiveRun) -> list[str]:
-    """Return sentences on orders that the event log shows as trained twice, or as lost."""
+    """Return sentences on orders that the event log shows as lost or trained twice."""
     trained: dict[int, list[int]] = {}
     for event in run.events():
         if event["kind"] == "trainer_ready":  # a restarted trainer begins at the last checkpoint; later work is lost
@@ -255,7 +248,7 @@ def unbalanced(run: LiveRun) -> list[str]:
 
 
 def _read_only(arguments: Sequence[str], path: Path) -> list[str]:
-    """Check that no run starts on a machine where nothing can be written."""
+    """Return sentences on a run that starts although nothing can be written."""
     through = _mounted("-o ro", str(path.parent))
     if not through:
         return []

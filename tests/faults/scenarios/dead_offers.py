@@ -1,9 +1,8 @@
 """Dead engines, or engines that die at their first join, keep registering: the run keeps its speed and its engines.
 
-Crash-looping engines produce this: 60 registrations in 40 s from three addresses, each with a new incarnation. On even
-seeds no process listens at these addresses. On odd seeds a process answers polls and hangs up at every join, like an
-engine that dies of its first update. Answers are judged after a pause, so that the run's speed does not depend on the
-machine. During a second wave of registrations, a working engine is added.
+Like engines in a crash loop, they register 60 times in 40 s from three addresses, each time with a new incarnation. On
+even seeds no process listens there; on odd seeds one answers polls and hangs up at every join. During a second wave of
+registrations, a working engine is added.
 """
 
 from __future__ import annotations
@@ -28,18 +27,17 @@ from tests.faults.scenarios.scenario import Verdict
 SHORT = range(2)
 LONG = range(6)
 
-#: Keeps the run from learning: a run whose answers become equal slows down by itself.
+#: The run must not learn, because runs whose answers become equal slow down.
 _STEADY: Final = ("actor.groups_in_flight=8", "staleness.k=8", "optimizer.learning_rate=1e-9")
-#: The promises: the least fraction of the earlier speed, by kind of dead engine, and the most seconds from the request
-#: of an engine until it works. An engine that answers polls costs more, since each attempt to update it forms a new
-#: weight group.
+#: The promises: the least fraction of the earlier speed, by kind of dead engine, and the seconds until an added engine
+#: serves. Engines that answer polls cost more, since each attempt to update them forms a new weight group.
 _SPEED: Final = {"nobody listens": 0.9, "hangs up": 0.7}
 _SERVES_WITHIN_S: Final = 30.0
 _ADDRESSES: Final = 3
 
 
 class _HangsUp(BaseHTTPRequestHandler):
-    """An engine that answers polls and closes the connection on all other requests."""
+    """An engine that answers polls and closes the connection on other requests."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -111,7 +109,6 @@ def play(seed: int, directory: Path, *, offers: int = 60, within_s: float = 40.0
 
 
 def _offer(run: LiveRun, urls: Sequence[str], gaps_s: Sequence[float]) -> None:
-    """Register each address in turn, each time with a new incarnation."""
     with controller_of(run.directory) as controller:
         for number, gap_s in enumerate(gaps_s):
             offer = {"url": urls[number % len(urls)], "incarnation": f"life-{time.monotonic_ns()}"}
@@ -123,14 +120,12 @@ def _offer(run: LiveRun, urls: Sequence[str], gaps_s: Sequence[float]) -> None:
 
 
 def _speed(run: LiveRun, meanwhile: Callable[[], None]) -> float:
-    """Return steps per second while `meanwhile` runs."""
     began, first = time.monotonic(), max(run.steps())
     meanwhile()
     return (max(run.steps()) - first) / (time.monotonic() - began)
 
 
 def _added_s(run: LiveRun) -> float:
-    """Add an engine; return the seconds until it serves."""
     began = time.monotonic()
     engines(run, "add", "--type", "bigram", "--no-wait")
     until_serving(run, "engine-1")

@@ -1,9 +1,8 @@
 """Processes are killed (kill -9) in mid-episode: no group is lost or trained twice, no reward or version is wrong.
 
-The run plays `examples/guess_letter` on two engines: three turns an episode, hints in between, and weights that change
-in mid-episode. Its model is a bigram, or the shipped character model with the torch engine and trainer (`uses_torch`).
-An engine, the process of the environment, the actor or the trainer is killed while episodes are open. Afterwards the
-promises of `role_killed` hold, and these:
+The run plays `examples/guess_letter` on two engines: three turns per episode, with hints in between and
+changing weights. Its model is a bigram, or the shipped one with torch (`uses_torch`). An engine, an environment's
+process, the actor or the trainer is killed during episodes. Then the promises of `role_killed` hold, and these:
 
     tokens       a step's loss has each token that the model sampled in its rollouts exactly once
     versions     the log-prob of each token is that by the published weights of its span's version (bigram)
@@ -44,7 +43,7 @@ SHORT = range(1)
 LONG = range(25)
 
 KILLS: Final = 4
-#: Kinds of processes; each block of as many kills has one of each, in a random order.
+#: Kinds of processes; each block of this many kills has one of each, in random order.
 VICTIMS: Final = ("engine", "host", "actor", "trainer")
 #: Operations around which a role dies; `none` means any moment.
 POINTS: Final = {
@@ -52,12 +51,11 @@ POINTS: Final = {
     "actor": ("turn", "turn", "append", "none"),
     "engine": ("none",),
 }
-#: Share of killed hosts whose successor is killed, too: an episode that loses its host twice is
-#: not part of its group.
+#: The share of killed hosts whose successor is also killed; an episode that loses its host twice leaves its group.
 KILLED_TWICE: Final = 0.5
 ENGINES: Final = ("engine", "other_engine")
 LONGEST_PAUSE_S: Final = 0.05
-#: Mean reward of the last `STEPS_JUDGED` steps that the run must reach; it begins near 0.25.
+#: The mean reward that the last `STEPS_JUDGED` steps must reach; it begins near 0.25.
 LEARNT: Final = 0.5
 STEPS_JUDGED: Final = 10
 #: Tolerance of log-probs in float32.
@@ -66,12 +64,11 @@ _SPECIAL: Final = re.compile(r"<\|\w+\|>")
 
 
 def uses_torch(seed: int) -> bool:
-    """Return True if a seed plays with the torch engine and trainer: one in five, since they take longer."""
+    """Return True if the seed uses torch: one in five, since these runs take longer."""
     return seed % 5 == 4
 
 
 def play(seed: int, directory: Path, *, mutant: str = "", kills: int = KILLS) -> Verdict:
-    """Run the scenario with one seed, which determines the victims and moments."""
     broken: list[str] = []
     figures = Counter[str]()
     playing = directory / "open_episodes"
@@ -103,7 +100,6 @@ def play(seed: int, directory: Path, *, mutant: str = "", kills: int = KILLS) ->
 
 
 def sections(seed: int, playing: Path) -> dict[str, Any]:
-    """Return the sections of the recipe in which it differs from `cluster.recipe`."""
     path = ModelSection(path="shipped:tiny_speller").resolved if uses_torch(seed) else model()
     kind = "torch" if uses_torch(seed) else paced_bigram.ENGINE
     return {
@@ -127,7 +123,7 @@ def sections(seed: int, playing: Path) -> dict[str, Any]:
 
 @cache
 def model() -> Path:
-    """Return the model that can play the game, with a pace at which weights change within answers."""
+    """Return the bigram that can play the game, slowed down so that weights change within answers."""
     path = Path(mkdtemp(prefix="guessing-bigram-"))
     guessing(path)
     paced_bigram.set_pace(path, decode_s=0.002, step_s=0.0)
@@ -135,13 +131,12 @@ def model() -> Path:
 
 
 def victims(seed: int, kills: int) -> list[str]:
-    """Return the kind of process that each kill ends."""
     draw = generator(seed, "victims")
     return [str(each) for _ in range(0, kills, len(VICTIMS)) for each in draw.permutation(VICTIMS)][:kills]
 
 
 def disturb(cluster: Cluster, seed: int, number: int, victim: str, figures: Counter[str]) -> None:
-    """Wait for two steps and an open episode; then kill a process and restart it, unless its actor does."""
+    """Wait for two steps and an open episode; then kill a process and restart it, unless its actor restarts it."""
     random = generator(seed, "kill", number)
     steps = len(cluster.events("step"))
     cluster.until(lambda: len(cluster.events("step")) >= steps + 2, f"two steps before kill {number}")
@@ -174,14 +169,14 @@ def playing_hosts(cluster: Cluster, number: int) -> list[psutil.Process]:
 
 
 def reward(cluster: Cluster) -> float:
-    """Return the mean reward of the last steps; 0 before there are enough."""
+    """Return the mean reward of the last `STEPS_JUDGED` steps, or 0 before there are enough."""
     rewards = [event["reward"] for event in cluster.events("step")][-STEPS_JUDGED:]
     return sum(rewards) / STEPS_JUDGED if len(rewards) == STEPS_JUDGED else 0.0
 
 
 @final
 class Evidence:
-    """The tokens of a run's groups, checked against the published weights and the rules of the game."""
+    """Checks of a run's tokens against the published weights and the rules of the game."""
 
     def __init__(self, cluster: Cluster, *, knows_weights: bool) -> None:
         self.figures = {
@@ -221,11 +216,7 @@ class Evidence:
             self.broken.append(f"{name} has the reward {rollout.verdict.reward}, its guesses earn {expected}")
 
     def _see_turn(self, name: str, turn: Turn, previous: np.ndarray[Any, Any], epoch: int) -> None:
-        """Compare the log-probs of a turn with those of the weights that its spans name.
-
-        An answer may end under a later trainer than the one that published its first weights. So each span may come
-        from any epoch since the rollout's.
-        """
+        """Compare a turn's log-probs with those of its spans' weights, of any epoch since the rollout's."""
         self.figures["tokens"] += len(turn.token_ids)
         self.figures["answers across versions"] += len(turn.spans) > 1
         if self._logprobs is None:
@@ -260,7 +251,6 @@ class Evidence:
 
 
 def _published(folder: Path) -> dict[int, list[tuple[int, Any]]]:
-    """Return for each version the (epoch, log-probs [V, V]) pairs that a trainer has published."""
     found: dict[int, list[tuple[int, Any]]] = {}
     for path in folder.glob("*.npz"):
         epoch, version = map(int, path.stem.split("-"))

@@ -1,8 +1,7 @@
 """Knobs change many times a second on a live run of two engines: it always takes the next step.
 
-The recipe is that of `make run`. At random intervals j and k change, and sometimes the number of groups in flight and
-of rollouts in a step, so that limits become lower while the pipeline is full and higher while it is empty. After no
-sequence of changes may the run go without a step for `STALL_S` seconds.
+The recipe is that of `make run`. At random intervals j and k change, and sometimes groups in flight and rollouts per
+step, so that limits fall on a full pipeline and rise on an empty one. Each step must follow within `STALL_S` seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ _GROUP_SIZE: Final = 8
 
 
 def play(seed: int, directory: Path, *, storm_s: float = STORM_S) -> Verdict:
-    """Change knobs for `storm_s`, then check that the run continues with the last values."""
     draw, path = generator(seed, "knobs turned"), directory / "run"
     arguments = ["tiny", "engine.count=2", "run.steps=1000000", f"run.directory={directory}", "run.name=run"]
     figures: Counter[str] = Counter({"steps": 0, "changes": 0, "stalls": 0})

@@ -1,9 +1,8 @@
 """A process of the trainer's mesh is killed (kill -9): the other ends, and no group is lost or trained twice.
 
-The run is real: two ranks, engine, actor, controller and streams. Each seed is one run with five kills at random
-moments, always of rank 0 or always of rank 1. After each kill, the other rank must end, and both must restart from the
-newest checkpoint. At the end the ledger balances, and every step has trained its number of groups. Deaths that the
-other rank notices within a second are counted but not required, because they depend on the machine's load.
+Each seed is one real run with five kills of a random rank at random moments. After each, the other rank must end, and
+both must restart from the newest checkpoint. At the end the ledger balances, and every step has trained its number of
+groups. Deaths noticed within a second are counted but not required, because they depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -31,12 +30,11 @@ SETTINGS = (
     "checkpoint.interval_steps=2",
     "launch.restarts=1000",
 )
-#: Follows from `tests.fakes.live_run.SMALL` and the recipe's eight rollouts per group.
+#: The rollouts per step of `tests.fakes.live_run.SMALL` over eight rollouts per group.
 GROUPS_IN_A_STEP = 8
 
 
 def play(seed: int, directory: Path) -> Verdict:
-    """Run the scenario with one seed, which determines the rank that is killed."""
     figures, broken = Counter[str](), []
     with launched(new_run(directory / "run", *SETTINGS), directory / "run") as run:
         try:
@@ -79,14 +77,13 @@ def run_on(run: LiveRun, *, steps: int) -> None:
 
 
 def ranks_of(run: LiveRun) -> tuple[psutil.Process, psutil.Process]:
-    """Return the two processes of the trainer."""
     found = [process for process in run.note_processes().values() if "trainer-rank" in arguments_of(process)]
     assert len([process for process in found if is_alive(process)]) == 1, run.story()
     return run.role("trainer"), next(process for process in found if is_alive(process))
 
 
 def arguments_of(process: psutil.Process) -> list[str]:
-    """Return the process's arguments; empty if it has ended."""
+    """Return the process's arguments, or none if it has ended."""
     try:
         return process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -94,7 +91,6 @@ def arguments_of(process: psutil.Process) -> list[str]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """True if the process runs and is no zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -102,10 +98,9 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def unbalanced(run: LiveRun, figures: Counter[str]) -> list[str]:
-    """Return sentences on contradictions in the ledger.
+    """Return sentences on contradictions in the ledger, up to the version of the run's last step.
 
-    The run's version is that of its last step. A trainer that was killed before its checkpoint was complete may have
-    reached a later version; what it trained after its last checkpoint belongs to no step of the run.
+    A trainer killed before its checkpoint was complete may have reached a later version; those steps do not count.
     """
     finished = run.events("run_finished")
     if not finished:

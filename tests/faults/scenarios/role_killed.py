@@ -1,7 +1,7 @@
 """Any role, or Redis, is killed (kill -9) at random points: no acknowledged rollout is lost, none trained twice.
 
-A rollout group is acknowledged once the server has answered its append. Each copy of a group that was ever acknowledged
-must have one of these outcomes, or it is lost:
+A rollout group is acknowledged once the server has answered its append. Each acknowledged copy of a group must have one
+of these outcomes, or it is lost:
 
     trained      in the lineage of the final weights, exactly once
     duplicate    an earlier copy of the same order in the stream was trained
@@ -9,9 +9,9 @@ must have one of these outcomes, or it is lost:
     abandoned    the weights that sampled it were lost with a trainer; the order is issued again
     forgotten    the killed server had not written it: under `appendfsync everysec` it may delay a write while the disk
                  is busy, and loses the end of its history. The order is issued again
-    waiting      it lies after the offset of the newest checkpoint, for the next trainer
+    waiting      the next trainer will read it: it lies after the offset of the newest checkpoint
 
-Every issued order ends once or is in flight: the ledger balances. Each seed is one run with five kills.
+Every issued order ends once or is in flight, so the ledger balances. Each seed is one run with five kills.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ SHORT = range(1)
 LONG = range(40)
 
 KILLS = 5
-#: Operations around which each role may die. A role that never performs a listed operation (a correct trainer
-#: acknowledges nothing) is killed at any moment instead.
+#: Operations around which each role may die. A role that never performs the drawn operation is killed at any moment (a
+#: correct trainer acknowledges nothing).
 POINTS = {
     "trainer": ("append", "read", "trim", "update", "checkpoint", "acknowledge"),
     "actor": ("append", "claim", "acknowledge", "renew"),
@@ -50,7 +50,7 @@ PARTITION = f"{ROLLOUTS}actor"
 
 
 def play(seed: int, directory: Path, *, mutant: str = "", kills: int = KILLS) -> Verdict:
-    """Run the scenario with one seed, which determines the killed roles. With a mutant, only the trainer is killed."""
+    """Run the scenario with one seed, which determines the killed roles; with a mutant, only the trainer is killed."""
     broken: list[str] = []
     forgotten: set[int] = set()
     figures = Counter[str]()
@@ -96,7 +96,7 @@ def disturb(cluster: Cluster, seed: int, number: int, forgotten: set[int], figur
 
 
 def settle(cluster: Cluster) -> None:
-    """Wait for further steps, then stop the run as its owner would."""
+    """Wait for four more steps, then stop the run as its owner would."""
     steps = len(cluster.events("step"))
     cluster.until(lambda: len(cluster.events("step")) >= steps + 4, "four steps after the last kill")
     with controller_of(cluster.directory) as controller:
@@ -105,10 +105,7 @@ def settle(cluster: Cluster) -> None:
 
 
 def still_read(cluster: Cluster, offset: int) -> set[int]:
-    """Return the entries that the next trainer will read.
-
-    These are the entries after the offset; for a mutant, those that its consumer group has not acknowledged.
-    """
+    """Return the entries that the next trainer will read; for a mutant, those not acknowledged."""
     key = f"chaos:{PARTITION}"
     with Redis.from_url(cluster.server.url) as server:
         kept = {_number(entry_id) for entry_id, _ in server.xrange(key)}
@@ -124,7 +121,7 @@ def _number(entry_id: bytes) -> int:
 
 
 class Findings:
-    """The evidence about a run: witness files, event log, last checkpoint and stream."""
+    """A run's traces: its witness files, event log, last checkpoint and stream."""
 
     def __init__(self, cluster: Cluster, forgotten: set[int]) -> None:
         self.made = sorted(cluster.witnessed("made"), key=lambda group: group["entry"])
@@ -149,9 +146,7 @@ class Findings:
         ]
 
     def _lineage(self, steps: Iterable[dict[str, Any]], last: int | None) -> list[tuple[int, str]]:
-        """Return the groups that the newest checkpoint's weights have seen, as (order, copy). A repeated step counts
-        once.
-        """
+        """Return the groups that the newest checkpoint's weights have seen, as (order, copy), each step once."""
         by_version: dict[int, tuple[int, list[tuple[int, str]]]] = {}
         for step in steps:
             epoch, version = step["epoch"], step["version"]

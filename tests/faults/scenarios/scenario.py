@@ -1,9 +1,8 @@
-"""`Scenario`: a fault drawn from a seed and applied to a real or simulated run, and the promises that must hold
-nevertheless.
+"""`Scenario`: a fault drawn from a seed and applied to a real or simulated run, and the promises that must hold.
 
-A scenario is a module in this folder with a function `play(seed, directory) -> Verdict`, the seeds `SHORT` (for `make
-test`) and `LONG` (for `make chaos`), and a first line that states the fault and the promise. pytest and `pipelinerl
-chaos` call the same functions, so each can replay a seed that failed in the other.
+A scenario is a module in this folder with a function `play(seed, directory) -> Verdict`, the seeds `SHORT` (for
+`make test`) and `LONG` (for `make chaos`), and a first line that states the fault and the promise. pytest and
+`pipelinerl chaos` both call `play`, so either can replay a seed that failed in the other.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ _NOT_SCENARIOS = frozenset({"__main__", "scenario"})
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of one seed: figures, which are added over seeds, and sentences on broken promises (empty if all
-    held).
-    """
+    """The result of one seed: figures, which are summed over seeds, and a sentence for each broken promise."""
 
     figures: Mapping[str, int]
     broken: tuple[str, ...] = ()
@@ -33,8 +30,6 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One module of this folder."""
-
     name: str
     play: Callable[[int, Path], Verdict]
     short: Sequence[int]
@@ -43,8 +38,6 @@ class Scenario:
 
 @dataclass(slots=True)
 class Tally:
-    """The summed verdicts of one scenario."""
-
     scenario: Scenario
     seeds: list[int] = field(default_factory=list)
     figures: Counter[str] = field(default_factory=Counter)
@@ -65,22 +58,19 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Scenario:
-    """Return the scenario of that name. Raises ModuleNotFoundError if there is none."""
+    """Return the scenario of that name; raise `ModuleNotFoundError` if there is none."""
     module = importlib.import_module(f"tests.faults.scenarios.{name}")
     return Scenario(name, module.play, module.SHORT, module.LONG)
 
 
 def summary(name: str) -> str:
-    """Return the scenario's description, the first line of its module, without importing it."""
+    """Return the first docstring line of the scenario's module, without importing it."""
     text = Path(__file__).with_name(f"{name}.py").read_text()
     return (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
 
 
 def play(scenario: Scenario, seeds: Iterable[int], *, told: Callable[[str], None] = lambda line: None) -> Tally:
-    """Run the seeds one after another, each in an empty directory; a broken promise is reported with its seed.
-
-    `told` is called with a line of text when a seed ends.
-    """
+    """Run the seeds in order, each in an empty directory; call `told` with a line of text after each."""
     tally = Tally(scenario)
     began = time.monotonic()
     for seed in seeds:

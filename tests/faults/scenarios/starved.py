@@ -1,8 +1,8 @@
 """Nothing can be trained (no engine, no signal, no room, no answer): no hang, no step, and the cause is named.
 
-The pure controller and batcher run in the simulated world of tests/controller, on a simulated clock. Each seed runs
-normally for a while, is in one situation for ten minutes, and leaves it. In the situation no step may happen, and the
-watchdog must name the cause once; afterwards the run must continue.
+Controller and batcher run in the simulated world of tests/controller. Each seed runs normally for a while, then is in
+one situation for ten minutes: no step may happen, and the watchdog must name the cause once. Then the run must
+continue.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BEAT_S = 5
 
 
 class Situation(Enum):
-    """A situation: what is missing, and the cause that the watchdog must report."""
+    """A situation that stops training; its value is the cause that the watchdog must report."""
 
     NO_ENGINE = "an engine to join"
     DEAD_ENGINE = f"an engine to join; {ENGINE} is dead: connection refused"
@@ -58,9 +58,7 @@ class Situation(Enum):
 @final
 @dataclass
 class TimedController:
-    """The real controller in a world without a clock of its own: every input happens at the current time, and records
-    are kept.
-    """
+    """The real controller, with a clock for a world that has none, and a list of its records."""
 
     inner: Controller
     now: float = 0.0
@@ -77,7 +75,7 @@ class TimedController:
 
 @dataclass
 class Starved:
-    """One run: it works, lacks something for a while, then works again."""
+    """A run that works, lacks something for a while, then works again."""
 
     situation: Situation
     world: World
@@ -86,7 +84,7 @@ class Starved:
     starving: bool = False
 
     def second(self) -> None:
-        """Advance the clock by one second, in which one of the possible events happens."""
+        """Advance the clock by one second, in which one possible event happens."""
         self.timed.now += 1.0
         self.rng.choice(self._possible())()
         if self.timed.now % BEAT_S == 0 and not self._is(Situation.DEAD_ACTOR):
@@ -104,7 +102,7 @@ class Starved:
             self.world.begin()
 
     def fall(self) -> str:
-        """Enter the situation; return the error that it causes at once, or an empty string."""
+        """Enter the situation; return the error that it raises at once, or ""."""
         self.starving = True
         match self.situation:
             case Situation.DEAD_ENGINE:
@@ -136,7 +134,6 @@ class Starved:
         return possible or [lambda: None]
 
     def _waits_for_publication(self) -> bool:
-        """True if the trainer must finish the publication in progress before it changes weights."""
         return self._is(Situation.NO_PUBLICATION) and bool(self.world.publications)
 
     def _answer(self) -> None:
@@ -158,20 +155,18 @@ class Starved:
 
 
 def drawn(seed: int) -> Starved:
-    """Return the run of a seed, before it starts."""
     rng = random.Random(seed)
     situation = list(Situation)[seed % len(Situation)]
     j, k = rng.choice([(1, 1.0), (1, 2.0), (2, 4.0), (1, math.inf)])
     k = min(k, 4.0) if situation is Situation.ALL_STALE else k
     made = controller(steps=10_000, evaluation_problems=0, j=j, k=k, max_groups=6)
-    # `giving_up` ends a run that has no engine; this run waits without limit instead.
+    # `giving_up` ends a run without engines; this run must wait without limit.
     made.settings = replace(made.settings, max_groups=rng.choice([2, 3, 6]), engine_timeout_s=math.inf)
     timed = TimedController(made)
     return Starved(situation, World(timed, rng), timed, rng)  # type: ignore[arg-type]
 
 
 def play(seed: int, directory: Path) -> Verdict:
-    """Run the scenario with one seed, through one situation."""
     run, broken = drawn(seed), []
     world, situation, grace_s = run.world, run.situation, run.timed.settings.stall_s
     run.begin()

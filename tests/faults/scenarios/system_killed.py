@@ -1,9 +1,8 @@
 """Launcher, roles and Redis are killed at once: losses, weights and prompts equal those of an undisturbed run.
 
-Lockstep (j = k = 1, the ratio over recomputed log-probs) on the CPU, where a run is a function of its seed, through the
-real `pipelinerl run` and `pipelinerl run --resume`. The kill happens when the event log has reached a random length.
-The metrics and trained orders of every step, and the files of the last checkpoint, must equal those of the undisturbed
-run bit by bit.
+Lockstep runs (j = k = 1, ratio over recomputed log-probs) on the CPU are functions of their seed. `pipelinerl run` is
+killed at a random length of its event log, then resumed. Metrics and trained orders of every step, and the files of the
+last checkpoint, must equal those of the undisturbed run bit by bit.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ SHORT = range(1)
 LONG = range(20)
 
 FIGURES = ("loss", "grad_norm", "reward", "entropy", "tokens", "sampled_tokens", "orders")
-#: Files of a checkpoint that may differ because the run was interrupted: stream offsets are in the manifest, and the
-#: copied event log has more lines.
+#: Checkpoint files that may differ after an interruption: the manifest has stream offsets, and the copied event log has
+#: more lines.
 NOT_COMPARED = ("manifest.json", "run/")
 
 
@@ -54,7 +53,6 @@ class Learned:
 
 
 def play(seed: int, directory: Path) -> Verdict:
-    """Run the scenario with one seed: kill all processes of a run, resume it, compare."""
     expected = Learned.by(undisturbed())
     at = int(generator(seed, "whole system").integers(1, len(undisturbed().events())))
     path = directory / "run"
@@ -71,7 +69,6 @@ def play(seed: int, directory: Path) -> Verdict:
 
 
 def kill_everything(run: LiveRun) -> int:
-    """`kill -9` every process of the run; return the number of processes."""
     processes = [run.launcher.pid, *run.note_processes()]
     for pid in processes:
         try:
@@ -83,7 +80,7 @@ def kill_everything(run: LiveRun) -> int:
 
 
 def differences(expected: Learned, found: Learned) -> list[str]:
-    """Return sentences on how `found` differs from the undisturbed run."""
+    """Return a sentence for each difference of `found` from the undisturbed run."""
     told = [
         f"step {step}: {dict(zip(FIGURES, found.steps.get(step, ()), strict=False))} instead of {figures}"
         for step, figures in expected.steps.items()

@@ -1,9 +1,8 @@
 """SIGTERM to a run at any moment, its start included: no step is lost, it ends in time, and it can be resumed.
 
-A light run through the real `pipelinerl run` and `pipelinerl run --resume`, stopped again and again, as by Slurm, at
-the end of a pod or by a spot machine's notice. The promises for each stop: the launcher ends within the default grace
-period of Kubernetes and leaves no process; the next launch starts at the last logged step; in the end no step is
-missing and no order was trained twice.
+A small run is stopped and resumed repeatedly with `pipelinerl run` and `run --resume`, as by Slurm, a pod's end or a
+spot machine's notice. At each stop the launcher must end within Kubernetes' default grace period and leave no process;
+the next launch must start at the last logged step. In the end no step is missing and no order was trained twice.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ SHORT = range(1)
 LONG = range(10)
 
 GRACE_S = 30.0
-#: A stop comes at a random time within this many seconds of the launch; a run needs three or four to start.
+#: A stop comes within this many seconds of the launch; a run needs three or four to start.
 _WITHIN_S = 12.0
 
 
 def play(seed: int, directory: Path, *, times: int = 5) -> Verdict:
-    """Run the scenario with one seed: stop one run `times` times, then let it end."""
     draw, path, broken = generator(seed, "told to stop"), directory / "run", list[str]()
     steps, slowest_s = 0, 0.0
     for number in range(times):
@@ -52,9 +50,7 @@ def play(seed: int, directory: Path, *, times: int = 5) -> Verdict:
 
 
 def _arguments(path: Path) -> list[str]:
-    """Return the arguments of the next launch: to resume, or to start again if the run was stopped before it wrote
-    anything.
-    """
+    """Return the arguments that resume the run, or start it again if it was stopped before it wrote anything."""
     return resumed(path) if (path / "recipe.toml").is_file() else endless_run(path)
 
 
@@ -77,7 +73,6 @@ def _amiss(run: LiveRun, status: int, took_s: float, *, began_at: int) -> list[s
 
 
 def _unlike_one_run(run: LiveRun) -> list[str]:
-    """Return sentences on missing or repeated steps, and on orders that were trained twice."""
     steps, told = run.steps(), []
     if steps != list(range(1, max(steps) + 1)):
         told.append(f"the steps of all lives are {steps}, expected each once")

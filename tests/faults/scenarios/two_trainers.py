@@ -1,20 +1,18 @@
 """A second trainer takes over while the first is suspended in the middle of a write: the first writes nothing after.
 
-The first trainer is stopped (kill -STOP, like a swapping machine or a cut network) at a random point: around a report,
-a read, a phase of a weight update, or a checkpoint that is about to be put in place. A second trainer starts with a
-higher epoch and trains; then the first is continued where it was. It must report that it is fenced, and end. Nothing
-that it tries until then may take effect:
+The first trainer is suspended (SIGSTOP, like a swapping machine or a cut network) at a random point: around a report, a
+read, a phase of a weight update, or the commit of a checkpoint. A second trainer starts with a higher epoch and trains;
+then the first is resumed. It must report that it is fenced, and end. Nothing that it tries until then may take effect:
 
     reports       no event of the controller mentions its steps, publications or checkpoints
     weights       no rollout is sampled by weights of its epoch that are newer than those at the take-over
     checkpoints   none of its epoch is put in place, and the new trainer's are complete
     trims         it trims no stream: its requests are rejected
 
-Each seed is one run with three take-overs. Each new trainer is the one that the next take-over fences.
+Each seed is one run with three take-overs; each fences the trainer of the previous one.
 
-Usually the second trainer has already removed the first one's incomplete checkpoints. Some take-overs suspend the
-second after it has claimed the directory and before it removes them: then only the fence keeps the first from putting
-its checkpoint in place.
+Usually the second trainer removes the first one's incomplete checkpoints. Some take-overs suspend the second between
+its claim of the directory and that removal, so that only the fence keeps the first from committing its checkpoint.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ WORDS = "has taken over"
 
 @dataclass(slots=True)
 class TakeOver:
-    """The state after the second trainer has started and before the first is continued."""
+    """The state after the second trainer has started and before the first is resumed."""
 
     epoch: int
     at: float = field(default_factory=time.time)
@@ -57,13 +55,11 @@ class TakeOver:
     checkpoints: dict[str, int] = field(default_factory=dict)
     newest_weights: int = 0
     claimed: bool = True
-    """Had the second claimed the checkpoints? One put in place before is no loss: it starts again, from there."""
+    """True if the second trainer had claimed the checkpoints; it starts again from one committed before."""
 
 
 def play(seed: int, directory: Path, *, mutant: str = "", take_overs: int = TAKE_OVERS) -> Verdict:
-    """Run the scenario with one seed. With a mutant, the first is always continued while only the fence could stop
-    it.
-    """
+    """Run the scenario with one seed; with a mutant, only the fence could stop the first trainer."""
     broken: list[str] = []
     figures = Counter({"take-overs": 0, "in the middle of a write": 0, "held by the fence alone": 0})
     figures["writes after fencing"] = 0
@@ -81,19 +77,18 @@ def play(seed: int, directory: Path, *, mutant: str = "", take_overs: int = TAKE
 
 
 def take_over(cluster: Cluster, random: Generator, figures: Counter[str], *, mutant: str) -> list[str]:
-    """Stop the trainer, start another, continue the first; return sentences on what the first wrote nevertheless."""
+    """Suspend the trainer, start another, resume the first; return sentences on what the first wrote nevertheless."""
     steps_are(cluster, 3, "three steps before a take-over")
     first = cluster.processes.pop("trainer")
     try:
-        # A mutant is stopped when its checkpoint is durable on disk. Stopped earlier, with a slow disk, it would be
-        # fenced before its checkpoint is ready.
+        # A mutant is suspended when its checkpoint is durable; before that, a slow disk could let it be fenced too
+        # early.
         operation = "durable" if mutant else str(random.choice(POINTS))
         patience_s = PATIENCE_S if mutant else 2.0
         points = int(random.integers(6))
         in_a_write = stop(cluster, first.pid, operation=operation, points=points, up_to_s=patience_s)
         figures["in the middle of a write"] += in_a_write
-        # Only at this point the second trainer may be suspended. Stopped elsewhere, the first may hold the fence's
-        # lock, for which the second would wait.
+        # The second trainer may be suspended only at this point: elsewhere, the first may hold the fence's lock.
         by_the_fence = in_a_write and (bool(mutant) or (operation == "checkpoint" and bool(random.integers(2))))
         figures["held by the fence alone"] += by_the_fence
         epoch = len(cluster.events("trainer_ready"))
@@ -122,9 +117,7 @@ def take_over(cluster: Cluster, random: Generator, figures: Counter[str], *, mut
 
 
 def head_start(cluster: Cluster, *, up_to_s: float) -> None:
-    """Give the second trainer time for a step. It may make none, if an unfinished broadcast of the first blocks its
-    publication.
-    """
+    """Give the second trainer time for a step; an unfinished broadcast of the first may block its publication."""
     steps, deadline = len(cluster.events("step")), time.monotonic() + up_to_s
     while len(cluster.events("step")) == steps and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -137,9 +130,7 @@ def steps_are(cluster: Cluster, more: int, what: str) -> None:
 
 
 def stop(cluster: Cluster, pid: int, *, operation: str, points: int, up_to_s: float) -> bool:
-    """Stop the trainer (SIGSTOP) at the given point, or anywhere after `up_to_s`; return whether it was stopped at the
-    point.
-    """
+    """Suspend the trainer at the given point, or after `up_to_s`; return True if it reached the point."""
     cluster.fuses["trainer"].light(operation, points, signal.SIGSTOP)
     deadline = time.monotonic() + up_to_s
     while time.monotonic() < deadline:
@@ -162,7 +153,6 @@ def _is_stopped(pid: int) -> bool:
 
 
 def before(cluster: Cluster, epoch: int) -> TakeOver:
-    """Return the state after `epoch` has been fenced."""
     sampled = [group["newest"] for group in cluster.witnessed("made") if group["epoch"] <= epoch]
     published = [event["model_version"] for event in cluster.events("publish")]
     served = cluster.served_weights()
@@ -203,12 +193,11 @@ def after(cluster: Cluster, seen: TakeOver, *, pid: int) -> Iterator[str]:
 
 
 def _told(cluster: Cluster) -> list[Any]:
-    """Return events that follow from a trainer's reports."""
     return [event for event in cluster.events() if event["kind"] in ("step", "checkpoint")]
 
 
 def _checkpoints(cluster: Cluster) -> dict[str, int]:
-    """Return the inode of each checkpoint by name. The second trainer may remove a checkpoint during the listing."""
+    """Return the inode of each checkpoint by name; the second trainer may remove one during the listing."""
     found = {}
     for path in (cluster.directory / "checkpoints").glob("step-*"):
         with suppress(FileNotFoundError):
@@ -217,7 +206,6 @@ def _checkpoints(cluster: Cluster) -> dict[str, int]:
 
 
 def _epoch_of(path: Path) -> int:
-    """Return the epoch of a complete checkpoint; 0 if it is incomplete or was removed meanwhile."""
     try:
         return load(path).epoch
     except (CheckpointError, FileNotFoundError):

@@ -1,8 +1,8 @@
 """A verifier service is killed with kill -9 during its work: every answer gets one verdict, the right one.
 
-Two real services with real workers judge a stream of groups for one client, which calls them as an actor does. At
-random moments one service is killed and restarted. Odd seeds judge programs in sandboxes, if bubblewrap is installed.
-In the end, no process started by a dead service may be alive, and no control group or mount of a sandbox may be left.
+Two real services judge groups for one client, as for an actor; odd seeds judge programs in sandboxes, if bubblewrap is
+installed. At random moments one service is killed and restarted. In the end no process, control group or mount of a
+dead service may be left.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ from tests.patience import PATIENCE_S
 SHORT = range(2)
 LONG = range(50)
 
-#: Number of groups in progress at once, and of answers in each group.
+#: The numbers of concurrent groups and of answers per group.
 _AT_ONCE: Final = 6
 _ANSWERS: Final = 4
 
 
 class _Service:
-    """A service's process, which can be killed and restarted at its address."""
-
     def __init__(self, domain: str) -> None:
         self.domain = domain
         self.port = 0
@@ -56,7 +54,7 @@ class _Service:
         return f"http://127.0.0.1:{self.port}"
 
     def kill(self) -> list[psutil.Process]:
-        """Kill only the service's own process; return the processes that it had started."""
+        """Kill the service's own process; return the processes that it had started."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         self.process.kill()
         self.process.wait(PATIENCE_S)
@@ -66,7 +64,6 @@ class _Service:
 
 
 def play(seed: int, directory: Path, *, kills: int = 1) -> Verdict:
-    """Run the scenario with one seed; `directory` stays empty."""
     domain = "code" if seed % 2 and shutil.which("bwrap") else "words"
     services = [_Service(domain) for _ in range(2)]
     started: list[psutil.Process] = []
@@ -144,9 +141,7 @@ async def _until(holds: object) -> None:
 
 
 def _still_there(find: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-    """Return what `find` still finds when the deadline has passed. The kernel needs a free core to end killed
-    processes.
-    """
+    """Return what `find` still finds at the deadline; the kernel needs a free core to end killed processes."""
     deadline = time.monotonic() + PATIENCE_S
     while (found := find()) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -161,14 +156,11 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def _groups(lives: Sequence[int]) -> list[str]:
-    """Return the remaining control groups of the sandboxes that these service processes made."""
     found = Path("/sys/fs/cgroup").rglob("oubliette-*")
     return [str(path) for path in found if path.name.split("-")[1] in map(str, lives)]
 
 
 def _mounts() -> list[str]:
-    """Return the bubblewrap mounts that this process sees. There should be none, since mounts belong inside the
-    sandboxes.
-    """
+    """Return the bubblewrap mounts that this process sees; there should be none outside the sandboxes."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     return [line for line in lines if any(place in line for place in ("/newroot", "/oldroot", "oubliette/guest"))]

@@ -1,4 +1,4 @@
-"""Checkpoints are atomic under kills, truncation and bit flips, and Hugging Face loads their directories."""
+"""Checkpoints survive kills, truncation and bit flips, and Hugging Face loads their directories."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def latest(store: CheckpointStore) -> TrainingState | None:
     return found[1] if found else None
 
 
-def test_saved_checkpoint_is_found(store: CheckpointStore) -> None:
+def test_saved_checkpoint_is_found_and_contains_model_state_and_manifest(store: CheckpointStore) -> None:
     assert store.latest() is None and store.oldest_kept_offsets() == {}
     path = save(store, 3)
     assert store.latest() == (path, state_of(3))
@@ -52,7 +52,7 @@ def test_saved_checkpoint_is_found(store: CheckpointStore) -> None:
     assert BigramModel.load(path).logits.tolist() == np.full((5, 5), 3.0).tolist()
 
 
-def test_replaced_checkpoint_is_restored_after_a_kill(store: CheckpointStore) -> None:
+def test_checkpoint_is_restored_if_the_process_was_killed_while_replacing_it(store: CheckpointStore) -> None:
     path = save(store, 4)
     path.rename(path.with_name(f".replaced-{path.name}"))  # between the two renames of a commit
     found = store.latest()
@@ -60,7 +60,7 @@ def test_replaced_checkpoint_is_restored_after_a_kill(store: CheckpointStore) ->
     assert sorted(each.name for each in path.parent.iterdir()) == [path.name]
 
 
-def test_newest_checkpoints_are_kept(store: CheckpointStore) -> None:
+def test_checkpoint_store_keeps_the_newest_checkpoints_by_step_number(store: CheckpointStore) -> None:
     for version in (9, 99, 999_999):
         save(store, version)
     assert [path.name for path in store.all()] == ["step-000099", "step-999999"]
@@ -70,7 +70,7 @@ def test_newest_checkpoints_are_kept(store: CheckpointStore) -> None:
     assert [path.name for path in store.all()] == ["step-999999", "step-1000000"]
 
 
-def test_same_step_of_a_later_epoch_replaces_the_earlier(store: CheckpointStore) -> None:
+def test_checkpoint_of_a_later_epoch_replaces_that_of_the_same_step(store: CheckpointStore) -> None:
     save(store, 1)
     save(store, 2)
     save(store, 2, epoch=2)
@@ -79,7 +79,7 @@ def test_same_step_of_a_later_epoch_replaces_the_earlier(store: CheckpointStore)
 
 
 def operations(monkeypatch: pytest.MonkeyPatch, killed_at: int) -> list[str]:
-    """Kill the process at the n-th operation of those that make a checkpoint durable or visible."""
+    """Raise `Killed` at the n-th operation that makes a checkpoint durable or visible; return those done."""
     done: list[str] = []
 
     def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,7 +100,7 @@ def operations(monkeypatch: pytest.MonkeyPatch, killed_at: int) -> list[str]:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["new step", "step of an abandoned epoch"])
-def test_newest_complete_checkpoint_is_found_after_any_kill(
+def test_newest_complete_checkpoint_is_found_after_a_kill_at_any_point_of_a_save(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
     old, new = state_of(2), state_of(4, epoch=2)
@@ -132,7 +132,7 @@ def test_newest_complete_checkpoint_is_found_after_any_kill(
 
 
 def damages(path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield every file cut at several places, with several bits flipped, and removed."""
+    """Yield damages to every file: cut at several places, several bits flipped, removed."""
     for file in sorted(path.rglob("*")):
         if not file.is_file():
             continue
@@ -146,7 +146,7 @@ def damages(path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"{name} removed", file.unlink
 
 
-def test_every_damage_is_detected_and_reported(
+def test_damaged_checkpoint_is_reported_and_skipped(
     store: CheckpointStore, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     save(store, 2)
@@ -184,7 +184,7 @@ def test_run_without_a_complete_checkpoint_is_not_restarted_from_scratch(
 
 
 @pytest.mark.parametrize("manifest", ["[]", "3", "{}", '{"format": 1}', '{"format": 3, "state": {}, "files": {}}'])
-def test_other_manifests_are_rejected_with_a_sentence(store: CheckpointStore, manifest: str) -> None:
+def test_checkpoint_with_an_invalid_manifest_is_rejected(store: CheckpointStore, manifest: str) -> None:
     path = save(store, 2)
     (path / "manifest.json").write_text(manifest)
     with pytest.raises(CheckpointError, match="choose another checkpoint"):
@@ -192,7 +192,7 @@ def test_other_manifests_are_rejected_with_a_sentence(store: CheckpointStore, ma
     assert store.oldest_kept_offsets() == {}
 
 
-def test_full_disk_leaves_existing_checkpoints_intact(store: CheckpointStore) -> None:
+def test_full_disk_during_a_save_leaves_existing_checkpoints_intact(store: CheckpointStore) -> None:
     save(store, 2)
 
     def full(_: Path) -> None:
@@ -204,7 +204,7 @@ def test_full_disk_leaves_existing_checkpoints_intact(store: CheckpointStore) ->
     assert latest(store) is not None and save(store, 4).name == "step-000004"
 
 
-def test_commit_that_fails_after_the_rename_can_be_retried(
+def test_checkpoint_commit_that_fails_after_the_rename_can_be_retried(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(store, 2)
@@ -226,7 +226,7 @@ def test_commit_that_fails_after_the_rename_can_be_retried(
     assert [path.name for path in sorted(store.directory.iterdir())] == ["step-000002", "step-000004"]
 
 
-def test_failed_removal_is_logged_and_loses_no_checkpoint(
+def test_failed_removal_of_an_old_checkpoint_is_logged_and_retried(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def busy(path: Path, ignore_errors: bool = False) -> None:
@@ -244,8 +244,8 @@ def test_failed_removal_is_logged_and_loses_no_checkpoint(
     assert not list(store.directory.glob(".*")), "it is tried again"
 
 
-def test_trim_offsets_are_read_without_weights(store: CheckpointStore) -> None:
-    """Only the manifest is read, since weights may be many gigabytes."""
+def test_stream_offsets_of_checkpoints_are_read_without_their_weights(store: CheckpointStore) -> None:
+    """Weights may be many gigabytes, so only the manifest is read."""
     path = save(store, 2)
     (path / "model.safetensors").unlink()
     assert store.oldest_kept_offsets() == state_of(2).offsets
@@ -278,13 +278,13 @@ def test_transformers_loads_a_checkpoint_directory(tmp_path: Path) -> None:
 
 @pytest.fixture
 def stores(tmp_path: Path) -> tuple[CheckpointStore, CheckpointStore]:
-    """Return the stores of the earlier and the later trainer."""
+    """Return the checkpoint stores of two trainers, the earlier and the later."""
     model = model_directory(tmp_path / "model")
     first, second = (CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=model) for _ in range(2))
     return first, second
 
 
-def test_capture_from_before_the_claim_cannot_be_committed_after_it(
+def test_fenced_trainer_cannot_commit_a_checkpoint_that_it_captured_earlier(
     stores: tuple[CheckpointStore, CheckpointStore],
 ) -> None:
     first, second = stores
@@ -302,7 +302,9 @@ def test_capture_from_before_the_claim_cannot_be_committed_after_it(
     assert found is not None and (found[1].epoch, found[1].model_version) == (2, 2)
 
 
-def test_drafts_of_two_trainers_are_separate(stores: tuple[CheckpointStore, CheckpointStore]) -> None:
+def test_checkpoint_drafts_of_two_trainers_have_separate_directories(
+    stores: tuple[CheckpointStore, CheckpointStore],
+) -> None:
     first, second = stores
     late = capture(first, state_of(2, epoch=1))
     second.claim(2)
@@ -310,7 +312,7 @@ def test_drafts_of_two_trainers_are_separate(stores: tuple[CheckpointStore, Chec
     assert not late.directory.exists(), "what the fenced one had begun is cleared away"
 
 
-def test_writer_whose_draft_was_removed_gets_a_fenced_error(
+def test_trainer_whose_draft_a_later_trainer_removed_gets_a_fenced_error(
     stores: tuple[CheckpointStore, CheckpointStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = stores
@@ -327,7 +329,7 @@ def test_writer_whose_draft_was_removed_gets_a_fenced_error(
         first.commit(late)
 
 
-def test_claim_is_rejected_if_a_newer_checkpoint_appeared_meanwhile(
+def test_claim_of_the_checkpoints_fails_if_a_newer_one_appeared_meanwhile(
     stores: tuple[CheckpointStore, CheckpointStore],
 ) -> None:
     first, second = stores
@@ -338,7 +340,7 @@ def test_claim_is_rejected_if_a_newer_checkpoint_appeared_meanwhile(
         second.claim(2)
 
 
-def test_claim_is_rejected_if_a_first_checkpoint_appeared_meanwhile(
+def test_claim_of_the_checkpoints_fails_if_a_first_one_appeared_meanwhile(
     stores: tuple[CheckpointStore, CheckpointStore],
 ) -> None:
     first, second = stores
@@ -348,7 +350,7 @@ def test_claim_is_rejected_if_a_first_checkpoint_appeared_meanwhile(
         second.claim(2)
 
 
-def test_damaged_later_checkpoint_is_set_aside_and_does_not_evict_new_ones(
+def test_damaged_checkpoints_are_set_aside_and_do_not_evict_new_ones(
     stores: tuple[CheckpointStore, CheckpointStore], caplog: pytest.LogCaptureFixture
 ) -> None:
     _, second = stores
@@ -371,7 +373,7 @@ def test_damaged_later_checkpoint_is_set_aside_and_does_not_evict_new_ones(
     assert len(list(second.directory.glob("damaged-*"))) == 2, "nothing removes them silently"
 
 
-def test_earlier_epoch_cannot_claim(tmp_path: Path) -> None:
+def test_earlier_epoch_cannot_claim_the_checkpoints_after_a_later_one(tmp_path: Path) -> None:
     fence = CheckpointFence(tmp_path / "checkpoints")
     fence.claim(3)
     fence.claim(3)
@@ -380,14 +382,14 @@ def test_earlier_epoch_cannot_claim(tmp_path: Path) -> None:
     assert fence.epoch == 3
 
 
-def test_lock_that_is_never_released_is_named(tmp_path: Path) -> None:
+def test_checkpoint_lock_that_is_never_released_is_named_in_the_timeout_error(tmp_path: Path) -> None:
     with (tmp_path / "checkpoints.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(DeadlineError, match=r"checkpoints\.lock"):
             CheckpointFence(tmp_path / "checkpoints", deadline_s=0.1).claim(1)
 
 
-def test_killed_holder_releases_the_lock(tmp_path: Path) -> None:
+def test_checkpoint_lock_is_released_when_its_holder_is_killed(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path\n"
         "from pipelinerl.training.checkpoints.checkpoint import CheckpointFence\n"
@@ -406,27 +408,27 @@ def test_killed_holder_releases_the_lock(tmp_path: Path) -> None:
     assert fence.epoch == 2
 
 
-def test_newest_are_kept_and_hold_back_stream_trimming() -> None:
+def test_retention_keeps_the_newest_checkpoints_which_hold_back_stream_trimming() -> None:
     retention = Retention(keep=2)
     assert retention.survivors([10, 20, 30, 40], {10: 0.9}) == {30, 40}
     assert retention.resumable([40, 10, 30, 20]) == [30, 40]
     assert retention.resumable([7]) == [7]
 
 
-def test_best_checkpoints_are_kept_at_any_age_and_streams_are_still_trimmed() -> None:
+def test_retention_keeps_the_best_checkpoints_without_holding_back_stream_trimming() -> None:
     retention = Retention(keep=1, keep_best=2)
     accuracies = {10: 0.5, 20: 0.7, 30: 0.6, 40: 0.1, 999: 1.0}
     assert retention.survivors([10, 20, 30, 40], accuracies) == {20, 30, 40}
     assert retention.resumable([20, 30, 40]) == [40]
 
 
-def test_tie_goes_to_the_later_and_unevaluated_versions_are_never_best() -> None:
+def test_later_of_two_equally_accurate_checkpoints_counts_as_best() -> None:
     retention = Retention(keep=1, keep_best=1)
     assert retention.survivors([10, 20, 30, 40], {10: 0.5, 20: 0.5}) == {20, 40}
     assert retention.survivors([10, 20, 30], {}) == {30}
 
 
-def test_accuracy_of_a_checkpoint_is_the_lower_bound_of_its_evaluation() -> None:
+def test_checkpoint_accuracy_is_the_lower_bound_of_its_first_sets_evaluation() -> None:
     results = [
         {"model_version": 10, "accuracy": 0.5, "at_least": 0.5},
         {"model_version": 20, "accuracy": 0.9, "at_least": 0.3, "incomplete": "1 of 3 problems had no answer"},

@@ -1,4 +1,4 @@
-"""Checkpoints written in parallel with training: reported once durable, awaited by the next, retried on errors."""
+"""Checkpoints written during training: reported once durable, awaited by the next checkpoint, retried on errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ class CheckpointedRoom:
     trimmed: list[dict[str, str]] = field(default_factory=list)
 
     async def begin(self, version: int) -> None:
-        """Begin a checkpoint and wait for its capture."""
         await self.saving.begin(state_of(version), lambda: capture(self.store, state_of(version)))
         await self.saving.captured()
 
@@ -66,7 +65,7 @@ async def room(tmp_path: Path, *, deadline_s: float = DEADLINE_S) -> AsyncIterat
         await saving.close()
 
 
-async def test_training_continues_during_a_checkpoint_and_the_next_one_waits(
+async def test_training_continues_during_a_checkpoint_and_the_next_checkpoint_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, may_sync = os.fsync, threading.Event()
@@ -92,7 +91,7 @@ async def test_training_continues_during_a_checkpoint_and_the_next_one_waits(
         assert made.store.latest() == (made.store.all()[-1], state_of(2))
 
 
-async def test_transient_failures_are_reported_and_retried(tmp_path: Path) -> None:
+async def test_checkpoint_that_fails_transiently_is_reported_as_delayed_and_retried(tmp_path: Path) -> None:
     (tmp_path / "location").write_text("in the way of the directory")
     async with room(tmp_path) as made:
         await made.begin(1)
@@ -105,7 +104,7 @@ async def test_transient_failures_are_reported_and_retried(tmp_path: Path) -> No
         assert [path.name.split("-e")[0] for path in (tmp_path / "location" / "run").iterdir()] == ["step-000001"]
 
 
-async def test_passes_overlap_the_capture_and_weights_change_after_it(tmp_path: Path) -> None:
+async def test_training_waits_for_a_checkpoint_capture_only_before_weights_change(tmp_path: Path) -> None:
     state, may_read = state_of(1), threading.Event()
 
     def reads() -> Capture:
@@ -132,7 +131,7 @@ async def test_passes_overlap_the_capture_and_weights_change_after_it(tmp_path: 
         assert second.stall_s < told.stall_s, "nothing waited for it"
 
 
-async def test_permanent_capture_failure_is_raised_to_the_waiter(tmp_path: Path) -> None:
+async def test_permanent_failure_of_a_checkpoint_capture_is_raised_to_its_waiter(tmp_path: Path) -> None:
     async with room(tmp_path) as made:
         await made.saving.begin(state_of(1), lambda: capture(made.store, {}))  # type: ignore[arg-type]
         with pytest.raises(AttributeError):
@@ -140,7 +139,7 @@ async def test_permanent_capture_failure_is_raised_to_the_waiter(tmp_path: Path)
         await made.saving.finish()
 
 
-async def test_failing_capture_blocks_training_until_it_succeeds(tmp_path: Path) -> None:
+async def test_checkpoint_capture_that_fails_transiently_blocks_training_until_it_succeeds(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way of the directory")
     async with room(tmp_path) as made:
         beginning = asyncio.create_task(made.begin(1))
@@ -161,7 +160,7 @@ async def test_checkpoint_fails_with_the_reason_after_its_deadline(tmp_path: Pat
             await asyncio.wait_for(made.saving.finish(), DEADLINE_S)
 
 
-async def test_failed_sync_is_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_checkpoint_whose_fsync_fails_is_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: int) -> None:
         raise OSError(5, "Input/output error")
 
@@ -179,7 +178,7 @@ async def test_failed_sync_is_not_retried(tmp_path: Path, monkeypatch: pytest.Mo
         assert not list(made.store.directory.glob(".*"))
 
 
-async def test_close_abandons_the_current_checkpoint(tmp_path: Path) -> None:
+async def test_closing_abandons_the_checkpoint_in_progress(tmp_path: Path) -> None:
     (tmp_path / "location").write_text("in the way of the directory")
     async with room(tmp_path) as made:
         await made.begin(1)

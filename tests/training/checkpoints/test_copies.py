@@ -1,4 +1,4 @@
-"""Remote copies of checkpoints, in a directory and behind a URL: atomicity, and retention of the newest and best."""
+"""Remote copies of checkpoints, in a directory and behind a URL: atomic writes, retention of the newest and best."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def versions(copies: CheckpointCopies) -> list[int]:
     return [copy.manifest.state.model_version for copy in copies.newest()]
 
 
-def test_late_copy_of_a_fenced_trainer_does_not_harm_its_successor(
+def test_fenced_trainer_cannot_copy_its_checkpoint_over_a_later_epochs(
     store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path
 ) -> None:
-    """The trainer wakes with step 10 of epoch 1 after epoch 2 has resumed from there and copied step 20."""
+    """The trainer copies step 10 of epoch 1 after epoch 2 has resumed from there and copied step 20."""
     store.claim(1)
     late = save(store, 10)
     successor = CheckpointStore(
@@ -61,7 +61,7 @@ def test_late_copy_of_a_fenced_trainer_does_not_harm_its_successor(
     assert versions(copies) == [20]
 
 
-def test_fetched_copy_is_a_checkpoint_with_the_run_files(
+def test_fetched_copy_is_a_loadable_checkpoint_with_the_run_files(
     store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path
 ) -> None:
     (tmp_path / "events.jsonl").write_text('{"kind": "step"}\n{"kind": "st')
@@ -75,7 +75,9 @@ def test_fetched_copy_is_a_checkpoint_with_the_run_files(
     assert (into / "run" / "events.jsonl").read_text() == '{"kind": "step"}\n', "without the line under way"
 
 
-def test_newest_and_best_are_kept_in_both_places(store: CheckpointStore, copies: CheckpointCopies) -> None:
+def test_newest_and_best_checkpoints_are_kept_locally_and_at_the_remote_location(
+    store: CheckpointStore, copies: CheckpointCopies
+) -> None:
     save_both(store, 10)
     save_both(store, 20, accuracies={10: 0.4})
     save_both(store, 30, accuracies={10: 0.4, 20: 0.6})
@@ -87,7 +89,7 @@ def test_newest_and_best_are_kept_in_both_places(store: CheckpointStore, copies:
     assert versions(copies) == [50, 40] and len(Storage(copies.url).names()) == 2
 
 
-def test_same_step_of_a_later_epoch_replaces_the_earlier_copy(store: CheckpointStore, copies: CheckpointCopies) -> None:
+def test_copy_of_a_later_epoch_replaces_that_of_the_same_step(store: CheckpointStore, copies: CheckpointCopies) -> None:
     save_both(store, 2)
     save_both(store, 2)
     assert len(Storage(copies.url).names()) == 1, "a second try of the same is a no-op"
@@ -95,10 +97,10 @@ def test_same_step_of_a_later_epoch_replaces_the_earlier_copy(store: CheckpointS
     assert [copy.manifest.state.epoch for copy in copies.newest()] == [2]
 
 
-def test_step_saved_again_counts_as_newer_with_any_digest(
+def test_copy_of_a_step_that_was_saved_again_counts_as_newer(
     store: CheckpointStore, copies: CheckpointCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Save the same version and epoch with other ledgers, each time before the previous copy is pruned."""
+    """The test saves one version and epoch with other ledgers, each before the previous copy is pruned."""
     ledgers = []
     for frontier in range(6):
         state = replace(state_of(2), ledger={"frontier": frontier})
@@ -112,7 +114,7 @@ def test_step_saved_again_counts_as_newer_with_any_digest(
     assert [copy.name for copy in copies.newest()] == ["step-000002"]
 
 
-def test_abandoned_copies_above_the_resumed_step_evict_nothing(
+def test_copies_above_the_resumed_step_are_removed_and_evict_no_others(
     store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for version in (10, 20, 30):
@@ -130,10 +132,10 @@ class Killed(BaseException):
     """Simulates the end of the process."""
 
 
-def test_newest_copy_is_complete_after_any_kill(
+def test_newest_remote_copy_is_complete_after_a_kill_at_any_point(
     store: CheckpointStore, copies: CheckpointCopies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kill before each operation on the location in turn; the next trainer removes the remains."""
+    """The test kills before each operation on the location in turn; the next save removes the remains."""
     save_both(store, 1)
     save_both(store, 2)
     path = save(store, 3)
@@ -170,7 +172,7 @@ def test_newest_copy_is_complete_after_any_kill(
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "trainer/optimizer", "run/recipe.toml"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "lose"])
-def test_damage_is_detected_and_reported(
+def test_damaged_remote_copy_is_detected_and_reported(
     store: CheckpointStore,
     copies: CheckpointCopies,
     tmp_path: Path,

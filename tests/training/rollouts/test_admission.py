@@ -1,4 +1,4 @@
-"""Admission of groups: every order ends once, and the ledger's frontier never passes an open order."""
+"""Admission of groups: every order ends once, and the ledger's frontier never passes an order in progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.fakes.rollouts import group, rollout
 
 
 @given(st.permutations(range(30)), st.lists(st.sampled_from(list(GroupOutcome)), min_size=30, max_size=30))
-def test_ledger_contains_exactly_the_ended_orders(order: list[int], fates: list[GroupOutcome]) -> None:
+def test_consumed_ledger_contains_exactly_the_ended_orders(order: list[int], fates: list[GroupOutcome]) -> None:
     ledger = ConsumedLedger()
     for seen, (index, fate) in enumerate(zip(order, fates, strict=True)):
         ledger.settle([index], fate)
@@ -32,7 +32,7 @@ def test_ledger_contains_exactly_the_ended_orders(order: list[int], fates: list[
     assert ledger.counts == {fate: fates.count(fate) for fate in GroupOutcome}
 
 
-def test_order_cannot_end_twice() -> None:
+def test_consumed_ledger_rejects_an_order_that_ends_twice() -> None:
     ledger = ConsumedLedger()
     ledger.settle([0, 2], GroupOutcome.TRAINED)
     for index in (0, 2):
@@ -44,7 +44,7 @@ def test_order_cannot_end_twice() -> None:
     ("k", "oldest", "stale"),
     [(1, 4, False), (1, 3, True), (4, 1, False), (4, 0, True), (math.inf, 0, False)],
 )
-def test_k_counts_from_the_version_being_produced(k: float, oldest: int, stale: bool) -> None:
+def test_staleness_of_a_group_counts_from_the_version_being_produced(k: float, oldest: int, stale: bool) -> None:
     found = is_stale(group(0, version=oldest), producing=5, bounds=StalenessBounds(1, k))
     assert found is stale
 
@@ -54,7 +54,7 @@ def test_k_counts_from_the_version_being_produced(k: float, oldest: int, stale: 
     [(2, 10, False), (1, 7, False), (1, 8, True), (0, 6, False)],
     ids=["this epoch", "an ancestor", "abandoned", "an older ancestor"],
 )
-def test_weights_of_an_abandoned_epoch_are_not_ancestors(epoch: int, version: int, stale: bool) -> None:
+def test_groups_sampled_by_abandoned_versions_are_outside_the_lineage(epoch: int, version: int, stale: bool) -> None:
     assert Lineage(epoch=2, began_at=7).includes(group(0, version=version, epoch=epoch)) is not stale
 
 
@@ -62,14 +62,16 @@ def test_weights_of_an_abandoned_epoch_are_not_ancestors(epoch: int, version: in
     ("epoch", "version", "included"),
     [(1, 50, True), (1, 57, False), (2, 50, True), (2, 60, True), (2, 61, False), (3, 99, True), (4, 99, True)],
 )
-def test_abandoned_version_stays_abandoned_in_later_epochs(epoch: int, version: int, included: bool) -> None:
+def test_version_abandoned_by_one_epoch_stays_abandoned_in_later_epochs(
+    epoch: int, version: int, included: bool
+) -> None:
     """Epoch 1 reached 57 with a checkpoint at 50; epoch 2 began there and saved 60, where epoch 3 began."""
     lineage = Lineage(epoch=3, began_at=60, earlier=((1, 0), (2, 50)))
     assert lineage.includes(group(0, version=version, epoch=epoch)) is included
     assert lineage.epochs == ((1, 0), (2, 50), (3, 60))
 
 
-def test_signal_needs_two_different_judged_rewards() -> None:
+def test_group_has_signal_only_with_two_different_judged_rewards() -> None:
     assert has_signal(group(0, (0.0, 1.0)))
     assert not has_signal(group(0, (1.0, 1.0)))
     judged, unjudged = rollout(reward=1.0), rollout(reward=0.0, outcome=Outcome.TIMEOUT)

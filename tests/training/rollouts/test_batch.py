@@ -1,4 +1,4 @@
-"""From groups to micro-batches: hand-computed metrics, and no change from leaving out idle rollouts."""
+"""From groups to micro-batches: metrics, and rollouts that may be left out without changing the step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ VOCAB = 7
 
 
 def ragged(index: int, rewards: Sequence[float], outcomes: Sequence[Outcome | None] | None = None) -> RolloutGroup:
-    """Return a group with prompts and answers of different lengths."""
     draw = rng.generator(index, "batch")
     rollouts: list[Rollout] = []
     for number, reward in enumerate(rewards):
@@ -83,7 +82,7 @@ def model(tmp_path: Path) -> Path:
     "name",
     [name for name in PRESETS if resolve(name).adv == GroupRelative() and resolve(name).zero_advantage_is_idle],
 )
-def test_leaving_out_idle_rollouts_changes_nothing(name: str, model: Path) -> None:
+def test_leaving_out_rollouts_without_gradient_changes_neither_loss_nor_weights(name: str, model: Path) -> None:
     objective = resolve(name)
     lean = build(GROUPS, objective=objective, token_budget=1000, producing=1)
     assert lean.stats["idle_fraction"] == 1 - 5 / 12
@@ -115,7 +114,7 @@ def test_leaving_out_idle_rollouts_changes_nothing(name: str, model: Path) -> No
 
 
 @pytest.mark.parametrize("token_budget", [1, 12, 30])
-def test_gradient_does_not_depend_on_the_budget(token_budget: int, model: Path) -> None:
+def test_gradient_does_not_depend_on_the_token_budget_of_micro_batches(token_budget: int, model: Path) -> None:
     objective = resolve("grpo")
     wide = build(GROUPS, objective=objective, token_budget=1000, producing=1)
     narrow = build(GROUPS, objective=objective, token_budget=token_budget, producing=1)
@@ -127,15 +126,15 @@ def test_gradient_does_not_depend_on_the_budget(token_budget: int, model: Path) 
     np.testing.assert_allclose(table, wide_table, rtol=0, atol=1e-6)
 
 
-def test_term_without_advantage_keeps_every_judged_rollout() -> None:
-    """A penalty has a gradient even where the advantage is zero."""
+def test_objective_with_a_penalty_keeps_rollouts_of_zero_advantage() -> None:
+    """A KL penalty has a gradient even where the advantage is zero."""
     penalised = resolve({"preset": "grpo", "grad2": "kl"})
     assert not penalised.zero_advantage_is_idle
     batch = build(GROUPS, objective=penalised, token_budget=1000, producing=1)
     assert batch.stats["idle_fraction"] == pytest.approx(1 - 11 / 12), "all but the one that was not judged"
 
 
-def test_batch_metrics() -> None:
+def test_batch_metrics_match_precomputed_values() -> None:
     groups = [
         replace(
             group(0),
@@ -166,7 +165,7 @@ def test_batch_metrics() -> None:
     }
 
 
-def test_each_domain_shapes_its_own_rewards() -> None:
+def test_rewards_are_shaped_with_the_settings_of_their_domain() -> None:
     groups = [replace(ragged(0, [0.0, 1.0]), domain="a"), replace(ragged(1, [0.0, 1.0]), domain="b")]
     shaping = {"b": RewardShaping(scale=2.0, high=0.5), "elsewhere": RewardShaping(scale=9.0)}
     batch = build(groups, objective=resolve("grpo"), token_budget=1000, producing=1, shaping=shaping)
@@ -178,7 +177,7 @@ def test_each_domain_shapes_its_own_rewards() -> None:
 
 
 def with_parts(index: int, *parts: tuple[float, float]) -> RolloutGroup:
-    """Return a group whose verdicts have the parts right and short, and their sum 2·right − short as the reward."""
+    """Return a group whose verdicts have the parts right and short, and the reward 2·right − short."""
     made = ragged(index, [2 * right - short for right, short in parts])
     rollouts = [
         replace(one, verdict=replace(one.verdict, parts=(RewardPart("right", right), RewardPart("short", short))))
@@ -187,7 +186,7 @@ def with_parts(index: int, *parts: tuple[float, float]) -> RolloutGroup:
     return replace(made, rollouts=tuple(rollouts))
 
 
-def test_parts_of_rewards_reach_the_advantages_with_the_weights_of_the_domain() -> None:
+def test_gdpo_advantages_use_reward_parts_with_the_weights_of_the_domain() -> None:
     group_of_equals = with_parts(0, (1.0, 1.0), (0.0, -1.0))
     shaping = {"test": RewardShaping(part_weights=(("right", 2.0), ("short", -1.0)))}
     batch = build([group_of_equals], objective=resolve("gdpo"), token_budget=1000, producing=1, shaping=shaping)
@@ -210,7 +209,7 @@ def test_batch_without_signal_keeps_one_rollout() -> None:
     assert packed.members == [0] and not packed.micro_batch.advantages.any()
 
 
-def test_segments_know_their_groups() -> None:
+def test_segments_of_a_packed_batch_map_to_their_groups() -> None:
     batch = build(GROUPS, objective=resolve("grpo_kl"), token_budget=12, producing=1)
     found = [
         batch.group_indices(number, np.array([segment]))
@@ -226,7 +225,7 @@ def cut_off(reward: float, tokens: int = 2) -> Rollout:
     return replace(rollout(reward=reward, sampled=[3] * tokens), finish_reason="length")
 
 
-def test_masked_rollout_trains_no_token_but_counts_in_the_baseline() -> None:
+def test_masked_truncated_rollout_is_not_trained_but_counts_in_the_baseline() -> None:
     groups = [replace(group(0), rollouts=(rollout(reward=1.0), rollout(reward=0.0), cut_off(0.0), cut_off(0.0)))]
     make = partial(
         build,
@@ -255,13 +254,13 @@ def test_masked_rollout_trains_no_token_but_counts_in_the_baseline() -> None:
     assert masked.stats["truncated"] == trained.stats["truncated"] == 0.5, "what is masked is counted all the same"
 
 
-def test_masked_rollout_is_excluded_if_advantages_read_columns() -> None:
+def test_masked_truncated_rollout_is_excluded_from_objectives_with_value_columns() -> None:
     groups = [replace(group(0), rollouts=(rollout(reward=1.0), rollout(reward=0.0), cut_off(0.0)))]
     batch = build(groups, objective=resolve("ppo"), token_budget=1000, producing=1, truncated=Truncated.MASK)
     assert batch.scored.valid.tolist() == [True, True, False]
 
 
-def test_fully_masked_batch_makes_a_step_of_weight_0() -> None:
+def test_batch_of_masked_rollouts_only_makes_a_step_with_zero_weights() -> None:
     groups = [replace(group(0), rollouts=(cut_off(1.0), cut_off(0.0)))]
     batch = build(groups, objective=resolve("grpo"), token_budget=1000, producing=1, truncated=Truncated.MASK)
     (micro_batch,) = batch.micro_batches
@@ -278,7 +277,7 @@ def test_fully_masked_batch_makes_a_step_of_weight_0() -> None:
         ((rollout(reward=0.0), cut_off(0.0)), Truncated.MASK, False),
     ],
 )
-def test_group_trains_if_one_of_its_rollouts_may_train(
+def test_group_trains_if_one_of_its_unmasked_rollouts_has_an_advantage(
     rollouts: tuple[Rollout, ...], truncated: Truncated, teaches: bool
 ) -> None:
     assert teacher(resolve("grpo"), {}, truncated)(replace(group(0), rollouts=rollouts)) is teaches

@@ -25,7 +25,7 @@ def batcher(*, no_signal: NoSignal = NoSignal.FILTER) -> Batcher:
     return Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=no_signal)
 
 
-def test_waits_until_a_step_is_full_and_trains_each_group_once() -> None:
+def test_batcher_waits_until_a_step_is_full_and_trains_each_group_once() -> None:
     waiting = batcher()
     waiting.offer(group(0))
     assert waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS) is None
@@ -39,7 +39,7 @@ def test_waits_until_a_step_is_full_and_trains_each_group_once() -> None:
     assert not waiting.take_abandoned(), "the copy of one that has ended is dropped, and not issued again"
 
 
-def test_group_rejected_by_the_recipes_filter_is_filtered_with_its_reason() -> None:
+def test_group_refused_by_the_recipes_filter_is_filtered_with_its_reason() -> None:
     heard: list[tuple[list[int], GroupOutcome, str]] = []
     waiting = Batcher(
         ledger=ConsumedLedger(),
@@ -54,7 +54,7 @@ def test_group_rejected_by_the_recipes_filter_is_filtered_with_its_reason() -> N
     assert (waiting.waiting, waiting.ledger.counts[GroupOutcome.FILTERED]) == ([2], 2)
 
 
-def test_oldest_fresh_groups_are_taken_first_in_any_arrival_order() -> None:
+def test_batcher_takes_the_oldest_fresh_groups_regardless_of_arrival_order() -> None:
     groups = [group(index, version=version) for index, version in enumerate([1, 3, 2, 3, 2, 1])]
     chosen = set()
     for seed in range(20):
@@ -67,7 +67,7 @@ def test_oldest_fresh_groups_are_taken_first_in_any_arrival_order() -> None:
     assert chosen == {(0, 2, 5)}
 
 
-def test_group_that_aged_while_waiting_is_dropped_as_stale() -> None:
+def test_group_that_becomes_too_old_while_waiting_is_dropped_as_stale() -> None:
     waiting = batcher()
     old = group(0, version=0)
     waiting.offer(old)
@@ -77,7 +77,7 @@ def test_group_that_aged_while_waiting_is_dropped_as_stale() -> None:
     assert waiting.stale_tokens == sum(rollout.num_sampled_tokens for rollout in old.rollouts)
 
 
-def test_unusable_group_counts_as_stale() -> None:
+def test_group_that_the_caller_declares_unusable_counts_as_stale() -> None:
     waiting = batcher()
     waiting.offer(group(0, version=3))
     waiting.offer(group(1, version=2))
@@ -88,7 +88,7 @@ def test_unusable_group_counts_as_stale() -> None:
     assert (waiting.num_waiting, waiting.ledger.counts[GroupOutcome.STALE]) == (0, 1)
 
 
-def test_group_of_an_abandoned_epoch_does_not_end_its_order() -> None:
+def test_group_of_an_abandoned_epoch_is_dropped_and_its_order_reissued() -> None:
     waiting = Batcher(ledger=ConsumedLedger(), lineage=Lineage(epoch=2, began_at=3), no_signal=NoSignal.TRAIN)
     waiting.offer(group(0, version=4, epoch=1))
     assert (waiting.num_waiting, waiting.ledger.has(0)) == (0, False)
@@ -98,14 +98,16 @@ def test_group_of_an_abandoned_epoch_does_not_end_its_order() -> None:
 
 
 @pytest.mark.parametrize(("mode", "filtered", "left"), [(NoSignal.FILTER, 1, 0), (NoSignal.TRAIN, 0, 1)])
-def test_groups_without_signal_are_dropped_or_kept(mode: NoSignal, filtered: int, left: int) -> None:
+def test_groups_without_signal_are_filtered_or_kept_as_configured(mode: NoSignal, filtered: int, left: int) -> None:
     waiting = batcher(no_signal=mode)
     waiting.offer(group(0, (1.0, 1.0)))
     assert (waiting.ledger.counts[GroupOutcome.FILTERED], waiting.num_waiting) == (filtered, left)
 
 
 @pytest.mark.parametrize("where", ["prompt", "sampled"])
-def test_group_that_no_trainer_can_compute_is_filtered_and_named(where: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_group_with_token_ids_outside_the_vocabulary_is_filtered_and_logged(
+    where: str, caplog: pytest.LogCaptureFixture
+) -> None:
     waiting = Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=NoSignal.FILTER, vocab_size=5)
     foreign = rollout(reward=1.0, **{where: [1, 5]})
     waiting.offer(replace(group(0), rollouts=(rollout(reward=0.0), foreign)))
@@ -116,7 +118,7 @@ def test_group_that_no_trainer_can_compute_is_filtered_and_named(where: str, cap
     assert waiting.waiting == [1], "what is not packed is nobody's to compute"
 
 
-def test_step_without_signal_trains_unless_such_groups_are_filtered() -> None:
+def test_step_of_groups_without_signal_trains_if_they_are_not_filtered() -> None:
     waiting = batcher(no_signal=NoSignal.TRAIN)
     waiting.offer(group(0, (1.0, 1.0)))
     waiting.offer(group(1, (0.0, 0.0)))
@@ -126,7 +128,7 @@ def test_step_without_signal_trains_unless_such_groups_are_filtered() -> None:
 
 
 @pytest.mark.parametrize("mode", list(NoSignal))
-def test_groups_without_signal_are_counted_by_domain_until_one_has_signal(mode: NoSignal) -> None:
+def test_groups_without_signal_are_counted_per_domain_until_a_group_has_signal(mode: NoSignal) -> None:
     waiting = batcher(no_signal=mode)
     rewards = [(1.0, 1.0), (0.0, 0.0), (1.0, 1.0)]
     for index, each in enumerate(rewards):
@@ -145,7 +147,7 @@ def test_token_budget_can_fill_a_step_before_the_rollout_budget() -> None:
     assert taken is not None and [g.index for g in taken] == [0, 1]
 
 
-def test_skipped_step_changes_trained_to_filtered() -> None:
+def test_groups_of_a_skipped_step_count_as_filtered_instead_of_trained() -> None:
     waiting = batcher()
     for index in (0, 1):
         waiting.offer(group(index))
@@ -158,7 +160,7 @@ def test_skipped_step_changes_trained_to_filtered() -> None:
     assert (waiting.num_waiting, waiting.ledger.counts[GroupOutcome.FILTERED]) == (0, 2), "they have ended"
 
 
-def test_abandoned_order_ends_unless_its_group_has_arrived() -> None:
+def test_order_that_the_controller_ends_is_stale_unless_its_group_has_arrived() -> None:
     waiting = batcher()
     waiting.offer(group(0))
     waiting.end([0, 2], GroupOutcome.STALE)
@@ -171,7 +173,7 @@ def test_abandoned_order_ends_unless_its_group_has_arrived() -> None:
 
 
 def of_ages(index: int, *rewards_and_versions: tuple[float, int]) -> RolloutGroup:
-    """Return a group whose rollouts began at different versions, as when they wait for a slot at the engine."""
+    """Return a group whose rollouts began at different versions, as when some wait for a slot at the engine."""
     rollouts = tuple(rollout(reward=reward, version=version) for reward, version in rewards_and_versions)
     return replace(group(index), rollouts=rollouts)
 
@@ -180,7 +182,7 @@ def by_rollout(no_signal: NoSignal = NoSignal.TRAIN) -> Batcher:
     return Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=no_signal, scope=StalenessScope.ROLLOUT)
 
 
-def test_rollout_staleness_trains_the_young_rollouts_alone() -> None:
+def test_staleness_per_rollout_trains_only_the_fresh_rollouts_of_a_group() -> None:
     waiting = by_rollout()
     waiting.offer(of_ages(0, (1.0, 0), (0.0, 3), (1.0, 2)))
     waiting.offer(of_ages(1, (1.0, 0), (0.0, 0), (1.0, 2)))
@@ -197,7 +199,7 @@ def test_rollout_staleness_trains_the_young_rollouts_alone() -> None:
     assert (waiting.stale_rollouts, waiting.stale_tokens) == (1, 2 + 6)
 
 
-def test_rollout_staleness_needs_a_signal_among_the_remaining_rollouts() -> None:
+def test_staleness_per_rollout_filters_groups_whose_fresh_rollouts_lack_signal() -> None:
     aged = of_ages(0, (1.0, 0), (0.0, 3), (0.0, 2))
     filtering, training = by_rollout(NoSignal.FILTER), by_rollout()
     for waiting in (filtering, training):
@@ -209,7 +211,7 @@ def test_rollout_staleness_needs_a_signal_among_the_remaining_rollouts() -> None
     assert (filtering.stale_rollouts, filtering.stale_tokens) == (1, 2)
 
 
-def test_group_staleness_drops_the_whole_group() -> None:
+def test_staleness_per_group_drops_the_whole_group() -> None:
     waiting = batcher(no_signal=NoSignal.TRAIN)
     waiting.offer(of_ages(0, (1.0, 0), (0.0, 3), (1.0, 3)))
     assert waiting.take(StepBudget(rollouts=2), producing=5, bounds=BOUNDS) is None
@@ -217,7 +219,7 @@ def test_group_staleness_drops_the_whole_group() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_trained_part_of_a_group_is_reproduced_in_a_replay(seed: int) -> None:
+def test_replay_of_a_step_reproduces_the_trained_part_of_each_group(seed: int) -> None:
     noise, waiting, bounds = random.Random(seed), by_rollout(), StalenessBounds(1, 3)
     whole = {
         index: of_ages(index, *((float(noise.random() < 0.5), noise.randrange(4, 9)) for _ in range(4)))
@@ -254,12 +256,12 @@ def directive(fresh_until: list[tuple[int, int]], issued: int) -> Directive:
 
 
 def late(**changes: Any) -> list[int]:
-    """Return the overdue orders of step 3 at two groups a step; 0 to 3 are fresh until step 3, 4 to 7 until step 4."""
+    """Return the overdue orders of step 3, with two groups per step; 0 to 3 are fresh until step 3, 4 to 7 until 4."""
     given: dict[str, Any] = {"step": 3, "chosen": [0, 1], "waiting": [0, 1], "ledger": ConsumedLedger()}
     return awaited(directive=directive([(0, 3), (4, 4)], 8), **(given | changes))
 
 
-def test_orders_that_can_train_no_later_step_are_awaited() -> None:
+def test_step_waits_for_orders_that_would_be_too_old_for_any_later_step() -> None:
     assert late() == [2, 3]
     ended = ConsumedLedger()
     ended.settle([2, 3], GroupOutcome.FAILED)
@@ -268,20 +270,20 @@ def test_orders_that_can_train_no_later_step_are_awaited() -> None:
     assert late(ledger=ended) == []
 
 
-def test_arrived_orders_are_not_awaited() -> None:
+def test_step_does_not_wait_for_orders_whose_groups_have_arrived() -> None:
     ended = ConsumedLedger()
     ended.settle([2, 3], GroupOutcome.FAILED)
     assert late(ledger=ended, waiting=[0, 1, 4, 5]) == [6, 7]
     assert late(ledger=ended, waiting=[0, 1, 4, 5, 6, 7]) == [], "it cannot be helped: one of them will be too old"
 
 
-def test_without_deadlines_no_order_is_awaited() -> None:
+def test_step_waits_for_no_order_if_the_directive_has_no_deadlines() -> None:
     given: dict[str, Any] = {"step": 3, "chosen": [0], "waiting": [0], "ledger": ConsumedLedger()}
     assert awaited(directive=directive([], 0), **given) == []
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_step_waits_exactly_if_the_remaining_orders_cannot_train_in_time(seed: int) -> None:
+def test_step_waits_only_if_the_remaining_orders_cannot_all_train_in_time(seed: int) -> None:
     noise = random.Random(seed)
     issued, step, per = noise.randrange(1, 10), 5, noise.choice([1, 2])
     marks = [(0, noise.randrange(4, 8))]
@@ -296,12 +298,12 @@ def test_step_waits_exactly_if_the_remaining_orders_cannot_train_in_time(seed: i
     found = awaited(step=step, chosen=chosen, waiting=here, ledger=ConsumedLedger(), directive=directive(marks, issued))
     assert not (found and in_time), "whoever is in time is not waited for"
     assert not set(found) & set(here)
-    if not in_time and not found:  # then every order that will be late has already arrived
+    if not in_time and not found:  # here every order that will be late has already arrived
         tight = next(until for place, until in enumerate(left) if until < step + 1 + place // per)
         assert all(index in here for index in range(issued) if last[index] <= tight and index not in chosen)
 
 
-def test_wait_ends_at_its_limit_and_names_the_orders(caplog: pytest.LogCaptureFixture) -> None:
+def test_wait_for_overdue_orders_ends_at_its_limit_and_names_them(caplog: pytest.LogCaptureFixture) -> None:
     now = [100.0]
     wait = OverdueWait(60.0, clock=lambda: now[0])
     assert not wait.must_wait([], step=4)

@@ -1,4 +1,4 @@
-"""Mini-batching: each group once per epoch, similar numbers of tokens in each part, deterministic by its keys."""
+"""Mini-batching: each group once per epoch, similar numbers of tokens per mini-batch, deterministic by its keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.fakes.rollouts import group, rollout
 
 
 @pytest.mark.parametrize("case", range(60))
-def test_each_group_is_assigned_once_and_mini_batches_are_balanced(case: int) -> None:
+def test_each_group_is_in_one_mini_batch_and_mini_batches_have_balanced_tokens(case: int) -> None:
     draw = rng.generator(case, "sizes")
     count = int(draw.integers(1, 9))
     sizes = np.ceil(np.exp(draw.normal(4.0, 1.5, int(draw.integers(count, 80))))).astype(int).tolist()
@@ -31,7 +31,7 @@ def test_each_group_is_assigned_once_and_mini_batches_are_balanced(case: int) ->
     assert max(tokens) - min(tokens) <= max(sizes), "by no more than the largest group"
 
 
-def test_assignment_depends_on_seed_version_and_epoch() -> None:
+def test_assignment_to_mini_batches_depends_on_seed_version_and_epoch() -> None:
     sizes = list(range(1, 25))
 
     def dealt(seed: int = 3, producing: int = 5, epoch: int = 0) -> list[list[int]]:
@@ -42,13 +42,13 @@ def test_assignment_depends_on_seed_version_and_epoch() -> None:
     assert all(other != dealt() for other in others) and others[0] != others[1] != others[2]
 
 
-def test_long_group_shares_its_mini_batch_with_as_many_others() -> None:
-    """Greedy assignment to the smallest mini-batch would give the long group a mini-batch of its own."""
+def test_long_group_gets_a_mini_batch_with_as_many_groups_as_the_others() -> None:
+    """Greedy assignment to the smallest mini-batch would leave the long group alone."""
     parts = deal([1000, *[1] * 19], 4, rng.generator(0, "long"))
     assert [len(part) for part in parts] == [5] * 4
 
 
-def test_mini_batches_do_not_outnumber_groups_to_compute() -> None:
+def test_mini_batches_do_not_outnumber_groups_with_tokens_to_train() -> None:
     mini_batching = MiniBatching(mini_batches=4)
     assert [
         len(mini_batching.dealt(sizes, producing=1, epoch=0)) for sizes in ([5, 0, 0, 3, 0], [0, 0], [1, 1, 1, 1])
@@ -65,7 +65,6 @@ def test_mini_batches_do_not_outnumber_groups_to_compute() -> None:
 
 
 def ragged_batch(count: int = 11) -> list[RolloutGroup]:
-    """Return groups of three; every fourth has equal rewards."""
     draw, made = rng.generator(1, "ragged_batch"), []
     for index in range(count):
         rewards = (1.0, 1.0, 1.0) if index % 4 == 3 else (0.0, 1.0, float(draw.uniform()))
@@ -98,7 +97,7 @@ def whole(objective: Any = "grpo", *, groups: Sequence[RolloutGroup] | None = No
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_every_epoch_trains_each_rollout_once_with_all_columns(width: int) -> None:
+def test_every_epoch_of_mini_batches_trains_each_rollout_once_with_all_columns(width: int) -> None:
     batch = whole(width=width)
     expected = {
         member: segment
@@ -130,8 +129,8 @@ def test_every_epoch_trains_each_rollout_once_with_all_columns(width: int) -> No
 
 
 @pytest.mark.parametrize("objective", ["grpo", "dapo", "pipelinerl", {"preset": "grpo", "agg": "batch"}], ids=str)
-def test_token_weights_equal_those_of_the_mini_batch_as_its_own_batch(objective: Any) -> None:
-    """Advantages come from the whole batch; for whole groups they are equal."""
+def test_token_weights_of_a_mini_batch_equal_those_of_a_batch_of_its_groups(objective: Any) -> None:
+    """Advantages come from the whole batch; for whole groups the result is the same."""
     groups, batch = ragged_batch(), whole(objective)
     for epoch, number, part in batch.mini_batches():
         its = part.partition.portions(epoch)[number]
@@ -153,13 +152,13 @@ def _weights(packed: Any) -> list[tuple[float, list[float]]]:
     return [(float(each.weights.max()), each.advantages.tolist()) for each in apart(packed.micro_batch)]
 
 
-def test_single_step_uses_the_batch_as_packed() -> None:
+def test_single_optimizer_step_uses_the_batch_as_packed() -> None:
     plain = build(ragged_batch(), objective=resolve("grpo"), token_budget=40, producing=1)
     ((epoch, number, part),) = plain.mini_batches()
     assert (epoch, number) == (0, 0) and part.packed == plain.packed
 
 
-def test_separated_segments_rejoin_unchanged() -> None:
+def test_segments_of_a_micro_batch_can_be_separated_and_rejoined_unchanged() -> None:
     for batch in whole().micro_batches:
         segments = apart(batch)
         weights = [float(each.weights.max()) for each in segments]
@@ -174,7 +173,7 @@ def test_optimizer_steps_are_numbered_through_the_run() -> None:
     assert whole().optimizer_steps == range(12, 24)
 
 
-def test_kl_bound_is_exceeded_only_if_set_and_kl_is_known() -> None:
+def test_target_kl_is_exceeded_only_if_it_is_set_and_the_kl_is_known() -> None:
     bound = MiniBatching(epochs=2, target_kl=0.1)
     assert [bound.exceeded(kl) for kl in (None, 0.1, 0.11)] == [False, False, True]
     assert not MiniBatching(epochs=2).exceeded(9.0)

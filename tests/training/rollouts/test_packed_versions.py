@@ -1,4 +1,4 @@
-"""The column `behavior_versions`: each sampled token has the version of its span, across turns and bins."""
+"""The column `behavior_versions`: each sampled token has the version of its span, across turns and micro-batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipelinerl.training.rollouts.packing import WeightedRollout, pack
 from tests.fakes.rollouts import rollout
 
 
-def test_versions_follow_spans_and_turns() -> None:
+def test_behavior_versions_of_tokens_follow_version_spans_across_turns() -> None:
     two_turns = replace(
         rollout(),
         turns=(

@@ -1,4 +1,4 @@
-"""Packing keeps every column of every rollout where `MicroBatch` promises it."""
+"""Packing puts every column of every rollout where `MicroBatch` promises it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def weighted(sizes: list[tuple[int, int]]) -> list[WeightedRollout]:
 
 
 def unpack(batch: MicroBatch) -> list[dict[str, list[float]]]:
-    """Unpack to one dictionary of columns per segment, token by token."""
     names = ("token_ids", "position_ids", "loss_mask", "advantages", "weights", "behavior_logprobs", "temperatures")
     segments: list[dict[str, list[float]]] = [{name: [] for name in names} for _ in range(batch.num_segments)]
     for t in range(batch.num_tokens):
@@ -64,16 +63,18 @@ def test_every_rollout_is_packed_whole_and_once(sizes: list[tuple[int, int]], bu
 
 
 @given(SIZES, st.integers(10, 100), st.integers(1, 5))
-def test_budget_holds_except_for_a_single_longer_rollout(sizes: list[tuple[int, int]], budget: int, width: int) -> None:
+def test_micro_batch_exceeds_the_token_budget_only_for_a_single_long_rollout(
+    sizes: list[tuple[int, int]], budget: int, width: int
+) -> None:
     for batch, _ in pack(weighted(sizes), token_budget=budget, width=width):
         assert batch.num_tokens <= budget or batch.num_segments == 1
 
 
 @given(SIZES, st.integers(10, 100), st.integers(2, 5))
-def test_no_part_is_idle_while_there_are_rollouts_for_each(
+def test_no_trainer_rank_is_idle_if_there_are_rollouts_for_each(
     sizes: list[tuple[int, int]], budget: int, width: int
 ) -> None:
-    """The last round lacks at most as many rollouts as one part has fewer than another."""
+    """The last round may have fewer micro-batches only if no micro-batch can be split further."""
     packed = pack(weighted(sizes), token_budget=budget, width=width)
     if len(packed) % width:
         assert any(len(numbers) == 1 for _, numbers in packed), "a bin that could be halved was not"
@@ -81,8 +82,8 @@ def test_no_part_is_idle_while_there_are_rollouts_for_each(
         assert len(packed) >= width
 
 
-def test_trainer_parts_have_balanced_work_alone_and_in_lock_step() -> None:
-    """Balance is within 0.5 % in total, and within 5 % if parts wait for each other, for heavy-tailed lengths."""
+def test_packing_balances_work_between_trainer_ranks_in_total_and_per_micro_batch() -> None:
+    """For heavy-tailed lengths, work is balanced within 0.5 % in total, and within 5 % if ranks wait for each other."""
     lock_step = []
     for seed in range(20):
         lengths = np.clip(rng.generator(seed, "lengths").lognormal(6.5, 1.0, 512), 16, 8192).astype(int).tolist()
@@ -111,7 +112,7 @@ def test_rollouts_of_one_prompt_share_a_micro_batch_if_they_fit() -> None:
         assert len({mixed[number].turns[0].context_token_ids[0] for number in numbers}) == 2
 
 
-def test_environment_turns_are_context_and_do_not_train() -> None:
+def test_environment_turns_are_packed_as_context_and_do_not_train() -> None:
     first, second = rollout(prompt=[1], sampled=[2, 3]).turns[0], rollout(prompt=[4, 5], sampled=[6]).turns[0]
     base = rollout()
     two_turns = Rollout(

@@ -1,4 +1,4 @@
-"""Offsets for checkpoints: no untrained group is lost, and offsets of another server are ignored."""
+"""The rollout reader and the controller link: checkpoint offsets lose no untrained group, and later epochs fence."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def started(stream: MemoryStream, offsets: dict[str, str] | None = None) -
 
 
 async def put(stream: MemoryStream, partition: str, *indices: int) -> None:
-    """Append groups as an actor does, with ids of its own choice."""
+    """Append groups as an actor does, with ids that it chooses."""
     first = parse_id(await stream.last_id(partition))[0] + 1
     await stream.append(partition, [encode_group(group(index)) for index in indices], first_id=first)
 
@@ -70,7 +70,7 @@ def safe(reader: RolloutReader, untrained: Collection[int] = ()) -> dict[str, st
     return reader.safe_offsets(lambda index: index in untrained)
 
 
-async def test_partitions_are_found_as_actors_join(stream: MemoryStream) -> None:
+async def test_reader_finds_new_rollout_partitions_as_actors_join(stream: MemoryStream) -> None:
     reader = await started(stream)
     await put(stream, A, 1)
     assert await indices(reader) == [1]
@@ -84,7 +84,7 @@ async def test_partitions_are_found_as_actors_join(stream: MemoryStream) -> None
     ("untrained", "again"),
     [((), []), ((4,), [4]), ((2,), [2, 3, 4]), ((1, 4), [1, 2, 3, 4]), ((3, 12), [3, 4, 12]), ((11,), [11, 12])],
 )
-async def test_groups_waiting_at_a_checkpoint_are_read_again(
+async def test_groups_untrained_at_a_checkpoint_are_read_again_after_a_restart(
     stream: MemoryStream, untrained: tuple[int, ...], again: list[int]
 ) -> None:
     await put(stream, A, 1, 2, 3, 4)
@@ -95,7 +95,7 @@ async def test_groups_waiting_at_a_checkpoint_are_read_again(
     assert sorted(await indices(await started(stream, saved))) == again
 
 
-async def test_group_trained_since_the_last_checkpoint_releases_the_offset(stream: MemoryStream) -> None:
+async def test_checkpoint_offset_advances_past_groups_trained_since_the_last_one(stream: MemoryStream) -> None:
     await put(stream, A, 1, 2)
     reader = await started(stream)
     await indices(reader)
@@ -103,8 +103,8 @@ async def test_group_trained_since_the_last_checkpoint_releases_the_offset(strea
     assert safe(reader)[A] == await stream.last_id(A)
 
 
-async def test_neither_of_two_copies_of_a_group_is_skipped(stream: MemoryStream) -> None:
-    """The first may wait while the second is its duplicate, or the first may come from abandoned weights."""
+async def test_checkpoint_offset_skips_neither_of_two_copies_of_a_waiting_group(stream: MemoryStream) -> None:
+    """The first copy may wait while the second is dropped, or the first may come from abandoned weights."""
     await put(stream, A, 1, 2, 1)
     reader = await started(stream)
     await indices(reader)
@@ -112,7 +112,7 @@ async def test_neither_of_two_copies_of_a_group_is_skipped(stream: MemoryStream)
     assert await indices(await started(stream, saved)) == [1, 2, 1]
 
 
-async def test_offsets_of_another_server_are_ignored(stream: MemoryStream) -> None:
+async def test_stream_offsets_of_another_server_are_ignored(stream: MemoryStream) -> None:
     await put(stream, A, 1)
     reader = await started(stream)
     await indices(reader)
@@ -126,7 +126,7 @@ async def test_offsets_of_another_server_are_ignored(stream: MemoryStream) -> No
     assert await other.length(A) == before, "nor may they trim"
 
 
-async def test_trimming_drops_entries_that_no_checkpoint_reads(stream: MemoryStream) -> None:
+async def test_trimming_drops_only_stream_entries_that_no_checkpoint_needs(stream: MemoryStream) -> None:
     await put(stream, A, 1, 2, 3)
     reader = await started(stream)
     await indices(reader)
@@ -138,7 +138,7 @@ async def test_trimming_drops_entries_that_no_checkpoint_reads(stream: MemoryStr
     assert await indices(await started(stream, saved)) == [3]
 
 
-async def test_unreadable_entry_goes_to_the_dead_letters(stream: MemoryStream) -> None:
+async def test_unreadable_stream_entries_go_to_the_dead_letters(stream: MemoryStream) -> None:
     good = encode_group(group(2))
     await stream.append(A, [b"nonsense", good[:-1], good])
     reader = await started(stream)
@@ -151,7 +151,7 @@ async def test_unreadable_entry_goes_to_the_dead_letters(stream: MemoryStream) -
     assert await indices(await started(stream, saved)) == []
 
 
-async def test_directives_from_before_a_restart_are_ignored(stream: MemoryStream) -> None:
+async def test_restarted_reader_ignores_directives_from_before_its_start(stream: MemoryStream) -> None:
     await stream.append(DIRECTIVES, [encode(directive("ready-old"))])
     reader = await started(stream)
     await stream.append(DIRECTIVES, [encode(directive("ready-new"))])
@@ -159,7 +159,7 @@ async def test_directives_from_before_a_restart_are_ignored(stream: MemoryStream
     assert (await reader.read(block_s=0.0)).directives == []
 
 
-async def test_server_keeps_its_name(stream: MemoryStream) -> None:
+async def test_stream_server_keeps_its_identity_across_readers(stream: MemoryStream) -> None:
     first, second = await started(stream), await started(stream)
     names = [safe(reader)["identity"] for reader in (first, second)]
     assert names[0] == names[1]
@@ -196,7 +196,7 @@ def said(arrivals: list[Arrivals]) -> list[str]:
     return [directive.answers for each in arrivals for directive in each.directives]
 
 
-async def test_answer_counts_once_and_unsolicited_directives_count_in_order(stream: MemoryStream) -> None:
+async def test_link_yields_the_first_answer_and_unsolicited_directives_in_order(stream: MemoryStream) -> None:
     link = await linked(stream)
     await say(stream, "knobs-e2-0", "ready-other", "ready-me", "ready-me", "knobs-e2-1")
     assert said(await answered(link, READY)) == ["ready-me", "knobs-e2-1"], "before the first answer nothing counts"
@@ -207,7 +207,7 @@ async def test_answer_counts_once_and_unsolicited_directives_count_in_order(stre
     assert said([await link.read()]) == [], "an earlier epoch is ignored"
 
 
-async def test_rollouts_are_read_only_after_the_first_answer(
+async def test_link_reads_rollouts_only_after_the_controllers_first_answer(
     stream: MemoryStream,
 ) -> None:
     link = await linked(stream)
@@ -219,7 +219,9 @@ async def test_rollouts_are_read_only_after_the_first_answer(
     assert [each.index for each in arrivals.groups] == [3] and said([arrivals]) == ["e2-step-1"]
 
 
-async def test_report_is_resent_until_its_deadline(stream: MemoryStream, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_trainer_report_is_resent_until_the_deadline(
+    stream: MemoryStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rollout_reader, "RESEND_S", 0.05)
     monkeypatch.setattr(rollout_reader, "_BLOCK_S", 0.02)
     link = await linked(stream, deadline_s=0.3)
@@ -228,7 +230,7 @@ async def test_report_is_resent_until_its_deadline(stream: MemoryStream, monkeyp
     assert 2 <= await stream.length(REPORTS) <= 6
 
 
-async def test_later_epoch_fences_the_link_when_reading_and_before_writing(stream: MemoryStream) -> None:
+async def test_trainer_link_is_fenced_by_a_later_epoch(stream: MemoryStream) -> None:
     link = await linked(stream)
     await say(stream, "ready-me")
     await answered(link, READY)

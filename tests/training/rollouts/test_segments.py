@@ -1,4 +1,4 @@
-"""Branching episodes: each sampled token trains once, an episode weighs as one rollout, and repeats are context."""
+"""Branching episodes: each sampled token trains once, an episode weighs as one rollout, repeated turns are context."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainer_contract.errors import BatchError
 from trainer_contract.types import MicroBatch, OptimizerSpec, TrainerSpec
 
 VOCAB = 12
-#: Presets with a term of tokens, of whole rollouts (ratio, weight), and with old log-probs.
+#: Presets with terms per token, terms per rollout (ratio, weight), and terms that read old log-probs.
 CHOICES = ("grpo", "dr_grpo", "dapo", "gspo", "gmpo", "pipelinerl", "topr")
 
 
@@ -86,7 +86,7 @@ def gradient(trainer: BigramTrainer, micro_batches: Sequence[MicroBatch], object
 # --- the tree --------------------------------------------------------------------------------------------------------
 
 
-def test_segments_are_the_paths_to_the_last_turns() -> None:
+def test_segments_of_a_branching_episode_are_the_paths_to_its_last_turns() -> None:
     one = forked()
     numbers = {id(turn): number for number, turn in enumerate(one.turns)}
     paths = [[numbers[id(turn)] for turn in segment.turns] for segment in one.segments]
@@ -106,7 +106,7 @@ def test_linear_episode_is_one_segment_with_and_without_parents() -> None:
 
 @st.composite
 def trees(draw: st.DrawFn) -> list[Rollout]:
-    """Draw rollouts of up to 8 turns in any tree shape, in which every token is a different number."""
+    """Draw rollouts with up to 8 turns in any tree shape; every token is a different number."""
     made, number = [], 0
     for _ in range(draw(st.integers(1, 6))):
         turns = []
@@ -121,7 +121,7 @@ def trees(draw: st.DrawFn) -> list[Rollout]:
 
 @given(trees(), st.integers(5, 80), st.integers(1, 3), st.sampled_from(Splitting))
 @settings(max_examples=100, deadline=None)
-def test_each_sampled_token_trains_once_after_its_full_context(
+def test_each_sampled_token_of_branching_episodes_trains_once_after_its_full_context(
     rollouts: list[Rollout], budget: int, width: int, split: Splitting
 ) -> None:
     weighted = [
@@ -158,7 +158,7 @@ def test_each_sampled_token_trains_once_after_its_full_context(
 
 @given(trees(), st.integers(5, 80))
 @settings(max_examples=30, deadline=None)
-def test_later_epochs_pack_the_same_tokens(rollouts: list[Rollout], budget: int) -> None:
+def test_every_epoch_packs_the_same_tokens_of_branching_episodes(rollouts: list[Rollout], budget: int) -> None:
     right, wrong = (rollout(reward=reward).verdict for reward in (1.0, 0.0))
     groups = [
         replace(group(number), rollouts=(replace(one, verdict=right), replace(one, verdict=wrong)))
@@ -191,7 +191,7 @@ def test_gradient_does_not_depend_on_how_an_episode_is_stored(choice: str, budge
 
 
 def _training_the_context(batch: TrainBatch) -> Iterator[MicroBatch]:
-    """Mutant: the context that a later segment repeats trains again."""
+    """Mutant: turns that a later segment repeats as context train again."""
     for packed in batch.packed:
         mask = packed.micro_batch.loss_mask.copy()
         weights, advantages = packed.micro_batch.weights.copy(), packed.micro_batch.advantages.copy()
@@ -249,7 +249,7 @@ def _a_ratio_for_each_segment(batch: TrainBatch) -> Iterator[MicroBatch]:
         (_a_ratio_for_each_segment, "topr"),
     ],
 )
-def test_mutants_change_the_gradient(
+def test_faulty_packings_of_branching_episodes_change_the_gradient(
     mutant: Callable[[TrainBatch], Iterator[MicroBatch]], choice: str, trainer: BigramTrainer
 ) -> None:
     objective = resolve(choice)
@@ -260,7 +260,7 @@ def test_mutants_change_the_gradient(
 
 
 def test_environment_tokens_have_no_gradient(trainer: BigramTrainer) -> None:
-    """In a bigram model, a token's row has a gradient only if the model sampled the token's successor."""
+    """In a bigram model, a token's row has a gradient only if the model sampled the next token."""
     objective = resolve("grpo")
     tree = episode([((0, 1), (2,)), ((7, 8, 9), (3,)), ((10, 11), (4,))], (ROOT, 0, 0))
     made = replace(group(0), rollouts=(tree, rollout(reward=0.0, prompt=(0, 1), sampled=(5,), logprob=-2.0)))
@@ -271,7 +271,7 @@ def test_environment_tokens_have_no_gradient(trainer: BigramTrainer) -> None:
 # --- what follows rollouts through a step ----------------------------------------------------------------------------
 
 
-def test_branching_episode_weighs_as_one_rollout() -> None:
+def test_branching_episode_has_the_token_weight_of_one_rollout() -> None:
     objective = resolve("grpo")
     batch = batch_of(episodes(), objective)
     totals = np.zeros(5)
@@ -280,7 +280,7 @@ def test_branching_episode_weighs_as_one_rollout() -> None:
     np.testing.assert_allclose(totals, [1 / 6] * 3 + [1 / 4] * 2, rtol=1e-6)
 
 
-def test_every_token_keeps_its_version_and_the_sampler_log_prob() -> None:
+def test_tokens_of_branching_episodes_keep_their_version_and_behavior_logprob() -> None:
     (its,) = batch_of([replace(group(0), rollouts=(forked(), linear()))], resolve("grpo")).micro_batches
     assert its.behavior_versions is not None
     mask, versions = its.loss_mask, its.behavior_versions
@@ -304,7 +304,7 @@ def test_group_is_as_old_as_its_oldest_trainable_token() -> None:
     assert is_stale(made, producing=8, bounds=StalenessBounds(1, 4)), "and not as old as its latest turn"
 
 
-def test_turn_credit_reaches_the_tokens_of_each_turn_in_every_segment() -> None:
+def test_turn_credit_gives_each_turns_tokens_their_reward_to_go_in_every_segment() -> None:
     objective = resolve({"preset": "dr_grpo", "adv": {"credit": "turns"}}, max_tokens=8)
     tree = (ROOT, 0, 0, ROOT)
     turns = [((0, 1), (2, 3)), ((4,), (5,)), ((6,), (7, 8)), ((9,), (10,))]
@@ -329,7 +329,7 @@ def test_turn_credit_reaches_the_tokens_of_each_turn_in_every_segment() -> None:
     assert got == pytest.approx(expected)
 
 
-def test_equal_totals_are_a_signal_for_turn_credit() -> None:
+def test_group_with_equal_totals_has_signal_for_turn_credit_if_turn_rewards_differ() -> None:
     turns = [((0, 1), (2,)), ((4,), (5,))]
     early, late = (episode(turns, reward=1.0, rewards=rewards) for rewards in ((1.0, 0.0), (0.0, 1.0)))
     made = replace(group(0), rollouts=(early, late))
@@ -352,7 +352,7 @@ def test_branching_episode_passes_the_fault_check() -> None:
 
 
 @pytest.mark.parametrize("ids", [[0, 0, 1, 1, 1], [-1, -1, -1, 0, 0], [0, 0, 0, 2, 2]])
-def test_rollout_ids_must_cover_whole_segments(ids: list[int]) -> None:
+def test_rollout_ids_that_do_not_cover_whole_segments_are_rejected(ids: list[int]) -> None:
     batch = alone([rollout(prompt=(1, 2), sampled=(3,)), rollout(prompt=(1,), sampled=(3,))])
     with pytest.raises(BatchError, match="rollout_ids must"):
         check(replace(batch, rollout_ids=np.array(ids, np.int32)), vocab_size=VOCAB)

@@ -1,4 +1,4 @@
-"""Streams of loss in one batch: the gradient is the sum of separate batches, each with its own denominator."""
+"""Several losses in one batch: the gradient is the sum of separate batches, each with its own denominator."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainer_contract.host_weights import bytes_of
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Device, MicroBatch, OptimizerSpec, TrainerSpec
 
-#: With this epsilon and rate the first step of AdamW moves each weight by its gradient.
+#: With this epsilon and learning rate, the first step of AdamW moves each weight by its gradient.
 LINEAR = 1e7
 DISTILLATION = resolve("on_policy_distillation")
 LOSSES = DomainLosses(
@@ -39,7 +39,7 @@ LOSSES = DomainLosses(
 
 
 def mixed(draw: np.random.Generator, count: int = 5) -> list[RolloutGroup]:
-    """Return groups of random domains and lengths; every sampled token has an id of its own."""
+    """Return groups of random domains and lengths; every sampled token has its own id."""
     groups, token = [], 100
     for index in range(count):
         domain = ("rl", "kl", "ce")[index % 3 if index < 3 else int(draw.integers(3))]
@@ -61,12 +61,12 @@ def mixed(draw: np.random.Generator, count: int = 5) -> list[RolloutGroup]:
 
 
 def column(batch: MicroBatch, number: int) -> np.ndarray:
-    """Return log-probs [T] that depend on each token's id alone."""
+    """Return log-probs [T] that depend only on each token's id."""
     return np.array([-generator(number, "logprob", int(token)).exponential() for token in batch.token_ids], np.float32)
 
 
 def by_token(objective: PolicyObjective | StreamedObjective, batches: Sequence[MicroBatch]) -> dict[int, float]:
-    """Return d loss / d log-prob of each token that trains, by its id; tokens without gradient are left out."""
+    """Return d loss / d log-prob of each trained token by its id, without tokens of zero gradient."""
     made: dict[int, float] = {}
     for each in batches:
         given = with_columns(each, {"ref_logprobs": column(each, 1)})
@@ -80,7 +80,7 @@ def by_token(objective: PolicyObjective | StreamedObjective, batches: Sequence[M
 @pytest.mark.parametrize("choice", ["pipelinerl", "grpo", "dapo", "gspo", "reinforce_plus_plus"])
 @given(seed=st.integers(0, 10**6), budget=st.sampled_from([8, 24, 1000]))
 @settings(max_examples=25, deadline=None)
-def test_gradient_is_the_sum_of_separate_batches(choice: str, seed: int, budget: int) -> None:
+def test_gradient_of_mixed_losses_is_the_sum_of_separate_batches(choice: str, seed: int, budget: int) -> None:
     groups, objective = mixed(generator(seed, "streams")), resolve(choice)
     batch = build(groups, objective=objective, token_budget=budget, producing=1, losses=LOSSES)
     together = by_token(LOSSES.objective(objective), batch.micro_batches)
@@ -95,7 +95,7 @@ def test_gradient_is_the_sum_of_separate_batches(choice: str, seed: int, budget:
 
 @given(seed=st.integers(0, 10**6))
 @settings(max_examples=25, deadline=None)
-def test_gradient_of_each_stream_follows_its_definition(seed: int) -> None:
+def test_gradients_of_cross_entropy_and_reference_kl_follow_their_definitions(seed: int) -> None:
     groups = mixed(generator(seed, "streams"))
     batch = build(groups, objective=resolve("pipelinerl"), token_budget=24, producing=1, losses=LOSSES)
     made = by_token(LOSSES.objective(resolve("pipelinerl")), batch.micro_batches)
@@ -112,7 +112,7 @@ def test_gradient_of_each_stream_follows_its_definition(seed: int) -> None:
                 assert made[token] == pytest.approx(expected, rel=1e-4)
 
 
-def test_each_mini_batch_divides_each_stream_by_its_own_total() -> None:
+def test_token_weights_of_each_loss_sum_to_its_factor_in_every_mini_batch() -> None:
     groups = mixed(generator(3, "streams"), count=12)
     batch = build(
         groups,
@@ -160,7 +160,7 @@ def moved(
     objective: str = "pipelinerl",
     demonstrations: DemonstrationStream | None = None,
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Return the gradient of one step and the step's figures."""
+    """Return one step's gradient and figures."""
     trainer, chosen = trainer_of(kind), resolve(objective)
 
     def weights() -> np.ndarray:
@@ -198,7 +198,7 @@ RECIPE = ['domains.short_words.loss="ce"', "domains.short_words.loss_weight=0.5"
 
 
 @pytest.mark.parametrize("kind", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
-def test_step_of_three_streams_adds_their_gradients(kind: str) -> None:
+def test_step_with_three_losses_adds_their_gradients(kind: str) -> None:
     demonstrations = demonstrations_of(load("tiny", RECIPE))
     assert demonstrations is not None
     rl, kl = [spelled("rl", 0), spelled("rl", 1)], [spelled("kl", 2), spelled("kl", 3)]
@@ -227,7 +227,7 @@ def test_critic_learns_nothing_from_tokens_without_rewards() -> None:
     assert np.array_equal(weighed.loss_mask, rewarded) and weighed.weights.sum() == pytest.approx(1.0)
 
 
-def test_group_without_a_reward_teaches_where_its_loss_reads_none() -> None:
+def test_group_with_equal_rewards_trains_if_its_domains_loss_reads_no_rewards() -> None:
     equal = replace(group(0, rewards=(0.0, 0.0)), domain="kl")
     for losses, expected in ((LOSSES, True), (DomainLosses(), False)):
         assert signal_of(resolve("grpo"), losses)(equal) is expected
@@ -236,7 +236,7 @@ def test_group_without_a_reward_teaches_where_its_loss_reads_none() -> None:
     assert sum(each.weights.sum() for each in batch.micro_batches) == pytest.approx(0.25)
 
 
-def test_demonstrations_depend_on_the_number_of_the_optimizer_step_alone() -> None:
+def test_demonstrations_depend_only_on_the_number_of_the_optimizer_step() -> None:
     first, again = (demonstrations_of(load("tiny", RECIPE)) for _ in range(2))
     assert first is not None and again is not None and first.count == 16, "half of the 32 groups that are sampled"
     assert [g.rollouts[0].turns[0].token_ids.tolist() for g in first.groups(3)] == [
@@ -247,14 +247,14 @@ def test_demonstrations_depend_on_the_number_of_the_optimizer_step_alone() -> No
     assert sum(float(each.weights.sum()) for each in first.micro_batches(0, width=1)) == pytest.approx(0.5)
 
 
-def test_long_demonstrations_are_left_out() -> None:
+def test_demonstrations_longer_than_the_token_limit_are_left_out() -> None:
     made = demonstrations_of(load("tiny", RECIPE))
     assert made is not None
     none = replace(made, most_tokens=1)
     assert none.groups(0) == [] == none.micro_batches(0, width=1)
 
 
-def test_recipe_names_the_loss_of_each_domain() -> None:
+def test_losses_and_demonstrations_are_read_from_the_domains_of_the_recipe() -> None:
     assert demonstrations_of(load("tiny")) is None and losses_of(load("tiny")).others == ()
     config = load("tiny", [*RECIPE, 'domains.long_words.loss="ref_kl"', "domains.long_words.group_size=1"])
     assert losses_of(config).others == (Loss.CE, Loss.REF_KL) and losses_of(config).passes == {"ref_logprobs"}
@@ -286,6 +286,6 @@ def test_recipe_names_the_loss_of_each_domain() -> None:
         ),
     ],
 )
-def test_recipe_with_losses_that_make_no_sense_is_refused(overrides: list[str], complaint: str) -> None:
+def test_recipe_with_contradictory_losses_is_rejected(overrides: list[str], complaint: str) -> None:
     with pytest.raises(RecipeError, match=complaint):
         objective_of(load("tiny", overrides))

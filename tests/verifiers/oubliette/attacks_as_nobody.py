@@ -1,4 +1,4 @@
-"""Run all attacks as a user without privileges, and print as JSON those attacks that the sandbox did not hold off."""
+"""Run all attacks as an unprivileged user; print as JSON the attacks that the sandbox did not stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One sandbox of the default tier, shared by a process's tests; they are skipped where it is unavailable."""
+"""One sandbox of the default tier, shared by a process's tests, which are skipped where it is unavailable."""
 
 from __future__ import annotations
 

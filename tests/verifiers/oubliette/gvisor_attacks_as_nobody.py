@@ -1,6 +1,6 @@
-"""Run all attacks on the strong tier as a user without privileges, to whom control groups are delegated.
+"""Run all attacks on the strong tier as an unprivileged user; print as JSON the attacks that were not stopped.
 
-Print as JSON the attacks that were not held. The argument names the control groups, which the parent process removes.
+The argument names this user's delegated control groups, which the parent process removes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NOBODY = 65534
 
 
 def handed_on(name: str) -> list[Path]:
-    """Return the paths, one per hierarchy, of the group `name` below this process's own group."""
+    """Return the paths, one per hierarchy, of the group `name` below this process's group."""
     where = control_groups.find(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     return [] if where is None else [place / name for place in where.places]
 

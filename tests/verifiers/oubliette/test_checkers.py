@@ -44,7 +44,7 @@ EXACT, TOKENS, FLOAT = Checker.EXACT, Checker.TOKENS, Checker.FLOAT
         ("9" * 500, "9" * 400, set()),
     ],
 )
-def test_outputs_are_compared_with_answers_by_each_builtin_checker(
+def test_each_builtin_checker_accepts_exactly_the_matching_outputs(
     output: str, answer: str, right: set[Checker]
 ) -> None:
     found = {checker for checker in Checker if same(output.encode(), answer.encode(), checker, 1e-6)}
@@ -72,7 +72,7 @@ def checker(protocol: Protocol) -> CustomChecker:
         (result(0, ending=Ending.DEADLINE), None), (result(0, ending=Ending.STARVED), None),
     ],
 )  # fmt: skip
-def test_testlib_checker_results_are_parsed(found: ProgramResult, share: float | None) -> None:
+def test_results_of_testlib_checkers_are_parsed(found: ProgramResult, share: float | None) -> None:
     _said(checker(Protocol.TESTLIB), found, share)
 
 
@@ -84,7 +84,7 @@ def test_testlib_checker_results_are_parsed(found: ProgramResult, share: float |
         (result(stdout=b"1\n1"), None), (result(stdout=b""), None), (result(1, stdout=b"1"), None),
     ],
 )  # fmt: skip
-def test_printed_checker_results_are_parsed(found: ProgramResult, share: float | None) -> None:
+def test_results_that_checkers_print_are_parsed(found: ProgramResult, share: float | None) -> None:
     _said(checker(Protocol.PRINTED), found, share)
 
 
@@ -96,7 +96,7 @@ def _said(asked: CustomChecker, found: ProgramResult, share: float | None) -> No
         assert asked.share(found) == share
 
 
-def test_order_of_file_arguments_follows_the_checkers_protocol() -> None:
+def test_order_of_a_checkers_file_arguments_follows_its_protocol() -> None:
     for protocol, order in (
         (Protocol.TESTLIB, ("input.txt", "output.txt", "answer.txt")),
         (Protocol.PRINTED, ("input.txt", "answer.txt", "output.txt")),

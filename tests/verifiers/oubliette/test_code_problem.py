@@ -42,7 +42,7 @@ def read(ground_truth: str = "", **metadata: Any) -> CodeProblem:
         {"ground_truth": json.dumps({"inputs": ["1\n", "3\n"], "outputs": ["2\n", "6\n"]})},
     ],
 )
-def test_test_layouts_of_public_data_sets_are_read(metadata: dict[str, Any]) -> None:
+def test_layouts_of_tests_in_public_data_sets_are_read(metadata: dict[str, Any]) -> None:
     assert read(**metadata).tests == WANTED
 
 
@@ -73,12 +73,12 @@ def test_test_layouts_of_public_data_sets_are_read(metadata: dict[str, Any]) -> 
         ({"tests": PAIRS, "input_mode": "file"}, "input_mode must be stdio"),
     ],
 )
-def test_invalid_metadata_error_names_the_field(metadata: dict[str, Any], told: str) -> None:
+def test_error_of_invalid_problem_metadata_names_the_field(metadata: dict[str, Any], told: str) -> None:
     with pytest.raises(TestsMalformed, match=told):
         read(**metadata)
 
 
-def test_limits_and_checkers_are_read_from_metadata() -> None:
+def test_limits_and_checkers_are_read_from_a_problems_metadata() -> None:
     assert read(tests=PAIRS, time_limit={"seconds": 1, "nanos": 500_000_000}).time_limit_s == 1.5
     assert read(tests=PAIRS, time_limit=2).time_limit_s == 2.0
     assert read(tests=PAIRS, memory_limit=256).memory_bytes == 256 << 20
@@ -91,7 +91,7 @@ def test_limits_and_checkers_are_read_from_metadata() -> None:
     assert generated == CustomChecker(language="python", source="print(1)", protocol=Protocol.PRINTED)
 
 
-def test_inputs_and_outputs_may_be_links() -> None:
+def test_inputs_and_outputs_of_tests_may_be_links() -> None:
     link = Link.of(b"much")
     problem = read(
         tests=[{"input": {"link": str(link)}, "output": str(link)}], checker={"language": "cpp", "program": str(link)}

@@ -43,7 +43,7 @@ V2 = "31 30 0:27 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"
         ("", "", None),
     ],
 )
-def test_places_of_groups_are_found_from_mounts_and_own_group(
+def test_control_group_paths_are_found_from_mounts_and_the_own_group(
     mounts: str, own: str, places: tuple[int, str, str, str | None] | None
 ) -> None:
     found = find(mounts, own)
@@ -55,8 +55,10 @@ def test_places_of_groups_are_found_from_mounts_and_own_group(
         assert found == Hierarchies(version, root / memory, root / cpu, None if shares is None else root / shares)
 
 
-def test_files_of_version_two_groups_are_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uses plain files like those of a unified hierarchy, since the machines of these tests do not delegate memory."""
+def test_files_of_version_two_control_groups_are_written_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain files stand in for a unified hierarchy, since test machines do not delegate memory."""
     monkeypatch.setattr(control_groups, "_start_janitor", lambda places: None)
     group = ControlGroup(Hierarchies(2, tmp_path, tmp_path, tmp_path))
     (folder,) = tmp_path.iterdir()
@@ -74,8 +76,8 @@ def test_files_of_version_two_groups_are_written_and_read(tmp_path: Path, monkey
     assert not folder.exists()
 
 
-def test_version_two_group_kills_all_its_processes_at_once(where: Hierarchies) -> None:
-    """Uses a real unified hierarchy, if one is mounted in addition to the hierarchies of version 1."""
+def test_version_two_control_group_kills_all_its_processes_at_once(where: Hierarchies) -> None:
+    """The test uses a real unified hierarchy, if one is mounted in addition to version 1."""
     unified = Path("/sys/fs/cgroup/unified")
     if not (unified / "cgroup.procs").exists():
         pytest.skip("left out: a group of version 2, since none is mounted beside version 1")
@@ -120,7 +122,7 @@ def groups_of(pid: int, where: Hierarchies) -> set[Path]:
     return {group for place in where.places for group in place.glob(f"oubliette-{pid}-*")}
 
 
-def test_slot_has_a_group_until_it_is_closed(where: Hierarchies, slot: Sandbox) -> None:
+def test_sandbox_slot_has_a_control_group_until_it_is_closed(where: Hierarchies, slot: Sandbox) -> None:
     before = groups_of(os.getpid(), where)
     assert slot.run(toolchains.find("python").running(b"print(1)", b"", Limits())).stdout == b"1\n"
     mine = groups_of(os.getpid(), where) - before
@@ -130,7 +132,7 @@ def test_slot_has_a_group_until_it_is_closed(where: Hierarchies, slot: Sandbox) 
     assert not groups_of(os.getpid(), where) & mine
 
 
-#: Each child uses a little time and disappears, so the process table no longer shows that time.
+#: Each child uses a little time and is reaped, so the process table no longer shows that time.
 _REAPED = b"""
 import os, signal, time
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -145,7 +147,7 @@ while True:
 """
 
 
-def test_processor_time_of_children_that_have_disappeared_counts(slot: Sandbox) -> None:
+def test_cpu_time_of_reaped_child_processes_counts_towards_the_limit(slot: Sandbox) -> None:
     limits = Limits(cpu_s=0.4, wall_s=PATIENCE_S)
     result = slot.run(toolchains.find("python").running(_REAPED, b"", limits))
     assert (result.ending, result.cpu_s >= 0.4) == (Ending.CPU_TIME, True)
@@ -163,7 +165,7 @@ def weighed(where: Hierarchies, sandbox: Sandbox) -> Iterator[Callable[[ControlG
     yield shares
 
 
-def test_run_that_uses_much_processor_time_gets_a_lower_share(weighed: Callable[[ControlGroup | None], int]) -> None:
+def test_run_that_uses_much_cpu_time_gets_a_lower_cpu_share(weighed: Callable[[ControlGroup | None], int]) -> None:
     alone = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=1, slots_each=1)
     try:
         assert alone.run(toolchains.find("python").running(b"print(1)", b"", Limits())).stdout == b"1\n"
@@ -181,7 +183,7 @@ def test_run_that_uses_much_processor_time_gets_a_lower_share(weighed: Callable[
         endless.result(PATIENCE_S)
 
 
-def test_next_run_of_a_slot_gets_the_full_share_again(
+def test_next_run_of_a_sandbox_slot_gets_the_full_cpu_share_again(
     weighed: Callable[[ControlGroup | None], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipelinerl.verifiers.oubliette.slot._GREEDY_CPU_S", 0.0)
@@ -205,8 +207,8 @@ def test_next_run_of_a_slot_gets_the_full_share_again(
             thread.submit(slot.close).result(PATIENCE_S)
 
 
-def test_kernel_out_of_memory_kill_is_reported_as_memory(slot: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the kernel notices: files in memory belong to no process, so the guest's own accounting cannot see them."""
+def test_out_of_memory_kill_by_the_kernel_is_reported_as_memory(slot: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files in memory belong to no process, so only the kernel's accounting sees them."""
     source = b"open('/tmp/f', 'wb').write(b'x' * (40 << 20))\nx = b'x' * (60 << 20)\nprint(len(x))"
     run = toolchains.find("python").running(source, b"", Limits(memory_bytes=100 << 20, disk_bytes=64 << 20))
     assert slot.run(run).succeeded
@@ -228,7 +230,7 @@ with probe._baits() as baits:
 """
 
 
-def test_killed_process_leaves_neither_control_groups_nor_baits(where: Hierarchies) -> None:
+def test_process_that_is_killed_leaves_neither_control_groups_nor_bait_processes(where: Hierarchies) -> None:
     service = subprocess.Popen([sys.executable, "-c", _SERVICE], stdout=subprocess.PIPE)
     try:
         assert service.stdout is not None
@@ -243,7 +245,7 @@ def test_killed_process_leaves_neither_control_groups_nor_baits(where: Hierarchi
         time.sleep(0.02)
 
 
-def test_groups_left_behind_by_a_killed_janitor_are_removed(where: Hierarchies) -> None:
+def test_control_groups_left_by_a_killed_janitor_are_removed(where: Hierarchies) -> None:
     gone = subprocess.Popen(["/bin/true"])
     gone.wait()
     left = [place / f"oubliette-{gone.pid}-0" for place in where.places]

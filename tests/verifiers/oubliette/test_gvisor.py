@@ -1,4 +1,4 @@
-"""The strong tier: gVisor's configuration of a run, the errors read from its log, and runs in it."""
+"""The strong tier: gVisor's configuration of a run, errors read from its log, and runs in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.patience import PATIENCE_S
 from tests.verifiers.oubliette.gvisor_attacks_as_nobody import handed_on
 
 
-def test_guest_sees_the_same_files_as_in_other_tiers_and_read_only(tmp_path: Path) -> None:
+def test_gvisor_guest_sees_only_read_only_files_and_its_own_temporary_folder(tmp_path: Path) -> None:
     run = Run(python="/tmp/main.py", files=(("main.py", b"print(1)"),), stdin=b"in", limits=Limits(disk_bytes=1 << 20))
     gvisor.lay_out(tmp_path, run)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -39,7 +39,7 @@ def test_guest_sees_the_same_files_as_in_other_tiers_and_read_only(tmp_path: Pat
     assert (tmp_path / "stdin").read_bytes() == b"in"
 
 
-def test_runsc_errors_are_distinguished_from_program_output(tmp_path: Path) -> None:
+def test_runsc_errors_are_read_from_its_log(tmp_path: Path) -> None:
     assert gvisor.troubles(tmp_path) == ""
     lines = ({"level": "warning", "msg": "no"}, {"level": "error", "msg": "starting sandbox: gone"}, 7)
     (tmp_path / "log").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + "no json\n")
@@ -66,7 +66,7 @@ def alone() -> Iterator[Sandbox]:
     sandbox.close()
 
 
-def test_programs_run_in_gvisor_and_leave_nothing_behind(alone: Sandbox) -> None:
+def test_programs_run_in_gvisor_and_leave_no_processes_or_control_groups(alone: Sandbox) -> None:
     python = toolchains.find("python")
     limits = Limits(cpu_s=PATIENCE_S, wall_s=PATIENCE_S)
     source = b"import sys\nprint(2 * int(input()))\nsys.exit(3)"
@@ -82,7 +82,7 @@ def test_programs_run_in_gvisor_and_leave_nothing_behind(alone: Sandbox) -> None
 
 
 @pytest.mark.slow
-def test_result_names_the_limit_that_a_program_exceeded(alone: Sandbox) -> None:
+def test_result_of_a_gvisor_run_names_the_limit_that_the_program_exceeded(alone: Sandbox) -> None:
     python = toolchains.find("python")
 
     def ending(source: bytes, **limits: float) -> Ending:
@@ -101,7 +101,7 @@ def test_result_names_the_limit_that_a_program_exceeded(alone: Sandbox) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_gvisor_holds_off_all_attacks(alone: Sandbox) -> None:
+def test_gvisor_sandbox_stops_all_attacks(alone: Sandbox) -> None:
     found = probe.attacked(lambda number: isolation_of(Tier.STRONG, number), ATTACKS)
     assert [finding for finding in found if finding.defence is probe.Defence.ESCAPED] == []
     assert sum(finding.defence is probe.Defence.HELD for finding in found) >= 80
@@ -109,7 +109,7 @@ def test_gvisor_holds_off_all_attacks(alone: Sandbox) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_gvisor_without_root_holds_off_all_attacks(alone: Sandbox) -> None:
+def test_gvisor_sandbox_of_an_unprivileged_user_stops_all_attacks(alone: Sandbox) -> None:
     if os.geteuid() != 0:
         pytest.skip("left out: attacks on gVisor as another user, since this one is not root and they were tried as it")
     name = f"handed-on-{os.getpid()}"

@@ -1,4 +1,4 @@
-"""The default tier holds off every attack, and the probe would notice if it did not."""
+"""The default tier stops every attack, and the probe would notice if it did not."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def _default(number: int) -> Isolation:
     return isolation_of(Tier.DEFAULT, number)
 
 
-def test_table_of_attacks_is_large_and_names_are_distinct() -> None:
+def test_table_of_attacks_has_at_least_eighty_distinct_attacks() -> None:
     assert len(BY_NAME) == len(ATTACKS) >= 80
     assert sum(attack.at_start for attack in ATTACKS) >= 10
 
 
-def test_default_tier_holds_off_all_attacks(sandbox: Sandbox) -> None:
+def test_default_sandbox_stops_all_attacks(sandbox: Sandbox) -> None:
     found = probe.attacked(_default, ATTACKS, sandbox=sandbox)
     assert [finding for finding in found if finding.defence is Defence.ESCAPED] == []
     assert sum(finding.defence is Defence.HELD for finding in found) >= 80
 
 
-def test_weak_tier_holds_off_the_attacks_that_need_no_namespaces() -> None:
-    """Attacks that end by their limits are left out: limits are the same in every tier."""
+def test_weak_sandbox_stops_the_attacks_that_need_no_namespaces() -> None:
+    """Attacks that end by a limit are left out, because limits are the same in every tier."""
     tried = [attack for attack in ATTACKS if not attack.ends and attack.language == "python"]
     try:
         probe.opened(Tier.WEAK, at_once=1).close()
@@ -49,13 +49,13 @@ def test_weak_tier_holds_off_the_attacks_that_need_no_namespaces() -> None:
     assert {finding.name for finding in found if finding.defence is Defence.LEFT_OUT} == {"the parent"}
 
 
-def test_weak_tier_is_never_used_as_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weak_sandbox_is_never_used_as_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxMissing, match="the default sandbox needs bubblewrap"):
         probe.opened(Tier.DEFAULT)
 
 
-def test_default_tier_without_root_holds_off_all_attacks(sandbox: Sandbox) -> None:
+def test_default_sandbox_of_an_unprivileged_user_stops_all_attacks(sandbox: Sandbox) -> None:
     if os.geteuid() != 0:
         pytest.skip("left out: attacks as another user, since this one is not root and they were tried as it")
     program = Path(__file__).with_name("attacks_as_nobody.py")
@@ -96,19 +96,18 @@ HOLES = {
 
 
 def _with(command: tuple[str, ...], *more: str) -> tuple[str, ...]:
-    """Insert bubblewrap options at the point before the root becomes read-only."""
     end = len(command) - 1 - command[::-1].index("--remount-ro")
     return (*command[:end], *more, *command[end:])
 
 
 @pytest.mark.parametrize("hole", HOLES)
-def test_hole_in_the_isolation_is_detected(sandbox: Sandbox, hole: str) -> None:
+def test_probe_detects_a_hole_in_the_isolation(sandbox: Sandbox, hole: str) -> None:
     make, names = HOLES[hole]
     found = probe.attacked(lambda number: make(_default(number)), [BY_NAME[name] for name in names])
     assert [finding.name for finding in found if finding.defence is Defence.ESCAPED] == names
 
 
-def test_sandbox_that_fails_to_hold_off_an_attack_is_not_opened(sandbox: Sandbox) -> None:
+def test_sandbox_that_does_not_stop_an_attack_is_not_opened(sandbox: Sandbox) -> None:
     def unfiltered(number: int) -> Isolation:
         return replace(_default(number), filter=b"", servers_filter=b"")
 

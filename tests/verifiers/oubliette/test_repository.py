@@ -20,7 +20,7 @@ DATA = (b"", b"1 2 3\n", bytes(range(256)) * 50)
 
 
 @pytest.mark.parametrize("data", DATA)
-def test_link_round_trips_through_its_text(data: bytes) -> None:
+def test_content_link_round_trips_through_its_text(data: bytes) -> None:
     link = Link.of(data)
     assert Link.parsed(str(link)) == link
     assert link.size == len(data)
@@ -28,7 +28,7 @@ def test_link_round_trips_through_its_text(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "oub:", "oub:12:3", "x" * 80, f"oub:{'A' * 64}:1", f"oub:{'0' * 64}:1\n"])
-def test_text_that_is_no_link_is_rejected(text: str) -> None:
+def test_text_that_is_no_content_link_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="a link must be oub:"):
         Link.parsed(text)
 
@@ -66,7 +66,7 @@ def test_compiled_program_can_be_looked_up_by_the_digest_of_its_inputs(tmp_path:
     assert repository.compiled("key") is None
 
 
-def test_error_names_the_unusable_folder(tmp_path: Path) -> None:
+def test_repository_error_names_the_unusable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"the repository must be a writable folder, .*file/in"):
         PersistentRepository(tmp_path / "file" / "in")
@@ -91,7 +91,7 @@ async def in_parts(*parts: bytes) -> AsyncIterator[bytes]:
         yield part
 
 
-async def test_content_in_parts_is_stored_completely_or_not_at_all(tmp_path: Path) -> None:
+async def test_content_that_arrives_in_parts_is_stored_completely_or_not_at_all(tmp_path: Path) -> None:
     repository = PersistentRepository(tmp_path)
     link = await repository.put_parts(in_parts(b"ab", b"", b"c"), most_bytes=3)
     assert link == Link.of(b"abc") and repository.get(link) == b"abc"

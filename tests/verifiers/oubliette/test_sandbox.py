@@ -42,7 +42,7 @@ def ended(sandbox: Sandbox, source: str, **given: object) -> ProgramResult:
 
 
 @pytest.mark.parametrize("name", TWICE)
-def test_program_reads_its_input_and_writes_output(sandbox: Sandbox, name: str) -> None:
+def test_sandboxed_program_reads_its_input_and_writes_output(sandbox: Sandbox, name: str) -> None:
     try:
         language = toolchains.find(name)
     except toolchains.ToolchainMissing as error:
@@ -79,20 +79,20 @@ def test_program_reads_its_input_and_writes_output(sandbox: Sandbox, name: str) 
         ("import multiprocessing.dummy as m\nprint(sum(m.Pool(2).map(abs, [-1, -2])))", b"3\n", 0),
     ],
 )
-def test_program_ends_with_the_status_and_output_that_python_would_give(
+def test_sandboxed_program_ends_with_the_status_and_output_of_plain_python(
     sandbox: Sandbox, source: str, stdout: bytes, code: int
 ) -> None:
     result = ended(sandbox, source)
     assert (result.ending, result.stdout, result.code) == (Ending.EXITED, stdout, code), result.stderr
 
 
-def test_traceback_shows_only_frames_of_the_program(sandbox: Sandbox) -> None:
+def test_traceback_of_a_sandboxed_program_shows_only_its_own_frames(sandbox: Sandbox) -> None:
     result = ended(sandbox, "def f():\n    1/0\nf()")
     assert result.stderr.startswith(b'Traceback (most recent call last):\n  File "/tmp/main.py", line 3, in <module>\n')
     assert result.describe() == "exit status 1: ZeroDivisionError: division by zero"
 
 
-def test_result_names_the_limit_that_a_run_exceeded(sandbox: Sandbox) -> None:
+def test_result_of_a_sandboxed_run_names_the_limit_that_it_exceeded(sandbox: Sandbox) -> None:
     assert ended(sandbox, "while True: pass", cpu_s=0.2).ending is Ending.CPU_TIME
     assert ended(sandbox, "import time\ntime.sleep(3600)", wall_s=2.0).ending is Ending.DEADLINE
     assert ended(sandbox, "while True: print('x' * 1000)", output_bytes=5000).ending is Ending.OUTPUT
@@ -104,7 +104,7 @@ def test_result_names_the_limit_that_a_run_exceeded(sandbox: Sandbox) -> None:
     )
 
 
-def test_output_is_kept_up_to_its_limit_plus_one_byte(sandbox: Sandbox) -> None:
+def test_output_of_a_run_is_kept_up_to_its_limit_plus_one_byte(sandbox: Sandbox) -> None:
     assert len(ended(sandbox, "print('x' * 99, end='')", output_bytes=99).stdout) == 99
     result = ended(sandbox, "print('x' * 100, end='')", output_bytes=99)
     assert (len(result.stdout), result.ending) == (100, Ending.OUTPUT)
@@ -121,7 +121,7 @@ def test_invalid_executable_counts_as_the_programs_failure(sandbox: Sandbox) -> 
     assert (result.ending, result.code) == (Ending.EXITED, 126)
 
 
-def test_weak_tier_runs_only_python() -> None:
+def test_weak_sandbox_runs_only_python() -> None:
     try:
         weak = probe.opened(Tier.WEAK, at_once=1)
     except SandboxMissing as error:
@@ -161,8 +161,8 @@ def _of_this_process(name: str) -> list[int]:
     return [pid for pid in found if is_mine(pid)]
 
 
-def test_killed_guest_is_replaced_and_its_run_retried(sandbox: Sandbox) -> None:
-    """The guest's pids are collected before the run starts, so that the kill can hit at any moment of the run."""
+def test_guest_that_is_killed_is_replaced_and_its_run_retried(sandbox: Sandbox) -> None:
+    """The guest's pids are collected before the run starts, so that the kill can come at any moment of the run."""
     before = set(_of_this_process("bwrap"))
     for _ in range(3):
         alone = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=1)
@@ -179,7 +179,7 @@ def test_killed_guest_is_replaced_and_its_run_retried(sandbox: Sandbox) -> None:
             alone.close()
 
 
-def test_closing_ends_running_programs_and_fails_queued_ones(sandbox: Sandbox) -> None:
+def test_closing_the_sandbox_ends_running_programs_and_fails_queued_ones(sandbox: Sandbox) -> None:
     before = set(_of_this_process("bwrap"))
     alone = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=1)
     assert alone.run(python("print(1)")).stdout == b"1\n"
@@ -193,7 +193,7 @@ def test_closing_ends_running_programs_and_fails_queued_ones(sandbox: Sandbox) -
         alone.submit(python("print(1)"))
 
 
-def test_error_names_the_unavailable_language(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_an_unavailable_programming_language(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(toolchains.ToolchainMissing, match=r"language must be one of python, cpp, .* got 'cobol'"):
         toolchains.find("cobol")
     gone = toolchains.Toolchain(name="gone", aliases=(), tools=("no-such-compiler",), source="a", program="a")
@@ -226,7 +226,7 @@ def _called(name: str) -> list[str]:
     return found
 
 
-def test_killing_this_process_leaves_no_program_running(sandbox: Sandbox) -> None:
+def test_killing_the_process_of_a_sandbox_leaves_no_program_running(sandbox: Sandbox) -> None:
     for number in range(3):
         name = f"oub-{os.getpid()}-{number}"[:15]
         service = subprocess.Popen([sys.executable, "-c", _SERVICE, name], stdout=subprocess.PIPE)
@@ -247,8 +247,8 @@ def _until(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def test_long_runs_make_room_for_other_runs(sandbox: Sandbox) -> None:
-    """With one run at a time, three endless runs would delay the fourth run forever."""
+def test_long_runs_do_not_block_other_runs_of_the_sandbox(sandbox: Sandbox) -> None:
+    """With one run at a time, three endless runs would block the fourth."""
     alone = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=1)
     try:
         endless = [alone.submit(python("while True: pass")) for _ in range(3)]

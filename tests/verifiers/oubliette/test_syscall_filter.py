@@ -1,4 +1,4 @@
-"""The system call filter, executed step by step and compared with the table of denied calls."""
+"""The system call filter, interpreted step by step and compared with the table of denied calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ READ, MMAP, SOCKET, SOCKETPAIR, CLONE, CLONE3, UNSHARE, MOUNT, FORK = 0, 9, 41, 
 
 
 def verdict(program: bytes, number: int, *arguments: int, architecture: int = X86_64) -> int:
-    """Return the kernel's verdict on a call, by interpreting the filter program; covers the BPF instructions in use."""
+    """Return the kernel's verdict on a call, by interpreting the BPF instructions that the filter uses."""
     given = [*arguments, 0, 0, 0, 0, 0, 0][:6]
     data = struct.pack("=IIQ6Q", number, architecture, 0, *given)
     held, at = 0, 0
@@ -33,15 +33,13 @@ def verdict(program: bytes, number: int, *arguments: int, architecture: int = X8
 
 
 def in_a_guest(number: int, *arguments: int, architecture: int = X86_64) -> int:
-    """Return the verdict on a run's call in a guest; the server's filter applies, too, and the stricter verdict
-    counts.
-    """
+    """Return the verdict on a run's call in a guest: the stricter of the run's filter and the server's."""
     programs = syscall_filter.of_servers(), syscall_filter.of_runs()
     found = [verdict(program, number, *arguments, architecture=architecture) for program in programs]
     return min(found, key=[KILLED, REFUSED, UNKNOWN, ALLOWED].index)
 
 
-def test_filter_allows_and_denies_the_expected_calls() -> None:
+def test_syscall_filter_allows_and_denies_the_expected_calls() -> None:
     assert in_a_guest(READ) == ALLOWED
     assert [in_a_guest(number) for number in (SOCKET, UNSHARE, MOUNT)] == [REFUSED] * 3
     assert in_a_guest(FORK) == ALLOWED
@@ -51,14 +49,14 @@ def test_filter_allows_and_denies_the_expected_calls() -> None:
     assert in_a_guest(457) == in_a_guest(1000) == UNKNOWN
 
 
-def test_every_number_is_denied_exactly_as_in_the_table() -> None:
+def test_every_system_call_number_is_denied_exactly_as_in_the_table() -> None:
     by_argument = {CLONE3}
     refused = set(syscall_filter._REFUSED.values())
     for number in set(range(457)) - by_argument:
         assert in_a_guest(number) == (REFUSED if number in refused | {SOCKETPAIR} else ALLOWED), number
 
 
-def test_filter_of_runs_without_namespaces_denies_calls_that_reach_other_processes() -> None:
+def test_syscall_filter_without_namespaces_denies_calls_that_reach_other_processes() -> None:
     alone = syscall_filter.alone()
     assert verdict(alone, CLONE, 0x3D0F00) == ALLOWED  # flags with which a thread is created
     assert verdict(alone, CLONE, 17) == REFUSED
@@ -72,7 +70,7 @@ def test_filter_of_runs_without_namespaces_denies_calls_that_reach_other_process
     assert (verdict(alone, prlimit, 0), verdict(alone, prlimit, 1)) == (ALLOWED, REFUSED)
 
 
-def test_some_verdicts_depend_on_the_calls_arguments() -> None:
+def test_syscall_filter_decides_some_calls_by_their_arguments() -> None:
     assert in_a_guest(CLONE, 0x3D0F00) == ALLOWED  # flags with which a thread is created
     assert [in_a_guest(CLONE, 1 << bit | 17) for bit in (17, 25, 26, 27, 28, 29, 30)] == [REFUSED] * 7
     private, shared, shared_file = 0x22, 0x21, 0x01
@@ -84,7 +82,7 @@ def test_some_verdicts_depend_on_the_calls_arguments() -> None:
     assert in_a_guest(SOCKETPAIR, 2, 1, 0) == REFUSED
 
 
-def test_server_filter_allows_the_calls_that_create_guests() -> None:
+def test_syscall_filter_of_the_server_allows_the_calls_that_create_guests() -> None:
     server = syscall_filter.of_servers()
     assert [verdict(server, number) for number in (MOUNT, CLONE)] == [ALLOWED] * 2
     assert verdict(server, CLONE, 1 << 28 | 17) == ALLOWED

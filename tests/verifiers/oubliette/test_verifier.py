@@ -77,7 +77,7 @@ async def test_answer_without_a_program_is_wrong_with_a_reason(oubliette: Oublie
     assert "the code is in 'ruby'; accepted are python, c" in verdict.reason
 
 
-async def test_program_that_exceeds_its_own_limit_is_wrong_and_verifier_deadline_is_a_timeout(
+async def test_program_that_exceeds_its_limit_is_wrong_but_a_verifier_deadline_is_a_timeout(
     sandbox: Sandbox, oubliette: Oubliette
 ) -> None:
     verdict = await judged(oubliette, "while True: pass", time_limit=0.2)
@@ -91,7 +91,7 @@ async def test_program_that_exceeds_its_own_limit_is_wrong_and_verifier_deadline
         await hurried.close()
 
 
-async def test_reward_can_be_the_share_of_tests_passed(sandbox: Sandbox) -> None:
+async def test_reward_of_a_program_can_be_the_share_of_tests_passed(sandbox: Sandbox) -> None:
     verifier = Oubliette(CodeRules(scoring=Scoring.SHARE, time_limit_s=PATIENCE_S), deadline_s=PATIENCE_S)
     try:
         verdict = await judged(verifier, HALF)
@@ -124,7 +124,7 @@ async def test_custom_checker_runs_in_its_own_guest(oubliette: Oubliette) -> Non
     assert await _masked(oubliette, checker={"language": "cobol", "source": ""})
 
 
-#: Decodes the output as UTF-8, so that invalid bytes raise an exception; usable under both protocols.
+#: A checker for both protocols that fails on output that is not UTF-8.
 TEXT_CHECKER = """
 import sys
 names = {name.partition(".")[0]: open(name).read() for name in sys.argv[1:]}
@@ -142,7 +142,7 @@ sys.exit(0 if right or PRINTED else 1)
         "import sys\nsys.stdout.buffer.write(b'\\xed\\xa0\\x80')",
     ],
 )
-async def test_output_that_crashes_a_checker_accepting_the_reference_is_wrong(
+async def test_output_that_crashes_a_checker_is_wrong_if_the_checker_accepts_the_reference(
     oubliette: Oubliette, protocol: str, crash: str
 ) -> None:
     source = TEXT_CHECKER.replace("PRINTED", str(protocol == "printed"))
@@ -160,7 +160,7 @@ async def _masked(oubliette: Oubliette, **metadata: Any) -> bool:
 
 
 async def test_guest_of_the_program_does_not_contain_the_answer(oubliette: Oubliette) -> None:
-    """The program prints everything that it can read; a certain word is only in the answer, and must not be printed."""
+    """The program prints everything that it can read; the word is only in the reference answer."""
     word = "xyzzy-the-answer"
     search = (
         "import os\nfound = [sys.stdin.read()] if (sys := __import__('sys')) else []\n"
@@ -190,7 +190,7 @@ async def test_answer_is_masked_if_tests_are_invalid_or_the_sandbox_is_missing(
     await missing.close()
 
 
-async def test_cancelled_judgements_do_not_block_later_ones(oubliette: Oubliette) -> None:
+async def test_cancelled_judgements_do_not_block_later_judgements(oubliette: Oubliette) -> None:
     await judged(oubliette, RIGHT)
     waiting = [asyncio.create_task(judged(oubliette, "import time\ntime.sleep(0.2)\n" + RIGHT)) for _ in range(6)]
     await asyncio.sleep(0)
@@ -200,7 +200,7 @@ async def test_cancelled_judgements_do_not_block_later_ones(oubliette: Oubliette
     assert (await judged(oubliette, RIGHT)).outcome is Outcome.CORRECT
 
 
-async def test_domain_of_a_recipe_is_judged_by_the_sandbox(sandbox: Sandbox) -> None:
+async def test_code_domain_of_a_recipe_is_judged_by_the_sandbox(sandbox: Sandbox) -> None:
     domain = DomainSection(
         name="code",
         source="files",
@@ -219,9 +219,7 @@ async def test_domain_of_a_recipe_is_judged_by_the_sandbox(sandbox: Sandbox) -> 
 
 @final
 class Forgetful:
-    """A `CodeRunner` like a service that is killed repeatedly: the first `forgets` outputs are lost before they are
-    checked.
-    """
+    """A `CodeRunner` that loses the first `forgets` outputs before they are checked, like a killed service."""
 
     tier, at_once = "remote default", 1
 
@@ -253,10 +251,7 @@ class Forgetful:
 
 
 def opening(*found: Forgetful | SandboxLost) -> tuple[Callable[..., Awaitable[Forgetful]], list[int]]:
-    """Return a stand-in for `open_runner`, and the list of its calls.
-
-    The stand-in gives these results in order, and then repeats the last result.
-    """
+    """Return a stand-in for `open_runner` that gives these results in order, repeating the last; and its calls."""
     tries: list[int] = []
 
     async def opened(rules: CodeRules, *, at_once: int) -> Forgetful:
@@ -271,7 +266,7 @@ def opening(*found: Forgetful | SandboxLost) -> tuple[Callable[..., Awaitable[Fo
 
 
 @pytest.mark.parametrize(("forgets", "outcome"), [(7, Outcome.CORRECT), (8, Outcome.VERIFIER_ERROR)])
-async def test_answer_is_judged_again_if_the_service_lost_its_content(
+async def test_program_is_run_again_if_the_sandbox_service_lost_its_output(
     forgets: int, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Forgetful(forgets=forgets)
@@ -280,7 +275,7 @@ async def test_answer_is_judged_again_if_the_service_lost_its_content(
     assert (verdict.outcome, runner.runs) == (outcome, 8)
 
 
-async def test_connection_to_a_briefly_unreachable_service_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_to_a_briefly_unreachable_sandbox_service_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     away = SandboxLost("away")
     opened, tries = opening(away, away, Forgetful(forgets=0))
     monkeypatch.setattr(verifiers, "open_runner", opened)
@@ -291,7 +286,9 @@ async def test_connection_to_a_briefly_unreachable_service_is_retried(monkeypatc
     assert len(tries) == 3
 
 
-async def test_concurrent_callers_share_a_failed_attempt_to_open_the_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_judgements_share_a_failed_attempt_to_open_the_sandbox(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     opened, tries = opening(SandboxLost("away"))
     monkeypatch.setattr(verifiers, "open_runner", opened)
     monkeypatch.setattr(verifiers, "_GRACE_S", 0.0)
@@ -312,7 +309,7 @@ async def tool(sandbox: Sandbox) -> AsyncIterator[PythonTool]:
     await made.close()
 
 
-async def test_tool_calls_share_no_state(tool: PythonTool) -> None:
+async def test_calls_of_the_python_tool_share_no_state(tool: PythonTool) -> None:
     assert await tool.call("x = 6\nopen('kept', 'w').write('x')\nprint(x * 7)") == ("42", False)
     shown, has_failed = await tool.call("print(x)")
     assert "NameError: name 'x' is not defined" in shown and has_failed
@@ -322,11 +319,13 @@ async def test_tool_calls_share_no_state(tool: PythonTool) -> None:
     assert len(shown) < 4100 and "[5000 characters left out]" in shown
 
 
-async def test_limits_of_the_domain_apply_to_tool_calls(tool: PythonTool) -> None:
+async def test_limits_of_the_domain_apply_to_calls_of_the_python_tool(tool: PythonTool) -> None:
     assert "processor time" in (await tool.call("while True: pass"))[0]
 
 
-async def test_missing_sandbox_is_an_error_at_start_that_names_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_python_tool_without_a_sandbox_fails_at_start_and_names_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxMissing, match=r"python tool needs a sandbox: .*bubblewrap, which is not installed"):
         await PythonTool(CodeRules()).start()

@@ -1,4 +1,4 @@
-"""The client: verdicts from any live service, and masked answers if no service works."""
+"""The client of verifier services: verdicts from any live service, and masked answers if none works."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ RIGHT = [Outcome.CORRECT, Outcome.WRONG, Outcome.CORRECT]
 
 
 class Exact:
-    """A verifier that compares texts, and counts its judgements across threads."""
-
     def __init__(self) -> None:
         self.asked = 0
 
@@ -67,7 +65,7 @@ def replace_text(answer: SampledAnswer, number: int) -> SampledAnswer:
 
 
 class Hostile:
-    """A server that is broken or is no verifier service; `asked` is set by its first request."""
+    """A server that is broken or is no verifier service; its first request sets `asked`."""
 
     def __init__(self, answer: Callable[[], Response]) -> None:
         self.asked = threading.Event()
@@ -135,7 +133,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-async def test_invalid_answer_counts_as_the_services_failure_and_another_service_judges(name: str) -> None:
+async def test_invalid_response_of_a_verifier_service_makes_another_service_judge(name: str) -> None:
     verifier = Exact()
     hostile = Hostile(HOSTILE[name])
     with in_thread(hostile.app) as broken, in_thread(honest(verifier)) as good:
@@ -148,8 +146,8 @@ async def test_invalid_answer_counts_as_the_services_failure_and_another_service
     assert verifier.asked == len(ANSWERS), "each answer was judged once"
 
 
-async def test_silent_service_is_given_up_and_another_service_judges() -> None:
-    """The service has begun to answer, so only its silence distinguishes it from a working one."""
+async def test_silent_verifier_service_is_abandoned_and_another_service_judges() -> None:
+    """The service has begun to answer, so only its silence shows that it does not work."""
     hostile = Hostile(lambda: StreamingResponse(mute()))
     with in_thread(hostile.app) as broken, in_thread(honest(Exact())) as good:
         async with client(silence_s=1.0) as services:
@@ -168,7 +166,7 @@ async def test_silent_service_is_given_up_and_another_service_judges() -> None:
         (None, "cannot be reached"),
     ],
 )
-async def test_answers_are_masked_with_the_reason_if_every_service_fails(
+async def test_answers_are_masked_with_the_reason_if_every_verifier_service_fails(
     answer: Callable[[], Response] | None, words: str
 ) -> None:
     with in_thread(Hostile(answer or raw(b"")).app) as url:
@@ -187,7 +185,7 @@ async def test_answers_are_masked_with_the_reason_if_every_service_fails(
         ((lease("http://127.0.0.1:1", rules="r2"),), "by another recipe than this actor's"),
     ],
 )
-async def test_answers_are_masked_if_no_service_has_the_domain_and_the_recipe(
+async def test_answers_are_masked_if_no_verifier_service_has_the_domain_and_recipe(
     leases: Sequence[Any], words: str
 ) -> None:
     async with client(grace_s=0.2) as services:
@@ -197,7 +195,7 @@ async def test_answers_are_masked_if_no_service_has_the_domain_and_the_recipe(
     assert words in judged[0].verdict.reason
 
 
-async def test_request_that_every_service_rejects_is_masked_at_once() -> None:
+async def test_answers_are_masked_at_once_if_every_verifier_service_rejects_the_request() -> None:
     with in_thread(Hostile(raw(b'{"error": {"message": "too odd", "code": "x"}}', 422)).app) as url:
         async with client() as services:
             services.update([lease(url)])
@@ -208,7 +206,7 @@ async def test_request_that_every_service_rejects_is_masked_at_once() -> None:
             assert "cannot be sent" in judgement.verdict.reason
 
 
-async def test_answers_wait_for_the_first_service_and_for_capacity() -> None:
+async def test_answers_wait_until_a_verifier_service_joins_and_has_capacity() -> None:
     refusals = [raw(b'{"error": {"message": "full", "code": "full"}}', 503)] * 3
     verifier = Exact()
     app = honest(verifier)
@@ -228,7 +226,7 @@ async def test_answers_wait_for_the_first_service_and_for_capacity() -> None:
     assert refusals == []
 
 
-async def test_problem_prefers_one_service_and_different_problems_are_spread() -> None:
+async def test_each_problem_prefers_one_verifier_service_and_problems_are_spread() -> None:
     verifiers = [Exact(), Exact()]
     with in_thread(honest(verifiers[0])) as first, in_thread(honest(verifiers[1])) as second:
         async with client() as services:
@@ -241,10 +239,8 @@ async def test_problem_prefers_one_service_and_different_problems_are_spread() -
     assert all(verifier.asked > len(ANSWERS) for verifier in verifiers)
 
 
-async def test_service_with_many_more_answers_than_others_is_avoided() -> None:
-    """One service is blocked with many answers. Further groups go to the other service once the difference would be
-    large.
-    """
+async def test_verifier_service_with_many_more_answers_than_others_is_avoided() -> None:
+    """One service is blocked with many answers, so further groups go to the other one."""
     gate = threading.Event()
 
     class Held(Exact):
@@ -267,7 +263,7 @@ async def test_service_with_many_more_answers_than_others_is_avoided() -> None:
             assert [len(judged) for judged in await asyncio.wait_for(asyncio.gather(*first), PATIENCE_S)] == [100] * 3
 
 
-async def test_request_states_protocol_version_and_rules() -> None:
+async def test_request_to_a_verifier_service_states_protocol_version_and_rules() -> None:
     seen: list[VerifyRequest] = []
     app = FastAPI(openapi_url=None)
 

@@ -1,4 +1,4 @@
-"""The service and its application: judging, caching, rejecting, and abandoning work."""
+"""The verifier service and its application: judging, caching, rejecting, and cancelling work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.fakes.verifier_service import RULES, TOKEN, problem, service
 from tests.patience import PATIENCE_S
 
 
-def test_cached_verdict_round_trips() -> None:
+def test_verdict_cache_returns_stored_verdicts() -> None:
     cache = VerdictCache(1 << 16)
     verdict = Verdict(outcome=Outcome.PARTIAL, reward=0.1, reason="größer", answer="x", parts=(RewardPart("a", 0.25),))
     cache.keep(b"k", verdict)
@@ -31,13 +31,13 @@ def test_cached_verdict_round_trips() -> None:
 
 
 @pytest.mark.parametrize("verdict", [failed("away"), timed_out(1.0)])
-def test_failures_of_the_verifier_are_not_cached(verdict: Verdict) -> None:
+def test_verdict_cache_does_not_store_failures_of_the_verifier(verdict: Verdict) -> None:
     cache = VerdictCache(1 << 16)
     cache.keep(b"k", verdict)
     assert cache.find(b"k") is None and cache.num_bytes == 0
 
 
-def test_size_of_the_cache_is_bounded_and_the_least_recently_used_entry_is_evicted() -> None:
+def test_verdict_cache_is_bounded_and_evicts_the_least_recently_used_entry() -> None:
     cache = VerdictCache(4000)
     for number in range(100):
         cache.keep(b"first", correct("1"))  # storing the same entry again does not count its size again
@@ -51,7 +51,7 @@ def test_size_of_the_cache_is_bounded_and_the_least_recently_used_entry_is_evict
     assert (nothing.find(b"k"), nothing.num_bytes) == (None, 0)
 
 
-def test_large_problem_is_hashed_once_for_all_answers() -> None:
+def test_large_problem_is_hashed_once_for_all_of_its_answers() -> None:
     """Four thousand answers to a problem of 16 MB in one request once blocked the service for a minute."""
     large, texts = problem(1, cases="x" * 2**22), [str(number) for number in range(4096)]
     began = time.thread_time()
@@ -59,7 +59,7 @@ def test_large_problem_is_hashed_once_for_all_answers() -> None:
     assert time.thread_time() - began < 2.0
 
 
-def test_key_covers_exactly_the_inputs_of_a_verdict() -> None:
+def test_cache_key_covers_exactly_the_inputs_of_a_verdict() -> None:
     asked = problem(1, level=3)
     others = [
         replace(asked, domain="other"),
@@ -76,7 +76,7 @@ def test_key_covers_exactly_the_inputs_of_a_verdict() -> None:
 
 
 class Scripted:
-    """A verifier that records its questions, and waits while the gate is closed."""
+    """A verifier that records its questions and waits while the gate is closed."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -132,14 +132,16 @@ async def outcomes(http: httpx.AsyncClient, *texts: str, **changes: Any) -> list
     return [judgement.verdict.outcome for judgement in judgements]
 
 
-async def test_every_answer_gets_a_verdict_in_order(http: httpx.AsyncClient, scripted: Scripted) -> None:
+async def test_verifier_service_returns_a_verdict_for_every_answer_in_order(
+    http: httpx.AsyncClient, scripted: Scripted
+) -> None:
     right, no = Outcome.CORRECT, Outcome.WRONG
     assert await outcomes(http, "1", "2", "1", "", "3") == [right, no, right, no, no]
     assert await outcomes(http, "1") == [right]
     assert scripted.asked == ["1", "2", "1", "", "3", "1"], "nothing is taken for known where verdicts may differ"
 
 
-async def test_equal_answers_are_judged_once_by_a_deterministic_verifier(
+async def test_verifier_service_judges_equal_answers_once_if_the_verifier_is_deterministic(
     http: httpx.AsyncClient, scripted: Scripted
 ) -> None:
     right, no = Outcome.CORRECT, Outcome.WRONG
@@ -171,7 +173,7 @@ async def test_equal_answers_are_judged_once_by_a_deterministic_verifier(
         (b'{"x": ' + b"[" * 100_000, 400, "invalid_json", "JSON"),
     ],
 )
-async def test_rejected_request_gets_the_reason(
+async def test_verifier_service_rejects_invalid_requests_with_a_reason(
     http: httpx.AsyncClient, scripted: Scripted, body: bytes, status: int, code: str, words: str
 ) -> None:
     answer = await http.post(wire.VERIFY, content=body)
@@ -186,7 +188,7 @@ async def until(holds: Any) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_full_or_draining_service_rejects_new_requests_and_finishes_accepted_ones(
+async def test_verifier_service_that_is_full_or_draining_rejects_new_requests(
     http: httpx.AsyncClient, serving: VerifierService, scripted: Scripted
 ) -> None:
     scripted.gate.clear()
@@ -205,7 +207,7 @@ async def test_full_or_draining_service_rejects_new_requests_and_finishes_accept
 
 
 async def asked_by_hand(app: Any, leaves: asyncio.Event, sent: list[dict[str, Any]]) -> None:
-    """POST /verify by calling the application directly; the client disconnects when the event is set."""
+    """POST /verify by calling the application directly; the client disconnects when `leaves` is set."""
     body = [{"type": "http.request", "body": request("1", "2"), "more_body": False}]
 
     async def receive() -> dict[str, Any]:
@@ -229,7 +231,9 @@ def bodies(sent: Sequence[dict[str, Any]]) -> list[bytes]:
     return [message["body"] for message in sent if message["type"] == "http.response.body"]
 
 
-async def test_work_of_a_disconnected_client_is_cancelled(serving: VerifierService, scripted: Scripted) -> None:
+async def test_verifier_service_cancels_the_work_of_a_disconnected_client(
+    serving: VerifierService, scripted: Scripted
+) -> None:
     scripted.gate.clear()
     leaves, sent = asyncio.Event(), list[dict[str, Any]]()
     asking = asyncio.create_task(asked_by_hand(create_app(serving, token=TOKEN), leaves, sent))
@@ -240,7 +244,7 @@ async def test_work_of_a_disconnected_client_is_cancelled(serving: VerifierServi
     assert (scripted.given_up, serving.status().queue, serving.status().verdicts) == (2, 0, 0)
 
 
-async def test_service_sends_heartbeats_while_it_works(
+async def test_verifier_service_sends_heartbeats_while_it_works(
     serving: VerifierService, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_service, "HEARTBEAT_S", 0.01)

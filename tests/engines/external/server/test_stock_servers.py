@@ -1,7 +1,6 @@
-"""Unmodified servers behind the contract: a stock vLLM server, and a fake of SGLang's.
+"""Stock vLLM and SGLang servers behind the contract; SGLang's is `tests.fakes.sglang_server`.
 
-The conformance kit checks the supported part of the contract. Failures that would stay silent, in versions and
-log-probs, are tested separately. `make test-vllm` runs vLLM's real server; SGLang's is `tests.fakes.sglang_server`.
+The conformance kit checks the rest; wrong versions and log-probs would pass it. `make test-vllm` runs a real vLLM.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ SHORT_OF = {
     "sglang_server": {
         # SGLang's log-probs are those before top-k and top-p, so its engine rejects both.
         "top_k_one_is_certain": "400",
-        # As below.
+        # The same reason as for vLLM below.
         "same_seed_same_samples": "log-probs",
         "stream_equals_whole": "token_logprobs",
         "fewer_chunks_give_the_same_answer": "token_logprobs",
@@ -108,7 +107,6 @@ class Stock:
             yield url
 
     async def starts(self, **changes: Any) -> None:
-        """Start the engine and stop it; raises the errors of its start."""
         engine = load("engine", ENGINES, self.kind)(self.options(**changes))
         try:
             await engine.start()
@@ -158,7 +156,7 @@ def stock(request: pytest.FixtureRequest) -> Stock:
     return found
 
 
-def test_engine_keeps_the_supported_part_of_the_contract(stock: Stock) -> None:
+def test_adapter_of_a_stock_server_fails_only_the_listed_conformance_checks(stock: Stock) -> None:
     with stock.engine() as url:
         results = run(url, token="secret", timeout_s=PATIENCE_S)
     short = {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED}
@@ -166,7 +164,7 @@ def test_engine_keeps_the_supported_part_of_the_contract(stock: Stock) -> None:
     assert all(SHORT_OF[stock.kind][name] in reason for name, reason in short.items()), short
 
 
-def test_logprobs_equal_transformers_after_every_update(stock: Stock) -> None:
+def test_logprobs_of_a_stock_server_equal_transformers_after_every_update(stock: Stock) -> None:
     with stock.engine() as url, opened(url) as session:
         layout = trainer_of(session).layout
         for tag in range(3):
@@ -183,11 +181,11 @@ def test_logprobs_equal_transformers_after_every_update(stock: Stock) -> None:
 
 
 def random_decoder_like(model: Any) -> Any:
-    """Return another model of the same configuration, to leave the server's own model unchanged."""
+    """Return another model of the same configuration; the server keeps using its own."""
     return type(model)(model.config).eval()
 
 
-def test_spans_never_name_weights_that_did_not_sample_the_token(stock: Stock) -> None:
+def test_version_spans_of_a_stock_server_name_the_weights_that_sampled_each_token(stock: Stock) -> None:
     """Each version's weights can sample only one token, so each token reveals its version."""
     with stock.engine() as url, opened(url) as session:
         layout, model = trainer_of(session).layout, random_decoder_like(stock.model)
@@ -207,7 +205,7 @@ def test_spans_never_name_weights_that_did_not_sample_the_token(stock: Stock) ->
         assert switches >= 6, f"samples were switched {switches} times: too few to show anything"
 
 
-def test_samples_up_to_capacity_are_answered_and_more_are_rejected(stock: Stock) -> None:
+def test_request_for_more_samples_than_slots_plus_queue_is_rejected(stock: Stock) -> None:
     with stock.engine(max_waiting=4) as url, opened(url) as session:
         error = refused(session.completed(n=21, max_tokens=1), 400)
         assert error["param"] == "n" and "n must be at most 20" in error["message"]
@@ -215,7 +213,7 @@ def test_samples_up_to_capacity_are_answered_and_more_are_rejected(stock: Stock)
 
 
 @pytest.mark.parametrize("on_update", ["drain", "recompute_kv"])
-def test_drain_and_recompute_updates(stock: Stock, on_update: str) -> None:
+def test_samples_are_not_aborted_by_drain_or_recompute_kv_updates(stock: Stock, on_update: str) -> None:
     with stock.engine() as url, opened(url) as session:
         layout = trainer_of(session).layout
         publish(session, weights(layout, 1))
@@ -226,8 +224,8 @@ def test_drain_and_recompute_updates(stock: Stock, on_update: str) -> None:
             assert choice.finish_reason is not FinishReason.ABORT
 
 
-def test_sample_ended_by_the_server_is_aborted(stock: Stock) -> None:
-    """No text is held back, so the last event has no token."""
+def test_sample_aborted_by_the_stock_server_returns_its_tokens_as_aborted(stock: Stock) -> None:
+    """The server holds back no text, so its last event has no token."""
     stops = {
         "vllm_server": [("/pause?mode=abort", None), ("/resume", None)],
         "sglang_server": [("/pause_generation", {"mode": "abort"}), ("/continue_generation", {})],
@@ -244,8 +242,8 @@ def test_sample_ended_by_the_server_is_aborted(stock: Stock) -> None:
         assert all(choice.version_spans == [(0, len(choice.token_ids or []))] for choice in choices)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine's thread dies of it
-def test_weights_loaded_by_another_client_end_the_engine(stock: Stock) -> None:
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine's thread fails
+def test_engine_stops_when_another_client_loads_weights_into_its_server(stock: Stock) -> None:
     with stock.engine() as url, opened(url) as session:
         session.chat()
         body = {"new_version": "theirs"} | ({"abort_all_requests": False} if stock.kind == "sglang_server" else {})
@@ -255,7 +253,7 @@ def test_weights_loaded_by_another_client_end_the_engine(stock: Stock) -> None:
 
 
 class TestRefusals:
-    """Unsupported settings are rejected at the start with a message; needs no real server."""
+    """Unsupported settings are rejected at the start with a message; the SGLang tests need no real server."""
 
     @pytest.mark.parametrize(
         ("options", "says"),
@@ -267,7 +265,7 @@ class TestRefusals:
         ],
     )
     @pytest.mark.parametrize("kind", ["sglang_server", "vllm_server"])
-    def test_unsupported_options_are_rejected(
+    def test_adapter_rejects_engine_options_that_a_stock_server_cannot_apply(
         self, kind: str, options: dict[str, Any], says: str, tmp_path: Path
     ) -> None:
         with pytest.raises(ModelError, match=says):
@@ -282,7 +280,7 @@ class TestRefusals:
             ({}, {"context_length": 2 * CONTEXT}, "at most the server's"),
         ],
     )
-    async def test_server_with_other_settings_is_rejected(
+    async def test_sglang_server_whose_settings_differ_from_the_engine_options_is_rejected(
         self, facts: dict[str, Any], options: dict[str, Any], says: str, tmp_path: Path
     ) -> None:
         with _sglang(tmp_path, **facts) as stock, pytest.raises(ModelError, match=says):
@@ -305,24 +303,24 @@ class TestRefusals:
             await vllm_server.starts(server=url)
 
     @pytest.mark.parametrize("vllm_server", [pytest.param(None, marks=vllm)], indirect=True)
-    async def test_paused_vllm_server_is_resumed(self, vllm_server: Stock) -> None:
-        """An earlier adapter was killed during an update; a paused server answers no requests."""
+    async def test_adapter_resumes_a_vllm_server_that_was_left_paused(self, vllm_server: Stock) -> None:
+        """An adapter killed during an update leaves its server paused, and a paused server answers no requests."""
         httpx.post(f"{vllm_server.url}/pause?mode=keep", trust_env=False).raise_for_status()
         await vllm_server.starts()
 
     @pytest.mark.parametrize("vllm_server", [pytest.param(None, marks=vllm)], indirect=True)
-    def test_vllm_server_with_an_open_update_session_is_usable(self, vllm_server: Stock) -> None:
+    def test_adapter_can_update_a_vllm_server_that_was_left_in_an_open_weight_update(self, vllm_server: Stock) -> None:
         for order in ("/pause?mode=keep", "/start_weight_update"):
             httpx.post(vllm_server.url + order, trust_env=False).raise_for_status()
         with vllm_server.engine() as url, opened(url) as session:
             publish(session, weights(trainer_of(session).layout, 7))
 
-    async def test_unreachable_server_is_an_error(self, sglang: Stock) -> None:
+    async def test_engine_start_fails_if_its_server_is_unreachable(self, sglang: Stock) -> None:
         with pytest.raises(AddressError, match=r"127\.0\.0\.1:9.*is http://127\.0\.0\.1:9 running"):
             await sglang.starts(server="http://127.0.0.1:9")
 
 
-def test_fake_rejects_invalid_sglang_requests(sglang: Stock) -> None:
+def test_fake_sglang_server_rejects_invalid_requests(sglang: Stock) -> None:
     with httpx.Client(base_url=sglang.url) as http:
         order = {"rid": "r", "input_ids": [7], "stream": True, "sampling_params": {"max_new_tokens": 2}}
         assert http.post("/generate", json=order | {"no_such_field": 1}).status_code == 422
@@ -337,10 +335,8 @@ def test_fake_rejects_invalid_sglang_requests(sglang: Stock) -> None:
         assert "weight_versions" not in metas[0] and [span["end"] for span in metas[1]["weight_versions"]] == [2]
 
 
-async def test_sglang_ends_samples_at_their_stop_tokens(sglang: Stock) -> None:
-    """With `ignore_eos` it would sample up to the limit, and tokens of a sample that crosses an update arrive at its
-    end.
-    """
+async def test_sglang_server_ends_samples_at_their_stop_tokens(sglang: Stock) -> None:
+    """With `ignore_eos` a sample would run to its limit, and an update in between would delay its tokens to the end."""
 
     def sequence(stop_ids: frozenset[int]) -> Sequence:
         request = Request(
@@ -369,11 +365,9 @@ async def test_sglang_ends_samples_at_their_stop_tokens(sglang: Stock) -> None:
         await http.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine's thread dies of it
-async def test_unresponsive_server_ends_the_engine(tmp_path: Path) -> None:
-    """A sample may take any time while the server responds to health checks; a hung server does not block its
-    streams.
-    """
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine's thread fails
+async def test_engine_stops_when_its_server_fails_health_checks(tmp_path: Path) -> None:
+    """A sample may take any time while the server passes health checks; a server that hangs ends its streams."""
     silence_s = 3.0
 
     def loop(deliver: Any) -> CoreLoop:
@@ -406,7 +400,7 @@ async def test_unresponsive_server_ends_the_engine(tmp_path: Path) -> None:
             assert time.monotonic() - began < SOON_S, "who leaves it waits for no answer of its"
 
 
-#: As many streams at once as the process's initial limit on descriptors, and their server.
+#: A script that serves and opens as many concurrent streams as its initial limit on file descriptors allows.
 CROWD = """
 import asyncio, resource, sys
 from pipelinerl.engines.external.server.server_core import ServerHttp
@@ -440,8 +434,8 @@ asyncio.run(main())
 """
 
 
-def test_concurrent_samples_exceed_the_initial_descriptor_limit() -> None:
-    """Runs in a process of its own, whose soft limit is low before the adapter starts."""
+def test_adapter_raises_the_file_descriptor_limit_for_concurrent_streams() -> None:
+    """Run in a separate process, whose soft limit is low before the adapter starts."""
     command = [sys.executable, "-c", CROWD, str(PATIENCE_S)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
     assert done.stdout == "64\n", done.stderr

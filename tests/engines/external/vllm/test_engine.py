@@ -1,6 +1,6 @@
-"""The vLLM engine: the contract over HTTP, and two things that could fail silently, spans and log-probs in flight.
+"""The vLLM engine: the contract over HTTP, and version spans and log-probs during updates, which could fail silently.
 
-Run by `make test-vllm`, in an environment of its own; tests without vLLM run everywhere.
+Run by `make test-vllm`, in a separate environment; tests that need no vLLM run everywhere.
 """
 
 from __future__ import annotations
@@ -138,7 +138,9 @@ def test_unsupported_vllm_version_is_rejected(version: str) -> None:
         ({"kernels": Kernels.BATCH_INVARIANT}, r"no batch-invariant kernels; .*leave out model\.kernels"),
     ],
 )
-def test_unsupported_options_are_rejected_before_start(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_vllm_engine_rejects_unsupported_options_before_it_starts(
+    options: dict[str, Any], says: str, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match=says):
         from_options(
             EngineOptions(model_path=tmp_path, model_id="m", slots=1, max_waiting=1, context_length=CONTEXT, **options)
@@ -155,7 +157,7 @@ def test_unsupported_options_are_rejected_before_start(options: dict[str, Any], 
         ("scheduling_policy", "is set by the engine, which samples by priority"),
     ],
 )
-def test_options_set_elsewhere_are_rejected_by_name(name: str, says: str, tmp_path: Path) -> None:
+def test_vllm_options_that_other_engine_keys_set_are_rejected_by_name(name: str, says: str, tmp_path: Path) -> None:
     options = EngineOptions(
         model_path=tmp_path, model_id="m", slots=1, max_waiting=1, context_length=CONTEXT, options={name: 1}
     )
@@ -164,7 +166,7 @@ def test_options_set_elsewhere_are_rejected_by_name(name: str, says: str, tmp_pa
 
 
 @pytest.mark.parametrize("experts", [0, 4])
-def test_experts_repacked_by_vllm_are_rejected(experts: int, tmp_path: Path) -> None:
+def test_mixture_models_whose_experts_vllm_repacks_are_rejected(experts: int, tmp_path: Path) -> None:
     config = {"num_hidden_layers": 2, "num_experts": experts, "num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="cannot load new ones") if experts else nullcontext():
@@ -177,7 +179,7 @@ def test_experts_repacked_by_vllm_are_rejected(experts: int, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("temperature", "refused"), [(0.0, False), (0.0099, True), (0.01, False), (2.0, False), (2.01, True)]
 )
-def test_temperatures_that_vllm_would_replace_are_rejected(temperature: float, refused: bool) -> None:
+def test_temperatures_outside_the_range_that_vllm_supports_are_rejected(temperature: float, refused: bool) -> None:
     request = Request(
         request_id="r",
         prompt_token_ids=[1],
@@ -210,7 +212,9 @@ class TestOptions:
             ),
         ],
     )
-    def test_invalid_options_are_rejected(self, chosen: dict[str, Any], says: str, tmp_path: Path) -> None:
+    def test_vllm_options_that_are_unknown_or_reserved_are_rejected(
+        self, chosen: dict[str, Any], says: str, tmp_path: Path
+    ) -> None:
         with pytest.raises(ModelError, match=says):
             from_options(
                 EngineOptions(
@@ -218,7 +222,7 @@ class TestOptions:
                 )
             )
 
-    async def test_options_are_passed_to_vllm(self) -> None:
+    async def test_engine_options_are_passed_to_vllm_and_checked_by_it(self) -> None:
         from pipelinerl.engines.external.vllm import core as vllm_core
 
         settings = engine_options(
@@ -240,11 +244,11 @@ class TestOptions:
 
 
 class TestReal:
-    """An engine with tied embeddings, one without, and one of two workers; a start takes half a minute."""
+    """Tests of engines with tied embeddings, without them, and with two workers; a start takes half a minute."""
 
     pytestmark = real
 
-    def test_engine_passes_the_conformance_kit(self, served: Served) -> None:
+    def test_vllm_engine_passes_the_conformance_kit(self, served: Served) -> None:
         results = run(served.url, token="secret", timeout_s=PATIENCE_S)
         assert {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED} == {}
 
@@ -253,7 +257,7 @@ class TestReal:
         ["tied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("untied", "shared"))],
         indirect=True,
     )
-    def test_logprobs_equal_transformers_after_every_update(self, served: Served, session: Session) -> None:
+    def test_vllm_logprobs_equal_transformers_after_every_update(self, served: Served, session: Session) -> None:
         trainer = trainer_of(session)
         for tag in range(3):
             data = weights(trainer.layout, tag)
@@ -265,7 +269,9 @@ class TestReal:
                     expected = logprobs_of(model, prompt, choice.token_ids or [])
                     assert torch.allclose(torch.tensor(choice.token_logprobs), expected, atol=2e-4)
 
-    def test_recomputed_cache_is_that_of_the_new_weights(self, served: Served, session: Session) -> None:
+    def test_logprobs_after_a_recompute_kv_update_are_those_of_the_new_weights(
+        self, served: Served, session: Session
+    ) -> None:
         trainer = trainer_of(session)
         publish(session, weights(trainer.layout, 1))
         new = weights(trainer.layout, 2)
@@ -283,8 +289,8 @@ class TestReal:
             expected = logprobs_of(model, PROMPT, tokens)[old:]
             assert torch.allclose(torch.tensor(logprobs[old:]), expected, atol=2e-4)
 
-    def test_requests_run_concurrently(self, tied: Served) -> None:
-        """A request of several samples starts while another runs, and a shorter one ends before it."""
+    def test_short_vllm_request_finishes_while_an_earlier_long_one_runs(self, tied: Served) -> None:
+        """A request of several samples starts while a longer one runs, and ends first."""
 
         def was_first() -> bool:
             before = session.generated_tokens()
@@ -299,10 +305,8 @@ class TestReal:
         with opened(tied.url) as session, ThreadPoolExecutor(1) as asking:
             assert any(was_first() for _ in range(TRIES))
 
-    def test_lowest_priority_starts_first(self, tied: Served) -> None:
-        """Two requests fill the slots twice; a third, which arrives last, is answered while samples of the second
-        wait.
-        """
+    def test_vllm_starts_waiting_requests_with_the_lowest_priority_value_first(self, tied: Served) -> None:
+        """Two requests fill the slots twice; a third one, the last, is answered while samples of the second wait."""
 
         def was_first() -> bool:
             before = session.generated_tokens()
@@ -320,7 +324,7 @@ class TestReal:
         with opened(tied.url) as session, ThreadPoolExecutor(2) as asking:
             assert any(was_first() for _ in range(TRIES))
 
-    def test_more_concurrent_prompts_than_fit_a_step(self, tied: Served) -> None:
+    def test_vllm_answers_more_concurrent_prompts_than_fit_into_one_step(self, tied: Served) -> None:
         """vLLM on CPU crashes on a seeded sample whose prompt it splits, so prompts must stay whole."""
         with opened(tied.url) as session, ThreadPoolExecutor(64) as asking:
             prompts = [[7 + (row + column) % 40 for column in range(CONTEXT - 8)] for row in range(64)]
@@ -328,7 +332,7 @@ class TestReal:
             for choice in choices_of([answer.result(PATIENCE_S) for answer in pending]):
                 assert len(choice.token_ids or []) == 4
 
-    def test_drain_ends_samples_with_their_initial_weights(self, session: Session) -> None:
+    def test_drained_samples_finish_with_the_weights_that_began_them(self, session: Session) -> None:
         trainer = trainer_of(session)
         publish(session, weights(trainer.layout, 1))
         with Load(session, lambda seed: session.completed(n=4, seed=seed, max_tokens=64)) as load:
@@ -338,7 +342,7 @@ class TestReal:
             assert choice.finish_reason is not FinishReason.ABORT
 
     @pytest.mark.slow
-    def test_spans_never_name_weights_that_did_not_sample_the_token(self, untied: Served) -> None:
+    def test_vllm_version_spans_name_the_weights_that_sampled_each_token(self, untied: Served) -> None:
         """Each version's weights can sample only one token, so each token reveals its version."""
         with opened(untied.url) as session:
             layout = trainer_of(session).layout
@@ -360,12 +364,12 @@ class TestReal:
 
 
 class TestDeath:
-    """Uses its own engine, which does not survive the test."""
+    """Tests that kill their own engine."""
 
     pytestmark = real
 
     @pytest.mark.slow
-    def test_dead_core_ends_every_request_and_stops_the_engine(self, tmp_path: Path) -> None:
+    def test_death_of_vllms_core_fails_every_request_and_stops_the_engine(self, tmp_path: Path) -> None:
         with (
             contextmanager(_served)(tmp_path, tied=True) as served,
             ThreadPoolExecutor(1) as asking,
@@ -382,7 +386,6 @@ class TestDeath:
 
 
 def _core_of_this_process() -> psutil.Process:
-    """Return the engine core that was started last."""
     cores = [child for child in psutil.Process().children() if "EngineCore" in child.name()]
     return max(cores, key=lambda core: core.create_time())
 
@@ -397,7 +400,7 @@ def _core_of_this_process() -> psutil.Process:
         ("model name : flags are not listed", set()),
     ],
 )
-def test_slowness_follows_the_cpu_flags(tmp_path: Path, line: str, slow: set[str]) -> None:
+def test_dtypes_without_cpu_instructions_give_a_slowness_warning(tmp_path: Path, line: str, slow: set[str]) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor : 0\n{line}\n\nprocessor : 1\nflags : avx512_bf16 avx512_fp16\n")
     found = {dtype for dtype in ("float32", "bfloat16", "float16") if slow_here(dtype, cpuinfo=cpuinfo)}
@@ -407,5 +410,5 @@ def test_slowness_follows_the_cpu_flags(tmp_path: Path, line: str, slow: set[str
         assert warning is not None and "set engine.dtype=float32" in warning
 
 
-def test_unknown_cpu_flags_give_no_warning(tmp_path: Path) -> None:
+def test_unreadable_cpu_flags_give_no_slowness_warning(tmp_path: Path) -> None:
     assert slow_here("bfloat16", cpuinfo=tmp_path / "nowhere") is None

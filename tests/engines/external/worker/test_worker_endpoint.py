@@ -1,4 +1,4 @@
-"""An endpoint in another process: bytes arrive in shared memory, and a peer that leaves is noticed at once."""
+"""A worker's endpoint: bytes arrive in shared memory, and a peer that leaves is noticed at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _work(endpoints: Path, shared: Path, met: Callable[[], None]) -> None:
 
 
 class Setting:
-    """A worker, the engine's memory that it maps, and rank 0 of their groups."""
+    """A worker, the shared memory that it maps, and rank 0 of its groups."""
 
     def __init__(self) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -109,7 +109,7 @@ def receiving(endpoint: WorkerEndpoint, part: torch.Tensor, timeout_s: float = P
     return in_background("receive", lambda: endpoint.broadcast(part, deadline=time.monotonic() + timeout_s))
 
 
-def test_bytes_arrive_at_their_offsets_in_consecutive_groups(setting: Setting) -> None:
+def test_broadcast_bytes_arrive_at_their_offsets_in_consecutive_groups(setting: Setting) -> None:
     for first in (1, 2):
         root, endpoint = setting.pair()
         for start, end in ((0, 40), (40, SIZE)):
@@ -134,7 +134,7 @@ def test_rank_0_notices_at_once_that_the_engine_left(setting: Setting) -> None:
         endpoint.broadcast(setting.memory, deadline=time.monotonic() + 1)
 
 
-def test_silent_rank_0_hits_the_deadline_and_a_leaving_one_is_noticed_at_once(setting: Setting) -> None:
+def test_receive_times_out_if_rank_0_is_silent_and_fails_at_once_if_it_leaves(setting: Setting) -> None:
     root, endpoint = setting.pair()
     with pytest.raises(DeadlineError, match="timed out, not every rank took part"):
         endpoint.broadcast(setting.memory, deadline=time.monotonic() + 0.3)
@@ -147,8 +147,8 @@ def test_silent_rank_0_hits_the_deadline_and_a_leaving_one_is_noticed_at_once(se
     assert time.monotonic() - began < SOON_S
 
 
-def test_order_ends_only_when_the_worker_has_stopped_writing(setting: Setting) -> None:
-    """Otherwise the next update would share the staging memory with this one."""
+def test_receive_ends_only_when_the_worker_has_stopped_writing(setting: Setting) -> None:
+    """Otherwise two updates would write to the same staging memory."""
     root, endpoint = setting.pair()
     came = receiving(endpoint, setting.memory, 5.0)
     time.sleep(0.2)
@@ -160,7 +160,7 @@ def test_order_ends_only_when_the_worker_has_stopped_writing(setting: Setting) -
     root.close()
 
 
-def test_worker_death_ends_its_order() -> None:
+def test_receive_fails_at_once_when_the_worker_dies() -> None:
     with closing(Setting()) as setting:
         _, endpoint = setting.pair()
         came = receiving(endpoint, setting.memory, PATIENCE_S)
@@ -172,7 +172,7 @@ def test_worker_death_ends_its_order() -> None:
             setting.endpoints.join(setting.request(PATIENCE_S))
 
 
-def test_device_out_of_memory_is_named_and_ends_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receive_fails_with_the_workers_out_of_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch raises its own exception types; the engine must not wait for a thread that has ended."""
 
     def full(*_: object, **__: object) -> None:
@@ -191,7 +191,7 @@ def test_device_out_of_memory_is_named_and_ends_the_order(monkeypatch: pytest.Mo
                 receiving(endpoint, shared.tensor, PATIENCE_S).result(PATIENCE_S)
 
 
-def test_group_that_does_not_form_hits_the_deadline(setting: Setting) -> None:
+def test_joining_a_group_that_does_not_form_times_out(setting: Setting) -> None:
     setting.generation += 1
     with pytest.raises(DeadlineError, match="as rank 1 of 2"):
         setting.endpoints.join(setting.request(0.3))
@@ -199,13 +199,13 @@ def test_group_that_does_not_form_hits_the_deadline(setting: Setting) -> None:
     root.close()
 
 
-def test_engine_reaches_the_backends_of_its_worker() -> None:
+def test_engine_can_use_exactly_the_backends_of_its_worker() -> None:
     host = torch.zeros(1, dtype=torch.uint8)
     assert not WorkerEndpointFactory(frozenset([Backend.GLOO])).reaches(Backend.NCCL, host)
     assert WorkerEndpointFactory(frozenset(Backend)).reaches(Backend.NCCL, host)
 
 
-def test_missing_worker_is_an_error_and_leaves_nothing_behind() -> None:
+def test_worker_that_never_connects_is_an_error_and_leaves_no_socket() -> None:
     endpoints = WorkerEndpointFactory(frozenset())
     with pytest.raises(UpdateError, match="no worker has connected"), endpoints.accept_worker() as path:
         assert path.is_socket()
@@ -215,7 +215,7 @@ def test_missing_worker_is_an_error_and_leaves_nothing_behind() -> None:
     assert not path.parent.exists()
 
 
-def test_too_little_shared_memory_is_rejected_with_the_remedy(tmp_path: Path) -> None:
+def test_engine_rejects_too_little_shared_memory_and_names_the_remedy(tmp_path: Path) -> None:
     check_room(1, folder=tmp_path)
     check_room(2**60, folder=tmp_path / "missing")
     with pytest.raises(ModelError, match=r"needs 1,048,576 MiB of shared memory, .* --shm-size=1025g or more"):

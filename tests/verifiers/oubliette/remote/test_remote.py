@@ -1,4 +1,4 @@
-"""The sandbox behind HTTP: the same verdicts as in this process, links instead of data, and masked failures."""
+"""The sandbox behind HTTP: the same verdicts as locally, links instead of data, and masked failures."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ RIGHT = "print(2 * int(input()))"
 
 @dataclass(slots=True)
 class Served:
-    """A service, and the requests sent to it."""
-
     url: str
     repository: PersistentRepository
     bodies: list[bytes]
@@ -50,7 +48,7 @@ class Served:
 
 
 def recording(app: FastAPI, bodies: list[bytes]) -> Callable[..., Any]:
-    """Wrap the application; append the body of each work request to `bodies`."""
+    """Wrap the application to append the body of each work request to `bodies`."""
 
     async def recorded(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["path"] != wire.WORK:
@@ -111,7 +109,7 @@ async def judged(verifier: Oubliette, code: str, language: str = "python", **met
     return await verifier.verify(problem, f"```{language}\n{code}\n```")
 
 
-async def test_verdicts_equal_those_of_the_local_sandbox_and_their_reason_names_the_remote_tier(
+async def test_remote_sandbox_gives_the_verdicts_of_the_local_one_and_names_its_tier(
     verifier: Oubliette,
 ) -> None:
     verdict = await judged(verifier, RIGHT)
@@ -129,8 +127,8 @@ async def test_verdicts_equal_those_of_the_local_sandbox_and_their_reason_names_
         assert told in verdict.reason
 
 
-async def test_uploaded_tests_are_sent_as_links(served: Served, verifier: Oubliette) -> None:
-    """Input and answer are in the repository. Requests hold links to them, and hold the program's source once."""
+async def test_uploaded_tests_are_sent_to_the_remote_sandbox_as_links(served: Served, verifier: Oubliette) -> None:
+    """Requests link to input and answer in the repository, and contain the program's source once."""
     tests = []
     for word in (b"a-long-word-of-the-input " * 20, b"another-word-of-the-input " * 20):
         given, wanted = served.repository.put(word), served.repository.put(word[::-1])
@@ -147,7 +145,7 @@ async def test_uploaded_tests_are_sent_as_links(served: Served, verifier: Oublie
     assert "upload it" in verdict.reason
 
 
-async def test_concurrent_runs_share_one_request_and_results_keep_their_order(served: Served) -> None:
+async def test_concurrent_remote_runs_share_one_request_and_keep_their_order(served: Served) -> None:
     async with runner_at(served.url) as runner:
         served.bodies.clear()
         program = Program("python", b"print(int(input()) ** 2)")
@@ -166,7 +164,7 @@ CHECKER = CustomChecker(
 )
 
 
-async def test_checker_is_compiled_once_and_then_sent_as_a_link(served: Served, verifier: Oubliette) -> None:
+async def test_custom_checker_is_compiled_once_and_then_sent_as_a_link(served: Served, verifier: Oubliette) -> None:
     async with runner_at(served.url) as runner:
         link = await runner.compile_checker(CHECKER)
         assert link in served.repository
@@ -179,7 +177,7 @@ async def test_checker_is_compiled_once_and_then_sent_as_a_link(served: Served, 
     assert (await judged(verifier, "print('?')", tests=one, **own)).outcome is Outcome.VERIFIER_ERROR
 
 
-async def test_unavailable_service_is_reported_and_its_answers_are_masked(
+async def test_unavailable_sandbox_service_is_reported_and_its_answers_are_masked(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SandboxMissing, match="rejects the token"):
@@ -200,7 +198,6 @@ def _status(**changes: Any) -> dict[str, Any]:
 
 
 def _scripted(answer: Any, **changes: Any) -> FastAPI:
-    """A fake service that answers all work with `answer`."""
     app = FastAPI()
     app.get(wire.STATUS)(lambda: _status(**changes))
     app.post(wire.WORK)(lambda: answer)
@@ -215,7 +212,7 @@ def _scripted(answer: Any, **changes: Any) -> FastAPI:
         ({"languages": 3}, "is not an Oubliette service"),
     ],
 )
-async def test_service_that_is_unrelated_or_of_another_version_or_weaker_tier_is_rejected(
+async def test_sandbox_service_of_another_protocol_or_a_weaker_tier_is_rejected(
     changes: dict[str, Any], told: str
 ) -> None:
     with in_thread(_scripted({}, **changes)) as url, pytest.raises(SandboxMissing, match=told):
@@ -235,14 +232,14 @@ async def test_service_that_is_unrelated_or_of_another_version_or_weaker_tier_is
         (Response("{}", status_code=400), "refuses .400."),
     ],
 )
-async def test_invalid_answers_of_a_service_are_rejected(answer: Any, told: str) -> None:
+async def test_invalid_answers_of_a_sandbox_service_are_rejected(answer: Any, told: str) -> None:
     with in_thread(_scripted(answer)) as url:
         async with runner_at(url) as runner:
             with pytest.raises(SandboxLost, match=told):
                 await runner.run(Program("python", b""), b"", LIMITS)
 
 
-async def test_request_to_a_full_service_is_retried(served: Served) -> None:
+async def test_request_to_a_full_sandbox_service_is_retried(served: Served) -> None:
     full, asked = {"error": {"message": "full", "code": wire.IS_FULL}}, list[int]()
     ended = {"type": "ended", "ending": "exited", "code": 0, "output": str(Link.of(b"")), "head": "", "stderr": "",
              "cpu_s": 0, "wall_s": 0, "tier": "default"}  # fmt: skip
@@ -260,7 +257,7 @@ async def test_request_to_a_full_service_is_retried(served: Served) -> None:
     assert isinstance(executed, Executed) and len(asked) == 3
 
 
-async def test_closing_the_client_fails_waiting_calls() -> None:
+async def test_closing_the_remote_runner_fails_its_waiting_calls() -> None:
     gate = asyncio.Event()
     app = FastAPI()
     app.get(wire.STATUS)(lambda: _status())
@@ -280,7 +277,7 @@ async def test_closing_the_client_fails_waiting_calls() -> None:
             await waiting
 
 
-async def test_contents_round_trip_through_the_service(served: Served) -> None:
+async def test_contents_uploaded_to_a_sandbox_service_can_be_read_back(served: Served) -> None:
     data = bytes(range(256)) * 1000
     async with runner_at(served.url) as runner:
         link = Link.of(data)
@@ -292,7 +289,7 @@ async def test_contents_round_trip_through_the_service(served: Served) -> None:
             await runner.read(Link.of(b"never"))
 
 
-async def test_service_rejects_invalid_requests(served: Served) -> None:
+async def test_sandbox_service_rejects_invalid_requests(served: Served) -> None:
     work = {"type": "run", "language": "python", "program": "oub:x", "input": "", "limits": {}}
     nothing = {**work, "limits": {"cpu_s": "much"}}
     headers = {"authorization": f"Bearer {TOKEN}"}
@@ -317,7 +314,7 @@ async def test_service_rejects_invalid_requests(served: Served) -> None:
             assert (await stranger.request(method, path)).status_code == 401
 
 
-def test_links_are_read_from_the_repository_that_the_recipe_names(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_linked_tests_are_read_from_the_repository_that_the_recipe_names(sandbox: Sandbox, tmp_path: Path) -> None:
     repository = PersistentRepository(tmp_path)
     test = {"input": {"link": str(repository.put(b"21\n"))}, "output": {"link": str(repository.put(b"42\n"))}}
 

@@ -106,7 +106,7 @@ def test_each_event_line_is_appended_in_one_write(tmp_path: Path) -> None:
 
 
 def _kept_and_written(place: Path, path: Path) -> None:
-    """Records are written in order and whole once there is space, by the next `write` or `close`."""
+    """The next `write` or `close` after space is free writes all pending records, in order."""
     with EventLog(path) as log:
         log.write("step", step=0)
         small_disk.fill(place)
@@ -150,7 +150,9 @@ def _given_up(place: Path, path: Path) -> None:
 
 
 @pytest.mark.parametrize("scene", [_kept_and_written, _synced_each, _given_up])
-def test_full_disk_loses_and_tears_no_record(tmp_path: Path, scene: Callable[[Path, Path], None]) -> None:
+def test_event_log_on_a_full_disk_keeps_records_whole_or_raises_after_a_timeout(
+    tmp_path: Path, scene: Callable[[Path, Path], None]
+) -> None:
     if reason := small_disk.why_not(tmp_path):
         pytest.skip(f"no disk of a size of one's own: {reason}")
     code = (
@@ -168,7 +170,7 @@ def test_full_disk_loses_and_tears_no_record(tmp_path: Path, scene: Callable[[Pa
     assert ended.returncode == 0, ended.stderr
 
 
-def test_follower_reads_each_record_once_while_the_log_grows(tmp_path: Path) -> None:
+def test_event_follower_reads_each_record_once_while_the_log_grows(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     follower = EventFollower(path)
     assert follower.new() == [], "there is no log yet"
@@ -180,7 +182,7 @@ def test_follower_reads_each_record_once_while_the_log_grows(tmp_path: Path) -> 
     assert [event["kind"] for event in EventFollower(path, offset=follower.offset).new()] == ["c"]
 
 
-def test_follower_reads_in_pieces_but_long_records_whole(tmp_path: Path) -> None:
+def test_event_follower_reads_in_pieces_without_splitting_records(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     lines = [b'{"kind":"a","x":"%s"}\n' % (b"x" * size) for size in (3, 500, 3, 3)]
     path.write_bytes(b"".join(lines))
@@ -191,7 +193,7 @@ def test_follower_reads_in_pieces_but_long_records_whole(tmp_path: Path) -> None
     assert len(list(EventFollower(path).all())) == 4
 
 
-def test_follower_reports_the_position_of_a_malformed_line(tmp_path: Path) -> None:
+def test_event_follower_reports_the_position_of_a_malformed_line(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"kind":"a"}\nnonsense\n')
     with pytest.raises(ValueError, match=r"events.jsonl, byte 13: expected one JSON object, got b'nonsense'"):

@@ -67,9 +67,9 @@ def _size(path: Path) -> int:
 
 @pytest.hookimpl(trylast=True)  # after other plugins have deselected tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort files into the order in which parallel processes finish soonest, independently of the order of collection.
+    """Sort files so that parallel processes finish soonest, independently of the order of collection.
 
-    A file whose tests wait follows a file whose tests compute, while both kinds are left.
+    Files whose tests wait alternate with files whose tests compute.
     """
     ranks = {place: rank for rank, place in enumerate(_LONG)}
 

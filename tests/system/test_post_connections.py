@@ -66,7 +66,7 @@ async def talking(peer: Peer, *, keep_alive_s: float = 60.0) -> AsyncIterator[tu
         await server.wait_closed()
 
 
-async def test_get_request_has_no_body() -> None:
+async def test_fanout_get_request_has_no_body() -> None:
     peer = Peer(OK, OK)
     async with talking(peer) as (posts, url):
         assert await posts.get(url, "/metrics", timeout_s=PATIENCE_S) == (200, b"hi")
@@ -80,7 +80,7 @@ async def _post(posts: FanoutClient, url: str, *, timeout_s: float = PATIENCE_S)
     return await posts.post(url, "/do", b'{"a":1}', timeout_s=timeout_s)
 
 
-async def test_request_arrives_complete_and_its_connection_is_reused() -> None:
+async def test_fanout_request_arrives_complete_and_its_connection_is_reused() -> None:
     peer = Peer(OK, b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 409 Conflict\r\ncontent-length: 0\r\n\r\n")
     async with talking(peer) as (posts, url):
         assert await _post(posts, url + "/below/") == (200, b"hi")
@@ -103,7 +103,7 @@ async def test_request_arrives_complete_and_its_connection_is_reused() -> None:
     ids=["closed", "ends with the connection", "in pieces"],
 )
 @pytest.mark.parametrize("in_pieces", [False, True], ids=["at once", "byte by byte"])
-async def test_every_way_to_end_a_response_is_supported(answer: bytes, in_pieces: bool) -> None:
+async def test_fanout_client_supports_every_way_to_end_a_response(answer: bytes, in_pieces: bool) -> None:
     async with talking(Peer(answer, OK, in_pieces=in_pieces)) as (posts, url):
         assert await _post(posts, url) == (200, b"hi")
         assert await _post(posts, url) == (200, b"hi")
@@ -120,7 +120,7 @@ async def test_every_way_to_end_a_response_is_supported(answer: bytes, in_pieces
     ],
     ids=["nothing", "cut", "another protocol", "too long", "a head without an end"],
 )
-async def test_partial_response_is_an_error_and_its_connection_is_not_reused(answer: bytes | None, words: str) -> None:
+async def test_partial_response_raises_and_its_connection_is_not_reused(answer: bytes | None, words: str) -> None:
     peer = Peer(answer, OK)
     async with talking(peer) as (posts, url):
         with pytest.raises(ConnectionError, match=words):

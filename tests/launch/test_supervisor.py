@@ -539,7 +539,7 @@ def test_engine_added_during_a_run_never_gets_the_port_of_a_dead_process(tmp_pat
     assert len(given) == 2 and not given & set(ports.values())
 
 
-def test_controller_is_told_of_a_failed_engine_as_long_as_it_requests_the_engine(tmp_path: Path) -> None:
+def test_failed_engine_is_reported_to_the_controller_while_it_requests_the_engine(tmp_path: Path) -> None:
     told: list[str] = []
     supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
     staff = EngineProcesses(supervisor, LAUNCH, give_up=told.append)
@@ -572,7 +572,7 @@ def seen_by(supervisor: Supervisor, name: str) -> str:
     return supervisor._processes[name].spec.env["CUDA_VISIBLE_DEVICES"]
 
 
-def test_requested_engines_get_free_devices_and_release_them(tmp_path: Path) -> None:
+def test_engines_added_during_a_run_get_free_devices_and_release_them(tmp_path: Path) -> None:
     supervisor, staff, _, given_up = on_gpus(4, tmp_path)
     staff.follow(wants("engine-1", "engine-2"))
     assert [seen_by(supervisor, name) for name in ("engine-0", "engine-1", "engine-2", "trainer")] == [
@@ -587,7 +587,7 @@ def test_requested_engines_get_free_devices_and_release_them(tmp_path: Path) -> 
     assert given_up == []
 
 
-def test_stopped_engine_of_the_recipe_frees_its_device(tmp_path: Path) -> None:
+def test_stopped_engine_of_the_recipe_frees_its_gpu(tmp_path: Path) -> None:
     supervisor, staff, announced, given_up = on_gpus(2, tmp_path)
     supervisor._processes["engine-0"].state = State.STOPPING  # the state after SIGTERM
     staff.follow(wants("engine-1", to_stop=("engine-0",)))
@@ -598,7 +598,7 @@ def test_stopped_engine_of_the_recipe_frees_its_device(tmp_path: Path) -> None:
     assert (announced, given_up) == (["starting engine-1"], [])
 
 
-def test_refused_engine_has_the_missing_device_in_its_log(tmp_path: Path) -> None:
+def test_log_of_a_rejected_engine_names_the_missing_gpu(tmp_path: Path) -> None:
     supervisor, staff, announced, given_up = on_gpus(2, tmp_path)
     for _ in range(2):
         staff.follow(wants("engine-1"))
@@ -610,7 +610,7 @@ def test_refused_engine_has_the_missing_device_in_its_log(tmp_path: Path) -> Non
     assert supervisor.knows("engine-2") and "CUDA_VISIBLE_DEVICES" not in supervisor._processes["engine-2"].spec.env
 
 
-def test_requested_engine_shares_the_only_gpu_if_the_memory_shares_allow_it(tmp_path: Path) -> None:
+def test_engine_added_during_a_run_shares_the_only_gpu_if_memory_shares_allow_it(tmp_path: Path) -> None:
     supervisor, staff, _, given_up = on_gpus(1, tmp_path, memory_share=0.3)
     staff.follow(wants("engine-1"))
     assert seen_by(supervisor, "engine-1") == "0"
@@ -619,13 +619,13 @@ def test_requested_engine_shares_the_only_gpu_if_the_memory_shares_allow_it(tmp_
     assert given_up == ["engine-2"], "0.4 + 0.3 + 0.3 is all of it"
 
 
-def test_unused_device_is_preferred_to_a_shared_one(tmp_path: Path) -> None:
+def test_engine_gets_an_unused_gpu_before_a_shared_one(tmp_path: Path) -> None:
     supervisor, staff, _, _ = on_gpus(3, tmp_path, memory_share=0.3)  # engine-0 has GPU 0, the trainer GPU 2
     staff.follow(wants("engine-1"))
     assert seen_by(supervisor, "engine-1") == "1"
 
 
-def test_engine_of_another_type_does_not_get_the_recipes_options(tmp_path: Path) -> None:
+def test_engine_of_another_type_does_not_get_the_recipes_engine_options(tmp_path: Path) -> None:
     supervisor, staff, _, _ = on_gpus(4, tmp_path, type="vllm", options={"block_size": 32})
     staff.follow(wants("engine-1"))
     staff.follow(wants("engine-1", "engine-2", type="vllm"))

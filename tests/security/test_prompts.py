@@ -20,9 +20,7 @@ CONTEXT: Final = VersionRunner.context_length
 
 
 class SlowTokenizer:
-    """A tokenizer that finishes a text only on command, as slowly as a real tokenizer with megabytes. It counts the
-    texts.
-    """
+    """A tokenizer that counts texts and finishes one only on command, like a real tokenizer on megabytes of text."""
 
     def __init__(self) -> None:
         self.texts = 0

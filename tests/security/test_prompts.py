@@ -75,7 +75,7 @@ async def test_text_longer_than_the_context_is_rejected_before_tokenising(
     assert tokenizer.texts == 0
 
 
-async def test_other_requests_continue_while_a_long_text_is_tokenised(
+async def test_other_requests_complete_while_a_long_text_is_tokenised(
     served: tuple[BatchingEngine, SlowTokenizer],
 ) -> None:
     engine, tokenizer = served
@@ -88,7 +88,7 @@ async def test_other_requests_continue_while_a_long_text_is_tokenised(
     assert (await long).choices
 
 
-async def test_engine_closes_while_a_text_is_tokenised(served: tuple[BatchingEngine, SlowTokenizer]) -> None:
+async def test_engine_can_close_while_a_text_is_tokenised(served: tuple[BatchingEngine, SlowTokenizer]) -> None:
     engine, tokenizer = served
     asking = [asyncio.create_task(engine.complete(asked("a"))) for _ in range(3)]
     while not tokenizer.texts:

@@ -1,4 +1,4 @@
-"""The rules about the tree as a whole are kept, and each rejects a bad tree."""
+"""The whole tree keeps each house rule, and each rule rejects a tree that breaks it."""
 
 from __future__ import annotations
 

@@ -81,7 +81,6 @@ def test_tis_arms_differ_only_in_objective_and_weight_format() -> None:
 
 
 def _events(steps: int) -> list[Event]:
-    """Return the events of a run whose steps report what real ones do."""
     objective = resolve(_config(list(ARMS)[-1]).objective)
     reported = statistics(objective, Tokens.of(np.array(TOKENS)[:, 0], _columns()))
     current, old, behavior, _ = np.array(TOKENS, np.float32).T

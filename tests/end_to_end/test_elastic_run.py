@@ -74,8 +74,7 @@ class Site:
 
 
 async def _grows_and_shrinks(service: ControllerService, pool: EnginePool, *, site: Site, url: str) -> None:
-    """Check that a busy engine gets no help while the limit is one, that a raised limit adds a second (first in a dry
-    run), and that little work removes it.
+    """Check that a second engine is added once the limit permits it, after a dry run, and removed when work is scarce.
 
     One group fills all slots of an engine, so an engine that computes at all counts as full.
     """
@@ -162,7 +161,6 @@ _LIVE: Final = (
 
 
 def _turn(run: LiveRun, limit: str, number: int) -> None:
-    """Change a limit of the live run."""
     words = [*CLI, "knobs", "set", str(run.directory), f"{limit}.{ENGINE}={number}"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr

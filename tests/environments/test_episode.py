@@ -188,7 +188,7 @@ def test_conversation_stays_one_segment_if_the_template_only_appends() -> None:
 def test_answers_rendered_again_train_only_after_the_context_that_the_engine_saw(
     is_mutant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine renders the tokens 7 and 8 as 9. The mutant treats every prompt as a continuation."""
+    """The rendered answer has the token 9 for 7 and 8, so it is not continued. The mutant continues every prompt."""
     of = episode()
     seen = [[2, 3], [2, 3, 9, 4, 5, 3]]
     conversations = [[HELLO], [HELLO, answer("ab"), user("c")]]

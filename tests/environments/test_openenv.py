@@ -103,7 +103,7 @@ SCHEMA = {"properties": {"metadata": METADATA, "letter": LETTER}, "required": ["
 
 @final
 class Server:
-    """The game by OpenEnv's protocol, with one session at a time, which is the default of OpenEnv."""
+    """A server of the game over OpenEnv's protocol, with one session at a time, which is OpenEnv's default."""
 
     def __init__(self, *, calls: bool = False) -> None:
         self.calls = calls

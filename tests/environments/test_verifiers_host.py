@@ -1,4 +1,4 @@
-"""A taskset of the library verifiers in a Python environment of its own; slow, since that environment is made first."""
+"""A taskset of the library `verifiers`, in a separate Python environment; slow, because the test first installs it."""
 
 from __future__ import annotations
 

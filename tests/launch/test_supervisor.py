@@ -136,7 +136,7 @@ def test_process_group_is_restarted_together(tmp_path: Path) -> None:
     assert (tmp_path / "apart").read_text() == "x"
 
 
-def test_finished_process_restarts_with_its_group(tmp_path: Path) -> None:
+def test_finished_process_restarts_when_another_process_of_its_group_fails(tmp_path: Path) -> None:
     """A process of the group had reported that all work was done, and then failed."""
     here = f"import pathlib, time; d = pathlib.Path({str(tmp_path)!r})\n"
     done = here + "with (d / 'home').open('a') as file: file.write('x')"

@@ -188,7 +188,7 @@ def test_split_and_order_do_not_change_preset_gradients_in_single_precision(name
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_clips_and_caps_act_on_the_test_rollouts(name: str) -> None:
+def test_each_clip_and_cap_affects_some_tokens_of_the_sampled_rollouts(name: str) -> None:
     """Guard against comparisons that pass because no bound is reached."""
     objective = resolve(name, max_tokens=MAX_TOKENS)
     logprobs, columns = packed(sampled(5), objective)

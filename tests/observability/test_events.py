@@ -106,7 +106,7 @@ def test_each_event_line_is_appended_in_one_write(tmp_path: Path) -> None:
 
 
 def _kept_and_written(place: Path, path: Path) -> None:
-    """The next `write` or `close` after space is free writes all pending records, in order."""
+    """Check that the first `write` or `close` after space is freed writes all pending records, in order."""
     with EventLog(path) as log:
         log.write("step", step=0)
         small_disk.fill(place)

@@ -83,7 +83,7 @@ def test_report_contains_charts_events_and_recipe(tmp_path: Path) -> None:
     assert "decision" not in text, "the journal's number tells a reader nothing"
 
 
-def test_full_disk_keeps_the_earlier_report(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_earlier_report(tmp_path: Path) -> None:
     files = write_report(_run(tmp_path, events(20)))
     before = files.html.read_bytes(), files.picture.read_bytes()
     allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -143,7 +143,7 @@ def test_report_can_be_written_for_a_run_with_few_events(tmp_path: Path, made: l
     assert files.picture.exists()
 
 
-def test_torn_log_is_reported_up_to_its_last_whole_line(tmp_path: Path) -> None:
+def test_report_can_be_written_from_a_log_with_a_torn_last_line(tmp_path: Path) -> None:
     folder = _run(tmp_path, events(20))
     with (folder / "events.jsonl").open("a") as file:
         file.write('{"kind": "step", "ste')

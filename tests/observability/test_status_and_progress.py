@@ -92,7 +92,7 @@ def test_status_can_be_rendered_on_narrow_terminals(width: int) -> None:
     console.print(render(STATUS, width=width, rewards=[0.1, 0.2, 0.3]))
 
 
-def test_serving_engines_are_green_and_others_red() -> None:
+def test_status_shows_healthy_engines_in_green_and_lost_engines_in_red() -> None:
     console = Console(width=120, file=io.StringIO(), record=True, force_terminal=True, color_system="standard")
     console.print(render(STATUS, width=120))
     said = console.export_text(styles=True)

@@ -118,7 +118,6 @@ async def test_failed_controller_decision_is_rolled_back(run: Running) -> None:
 
 
 def _hostile(draw: random.Random, kind: Any) -> Any:
-    """Return a hostile value of the given field type."""
     if kind is int:
         return draw.choice(_NUMBERS)
     if kind is float:

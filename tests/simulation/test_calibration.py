@@ -18,7 +18,7 @@ from tests.simulation.settings import fixed, setting
 ENGINE = EngineTimes(step_s=0.011, row_s=0.0002, prompt_token_s=3e-5)
 
 
-def test_calibration_recovers_all_times() -> None:
+def test_calibration_recovers_the_times_that_the_events_were_made_from() -> None:
     """Engine times come from its counters, trainer times from tokens, and all others from their events."""
     tokens = [1000 + 100 * (number % 10) for number in range(30)]
     events = run_events(engine=ENGINE, tokens_by_step=tokens, token_s=2e-4)

@@ -1,12 +1,12 @@
-"""Published comparisons against their simulation on the shipped hardware tables. No run, and no hardware.
+"""Simulated comparisons on the shipped hardware tables, checked against those that two papers published.
 
     PipelineRL   arXiv:2509.19128, 7B on 128 H100s: in flight against conventional RL with G = 32 (§5, figure 5c),
                  and the authors' own model of both at equal lag (appendix A.4, figure 9)
     RLAX         arXiv:2512.06392, 32B: inference on v5p-128 to v5p-1024 with a v5p-512 trainer (§7.1, figure 3a),
                  and k = 16 against k = 32 (§7.2, figure 4)
 
-Settings that the papers state are theirs. The others are assumptions, stated here once and the same for every arm:
-lengths, prompts, group sizes, and RLAX's batch. docs/understand/simulation.md discusses them.
+Settings are those that the papers state. All others are assumptions, equal for every arm: lengths, prompts, group
+sizes, and RLAX's batch. docs/understand/simulation.md discusses them.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def conventional(lengths: LengthLaw, *, steps: int, table: PublishedHardware, ba
 def in_flight(lengths: LengthLaw, *, steps: int, table: PublishedHardware) -> Prediction:
     """Simulate in-flight updates: 48 GPUs generate while 80 train.
 
-    Four rollouts are in flight per row. Here a group keeps its place until its longest answer ends, so four keep the
-    rows full, as the paper's algorithm 2 does by replacing each sequence that ends.
+    The paper's algorithm 2 keeps the rows full by replacing each sequence that ends. Here a group keeps its place until
+    its longest answer ends, so four rollouts per row are kept in flight instead.
     """
     times = table.times(
         engine_devices=1, trainer_devices=_GPUS - _GENERATE, rows=_ROWS, context=mean_context(lengths, _PROMPT)

@@ -178,7 +178,7 @@ def test_seed_determines_the_simulated_run() -> None:
     assert first != other
 
 
-def test_deadlock_of_the_simulated_run_is_reported() -> None:
+def test_simulate_rejects_a_setting_that_deadlocks() -> None:
     """A step needs more rollouts than may be in flight, so it would wait forever."""
     with pytest.raises(ValueError, match="is deadlocked at step 1 of 40"):
         simulate(setting(1, 8, max_groups=4), BALANCED)

@@ -194,7 +194,9 @@ async def test_refused_payload_leaves_no_gap_in_the_stream(mortal: EmbeddedRedis
         await admin.aclose()
 
 
-async def test_append_waits_for_server_memory(mortal: EmbeddedRedis, caplog: pytest.LogCaptureFixture) -> None:
+async def test_append_to_a_full_server_waits_until_memory_is_free(
+    mortal: EmbeddedRedis, caplog: pytest.LogCaptureFixture
+) -> None:
     async with connected(mortal) as streams:
         admin = Redis.from_url(mortal.url, protocol=2)
         await admin.config_set("maxmemory", 1)

@@ -106,7 +106,7 @@ _APART = ("unshare", "--map-root-user", "--net")
 _ASK = "from pipelinerl.system.machine import free_ports; free_ports(1)"
 
 
-def test_missing_loopback_is_reported_at_once() -> None:
+def test_missing_loopback_interface_is_reported_at_once() -> None:
     """Otherwise the launcher would wait a minute for an unreachable server."""
     if shutil.which("unshare") is None or subprocess.run([*_APART, "true"], capture_output=True).returncode:
         pytest.skip("left out: a network namespace, which may not be made here")

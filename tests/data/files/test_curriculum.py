@@ -84,7 +84,7 @@ def test_held_out_split_ignores_the_curriculum_and_needs_no_pass_rates(tmp_path:
     assert asked[0] == asked[1]
 
 
-def test_rate_field_names_the_field_of_the_pass_rate(tmp_path: Path) -> None:
+def test_problems_are_ordered_by_the_pass_rate_in_the_field_named_by_rate_field(tmp_path: Path) -> None:
     rows = [{"prompt": row["prompt"], "answer": row["answer"], "solved": row["metadata"]["pass_rate"]} for row in ROWS]
     for suffix in (".jsonl", ".parquet"):
         path = written(tmp_path, suffix, rows)

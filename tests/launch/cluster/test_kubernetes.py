@@ -114,7 +114,6 @@ def test_manifests_are_kept_and_their_path_named_if_kubectl_is_missing(
 
 @contextmanager
 def _pods(folder: Path, *changes: str) -> Iterator[tuple[Kubelet, Path]]:
-    """Start the pods of a small run on two hosts, one engine on each."""
     runs = folder / "runs"
     runs.mkdir()
     recipe = bigram_recipe(folder / "bigram")

@@ -21,7 +21,6 @@ _TIE = (sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SI
 
 @contextmanager
 def _node(host: Host, run_dir: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `pipelinerl node` on a host within the block, and kill it afterwards."""
     words = [*_TIE, *host.enter, *CLI, "node", str(run_dir), "--name", "b"]
     with log.open("ab") as output:
         process = subprocess.Popen(words, stdout=output, stderr=output, env={**os.environ, "PYTHONUNBUFFERED": "1"})

@@ -363,7 +363,7 @@ def test_page_requests_only_new_data_and_nothing_while_hidden(browser: Browser, 
 
 
 def question_of(url: str) -> tuple[str, dict[str, str]]:
-    """Return path and query."""
+    """Return the path of a URL, and its query parameters."""
     parts = urlsplit(url)
     return parts.path, dict(parse_qsl(parts.query))
 
@@ -385,7 +385,7 @@ def test_page_shows_and_restores_a_lost_event_stream(browser: Browser, server: S
         page.locator("[data-heard=open]").wait_for()
 
 
-def test_failed_request_is_retried(browser: Browser, server: ServedPage) -> None:
+def test_page_retries_a_failed_request_while_the_event_stream_is_open(browser: Browser, server: ServedPage) -> None:
     """The stream stays open and silent during the retry."""
     with troubled(browser, server) as page:
         page.route("**/api/samples*", lambda route: route.abort())

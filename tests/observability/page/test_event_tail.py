@@ -42,7 +42,7 @@ def test_malformed_event_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     assert read_all(tail) == [1, 2] and tail.unreadable == 7
 
 
-def test_log_is_read_in_pieces_and_overlong_lines_are_skipped(tmp_path: Path, monkeypatch: Any) -> None:
+def test_event_log_is_read_in_pieces_and_overlong_lines_are_skipped(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(event_tail, "_PIECE_BYTES", 256)
     monkeypatch.setattr(event_tail, "_MOST_BYTES", 4096)
     path = tmp_path / "events.jsonl"

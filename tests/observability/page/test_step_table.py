@@ -99,7 +99,7 @@ def test_figure_is_nan_before_it_first_appears_and_excess_figures_are_dropped() 
     assert np.isnan(rows.means["figure 70"][:10]).all() and rows.means["figure 70"][10] == 1.0
 
 
-def test_plain_rounds_to_significant_digits() -> None:
+def test_plain_rounds_values_to_significant_digits() -> None:
     values = np.array([0.1, np.float32(0.41), 1234567.0, 1e-9, 0.0, -2.5, np.nan, np.inf])
     assert plain(values) == [0.1, 0.41, 1234570.0, 1e-09, 0.0, -2.5, None, None]
     assert plain(np.array([1234567.0]), 12) == [1234567.0]

@@ -56,7 +56,6 @@ def test_checkpoint_span_lasts_from_its_step_until_it_is_durable() -> None:
 
 
 def _wait(*before: Event, wait_s: float = 4.0, told: tuple[Event, ...] = ()) -> str:
-    """Return the cause of a wait from second 15 to 19."""
     last = event("step", 20.0, step=1, model_version=1, orders=[7], stages=list(told), step_s=1.0, wait_s=wait_s)
     (waited,) = _spans([*before, last], "trainer", "wait")
     return waited.note

@@ -78,7 +78,7 @@ def test_ranks_that_see_the_same_gpus_choose_different_ones(views, devices, loca
 
 
 @pytest.mark.parametrize(("devices", "local_rank"), [(1, None), (2, 2)])
-def test_rank_without_a_gpu_of_its_own_is_rejected(devices, local_rank):
+def test_device_index_rejects_two_ranks_on_one_gpu(devices, local_rank):
     with pytest.raises(SpecError, match="show each rank its own GPU with CUDA_VISIBLE_DEVICES"):
         device_index(1, [5, 5], devices, local_rank)
 

@@ -308,7 +308,7 @@ async def test_engine_restarted_during_a_broadcast_gets_the_weights(
 def _halting(
     sending: threading.Event, release: threading.Event, *, bucket: int = 1
 ) -> Callable[[], Iterator[tuple[str, Any]]]:
-    """Return weights that pause before a bucket (from 0) until released, the first time only."""
+    """Return weights whose first reading pauses before the given bucket (counted from 0) until `release` is set."""
 
     def source() -> Iterator[tuple[str, Any]]:
         for row, item in enumerate(weights(2)()):

@@ -26,7 +26,7 @@ def test_every_product_module_follows_the_house_rule(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", TEST_RULES, ids=lambda rule: rule.name)
-def test_every_test_module_follows_the_house_rule(rule: Rule) -> None:
+def test_modules_of_the_test_suite_follow_the_house_rule(rule: Rule) -> None:
     broken = [f"{module.path}: {problem}" for module in suite() for problem in rule.check(module)]
     assert not broken, "\n".join([rule.check.__doc__ or "", *broken])
 

@@ -72,7 +72,9 @@ def test_schedule_ratio_is_relative_to_the_best_conventional_arm_and_paired_by_s
     assert found["c, reward 0.6"]["drain"]["median"] == pytest.approx((0.5 + 0.25) / 2)
 
 
-def test_trials_choose_cores_by_seconds_and_then_the_learning_rate_by_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_choose_the_fastest_use_of_cores_and_then_the_best_learning_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def measure(name: str, jobs: list[Job], *_: object, **__: object) -> list[dict[str, float]]:
         fast, good = "engine.count=2", "learning_rate=0.001"
         assert all(job.seed not in (0, 1, 2) for job in jobs)

@@ -35,7 +35,7 @@ def test_preset_override_replaces_the_objective_slots_of_the_base_recipe(overrid
         ("objective=ppo_tis", "objective.is_weight.high=4.0"),
     ],
 )
-def test_overrides_refine_a_preset_in_any_order(overrides: tuple[str, ...]) -> None:
+def test_preset_and_its_refinement_may_be_given_in_any_order(overrides: tuple[str, ...]) -> None:
     assert objective(*overrides) == {"preset": "ppo_tis", "is_weight": {"high": 4.0}}
 
 

@@ -102,7 +102,7 @@ async def played(options: dict[str, object], *orders: PromptOrder) -> list[list[
 
 
 @pytest.mark.slow
-async def test_answers_are_scored_by_the_tasksets_own_rubric(options: dict[str, object]) -> None:
+async def test_answers_are_scored_by_the_rubric_of_the_taskset(options: dict[str, object]) -> None:
     wrong, right = await played(options, numbered(0), numbered(2, samples=3))
     assert [each.rollout.verdict.reward for each in wrong] == [0.5]
     assert [each.rollout.verdict.reward for each in right] == [1.5] * 3

@@ -114,7 +114,7 @@ def test_killed_process_is_restarted(tmp_path: Path) -> None:
     assert said == ["main ended (killed by SIGKILL); restarting it in 0.5 s (1 of 3)"]
 
 
-def test_process_group_is_restarted_together(tmp_path: Path) -> None:
+def test_whole_process_group_is_restarted_if_one_of_its_processes_dies(tmp_path: Path) -> None:
     """One process dies after both have started; one death is counted."""
     begin = "import os, pathlib, sys, time; d = pathlib.Path(sys.argv[1]); me = sys.argv[2]\n" + (
         "with (d / me).open('a') as file: file.write('x')\n"

@@ -133,7 +133,7 @@ def test_head_measures_match_manual_values():
 
 
 @pytest.mark.parametrize("measure", MEASURES)
-def test_head_measure_slopes_are_derivatives_of_the_measure(measure):
+def test_head_measure_and_its_derivative_match_autograd(measure):
     logits = generator(2, "measures").standard_normal((3, 6))
     variable = torch.from_numpy(logits).requires_grad_()
     logprobs = torch.log_softmax(variable, -1)

@@ -85,7 +85,7 @@ def test_rarely_intended_objective_settings_raise_a_doubt(
 
 
 @pytest.mark.parametrize("name", [*PRESETS])
-def test_preset_in_a_common_setting_raises_no_doubt(name: str) -> None:
+def test_no_preset_raises_a_doubt_in_an_ordinary_run(name: str) -> None:
     assert list(doubts(resolve(name, max_tokens=8), PLAIN)) == []
     assert list(doubts(resolve(name), PLAIN)) == []
 

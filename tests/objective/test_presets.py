@@ -59,7 +59,7 @@ def test_full_table_of_a_preset_resolves_to_the_same_objective(name):
 
 
 @pytest.mark.parametrize("name", ["reinforce_token", "dr_grpo", "agarwal", "dppo_tv"])
-def test_max_tokens_length_of_a_preset_comes_from_the_run(name):
+def test_preset_normalised_by_max_tokens_takes_that_number_from_the_run(name):
     assert resolve(name).agg == agg.Sequences(length=agg.Length.MAX_TOKENS)
     assert resolve(name, max_tokens=8).agg == agg.Sequences(length=8.0)
     assert resolve({"preset": name, "agg": {"length": 256}}, max_tokens=8).agg == agg.Sequences(length=256.0)

@@ -55,7 +55,7 @@ def test_repeated_step_removes_later_steps() -> None:
     assert made.add({"step": 1, "reward": 1.0}) and made.count == 1
 
 
-def test_rows_since_a_step_equal_the_tail_of_all_rows() -> None:
+def test_rows_since_a_position_are_the_last_rows_of_the_table() -> None:
     made = table(4099)  # spans more than one chunk
     whole = made.rows(["reward"], points=4100)
     for since in (0, 4095, 4096, 4098, 4099, 9999):

@@ -32,7 +32,7 @@ def _track(window: dict[str, Any], lane: str, kind: str) -> dict[str, Any]:
     return dict(track)
 
 
-def test_timeline_lists_engine_lanes_first() -> None:
+def test_timeline_lists_engine_lanes_before_all_others() -> None:
     window = _timeline(run()).window()
     assert [(each["kind"], each["lane"]) for each in window["lanes"]] == [
         ("engine", A), ("engine", B), ("trainer", "trainer"), ("publication", "publication"),

@@ -88,7 +88,7 @@ def test_repeated_steps_replace_earlier_values_in_the_tracker(tmp_path: Path) ->
     ]  # fmt: skip
 
 
-def test_interrupted_tracker_rewind_is_repeated(tmp_path: Path) -> None:
+def test_tracker_repeats_a_rewind_whose_position_was_not_saved(tmp_path: Path) -> None:
     _leave(tmp_path, _steps(1, 5, reward=0.25))
     _fed(tmp_path)
     place = tmp_path / "trackers" / "tensorboard.json"

@@ -51,7 +51,7 @@ def test_jax_gradient_does_not_depend_on_the_mesh_for_other_models(name, mesh, m
     check_mesh(model_path(name), mesh, micro_batch())
 
 
-def test_given_weights_are_sharded_like_the_trainers_own(model_path, micro_batch):
+def test_weights_given_to_forward_at_are_sharded_like_those_of_the_trainer(model_path, micro_batch):
     trainer, batch = started(model_path("qwen3"), {"fsdp": 2, "tensor": 2}), micro_batch()
     before, expected = copied(trainer.gather_weights()), trainer.forward([batch])[0]
     trainer._worker.weights = own = {name: 1.1 * array for name, array in trainer._worker.weights.items()}

@@ -261,7 +261,7 @@ def two(model, model_path, begun, tmp_path_factory) -> tuple[Path, str]:
 
 
 @pytest.mark.timeout(600)
-def test_20_steps_of_two_processes_match_one(one, two):
+def test_20_steps_of_two_processes_match_those_of_one_process(one, two):
     """With five micro-batches a step, the second process has two and computes dummy tokens in the last round."""
     ours, theirs = arrays(two[0]), arrays(one)
     losses = theirs["steps.losses"][:20]
@@ -295,7 +295,7 @@ def test_20_steps_of_adapters_over_a_sharded_base_match_one_process(one, two):
 
 
 @pytest.mark.timeout(600)
-def test_several_optimizer_steps_per_batch_match_one_process(one, two):
+def test_two_processes_match_one_with_several_optimizer_steps_per_batch(one, two):
     ours, theirs = arrays(two[0] / "epochs"), arrays(one / "epochs")
     assert theirs["epochs.losses"].shape == (18,) and theirs["epochs.clipped"].max() > 0.1
     assert np.abs(ours["epochs.losses"] - theirs["epochs.losses"]).max() <= 1e-6

@@ -94,7 +94,7 @@ def test_memory_is_not_reused_for_a_version_of_another_size() -> None:
     assert wider.segment.num_bytes == len(wider.segment.bytes) == WIDER.num_bytes
 
 
-def test_version_in_use_is_dropped_only_afterwards() -> None:
+def test_version_in_use_is_dropped_only_after_its_use() -> None:
     table = VersionTable(room=2)
     publish(table, 1)
     with table.using((1, 1)):

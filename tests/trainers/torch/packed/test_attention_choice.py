@@ -81,11 +81,11 @@ def tried(kernel):
     return failed_trial(kernel, heads=HEADS, device=torch.device("cpu"), dtype=torch.float32)
 
 
-def test_correct_attention_kernel_passes_its_trial():
+def test_correct_attention_kernel_passes_the_trial():
     assert tried(varlen_attention) is None
 
 
-def test_faulty_attention_kernel_fails_its_trial():
+def test_faulty_attention_kernel_fails_the_trial():
     def with_its_triangle_at_the_beginning(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **named):
         ends = cu_seq_k[:-1] + cu_seq_q.diff()
         first = torch.cat([torch.arange(*each) for each in zip(cu_seq_k[:-1], ends, strict=True)])
